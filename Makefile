@@ -1,0 +1,51 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+
+.PHONY: help setup demo test test-gpu check format drill bench clean
+
+help:
+	@echo "make demo      set up .venv and run the whole pipeline in small (CPU, offline, minutes)"
+	@echo "make test      set up .venv and run the tests"
+	@echo "make check     formatting, lint, types, import layers, file sizes"
+	@echo "make drill     the long tests: full matrices, kill drills"
+	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make bench     CPU step benchmark against transformers"
+
+$(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("headway needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -e ".[dev]"
+	@touch $@
+
+setup: $(VENV)/.ready
+
+demo: setup
+	$(BIN)/headway demo
+
+test: setup
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:xdist
+
+drill: setup
+	$(BIN)/python -m pytest -m drill
+
+check: setup
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/basedpyright
+	$(BIN)/python -m pytest tests/unit/test_layers.py tests/unit/test_sizes.py
+
+format: setup
+	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks
+
+bench: setup
+	$(BIN)/python benchmarks/cpu_step.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache build dist src/*.egg-info

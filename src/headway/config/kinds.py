@@ -1,0 +1,121 @@
+"""The folder is the registry: `kind: dpo` under objective is headway/objective/dpo.py, `kind: my_lab.dpo2` is the user's module.
+
+A kind module holds a class `Config` (a `KindConfig`) that imports without torch, and whose `build(...)` makes the thing. A recipe field
+is declared `Annotated[KindConfig, KindIn("headway.objective")]`; the right `Config` is found and validated when the recipe is loaded.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar, cast
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema, to_json
+
+from headway.config.section import Section, setting
+from headway.errors import ConfigError
+
+NOT_KINDS = ("base", "config")
+
+
+class KindConfig(Section):
+    """The settings of one kind; `kind` names the module that holds it."""
+
+    HIDDEN: ClassVar[bool] = False
+    kind: str = setting("", "Which kind: a file of headway's folder, or a dotted module of your own.", on_resume="fixed")
+
+
+class NestedErrors(ValueError):
+    """Carries the errors found inside a kind's own settings out of the validator that found them."""
+
+    def __init__(self, errors: list[Any]) -> None:
+        super().__init__("invalid settings")
+        self.errors = errors
+
+
+def kind_names(package: str) -> list[str]:
+    """The kinds headway ships in one extension folder, by file name."""
+    root = importlib.import_module(package)
+    names = [m.name for m in pkgutil.iter_modules(root.__path__) if m.name not in NOT_KINDS and not m.name.startswith("_")]
+    return sorted(n for n in names if "class Config(" in _source(f"{package}.{n}"))
+
+
+def _source(module: str) -> str:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return ""
+    with open(spec.origin, encoding="utf-8") as file:
+        return file.read()
+
+
+def kind_module(package: str, kind: str) -> ModuleType:
+    """Import the module of a kind; an unknown one is an error that lists what exists."""
+    what = package.rsplit(".", 1)[-1]
+    if "." in kind:
+        try:
+            return importlib.import_module(kind)
+        except ModuleNotFoundError as missing:
+            if missing.name is not None and (kind == missing.name or kind.startswith(missing.name + ".")):
+                raise ConfigError(
+                    f"{what} kind is {kind!r}, but there is no module of that name. Put the folder that holds it on PYTHONPATH."
+                ) from None
+            raise
+    names = kind_names(package)
+    if kind in names:
+        return importlib.import_module(f"{package}.{kind}")
+    near = difflib.get_close_matches(kind, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{what} kind is {kind!r}; it must be one of {', '.join(names)}, or a dotted module of your own.{hint}")
+
+
+def kind_config(package: str, kind: str) -> type[KindConfig]:
+    """The config class of a kind."""
+    found = getattr(kind_module(package, kind), "Config", None)
+    if not (isinstance(found, type) and issubclass(found, KindConfig)):
+        raise ConfigError(f"{kind} has no class Config derived from headway.config.kinds.KindConfig; a kind's module needs one.")
+    return found
+
+
+@dataclass(frozen=True)
+class KindIn:
+    """Marks a recipe field whose class is chosen by its `kind`, among the modules of `package` or the user's own."""
+
+    package: str
+    default: str | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self.validate, serialization=core_schema.plain_serializer_function_ser_schema(lambda value: value.model_dump(mode="json"))
+        )
+
+    def validate(self, value: Any) -> KindConfig:
+        if isinstance(value, KindConfig):
+            return value
+        if isinstance(value, str):
+            value = {"kind": value}
+        if not isinstance(value, dict):
+            raise ValueError("must be a mapping with a key `kind`")
+        given = cast(dict[str, Any], value)
+        kind = given.get("kind", self.default)
+        if not isinstance(kind, str):
+            raise ValueError(f"needs a key `kind`, one of {', '.join(kind_names(self.package))}")
+        try:
+            return kind_config(self.package, kind).model_validate_json(to_json({**given, "kind": kind}))
+        except ValidationError as error:
+            raise NestedErrors(error.errors()) from None
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        options: list[Any] = []
+        for name in kind_names(self.package):
+            one = kind_config(self.package, name).model_json_schema()
+            one["properties"]["kind"] = {"const": name}
+            one["required"] = ["kind"]
+            options.append(one)
+        own = {"type": "object", "properties": {"kind": {"type": "string", "pattern": r"\."}}, "required": ["kind"]}
+        return {"anyOf": [*options, own]}

@@ -1,0 +1,203 @@
+"""A recipe comes in as YAML 1.2 plus `section.key=value` overrides; a frozen config model goes out, or one line per mistake.
+
+Each mistake names the key, the value, what is expected, a near name where there is one, and the line of the file.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import YAMLError
+
+from headway.config.kinds import KindConfig, KindIn, NestedErrors, kind_config
+from headway.config.section import Section
+from headway.errors import ConfigError
+
+S = TypeVar("S", bound=Section)
+Where = dict[tuple[Any, ...], str]
+
+
+def load(schema: type[S], path: Path | None = None, overrides: Sequence[str] = ()) -> S:
+    """Read a recipe file (or none), apply overrides and validate."""
+    where: Where = {}
+    data: dict[str, Any] = {}
+    if path is not None:
+        data = read_yaml(path, where)
+    for override in overrides:
+        apply_override(data, override, where)
+    return validate(schema, data, where)
+
+
+def read_yaml(path: Path, where: Where | None = None) -> dict[str, Any]:
+    """Parse one YAML 1.2 file into plain Python, recording the line of every key in `where`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file. Give the path of a recipe, e.g. recipes/laptop/pretrain.yaml.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as text: {error}.") from None
+    try:
+        tree: Any = YAML(typ="rt").load(text)
+    except DuplicateKeyError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line}: {str(error.problem).split(' with ')[0]}; a key may stand once. Remove one of them.") from None
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: not YAML: {getattr(error, 'problem', None) or error}.") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, CommentedMap):
+        raise ConfigError(f"{path}: a recipe is a mapping of sections, not a {type(tree).__name__}.")
+    where = where if where is not None else {}
+    return cast(dict[str, Any], _plain(tree, (), str(path), where))
+
+
+def _plain(node: Any, at: tuple[Any, ...], file: str, where: Where) -> Any:
+    if isinstance(node, CommentedMap):
+        for key in node:
+            where[(*at, key)] = f"{file}:{node.lc.key(key)[0] + 1}"
+        return {str(key): _plain(value, (*at, key), file, where) for key, value in node.items()}
+    if isinstance(node, CommentedSeq):
+        for index in range(len(node)):
+            where[(*at, index)] = f"{file}:{node.lc.item(index)[0] + 1}"
+        return [_plain(value, (*at, index), file, where) for index, value in enumerate(node)]
+    if isinstance(node, bool) or node is None:
+        return node
+    for plain in (int, float, str):
+        if isinstance(node, plain):
+            return plain(node)
+    return str(node)
+
+
+def apply_override(data: dict[str, Any], override: str, where: Where) -> None:
+    """Apply one `section.key=value` to the raw recipe, the value read as YAML."""
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"override {override!r} is not of the form section.key=value, e.g. optim.lr=3e-4.")
+    try:
+        value = _plain(YAML(typ="rt").load(text), (), "", {}) if text.strip() else ""
+    except YAMLError:
+        raise ConfigError(f"override {override!r}: the value is not YAML. Quote it, e.g. '{key}=\"...\"'.") from None
+    parts: list[Any] = [int(p) if p.isdigit() else p for p in key.strip().split(".")]
+    node: Any = data
+    for depth, part in enumerate(parts[:-1]):
+        if isinstance(node, list) and isinstance(part, int) and part < len(node):
+            node = node[part]
+            continue
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {override!r}: {'.'.join(map(str, parts[:depth]))} holds no keys of its own.")
+        if not isinstance(node.get(part), (dict, list)):
+            was = node.get(part)
+            node[part] = {"kind": was} if isinstance(was, str) else {}
+        node = node[part]
+    last = parts[-1]
+    if isinstance(node, list) and (not isinstance(last, int) or last >= len(node)):
+        raise ConfigError(f"override {override!r}: {'.'.join(map(str, parts[:-1]))} is a list of {len(node)}; use an index below that.")
+    node[last] = value
+    where[tuple(parts)] = f"override {override}"
+
+
+def validate(schema: type[S], data: Mapping[str, Any], where: Where | None = None) -> S:
+    """Validate plain data in JSON mode (lists become tuples, text becomes paths) or raise a ConfigError that lists every mistake."""
+    try:
+        return schema.model_validate_json(json.dumps(data, allow_nan=False))
+    except ValueError as error:
+        if not isinstance(error, ValidationError):
+            raise ConfigError(f"recipe: {error}.") from None
+        lines = [_explain(one, schema, where or {}) for one in _flatten(error.errors())]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _flatten(errors: list[Any]) -> list[Any]:
+    flat: list[Any] = []
+    for one in errors:
+        inner = one.get("ctx", {}).get("error")
+        if isinstance(inner, NestedErrors):
+            flat += [{**below, "loc": (*one["loc"], *below["loc"])} for below in _flatten(inner.errors)]
+        else:
+            flat.append(one)
+    return flat
+
+
+def _explain(error: Any, schema: type[BaseModel], where: Where) -> str:
+    loc = tuple(part for part in error["loc"] if not (isinstance(part, str) and part.startswith(("function-", "tagged-", "constrained-"))))
+    place = next((where[loc[:n]] for n in range(len(loc), 0, -1) if loc[:n] in where), "")
+    key = ".".join(map(str, loc)) or "recipe"
+    prefix = f"{place}: " if place else ""
+    if error["type"] == "extra_forbidden":
+        known = _keys(schema, loc[:-1])
+        near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
+        owner = ".".join(map(str, loc[:-1])) or "a recipe"
+        hint = f"did you mean {near[0]!r}?" if near else f"{owner} takes {', '.join(known)}." if known else "remove it."
+        return f"{prefix}{key} is not a setting; {hint}"
+    message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ").rstrip(".")
+    if error["type"] == "missing":
+        return f"{prefix}{key} is missing; it must be given."
+    if error["type"] in ("value_error", "assertion_error"):
+        return f"{prefix}{key + ' ' if loc and not message.startswith(str(key)) else ''}{message}."
+    value = json.dumps(error.get("input"), default=str)
+    value = value if len(value) <= 60 else value[:57] + "..."
+    message = message[0].lower() + message[1:]
+    return f"{prefix}{key} is {value}; {message.replace('input should', 'it should')}."
+
+
+def _keys(schema: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
+    """The settings that exist at a place of the schema, for 'did you mean'."""
+    current: Any = schema
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        field = next((f for n, f in current.model_fields.items() if part in (n, f.alias)), None) if _is_section(current) else None
+        if field is None:
+            return []
+        marks = [m for m in field.metadata if isinstance(m, KindIn)]
+        if marks:
+            return _all_kind_keys(marks[0].package)
+        current = next((t for t in _classes(field.annotation)), None)
+        if current is not None and issubclass(current, KindConfig):
+            return _all_kind_keys(_kind_package(field.annotation))
+    return [f.alias or n for n, f in current.model_fields.items()] if _is_section(current) else []
+
+
+def _is_section(thing: Any) -> bool:
+    return isinstance(thing, type) and issubclass(thing, BaseModel)
+
+
+def _all_kind_keys(package: str | None) -> list[str]:
+    from headway.config.kinds import kind_names
+
+    if package is None:
+        return []
+    return sorted({key for name in kind_names(package) for key in kind_config(package, name).model_fields})
+
+
+def _kind_package(annotation: Any) -> str | None:
+    for mark in getattr(annotation, "__metadata__", ()):
+        if isinstance(mark, KindIn):
+            return mark.package
+    return next((p for a in getattr(annotation, "__args__", ()) if (p := _kind_package(a)) is not None), None)
+
+
+def _classes(annotation: Any) -> list[type[BaseModel]]:
+    if _is_section(annotation):
+        return [annotation]
+    return [c for a in getattr(annotation, "__args__", ()) for c in _classes(a)]
+
+
+def dump_yaml(config: BaseModel) -> str:
+    """The resolved config as YAML, as `config show` prints it and a run folder keeps it."""
+    from io import StringIO
+
+    out = StringIO()
+    yaml = YAML()
+    yaml.default_flow_style = None
+    yaml.width = 120
+    yaml.dump(config.model_dump(mode="json", by_alias=True), out)
+    return out.getvalue()

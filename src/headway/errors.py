@@ -1,0 +1,39 @@
+"""What can go wrong that is not a bug of ours: each error is one line with key, value, expectation and remedy."""
+
+
+class HeadwayError(Exception):
+    """A problem the user can act on. The command line prints it as one line and exits with `exit_code`."""
+
+    exit_code = 1
+
+
+class ConfigError(HeadwayError):
+    """A recipe or a flag is wrong; known before any work starts."""
+
+    exit_code = 2
+
+
+class DataError(HeadwayError):
+    """Data that is given cannot be read as what it claims to be."""
+
+    exit_code = 2
+
+
+class ParallelError(HeadwayError):
+    """A layout that this world, model or batch does not allow."""
+
+    exit_code = 2
+
+
+class LaunchError(HeadwayError):
+    """A process, device or node that was asked for cannot be had."""
+
+    exit_code = 2
+
+
+class CheckpointError(HeadwayError):
+    """A checkpoint cannot be written or read."""
+
+
+class TrainingError(HeadwayError):
+    """Training had to end: the disk is full, the loss is lost, memory ran out."""

@@ -1,0 +1,115 @@
+"""The shape of a model, as numbers. Imports without torch; every family is a setting of this one Transformer."""
+
+from typing import Any, Literal
+
+from pydantic import field_validator, model_validator
+
+from headway.config.section import Section, setting
+from headway.model.presets import PRESETS
+
+
+class RopeScaling(Section):
+    """How rotary positions are stretched beyond the length a model was trained at."""
+
+    kind: Literal["linear", "llama3"] = setting(
+        "linear", "linear divides all frequencies by factor; llama3 only the low ones.", on_resume="fixed"
+    )
+    factor: float = setting(1.0, "How many times longer the context becomes.", gt=0, on_resume="fixed")
+    low_freq_factor: float = setting(
+        1.0, "llama3: wavelengths above original_max_seq_len / this are divided by factor.", gt=0, on_resume="fixed"
+    )
+    high_freq_factor: float = setting(4.0, "llama3: wavelengths below original_max_seq_len / this stay.", gt=0, on_resume="fixed")
+    original_max_seq_len: int = setting(8192, "llama3: the length the model was first trained at.", gt=0, on_resume="fixed")
+
+
+class ModelConfig(Section):
+    """One Transformer. Give a preset, or numbers, or both (numbers win)."""
+
+    family: str = setting(
+        "llama", "Which naming and config to read and write: a file of model/families, or your own module.", on_resume="fixed"
+    )
+    preset: str | None = setting(None, "A known shape to start from; `headway list` shows them.", on_resume="fixed")
+    hidden_size: int = setting(256, "Width of the residual stream.", gt=0, on_resume="fixed")
+    num_layers: int = setting(4, "Number of blocks.", gt=0, on_resume="fixed")
+    num_heads: int = setting(4, "Query heads.", gt=0, on_resume="fixed")
+    num_kv_heads: int | None = setting(None, "Key and value heads; null = num_heads.", gt=0, on_resume="fixed")
+    head_dim: int | None = setting(None, "Width of one head; null = hidden_size / num_heads.", gt=0, on_resume="fixed")
+    ffn_size: int = setting(688, "Inner width of the feed-forward.", gt=0, on_resume="fixed")
+    vocab_size: int | None = setting(
+        None, "Rows of the embedding; null = the tokenizer's, padded to a multiple of 64.", gt=0, on_resume="fixed"
+    )
+    max_seq_len: int = setting(512, "Longest sequence the model is meant for.", gt=0, on_resume="fixed")
+    rope_theta: float = setting(10000.0, "Base of the rotary frequencies.", gt=0, on_resume="fixed")
+    rope_scaling: RopeScaling | None = setting(None, "Stretching of the rotary frequencies.", on_resume="fixed")
+    no_rope_layers: tuple[int, ...] = setting((), "Layers (from 0) whose queries and keys are not rotated.", on_resume="fixed")
+    norm: Literal["rmsnorm", "layernorm"] = setting("rmsnorm", "Normalisation before attention and feed-forward.", on_resume="fixed")
+    norm_eps: float = setting(1e-5, "Added to the variance in the normalisation.", gt=0, on_resume="fixed")
+    qkv_bias: bool = setting(False, "Bias on the query, key and value projections.", on_resume="fixed")
+    output_bias: bool = setting(False, "Bias on the attention output projection.", on_resume="fixed")
+    ffn_bias: bool = setting(False, "Bias on the feed-forward projections.", on_resume="fixed")
+    qk_norm: bool = setting(False, "RMSNorm over each head of queries and keys, before rotation.", on_resume="fixed")
+    tie_embeddings: bool = setting(True, "One matrix for input embedding and output head.", on_resume="fixed")
+    sliding_window: int | None = setting(None, "Tokens a query sees, itself included; null = all.", gt=0, on_resume="fixed")
+    window_layers: tuple[int, ...] | None = setting(None, "Layers the sliding window applies to; null = all.", on_resume="fixed")
+    dropout: float = setting(0.0, "Dropout on the output of attention and feed-forward.", ge=0, lt=1, on_resume="fixed")
+    embed_grad_scale: float = setting(1.0, "The embedding's gradient is multiplied by this.", ge=0, on_resume="fixed")
+    init_std: float = setting(
+        0.02, "Standard deviation of initial weights; output projections get it / sqrt(2 * num_layers).", gt=0, on_resume="fixed"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("preset"), str):
+            name = data["preset"]
+            if name not in PRESETS:
+                raise ValueError(f"preset is {name!r}; it must be one of {', '.join(PRESETS)}")
+            return {**PRESETS[name], **data}
+        return data
+
+    @field_validator("no_rope_layers", "window_layers")
+    @classmethod
+    def _unique(cls, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if layers is not None and (len(set(layers)) != len(layers) or any(i < 0 for i in layers)):
+            raise ValueError(f"is {list(layers)}; it must hold different layer numbers from 0")
+        return layers
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ModelConfig":
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ValueError(f"num_heads is {self.num_heads}; it must divide hidden_size={self.hidden_size}, or head_dim must be given")
+        if self.head_size % 2:
+            raise ValueError(f"head_dim is {self.head_size}; it must be even for rotary positions")
+        if self.num_heads % self.kv_heads:
+            raise ValueError(f"num_kv_heads is {self.kv_heads}; it must divide num_heads={self.num_heads}")
+        for key in ("no_rope_layers", "window_layers"):
+            too_high = [i for i in getattr(self, key) or () if i >= self.num_layers]
+            if too_high:
+                raise ValueError(f"{key} holds {too_high[0]}; layers are numbered 0 to {self.num_layers - 1}")
+        if self.window_layers is not None and self.sliding_window is None:
+            raise ValueError("window_layers is given without sliding_window; give the window's width too")
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.num_kv_heads if self.num_kv_heads is not None else self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head."""
+        return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_heads
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the embedding, once known."""
+        assert self.vocab_size is not None, "the vocabulary is resolved before a model is built"
+        return self.vocab_size
+
+    def window_of(self, layer: int) -> int | None:
+        """The sliding window of one layer, or None for full causal attention."""
+        return self.sliding_window if self.window_layers is None or layer in self.window_layers else None
+
+    def with_(self, **changes: Any) -> "ModelConfig":
+        """The same shape with some fields changed, validated again."""
+        return ModelConfig.model_validate({**self.model_dump(), **changes})

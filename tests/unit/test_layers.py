@@ -1,0 +1,44 @@
+"""Imports point one way: a package may import only from itself and from packages above it in DESIGN's list. Lazy imports count."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src" / "headway"
+ORDER = [
+    "errors", "config", "runtime", "text", "tokenizer", "data", "kernels", "model", "objective", "optim", "parallel", "checkpoint",
+    "infer", "eval", "export", "track", "plan", "train", "launch", "board", "demo", "cli",
+]  # fmt: skip
+
+
+def imported_packages(path: Path) -> list[tuple[str, int]]:
+    found: list[tuple[str, int]] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; write the full name"
+            base = node.module or ""
+            names = [f"headway.{a.name}" for a in node.names] if base == "headway" else [base]
+        found += [(n.split(".")[1], node.lineno) for n in names if n.startswith("headway.")]
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=lambda p: str(p.relative_to(SRC)))
+def test_imports_only_point_up(path: Path) -> None:
+    parts = path.relative_to(SRC).parts
+    package = parts[0].removesuffix(".py")
+    if package in ("__init__", "__main__"):
+        return
+    assert package in ORDER, f"{package} has no place in the order of packages"
+    for other, line in imported_packages(path):
+        if other.startswith("__"):
+            continue
+        assert ORDER.index(other) <= ORDER.index(package), f"{path}:{line}: {package} may not import {other}"
+
+
+def test_nothing_is_called_utils() -> None:
+    banned = {"utils", "helpers", "common", "misc"}
+    assert not [p for p in SRC.rglob("*.py") if p.stem in banned or banned & set(p.relative_to(SRC).parts)]
