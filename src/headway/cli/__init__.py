@@ -1,0 +1,89 @@
+"""The command line: one file per verb (`cli/train.py`, `cli/data/tokenize.py`), found by name; each holds one function `command`.
+
+Verb files import typer alone at the top, so that help is instant; the work is a typed function of the package that the verb calls.
+"""
+
+import importlib
+import logging
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from headway import __version__
+from headway.errors import HeadwayError
+
+GROUPS = {"config": "Show, check and describe recipes."}
+
+
+def build_app() -> typer.Typer:
+    """Assemble the application from the verb files."""
+    app = typer.Typer(
+        name="headway",
+        help="One LLM training system, from raw text to a served long-context model.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    app.callback()(_global_options)
+    _add_verbs(app, __name__)
+    return app
+
+
+def _add_verbs(app: typer.Typer, package: str) -> None:
+    folder = importlib.import_module(package)
+    for found in pkgutil.iter_modules(folder.__path__):
+        if found.name.startswith("_"):
+            continue
+        module = importlib.import_module(f"{package}.{found.name}")
+        name = found.name.rstrip("_").replace("_", "-")
+        if found.ispkg:
+            group = typer.Typer(help=module.__doc__, no_args_is_help=True, rich_markup_mode=None)
+            _add_verbs(group, module.__name__)
+            app.add_typer(group, name=name)
+        else:
+            app.command(name)(module.command)
+
+
+def _global_options(
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log more; LOG_LEVEL=DEBUG does the same."),
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+) -> None:
+    """One LLM training system, from raw text to a served long-context model."""
+    if version:
+        typer.echo(f"headway {__version__}")
+        raise typer.Exit
+    level = "DEBUG" if verbose else os.environ.get("LOG_LEVEL", "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise HeadwayError(f"LOG_LEVEL is {level!r}; it must be one of DEBUG, INFO, WARNING, ERROR.")
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr, force=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb. A user's mistake ends in one line on standard error and exit code 2, never in a traceback."""
+    try:
+        build_app()(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+    except HeadwayError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    except typer.Exit as ending:
+        return ending.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print("stopped", file=sys.stderr)  # noqa: T201
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "format_message"):
+            context = getattr(error, "ctx", None)
+            hint = f" Try '{context.command_path} --help'." if context is not None else ""
+            print(f"error: {error.format_message()}{hint}", file=sys.stderr)  # noqa: T201 # pyright: ignore[reportAttributeAccessIssue]
+            return 2
+        raise
+    return 0

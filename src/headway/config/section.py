@@ -1,4 +1,7 @@
-"""The base of every config class: frozen, strict, closed to unknown keys; each field says what it means and whether a resumed run may change it."""
+"""The base of every config class: frozen, strict, closed to unknown keys.
+
+Each field says what it means and whether a resumed run may change it (`fixed` or `free`; unsaid: as the field that holds its section).
+"""
 
 from typing import Any, Literal
 
@@ -13,31 +16,32 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
-def setting(default: Any = ..., doc: str = "", *, on_resume: OnResume = "free", **limits: Any) -> Any:
+def setting(default: Any = ..., doc: str = "", *, on_resume: OnResume | None = None, **limits: Any) -> Any:
     """Declare a field: default, one-sentence description, whether a resumed run may change it, limits such as `gt=0`."""
     assert doc, "every setting needs a description"
-    if isinstance(default, (list, dict, BaseModel)) or isinstance(default, type):
-        factory = default if isinstance(default, type) else (lambda: default)
-        return Field(default_factory=factory, description=doc, json_schema_extra={"on_resume": on_resume}, **limits)
-    return Field(default, description=doc, json_schema_extra={"on_resume": on_resume}, **limits)
+    extra: dict[str, Any] = {"on_resume": on_resume} if on_resume else {}
+    if isinstance(default, type):
+        return Field(default_factory=default, description=doc, json_schema_extra=extra, **limits)
+    return Field(default, description=doc, json_schema_extra=extra, **limits)
 
 
-def fixed_differences(old: BaseModel, new: BaseModel, at: str = "") -> tuple[list[str], list[str]]:
+def differences(old: BaseModel, new: BaseModel, at: str = "", rule: OnResume = "free") -> tuple[list[str], list[str]]:
     """Compare two configs: the changes to fixed fields and the changes to free ones, each as `key: old -> new`."""
     fixed: list[str] = []
     free: list[str] = []
     for name, info in type(new).model_fields.items():
         here = f"{at}{info.alias or name}"
         before, after = getattr(old, name, None), getattr(new, name)
-        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
         if before == after:
             continue
+        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+        here_rule: Any = extra.get("on_resume", rule)
         if isinstance(before, BaseModel) and isinstance(after, BaseModel) and type(before) is type(after):
-            below = fixed_differences(before, after, here + ".")
+            below = differences(before, after, here + ".", here_rule)
             fixed += below[0]
             free += below[1]
         else:
-            (fixed if extra.get("on_resume") == "fixed" else free).append(f"{here}: {_short(before)} -> {_short(after)}")
+            (fixed if here_rule == "fixed" else free).append(f"{here}: {_short(before)} -> {_short(after)}")
     return fixed, free
 
 

@@ -81,7 +81,7 @@ class StepBatch:
 
     microbatches: tuple[Batch, ...]
     totals: dict[str, float]
-    """Global weights, counted by the loader before the first forward: 'targets' = sum of loss_weight, 'rows' = rows that hold a document."""
+    """Global weights, counted before the first forward: 'targets' = sum of loss_weight, 'rows' = rows that hold a document."""
     stats: StepStats
     first_microbatch: int = 0
     """Global index of this rank's first microbatch in the step; randomness is derived from it."""

@@ -11,51 +11,41 @@ from headway.model.presets import PRESETS
 class RopeScaling(Section):
     """How rotary positions are stretched beyond the length a model was trained at."""
 
-    kind: Literal["linear", "llama3"] = setting(
-        "linear", "linear divides all frequencies by factor; llama3 only the low ones.", on_resume="fixed"
-    )
-    factor: float = setting(1.0, "How many times longer the context becomes.", gt=0, on_resume="fixed")
-    low_freq_factor: float = setting(
-        1.0, "llama3: wavelengths above original_max_seq_len / this are divided by factor.", gt=0, on_resume="fixed"
-    )
-    high_freq_factor: float = setting(4.0, "llama3: wavelengths below original_max_seq_len / this stay.", gt=0, on_resume="fixed")
-    original_max_seq_len: int = setting(8192, "llama3: the length the model was first trained at.", gt=0, on_resume="fixed")
+    kind: Literal["linear", "llama3"] = setting("linear", "linear divides all frequencies by factor; llama3 only the low ones.")
+    factor: float = setting(1.0, "How many times longer the context becomes.", gt=0)
+    low_freq_factor: float = setting(1.0, "llama3: wavelengths above original_max_seq_len / this are divided by factor.", gt=0)
+    high_freq_factor: float = setting(4.0, "llama3: wavelengths below original_max_seq_len / this stay.", gt=0)
+    original_max_seq_len: int = setting(8192, "llama3: the length the model was first trained at.", gt=0)
 
 
 class ModelConfig(Section):
     """One Transformer. Give a preset, or numbers, or both (numbers win)."""
 
-    family: str = setting(
-        "llama", "Which naming and config to read and write: a file of model/families, or your own module.", on_resume="fixed"
-    )
-    preset: str | None = setting(None, "A known shape to start from; `headway list` shows them.", on_resume="fixed")
-    hidden_size: int = setting(256, "Width of the residual stream.", gt=0, on_resume="fixed")
-    num_layers: int = setting(4, "Number of blocks.", gt=0, on_resume="fixed")
-    num_heads: int = setting(4, "Query heads.", gt=0, on_resume="fixed")
-    num_kv_heads: int | None = setting(None, "Key and value heads; null = num_heads.", gt=0, on_resume="fixed")
-    head_dim: int | None = setting(None, "Width of one head; null = hidden_size / num_heads.", gt=0, on_resume="fixed")
-    ffn_size: int = setting(688, "Inner width of the feed-forward.", gt=0, on_resume="fixed")
-    vocab_size: int | None = setting(
-        None, "Rows of the embedding; null = the tokenizer's, padded to a multiple of 64.", gt=0, on_resume="fixed"
-    )
-    max_seq_len: int = setting(512, "Longest sequence the model is meant for.", gt=0, on_resume="fixed")
-    rope_theta: float = setting(10000.0, "Base of the rotary frequencies.", gt=0, on_resume="fixed")
-    rope_scaling: RopeScaling | None = setting(None, "Stretching of the rotary frequencies.", on_resume="fixed")
-    no_rope_layers: tuple[int, ...] = setting((), "Layers (from 0) whose queries and keys are not rotated.", on_resume="fixed")
-    norm: Literal["rmsnorm", "layernorm"] = setting("rmsnorm", "Normalisation before attention and feed-forward.", on_resume="fixed")
-    norm_eps: float = setting(1e-5, "Added to the variance in the normalisation.", gt=0, on_resume="fixed")
-    qkv_bias: bool = setting(False, "Bias on the query, key and value projections.", on_resume="fixed")
-    output_bias: bool = setting(False, "Bias on the attention output projection.", on_resume="fixed")
-    ffn_bias: bool = setting(False, "Bias on the feed-forward projections.", on_resume="fixed")
-    qk_norm: bool = setting(False, "RMSNorm over each head of queries and keys, before rotation.", on_resume="fixed")
-    tie_embeddings: bool = setting(True, "One matrix for input embedding and output head.", on_resume="fixed")
-    sliding_window: int | None = setting(None, "Tokens a query sees, itself included; null = all.", gt=0, on_resume="fixed")
-    window_layers: tuple[int, ...] | None = setting(None, "Layers the sliding window applies to; null = all.", on_resume="fixed")
-    dropout: float = setting(0.0, "Dropout on the output of attention and feed-forward.", ge=0, lt=1, on_resume="fixed")
-    embed_grad_scale: float = setting(1.0, "The embedding's gradient is multiplied by this.", ge=0, on_resume="fixed")
-    init_std: float = setting(
-        0.02, "Standard deviation of initial weights; output projections get it / sqrt(2 * num_layers).", gt=0, on_resume="fixed"
-    )
+    family: str = setting("llama", "Which naming and config to read and write: a file of model/families, or your own module.")
+    preset: str | None = setting(None, "A known shape to start from; `headway list` shows them.")
+    hidden_size: int = setting(256, "Width of the residual stream.", gt=0)
+    num_layers: int = setting(4, "Number of blocks.", gt=0)
+    num_heads: int = setting(4, "Query heads.", gt=0)
+    num_kv_heads: int | None = setting(None, "Key and value heads; null = num_heads.", gt=0)
+    head_dim: int | None = setting(None, "Width of one head; null = hidden_size / num_heads.", gt=0)
+    ffn_size: int = setting(688, "Inner width of the feed-forward.", gt=0)
+    vocab_size: int | None = setting(None, "Rows of the embedding; null = the tokenizer's, padded to a multiple of 64.", gt=0)
+    max_seq_len: int = setting(512, "Longest sequence the model is meant for.", gt=0)
+    rope_theta: float = setting(10000.0, "Base of the rotary frequencies.", gt=0)
+    rope_scaling: RopeScaling | None = setting(None, "Stretching of the rotary frequencies.")
+    no_rope_layers: tuple[int, ...] = setting((), "Layers (from 0) whose queries and keys are not rotated.")
+    norm: Literal["rmsnorm", "layernorm"] = setting("rmsnorm", "Normalisation before attention and feed-forward.")
+    norm_eps: float = setting(1e-5, "Added to the variance in the normalisation.", gt=0)
+    qkv_bias: bool = setting(False, "Bias on the query, key and value projections.")
+    output_bias: bool = setting(False, "Bias on the attention output projection.")
+    ffn_bias: bool = setting(False, "Bias on the feed-forward projections.")
+    qk_norm: bool = setting(False, "RMSNorm over each head of queries and keys, before rotation.")
+    tie_embeddings: bool = setting(True, "One matrix for input embedding and output head.")
+    sliding_window: int | None = setting(None, "Tokens a query sees, itself included; null = all.", gt=0)
+    window_layers: tuple[int, ...] | None = setting(None, "Layers the sliding window applies to; null = all.")
+    dropout: float = setting(0.0, "Dropout on the output of attention and feed-forward.", ge=0, lt=1)
+    embed_grad_scale: float = setting(1.0, "The embedding's gradient is multiplied by this.", ge=0)
+    init_std: float = setting(0.02, "Standard deviation of initial weights; output projections get it / sqrt(2 * num_layers).", gt=0)
 
     @model_validator(mode="before")
     @classmethod
