@@ -1,0 +1,138 @@
+"""Bytes reach the disk whole or not at all: temporary name, fsync, rename, fsync of the folder.
+
+Callers hand in a path and bytes; what fails (a full disk, a folder without permission) comes out as one line that names the path.
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headway.errors import ConfigError, HeadwayError, TrainingError
+
+CHUNK_BYTES = 4 << 20
+TEMPORARY_PREFIX = ".tmp-"
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write a small file so that a reader sees the old content or the new, never half of it."""
+    content = data.encode() if isinstance(data, str) else data
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{os.getpid()}")
+    with writing(path, len(content)):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(content)
+                fsync_file(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync_folder(path.parent)
+
+
+def sha256_file(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fsync_file(descriptor: int) -> None:
+    """Wait until an open file's bytes are on the disk."""
+    os.fsync(descriptor)
+
+
+def fsync_folder(path: Path) -> None:
+    """Wait until a folder's entries (names, renames) are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as problem:
+        # Some network file systems have no fsync for folders; they order renames themselves.
+        if problem.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def rename_folder(source: Path, target: Path) -> None:
+    """Rename a folder whose files are on the disk already, and make the rename itself last. The target must not exist."""
+    os.rename(source, target)
+    fsync_folder(target.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder; it first gets a temporary name, so that nobody ever opens what is half deleted."""
+    doomed = path
+    if not path.name.startswith(TEMPORARY_PREFIX):
+        doomed = path.with_name(f"{TEMPORARY_PREFIX}removed-{path.name}")
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def link_atomic(link: Path, target: str) -> None:
+    """Point a relative symbolic link at a name in the same folder, replacing an older link in one step."""
+    temporary = link.with_name(f"{TEMPORARY_PREFIX}{link.name}-{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    os.symlink(target, temporary)
+    os.replace(temporary, link)
+    fsync_folder(link.parent)
+
+
+def existing_ancestor(path: Path) -> Path:
+    """The path itself if it exists, else the nearest folder above it that does."""
+    here = Path(path).absolute()
+    while not here.exists() and here != here.parent:
+        here = here.parent
+    return here
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that can still be written where `path` is or would be."""
+    return shutil.disk_usage(existing_ancestor(path)).free
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be written (or created); leaves nothing behind."""
+    place = existing_ancestor(folder)
+    if not place.is_dir():
+        raise ConfigError(f"{folder}: {place} is a file, so no folder can be made there. Choose another folder.")
+    try:
+        with tempfile.TemporaryFile(dir=place) as probe:
+            probe.write(b"0")
+            probe.flush()
+    except OSError as problem:
+        raise ConfigError(f"{folder}: {explain(problem, place, 1)}") from None
+
+
+@contextmanager
+def writing(path: Path, needed_bytes: int | None = None, error: type[HeadwayError] = TrainingError) -> Iterator[None]:
+    """Turn any failure of the file system inside the block into one line of type `error` that names the path."""
+    try:
+        yield
+    except OSError as problem:
+        raise error(f"{path}: {explain(problem, path, needed_bytes)}") from problem
+
+
+def require_space(path: Path, needed_bytes: int, error: type[HeadwayError] = TrainingError) -> None:
+    """Refuse to begin a write that cannot end: fewer free bytes than it needs."""
+    if free_bytes(path) < needed_bytes:
+        raise error(f"{path}: {explain(OSError(errno.ENOSPC, ''), path, needed_bytes)}")
+
+
+def explain(problem: OSError, path: Path, needed_bytes: int | None = None) -> str:
+    """What an error of the file system means and what to do, without the path."""
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        why = "the disk is full" if problem.errno == errno.ENOSPC else "the disk quota is used up"
+        needed = f"{needed_bytes} bytes needed, " if needed_bytes is not None else ""
+        return f"{why}: {needed}{free_bytes(path)} bytes free. Free some space or choose another disk."
+    if problem.errno in (errno.EACCES, errno.EPERM):
+        return "no permission to write here. Change the permissions or choose another folder."
+    if problem.errno == errno.EROFS:
+        return "the file system is read-only. Choose another folder."
+    return f"cannot be written: {problem.strerror or problem}."
