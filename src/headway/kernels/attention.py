@@ -1,0 +1,209 @@
+"""Causal attention inside documents: q, k, v of one layer come in, o of the same shape as q goes out; no document sees another.
+
+Shapes: B rows, T tokens, H query heads, KV key and value heads, hd head width.  q [B,T,H,hd], k and v [B,T,KV,hd], o [B,T,H,hd].
+
+    backend     where           what it does
+    reference   anywhere        dense mask, fp32 softmax in plain torch: what the others are compared with
+    sdpa        CPU             one causal SDPA call per document (a banded mask where a window is set)
+    sdpa        CUDA            causal SDPA over whole rows where each holds one document, else SDPA with a dense mask
+    varlen      CUDA, 16 bit    FlashAttention over all documents of all rows at once, with or without a window
+
+A row of one document followed by padding needs no document mask: the padding comes later, so nothing before it can see it. What the
+padding itself computes there means nothing and carries no loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.data.batch import Batch
+
+BACKENDS = ("reference", "sdpa", "varlen")
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Which tokens belong together, in every form a backend reads."""
+
+    document: torch.Tensor
+    """int32 [B,T]"""
+    bounds: torch.Tensor
+    """int32 [B, max_documents + 1]: start of each document, padded with T"""
+    single_document: bool
+    """No row holds more than one document before its padding."""
+    cu_seqlens: torch.Tensor
+    """int32 [B * max_documents + 1]: the same starts in the flattened rows"""
+    max_length: int
+    """No document is longer than this."""
+    host_bounds: tuple[tuple[int, ...], ...] | None
+    """`bounds` as numbers, without the padding, where the tensors are on the CPU."""
+
+
+def mask_of(batch: Batch, *, max_length: int | None = None) -> AttentionMask:
+    """The mask of a microbatch. Nothing waits for the device: a document may fill a row, unless the caller knows `max_length`."""
+    rows, length = batch.document.shape
+    return _mask(batch.document, batch.bounds, single_document=batch.single_document, max_length=max_length or length, rows=rows)
+
+
+def causal_mask(rows: int, length: int, device: torch.device | str = "cpu") -> AttentionMask:
+    """The mask of rows that each hold one document."""
+    document = torch.zeros(rows, length, dtype=torch.int32, device=device)
+    bounds = torch.tensor([[0, length]], dtype=torch.int32, device=device).expand(rows, 2)
+    return _mask(document, bounds, single_document=True, max_length=length, rows=rows)
+
+
+def _mask(document: torch.Tensor, bounds: torch.Tensor, *, single_document: bool, max_length: int, rows: int) -> AttentionMask:
+    length = document.shape[1]
+    row_starts = torch.arange(rows, dtype=torch.int32, device=bounds.device)[:, None] * length
+    flat = (bounds[:, :-1] + row_starts).flatten()
+    cu_seqlens = F.pad(flat, (0, 1), value=rows * length)
+    host_bounds = None
+    if bounds.device.type == "cpu":
+        host_bounds = tuple(tuple(dict.fromkeys([*row, length])) for row in bounds.tolist())
+    return AttentionMask(document, bounds, single_document, cu_seqlens, max_length, host_bounds)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, *, window: int | None = None, backend: str = "auto"
+) -> torch.Tensor:
+    """Attention of each token to itself and to the tokens before it in its document, at most `window` of them with itself."""
+    if backend == "auto":
+        backend = choose(q, mask, window)
+    elif reason := why_not(backend, q.device.type, q.dtype, q.shape[-1]):
+        raise ConfigError(f"attention backend is {backend!r}, but {reason}. Use auto.")
+    if backend == "varlen":
+        return _varlen(q, k, v, mask, window)
+    if backend == "reference":
+        return reference(q, k, v, visible(mask, window))
+    if mask.single_document and window is None:
+        return _causal(q, k, v)
+    if mask.host_bounds is not None:
+        return _per_document(q, k, v, mask, window)
+    return dense(q, k, v, visible(mask, window))
+
+
+def choose(q: torch.Tensor, mask: AttentionMask, window: int | None) -> str:
+    """The fastest exact backend for this case."""
+    if q.device.type != "cuda" or (mask.single_document and window is None):
+        return "sdpa"
+    return "sdpa" if why_not("varlen", "cuda", q.dtype, q.shape[-1]) else "varlen"
+
+
+def why_not(backend: str, device_type: str, dtype: torch.dtype, head_dim: int) -> str:
+    """Why a backend cannot serve a case; empty when it can."""
+    if backend not in BACKENDS:
+        return f"there are only {', '.join(BACKENDS)}"
+    if backend != "varlen":
+        return ""
+    if device_type != "cuda":
+        return f"varlen runs on CUDA and the tensors are on {device_type}"
+    if dtype not in HALF:
+        return f"varlen computes in bfloat16 or float16 and the tensors are {str(dtype).removeprefix('torch.')}"
+    if head_dim % 8 or head_dim > 256:
+        return f"varlen needs a head width that is a multiple of 8 up to 256 and it is {head_dim}"
+    return ""
+
+
+def working_backends(device: torch.device | str) -> list[tuple[str, bool, str]]:
+    """Try each backend on a small case: name, whether its result agrees with the reference, and the reason if not."""
+    device = torch.device(device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 16, heads, 32, generator=generator).to(device, dtype) for heads in (4, 2, 2))
+    bounds = torch.tensor([[0, 5, 16], [0, 16, 16]], dtype=torch.int32, device=device)
+    document = (torch.arange(16, device=device)[None, :] >= bounds[:, 1:2]).int()
+    mask = _mask(document, bounds, single_document=False, max_length=16, rows=2)
+    expected = reference(q, k, v, visible(mask, None)).float()
+    found: list[tuple[str, bool, str]] = []
+    for backend in BACKENDS:
+        reason = why_not(backend, device.type, dtype, 32)
+        if not reason:
+            try:
+                gap = (attend(q, k, v, mask, backend=backend).float() - expected).abs().max().item()
+                reason = "" if gap < 2e-2 else f"its result is off by {gap:.2g}"
+            except (RuntimeError, ImportError) as error:
+                reason = str(error).splitlines()[0]
+        found.append((backend, not reason, reason))
+    return found
+
+
+def visible(mask: AttentionMask, window: int | None) -> torch.Tensor:
+    """The dense mask, bool [B, T of queries, T of keys]."""
+    same = mask.document[:, :, None] == mask.document[:, None, :]
+    return same & band(mask.document.shape[1], window, mask.document.device)
+
+
+def band(length: int, window: int | None, device: torch.device | str) -> torch.Tensor:
+    """Bool [length, length]: a query sees itself and what comes before it, at most `window` tokens."""
+    at = torch.arange(length, device=device)
+    distance = at[:, None] - at[None, :]
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Attention in plain fp32 torch under a dense mask [B,T,S]."""
+    groups = q.shape[2] // k.shape[2]
+    k32, v32 = (x.float().repeat_interleave(groups, dim=2) for x in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q.float(), k32) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    return torch.einsum("bhts,bshd->bthd", weights, v32).to(q.dtype)
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """SDPA under a dense mask [B,T,S]; the query heads of one group are folded into the query tokens, so keys are never copied."""
+    B, T, H, hd = q.shape
+    KV = k.shape[2]
+    folded = q.view(B, T, KV, H // KV, hd).permute(0, 2, 3, 1, 4).reshape(B, KV, H // KV * T, hd)
+    seen = seen[:, None].repeat(1, 1, H // KV, 1)
+    o = F.scaled_dot_product_attention(folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen)
+    return o.view(B, KV, H // KV, T, hd).permute(0, 3, 1, 2, 4).reshape(B, T, H, hd)
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+def _per_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, window: int | None) -> torch.Tensor:
+    assert mask.host_bounds is not None
+    pieces: list[torch.Tensor] = []
+    for row, bounds in enumerate(mask.host_bounds):
+        for start, stop in itertools.pairwise(bounds):
+            one_q, one_k, one_v = (x[row : row + 1, start:stop] for x in (q, k, v))
+            if window is None or stop - start <= window:
+                pieces.append(_causal(one_q, one_k, one_v))
+            else:
+                pieces.append(dense(one_q, one_k, one_v, band(stop - start, window, q.device)[None]))
+    return torch.cat(pieces, dim=1).view(q.shape)
+
+
+def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, window: int | None) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+    left = -1 if window is None else window - 1
+    options = {"enable_gqa": True} if _has_gqa_flag() and q.shape[2] != k.shape[2] else {}
+    longest = mask.max_length
+    o = varlen_attn(flat_q, flat_k, flat_v, mask.cu_seqlens, mask.cu_seqlens, longest, longest, window_size=(left, 0), **options)
+    assert isinstance(o, torch.Tensor)
+    return o.view(q.shape)
+
+
+@functools.cache
+def _has_gqa_flag() -> bool:
+    # The kernel serves grouped heads in every version; only newer ones ask the caller to say so.
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -1,0 +1,140 @@
+"""The one Transformer: tokens and positions come in, the hidden stream after the final norm goes out. Single-device code.
+
+Shapes: B rows, T tokens, D width, V vocabulary, H query heads, KV key and value heads, hd head width.
+
+    tokens [B,T] -> embed -> x [B,T,D] -> block 0 .. block N-1 -> norm -> hidden [B,T,D]     (the head is applied by whoever needs it)
+
+    a block:  x -> before -> q, k, v -> core -> o -> after(x, o) -> x
+
+`before` and `after` hold all the arithmetic and trace as one graph each; `core` is an attribute, called in plain Python between them, so
+that another attention can be put there without compiling anything again. Names and shapes of parameters are Hugging Face Llama's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from headway.kernels.attention import AttentionMask, attend
+from headway.model.attention import Attention
+from headway.model.feedforward import FeedForward
+from headway.model.norm import build_norm
+from headway.model.rope import Rotation
+
+if TYPE_CHECKING:
+    from headway.model.config import ModelConfig
+    from headway.model.kv_cache import KVCache
+
+
+class Core(Protocol):
+    """What a block calls between its halves."""
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, *, window: int | None = None
+    ) -> torch.Tensor: ...
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each on the normed stream and added to it."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = build_norm(config)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = build_norm(config)
+        self.mlp = FeedForward(config)
+        self.dropout = config.dropout
+        self.window = config.window_of(layer)
+        self.core: Core = attend
+
+    def before(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Everything up to the attention core: q [B,T,H,hd], k and v [B,T,KV,hd]."""
+        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+
+    def after(self, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+        """Everything after the attention core, from the block's input and o [B,T,H,hd]."""
+        x = x + self._dropped(self.self_attn.output(o))
+        return x + self._dropped(self.mlp(self.post_attention_layernorm(x)))
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+        q, k, v = self.before(x, cos, sin)
+        return self.after(x, self.core(q, k, v, mask, window=self.window))
+
+    def _dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class Trunk(nn.Module):
+    """Embedding, blocks and final norm; holds them under the names that checkpoints use."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab, config.hidden_size)
+        # Keyed by number, so that a part of the layers keeps its names.
+        self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
+        self.norm = build_norm(config)
+
+
+class Transformer(nn.Module):
+    """A decoder of the shape a config describes."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab, bias=False)
+        self.rotation = Rotation(config)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[V,D]: the matrix that turns hidden into logits."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The stream at the bottom, [B,T,D]."""
+        x = self.model.embed_tokens(tokens)
+        share = self.config.embed_grad_scale
+        return x if share == 1.0 else x * share + x.detach() * (1 - share)
+
+    def forward(
+        self, tokens: torch.Tensor, position: torch.Tensor, mask: AttentionMask | None, cache: KVCache | None = None
+    ) -> torch.Tensor:
+        """Hidden [B,T,D] after the final norm. Tokens that continue what a cache holds need no mask: each row is one document."""
+        x = self.embed(tokens)
+        cos, sin = self.rotation(position)
+        for name, block in self.model.layers.items():
+            assert isinstance(block, Block)
+            if cache is None:
+                assert mask is not None
+                x = block(x, cos, sin, mask)
+            else:
+                x = _cached(block, int(name), x, (cos, sin), position, mask, cache)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        return self.model.norm(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V] of hidden [..., D]."""
+        return F.linear(hidden, self.head_weight)
+
+
+def _cached(
+    block: Block,
+    layer: int,
+    x: torch.Tensor,
+    turn: tuple[torch.Tensor, torch.Tensor],
+    position: torch.Tensor,
+    mask: AttentionMask | None,
+    cache: KVCache,
+) -> torch.Tensor:
+    q, k, v = block.before(x, *turn)
+    cache.write(layer, k, v, position)
+    if cache.used == 0:
+        assert mask is not None
+        o = block.core(q, k, v, mask, window=block.window)
+    else:
+        o = cache.attend(layer, q, position, block.window)
+    return block.after(x, o)
