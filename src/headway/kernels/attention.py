@@ -17,8 +17,9 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -190,20 +191,17 @@ def _per_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Atten
 
 
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, window: int | None) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
     left = -1 if window is None else window - 1
-    options = {"enable_gqa": True} if _has_gqa_flag() and q.shape[2] != k.shape[2] else {}
-    longest = mask.max_length
-    o = varlen_attn(flat_q, flat_k, flat_v, mask.cu_seqlens, mask.cu_seqlens, longest, longest, window_size=(left, 0), **options)
-    assert isinstance(o, torch.Tensor)
-    return o.view(q.shape)
+    kernel = _varlen_kernel(q.shape[2] != k.shape[2])
+    starts, longest = mask.cu_seqlens, mask.max_length
+    return kernel(flat_q, flat_k, flat_v, starts, starts, longest, longest, window_size=(left, 0)).view(q.shape)
 
 
 @functools.cache
-def _has_gqa_flag() -> bool:
-    # The kernel serves grouped heads in every version; only newer ones ask the caller to say so.
+def _varlen_kernel(grouped: bool) -> Callable[..., Any]:
     from torch.nn.attention.varlen import varlen_attn
 
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    # The kernel serves grouped heads in every version; only newer ones ask the caller to say so.
+    asks = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return functools.partial(varlen_attn, enable_gqa=True) if asks and grouped else varlen_attn

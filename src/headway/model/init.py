@@ -1,0 +1,34 @@
+"""Initial values: each parameter is drawn from (seed, its name), so neither the order nor the layout of a model changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from headway.runtime.seed import derive
+
+if TYPE_CHECKING:
+    from headway.model.config import ModelConfig
+    from headway.model.transformer import Transformer
+
+TO_THE_STREAM = ("o_proj.weight", "down_proj.weight")
+
+
+def initialize(model: Transformer, seed: int) -> None:
+    """Give every parameter its initial value, in place."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(name, parameter.shape, model.config, seed))
+
+
+def initial_value(name: str, shape: Sequence[int], config: ModelConfig, seed: int) -> torch.Tensor:
+    """fp32 on the CPU: norms 1, biases 0, matrices normal; those that add to the stream shrink with depth, so that it does not grow."""
+    if name.endswith("bias"):
+        return torch.zeros(*shape, device="cpu")
+    if name.endswith("norm.weight"):
+        return torch.ones(*shape, device="cpu")
+    std = config.init_std / (2 * config.num_layers) ** 0.5 if name.endswith(TO_THE_STREAM) else config.init_std
+    generator = torch.Generator(device="cpu").manual_seed(derive(seed, "init", name))
+    return torch.empty(*shape, device="cpu").normal_(0.0, std, generator=generator)
