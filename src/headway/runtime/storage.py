@@ -135,4 +135,5 @@ def explain(problem: OSError, path: Path, needed_bytes: int | None = None) -> st
         return "no permission to write here. Change the permissions or choose another folder."
     if problem.errno == errno.EROFS:
         return "the file system is read-only. Choose another folder."
-    return f"cannot be written: {problem.strerror or problem}."
+    other = f" ({problem.filename})" if problem.filename is not None and str(problem.filename) != str(path) else ""
+    return f"cannot be written: {problem.strerror or problem}{other}."

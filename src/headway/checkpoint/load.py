@@ -1,0 +1,257 @@
+"""A checkpoint folder comes in; any box of any tensor goes out, whatever boxes it was written in, or a CheckpointError that names the file.
+
+Opening checks the manifest and every file's size. A box's checksum is checked when it is first read. Only safetensors and JSON are
+ever parsed, so a checkpoint cannot run code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.checkpoint.box import Ints, Span, take_away, uncovered
+from headway.checkpoint.manifest import MANIFEST, Box, Json, StoredFile, read_manifest, tensor_key
+from headway.checkpoint.save import REPLACED_PREFIX, STEP_FOLDER, TOKENIZER, dtype_name, tensor_bytes
+from headway.errors import CheckpointError
+from headway.runtime.storage import sha256_file
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+REMEDY = "Use another checkpoint."
+
+
+class Reader:
+    """One open checkpoint. Tensors are read one at a time; nothing stays in memory."""
+
+    def __init__(self, path: Path, *, verify: bool = True) -> None:
+        self.path = path
+        self._manifest = read_manifest(path)
+        self._boxes: dict[str, list[Box]] = {key: [] for key in self._manifest.shapes}
+        for box in self._manifest.boxes:
+            self._boxes[tensor_key(box.role, box.name)].append(box)
+        self._files = {file.path: file for file in self._manifest.files}
+        self._open: dict[str, Any] = {}
+        self._unverified = {(box.file, box.key) for box in self._manifest.boxes} if verify else set[tuple[str, str]]()
+        self._check_sizes()
+
+    @property
+    def step(self) -> int:
+        return self._manifest.step
+
+    @property
+    def world(self) -> int:
+        return self._manifest.world
+
+    @property
+    def scalars(self) -> Mapping[str, Json]:
+        return self._manifest.scalars
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """The tokenizer saved with the model, its files checked; None if there is none."""
+        files = [file for file in self._files.values() if file.path.startswith(TOKENIZER + "/")]
+        for file in files:
+            self._check_whole(file)
+        return self.path / TOKENIZER if files else None
+
+    def names(self, role: str | None = None) -> list[str]:
+        """The names of all tensors, or of those that have a role."""
+        pairs = (key.split(":", 1) for key in self._boxes)
+        return list(dict.fromkeys(name for here, name in pairs if role in (None, here)))
+
+    def roles(self, name: str) -> list[str]:
+        """The roles a tensor is stored in."""
+        return [role for role, here in (key.split(":", 1) for key in self._boxes) if here == name]
+
+    def shape(self, name: str, role: str | None = None) -> Ints:
+        """The global shape of a tensor (in a role; else that of its weights, or of the first role it has)."""
+        roles = self.roles(name)
+        first = next((weight for weight in ("master", "param") if weight in roles), roles[0] if roles else "param")
+        return self._manifest.shapes[self._known(name, role or first)]
+
+    def dtype(self, name: str, role: str) -> torch.dtype:
+        """The element type of a stored tensor."""
+        import torch
+
+        return getattr(torch, self._dtype(self._known(name, role)))
+
+    def weight(self, name: str, offset: Ints | None = None, shape: Ints | None = None) -> torch.Tensor:
+        """The weights of a parameter: the fp32 master copy where there is one."""
+        return self.read(name, "master" if "master" in self.roles(name) else "param", offset, shape)
+
+    def read(self, name: str, role: str, offset: Ints | None = None, shape: Ints | None = None) -> torch.Tensor:
+        """A tensor, or the part of it at `offset` of `shape`, on the host in its stored type; refused if any element is missing."""
+        import torch
+
+        key = self._known(name, role)
+        whole = self._manifest.shapes[key]
+        region = Span(offset or (0,) * len(whole), tuple(whole) if shape is None else tuple(shape))
+        if len(region.offset) != len(whole) or len(region.shape) != len(whole):
+            raise ValueError(f"{key} has {len(whole)} dims; offset {region.offset} and shape {region.shape} do not fit")
+        result = torch.empty(region.shape, dtype=getattr(torch, self._dtype(key)))
+        left = [] if region.is_empty else [region]
+        for box in self._boxes[key]:
+            remaining = take_away(left, box.span)
+            if remaining != left:
+                part = region.intersect(box.span)
+                assert part is not None
+                result[part.slices(region.offset)] = self._load(box)[part.slices(box.offset)]
+                left = remaining
+        if left:
+            raise CheckpointError(f"{self.path}: {key} lacks elements {list(left[0].offset)} + {list(left[0].shape)}. {REMEDY}")
+        return result
+
+    def verify(self, deep: bool = True) -> None:
+        """Check files and coverage; `deep` hashes every byte too. Raises a CheckpointError that names what is damaged."""
+        self._check_sizes()
+        for key, boxes in self._boxes.items():
+            shape = self._manifest.shapes[key]
+            self._dtype(key)
+            left = uncovered(Span((0,) * len(shape), shape), (box.span for box in boxes))
+            if left:
+                raise CheckpointError(f"{self.path}: {key} lacks elements {list(left[0].offset)} + {list(left[0].shape)}. {REMEDY}")
+        if not deep:
+            return
+        for file in self._files.values():
+            self._check_whole(file)
+        self._unverified = {(box.file, box.key) for box in self._manifest.boxes}
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            list(pool.map(self._load, self._manifest.boxes))
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._open.clear()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _known(self, name: str, role: str) -> str:
+        key = tensor_key(role, name)
+        if key not in self._boxes:
+            has = ", ".join(self.roles(name)) or "nothing"
+            raise CheckpointError(f"{self.path}: holds no {role} of {name} (it has {has}). {REMEDY}")
+        return key
+
+    def _dtype(self, key: str) -> str:
+        found = sorted({box.dtype for box in self._boxes[key]})
+        if len(found) != 1:
+            raise CheckpointError(f"{self.path}: the boxes of {key} have types {', '.join(found) or 'none'}; they must have one. {REMEDY}")
+        return found[0]
+
+    def _check_sizes(self) -> None:
+        for file in self._files.values():
+            path = self.path / file.path
+            try:
+                size = path.stat().st_size
+            except OSError as problem:
+                raise CheckpointError(f"{path}: cannot be read: {problem.strerror}. {REMEDY}") from None
+            if size != file.size:
+                raise CheckpointError(f"{path}: has {size} bytes; {file.size} were written. {REMEDY}")
+
+    def _check_whole(self, file: StoredFile) -> None:
+        if file.sha256 is None:
+            return
+        path = self.path / file.path
+        try:
+            found = sha256_file(path)
+        except OSError as problem:
+            raise CheckpointError(f"{path}: cannot be read: {problem.strerror}. {REMEDY}") from None
+        if found != file.sha256:
+            raise CheckpointError(f"{path}: damaged: its checksum does not match. {REMEDY}")
+
+    def _handle(self, name: str) -> Any:
+        """The memory-mapped file, its header checked before it is parsed."""
+        if name not in self._open:
+            from safetensors import SafetensorError, safe_open
+
+            path = self.path / name
+            try:
+                with open(path, "rb") as file:
+                    length = file.read(8)
+                    header = length + file.read(min(int.from_bytes(length, "little"), self._files[name].size))
+                if hashlib.sha256(header).hexdigest() != self._files[name].sha256_header:
+                    raise CheckpointError(f"{path}: damaged: its header's checksum does not match. {REMEDY}")
+                self._open[name] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as problem:
+                raise CheckpointError(f"{path}: cannot be read: {problem}. {REMEDY}") from None
+        return self._open[name]
+
+    def _load(self, box: Box) -> torch.Tensor:
+        from safetensors import SafetensorError
+
+        path = self.path / box.file
+        try:
+            tensor: torch.Tensor = self._handle(box.file).get_tensor(box.key)
+        except (OSError, SafetensorError) as problem:
+            raise CheckpointError(f"{path}: cannot be read: {problem}. {REMEDY}") from None
+        if tuple(tensor.shape) != box.shape or dtype_name(tensor) != box.dtype:
+            raise CheckpointError(f"{path}: {box.key} is not as the manifest says. {REMEDY}")
+        if (box.file, box.key) in self._unverified:
+            if hashlib.sha256(tensor_bytes(tensor)).hexdigest() != box.sha256:
+                raise CheckpointError(f"{path}: damaged: the checksum of {box.key} does not match. {REMEDY}")
+            self._unverified.discard((box.file, box.key))
+        return tensor
+
+
+def open_checkpoint(path: Path, *, verify: bool = True) -> Reader:
+    """Open one checkpoint folder (a link such as `latest` is followed)."""
+    return Reader(Path(path).resolve(), verify=verify)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest checkpoint that is whole, open and verified, and the newer ones that are not, with one line each that says why."""
+
+    path: Path | None = None
+    reader: Reader | None = None
+    rejected: list[tuple[Path, str]] = field(default_factory=list)
+
+
+def newest_good(checkpoints: Path) -> Found:
+    """Look from the newest step back for a checkpoint of which every byte is as it was written."""
+    rejected: list[tuple[Path, str]] = []
+    for path in reversed(step_folders(checkpoints)):
+        try:
+            reader = open_checkpoint(path)
+            reader.verify(deep=True)
+        except CheckpointError as problem:
+            rejected.append((path, str(problem)))
+        else:
+            return Found(path, reader, rejected)
+    return Found(rejected=rejected)
+
+
+def step_folders(checkpoints: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first; one whose replacement never came counts too."""
+    if not checkpoints.is_dir():
+        return []
+    found: dict[int, Path] = {}
+    for path in sorted(checkpoints.iterdir()):  # `.replaced-step-N` sorts before `step-N`, which wins
+        match = STEP_FOLDER.fullmatch(path.name.removeprefix(REPLACED_PREFIX))
+        if match and path.is_dir():
+            found[int(match.group(1))] = path
+    return [found[step] for step in sorted(found)]
+
+
+def locate(path: Path) -> Path:
+    """The checkpoint that a path means: a checkpoint folder itself, or the newest good one of a run or checkpoints folder."""
+    if (path / MANIFEST).is_file():
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = newest_good(folder)
+    for _, reason in found.rejected:
+        logging.getLogger("headway").warning("%s", reason)
+    if found.path is None:
+        raise CheckpointError(f"{path}: holds no good checkpoint. Give a run folder or a folder such as runs/NAME/checkpoints/latest.")
+    return found.path

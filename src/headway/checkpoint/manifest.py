@@ -1,0 +1,144 @@
+"""manifest.json: what a checkpoint holds. Every box of every tensor with its checksum, the files, and all non-tensor state as JSON.
+
+    step-00000500/
+      rank-00000.safetensors     keys `role:name|offset`, e.g. `master:model.embed_tokens.weight|0,0`
+      tokenizer/...              the tokenizer the model was trained with
+      manifest.json              written last; begins with a checksum of all its bytes that follow
+
+Each byte of a rank's file is covered once: the header by the file's `sha256_header`, the rest by the boxes' `sha256`.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias
+
+from headway.checkpoint.box import Ints, Span
+from headway.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+VERSION = 1
+CHECKSUM_LINE = '{{\n "checksum": "{}",'
+Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
+
+
+@dataclass(frozen=True)
+class Box:
+    """One stored piece of a tensor."""
+
+    name: str
+    role: str
+    offset: Ints
+    shape: Ints
+    dtype: str
+    file: str
+    sha256: str
+
+    @property
+    def key(self) -> str:
+        return box_key(self.role, self.name, self.offset)
+
+    @property
+    def span(self) -> Span:
+        return Span(self.offset, self.shape)
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One file of a checkpoint: `sha256` of all its bytes, or of its header where the boxes carry the rest."""
+
+    path: str
+    size: int
+    sha256: str | None = None
+    sha256_header: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a checkpoint says about itself."""
+
+    step: int
+    world: int
+    files: tuple[StoredFile, ...]
+    shapes: Mapping[str, Ints]
+    """Global shape by `role:name`."""
+    boxes: tuple[Box, ...]
+    scalars: Mapping[str, Json]
+
+    def to_bytes(self) -> bytes:
+        """The content of manifest.json, with its checksum."""
+        body: dict[str, Any] = {
+            "version": VERSION,
+            "step": self.step,
+            "world": self.world,
+            "scalars": plain_json(self.scalars),
+            "files": [{key: value for key, value in asdict(file).items() if value is not None} for file in self.files],
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            "boxes": [asdict(box) for box in self.boxes],
+        }
+        rest = json.dumps(body, indent=1, allow_nan=False).removeprefix("{").encode()
+        return CHECKSUM_LINE.format(hashlib.sha256(rest).hexdigest()).encode() + rest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check manifest.json; any damage is a CheckpointError that names it."""
+    path = folder / MANIFEST
+    try:
+        content = path.read_bytes()
+        rest = content[len(CHECKSUM_LINE.format("0" * 64)) :]
+        if content != CHECKSUM_LINE.format(hashlib.sha256(rest).hexdigest()).encode() + rest:
+            raise ValueError("its checksum does not match")
+        body: Any = json.loads(content)
+        if body["version"] != VERSION:
+            raise CheckpointError(f"{path}: format version {body['version']}; this headway reads {VERSION}. Use the headway that wrote it.")
+        return _parse(body)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file, so this is not a complete checkpoint. Use another one.") from None
+    except OSError as problem:
+        raise CheckpointError(f"{path}: cannot be read: {problem.strerror}. Use another checkpoint.") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as problem:
+        raise CheckpointError(f"{path}: damaged: {problem}. Use another checkpoint.") from None
+
+
+def _parse(body: dict[str, Any]) -> Manifest:
+    boxes = [Box(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])}) for box in body["boxes"]]
+    files = [StoredFile(**file) for file in body["files"]]
+    for file in files:
+        parts = PurePosixPath(file.path).parts
+        if not parts or parts[0] == "/" or ".." in parts:
+            raise ValueError(f"file {file.path!r} lies outside the checkpoint")
+    known = {file.path for file in files}
+    shapes = {name: tuple(shape) for name, shape in body["shapes"].items()}
+    for box in boxes:
+        whole = shapes.get(tensor_key(box.role, box.name))
+        if whole is None or len(whole) != len(box.shape) or len(whole) != len(box.offset) or box.file not in known:
+            raise ValueError(f"box {box.key!r} fits no tensor or file")
+        if any(start < 0 or size < 0 or start + size > limit for start, size, limit in zip(box.offset, box.shape, whole, strict=True)):
+            raise ValueError(f"box {box.key!r} reaches outside its tensor of shape {list(whole)}")
+    return Manifest(body["step"], body["world"], tuple(files), shapes, tuple(boxes), body["scalars"])
+
+
+def tensor_key(role: str, name: str) -> str:
+    """`role:name`, the key of a whole tensor."""
+    return f"{role}:{name}"
+
+
+def box_key(role: str, name: str, offset: Iterable[int]) -> str:
+    """`role:name|o0,o1`, the key of a box in a rank's file."""
+    return f"{role}:{name}|{','.join(map(str, offset))}"
+
+
+def plain_json(value: Any, at: str = "scalars") -> Any:
+    """The same value as plain JSON data; what JSON would change or lose (other types, keys that are not text) is a TypeError."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        wrong = [key for key in value if not isinstance(key, str)]
+        if wrong:
+            raise TypeError(f"{at} has a key {wrong[0]!r}; keys must be text")
+        return {key: plain_json(below, f"{at}.{key}") for key, below in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_json(below, f"{at}.{index}") for index, below in enumerate(value)]
+    raise TypeError(f"{at} is a {type(value).__name__}; a checkpoint's scalars must be JSON")

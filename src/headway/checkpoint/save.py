@@ -1,0 +1,241 @@
+"""Tensors in boxes and JSON scalars come in; a folder `step-00000500` goes out, complete or not at all.
+
+    .tmp-step-00000500/  each rank writes its file, fsync -> manifest.json last, fsync -> rename to step-00000500 -> link `latest`
+
+A process killed anywhere leaves the older checkpoints as they were; the next save removes what it left. Written without pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.checkpoint.box import Ints
+from headway.checkpoint.manifest import MANIFEST, Box, Json, Manifest, StoredFile, box_key, plain_json, tensor_key
+from headway.errors import CheckpointError
+from headway.runtime.storage import (
+    TEMPORARY_PREFIX,
+    fsync_file,
+    fsync_folder,
+    link_atomic,
+    remove_folder,
+    rename_folder,
+    require_space,
+    sha256_file,
+    writing,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
+REPLACED_PREFIX = ".replaced-"
+LATEST = "latest"
+TOKENIZER = "tokenizer"
+TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+SAFETENSORS_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One logical tensor in one role (master, exp_avg, ...) and the boxes of it that this rank holds."""
+
+    name: str
+    role: str
+    global_shape: Ints
+    boxes: list[tuple[Ints, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Writers:
+    """Who writes: this rank, how many there are, and a gather that hands every rank the JSON values of all, in rank order."""
+
+    rank: int = 0
+    world: int = 1
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+
+
+ALONE = Writers()
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return checkpoints / f"step-{step:08}"
+
+
+def save_checkpoint(
+    checkpoints: Path,
+    step: int,
+    records: Iterable[TensorRecord],
+    scalars: Mapping[str, Json],
+    tokenizer: Path | None = None,
+    writers: Writers = ALONE,
+) -> Path:
+    """Write one checkpoint and point `latest` at it. All ranks call it; `scalars` and `tokenizer` are rank 0's. Returns its folder."""
+    final = step_folder(checkpoints, step)
+    temporary = checkpoints / f"{TEMPORARY_PREFIX}{final.name}"
+    plain_json(scalars)
+
+    def share(work: Callable[[], Any]) -> list[Any]:
+        """Do this rank's part, then learn everybody's results; a failure anywhere is raised everywhere, so that no rank waits for ever."""
+        failure: CheckpointError | None = None
+        result: Any = None
+        try:
+            with writing(final, error=CheckpointError):
+                result = work()
+        except CheckpointError as problem:
+            failure = problem
+        answers = writers.gather({"result": result, "error": None if failure is None else str(failure)})
+        for rank, answer in enumerate(answers):
+            if answer["error"] is not None:
+                if writers.rank == 0:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                raise failure or CheckpointError(f"rank {rank}: {answer['error']}")
+        return [answer["result"] for answer in answers]
+
+    is_first = writers.rank == 0
+    share(lambda: _prepare(checkpoints, temporary) if is_first else None)
+    parts = share(lambda: _write_rank(temporary, records, writers.rank))
+    share(lambda: _finish(temporary, final, _manifest(step, writers.world, parts, scalars), tokenizer) if is_first else None)
+    return final
+
+
+def _prepare(checkpoints: Path, temporary: Path) -> None:
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    fsync_folder(checkpoints.parent)
+    clean(checkpoints)
+    temporary.mkdir()
+
+
+def clean(checkpoints: Path) -> None:
+    """Remove what killed saves and deletions left; a checkpoint that was being replaced by one that never came gets its name back."""
+    for path in sorted(checkpoints.iterdir()):
+        if path.name.startswith(REPLACED_PREFIX):
+            original = path.with_name(path.name.removeprefix(REPLACED_PREFIX))
+            if original.exists():
+                remove_folder(path)
+            else:
+                rename_folder(path, original)
+        elif path.name.startswith(TEMPORARY_PREFIX):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def _write_rank(folder: Path, records: Iterable[TensorRecord], rank: int) -> dict[str, Any]:
+    """Write this rank's safetensors file; each box is hashed while it is written, and at most one is copied to the host at a time."""
+    path = folder / f"rank-{rank:05}.safetensors"
+    records = list(records)
+    pieces = [
+        (record, tuple(offset), tensor)
+        for record in records
+        for offset, tensor in record.boxes
+        if tensor.numel() or 0 in record.global_shape
+    ]
+    pieces.sort(key=lambda piece: -piece[2].element_size())  # so that every box begins at a multiple of its element size
+    header = _header([(box_key(record.role, record.name, offset), tensor) for record, offset, tensor in pieces])
+    size = len(header) + sum(tensor.nbytes for _, _, tensor in pieces)
+    require_space(folder, size, CheckpointError)
+    boxes: list[Box] = []
+    with writing(path, size, CheckpointError), open(path, "xb") as file, ThreadPoolExecutor(1) as hasher:
+        file.write(header)
+        for record, offset, tensor in pieces:
+            content = tensor_bytes(tensor)
+            digest = hasher.submit(hashlib.sha256, content)
+            file.write(content)
+            checksum = digest.result().hexdigest()
+            boxes.append(Box(record.name, record.role, offset, tuple(tensor.shape), dtype_name(tensor), path.name, checksum))
+        file.flush()
+        fsync_file(file.fileno())
+    stored = StoredFile(path.name, size, sha256_header=hashlib.sha256(header).hexdigest())
+    shapes = {tensor_key(record.role, record.name): list(record.global_shape) for record in records}
+    return {"file": asdict(stored), "shapes": shapes, "boxes": [asdict(box) for box in boxes]}
+
+
+def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
+    """The head of a safetensors file: its own length in 8 bytes, then JSON, padded so that the data is aligned."""
+    entries: dict[str, Any] = {}
+    at = 0
+    for key, tensor in tensors:
+        if key in entries:
+            raise ValueError(f"box {key} is given twice")
+        entries[key] = {
+            "dtype": SAFETENSORS_DTYPES[dtype_name(tensor)],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _manifest(step: int, world: int, parts: Sequence[Any], scalars: Mapping[str, Json]) -> Manifest:
+    shapes: dict[str, Ints] = {}
+    for part in parts:
+        for key, shape in part["shapes"].items():
+            if shapes.setdefault(key, tuple(shape)) != tuple(shape):
+                raise ValueError(f"ranks disagree on the shape of {key}: {shapes[key]} and {tuple(shape)}")
+    boxes = [Box(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])}) for part in parts for box in part["boxes"]]
+    return Manifest(step, world, tuple(StoredFile(**part["file"]) for part in parts), shapes, tuple(boxes), scalars)
+
+
+def _finish(temporary: Path, final: Path, manifest: Manifest, tokenizer: Path | None) -> None:
+    copied = _copy_tokenizer(tokenizer, temporary / TOKENIZER) if tokenizer is not None else []
+    whole = Manifest(manifest.step, manifest.world, (*manifest.files, *copied), manifest.shapes, manifest.boxes, manifest.scalars)
+    _write_file(temporary / MANIFEST, whole.to_bytes())
+    fsync_folder(temporary)
+    replaced = final.with_name(REPLACED_PREFIX + final.name)
+    if final.exists():
+        rename_folder(final, replaced)
+    rename_folder(temporary, final)
+    link_atomic(final.with_name(LATEST), final.name)
+    if replaced.exists():
+        remove_folder(replaced)
+
+
+def _copy_tokenizer(source: Path, target: Path) -> list[StoredFile]:
+    """Copy a tokenizer's own files; weights that lie in the same folder stay where they are."""
+    files = (
+        [source]
+        if source.is_file()
+        else [path for path in sorted(source.iterdir()) if path.suffix in TOKENIZER_SUFFIXES and path.is_file()]
+    )
+    target.mkdir()
+    stored: list[StoredFile] = []
+    for path in files:
+        _write_file(target / path.name, path.read_bytes())
+        stored.append(StoredFile(f"{TOKENIZER}/{path.name}", path.stat().st_size, sha256_file(target / path.name)))
+    fsync_folder(target)
+    return stored
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    with writing(path, len(content), CheckpointError), open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        fsync_file(file.fileno())
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's elements in row-major order as bytes, copied only if they are not on the host already and in a row."""
+    import torch
+
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data

@@ -1,0 +1,210 @@
+"""Killed saves, damaged files, full disks and hostile files: the older checkpoint stays, the damage is named, nothing is executed."""
+
+import errno
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway.checkpoint.load import newest_good, open_checkpoint
+from headway.checkpoint.save import TensorRecord, save_checkpoint
+from headway.errors import CheckpointError
+from headway.runtime import storage
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.symlink", "os.rmdir", "shutil.rmtree")
+watch: Callable[[str, tuple[object, ...]], None] | None = None
+
+
+def audit(event: str, arguments: tuple[object, ...]) -> None:
+    if watch is not None:
+        watch(event, arguments)
+
+
+sys.addaudithook(audit)
+
+
+@contextmanager
+def killed_at(call: int, folder: Path) -> Iterator[list[str]]:
+    """The process dies at the n-th change of the file system below `folder`: that one and all later ones fail. Yields what was called."""
+    global watch
+    calls: list[str] = []
+
+    def on_event(event: str, arguments: tuple[object, ...]) -> None:
+        reads = event == "open" and isinstance(arguments[1], str) and "r" in arguments[1]
+        if event in EVENTS and not reads and str(folder) in str(arguments[:2]):
+            calls.append(event)
+            if len(calls) > call:
+                raise Killed(event)
+
+    real_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        on_event("open", (folder, "w"))
+        real_fsync(descriptor)
+
+    storage.os.fsync, watch = fsync, on_event
+    try:
+        yield calls
+    finally:
+        storage.os.fsync, watch = real_fsync, None
+
+
+def records(value: float) -> list[TensorRecord]:
+    weight = torch.full((4, 4), value)
+    return [
+        TensorRecord("w", "master", (4, 4), [((0, 0), weight[:2]), ((2, 0), weight[2:])]),
+        TensorRecord("w", "exp_avg", (4, 4), [((0, 0), weight * 2)]),
+    ]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    folder = tmp_path / "tok"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    return folder
+
+
+def save(folder: Path, step: int, tokenizer: Path | None = None) -> Path:
+    return save_checkpoint(folder, step, records(float(step)), {"cursor": [step, 0]}, tokenizer)
+
+
+def holds(folder: Path) -> tuple[int, float]:
+    found = newest_good(folder)
+    assert found.reader is not None and found.rejected == []
+    assert found.reader.scalars == {"cursor": [found.reader.step, 0]}
+    assert found.reader.tokenizer_folder is not None
+    return found.reader.step, float(found.reader.weight("w").unique())
+
+
+@pytest.mark.parametrize("second", [2, 1], ids=["next step", "same step again"])
+def test_a_save_killed_at_any_call_leaves_the_old_or_the_complete_new_one(tmp_path: Path, tokenizer: Path, second: int) -> None:
+    clean_save = tmp_path / "clean"
+    save(clean_save, 1, tokenizer)
+    with killed_at(10**9, clean_save) as calls:
+        save(clean_save, second, tokenizer)
+    assert len(calls) > 12
+    seen = set()
+    for call in range(len(calls)):
+        folder = tmp_path / f"killed-{call}"
+        save(folder, 1, tokenizer)
+        with pytest.raises(Killed), killed_at(call, folder):
+            save(folder, second, tokenizer)
+        step, value = holds(folder)
+        assert step in (1, second) and value == step
+        seen.add(step)
+        save(folder, 3, tokenizer)
+        assert holds(folder) == (3, 3.0)
+        kept = {p.name for p in folder.iterdir()}
+        assert kept <= {"latest", "step-00000001", "step-00000002", "step-00000003"} and "step-00000001" in kept
+        shutil.rmtree(folder)
+    assert seen == {1, second}
+
+
+def flip(path: Path, at: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int((len(data) - 1) * at)] ^= 0x04
+    path.write_bytes(bytes(data))
+
+
+DAMAGE = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "deleted": lambda path: path.unlink(),
+    "flipped at the start": lambda path: flip(path, 0.0),
+    "flipped in the middle": lambda path: flip(path, 0.5),
+    "flipped at three quarters": lambda path: flip(path, 0.75),
+    "flipped near the end": lambda path: flip(path, 0.97),
+    "grown": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+}
+
+
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", "manifest.json", "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_to_any_file_is_named_and_the_previous_checkpoint_is_used(tmp_path: Path, tokenizer: Path, file: str, damage: str) -> None:
+    folder = tmp_path / "c"
+    save(folder, 1, tokenizer)
+    newest = save(folder, 2, tokenizer)
+    DAMAGE[damage](newest / file)
+    found = newest_good(folder)
+    assert found.path == folder / "step-00000001"
+    [(path, reason)] = found.rejected
+    assert path == newest and str(newest / file) in reason and "\n" not in reason
+
+
+def test_every_single_bit_flip_of_the_tensor_file_is_found(tmp_path: Path) -> None:
+    newest = save(tmp_path, 1)
+    path = newest / "rank-00000.safetensors"
+    good = path.read_bytes()
+    for at in range(len(good)):
+        path.write_bytes(good[:at] + bytes([good[at] ^ (1 << at % 8)]) + good[at + 1 :])
+        assert newest_good(tmp_path).path is None, f"byte {at}"
+    path.write_bytes(good)
+    assert newest_good(tmp_path).path == newest
+
+
+def test_a_flipped_bit_is_found_by_a_plain_read_and_only_once_paid_for(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    flip(path / "rank-00000.safetensors", 1.0)
+    with open_checkpoint(path) as reader:
+        with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: damaged: the checksum of exp_avg:w\|0,0"):
+            reader.read("w", "exp_avg")
+        assert torch.equal(reader.weight("w"), torch.full((4, 4), 1.0))
+
+
+class Payload:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, ("executed",)
+
+
+def test_a_pickle_in_the_place_of_a_file_is_refused_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = save(tmp_path / "c", 1)
+    size = (path / "rank-00000.safetensors").stat().st_size
+    payload = pickle.dumps(Payload())
+    (path / "rank-00000.safetensors").write_bytes(payload + b"\0" * (size - len(payload)))
+    (path / "optimizer.pt").write_bytes(payload)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: damaged"):
+        open_checkpoint(path).weight("w")
+    (path / "manifest.json").write_bytes(payload)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged"):
+        open_checkpoint(path)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
+    from headway.checkpoint.manifest import Manifest, StoredFile, read_manifest
+
+    for name in ("../secret", "/etc/passwd", ""):
+        (tmp_path / "manifest.json").write_bytes(Manifest(1, 1, (StoredFile(name, 1),), {}, (), {}).to_bytes())
+        with pytest.raises(CheckpointError, match="lies outside"):
+            read_manifest(tmp_path)
+
+
+def test_a_disk_that_fills_up_fails_the_save_in_one_line_and_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    monkeypatch.setattr("headway.runtime.storage.free_bytes", lambda path: 10)
+    with pytest.raises(CheckpointError, match=r"the disk is full: \d+ bytes needed, 10 bytes free"):
+        save(tmp_path, 2)
+    monkeypatch.undo()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("headway.checkpoint.save.fsync_file", full)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: the disk is full: \d+ bytes needed, \d+ bytes free"):
+        save(tmp_path, 2)
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+    assert newest_good(tmp_path).path == tmp_path / "step-00000001"

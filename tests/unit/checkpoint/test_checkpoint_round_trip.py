@@ -1,0 +1,205 @@
+"""What is saved in any boxes is read back bit for bit in any others, and nothing that is missing is made up."""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.checkpoint.load import locate, newest_good, open_checkpoint, step_folders
+from headway.checkpoint.retention import retain
+from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.errors import CheckpointError
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    bits = torch.randint(0, 256, (*shape, torch.empty((), dtype=dtype).element_size()), dtype=torch.uint8)
+    if dtype is torch.bool:
+        return (bits[..., 0] % 2).bool()
+    return bits.view(dtype)[..., 0].clone()  # any bit pattern, NaN and denormals too
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def whole(name: str, tensor: torch.Tensor, role: str = "master") -> TensorRecord:
+    return TensorRecord(name, role, tuple(tensor.shape), [((0,) * tensor.dim(), tensor)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7,), (5, 3), (2, 3, 4)], ids=str)
+def test_every_type_and_shape_round_trips_bit_for_bit(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    tensor = random(shape, dtype)
+    path = save_checkpoint(tmp_path, 1, [whole("a", tensor), whole("odd", torch.ones(3, dtype=torch.bool))], {})
+    reader = open_checkpoint(path)
+    read = reader.read("a", "master")
+    assert (read.dtype, read.shape) == (dtype, tensor.shape)
+    assert raw(read) == raw(tensor)
+    assert reader.shape("a") == shape
+    assert reader.dtype("a", "master") == dtype
+
+
+def test_views_that_are_not_contiguous_are_saved_as_they_look(tmp_path: Path) -> None:
+    tensor = torch.arange(12.0).view(3, 4).t()
+    reader = open_checkpoint(save_checkpoint(tmp_path, 1, [whole("a", tensor)], {}))
+    assert torch.equal(reader.read("a", "master"), tensor)
+
+
+def test_scalars_roles_names_and_tokenizer_come_back(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "model.safetensors").write_bytes(b"weights that are not a tokenizer's")
+    scalars = {"data": {"epoch": 1, "window": 2, "row": [3, 0.1, None, True, "x"]}, "loss": 1e-300}
+    records = [whole("w", torch.ones(2)), whole("w", torch.zeros(2), "exp_avg"), whole("b", torch.full((2,), 2.0), "param")]
+    reader = open_checkpoint(save_checkpoint(tmp_path / "c", 500, records, scalars, tokenizer))
+    assert (reader.step, reader.world, reader.scalars) == (500, 1, scalars)
+    assert reader.names() == ["w", "b"] and reader.names("exp_avg") == ["w"] and reader.roles("w") == ["master", "exp_avg"]
+    assert torch.equal(reader.weight("w"), torch.ones(2)) and torch.equal(reader.weight("b"), torch.full((2,), 2.0))
+    assert reader.tokenizer_folder is not None
+    assert [p.name for p in reader.tokenizer_folder.iterdir()] == ["tokenizer.json"]
+    assert open_checkpoint(tmp_path / "c" / "latest").path == tmp_path / "c" / "step-00000500"
+    assert (tmp_path / "c" / "latest").readlink() == Path("step-00000500")
+
+
+def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
+    a, b = torch.randn(2, 3), torch.tensor([True])
+    path = save_checkpoint(tmp_path, 1, [whole("b", b), whole("a", a)], {})
+    loaded = safetensors.torch.load_file(path / "rank-00000.safetensors")
+    assert set(loaded) == {"master:a|0,0", "master:b|0"}
+    assert torch.equal(loaded["master:a|0,0"], a) and torch.equal(loaded["master:b|0"], b)
+
+
+def test_scalars_that_json_would_change_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"scalars\.a has a key 1"):
+        save_checkpoint(tmp_path, 1, [], {"a": {1: 2}})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"scalars\.a is a Tensor"):
+        save_checkpoint(tmp_path, 1, [], {"a": torch.ones(1)})  # pyright: ignore[reportArgumentType]
+    assert list(tmp_path.iterdir()) == []
+
+
+def cut(draw: st.DrawFn, offset: tuple[int, ...], shape: tuple[int, ...], depth: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """A random partition of a box into boxes."""
+    dims = [d for d, size in enumerate(shape) if size > 1]
+    if depth == 0 or not dims or draw(st.booleans()):
+        return [(offset, shape)]
+    dim = draw(st.sampled_from(dims))
+    at = draw(st.integers(1, shape[dim] - 1))
+    rest = (*offset[:dim], offset[dim] + at, *offset[dim + 1 :])
+    low = cut(draw, offset, (*shape[:dim], at, *shape[dim + 1 :]), depth - 1)
+    return low + cut(draw, rest, (*shape[:dim], shape[dim] - at, *shape[dim + 1 :]), depth - 1)
+
+
+@st.composite
+def layouts(
+    draw: st.DrawFn,
+) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]]:
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    boxes = cut(draw, (0,) * len(shape), shape, 4)
+    start = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    region = tuple(draw(st.integers(0, size - s)) for size, s in zip(shape, start, strict=True))
+    return boxes, shape, (start, region)
+
+
+@settings(max_examples=80, deadline=None)
+@given(layout=layouts(), extra=st.integers(0, 1000), drop=st.integers(0, 1000))
+def test_any_cut_is_read_in_any_other_and_a_missing_box_is_refused(tmp_path_factory: pytest.TempPathFactory, layout, extra, drop) -> None:
+    boxes, shape, (start, region) = layout
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.int64).reshape(shape)
+    slices = lambda at, size: tuple(slice(a, a + s) for a, s in zip(at, size, strict=True))  # noqa: E731
+    held = [(at, tensor[slices(at, size)]) for at, size in boxes]
+    folder = tmp_path_factory.mktemp("c")
+    overlap = whole("t", tensor, "overlap")
+    overlap.boxes.extend((at, piece) for at, piece in [held[extra % len(held)]] if any(at))
+    reader = open_checkpoint(save_checkpoint(folder, 1, [TensorRecord("t", "cut", shape, held), overlap], {}))
+    for role in ("cut", "overlap"):
+        assert torch.equal(reader.read("t", role), tensor)
+        assert torch.equal(reader.read("t", role, start, region), tensor[slices(start, region)])
+    reader.verify()
+    gone = held.pop(drop % len(held))
+    lacking = open_checkpoint(save_checkpoint(folder, 2, [TensorRecord("t", "cut", shape, [*held, (gone[0], gone[1][:0])])], {}))
+    for refuse in (lambda: lacking.read("t", "cut"), lacking.verify):
+        with pytest.raises(CheckpointError, match=r"cut:t lacks elements|have types none"):
+            refuse()
+
+
+def test_boxes_of_different_types_are_refused(tmp_path: Path) -> None:
+    boxes = [((0,), torch.ones(2)), ((2,), torch.ones(2, dtype=torch.bfloat16))]
+    reader = open_checkpoint(save_checkpoint(tmp_path, 1, [TensorRecord("t", "master", (4,), boxes)], {}))
+    with pytest.raises(CheckpointError, match="types bfloat16, float32; they must have one"):
+        reader.read("t", "master")
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    reader = open_checkpoint(save_checkpoint(tmp_path, 1, [whole("w", torch.ones(1))], {}))
+    with pytest.raises(CheckpointError, match=r"no exp_avg of w \(it has master\)"):
+        reader.read("w", "exp_avg")
+    with pytest.raises(CheckpointError, match="no good checkpoint"):
+        locate(tmp_path / "nowhere")
+
+
+def test_boxes_of_many_ranks_make_one_checkpoint(tmp_path: Path) -> None:
+    """Rank 1's part is written first, by hand of a gather that already knows it: the format of one rank is that of many."""
+    tensor = torch.arange(10.0)
+    answers: dict[int, list[object]] = {0: [], 1: []}
+    turn = {"call": 0}
+
+    def gather_on_0(value: object) -> list[object]:
+        call, turn["call"] = turn["call"], turn["call"] + 1
+        if call == 1:  # both ranks write between the first and the second meeting
+            save_checkpoint(tmp_path, 3, [TensorRecord("t", "master", (10,), [((4,), tensor[4:])])], {}, writers=Writers(1, 2, gather_on_1))
+        return [value, answers[1][call]] if call == 1 else [value, {"result": None, "error": None}]
+
+    def gather_on_1(value: object) -> list[object]:
+        answers[1].append(value)
+        return [{"result": None, "error": None}, value]
+
+    one = TensorRecord("t", "master", (10,), [((0,), tensor[:4])])
+    path = save_checkpoint(tmp_path, 3, [one], {"a": 1}, writers=Writers(0, 2, gather_on_0))
+    reader = open_checkpoint(path)
+    assert reader.world == 2 and reader.scalars == {"a": 1}
+    assert torch.equal(reader.read("t", "master"), tensor)
+    assert torch.equal(reader.read("t", "master", (3,), (3,)), tensor[3:6])
+
+
+def test_a_failure_on_another_rank_fails_the_save_here(tmp_path: Path) -> None:
+    gather = lambda value: [value, {"result": None, "error": "the disk is full"}]  # noqa: E731
+    with pytest.raises(CheckpointError, match="rank 1: the disk is full"):
+        save_checkpoint(tmp_path, 1, [whole("w", torch.ones(1))], {}, writers=Writers(0, 2, gather))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_retention_keeps_the_newest_and_what_links_point_at(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save_checkpoint(tmp_path, step, [whole("w", torch.ones(1))], {})
+    (tmp_path / "best-1").symlink_to("step-00000002")
+    deleted = retain(tmp_path, keep_last=2)
+    assert [p.name for p in deleted] == ["step-00000001", "step-00000003"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best-1", "latest", "step-00000002", "step-00000004", "step-00000005"]
+    assert retain(tmp_path, keep_last=4) == []
+
+
+def test_retention_deletes_nothing_while_the_newest_is_damaged(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        newest = save_checkpoint(tmp_path, step, [whole("w", torch.ones(1))], {})
+    (newest / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        retain(tmp_path, keep_last=1)
+    assert len(step_folders(tmp_path)) == 3
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 7, [whole("w", torch.ones(1))], {"try": 1})
+    save_checkpoint(tmp_path, 7, [whole("w", torch.zeros(1))], {"try": 2})
+    found = newest_good(tmp_path)
+    assert found.reader is not None and found.reader.scalars == {"try": 2}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000007"]
+    assert locate(tmp_path) == tmp_path / "step-00000007"
+    assert json.loads((tmp_path / "latest" / "manifest.json").read_text())["step"] == 7
