@@ -1,0 +1,224 @@
+"""What the config.json of the shipped families have in common: reading refuses every key that is not understood, by its name.
+
+Absent keys mean what they mean to transformers: each family lists its defaults.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headway.config.load import validate
+from headway.errors import ConfigError
+from headway.model.config import ModelConfig, RopeScaling
+
+# Keys that do not change what a forward computes.
+METADATA = frozenset((
+    "architectures", "model_type", "transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "name_or_path",
+    "finetuning_task", "tokenizer_class", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
+    "decoder_start_token_id", "task_specific_params", "problem_type", "id2label", "label2id", "num_labels", "return_dict",
+    "return_dict_in_generate", "output_hidden_states", "output_attentions", "output_scores", "torchscript", "use_bfloat16",
+    "tf_legacy_loss", "chunk_size_feed_forward", "is_decoder", "prefix", "_attn_implementation", "_attn_implementation_autoset",
+    "attn_implementation", "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id",
+    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
+    "begin_suppress_tokens", "max_new_tokens", "unsloth_version", "unsloth_fixed",
+))  # fmt: skip
+
+# Keys of which one value is what headway computes.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_dropout": (0,),
+    "pretraining_tp": (1,),
+    "partial_rotary_factor": (1,),
+    "is_encoder_decoder": (False,),
+    "tie_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "pruned_heads": ({},),
+}
+
+DEFAULTS: dict[str, Any] = {
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "head_dim": None,
+    "rope_theta": None,
+    "rope_scaling": None,
+    "rope_parameters": None,
+}
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def understood(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting of a config.json, with the family's defaults for absent ones; a key that is not understood is refused."""
+    known = {**DEFAULTS, **defaults}
+    for key, value in given.items():
+        if key in ONLY:
+            if value is not None and value not in ONLY[key]:
+                raise ConfigError(f"{key} is {value!r}; headway computes only {ONLY[key][0]!r}.")
+        elif key not in METADATA and key not in known and key not in REQUIRED and value is not None:
+            raise ConfigError(
+                f"{key} is {value!r}, which headway does not know. Remove the key if it does not change what the model computes."
+            )
+    for key in REQUIRED:
+        if given.get(key) is None:
+            raise ConfigError(f"{key} is missing; it must be given.")
+    return {**known, **given}
+
+
+def model_config(family: str, settings: Mapping[str, Any], **family_settings: Any) -> ModelConfig:
+    """The ModelConfig of understood settings plus what the family adds."""
+    theta, scaling = read_rope(settings)
+    return validate(
+        ModelConfig,
+        {
+            "family": family,
+            "vocab_size": settings["vocab_size"],
+            "hidden_size": settings["hidden_size"],
+            "ffn_size": settings["intermediate_size"],
+            "num_layers": settings["num_hidden_layers"],
+            "num_heads": settings["num_attention_heads"],
+            "num_kv_heads": settings["num_key_value_heads"],
+            "head_dim": settings["head_dim"],
+            "max_seq_len": settings["max_position_embeddings"],
+            "norm_eps": settings["rms_norm_eps"],
+            "init_std": settings["initializer_range"],
+            "tie_embeddings": settings["tie_word_embeddings"],
+            "rope_theta": theta,
+            "rope_scaling": scaling.model_dump() if scaling else None,
+            **family_settings,
+        },
+    )
+
+
+def read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4), or both where they agree."""
+    rope: dict[str, Any] = {}
+    top = {"rope_theta": settings["rope_theta"]} if settings["rope_theta"] is not None else {}
+    for where in (settings["rope_parameters"] or {}, settings["rope_scaling"] or {}, top):
+        for key, value in where.items():
+            name = "rope_type" if key == "type" else key
+            if rope.setdefault(name, value) != value:
+                raise ConfigError(f"{key} is given as {rope[name]!r} and as {value!r}. Keep one of rope_parameters and rope_scaling.")
+    theta = rope.pop("rope_theta", 10000.0)
+    kind = rope.pop("rope_type", "default")
+    if rope.pop("partial_rotary_factor", 1) != 1:
+        raise ConfigError("partial_rotary_factor is not 1; headway rotates whole heads.")
+    if kind not in ROPE_KEYS:
+        raise ConfigError(f"rope_type is {kind!r}; headway computes {', '.join(ROPE_KEYS)}.")
+    if "original_max_position_embeddings" in ROPE_KEYS[kind]:
+        rope.setdefault("original_max_position_embeddings", settings["max_position_embeddings"])
+    for key in (*rope, *ROPE_KEYS[kind]):
+        if key not in rope or key not in ROPE_KEYS[kind]:
+            raise ConfigError(
+                f"rope_type is {kind!r} {'without' if key not in rope else 'with'} {key}; it takes {_listed(ROPE_KEYS[kind])}."
+            )
+    if kind == "default":
+        return theta, None
+    names = {"original_max_position_embeddings": "original_max_seq_len"}
+    return theta, validate(RopeScaling, {"kind": kind, **{names.get(key, key): value for key, value in rope.items()}})
+
+
+def _listed(keys: tuple[str, ...]) -> str:
+    return ", ".join(keys) if keys else "no further keys"
+
+
+def settings_of(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
+    """The part of config.json that every family writes, readable by transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters)."""
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scaling is not None:
+        scaling = config.rope_scaling
+        values = {
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_seq_len,
+        }
+        rope = {"rope_type": scaling.kind, **{key: values[key] for key in ROPE_KEYS[scaling.kind]}}
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": config.vocab,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "initializer_range": config.init_std,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if config.rope_scaling is None else rope,
+        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
+        "attention_dropout": 0.0,
+        "use_cache": True,
+    }
+
+
+def require(config: ModelConfig, family: str, **needed: Any) -> None:
+    """Refuse to write a config whose settings differ from what a family's published form can say."""
+    for key, value in {"norm": "rmsnorm", "no_rope_layers": (), **needed}.items():
+        given = getattr(config, key)
+        if given != value:
+            shown = list(given) if isinstance(given, tuple) else given
+            wanted = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"model.{key} is {shown!r}, which a Hugging Face {family} model cannot say; there it is always {wanted!r}.")
+
+
+def require_one_bias(config: ModelConfig, family: str) -> None:
+    """Refuse where q, k, v and the output projection differ in having a bias, for families with one switch for all four."""
+    if config.qkv_bias != config.output_bias:
+        raise ConfigError(
+            f"model.qkv_bias is {config.qkv_bias} and model.output_bias is {config.output_bias}; a Hugging Face {family} model has one "
+            "switch for both."
+        )
+
+
+def read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """sliding_window and window_layers of the families that choose per layer."""
+    layers, window = settings["num_hidden_layers"], settings["sliding_window"] if settings["use_sliding_window"] else None
+    types = settings["layer_types"]
+    if types is None:
+        types = [
+            "sliding_attention" if window is not None and i >= settings["max_window_layers"] else "full_attention" for i in range(layers)
+        ]
+    if len(types) != layers:
+        raise ConfigError(f"layer_types names {len(types)} layers; there are num_hidden_layers={layers}.")
+    for kind in types:
+        if kind not in ("sliding_attention", "full_attention"):
+            raise ConfigError(f"layer_types holds {kind!r}; headway computes sliding_attention and full_attention.")
+    sliding = [i for i, kind in enumerate(types) if kind == "sliding_attention"]
+    if sliding and window is None:
+        raise ConfigError("layer_types holds 'sliding_attention', but use_sliding_window is false or sliding_window is not given.")
+    if not sliding:
+        return {"sliding_window": None, "window_layers": None}
+    return {"sliding_window": window, "window_layers": None if len(sliding) == layers else sliding}
+
+
+def written_windows(config: ModelConfig) -> dict[str, Any]:
+    """The keys that say which layers have a window."""
+    sliding = [config.window_of(layer) is not None for layer in range(config.num_layers)]
+    first = sliding.index(True) if any(sliding) else config.num_layers
+    return {
+        "use_sliding_window": any(sliding),
+        "sliding_window": config.sliding_window if any(sliding) else None,
+        "max_window_layers": first,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+    }
+
+
+def same_name(name: str) -> str:
+    """Our names are Hugging Face's."""
+    return name
+
+
+def ours_or_none(name: str) -> str | None:
+    """Our name of a tensor; old checkpoints carry rotary frequencies, which follow from the config."""
+    return None if name.endswith("rotary_emb.inv_freq") else name

@@ -1,0 +1,77 @@
+"""A family says how one kind of published model is named and configured: its config.json becomes a ModelConfig and back.
+
+A family is a module with the members of `Family` below. `family: llama` is headway/model/families/llama.py, `family: my_lab.my_model`
+is a user's module of that dotted name. Nothing here decides how a model computes: that is ModelConfig alone. Imports without torch.
+"""
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+from headway.errors import ConfigError
+from headway.model.config import ModelConfig
+
+PACKAGE = "headway.model.families"
+MEMBERS = ("MODEL_TYPE", "ARCHITECTURE", "read", "write", "to_theirs", "to_ours")
+
+
+class Family(Protocol):
+    """What a family's module holds."""
+
+    MODEL_TYPE: str
+    """`model_type` in config.json."""
+    ARCHITECTURE: str
+    """The class of transformers that loads the weights, `architectures` in config.json."""
+
+    def read(self, given: Mapping[str, Any]) -> ModelConfig:
+        """The ModelConfig of a parsed config.json; whatever it asks for that headway does not do is a ConfigError that names it."""
+        ...
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """The config.json of a ModelConfig; whatever the family cannot express is a ConfigError that names it."""
+        ...
+
+    def to_theirs(self, name: str) -> str:
+        """Their name of one of our parameters."""
+        ...
+
+    def to_ours(self, name: str) -> str | None:
+        """Our name of one of their tensors; None for a tensor that holds no parameter and may be left out."""
+        ...
+
+
+def family_names() -> list[str]:
+    """The families headway ships, by file name."""
+    folder = importlib.import_module(PACKAGE)
+    return sorted(m.name for m in pkgutil.iter_modules(folder.__path__) if m.name != "base" and not m.name.startswith("_"))
+
+
+def family_of(name: str) -> Family:
+    """The family that `model.family` names; an unknown one is an error that lists what exists."""
+    names = family_names()
+    if "." not in name and name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"model.family is {name!r}; it must be one of {', '.join(names)}, or a dotted module of your own.{hint}")
+    path = name if "." in name else f"{PACKAGE}.{name}"
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as missing:
+        if missing.name is None or not (path == missing.name or path.startswith(missing.name + ".")):
+            raise
+        raise ConfigError(f"model.family is {name!r}, but there is no module of that name. Put its folder on PYTHONPATH.") from None
+    absent = [member for member in MEMBERS if member not in vars(module)]
+    if absent:
+        raise ConfigError(f"model.family is {name!r}, but that module has no {absent[0]}; a family needs {', '.join(MEMBERS)}.")
+    return cast(Family, module)
+
+
+def family_for(given: Mapping[str, Any]) -> Family:
+    """The family of a parsed config.json, by its `model_type`."""
+    wanted = given.get("model_type")
+    families = {family.MODEL_TYPE: family for family in map(family_of, family_names())}
+    if wanted not in families:
+        raise ConfigError(f"model_type is {wanted!r}; headway reads {', '.join(families)}. A family module of your own can read others.")
+    return families[wanted]

@@ -1,0 +1,33 @@
+"""Llama 2, 3 and everything published in their form."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headway.errors import ConfigError
+from headway.model.config import ModelConfig
+from headway.model.families._config_json import model_config, ours_or_none, require, require_one_bias, same_name, settings_of, understood
+
+MODEL_TYPE = "llama"
+ARCHITECTURE = "LlamaForCausalLM"
+DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
+
+to_theirs = same_name
+to_ours = ours_or_none
+
+
+def read(given: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Llama config.json."""
+    settings = understood(given, DEFAULTS)
+    bias = settings["attention_bias"]
+    return model_config("llama", settings, qkv_bias=bias, output_bias=bias, ffn_bias=settings["mlp_bias"])
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """The Llama config.json of a ModelConfig."""
+    require(config, "llama", qk_norm=False, sliding_window=None)
+    require_one_bias(config, "llama")
+    if config.hidden_size % config.num_heads:
+        raise ConfigError(
+            f"model.num_heads is {config.num_heads}; in a Hugging Face llama it must divide hidden_size={config.hidden_size}."
+        )
+    return {**settings_of(config, MODEL_TYPE, ARCHITECTURE), "attention_bias": config.qkv_bias, "mlp_bias": config.ffn_bias}

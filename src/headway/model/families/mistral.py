@@ -1,0 +1,29 @@
+"""Mistral: no biases, one sliding window for all layers or none."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headway.model.config import ModelConfig
+from headway.model.families._config_json import model_config, ours_or_none, require, same_name, settings_of, understood
+
+MODEL_TYPE = "mistral"
+ARCHITECTURE = "MistralForCausalLM"
+DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+
+to_theirs = same_name
+to_ours = ours_or_none
+
+
+def read(given: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Mistral config.json."""
+    settings = understood(given, DEFAULTS)
+    return model_config("mistral", settings, sliding_window=settings["sliding_window"])
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """The Mistral config.json of a ModelConfig."""
+    require(config, "mistral", qk_norm=False, qkv_bias=False, output_bias=False, ffn_bias=False)
+    window = config.sliding_window
+    if any(config.window_of(layer) != window for layer in range(config.num_layers)):
+        require(config, "mistral", window_layers=None)
+    return {**settings_of(config, MODEL_TYPE, ARCHITECTURE), "sliding_window": window}

@@ -1,0 +1,42 @@
+"""Qwen 2 and 2.5: bias on q, k, v alone, sliding windows chosen per layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headway.model.config import ModelConfig
+from headway.model.families._config_json import (
+    model_config,
+    ours_or_none,
+    read_windows,
+    require,
+    same_name,
+    settings_of,
+    understood,
+    written_windows,
+)
+
+MODEL_TYPE = "qwen2"
+ARCHITECTURE = "Qwen2ForCausalLM"
+DEFAULTS = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+
+to_theirs = same_name
+to_ours = ours_or_none
+
+
+def read(given: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Qwen 2 config.json."""
+    settings = understood(given, DEFAULTS)
+    return model_config("qwen2", settings, qkv_bias=True, **read_windows(settings))
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """The Qwen 2 config.json of a ModelConfig."""
+    require(config, "qwen2", qk_norm=False, qkv_bias=True, output_bias=False, ffn_bias=False)
+    return {**settings_of(config, MODEL_TYPE, ARCHITECTURE), **written_windows(config)}

@@ -1,0 +1,83 @@
+"""The layout describes the module that is built, name by name."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from headway.model.config import ModelConfig
+from headway.model.init import initial_value, initialize
+from headway.model.layout import num_matmul_parameters, num_parameters, param_specs
+from headway.model.presets import PRESETS
+from headway.model.transformer import Transformer
+
+SMALL = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=96)
+VARIANTS = [
+    SMALL,
+    SMALL.with_(tie_embeddings=False, qkv_bias=True, head_dim=16),
+    SMALL.with_(output_bias=True, ffn_bias=True, qk_norm=True),
+    SMALL.with_(norm="layernorm", num_kv_heads=None),
+]
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_specs_name_the_parameters_of_the_module_in_its_order(config: ModelConfig) -> None:
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert [(s.name, s.shape) for s in param_specs(config)] == [(n, tuple(p.shape)) for n, p in model.named_parameters()]
+    assert num_parameters(config) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_a_cut_dim_exists_and_divides_into_whole_units(config: ModelConfig) -> None:
+    for spec in param_specs(config):
+        if spec.cut_dim is not None:
+            assert spec.shape[spec.cut_dim] % spec.unit == 0
+        assert (spec.group == "decay") == (len(spec.shape) == 2)
+
+
+def test_matmul_parameters_count_the_head_once_and_the_embedding_only_when_tied() -> None:
+    tied, untied = SMALL, SMALL.with_(tie_embeddings=False)
+    assert num_matmul_parameters(tied) == num_matmul_parameters(untied)
+    norms = sum(s.size for s in param_specs(untied) if len(s.shape) == 1)
+    assert num_matmul_parameters(untied) == num_parameters(untied) - norms - 96 * 32
+
+
+@pytest.mark.parametrize(("preset", "billions"), [("llama-1b", 1.24), ("llama-3b", 3.21), ("llama-8b", 8.03), ("qwen2.5-3b", 3.09)])
+def test_presets_have_the_size_of_their_name(preset: str, billions: float) -> None:
+    assert num_parameters(ModelConfig.model_validate({"preset": preset})) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert preset in PRESETS
+
+
+def test_layout_and_families_import_without_torch() -> None:
+    code = (
+        "import sys, headway.model.layout, headway.model.families.base as b; [b.family_of(n) for n in b.family_names()];"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_parameters_initial_value_depends_on_seed_and_name_alone() -> None:
+    a, b = Transformer(SMALL), Transformer(SMALL.with_(tie_embeddings=False))
+    initialize(a, 1)
+    initialize(b, 1)
+    own = dict(b.named_parameters())
+    for name, value in a.named_parameters():
+        assert torch.equal(value, own[name])
+    first, other = (initial_value("model.embed_tokens.weight", (96, 32), SMALL, seed) for seed in (1, 2))
+    assert not torch.equal(first, other)
+
+
+def test_initial_spread_follows_the_config() -> None:
+    config = SMALL.with_(init_std=0.1, qkv_bias=True, norm="layernorm")
+    model = Transformer(config)
+    initialize(model, 3)
+    for name, value in model.named_parameters():
+        if name.endswith("bias"):
+            assert not value.any()
+        elif "norm" in name:
+            assert (value == 1).all()
+        else:
+            expected = 0.1 / 2 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.1
+            assert value.std().item() == pytest.approx(expected, rel=0.1)
