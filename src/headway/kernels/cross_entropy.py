@@ -1,0 +1,163 @@
+"""Loss on the output head without the logits of a whole row: hidden [N, D] and weight [V, D] come in, per-token scores go out.
+
+`linear_nll` is for losses linear in per-token log-probabilities: loss and the gradients of hidden and weight in one pass over chunks.
+`linear_scores` is for any other loss: log-probabilities go out, the logits are computed again in the backward pass.
+
+    token i:  nll_i = lse_i - x_it        smooth_i = lse_i - (1-e) x_it - e mean_j(x_ij)        total = sum_i c_i (smooth_i + z lse_i^2)
+
+Shapes: N tokens, D hidden, V vocabulary. Logits live as [chunk, V] in the compute dtype; softmax arithmetic is fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.kernels.cross_entropy_triton import softmax_gradient_cuda
+
+
+class NLL(NamedTuple):
+    """What one pass over the head gives; only `total` carries gradients."""
+
+    total: Tensor
+    """0-dim: sum of coefficient * (smoothed nll + z * lse^2)."""
+    nll: Tensor
+    """[N] plain negative log-likelihood."""
+    lse: Tensor
+    """[N] log of the sum of exponentials."""
+    correct: Tensor
+    """[N] 1 where the target has the highest logit, else 0."""
+
+
+class Shaping(NamedTuple):
+    """How a token's loss differs from its plain negative log-likelihood."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+def softmax_gradient(logits: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Overwrite logits [n, V] with the gradient of sum c_i (smooth_i + z lse_i^2); return per-token (loss, nll, lse, correct)."""
+    if logits.is_cuda:
+        return softmax_gradient_cuda(logits, targets, coefficients, shaping.label_smoothing, shaping.z_loss)
+    return softmax_gradient_reference(logits, targets, coefficients, shaping)
+
+
+def softmax_gradient_reference(
+    logits: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Plain torch; what the fused kernel is compared to, and what runs on CPU."""
+    smoothing, z = shaping
+    x = logits.float()
+    lse = torch.logsumexp(x, -1)
+    at_target = x.gather(1, targets[:, None]).squeeze(1)
+    correct = (at_target >= x.amax(-1)).float()
+    nll = lse - at_target
+    loss = nll if smoothing == 0 else lse - (1 - smoothing) * at_target - smoothing * x.mean(-1)
+    if z:
+        loss = loss + z * lse.square()
+    gradient = x  # fp32 logits are overwritten in place, lower precisions through their fp32 copy
+    gradient.sub_(lse[:, None]).exp_()
+    if z:
+        gradient.mul_((1 + 2 * z * lse)[:, None])
+    if smoothing:
+        gradient.sub_(smoothing / x.shape[1])
+    gradient.scatter_add_(1, targets[:, None], torch.full_like(at_target, smoothing - 1)[:, None])
+    gradient.mul_(coefficients[:, None])
+    if gradient is not logits:
+        logits.copy_(gradient)
+    return loss, nll, lse, correct
+
+
+class _LinearNLL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping, chunk: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        size = hidden.shape[0]
+        per_token = [torch.empty(size, dtype=torch.float32, device=hidden.device) for _ in range(4)]
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        for start in range(0, size, chunk):
+            part = slice(start, min(start + chunk, size))
+            logits = hidden[part] @ weight.t()
+            for whole, piece in zip(per_token, softmax_gradient(logits, targets[part], coefficients[part], shaping), strict=True):
+                whole[part] = piece
+            if d_hidden is not None:
+                torch.mm(logits, weight, out=d_hidden[part])
+            if d_weight is not None:
+                _accumulate_outer(d_weight, logits, hidden[part])
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.weight_dtype = weight.dtype
+        loss, nll, lse, correct = per_token
+        total = torch.dot(loss, coefficients)
+        ctx.mark_non_differentiable(nll, lse, correct)
+        return total, nll, lse, correct
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        d_hidden, d_weight = ctx.saved_tensors
+        scale = grads[0]
+        if d_hidden is not None:
+            d_hidden = d_hidden * scale.to(d_hidden.dtype)
+        if d_weight is not None:
+            d_weight = d_weight * scale
+        return d_hidden, d_weight, None, None, None, None
+
+
+def _accumulate_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left^T right with fp32 accumulation between chunks."""
+    if left.dtype == torch.float32:
+        total.addmm_(left.t(), right)
+    else:
+        total.add_(left.t() @ right)
+
+
+class _LinearScores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+        size = hidden.shape[0]
+        log_prob = torch.empty(size, dtype=torch.float32, device=hidden.device)
+        lse = torch.empty_like(log_prob)
+        for start in range(0, size, chunk):
+            part = slice(start, min(start + chunk, size))
+            x = (hidden[part] @ weight.t()).float()
+            lse[part] = torch.logsumexp(x, -1)
+            log_prob[part] = x.gather(1, targets[part, None]).squeeze(1) - lse[part]
+        ctx.save_for_backward(hidden, weight, targets, lse)
+        ctx.chunk = chunk
+        return log_prob, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        hidden, weight, targets, lse = ctx.saved_tensors
+        d_log_prob, d_lse = grads
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        for start in range(0, hidden.shape[0], ctx.chunk):
+            part = slice(start, min(start + ctx.chunk, hidden.shape[0]))
+            gradient = (hidden[part] @ weight.t()).float().sub_(lse[part, None]).exp_()
+            gradient.mul_((d_lse[part] - d_log_prob[part])[:, None])
+            gradient.scatter_add_(1, targets[part, None], d_log_prob[part, None])
+            gradient = gradient.to(hidden.dtype)
+            if d_hidden is not None:
+                torch.mm(gradient, weight, out=d_hidden[part])
+            if d_weight is not None:
+                _accumulate_outer(d_weight, gradient, hidden[part])
+        return d_hidden, d_weight, None, None
+
+
+def linear_nll(
+    hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping = Shaping(), chunk_tokens: int = 2048
+) -> NLL:
+    """Weighted negative log-likelihood of targets [N]; gradients of hidden and weight are taken in the same pass."""
+    return NLL(*_LinearNLL.apply(hidden, weight, targets, coefficients, shaping, chunk_tokens))
+
+
+def linear_scores(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int = 2048) -> tuple[Tensor, Tensor]:
+    """(log-probability, lse) of targets [N], differentiable in any way; the backward pass computes the logits again."""
+    return _LinearScores.apply(hidden, weight, targets, chunk_tokens)  # pyright: ignore[reportReturnType]

@@ -1,0 +1,87 @@
+"""The contract of an objective: it turns a model's output and a batch into additive terms, never into a mean.
+
+Each rank and microbatch back-propagates its share of one global loss: sum over terms of coefficient * sum / total, where total is the
+weight of the whole step, known before the first forward. So accumulation and ranks cannot change the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+from headway.config.kinds import KindConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from headway.data.batch import Batch
+    from headway.model.head import ModelOut
+
+MetricSums = dict[str, "tuple[Tensor, Tensor]"]
+
+
+@dataclass(frozen=True)
+class Term:
+    """One additive part of a loss: `sum` over this microbatch; the engine divides by the step's total called `per`."""
+
+    sum: Tensor
+    per: str = "targets"
+    coefficient: float = 1.0
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The terms of one microbatch, and metrics as (sum, weight) pairs of tensors, added up over the step before they are divided."""
+
+    terms: dict[str, Term]
+    metrics: MetricSums = field(default_factory=dict)
+
+    def share(self, totals: Mapping[str, float]) -> Tensor:
+        """This microbatch's additive share of the step's loss."""
+        parts = [term.sum * (term.coefficient / max(totals[term.per], 1.0)) for term in self.terms.values()]
+        return sum(parts[1:], start=parts[0])
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """Where training stands when a loss is computed."""
+
+    step: int
+    total_steps: int
+    num_sources: int = 1
+    training: bool = True
+
+
+class Exchange(Protocol):
+    """Differentiable communication over the ranks that share a step; identity in one process."""
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over ranks."""
+        ...
+
+    def gather(self, value: Tensor) -> Tensor:
+        """All ranks' values along dim 0."""
+        ...
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """A loss. It is pure and never calls the model; its own parameters, if any, live in `module` and are trained by the engine."""
+
+    scope: Literal["row", "step"]
+    """Whether rows are independent (`row`) or a term couples all rows of a step (`step`)."""
+    module: nn.Module | None
+    """Parameters of the objective itself (a Lagrange multiplier, a temperature), or None."""
+
+    def loss(self, out: ModelOut, batch: Batch, at: StepInfo, exchange: Exchange) -> Loss:
+        """The additive terms of one microbatch."""
+        ...
+
+
+class ObjectiveConfig(KindConfig):
+    """Base of every objective's settings."""
+
+    def build(self) -> Objective:
+        """Make the objective."""
+        raise NotImplementedError(f"{type(self).__module__} must define Config.build")

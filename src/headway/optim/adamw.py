@@ -1,0 +1,59 @@
+"""AdamW: one fused multi-tensor call per (buffer, group), clip and skip inside the kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import field_validator
+
+from headway.config.section import setting
+from headway.optim.base import Guard, Hyper, OptimConfig
+from headway.optim.schedule import beta2_at
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Config(OptimConfig):
+    """Settings of AdamW."""
+
+    kind: str = setting("adamw", "adamw.", on_resume="fixed")
+    betas: tuple[float, float] = setting((0.9, 0.95), "Decay of the first and second moment.")
+    beta2_c: float = setting(0.0, "beta2 rises as max(beta2, 1 - n^-c) over updates n; 0 keeps it constant.", ge=0)
+    eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
+
+    @field_validator("betas")
+    @classmethod
+    def _below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"is {list(betas)}; both must be at least 0 and below 1")
+        return betas
+
+    def build(self) -> AdamW:
+        """Make the update rule."""
+        return AdamW()
+
+    def hyper(self, step: int, total_steps: int) -> Hyper:
+        """The numbers at one step."""
+        betas = (self.betas[0], beta2_at(self.betas[1], self.beta2_c, step))
+        return Hyper(self.lr * self.schedule.factor(step, total_steps), betas, self.eps, self.weight_decay)
+
+
+class AdamW:
+    """Decoupled weight decay, bias-corrected moments."""
+
+    slots = ("exp_avg", "exp_avg_sq")
+
+    def update(
+        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard
+    ) -> None:
+        """One fused call over all tensors of a group; a skipped step leaves the counters where they were."""
+        import torch
+
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            params, grads, state["exp_avg"], state["exp_avg_sq"], [], steps,
+            lr=hyper.lr, beta1=hyper.betas[0], beta2=hyper.betas[1], weight_decay=hyper.weight_decay, eps=hyper.eps,
+            amsgrad=False, maximize=hyper.maximize, grad_scale=guard.scale, found_inf=guard.found_inf,
+        )  # fmt: skip
+        torch._foreach_sub_(steps, [guard.found_inf] * len(steps))

@@ -1,0 +1,120 @@
+"""Which parameters train, and with which numbers: names and shapes come in, named groups go out.
+
+Patterns, in `freeze`, `train`, `optim.decay` and `optim.groups.match`:
+
+    weights            every parameter of the model          objective     every parameter of the objective itself
+    embeddings         input embedding and output head       matrices      parameters of two or more dimensions
+    norms              normalisation weights and biases      biases        biases
+    layers.3           one block                             layers.0-19   blocks 0 to 19
+    *.mlp.*            anything else is a shell pattern over full parameter names
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from headway.errors import ConfigError
+from headway.optim.base import GroupRule, Hyper, OptimConfig
+
+Shapes = Mapping[str, tuple[int, ...]]
+OBJECTIVE = "objective."
+_LAYERS = re.compile(r"layers\.(\d+)(?:-(\d+))?")
+_LAYER_OF = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def matching(pattern: str, shapes: Shapes) -> set[str]:
+    """The parameter names a pattern means."""
+    own = {name for name in shapes if name.startswith(OBJECTIVE)}
+    weights = set(shapes) - own
+    layers = _LAYERS.fullmatch(pattern)
+    if layers:
+        first, last = int(layers[1]), int(layers[2] or layers[1])
+        return {n for n in weights if (found := _LAYER_OF.search(n)) and first <= int(found[1]) <= last}
+    named = {
+        "weights": weights,
+        "objective": own,
+        "matrices": {n for n in weights if len(shapes[n]) >= 2},
+        "embeddings": {n for n in weights if "embed_tokens" in n or n.startswith("lm_head")},
+        "norms": {n for n in weights if "norm" in n.rsplit(".", 2)[-2]},
+        "biases": {n for n in weights if n.endswith(".bias")},
+    }
+    return named[pattern] if pattern in named else {n for n in shapes if fnmatchcase(n, pattern)}
+
+
+def select(patterns: Iterable[str], shapes: Shapes, key: str, *, may_be_empty: tuple[str, ...] = ()) -> set[str]:
+    """The union of patterns; one that matches nothing is a mistake."""
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = matching(pattern, shapes)
+        if not found and pattern not in may_be_empty:
+            example = next(iter(shapes), "none")
+            raise ConfigError(f"{key} holds {pattern!r}, which matches no parameter; names look like {example!r}, blocks like layers.0-3.")
+        chosen |= found
+    return chosen
+
+
+def trainable(shapes: Shapes, freeze: Sequence[str], train: Sequence[str]) -> set[str]:
+    """The names that train: all but the frozen ones, or only those of `train`."""
+    if freeze and train:
+        raise ConfigError("freeze and train are both given; they are opposites. Keep one of them.")
+    names = select(train, shapes, "train") if train else set(shapes) - select(freeze, shapes, "freeze")
+    if not names:
+        raise ConfigError(f"freeze is {list(freeze)}; it leaves no parameter to train.")
+    return names
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that share their numbers."""
+
+    name: str
+    names: tuple[str, ...]
+    """In the order of the model."""
+    rule: GroupRule | None = None
+    decays: bool = True
+
+
+def make_groups(config: OptimConfig, shapes: Shapes, training: set[str]) -> list[Group]:
+    """Cut the trainable parameters into groups: one per rule (split by whether they decay), then decay and no_decay."""
+    decaying = select(config.decay, shapes, "optim.decay", may_be_empty=("biases", "norms", "objective"))
+    left = [name for name in shapes if name in training]
+    groups: list[Group] = []
+    for index, rule in enumerate(config.groups):
+        found = select(rule.match, shapes, f"optim.groups.{index}.match")
+        taken = tuple(name for name in left if name in found)
+        left = [name for name in left if name not in found]
+        groups += _by_decay(f"rule{index}", taken, decaying if rule.weight_decay is None else set(taken), rule)
+    groups += _by_decay("model", tuple(n for n in left if not n.startswith(OBJECTIVE)), decaying, None)
+    groups += _by_decay("objective", tuple(n for n in left if n.startswith(OBJECTIVE)), decaying, None)
+    return groups
+
+
+def _by_decay(name: str, names: tuple[str, ...], decaying: set[str], rule: GroupRule | None) -> list[Group]:
+    split = [(f"{name}.decay", True), (f"{name}.no_decay", False)]
+    made = [Group(label, tuple(n for n in names if (n in decaying) == decays), rule, decays) for label, decays in split]
+    return [group for group in made if group.names]
+
+
+def hypers(config: OptimConfig, groups: Sequence[Group], step: int, total_steps: int) -> dict[str, Hyper]:
+    """The numbers of every group at one step."""
+    base = config.hyper(step, total_steps)
+    return {group.name: _apply(group, base, config) for group in groups}
+
+
+def _apply(group: Group, base: Hyper, config: OptimConfig) -> Hyper:
+    hyper = base if group.decays else replace(base, weight_decay=0.0)
+    rule = group.rule
+    if rule is None:
+        return hyper
+    changes = {
+        key: value
+        for key, value in (("betas", rule.betas), ("eps", rule.eps), ("maximize", rule.maximize), ("weight_decay", rule.weight_decay))
+        if value is not None
+    }
+    if rule.lr is not None:
+        # the group's own peak follows the same curve as the main one
+        changes["lr"] = rule.lr * (base.lr / config.lr) if config.lr else 0.0
+    return replace(hyper, **changes)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,78 @@
+"""The contract between the loop and whatever moves numbers: one engine per strategy, all with these methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from headway.data.batch import Batch, StepBatch
+from headway.objective.base import MetricSums, StepInfo
+from headway.optim.base import Hyper
+from headway.optim.groups import Group
+
+Box = tuple[tuple[int, ...], Tensor]
+StateTensor = tuple[str, str, tuple[int, ...], list[Box]]
+ReadTensor = Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
+"""(name, role, offset, shape) -> tensor: how a checkpoint's content reaches an engine, whatever the layout it was saved from."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one forward and backward over all microbatches gives, on the device."""
+
+    loss: Tensor
+    metrics: MetricSums
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer step gives, on the device."""
+
+    norm: Tensor
+    skipped: Tensor
+    """1 where the gradients were not finite and nothing was changed, else 0."""
+
+
+class Engine(Protocol):
+    """Holds the model, the gradients and the optimizer state of this rank."""
+
+    groups: list[Group]
+
+    def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
+        """Accumulate the gradients of one step; each microbatch adds its share of one global loss."""
+        ...
+
+    def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
+        """Metric sums without gradients, in evaluation mode."""
+        ...
+
+    def update(self, hypers: dict[str, Hyper]) -> Update:
+        """Clip, step, and clear the gradients."""
+        ...
+
+    def fill(self, values: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Set parameters by name; returns the names that were not given."""
+        ...
+
+    def tensors(self) -> Iterator[StateTensor]:
+        """Everything to save: (name, role, global shape, [(offset, local view)])."""
+        ...
+
+    def scalars(self) -> dict[str, Any]:
+        """Everything to save that is not a tensor."""
+        ...
+
+    def load(self, read: ReadTensor, scalars: dict[str, Any]) -> None:
+        """Take back what tensors and scalars gave."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's parameters at full precision, by name."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until all parameters are current."""
+        ...

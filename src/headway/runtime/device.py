@@ -1,0 +1,72 @@
+"""The device of this process and how exactly it computes, settled once before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Where and in which dtype a run computes."""
+
+    device: torch.device
+    name: str
+    dtype: torch.dtype
+    precision: Literal["fp32", "bf16"]
+
+
+def choose_compute(device: str, precision: str, local_rank: int = 0) -> Compute:
+    """Resolve `auto`, and refuse what this machine cannot do."""
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise ConfigError("device is 'cuda'; torch sees no CUDA device here. Use device=auto or device=cpu; `headway doctor` says more.")
+    kind = ("cuda" if has_cuda else "cpu") if device == "auto" else device
+    if kind == "cuda":
+        torch.cuda.set_device(local_rank)
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        name, place = torch.cuda.get_device_name(local_rank), torch.device("cuda", local_rank)
+    else:
+        bf16, name, place = True, "cpu", torch.device("cpu")
+        if precision == "bf16":
+            avoid_broken_amx()
+    if precision == "bf16" and not bf16:
+        raise ConfigError(f"precision is 'bf16'; {name} has no bf16 arithmetic. Use precision=fp32.")
+    chosen: Literal["fp32", "bf16"] = "bf16" if precision == "bf16" or (precision == "auto" and kind == "cuda" and bf16) else "fp32"
+    return Compute(place, name, torch.bfloat16 if chosen == "bf16" else torch.float32, chosen)
+
+
+def set_arithmetic(*, tf32: bool, deterministic: bool) -> None:
+    """Process-wide switches: TF32 in fp32 products, and kernels that give the same bits every time."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+    if deterministic:
+        # cuBLAS reads this when it starts, so it must stand before the first product on the GPU
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def avoid_broken_amx() -> None:
+    """Some virtual machines announce AMX and then die on its instructions; try one bf16 product in a child and do without AMX if so."""
+    import torch
+
+    if "DNNL_MAX_CPU_ISA" in os.environ or not hasattr(os, "fork"):
+        return
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        _ = torch.ones(37, 16, dtype=torch.bfloat16) @ torch.ones(16, 50, dtype=torch.bfloat16)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] != 0:
+        # oneDNN reads this when it is first used
+        os.environ["DNNL_MAX_CPU_ISA"] = "AVX512_CORE_BF16"

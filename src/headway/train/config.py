@@ -1,0 +1,114 @@
+"""The recipe: everything `headway train` needs, as one frozen tree. Imports without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from headway.config.kinds import KindConfig, KindIn
+from headway.config.section import Section, setting
+from headway.data.config import BatchConfig, DataConfig
+from headway.model.config import ModelConfig
+from headway.objective.base import ObjectiveConfig
+from headway.objective.next_token import Config as NextTokenConfig
+from headway.optim.adamw import Config as AdamWConfig
+from headway.optim.base import OptimConfig
+
+
+class RunConfig(Section):
+    """Where the run lives."""
+
+    name: str = setting("run", "Name of the run; its folder is dir/name.", min_length=1, on_resume="fixed")
+    dir: Path = setting(Path("runs"), "Folder that holds runs.", on_resume="free")
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.dir / self.name
+
+
+class InitConfig(Section):
+    """Where the weights start."""
+
+    source: str | None = Field(
+        None,
+        alias="from",
+        description="A run, a checkpoint or a Hugging Face folder to take weights, shape and tokenizer from; null = random weights.",
+        json_schema_extra={"on_resume": "fixed"},
+    )
+
+
+class KernelConfig(Section):
+    """How operations are computed; never what they compute."""
+
+    attention: Literal["auto", "reference", "sdpa", "varlen"] = setting("auto", "Attention kernel; auto picks by device and mask.")
+    compile: Literal["auto"] | bool = setting("auto", "Compile the halves of each block; auto = on CUDA.")
+    tf32: bool = setting(True, "Allow TF32 in fp32 matrix products on CUDA.")
+
+
+class MemoryConfig(Section):
+    """Memory against time."""
+
+    loss_chunk_tokens: int = setting(2048, "Tokens whose logits exist at one time.", gt=0)
+
+
+class CheckpointConfig(Section):
+    """When to save, what to keep."""
+
+    every: int | None = setting(500, "Steps between checkpoints; null = only at the end.", gt=0)
+    keep_last: int = setting(2, "Newest checkpoints kept.", gt=0)
+
+
+class EvalConfig(Section):
+    """Validation inside the run."""
+
+    every: int | None = setting(100, "Steps between validations; null = only at the end.", gt=0)
+    rows: int = setting(64, "Rows of each validation set that are read, at most.", gt=0)
+
+
+class LogConfig(Section):
+    """What is shown while training; metrics.jsonl has every step regardless."""
+
+    every: int = setting(10, "Steps between console lines and tracker points.", gt=0)
+
+
+Tracker = Annotated[KindConfig, KindIn("headway.track")]
+
+
+class Recipe(Section):
+    """One training run."""
+
+    run: RunConfig = setting(RunConfig, "Where the run lives.")
+    model: ModelConfig = setting(ModelConfig, "Shape of the model.", on_resume="fixed")
+    init: InitConfig = setting(InitConfig, "Where the weights start.")
+    tokenizer: Path | None = setting(None, "Tokenizer folder, tokenizer.json or sentencepiece model.", on_resume="fixed")
+    data: DataConfig = setting(DataConfig, "What to train and validate on; without train, generated data.")
+    objective: Annotated[ObjectiveConfig, KindIn("headway.objective", "next_token")] = setting(NextTokenConfig, "The loss.")
+    optim: Annotated[OptimConfig, KindIn("headway.optim", "adamw")] = setting(AdamWConfig, "Optimizer and schedule.")
+    batch: BatchConfig = setting(BatchConfig, "Size of a step and of a microbatch.")
+    steps: int | None = setting(None, "Updates in the run; or give epochs.", gt=0, on_resume="free")
+    epochs: float | None = setting(None, "Passes over the training data; or give steps.", gt=0, on_resume="free")
+    freeze: tuple[str, ...] = setting(
+        (), "Parameters that do not train: patterns such as embeddings, layers.0-19, *.mlp.*.", on_resume="fixed"
+    )
+    train: tuple[str, ...] = setting((), "The only parameters that train; the opposite of freeze.", on_resume="fixed")
+    precision: Literal["auto", "fp32", "bf16"] = setting(
+        "auto", "Compute dtype; master weights are fp32. auto = bf16 on CUDA, else fp32.", on_resume="fixed"
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where to compute; auto = CUDA where there is one.")
+    kernels: KernelConfig = setting(KernelConfig, "How operations are computed.")
+    memory: MemoryConfig = setting(MemoryConfig, "Memory against time.")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig, "When to save, what to keep.")
+    eval: EvalConfig = setting(EvalConfig, "Validation inside the run.")
+    log: LogConfig = setting(LogConfig, "What is shown while training.")
+    track: tuple[Tracker, ...] = setting((), "Where else metrics go.")
+    seed: int = setting(42, "Everything random is derived from it.", ge=0, on_resume="fixed")
+    deterministic: bool = setting(False, "Bit-equal reruns on GPU too; slower kernels where needed, refused where there is none.")
+
+    @model_validator(mode="after")
+    def _steps_or_epochs(self) -> Recipe:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("steps and epochs are both given; a run has one length. Keep one of them")
+        return self

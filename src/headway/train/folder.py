@@ -1,0 +1,99 @@
+"""The run folder: what a run writes beside its checkpoints, and the decision whether a recipe continues what lies there.
+
+Nothing is written until the decision is made.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.checkpoint.load import newest_good, open_checkpoint
+from headway.config.load import dump_yaml, load
+from headway.config.section import differences
+from headway.errors import CheckpointError, ConfigError
+from headway.runtime.machine import environment
+from headway.runtime.storage import check_writable, write_atomic
+from headway.train.config import Recipe
+
+log = logging.getLogger("headway")
+
+RECIPE = "recipe.yaml"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+FINAL = "final"
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins."""
+
+    folder: Path
+    checkpoint: Path | None
+    """The checkpoint to continue from; None = from the beginning."""
+    set_aside: Path | None = None
+    """Where an older run of the same name is to be moved first."""
+    changes: tuple[str, ...] = ()
+    """Free settings that differ from the run that is continued."""
+
+
+def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
+    """Look at the run folder and decide; a run of another model or data is refused with what differs. `resume`: auto, never or a path."""
+    folder = recipe.run.folder
+    check_writable(folder)
+    if resume not in ("auto", "never"):
+        path = Path(resume)
+        open_checkpoint(path)
+        return Start(folder, path, changes=tuple(_allowed_changes(path.parent.parent / RECIPE, recipe)))
+    old = folder / RECIPE
+    if not old.exists():
+        return Start(folder, None)
+    if resume == "never":
+        return Start(folder, None, set_aside=_unused_name(folder))
+    changes = _allowed_changes(old, recipe)
+    found = newest_good(folder / CHECKPOINTS)
+    for path, reason in found.rejected:
+        log.warning("%s cannot be used: %s", path, reason)
+    if found.path is None and found.rejected:
+        raise CheckpointError(
+            f"{folder / CHECKPOINTS}: no checkpoint there can be read. Use --resume never to begin anew beside them, or --resume PATH."
+        )
+    return Start(folder, found.path, changes=tuple(changes))
+
+
+def _allowed_changes(old: Path, recipe: Recipe) -> list[str]:
+    """The free settings that differ from an earlier recipe; a fixed one that differs is refused."""
+    if not old.exists():
+        return []
+    fixed, free = differences(load(Recipe, old), recipe)
+    if fixed:
+        raise ConfigError(
+            f"{old.parent} is a run with other settings that a resumed run may not change: {'; '.join(fixed)}. "
+            "Set them back, choose another run.name, or use --resume never to begin anew."
+        )
+    return [change for change in free if not change.startswith("run.")]
+
+
+def _unused_name(folder: Path) -> Path:
+    return next(path for n in range(1, 10_000) if not (path := folder.with_name(f"{folder.name}.old-{n}")).exists())
+
+
+def prepare_folder(start: Start, recipe: Recipe) -> None:
+    """Make the folder and write what describes the run."""
+    if start.set_aside is not None:
+        start.folder.rename(start.set_aside)
+        log.info("the run that was there is now %s", start.set_aside)
+    (start.folder / "logs").mkdir(parents=True, exist_ok=True)
+    write_atomic(start.folder / RECIPE, dump_yaml(recipe))
+    write_atomic(start.folder / "command.txt", " ".join(sys.argv) + "\n")
+    write_json(start.folder / "environment.json", environment())
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a small JSON file, whole or not at all."""
+    write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n")

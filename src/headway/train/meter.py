@@ -1,0 +1,212 @@
+"""Numbers about a step: host facts and device tensors come in, one flat record per step goes out, late and without stalling the device.
+
+The device's numbers of a step are copied to the host without waiting; a record is finished when its copy has arrived, normally one or two
+steps later. Timings come from marks that the device passes on its way, so they measure it and not the queue in front of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.data.batch import StepStats
+from headway.model.config import ModelConfig
+from headway.model.layout import matmul_parameters
+from headway.parallel.engine import StepResult, Update
+from headway.runtime.machine import gpu_load, memory_bytes, peak_flops
+
+MAX_PENDING = 2
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment on the device's own clock."""
+
+    event: torch.cuda.Event | None
+    host: float
+
+    @classmethod
+    def now(cls, device: torch.device) -> Mark:
+        """Mark the place the device's queue has reached."""
+        if device.type != "cuda":
+            return cls(None, time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return cls(event, time.perf_counter())
+
+    def since(self, earlier: Mark) -> float:
+        """Seconds between two marks that the device has passed."""
+        if self.event is None or earlier.event is None:
+            return self.host - earlier.host
+        return earlier.event.elapsed_time(self.event) / 1000
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> tuple[float, float]:
+    """Training FLOPs of one token: attention counted in full, and causal attention counted at half."""
+    attention = 12 * config.num_layers * config.num_heads * config.head_size * seq_len
+    dense = 6 * matmul_parameters(config)
+    return dense + attention, dense + attention / 2
+
+
+def internlm_flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """InternLM's formula for its `tflops` field (no recompute): 3 [(8 + 4m) h^2 + 4 s h] L + 6 h V, m = 1.5 ffn / h."""
+    h = config.hidden_size
+    m = 1.5 * config.ffn_size / h
+    return 3 * ((8 + 4 * m) * h * h + 4 * seq_len * h) * config.num_layers + 6 * h * config.vocab
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What does not change during a run."""
+
+    config: ModelConfig
+    seq_len: int
+    rows: int
+    num_micro: int
+    world: int
+    device: torch.device
+    device_name: str
+    dtype: str
+    total_steps: int
+    source_names: tuple[str, ...]
+
+
+@dataclass
+class Pending:
+    """One step whose numbers are on their way."""
+
+    step: int
+    host: dict[str, Any]
+    names: list[str]
+    values: Tensor
+    begin: Mark
+    between: Mark
+    end: Mark
+    data_wait: float
+    fresh: bool
+    """Something other than training went before: time this step from its own beginning."""
+    valid: dict[str, Any] = field(default_factory=dict)
+
+
+class Meter:
+    """Turns steps into records, in order."""
+
+    def __init__(self, facts: Facts, consumed_tokens: int = 0, skipped: int = 0) -> None:
+        self.facts = facts
+        self.consumed_tokens = consumed_tokens
+        self.skipped = skipped
+        self.fresh = True
+        self.waiting: deque[Pending] = deque()
+        self.previous_end: Mark | None = None
+        self.smoothed: float | None = None
+        self.peak = peak_flops(facts.device_name, facts.dtype)
+        self.full, self.causal = flops_per_token(facts.config, facts.seq_len)
+        self.internlm = internlm_flops_per_token(facts.config, facts.seq_len)
+
+    def interrupt(self) -> None:
+        """Something other than training comes next; the time it takes is no step's."""
+        self.fresh = True
+
+    def mark(self) -> Mark:
+        """A mark now."""
+        return Mark.now(self.facts.device)
+
+    def add(
+        self, step: int, stats: StepStats, host: dict[str, Any], result: StepResult, update: Update, marks: tuple[Mark, Mark, float]
+    ) -> Pending:
+        """Begin the record of a step; device numbers start their way to the host."""
+        self.consumed_tokens += stats.tokens
+        names, tensors = _flatten(result, update)
+        values = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+        if values.is_cuda:
+            values = values.to("cpu", non_blocking=True)
+        facts = {
+            "micro_num": self.facts.num_micro,
+            "num_consumed_tokens": self.consumed_tokens,
+            "num_samples_in_batch": stats.documents,
+            "largest_length": stats.largest_length,
+            "largest_batch": stats.largest_batch,
+            "smallest_batch": stats.smallest_batch,
+            "epoch": stats.epoch,
+            "tokens": stats.tokens,
+        }
+        begin, between, data_wait = marks
+        pending = Pending(step, {**host, **facts}, names, values, begin, between, self.mark(), data_wait, self.fresh)
+        self.fresh = False
+        self.waiting.append(pending)
+        return pending
+
+    def collect(self, *, everything: bool = False) -> list[dict[str, Any]]:
+        """The records that are complete; with `everything`, wait for the rest."""
+        done: list[dict[str, Any]] = []
+        while self.waiting:
+            event = self.waiting[0].end.event
+            if event is not None and not event.query():
+                if not everything and len(self.waiting) <= MAX_PENDING:
+                    break
+                event.synchronize()
+            done.append(self._finish(self.waiting.popleft()))
+        return done
+
+    def _finish(self, pending: Pending) -> dict[str, Any]:
+        numbers = dict(zip(pending.names, pending.values.tolist(), strict=True))
+        seconds = pending.end.since(pending.begin if pending.fresh or self.previous_end is None else self.previous_end)
+        self.previous_end = pending.end
+        self.smoothed = seconds if self.smoothed is None else 0.9 * self.smoothed + 0.1 * seconds
+        record: dict[str, Any] = {"step": pending.step, **_divide(numbers, self.facts.source_names), **pending.host, **pending.valid}
+        self.skipped += record.pop("skipped")
+        record["inf_nan_skip_batches"] = self.skipped
+        record["time"] = self._timing(pending, seconds)
+        return record
+
+    def _timing(self, pending: Pending, seconds: float) -> dict[str, Any]:
+        facts = self.facts
+        row_tokens = facts.rows * facts.seq_len
+        rate = row_tokens / seconds / facts.world
+        load = gpu_load(facts.device.index or 0) if facts.device.type == "cuda" else None
+        return {
+            "step_seconds": seconds,
+            "tokens_per_second": pending.host["tokens"] / seconds,
+            "tgs": rate,
+            "tflops": rate * self.internlm / 1e12,
+            "mfu_full": "unknown" if self.peak is None else rate * self.full / self.peak,
+            "mfu_causal": "unknown" if self.peak is None else rate * self.causal / self.peak,
+            "fwd_bwd_time": pending.between.since(pending.begin),
+            "data_wait_seconds": pending.data_wait,
+            "memory_bytes": memory_bytes(facts.device),
+            "gpu_utilisation": "unknown" if load is None or load.utilisation is None else load.utilisation,
+            "gpu_power_watts": "unknown" if load is None or load.power_watts is None else load.power_watts,
+            "eta_seconds": (self.smoothed or seconds) * (facts.total_steps - pending.step),
+        }
+
+
+def _flatten(result: StepResult, update: Update) -> tuple[list[str], list[Tensor]]:
+    names, tensors = ["loss", "grad_norm", "skipped"], [result.loss, update.norm, update.skipped]
+    for name, (total, weight) in result.metrics.items():
+        for part, tensor in (("sum", total), ("weight", weight)):
+            names += [f"{name}|{index}|{part}" for index in range(tensor.numel())] if tensor.dim() else [f"{name}||{part}"]
+            tensors.append(tensor)
+    return names, tensors
+
+
+def _divide(numbers: dict[str, float], source_names: tuple[str, ...]) -> dict[str, Any]:
+    """Sums over weights: `nll||sum`, `nll||weight` become `nll`; `nll/source|2|sum` becomes `nll/<name of source 2>`."""
+    record: dict[str, Any] = {}
+    for key, value in numbers.items():
+        name, bar, rest = key.partition("|")
+        if not bar:
+            record[name] = value
+            continue
+        index, _, part = rest.partition("|")
+        if part == "weight":
+            continue
+        label = name.removesuffix("/source") + f"/{source_names[int(index)]}" if index else name
+        weight = numbers[f"{name}|{index}|weight"]
+        record[label] = value / weight if weight else None
+    record["skipped"] = int(record["skipped"])
+    return record

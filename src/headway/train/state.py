@@ -1,0 +1,62 @@
+"""All that resumes: the engine's tensors, the data cursor and a few numbers. `TrainState` is the only object that is saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.checkpoint.load import Reader
+from headway.checkpoint.retention import retain
+from headway.checkpoint.save import TensorRecord, save_checkpoint
+from headway.data.loader import LoaderState
+from headway.errors import CheckpointError
+from headway.model.config import ModelConfig
+from headway.parallel.engine import Engine
+
+
+@dataclass
+class TrainState:
+    """Where a run stands after `step` updates."""
+
+    engine: Engine
+    model: ModelConfig
+    cursor: LoaderState
+    step: int = 0
+    consumed_tokens: int = 0
+    seconds: float = 0.0
+    """Training time so far, over all starts."""
+
+    def save(self, checkpoints: Path, tokenizer: Path | None, keep_last: int) -> Path:
+        """Write a checkpoint and let the oldest go."""
+        self.engine.flush()
+        records = (TensorRecord(*tensor) for tensor in self.engine.tensors())
+        path = save_checkpoint(checkpoints, self.step, records, self._scalars(), tokenizer)
+        retain(checkpoints, keep_last)
+        return path
+
+    def _scalars(self) -> dict[str, Any]:
+        return {
+            "model": self.model.model_dump(mode="json"),
+            "engine": self.engine.scalars(),
+            "cursor": self.cursor.to_json(),
+            "consumed_tokens": self.consumed_tokens,
+            "seconds": self.seconds,
+        }
+
+    def restore(self, reader: Reader) -> None:
+        """Take everything back from a checkpoint."""
+        scalars: Any = reader.scalars
+        if ModelConfig.model_validate_json(_dump(scalars["model"])) != self.model:
+            raise CheckpointError(f"{reader.path}: it holds a model of another shape than the recipe's.")
+        self.engine.load(reader.read, scalars["engine"])
+        self.cursor = LoaderState.from_json(scalars["cursor"])
+        self.step = reader.step
+        self.consumed_tokens = scalars["consumed_tokens"]
+        self.seconds = scalars["seconds"]
+
+
+def _dump(content: Any) -> str:
+    import json
+
+    return json.dumps(content)

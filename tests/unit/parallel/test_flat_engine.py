@@ -1,0 +1,175 @@
+"""The flat-buffer engine against a plain module with torch's own optimizer, and the exactness of accumulation."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.batches import make_batch, make_step
+from torch import nn
+
+from headway.data.batch import Batch, StepBatch
+from headway.kernels.attention import mask_of
+from headway.model.config import ModelConfig
+from headway.model.init import initial_value, initialize
+from headway.model.transformer import Transformer
+from headway.objective.base import StepInfo
+from headway.objective.next_token import Config as NextToken
+from headway.optim.adamw import Config as AdamW
+from headway.optim.base import GroupRule
+from headway.optim.groups import hypers
+from headway.parallel.assemble import assemble
+from headway.parallel.zero1 import FlatEngine, Settings
+
+CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=64, max_seq_len=32)
+AT = StepInfo(0, 10)
+
+
+def engine_for(
+    config: ModelConfig = CONFIG, optim: AdamW | None = None, dtype: torch.dtype = torch.float32, **options: object
+) -> FlatEngine:
+    optim = optim or AdamW(lr=1e-2)
+    settings = Settings(torch.device("cpu"), dtype, optim.clip, 16, seed=3)
+    engine = assemble(config, NextToken().build(), optim, settings, **options)  # pyright: ignore[reportArgumentType]
+    engine.fill((name, initial_value(name, tuple(value.shape), config, 1)) for name, value in engine.masters.items())
+    return engine
+
+
+def plain_model() -> Transformer:
+    model = Transformer(CONFIG)
+    initialize(model, 1)
+    return model
+
+
+def mean_loss(model: Transformer, batch: Batch) -> torch.Tensor:
+    hidden = model(batch.tokens, batch.position, mask_of(batch))
+    losses = F.cross_entropy(model.logits(hidden).flatten(0, 1), batch.targets.flatten(), reduction="none")
+    return (losses * batch.loss_weight.flatten()).sum() / batch.loss_weight.sum()
+
+
+def gradients(engine: FlatEngine, step: StepBatch) -> dict[str, torch.Tensor]:
+    engine.forward_backward(step, AT)
+    return {slot.name: slot.view(buffer.grad).clone() for buffer in engine.buffers for slot in buffer.slots}
+
+
+def uneven_batch() -> Batch:
+    """Eight rows, a different number of targets in each, the last two with none."""
+    rows = [[16], [7, 5], [3, 3, 3], [12], [2, 9], [4, 4, 4, 4], [9], [5]]
+    return make_batch(rows, seq_len=16, vocab=64, targets=[11, 4, 6, 1, 9, 8, 0, 0])
+
+
+def test_accumulation_gives_the_gradients_of_one_big_batch_where_a_mean_of_means_would_not() -> None:
+    batch = uneven_batch()
+    whole = gradients(engine_for(), make_step(batch, 1))
+    split = gradients(engine_for(), make_step(batch, 8))
+    for name in whole:
+        torch.testing.assert_close(split[name], whole[name], rtol=1e-4, atol=1e-7)
+
+    model = plain_model()
+    for micro in make_step(batch, 4).microbatches:
+        if micro.loss_weight.sum() > 0:
+            (mean_loss(model, micro) / 4).backward()
+    wrong = model.model.norm.weight.grad
+    assert wrong is not None
+    assert not torch.allclose(wrong, whole["model.norm.weight"], rtol=1e-2)
+
+
+def test_training_equals_a_plain_module_with_torch_adamw_and_clipping() -> None:
+    optim = AdamW(lr=1e-2, clip=0.5, weight_decay=0.1)
+    engine = engine_for(optim=optim)
+    model = plain_model()
+    decay = [p for p in model.parameters() if p.dim() >= 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    torch_optim = torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=1.0, betas=(0.9, 0.95), weight_decay=0.1)
+    for index in range(5):
+        batch = make_batch([[16], [7, 9], [3, 13], [10]], seq_len=16, vocab=64, seed=index)
+        numbers = hypers(optim, engine.groups, index, 10)
+        for group in torch_optim.param_groups:
+            group["lr"] = optim.hyper(index, 10).lr
+        result = engine.forward_backward(make_step(batch, 2), AT)
+        update = engine.update(numbers)
+        loss = mean_loss(model, batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        torch_optim.step()
+        torch_optim.zero_grad()
+        torch.testing.assert_close(result.loss, loss.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(update.norm, norm, rtol=1e-4, atol=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(engine.masters[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_with_a_non_finite_gradient_changes_nothing_and_is_counted() -> None:
+    engine = engine_for()
+    engine.forward_backward(make_step(uneven_batch(), 2), AT)
+    before = {name: value.clone() for name, value in engine.masters.items()}
+    engine.buffers[0].grad[5] = float("nan")
+    update = engine.update(hypers(AdamW(), engine.groups, 0, 10))
+    assert update.skipped.item() == 1
+    assert all(torch.equal(before[name], value) for name, value in engine.masters.items())
+    assert engine.scalars()["skipped"] == 1
+    assert set(engine.scalars()["steps"].values()) == {0}
+    assert all(buffer.grad.abs().max() == 0 for buffer in engine.buffers)
+
+
+def test_frozen_parameters_take_no_gradient_and_no_optimizer_state_and_stay() -> None:
+    engine = engine_for(freeze=("embeddings", "layers.0"))
+    size = sum(buffer.master.numel() for buffer in engine.buffers)
+    assert size < sum(value.numel() for value in engine.masters.values())
+    before = {name: value.clone() for name, value in engine.masters.items()}
+    engine.forward_backward(make_step(uneven_batch(), 2), AT)
+    engine.update(hypers(AdamW(lr=1e-1, schedule={"warmup": 0}), engine.groups, 0, 10))  # pyright: ignore[reportArgumentType]
+    moved = {name for name, value in engine.masters.items() if not torch.equal(before[name], value)}
+    assert moved == {name for name in engine.masters if "layers.1" in name or name == "model.norm.weight"}
+
+
+def test_groups_follow_their_own_numbers() -> None:
+    optim = AdamW(lr=1e-2, schedule={"warmup": 0}, groups=(GroupRule(match=("norms",), lr=0.5, maximize=True, weight_decay=0.0),))  # pyright: ignore[reportArgumentType]
+    engine = engine_for(optim=optim)
+    numbers = hypers(optim, engine.groups, 0, 10)
+    norms = next(g for g in engine.groups if "model.norm.weight" in g.names)
+    assert numbers[norms.name].lr == pytest.approx(0.5)
+    assert numbers[norms.name].maximize
+    engine.forward_backward(make_step(uneven_batch(), 1), AT)
+    grad = next(s.view(b.grad) for b in engine.buffers for s in b.slots if s.name == "model.norm.weight").clone()
+    engine.update(numbers)
+    moved = engine.masters["model.norm.weight"] - 1
+    assert torch.equal(torch.sign(moved), torch.sign(grad))
+
+
+def test_bf16_keeps_fp32_masters_and_gradients() -> None:
+    engine = engine_for(dtype=torch.bfloat16)
+    exact = engine_for()
+    step = make_step(uneven_batch(), 4)
+    low = engine.forward_backward(step, AT)
+    high = exact.forward_backward(step, AT)
+    assert engine.model.model.norm.weight.dtype == torch.bfloat16
+    assert all(b.grad.dtype == b.master.dtype == torch.float32 for b in engine.buffers)
+    torch.testing.assert_close(low.loss, high.loss, rtol=1e-2, atol=1e-2)
+    engine.update(hypers(AdamW(), engine.groups, 5, 10))
+    for buffer in engine.buffers:
+        assert torch.equal(buffer.param, buffer.master.bfloat16())
+
+
+def test_saved_tensors_restore_an_engine_bit_for_bit() -> None:
+    engine = engine_for()
+    optim = AdamW(lr=1e-2)
+    for index in range(3):
+        engine.forward_backward(make_step(uneven_batch(), 2), AT)
+        engine.update(hypers(optim, engine.groups, index, 10))
+    saved = {(name, role): boxes[0][1].clone() for name, role, _, boxes in engine.tensors()}
+    scalars = copy.deepcopy(engine.scalars())
+    other = engine_for()
+    other.load(lambda name, role, offset, shape: saved[name, role], scalars)
+    for one in (engine, other):
+        one.forward_backward(make_step(uneven_batch(), 2), AT)
+        one.update(hypers(optim, one.groups, 3, 10))
+    assert all(torch.equal(engine.masters[name], other.masters[name]) for name in engine.masters)
+
+
+@pytest.mark.parametrize("bad", ["layers.9", "*.nothing.*"])
+def test_a_pattern_that_matches_nothing_is_a_mistake(bad: str) -> None:
+    from headway.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="matches no parameter"):
+        engine_for(freeze=(bad,))
