@@ -1,0 +1,228 @@
+"""The native token store: `open_store` maps the files that `StoreWriter` wrote; nothing is read before it is asked for.
+
+    tokens-00000.bin   ids, little-endian uint16 or uint32, documents one after another
+    docs-00000.idx     int64 offsets into it: where each document starts, and the end
+    mask-00000.bin     optional, one bit per token (lowest first): is it a loss target
+    spans-00000.idx    optional, int64 offsets: where true documents start inside the packs, and the end
+
+Invariant: sizes are checked when a store is opened, offsets when they are read, checksums by `Store.verify`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from headway.data.source import Flags, Ids, Longs, Source
+from headway.data.store_manifest import ITEM_BYTES, MANIFEST_NAME, Dtype, Manifest, read_manifest
+from headway.data.store_writer import StoreWriter, TokenWriter
+from headway.errors import DataError
+from headway.runtime.storage import sha256_file
+
+__all__ = ["Store", "StoreWriter", "TokenWriter", "dtype_for", "is_store", "open_store", "ranges"]
+
+
+def is_store(path: Path) -> bool:
+    """Whether a folder says it is a native store (it may still be damaged)."""
+    return (Path(path) / MANIFEST_NAME).is_file()
+
+
+def dtype_for(vocab_size: int) -> Dtype:
+    """The narrower of the two id types that holds a vocabulary."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def open_store(path: Path | str) -> Store:
+    """Open a finished store; a half-written one, or one whose files have other sizes than store.json says, is refused."""
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    for shard in manifest.shards:
+        for name, expected in shard.files.items():
+            try:
+                size = os.path.getsize(folder / name)
+            except OSError as problem:
+                raise DataError(f"{folder / name}: cannot be read: {problem.strerror}. Copy or build the store again.") from None
+            if size != expected.bytes:
+                raise DataError(f"{folder / name}: has {size} bytes; {MANIFEST_NAME} says {expected.bytes}. Copy or build the store again.")
+    return Store(folder, manifest)
+
+
+class Store(Source):
+    """A finished store, memory-mapped."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._maps: dict[str, np.ndarray] = {}
+        self._first_document = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
+        self._first_token = np.cumsum([0, *(shard.tokens for shard in manifest.shards)])
+
+    @property
+    def name(self) -> str:
+        """The folder's path."""
+        return str(self.folder)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in all shards."""
+        return int(self._first_document[-1])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all shards."""
+        return int(self._first_token[-1])
+
+    @property
+    def dtype(self) -> Dtype:
+        """How ids are kept."""
+        return self.manifest.dtype
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The tokenizer that made the ids."""
+        return self.manifest.tokenizer
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens are no loss targets."""
+        return self.manifest.masked
+
+    @property
+    def max_id(self) -> int:
+        """The highest id that occurs; -1 in an empty store."""
+        return self.manifest.max_id
+
+    @property
+    def content_key(self) -> str:
+        """The checksum of store.json, which holds the checksums of everything else."""
+        return self.manifest.key
+
+    @property
+    def starts(self) -> Longs:
+        """The token offset of every document, and the end; costs memory in proportion to the documents."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths(0, self.num_documents))])
+
+    def lengths(self, first: int, last: int) -> Longs:
+        """The lengths of documents first to last - 1."""
+        found = [np.zeros(0, np.int64)]
+        for shard in self._shards_of(first, last):
+            base = int(self._first_document[shard])
+            offsets = self._offsets(shard, max(first, base) - base, min(last, int(self._first_document[shard + 1])) - base)
+            found.append(np.diff(offsets))
+        return np.concatenate(found)
+
+    def first_at(self, token: int) -> int:
+        """The first document that starts at token offset `token` or later; `num_documents` if none does."""
+        shard = int(np.searchsorted(self._first_token, token, side="right")) - 1
+        # Shards without tokens share an offset with the next one: the first document at an offset may lie in an earlier of them.
+        shard = (
+            int(np.searchsorted(self._first_token, self._first_token[shard], side="left")) if token == self._first_token[shard] else shard
+        )
+        if shard >= len(self.manifest.shards):
+            return self.num_documents
+        local = np.searchsorted(self._map("docs", shard)[:-1], token - int(self._first_token[shard]), side="left")
+        return int(self._first_document[shard]) + int(local)
+
+    def document(self, document: int) -> Ids:
+        """All ids of one document."""
+        return self.tokens(document, 0, int(self.lengths(document, document + 1)[0]))
+
+    def document_mask(self, document: int) -> Flags | None:
+        """Which tokens of a document are loss targets; None where the store is not masked."""
+        return self.mask(document, 0, int(self.lengths(document, document + 1)[0]))
+
+    def tokens(self, document: int, start: int, stop: int) -> Ids:
+        """The ids of one document from `start` to `stop` - 1, a view of the mapped file."""
+        shard, first = self._place(document)
+        return self._map("tokens", shard)[first + start : first + stop]
+
+    def mask(self, document: int, start: int, stop: int) -> Flags | None:
+        """Which of those tokens are loss targets; None where the store is not masked."""
+        if not self.masked:
+            return None
+        shard, first = self._place(document)
+        return self._bits(shard, ranges(np.array([first + start]), np.array([stop - start])))
+
+    def span_starts(self, document: int) -> Longs | None:
+        """Where the true documents start inside a pack; None where the store keeps no spans."""
+        if not self.manifest.spans:
+            return None
+        shard, first = self._place(document)
+        stop = first + int(self.lengths(document, document + 1)[0])
+        spans = self._map("spans", shard)
+        low, high = np.searchsorted(spans[:-1], [first, stop])
+        starts = spans[low:high] - first
+        if stop > first and (not starts.size or starts[0] != 0 or np.any(np.diff(starts) <= 0)):
+            raise DataError(f"{self.folder}: the spans of document {document} are damaged. Copy or build the store again.")
+        return starts
+
+    def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
+        """The ids (and loss mask) of many pieces, one after another."""
+        shards = np.searchsorted(self._first_document, documents, side="right") - 1
+        if len(documents) and (shards == shards[0]).all():
+            return self._gather(int(shards[0]), documents, starts, lengths)
+        ids = np.empty(int(lengths.sum()), self.dtype)
+        mask = np.empty(len(ids), np.bool_) if self.masked else None
+        firsts = np.cumsum(lengths) - lengths
+        for shard in np.unique(shards).tolist():
+            here = shards == shard
+            to = ranges(firsts[here], lengths[here])
+            ids[to], bits = self._gather(shard, documents[here], starts[here], lengths[here])
+            if mask is not None and bits is not None:
+                mask[to] = bits
+        return ids, mask
+
+    def verify(self) -> None:
+        """Read everything: checksums, order of offsets, highest id. Damage is a DataError that names the file."""
+        for number, shard in enumerate(self.manifest.shards):
+            for name, expected in shard.files.items():
+                if sha256_file(self.folder / name) != expected.sha256:
+                    raise DataError(f"{self.folder / name}: the checksum is not the one in {MANIFEST_NAME}. Copy or build the store again.")
+            self._offsets(number, 0, shard.documents)
+
+    def _gather(self, shard: int, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
+        firsts = self._map("docs", shard)[documents - self._first_document[shard]] + starts
+        index = ranges(firsts, lengths)
+        ids = self._map("tokens", shard)[index]
+        return ids, self._bits(shard, index) if self.masked else None
+
+    def _bits(self, shard: int, index: Longs) -> Flags:
+        return (self._map("mask", shard)[index >> 3] >> (index & 7).astype(np.uint8)) & 1 == 1
+
+    def _place(self, document: int) -> tuple[int, int]:
+        shard = int(np.searchsorted(self._first_document, document, side="right")) - 1
+        return shard, int(self._map("docs", shard)[document - int(self._first_document[shard])])
+
+    def _shards_of(self, first: int, last: int) -> range:
+        if first >= last:
+            return range(0)
+        low, high = np.searchsorted(self._first_document, [first, last - 1], side="right")
+        return range(int(low) - 1, int(high))
+
+    def _offsets(self, shard: int, first: int, last: int) -> Longs:
+        offsets = self._map("docs", shard)[first : last + 1]
+        if offsets[0] < 0 or offsets[-1] > self.manifest.shards[shard].tokens or np.any(offsets[1:] < offsets[:-1]):
+            raise DataError(f"{self.folder}/docs-{shard:05}.idx: offsets out of order; the file is damaged. Copy or build the store again.")
+        return offsets
+
+    def _map(self, what: str, shard: int) -> np.ndarray:
+        ending, dtype = {"docs": ("idx", "<i8"), "spans": ("idx", "<i8"), "mask": ("bin", "u1")}.get(
+            what, ("bin", f"<u{ITEM_BYTES[self.dtype]}")
+        )
+        name = f"{what}-{shard:05}.{ending}"
+        if name not in self._maps:
+            path = self.folder / name
+            try:
+                # A plain ndarray over the mapping: indexing a np.memmap costs several times as much.
+                self._maps[name] = np.asarray(np.memmap(path, dtype, mode="r")) if path.stat().st_size else np.zeros(0, dtype)
+            except (OSError, ValueError) as problem:
+                raise DataError(f"{path}: cannot be mapped: {problem}. Copy or build the store again.") from None
+        return self._maps[name]
+
+
+def ranges(starts: Longs, lengths: Longs) -> Longs:
+    """The numbers starts[0], starts[0] + 1, ... of every range, one range after another."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))

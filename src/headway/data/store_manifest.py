@@ -1,0 +1,177 @@
+"""store.json: what a token store holds, written last. In: the file; out: a `Manifest`, or a DataError that says what is wrong with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from headway.errors import DataError
+
+MANIFEST_NAME = "store.json"
+JOURNAL_NAME = "progress.json"
+VERSION = 1
+Dtype = Literal["uint16", "uint32"]
+ITEM_BYTES = {"uint16": 2, "uint32": 4}
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One file of a shard: its size and checksum."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One stretch of whole documents: a tokens file, an index file, and a mask and a spans file where the store has them."""
+
+    documents: int
+    tokens: int
+    spans: int
+    files: dict[str, ShardFile]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a store except its tokens."""
+
+    dtype: Dtype
+    max_id: int
+    masked: bool
+    spans: bool
+    tokenizer: str | None
+    sources: tuple[str, ...]
+    shards: tuple[Shard, ...]
+    parts: tuple[tuple[int, ...], ...] | None = None
+    """Only in one shard of a divided tokenization: (unit, chunk, documents) of each part, by which `data merge` restores the order."""
+    key: str = field(default="", compare=False)
+
+    @property
+    def documents(self) -> int:
+        """Documents in all shards."""
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+    def dump(self) -> str:
+        """The text of store.json; equal stores have equal text."""
+        shards = [
+            {
+                "documents": s.documents,
+                "tokens": s.tokens,
+                **({"spans": s.spans} if self.spans else {}),
+                "files": {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in s.files.items()},
+            }
+            for s in self.shards
+        ]
+        head: dict[str, Any] = {
+            "kind": "headway-store",
+            "version": VERSION,
+            "dtype": self.dtype,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "max_id": self.max_id,
+            "masked": self.masked,
+            "spans": self.spans,
+            "tokenizer": self.tokenizer,
+            "sources": list(self.sources),
+        }
+        tail: dict[str, Any] = {"shards": shards}
+        if self.parts is not None:
+            tail["parts"] = [list(part) for part in self.parts]
+        return json.dumps(head | tail, indent=1, ensure_ascii=False) + "\n"
+
+
+def file_names(number: int, masked: bool, spans: bool) -> list[str]:
+    """The files of one shard: tokens, documents, then mask and spans where the store has them."""
+    names = [f"tokens-{number:05}.bin", f"docs-{number:05}.idx"]
+    return names + [f"mask-{number:05}.bin"] * masked + [f"spans-{number:05}.idx"] * spans
+
+
+def file_sizes(shard: Shard, dtype: str, masked: bool, spans: bool) -> list[int]:
+    """The sizes the counts of a shard imply, in the order of `file_names`."""
+    sizes = [shard.tokens * ITEM_BYTES[dtype], (shard.documents + 1) * 8]
+    return sizes + [-(-shard.tokens // 8)] * masked + [(shard.spans + 1) * 8] * spans
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check store.json: right kind, version and types, counts that agree with the sizes it lists."""
+    path = folder / MANIFEST_NAME
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(_absent(folder)) from None
+    except OSError as problem:
+        raise DataError(f"{path}: cannot be read: {problem.strerror}.") from None
+    try:
+        given = json.loads(content)
+    except ValueError as problem:
+        raise DataError(f"{path}: not JSON ({problem}); the store is damaged. Build it again.") from None
+    if not isinstance(given, dict) or given.get("kind") != "headway-store":
+        raise DataError(f"{path}: not the description of a token store. Give the folder that `headway data tokenize --out` wrote.")
+    if given.get("version") != VERSION:
+        raise DataError(f"{path}: version is {given.get('version')!r}; this headway reads {VERSION}. Build the store again.")
+    try:
+        manifest = _parse(given, hashlib.sha256(content).hexdigest())
+        _check(manifest, given)
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise DataError(f"{path}: damaged ({type(problem).__name__}: {problem}). Build the store again.") from None
+    return manifest
+
+
+def _absent(folder: Path) -> str:
+    if not folder.exists():
+        return f"{folder}: no such folder. Give the folder of a token store, e.g. what `headway data tokenize --out` wrote."
+    if (folder / JOURNAL_NAME).exists() or any(folder.glob("tokens-*.bin")):
+        return f"{folder}: an unfinished token store (no {MANIFEST_NAME}). Run the command that builds it again; it continues where it was."
+    return f"{folder}: not a token store (no {MANIFEST_NAME}). Give the folder that `headway data tokenize --out` wrote."
+
+
+def _parse(given: dict[str, Any], key: str) -> Manifest:
+    if given["dtype"] not in ITEM_BYTES:
+        raise ValueError(f"dtype is {given['dtype']!r}")
+    tokenizer = given["tokenizer"]
+    if tokenizer is not None and not isinstance(tokenizer, str):
+        raise ValueError("tokenizer is no text")
+    parts = given.get("parts")
+    return Manifest(
+        dtype=cast(Dtype, given["dtype"]),
+        max_id=_count(given["max_id"], least=-1),
+        masked=bool(given["masked"]),
+        spans=bool(given["spans"]),
+        tokenizer=tokenizer,
+        sources=tuple(str(source) for source in given["sources"]),
+        shards=tuple(_parse_shard(one) for one in given["shards"]),
+        parts=None if parts is None else tuple((_count(p[0]), _count(p[1]), _count(p[2])) for p in parts),
+        key=key,
+    )
+
+
+def _parse_shard(one: dict[str, Any]) -> Shard:
+    files = {str(name): ShardFile(_count(f["bytes"]), str(f["sha256"])) for name, f in one["files"].items()}
+    return Shard(_count(one["documents"]), _count(one["tokens"]), _count(one.get("spans", 0)), files)
+
+
+def _count(value: Any, least: int = 0) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _check(manifest: Manifest, given: dict[str, Any]) -> None:
+    if (manifest.documents, manifest.tokens) != (given["documents"], given["tokens"]):
+        raise ValueError("the counts of the shards do not add up")
+    for number, shard in enumerate(manifest.shards):
+        names = file_names(number, manifest.masked, manifest.spans)
+        if list(shard.files) != names:
+            raise ValueError(f"shard {number} lists other files than {', '.join(names)}")
+        sizes = file_sizes(shard, manifest.dtype, manifest.masked, manifest.spans)
+        if [f.bytes for f in shard.files.values()] != sizes:
+            raise ValueError(f"the sizes of shard {number} contradict its counts")
