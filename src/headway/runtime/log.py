@@ -1,0 +1,90 @@
+"""Where log lines go: standard error for people, train.log in the run folder for later. Other libraries are heard only when they warn."""
+
+import logging
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from headway.errors import ConfigError
+
+FILE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m", logging.DEBUG: "\x1b[2m"}
+
+
+class ConsoleHandler(logging.Handler):
+    """Writes to whatever sys.stderr is at that moment, so that lines go above a progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record; warnings and errors say what they are."""
+        line = self.format(record)
+        if record.levelno >= logging.WARNING:
+            line = f"{record.levelname.lower()}: {line}"
+        if sys.stderr.isatty() and record.levelno in COLOURS:
+            line = f"{COLOURS[record.levelno]}{line}\x1b[0m"
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
+class Logging:
+    """Log handlers in place; `close` takes them out and closes the file."""
+
+    def __init__(self, handlers: list[logging.Handler]) -> None:
+        self._handlers = handlers
+
+    def close(self) -> None:
+        """Stop writing to the run's log file and to the console."""
+        for handler in self._handlers:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+        self._handlers = []
+
+    def __enter__(self) -> "Logging":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def start_logging(run_dir: Path | None = None, level: int | str | None = None, rank: int = 0) -> Logging:
+    """Send log lines to standard error and to the run folder: rank 0 to train.log, others to logs/ and, from warnings up, to the console.
+
+    `level` is that of headway's own lines; None keeps what was chosen before. Console handlers that are there already are replaced.
+    """
+    root, own = logging.getLogger(), logging.getLogger("headway")
+    old = [
+        handler for handler in root.handlers if type(handler) is logging.StreamHandler or isinstance(handler, (ConsoleHandler, _RunFile))
+    ]
+    if level is not None:
+        own.setLevel(_level(level))
+    elif own.level == logging.NOTSET:
+        own.setLevel(root.level if old else logging.INFO)
+    root.setLevel(logging.WARNING)
+    for handler in old:
+        root.removeHandler(handler)
+        handler.close()
+    console = ConsoleHandler(logging.NOTSET if rank == 0 else logging.WARNING)
+    console.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    handlers: list[logging.Handler] = [console]
+    if run_dir is not None:
+        path = run_dir / "train.log" if rank == 0 else run_dir / "logs" / f"rank-{rank:05}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _RunFile(path, encoding="utf-8")
+        file.setFormatter(logging.Formatter(FILE_FORMAT))
+        handlers.append(file)
+    for handler in handlers:
+        root.addHandler(handler)
+    return Logging(handlers)
+
+
+class _RunFile(logging.FileHandler):
+    """The log file of a run; appended to, so that a resumed run continues it."""
+
+
+def _level(level: Any) -> int:
+    if isinstance(level, int):
+        return level
+    names = logging.getLevelNamesMapping()
+    if str(level).upper() not in names:
+        raise ConfigError(f"log level is {level!r}; it must be one of DEBUG, INFO, WARNING, ERROR.")
+    return names[str(level).upper()]

@@ -1,0 +1,219 @@
+"""What this machine is and does: processors, memory, the peak of a known GPU, its load. What is not known is None, never a guess."""
+
+import functools
+import os
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from headway import __version__
+
+PACKAGES = (
+    "torch", "numpy", "safetensors", "tokenizers", "sentencepiece", "transformers", "pyarrow", "pydantic", "ruamel.yaml", "typer",
+    "rich", "jinja2", "tensorboard", "zstandard", "huggingface_hub", "triton",
+)  # fmt: skip
+
+# Dense peak in TFLOP/s (bf16, fp16, tf32, fp32) from NVIDIA's data sheets, fp32 accumulation; None where the device has no such unit
+# or the sheet does not say. Patterns match a whole device name: a laptop part, a MIG slice or a cut-down variant is not its namesake.
+PEAKS: tuple[tuple[str, tuple[float | None, float | None, float | None, float | None]], ...] = (
+    (r"A[18]00-(SXM4?-(40|80)GB|PCIE-(40|80)GB)|A[18]00 (40|80)GB PCIe", (312, 312, 156, 19.5)),
+    (r"H[18]00 PCIe|H100.* HBM2e", (756, 756, 378, 51)),
+    (r"H100 NVL", (835, 835, 417, 60)),
+    (r"H800|H[18]00( SXM5)?( \d+GB)? HBM3", (989, 989, 494, 67)),
+    (r"H200 NVL", (836, 836, 418, 60)),
+    (r"H200( SXM)?( 141GB)?( HBM3e)?", (989, 989, 494, 67)),
+    (r"GH200( \d+GB?)?( HBM3e?)?", (989, 989, 494, 67)),
+    (r"H20(-3e)?( \d+GB)?", (148, 148, 74, 44)),
+    (r"B200( \d+GB)?", (2250, 2250, None, None)),
+    (r"GB200( \d+GB)?", (2500, 2500, None, None)),
+    (r"L40S", (362, 362, 183, 91.6)),
+    (r"L40", (181, 181, 90.5, 90.5)),
+    (r"L4", (121, 121, 60, 30.3)),
+    (r"A10", (125, 125, 62.5, 31.2)),
+    (r"A30", (165, 165, 82, 10.3)),
+    (r"A40", (150, 150, 74.8, 37.4)),
+    (r"RTX A6000", (155, 155, 77.4, 38.7)),
+    (r"RTX 6000 Ada Generation", (364, 364, 182, 91.1)),
+    (r"RTX 5090", (210, 210, 105, 105)),
+    (r"RTX 4090", (165, 165, 82.6, 82.6)),
+    (r"RTX 3090", (71, 71, 35.6, 35.6)),
+    (r"V100-SXM2-\d+GB", (None, 125, None, 15.7)),
+    (r"V100-PCIE-\d+GB", (None, 112, None, 14)),
+    (r"T4", (None, 65, None, 8.1)),
+)
+KINDS = ("bf16", "fp16", "tf32", "fp32")
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Peak FLOP/s of a GPU by the name torch gives it, in bf16, fp16, tf32 or fp32; None if it is not known."""
+    name = re.sub(r"^(NVIDIA|Tesla|GeForce) ", "", re.sub(r"^NVIDIA ", "", device_name.strip()))
+    if " MIG " in name:
+        return None
+    for pattern, peaks in PEAKS:
+        if re.fullmatch(pattern, name):
+            peak = peaks[KINDS.index(dtype)]
+            return None if peak is None else peak * 1e12
+    return None
+
+
+@dataclass(frozen=True)
+class GpuLoad:
+    """What a GPU does now; None where it cannot be asked."""
+
+    utilisation: float | None = None
+    """Share of the last sampling period with a kernel running, 0 to 1."""
+    power_watts: float | None = None
+    memory_used: int | None = None
+    """Bytes in use by all processes."""
+
+
+def gpu_load(index: int = 0) -> GpuLoad:
+    """Ask the driver about CUDA device `index` of this process (microseconds; needs the package nvidia-ml-py)."""
+    handle = _nvml_handle(index)
+    if handle is None:
+        return GpuLoad()
+    import pynvml
+
+    def ask(question: Any) -> Any:
+        try:
+            return question(handle)
+        except pynvml.NVMLError:
+            return None
+
+    rates, power, memory = (
+        ask(pynvml.nvmlDeviceGetUtilizationRates),
+        ask(pynvml.nvmlDeviceGetPowerUsage),
+        ask(pynvml.nvmlDeviceGetMemoryInfo),
+    )
+    return GpuLoad(
+        None if rates is None else rates.gpu / 100,
+        None if power is None else power / 1000,
+        None if memory is None else int(memory.used),
+    )
+
+
+@functools.cache
+def _nvml_handle(index: int) -> Any:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        # By UUID, because CUDA_VISIBLE_DEVICES renumbers devices for torch but not for the driver.
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+    except pynvml.NVMLError:
+        return None
+
+
+def resident_bytes() -> int | None:
+    """Memory this process holds in RAM now."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_bytes() -> tuple[int | None, int | None]:
+    """RAM of this machine: all of it, and what is available now."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    except OSError:
+        try:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None
+        except (ValueError, OSError):
+            return None, None
+    return int(fields["MemTotal"].split()[0]) * 1024, int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def cpu_name() -> str:
+    """The processor's model name, or its architecture where the system does not say."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver, None where there is none."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return found.group(1) if found else None
+
+
+def describe() -> dict[str, Any]:
+    """This machine in plain data: Python, torch, CUDA, driver, GPUs, CPU, RAM. Nothing that names its user or host."""
+    import torch
+
+    gpus: list[dict[str, Any]] = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {"name": properties.name, "memory_bytes": properties.total_memory, "capability": f"{properties.major}.{properties.minor}"}
+        )
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "driver": driver_version(),
+        "gpus": gpus,
+        "cpu": cpu_name(),
+        "cores": usable_cores(),
+        "memory_bytes": memory_bytes()[0],
+    }
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a package, None if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def environment() -> dict[str, Any]:
+    """What environment.json holds: headway, git commit, packages, command line, machine. No environment variables, so no secrets."""
+    found = {name: package_version(name) for name in PACKAGES}
+    return {
+        "headway": __version__,
+        "git": git_state(Path.cwd()),
+        "packages": {name: version for name, version in found.items() if version is not None},
+        "command": sys.argv,
+        "machine": describe(),
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """The commit a folder is at and whether tracked files differ from it; None outside of a repository or without git."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return {"commit": commit, "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}

@@ -1,0 +1,74 @@
+"""Which process of how many this is, read from what the launcher left in the environment. Alone it is rank 0 of 1."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headway.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a run."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world: int = 1
+    node: int = 0
+    num_nodes: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0 writes what is written once: logs, metrics, manifests."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The variables one launcher sets; `local_rank` must be among them where it tells this launcher's own processes apart."""
+
+    rank: str
+    world: str
+    local_rank: str
+    local_world: str | None = None
+    node: str | None = None
+    num_nodes: str | None = None
+    needs_local_rank: bool = True
+
+
+# The innermost launcher comes first: torchrun and mpirun are themselves started inside a SLURM step.
+# SLURM's STEP variables exist only below srun: in a batch script SLURM_PROCID is 0 although nobody started the other tasks.
+LAUNCHERS = (
+    _Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", local_world="LOCAL_WORLD_SIZE", node="GROUP_RANK", needs_local_rank=False),
+    _Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", local_world="OMPI_COMM_WORLD_LOCAL_SIZE"),
+    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local_world="MPI_LOCALNRANKS"),
+    _Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", node="SLURM_NODEID", num_nodes="SLURM_STEP_NUM_NODES"),
+)
+
+
+def from_environment(environment: Mapping[str, str] | None = None) -> Process:
+    """This process as torchrun, OpenMPI, MPICH / Intel MPI or SLURM describe it."""
+    given = os.environ if environment is None else environment
+    for launcher in LAUNCHERS:
+        needed = [launcher.rank, launcher.world] + ([launcher.local_rank] if launcher.needs_local_rank else [])
+        if all(name in given for name in needed):
+            return _read(launcher, given)
+    return Process()
+
+
+def _read(launcher: _Launcher, given: Mapping[str, str]) -> Process:
+    def number(name: str | None, default: int) -> int:
+        if name is None or name not in given:
+            return default
+        if not given[name].isdecimal():
+            raise LaunchError(f"environment variable {name} is {given[name]!r}; it must be a whole number. Unset it or use torchrun.")
+        return int(given[name])
+
+    rank, world = number(launcher.rank, 0), number(launcher.world, 1)
+    if rank >= world:
+        raise LaunchError(f"{launcher.rank} is {rank}; it must be below {launcher.world}={world}. Unset both or use torchrun.")
+    local_rank = number(launcher.local_rank, 0)
+    local_world = max(1, number(launcher.local_world, 1))
+    node = number(launcher.node, rank // local_world)
+    num_nodes = number(launcher.num_nodes, -(-world // local_world))
+    return Process(rank, local_rank, world, node, max(1, num_nodes))

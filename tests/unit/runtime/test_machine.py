@@ -1,0 +1,85 @@
+"""A known GPU has its data sheet's peak; an unknown one has none; what is recorded of a machine names nobody."""
+
+import json
+import os
+import platform
+import re
+from pathlib import Path
+
+import pytest
+
+from headway.runtime.machine import (
+    GpuLoad,
+    describe,
+    environment,
+    git_state,
+    gpu_load,
+    memory_bytes,
+    package_version,
+    peak_flops,
+    resident_bytes,
+)
+
+KNOWN = {
+    "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100-PCIE-40GB": 312, "NVIDIA A100 80GB PCIe": 312, "A100-SXM4-40GB": 312,
+    "NVIDIA A800-SXM4-80GB": 312, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835, "NVIDIA H200": 989,
+    "NVIDIA H800": 989, "NVIDIA H20": 148, "NVIDIA GH200 480GB": 989, "NVIDIA GH200 144G HBM3e": 989, "NVIDIA B200": 2250,
+    "NVIDIA L40S": 362, "NVIDIA L4": 121, "NVIDIA A10": 125, "NVIDIA A40": 150, "NVIDIA GeForce RTX 4090": 165,
+    "NVIDIA GeForce RTX 3090": 71,
+}  # fmt: skip
+UNKNOWN = [
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA A10G", "NVIDIA H1000",
+    "AMD Instinct MI300X", "NVIDIA A100-SXM-64GB", "cpu", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_known_gpu_has_its_peak(name: str) -> None:
+    assert peak_flops(name, "bf16") == KNOWN[name] * 1e12
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_gpu_has_none(name: str) -> None:
+    assert peak_flops(name, "bf16") is None
+
+
+def test_a_type_without_a_unit_has_none() -> None:
+    assert peak_flops("Tesla V100-SXM2-32GB", "bf16") is None
+    assert peak_flops("Tesla V100-SXM2-32GB", "fp16") == 125e12
+    assert peak_flops("NVIDIA H200", "tf32") == 494e12
+
+
+def test_what_is_recorded_is_plain_data_without_host_user_or_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "very-secret-key")
+    found = json.dumps(environment())
+    assert "very-secret-key" not in found and f'"{platform.node()}"' not in found
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", describe()["torch"]) and describe()["cores"] >= 1
+    assert json.loads(found)["packages"]["numpy"] == package_version("numpy")
+
+
+def test_git_state_names_the_commit_and_whether_files_changed(tmp_path: Path) -> None:
+    assert git_state(tmp_path) is None
+    run = f"cd {tmp_path} && git init -q . && echo 1 > a && git add a && git -c user.name=n -c user.email=e commit -qm m"
+    if os.system(f"({run}) >/dev/null 2>&1") != 0:
+        pytest.skip("git is not installed")
+    state = git_state(tmp_path)
+    assert state is not None and len(state["commit"]) == 40 and not state["changed"]
+    (tmp_path / "a").write_text("2")
+    changed = git_state(tmp_path)
+    assert changed is not None and changed["changed"]
+
+
+def test_memory_is_counted_in_bytes() -> None:
+    total, available = memory_bytes()
+    resident = resident_bytes()
+    if total is None or resident is None:
+        pytest.skip("this system does not say")
+    assert 10_000_000 < resident < total and (available is None or available <= total)
+
+
+def test_without_a_gpu_its_load_is_not_known() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert gpu_load(0) == GpuLoad(None, None, None)

@@ -1,0 +1,38 @@
+"""Every launcher's variables name the same process; half-set or wrong ones are refused."""
+
+import pytest
+
+from headway.errors import LaunchError
+from headway.runtime.process import Process, from_environment
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+OPENMPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2"}
+BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "2"}
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, OPENMPI, MPICH, SLURM], ids=["torchrun", "openmpi", "mpich", "slurm"])
+def test_each_launcher_names_the_process(environment: dict[str, str]) -> None:
+    assert from_environment(environment) == Process(rank=5, local_rank=1, world=8, node=1, num_nodes=2)
+
+
+def test_torchrun_inside_a_slurm_step_wins() -> None:
+    step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2"}
+    assert from_environment({**step, **TORCHRUN}).world == 8
+
+
+@pytest.mark.parametrize("environment", [{}, BATCH_SCRIPT, {"RANK": "3"}], ids=["nothing", "sbatch without srun", "half set"])
+def test_without_a_launcher_it_is_one_process(environment: dict[str, str]) -> None:
+    assert from_environment(environment) == Process(0, 0, 1, 0, 1)
+    assert from_environment(environment).is_first
+
+
+def test_one_process_per_node_needs_no_local_rank() -> None:
+    assert from_environment({"RANK": "2", "WORLD_SIZE": "3"}) == Process(2, 0, 3, 2, 3)
+
+
+@pytest.mark.parametrize("wrong", [{"RANK": "x"}, {"RANK": "8"}, {"WORLD_SIZE": "-1"}])
+def test_wrong_values_are_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(LaunchError, match=r"RANK|WORLD_SIZE"):
+        from_environment({**TORCHRUN, **wrong})
