@@ -1,0 +1,121 @@
+"""What reading yields: records as they lie in files, and documents, which are records reduced to their text.
+
+Each knows where it came from (file, line or row), so that every later complaint can say so.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from headway.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Record:
+    """One object of a file; `line` counts from 1 (rows, in files that have no lines)."""
+
+    data: dict[str, Any]
+    source: str
+    line: int | None
+
+    @property
+    def place(self) -> str:
+        """Where the record is, for messages: `file:line`."""
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, with the record it was taken from where there was one."""
+
+    text: str
+    source: str
+    line: int | None = None
+    record: Mapping[str, Any] | None = None
+
+    @property
+    def place(self) -> str:
+        """Where the document is, for messages: `file:line`."""
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+@dataclass(frozen=True)
+class TextOf:
+    """How a record becomes a text: the value of `text_key`, or a template such as `{title}\\n{content}`."""
+
+    text_key: str = "text"
+    template: str | None = None
+
+    def __post_init__(self) -> None:
+        self.parts()
+
+    def parts(self) -> list[tuple[str, str | None]]:
+        """The template as (literal, key) pairs; `\\n` and `\\t` may be typed as two characters."""
+        if self.template is None:
+            return [("", self.text_key)]
+        try:
+            found = list(string.Formatter().parse(self.template.replace("\\n", "\n").replace("\\t", "\t")))
+        except ValueError as error:
+            raise ConfigError(
+                f"template is {self.template!r}: {error}. Write keys as {{key}}, braces themselves as {{{{ and }}}}."
+            ) from None
+        if not any(key for _, key, _, _ in found):
+            raise ConfigError(f"template is {self.template!r}; it must name at least one key, as in '{{title}}\\n{{content}}'.")
+        if any(key == "" or form or change for _, key, form, change in found):
+            raise ConfigError(f"template is {self.template!r}; keys are written {{key}}, without numbers, ':' or '!'.")
+        return [(literal, key) for literal, key, _, _ in found]
+
+    def keys(self) -> list[str]:
+        """The keys a record must have."""
+        return [key for _, key in self.parts() if key is not None]
+
+    def __call__(self, record: Record) -> Document:
+        """The document of a record; a missing key or a value that is no text is an error that says where."""
+        pieces: list[str] = []
+        for literal, key in self.parts():
+            pieces.append(literal)
+            if key is not None:
+                pieces.append(self._value(record, key))
+        text = "".join(pieces)
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(f"{record.place}: the text has a lone surrogate at character {error.start}, which is no Unicode.") from None
+        return Document(text, record.source, record.line, record.data)
+
+    def _value(self, record: Record, key: str) -> str:
+        value = look_up(record.data, key)
+        if value is MISSING:
+            have = ", ".join(map(str, record.data)) or "none"
+            flag = "text_key" if self.template is None else "template"
+            raise DataError(f"{record.place}: the record has no key {key!r} ({flag}); its keys are {have}.")
+        if value is None and self.template is not None:
+            return ""
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and self.template is not None:
+            return str(value)
+        if not isinstance(value, str):
+            raise DataError(f"{record.place}: {key!r} is {_kind(value)}; a text is expected.")
+        return value
+
+
+MISSING = object()
+
+
+def look_up(data: Mapping[str, Any], key: str) -> Any:
+    """A record's value: the key itself, else its dotted path through nested objects (`meta.title`), else MISSING."""
+    if key in data:
+        return data[key]
+    here: Any = data
+    for part in key.split("."):
+        if not isinstance(here, Mapping) or part not in here:
+            return MISSING
+        here = cast(Mapping[str, Any], here)[part]
+    return here
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"of type {type(value).__name__}"

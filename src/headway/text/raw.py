@@ -1,0 +1,152 @@
+"""Files as streams of bytes: decompressed on the way by what they hold (gz, bz2, zst, xz), with damage reported by name.
+
+Invariant: nothing here reads more of a file than its caller asks for.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headway.errors import DataError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+COMPRESSION_SUFFIXES = {".gz": "gzip", ".bz2": "bzip2", ".zst": "zstd", ".zstd": "zstd", ".xz": "xz"}
+_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\x00": "xz"}
+CHUNK_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class RawFile:
+    """A file, or a member of an archive: `name` for people, `open_stored` for its bytes as they are stored."""
+
+    name: str
+    open_stored: Callable[[], io.BufferedReader]
+    path: Path | None = None
+
+    @staticmethod
+    def at(path: Path) -> RawFile:
+        """A file on disk."""
+        return RawFile(str(path), lambda: open(path, "rb"), path)
+
+    @property
+    def suffix(self) -> str:
+        """The suffix that tells the format, in lower case, without that of compression: `.jsonl` of `a.JSONL.gz`."""
+        name = Path(self.name.lower())
+        if name.suffix in (".tgz", ".tbz2", ".txz"):
+            return ".tar"
+        return name.with_suffix("").suffix if name.suffix in COMPRESSION_SUFFIXES else name.suffix
+
+    @contextmanager
+    def open(self) -> Iterator[io.BufferedIOBase]:
+        """The decompressed bytes; what is damaged or cannot be read ends in a DataError that names the file."""
+        with reading(self.name), self.open_stored() as stored, decompressed(stored, self.name) as stream:
+            yield stream
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Turn failures of reading and decompressing into a DataError that names the file."""
+    import zstandard
+
+    try:
+        yield
+    except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, gzip.BadGzipFile) as error:
+        raise DataError(f"{name}: the compressed data is damaged or cut short ({error}); fetch or write the file again.") from None
+    except OSError as error:
+        if error.errno is None:
+            raise DataError(f"{name}: the compressed data is damaged or cut short ({error}); fetch or write the file again.") from None
+        raise DataError(f"{name}: cannot be read: {error.strerror}.") from None
+
+
+@contextmanager
+def decompressed(stored: io.BufferedReader, name: str) -> Iterator[io.BufferedIOBase]:
+    """Undo compression, found by content; a name that promises another compression than the content is an error."""
+    head = stored.peek(6)
+    found = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
+    promised = COMPRESSION_SUFFIXES.get(Path(name.lower()).suffix)
+    if promised is not None and not head:
+        raise DataError(f"{name}: the file is empty; {promised} data is expected.")
+    if promised is not None and found != promised:
+        raise DataError(f"{name}: the name promises {promised} data, but the content is {found or 'not compressed'}.")
+    if found is None:
+        yield stored
+        return
+    stream = {"gzip": _gzip, "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile, "zstd": _zstd}[found](stored)
+    try:
+        yield stream
+    finally:
+        stream.close()
+
+
+def _gzip(stored: io.BufferedReader) -> io.BufferedIOBase:
+    return gzip.GzipFile(fileobj=stored)
+
+
+def _zstd(stored: io.BufferedReader) -> io.BufferedIOBase:
+    return io.BufferedReader(_ZstdFrames(stored), CHUNK_BYTES)
+
+
+class _ZstdFrames(io.RawIOBase):
+    """Frames of zstd one after the other; unlike the library's own reader it notices a file that ends inside a frame."""
+
+    def __init__(self, stored: io.BufferedReader) -> None:
+        import zstandard
+
+        self._stored = stored
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        self._frame = self._decompressor.decompressobj()
+        self._begun = False
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        room = memoryview(buffer)
+        while not self._ready:
+            chunk = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame, self._begun = self._decompressor.decompressobj(), False
+            chunk = chunk or self._stored.read(CHUNK_BYTES)
+            if not chunk:
+                if self._begun:
+                    raise EOFError("the last frame has no end")
+                return 0
+            self._begun = True
+            self._ready = memoryview(self._frame.decompress(chunk))
+        size = min(len(room), len(self._ready))
+        room[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
+
+def lines(raw: RawFile) -> Iterator[tuple[int, str]]:
+    """The lines of a file, numbered from 1, without their ends; bytes that are no UTF-8 are an error with file and line."""
+    with raw.open() as stream:
+        for number, line in enumerate(stream, 1):
+            yield number, decode(line, raw.name, number).rstrip("\r\n")
+
+
+def decode(data: bytes, name: str, line: int) -> str:
+    """Text of UTF-8 bytes that begin at `line`; never replaces what it cannot read. A byte order mark at the start is dropped."""
+    if line == 1 and data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(f"{name}: the text is UTF-16; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8).")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = line + data.count(b"\n", 0, error.start)
+        column = error.start - (data.rfind(b"\n", 0, error.start) + 1) + 1
+        raise DataError(
+            f"{name}:{at}: not UTF-8 at byte {column} of the line (0x{data[error.start]:02x}, {error.reason}); convert the file to UTF-8."
+        ) from None
+    return text.removeprefix("\ufeff") if line == 1 else text

@@ -1,0 +1,210 @@
+"""Text to ids and back: one class over a `tokenizers` tokenizer or a sentencepiece model, whoever made it.
+
+In: a folder (ours, or anybody's Hugging Face folder), a tokenizer.json, a sentencepiece .model or a .tiktoken file. Out: a `Tokenizer`.
+Invariant: special tokens written in a text are ordinary text unless `encode` is told to allow them, and nothing is added to a text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from headway.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+    from sentencepiece import SentencePieceProcessor
+
+MODEL_MULTIPLE = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A vocabulary with its rules; equal `fingerprint` means equal ids for every text."""
+
+    backend: tokenizers.Tokenizer | SentencePieceProcessor
+    roles: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        import tokenizers
+
+        # Not part of the file format, so it is set on every backend, however it came here (from a file, or pickled to a worker).
+        if isinstance(self.backend, tokenizers.Tokenizer):
+            self.backend.encode_special_tokens = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tokenizer, (self.backend, self.roles, self.config, self.chat_template)
+
+    @cached_property
+    def fast(self) -> tokenizers.Tokenizer:
+        """The same vocabulary and rules as a `tokenizers` tokenizer; a sentencepiece model is converted on first use."""
+        import tokenizers
+
+        if isinstance(self.backend, tokenizers.Tokenizer):
+            return self.backend
+        from headway.tokenizer.sentencepiece_model import convert
+
+        return convert(self.backend)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """How many ids exist: one more than the highest."""
+        if self.is_sentencepiece:
+            return self.backend.get_piece_size()  # pyright: ignore[reportAttributeAccessIssue]
+        return max(self.fast.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def model_vocab_size(self) -> int:
+        """The rows of a model's embedding: `vocab_size` rounded up to a multiple of 64."""
+        return -(-self.vocab_size // MODEL_MULTIPLE) * MODEL_MULTIPLE
+
+    @property
+    def is_sentencepiece(self) -> bool:
+        """Whether the backend is a sentencepiece processor."""
+        return type(self.backend).__module__.startswith("sentencepiece")
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Every special token and its id, in the order of ids."""
+        if self.is_sentencepiece:
+            sp: Any = self.backend
+            found = {sp.id_to_piece(i): i for i in range(sp.get_piece_size()) if sp.is_control(i) or sp.is_unknown(i)}
+        else:
+            found = {t.content: i for i, t in self.fast.get_added_tokens_decoder().items() if t.special}
+        return dict(sorted(found.items(), key=lambda item: item[1]))
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id that begins a document, where the tokenizer has one."""
+        return self.token_to_id(self.roles.get("bos"))
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id that ends a document, where the tokenizer has one."""
+        return self.token_to_id(self.roles.get("eos"))
+
+    @property
+    def pad_id(self) -> int | None:
+        """The id that fills a row, where the tokenizer has one."""
+        return self.token_to_id(self.roles.get("pad"))
+
+    def token_to_id(self, token: str | None) -> int | None:
+        """The id of a token as the vocabulary spells it, or None."""
+        if token is None:
+            return None
+        if self.is_sentencepiece:
+            sp: Any = self.backend
+            number: int = sp.piece_to_id(token)
+            return number if sp.id_to_piece(number) == token else None
+        return self.fast.token_to_id(token)
+
+    def encode(self, text: str, *, allowed_special: Collection[str] | Literal["all"] = ()) -> list[int]:
+        """Ids of a text. Special tokens in it are ordinary text, save those named in `allowed_special`."""
+        allowed = frozenset(self.special_tokens) if allowed_special == "all" else frozenset(allowed_special)
+        unknown = sorted(allowed - self.special_tokens.keys())
+        if unknown:
+            raise ConfigError(f"allowed_special names {unknown[0]!r}; the special tokens are {', '.join(self.special_tokens) or 'none'}.")
+        if not any(token in text for token in allowed):
+            return self.encode_batch([text])[0]
+        return self._allowing(allowed).encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts, in parallel threads; no special token is added, and none in the texts is recognised."""
+        try:
+            if self.is_sentencepiece:
+                from headway.tokenizer.sentencepiece_model import encode_batch
+
+                return encode_batch(self.backend, texts)  # pyright: ignore[reportArgumentType]
+            return [found.ids for found in self.fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except (TypeError, UnicodeEncodeError) as error:
+            raise DataError(f"text cannot be tokenized: {error}. Texts must be Unicode without lone surrogates.") from None
+
+    def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
+        """The text of some ids; bytes that are no UTF-8 (an id sequence cut inside a character) show as U+FFFD."""
+        if self.is_sentencepiece or self._token_bytes is not None:
+            return self.decode_bytes(ids, skip_special=skip_special).decode("utf-8", errors="replace")
+        return self.fast.decode(list(ids), skip_special_tokens=skip_special)
+
+    def decode_bytes(self, ids: Iterable[int], skip_special: bool = False) -> bytes:
+        """The bytes of some ids, exact even where an id sequence is cut inside a character."""
+        table = self._token_bytes
+        if table is None:
+            return self.fast.decode(list(ids), skip_special_tokens=skip_special).encode()
+        drop = set(self.special_tokens.values()) if skip_special else frozenset[int]()
+        try:
+            joined = b"".join([table[i] for i in ids if i not in drop])
+        except KeyError as missing:
+            raise DataError(f"id {missing.args[0]} is not in the vocabulary of {self.vocab_size} ids.") from None
+        return joined[1:] if self._strips_first_space and joined.startswith(b" ") else joined
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over vocabulary, merges, special tokens, normaliser and pre-tokenizer: what decides the ids of a text."""
+        from headway.tokenizer.folder import canonical
+
+        packed = json.dumps(canonical(self.fast), ensure_ascii=True, separators=(",", ":"), sort_keys=True)
+        return hashlib.sha256(packed.encode()).hexdigest()
+
+    def with_chat_template(self, template: str | None) -> Tokenizer:
+        """The same tokenizer with another chat template."""
+        return Tokenizer(self.backend, self.roles, self.config, template)
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that `load_tokenizer` and `AutoTokenizer.from_pretrained` read back with the same ids."""
+        from headway.tokenizer.folder import write_folder
+
+        write_folder(self, Path(folder))
+
+    def _allowing(self, allowed: frozenset[str]) -> tokenizers.Tokenizer:
+        """A clone that recognises only the allowed special tokens, cutting text around them as the original would."""
+        clones: dict[frozenset[str], tokenizers.Tokenizer] = self.__dict__.setdefault("_clones", {})
+        if allowed not in clones:
+            import tokenizers
+
+            content = json.loads(self.fast.to_str())
+            for token in content["added_tokens"]:
+                token["special"] = token["special"] and token["content"] not in allowed
+            clones[allowed] = tokenizers.Tokenizer.from_str(json.dumps(content))
+            clones[allowed].encode_special_tokens = True
+        return clones[allowed]
+
+    @cached_property
+    def _token_bytes(self) -> dict[int, bytes] | None:
+        from headway.tokenizer.folder import token_bytes
+
+        return token_bytes(self.fast)
+
+    @cached_property
+    def _strips_first_space(self) -> bool:
+        from headway.tokenizer.folder import strips_first_space
+
+        return strips_first_space(self.fast)
+
+
+def load_tokenizer(path: Path | str) -> Tokenizer:
+    """Open a tokenizer: a folder, a tokenizer.json, a sentencepiece .model or a .tiktoken file."""
+    from headway.tokenizer import folder
+
+    path = Path(path)
+    if path.is_dir():
+        return folder.read_folder(path)
+    if not path.is_file():
+        raise ConfigError(f"tokenizer is {str(path)!r}, which does not exist; give a folder, a tokenizer.json or a sentencepiece .model.")
+    if path.suffix == ".json":
+        return folder.read_tokenizer_json(path)
+    if path.suffix == ".model":
+        from headway.tokenizer.sentencepiece_model import read_model
+
+        return read_model(path)
+    if path.suffix == ".tiktoken":
+        from headway.tokenizer.tiktoken_ranks import read_ranks
+
+        return read_ranks(path)
+    raise ConfigError(f"tokenizer is {str(path)!r}; it must be a folder, a tokenizer.json, a sentencepiece .model or a .tiktoken file.")

@@ -1,0 +1,218 @@
+"""How often each word occurs in a corpus of any size, in bounded memory: the counting half of tokenizer training.
+
+In: texts. Out: distinct words with exact counts, cut down to what the learner's memory holds. Counting goes in pieces: when the table is
+full it is written to disk, split by hash into parts that are added up one at a time, so counts are exact whatever the memory. Only if
+the distinct words themselves are too many, the rarest give way: runs without spaces (Chinese) are cut into shorter runs and counted
+again, other rare words are left out, and the share that was left out is reported.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+PARTS = 64
+BATCH_CHARACTERS = 1 << 20
+ENTRY_BYTES = 110
+CUT_LENGTHS = (8, 4, 2)
+FIRST_UNSPACED = "\u2e80"
+
+Advance = Callable[[int], None]
+
+
+class WordTable:
+    """Counts of words; beyond `max_bytes` they move to disk. Use as a context manager: the disk parts go with it."""
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self.max_bytes = max_bytes
+        self.counts: Counter[str] = Counter()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> WordTable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    @property
+    def spilled(self) -> bool:
+        """Whether some counts are on disk."""
+        return self._folder is not None
+
+    def add_counts(self, counts: Counter[str]) -> None:
+        """Add the counts of some words."""
+        self.counts.update(counts)
+        if self.max_bytes is not None and self._used_bytes() > self.max_bytes:
+            self._spill()
+
+    def parts(self) -> Iterator[Counter[str]]:
+        """Every distinct word once, with its whole count, one part of the table at a time."""
+        if self._folder is None:
+            yield self.counts
+            return
+        self._spill()
+        for part in range(PARTS):
+            found: Counter[str] = Counter()
+            path = Path(self._folder.name) / str(part)
+            if path.exists():
+                with open(path, "rb") as file:
+                    for line in file:
+                        number, _, word = line[:-1].partition(b" ")
+                        found[word.replace(b"\xff", b"\n").decode()] += int(number)
+            yield found
+
+    def _used_bytes(self) -> int:
+        sample = list(islice(self.counts, 1000))
+        average = sum(map(sys.getsizeof, sample)) / max(1, len(sample))
+        return int(len(self.counts) * (ENTRY_BYTES + average))
+
+    def _spill(self) -> None:
+        """Append the table to the parts on disk. A word is a line `count word`; 0xFF, which no UTF-8 holds, stands for its newlines."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="headway-words-")
+        files: list[BinaryIO] = [open(Path(self._folder.name) / str(part), "ab") for part in range(PARTS)]  # noqa: SIM115
+        try:
+            for word, number in self.counts.items():
+                data = word.encode()
+                files[zlib.crc32(data) % PARTS].write(b"%d %s\n" % (number, data.replace(b"\n", b"\xff")))
+        finally:
+            for file in files:
+                file.close()
+        self.counts = Counter()
+
+
+@dataclass(frozen=True)
+class Words:
+    """Distinct words with counts, the most frequent first, and the share of the corpus's bytes they cover."""
+
+    words: list[str]
+    counts: list[int]
+    covered: float
+
+
+def count_words(texts: Iterable[str], pattern: str, table: WordTable, *, workers: int = 1, advance: Advance | None = None) -> int:
+    """Cut texts into words at `pattern` and count them; returns the bytes of text that were read."""
+    total = 0
+    for counts, size in _counted(_batches(texts), pattern, workers):
+        table.add_counts(counts)
+        total += size
+        if advance is not None:
+            advance(size)
+    return total
+
+
+def _counted(batches: Iterator[list[str]], pattern: str, workers: int) -> Iterator[tuple[Counter[str], int]]:
+    if workers <= 1:
+        for batch in batches:
+            yield _count_batch(batch, pattern)
+        return
+    import multiprocessing
+    from concurrent.futures import Future, ProcessPoolExecutor
+
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        waiting: deque[Future[tuple[Counter[str], int]]] = deque()
+        for batch in batches:
+            waiting.append(pool.submit(_count_batch, batch, pattern))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _count_batch(batch: list[str], pattern: str) -> tuple[Counter[str], int]:
+    import regex
+
+    cut = regex.compile(pattern, regex.VERSION1)
+    counts: Counter[str] = Counter()
+    size = 0
+    for text in batch:
+        counts.update(cut.findall(text))
+        size += len(text.encode())
+    return counts, size
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        for piece in _pieces(text):
+            batch.append(piece)
+            size += len(piece)
+            if size >= BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A long text in pieces, cut where a line begins with a letter or sign (no word crosses that), else where it must be."""
+    start = 0
+    while len(text) - start > BATCH_CHARACTERS:
+        end = start + BATCH_CHARACTERS
+        cut = text.rfind("\n", start, end - 1) + 1
+        while cut > start and text[cut].isspace():
+            cut = text.rfind("\n", start, cut - 1) + 1
+        yield text[start : (cut if cut > start else end)]
+        start = cut if cut > start else end
+    yield text[start:]
+
+
+def fit(table: WordTable, max_word_bytes: int | None) -> Words:
+    """The words of a table within `max_word_bytes` of UTF-8, the rarest given up first."""
+    kept: Counter[str] = Counter()
+    total, left_out = _keep(table, max_word_bytes, CUT_LENGTHS, kept)
+    ordered = sorted(kept.items(), key=lambda item: (-item[1], item[0]))
+    return Words([word for word, _ in ordered], [number for _, number in ordered], 1 - left_out / max(1, total))
+
+
+def _keep(table: WordTable, room: int | None, lengths: tuple[int, ...], kept: Counter[str]) -> tuple[int, int]:
+    """Move what fits from `table` to `kept`, cutting the rest shorter and trying again; returns bytes seen and bytes left out."""
+    least, total = _least_count(table, room, last=not lengths)
+    left_out = kept_bytes = 0
+    with WordTable(table.max_bytes) as shorter:
+        for part in table.parts():
+            cut: Counter[str] = Counter()
+            for word, number in part.items():
+                if number >= least:
+                    kept[word] += number
+                    kept_bytes += len(word.encode())
+                elif lengths and word[-1] >= FIRST_UNSPACED and len(word) > lengths[-1]:
+                    for start in range(0, len(word), lengths[0]):
+                        cut[word[start : start + lengths[0]]] += number
+                else:
+                    left_out += number * len(word.encode())
+            shorter.add_counts(cut)
+        if lengths and least > 1:
+            assert room is not None
+            left_out += _keep(shorter, max(0, room - kept_bytes), lengths[1:], kept)[1]
+    return total, left_out
+
+
+def _least_count(table: WordTable, room: int | None, *, last: bool) -> tuple[int, int]:
+    """The smallest count a word must have so that all that have it fit (in half the room, unless this is the last try)."""
+    size_of: Counter[int] = Counter()
+    total = 0
+    for part in table.parts():
+        for word, number in part.items():
+            size = len(word.encode())
+            size_of[number] += size
+            total += size * number
+    if room is None or sum(size_of.values()) <= room:
+        return 1, total
+    left = room if last else room // 2
+    least = max(size_of) + 1
+    for number in sorted(size_of, reverse=True):
+        left -= size_of[number]
+        if left < 0:
+            break
+        least = number
+    return least, total
