@@ -57,6 +57,12 @@ class ModelConfig(Section):
             return {**PRESETS[name], **data}
         return data
 
+    @field_validator("no_rope_layers", "window_layers", mode="before")
+    @classmethod
+    def _list_as_tuple(cls, layers: Any) -> Any:
+        # Behind `_apply_preset` even a recipe's JSON is validated as Python values, where a strict tuple takes no list.
+        return tuple(layers) if isinstance(layers, list) else layers
+
     @field_validator("no_rope_layers", "window_layers")
     @classmethod
     def _unique(cls, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:

@@ -1,0 +1,1 @@
+"""Write models in the form of other tools."""

@@ -1,0 +1,31 @@
+"""`headway export hf`."""
+
+from enum import StrEnum
+from pathlib import Path
+
+import typer
+
+from headway.cli._output import JSON_FLAG, print_json
+
+
+class Dtype(StrEnum):
+    """The types weights can be written in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+def command(
+    model: Path = typer.Option(..., help="A run folder, a checkpoint folder or a Hugging Face folder."),
+    out: Path = typer.Option(..., help="The folder to write; an earlier export there is replaced."),
+    dtype: Dtype = typer.Option(Dtype.float32, help="The type of the written weights."),
+    json: bool = JSON_FLAG,
+) -> None:
+    """Write a folder that transformers loads as it is: weights, config and tokenizer."""
+    from headway.export.huggingface import export_model
+
+    export_model(model, out, dtype=dtype.value)
+    if json:
+        print_json({"out": str(out), "dtype": dtype.value})
+    else:
+        typer.echo(f"wrote {out}")

@@ -1,0 +1,41 @@
+"""`headway generate`."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from headway.cli._output import JSON_FLAG, print_json
+from headway.errors import ConfigError
+
+
+def command(
+    model: Path = typer.Option(..., help="A run folder, a checkpoint folder or a Hugging Face folder."),
+    prompt: list[str] = typer.Option([], help="Text to continue; may be given several times."),
+    prompts_file: Path | None = typer.Option(None, help="Prompts, one per line, or a .jsonl file with a key `prompt`."),
+    max_new_tokens: int = typer.Option(128, help="Stop after this many tokens."),
+    temperature: float = typer.Option(0.0, help="0 takes the likeliest token each time; above 0 samples."),
+    top_k: int | None = typer.Option(None, help="Sample among this many likeliest tokens."),
+    top_p: float | None = typer.Option(None, help="Sample among the fewest tokens that have this probability together."),
+    stop: list[str] = typer.Option([], help="Stop before this text; may be given several times."),
+    seed: int = typer.Option(0, help="Seed of the sampling."),
+    device: str = typer.Option("auto", help="auto, cpu or cuda."),
+    json: bool = JSON_FLAG,
+) -> None:
+    """Continue prompts with a trained model."""
+    from headway.infer.generate import Options, generate, read_prompts
+    from headway.infer.load import load_model
+    from headway.infer.sampling import Sampling
+    from headway.runtime.device import choose_compute
+
+    options = Options(max_new_tokens, tuple(stop), sampling=Sampling(temperature, top_k, top_p, seed))
+    prompts = [*prompt, *(read_prompts(prompts_file) if prompts_file is not None else [])]
+    if not prompts:
+        raise ConfigError("no prompt is given. Use --prompt TEXT or --prompts-file FILE.")
+    compute = choose_compute(device, "auto")
+    results = generate(load_model(model, device=compute.device, dtype=compute.dtype), prompts, options)
+    if json:
+        print_json(asdict(results[0]) if len(results) == 1 else {"generations": [asdict(result) for result in results]})
+        return
+    for one, result in zip(prompts, results, strict=True):
+        typer.echo(one + result.text)

@@ -1,0 +1,169 @@
+"""A ModelConfig and named weights come in, a folder that AutoModelForCausalLM and AutoTokenizer load goes out, whole or not at all.
+
+config.json · generation_config.json · model.safetensors (or model-00001-of-00003.safetensors ... with an index) · tokenizer files
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from headway.errors import CheckpointError, ConfigError
+from headway.model.families.base import family_of
+from headway.model.layout import param_specs
+from headway.model.pretrained import CONFIG, INDEX, WEIGHTS
+from headway.runtime.storage import TEMPORARY_PREFIX, fsync_file, fsync_folder, remove_folder, rename_folder, writing
+
+if TYPE_CHECKING:
+    import torch
+
+    from headway.model.config import ModelConfig
+
+Dtype = Literal["float32", "bfloat16"]
+ROLE_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+MARK = {"format": "pt", "written_by": "headway"}
+
+
+def export_huggingface(
+    config: ModelConfig,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    out: Path,
+    *,
+    tokenizer: Path | None,
+    dtype: Dtype = "float32",
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a Hugging Face folder; an earlier export at `out` is replaced, anything else there is left alone and refused."""
+    settings = {**family_of(config.family).write(config), "dtype": dtype, "torch_dtype": dtype}
+    _check_target(out)
+    with writing(out, error=CheckpointError), _atomic_folder(out) as folder:
+        ids = _write_tokenizer(tokenizer, folder, config)
+        _write_json(folder / CONFIG, {**settings, **ids})
+        _write_json(folder / "generation_config.json", {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}})
+        _write_shards(config, weights, folder, dtype, max_shard_bytes)
+
+
+def export_model(model: Path | str, out: Path, *, dtype: Dtype = "float32") -> None:
+    """Export what `--model` names: a run, a checkpoint or another Hugging Face folder."""
+    from headway.infer.load import find_model
+
+    found = find_model(model)
+    export_huggingface(found.config, found.weights(), out, tokenizer=found.tokenizer_folder, dtype=dtype)
+
+
+def _write_tokenizer(source: Path | None, folder: Path, config: ModelConfig) -> dict[str, int | None]:
+    """Save the tokenizer and return the ids that config.json repeats, as unknown without one: absent keys would mean Llama 2's."""
+    from headway.tokenizer.load import load_tokenizer
+
+    if source is None:
+        return dict.fromkeys(ROLE_KEYS)
+    tokenizer = load_tokenizer(source)
+    if tokenizer.vocab_size > config.vocab:
+        raise ConfigError(
+            f"{source}: has {tokenizer.vocab_size} ids; the model has rows for {config.vocab}. It is another model's tokenizer."
+        )
+    tokenizer.save(folder)
+    return dict(zip(ROLE_KEYS, (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id), strict=True))
+
+
+def _write_shards(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], folder: Path, dtype: Dtype, limit: int) -> None:
+    files: list[Path] = []
+    place: dict[str, int] = {}
+    total = 0
+    for shard in _shards(_checked(config, weights), dtype, limit):
+        files.append(folder / f"shard-{len(files)}.safetensors")
+        _save(shard, files[-1])
+        place.update(dict.fromkeys(shard, len(files) - 1))
+        total += sum(value.nbytes for value in shard.values())
+    if len(files) == 1:
+        files[0].rename(folder / WEIGHTS)
+        return
+    names = [f"model-{index + 1:05}-of-{len(files):05}.safetensors" for index in range(len(files))]
+    for file, name in zip(files, names, strict=True):
+        file.rename(folder / name)
+    index = {name: names[number] for name, number in place.items()}
+    _write_json(folder / INDEX, {"metadata": {"total_size": total, **MARK}, "weight_map": index})
+
+
+def _checked(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights under the family's names, every parameter once in its shape."""
+    family = family_of(config.family)
+    shapes = {spec.name: spec.shape for spec in param_specs(config)}
+    for name, value in weights:
+        shape = shapes.pop(name, None)
+        assert shape == tuple(value.shape), f"{name} has shape {tuple(value.shape)}; the config makes it {shape}"
+        yield family.to_theirs(name), value
+    assert not shapes, f"{next(iter(shapes))} was not given"
+
+
+def _shards(weights: Iterator[tuple[str, torch.Tensor]], dtype: Dtype, limit: int) -> Iterator[dict[str, torch.Tensor]]:
+    import torch
+
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, value in weights:
+        value = value.detach().to("cpu", getattr(torch, dtype)).contiguous()
+        if shard and size + value.nbytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = value
+        size += value.nbytes
+    yield shard
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata=MARK)
+    _sync(path)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        fsync_file(file.fileno())
+
+
+def _check_target(out: Path) -> None:
+    if out.is_file():
+        raise ConfigError(f"out is {str(out)!r}, which is a file. Give a folder that does not exist yet.")
+    if out.is_dir() and any(out.iterdir()) and not _is_export(out):
+        raise ConfigError(f"out is {str(out)!r}, which holds other things than an earlier export. Give a folder that does not exist yet.")
+
+
+def _is_export(folder: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    mark = MARK["written_by"]
+    try:
+        if (folder / INDEX).is_file():
+            return json.loads((folder / INDEX).read_text(encoding="utf-8"))["metadata"].get("written_by") == mark
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            return (file.metadata() or {}).get("written_by") == mark
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return False
+
+
+@contextmanager
+def _atomic_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `out` when the block ends well, and vanishes when it does not."""
+    temporary = out.absolute().with_name(f"{TEMPORARY_PREFIX}{out.name}-{os.getpid()}")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        fsync_folder(temporary)
+        if out.is_dir():
+            remove_folder(out.absolute())
+        rename_folder(temporary, out.absolute())
+    finally:
+        if temporary.exists():
+            shutil.rmtree(temporary)

@@ -1,0 +1,187 @@
+"""Prompts come in, continuations go out. What a prompt becomes does not depend on the prompts beside it.
+
+prompts -> ids, left-aligned in one batch -> one forward over all prompts -> one token per row and step, from the cache
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from headway.errors import ConfigError, DataError
+from headway.infer.load import LoadedModel
+from headway.infer.sampling import Sampling, choose
+from headway.kernels.attention import causal_mask
+from headway.model.kv_cache import KVCache
+from headway.tokenizer.load import Tokenizer
+
+StoppedBy = Literal["eos", "stop", "length", "context"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """When to stop and how to choose."""
+
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    """A row ends when its text holds one of these; the text is cut before it."""
+    stop_ids: tuple[int, ...] = ()
+    """A row ends with one of these ids, as it does with the tokenizer's end."""
+    sampling: Sampling = field(default_factory=Sampling)
+    rows: int = 16
+    """Prompts that are computed at once."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max-new-tokens is {self.max_new_tokens}; it must be 1 or more.")
+        if "" in self.stop:
+            raise ConfigError("stop is empty text, which every text holds; give the text at which to stop.")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one prompt became."""
+
+    text: str
+    """The continuation without special tokens, cut before a stop text."""
+    token_ids: list[int]
+    """Every id that was chosen, the ending one included."""
+    stopped_by: StoppedBy
+    """eos or stop: as asked; length: max_new_tokens; context: the model's max_seq_len is full."""
+    prompt_tokens: int
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file: one per line, or the key `prompt` of each line of a .jsonl file."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompts-file is {str(path)!r}; it cannot be read as text: {error}.") from None
+    if path.suffix != ".jsonl":
+        return [line for line in lines if line.strip()]
+    prompts: list[str] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: not JSON: {error}.") from None
+        if not (isinstance(record, dict) and isinstance(record.get("prompt"), str)):
+            raise DataError(f'{path}:{number}: a line must be an object with a text under "prompt".')
+        prompts.append(record["prompt"])
+    return prompts
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The ids of a prompt, special tokens in it recognised, behind what the tokenizer puts before a text (Llama's begin token, say)."""
+    ids = [*_opening(tokenizer), *tokenizer.encode(prompt, allowed_special="all")]
+    if ids:
+        return ids
+    start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+    if start is None:
+        raise ConfigError("prompt is empty, and the tokenizer has no token that begins a text. Give a prompt.")
+    return [start]
+
+
+def _opening(tokenizer: Tokenizer) -> list[int]:
+    if tokenizer.is_sentencepiece:
+        return [tokenizer.bos_id] if tokenizer.config.get("add_bos_token") and tokenizer.bos_id is not None else []
+    bare, full = (tokenizer.fast.encode("a", add_special_tokens=added).ids for added in (False, True))
+    return next(full[:at] for at in range(len(full)) if full[at : at + len(bare)] == bare)
+
+
+@torch.inference_mode()
+def generate(loaded: LoadedModel, prompts: Sequence[str], options: Options) -> list[Generation]:
+    """Continue every prompt."""
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        raise ConfigError(f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there.")
+    limit = loaded.config.max_seq_len
+    seen: Counter[str] = Counter()
+    rows: list[_Row] = []
+    for prompt in prompts:
+        ids = prompt_ids(tokenizer, prompt)
+        if len(ids) >= limit:
+            raise ConfigError(f"prompt has {len(ids)} tokens; the model's max_seq_len={limit} leaves no room after it. Shorten the prompt.")
+        # The same prompt twice is two samples; a prompt alone is the first of its kind.
+        rows.append(_Row(tokenizer, options, ids, key=f"{seen[prompt]}:{prompt}", room=limit - len(ids)))
+        seen[prompt] += 1
+    for first in range(0, len(rows), options.rows):
+        _run(loaded, rows[first : first + options.rows], options)
+    return [row.result() for row in rows]
+
+
+class _Row:
+    """One sequence while it grows."""
+
+    def __init__(self, tokenizer: Tokenizer, options: Options, prompt: list[int], *, key: str, room: int) -> None:
+        self.tokenizer, self.options, self.prompt, self.key, self.room = tokenizer, options, prompt, key, room
+        self.new: list[int] = []
+        self.stopped_by: StoppedBy | None = None
+
+    def draw(self) -> float:
+        return self.options.sampling.draw(self.key, len(self.prompt) + len(self.new))
+
+    def add(self, token: int) -> None:
+        if self.stopped_by is not None:
+            return
+        self.new.append(token)
+        if token == self.tokenizer.eos_id:
+            self.stopped_by = "eos"
+        elif token in self.options.stop_ids or (self.options.stop and self._cut() is not None):
+            self.stopped_by = "stop"
+        elif len(self.new) == self.options.max_new_tokens:
+            self.stopped_by = "length"
+        elif len(self.new) == self.room:
+            self.stopped_by = "context"
+
+    def _text(self) -> str:
+        # Decoded with the prompt before it, so that no tokenizer takes the first space for the start of a text.
+        before = self.tokenizer.decode_bytes(self.prompt, skip_special=True)
+        whole = self.tokenizer.decode_bytes([*self.prompt, *self.new], skip_special=True)
+        return whole[len(before) :].decode("utf-8", errors="replace")
+
+    def _cut(self) -> str | None:
+        text = self._text()
+        places = [at for stop in self.options.stop if (at := text.find(stop)) >= 0]
+        return text[: min(places)] if places else None
+
+    def result(self) -> Generation:
+        assert self.stopped_by is not None
+        cut = self._cut() if self.stopped_by == "stop" else None
+        return Generation(self._text() if cut is None else cut, self.new, self.stopped_by, len(self.prompt))
+
+
+def _run(loaded: LoadedModel, rows: list[_Row], options: Options) -> None:
+    model, device = loaded.model, loaded.device
+    lengths = torch.tensor([len(row.prompt) for row in rows], device=device)
+    longest = max(len(row.prompt) for row in rows)
+    tokens = torch.tensor([row.prompt + [0] * (longest - len(row.prompt)) for row in rows], device=device)
+    most = max(min(options.max_new_tokens, row.room) for row in rows)
+    cache = KVCache(loaded.config, len(rows), longest + most, device=device, dtype=model.head_weight.dtype)
+    position = torch.arange(longest, device=device).expand(len(rows), -1)
+    hidden = model(tokens, position, causal_mask(len(rows), longest, device), cache)
+    last = hidden[torch.arange(len(rows), device=device), lengths - 1]
+    while True:
+        token = _next(loaded, last, rows, options)
+        for row, one in zip(rows, token.tolist(), strict=True):
+            row.add(one)
+        if all(row.stopped_by is not None for row in rows):
+            return
+        last = model(token[:, None], lengths[:, None], None, cache)[:, 0]
+        lengths = lengths + 1
+
+
+def _next(loaded: LoadedModel, hidden: torch.Tensor, rows: list[_Row], options: Options) -> torch.Tensor:
+    assert loaded.tokenizer is not None
+    logits = loaded.model.logits(hidden).float()
+    # Rows of the embedding behind the vocabulary are padding to a round size; no text has them.
+    logits[:, loaded.tokenizer.vocab_size :] = -torch.inf
+    return choose(logits, options.sampling, [row.draw() for row in rows])

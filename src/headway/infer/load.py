@@ -1,0 +1,109 @@
+"""What `--model X` means: a run folder, a checkpoint folder or a Hugging Face folder comes in, a model with its tokenizer goes out.
+
+runs/NAME              its final/ if training ended, else its newest good checkpoint
+.../step-00000500      a checkpoint: has manifest.json
+anything else          a Hugging Face folder: has config.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.checkpoint.load import locate, open_checkpoint
+from headway.checkpoint.manifest import MANIFEST
+from headway.config.load import validate
+from headway.errors import CheckpointError, ConfigError
+from headway.model.config import ModelConfig
+from headway.model.layout import param_specs
+from headway.model.pretrained import is_pretrained, read_config, read_weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from headway.model.transformer import Transformer
+    from headway.tokenizer.load import Tokenizer
+
+FINAL = "final"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model on disk: its shape is known, its weights are read when they are asked for."""
+
+    path: Path
+    config: ModelConfig
+    tokenizer_folder: Path | None
+    weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+    """Name and tensor of every parameter, in forward order."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to compute with, in evaluation mode and without gradients."""
+
+    model: Transformer
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    path: Path
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.head_weight.device
+
+
+def find_model(path: Path | str) -> StoredModel:
+    """The model a path means, opened but not read."""
+    path = Path(path)
+    if not path.is_dir():
+        raise ConfigError(f"model is {str(path)!r}, which is no folder. Give a run folder, a checkpoint folder or a Hugging Face folder.")
+    if not (path / MANIFEST).is_file():
+        for folder in (path, path / FINAL):
+            if is_pretrained(folder):
+                return _pretrained(folder)
+    return _checkpoint(locate(path))
+
+
+def _pretrained(folder: Path) -> StoredModel:
+    config = read_config(folder)
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES) or any(folder.glob("*.tiktoken"))
+    return StoredModel(folder, config, folder if has_tokenizer else None, lambda: read_weights(folder, config))
+
+
+def _checkpoint(folder: Path) -> StoredModel:
+    reader = open_checkpoint(folder)
+    shape: Any = reader.scalars.get("model")
+    if not isinstance(shape, dict):
+        raise CheckpointError(f"{folder}: its manifest does not say what shape the model has. Use another checkpoint.")
+    config = validate(ModelConfig, shape)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in param_specs(config):
+            yield spec.name, reader.weight(spec.name)
+
+    return StoredModel(folder, config, reader.tokenizer_folder, weights)
+
+
+def load_model(path: Path | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:
+    """Read a model onto a device; without a dtype it computes in fp32 on the CPU and in bf16 elsewhere."""
+    import torch
+
+    from headway.model.transformer import Transformer
+    from headway.tokenizer.load import load_tokenizer
+
+    found = find_model(path)
+    device = torch.device(device)
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    with torch.device("meta"):
+        model = Transformer(found.config)
+    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    parameters = dict(model.named_parameters())
+    for name, value in found.weights():
+        parameters[name].copy_(value)
+    tokenizer = None if found.tokenizer_folder is None else load_tokenizer(found.tokenizer_folder)
+    return LoadedModel(model, found.config, tokenizer, found.path)

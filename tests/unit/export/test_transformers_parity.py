@@ -1,0 +1,148 @@
+"""The same folder gives the same logits here and in transformers, both ways, for every family."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headway.errors import ConfigError
+from headway.export.huggingface import export_huggingface
+from headway.infer.load import load_model
+from headway.kernels.attention import causal_mask
+from headway.model.config import ModelConfig, RopeScaling
+from headway.model.init import initial_value
+from headway.model.layout import param_specs
+from headway.model.transformer import Transformer
+
+TOLERANCE = 1e-5
+LENGTH = 40
+SHAPE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 500000.0,
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 7}
+
+THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama grouped heads": ("llama", {"num_key_value_heads": 2, "rms_norm_eps": 1e-3}),
+    "llama wide heads": ("llama", {"num_key_value_heads": 1, "head_dim": 24, "tie_word_embeddings": True}),
+    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0}}),
+    "llama linear": ("llama", {"rope_parameters": LINEAR}),
+    "llama llama3": ("llama", {"rope_parameters": LLAMA3, "max_position_embeddings": 128}),
+    "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": None, "head_dim": 10}),
+    "mistral window": ("mistral", {"num_key_value_heads": 2, "sliding_window": 9}),
+    "mistral tied": ("mistral", {"num_key_value_heads": 4, "sliding_window": 1, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen2 late windows": ("qwen2", {"num_key_value_heads": 2, "max_window_layers": 1, **SLIDING}),
+    "qwen2 chosen windows": ("qwen2", {"num_key_value_heads": 4, **SLIDING, "layer_types": ["sliding_attention", *["full_attention"] * 2]}),
+    "qwen2 windows off": ("qwen2", {"num_key_value_heads": 4, "sliding_window": 7, "max_window_layers": 0}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5}),
+    "qwen3 bias": ("qwen3", {"num_key_value_heads": 2, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3 windows": ("qwen3", {"num_key_value_heads": 1, "head_dim": 12, "max_window_layers": 0, **SLIDING}),
+    "qwen3 llama3": ("qwen3", {"num_key_value_heads": 4, "head_dim": 8, "rope_parameters": LLAMA3}),
+}
+
+BASE = ModelConfig(vocab_size=96, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_size=56, max_seq_len=64)
+SCALED = RopeScaling(kind="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=2.0, original_max_seq_len=16)
+OURS: dict[str, ModelConfig] = {
+    "llama": BASE,
+    "llama untied biases": BASE.with_(
+        tie_embeddings=False, qkv_bias=True, output_bias=True, ffn_bias=True, rope_theta=777.0, norm_eps=1e-3
+    ),
+    "llama llama3": BASE.with_(rope_scaling=SCALED, head_dim=12),
+    "llama linear": BASE.with_(rope_scaling=RopeScaling(kind="linear", factor=3.0)),
+    "mistral": BASE.with_(family="mistral", sliding_window=6, tie_embeddings=False),
+    "mistral no window": BASE.with_(family="mistral", head_dim=20),
+    "qwen2": BASE.with_(family="qwen2", qkv_bias=True, head_dim=12),
+    "qwen2 windows": BASE.with_(family="qwen2", qkv_bias=True, sliding_window=5, window_layers=(0, 2), tie_embeddings=False),
+    "qwen3": BASE.with_(family="qwen3", qk_norm=True, head_dim=16),
+    "qwen3 windows": BASE.with_(family="qwen3", qk_norm=True, sliding_window=5, qkv_bias=True, output_bias=True, rope_scaling=SCALED),
+}
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+
+    return transformers
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 96, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+@torch.no_grad()
+def our_logits(model: Transformer) -> torch.Tensor:
+    position = torch.arange(LENGTH).expand(2, -1)
+    return model.logits(model(tokens(), position, causal_mask(2, LENGTH)))
+
+
+def random_weights(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor away from its neutral value, norms and biases too."""
+    generator = torch.Generator().manual_seed(11)
+    for spec in param_specs(config):
+        noise = torch.randn(spec.shape, generator=generator) * 0.2
+        yield spec.name, noise + initial_value(spec.name, spec.shape, config, 0)
+
+
+@pytest.mark.parametrize("case", THEIRS)
+def test_a_folder_of_transformers_gives_the_same_logits_here(case: str, transformers: Any, tmp_path: Path) -> None:
+    model_type, settings = THEIRS[case]
+    config = transformers.AutoConfig.for_model(model_type, **SHAPE, **settings)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        expected = theirs(tokens()).logits
+    theirs.save_pretrained(tmp_path)
+    found = load_model(tmp_path)
+    assert expected.std() > 0.1
+    assert (our_logits(found.model) - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_an_export_gives_the_same_logits_in_transformers(case: str, transformers: Any, tmp_path: Path) -> None:
+    config = OURS[case]
+    model = Transformer(config).eval()
+    model.load_state_dict(dict(random_weights(config)))
+    export_huggingface(config, model.named_parameters(), tmp_path / "out", tokenizer=None, max_shard_bytes=20_000)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        expected = theirs(tokens()).logits
+    ours = our_logits(model)
+    assert expected.std() > 0.1
+    assert (ours - expected).abs().max() <= TOLERANCE
+    again = load_model(tmp_path / "out")
+    assert again.config == config.with_(head_dim=config.head_size, num_kv_heads=config.kv_heads)
+    assert torch.equal(our_logits(again.model), ours)
+
+
+def test_transformers_four_keys_are_read_as_transformers_reads_them(transformers: Any, tmp_path: Path) -> None:
+    from headway.model.families import llama
+
+    old = {"rope_theta": 5e5, "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"}}
+    read = llama.read({**SHAPE, **old})
+    theirs = transformers.LlamaConfig(**SHAPE, **old)
+    assert read.rope_theta == theirs.rope_parameters["rope_theta"] == 5e5
+    assert read.rope_scaling is not None
+    assert read.rope_scaling.original_max_seq_len == theirs.rope_parameters["original_max_position_embeddings"]
+
+
+def test_a_shape_transformers_refuses_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    config = BASE.with_(hidden_size=30, head_dim=8)
+    with pytest.raises(ConfigError, match="must divide hidden_size=30"):
+        export_huggingface(config, random_weights(config), tmp_path / "out", tokenizer=None)
+    assert not (tmp_path / "out").exists()
