@@ -1,0 +1,204 @@
+"""Documents of a foreign store, whatever its files look like: a list of parts (files), each holding whole documents.
+
+In: parts that an open function has checked. Out: documents by number, as ids and loss mask; no token is read before it is asked for.
+Invariant: ids are uint16 or uint32; a mask is True where the token is a loss target, None where every token is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from headway.data.source import Flags, Ids, Longs, Source
+from headway.errors import DataError
+
+PROBE_BYTES = 1 << 16
+LARGEST_ID = (1 << 32) - 1
+
+
+class Document(NamedTuple):
+    """One document: its tokens, which of them are loss targets (None: all), and the type (folder, domain) it belongs to."""
+
+    ids: Ids
+    mask: Flags | None
+    type: str
+
+
+class Part(ABC):
+    """One file of a store."""
+
+    file: Path
+    """Holds the tokens; errors and the content key name it."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> Longs:
+        """Tokens of each document."""
+
+    @abstractmethod
+    def type_of(self, i: int) -> str:
+        """The type (folder, domain) of the part's document `i`."""
+
+    @abstractmethod
+    def read(self, i: int) -> tuple[Ids, Flags | None]:
+        """The part's document `i`, checked against the index."""
+
+    def is_masked(self) -> bool:
+        """Whether some tokens are no loss targets."""
+        return False
+
+    def span_starts(self, i: int) -> Longs | None:
+        """Where true documents start inside a pack (0 first); None where a document is just a document."""
+        return None
+
+
+class ForeignStore(Source):
+    """A store in the format of another system; being a `Source`, it can be trained on in place."""
+
+    def __init__(self, kind: str, path: Path, parts: Sequence[Part], reopen: Callable[[], ForeignStore]) -> None:
+        self.kind = kind
+        self.path = path
+        self.parts = parts
+        self.reopen = reopen
+        """Opens the same store again: what pickling carries to another process instead of mapped files."""
+        self._first = np.cumsum([0, *(len(part.lengths) for part in parts)], dtype=np.int64)
+        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([part.lengths for part in parts]), dtype=np.int64)])
+        if self.num_documents == 0:
+            raise DataError(f"{path}: the {kind} files hold no document.")
+
+    @property
+    def name(self) -> str:
+        """The path."""
+        return str(self.path)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in all parts."""
+        return int(self._first[-1])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all documents."""
+        return int(self._starts[-1])
+
+    @property
+    def fingerprint(self) -> str | None:
+        """None: foreign files do not say which tokenizer made them."""
+        return None
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens are no loss targets."""
+        return self._masked
+
+    @property
+    def max_id(self) -> int:
+        """The highest id that occurs; reads the whole store the first time."""
+        return self._max_id
+
+    @property
+    def content_key(self) -> str:
+        """Changes when the files change: kind, names, sizes, lengths of documents, and the ends of every file."""
+        return self._content_key
+
+    @cached_property
+    def _masked(self) -> bool:
+        return any(part.is_masked() for part in self.parts)
+
+    @cached_property
+    def _max_id(self) -> int:
+        return max((int(document.ids.max()) for document in self.documents() if len(document.ids)), default=-1)
+
+    @cached_property
+    def _content_key(self) -> str:
+        digest = hashlib.sha256(self.kind.encode() + self._starts.astype("<i8").tobytes())
+        for part in self.parts:
+            digest.update(str(part.file.relative_to(self.path) if part.file != self.path else part.file.name).encode() + b"\0")
+            digest.update(_ends(part.file))
+        return digest.hexdigest()
+
+    def lengths(self, first: int, last: int) -> Longs:
+        """The lengths of documents first to last - 1."""
+        return np.diff(self._starts[first : last + 1])
+
+    def first_at(self, token: int) -> int:
+        """The first document that starts at token offset `token` or later; `num_documents` if none does."""
+        return min(int(np.searchsorted(self._starts[:-1], token, side="left")), self.num_documents)
+
+    def document(self, i: int) -> Document:
+        """Document `i`, whole."""
+        part, local = self.locate(i)
+        return Document(*part.read(local), part.type_of(local))
+
+    def tokens(self, document: int, start: int = 0, stop: int | None = None) -> Ids:
+        """The ids of one document from `start` to `stop` - 1."""
+        part, local = self.locate(document)
+        return part.read(local)[0][start:stop]
+
+    def mask(self, document: int, start: int = 0, stop: int | None = None) -> Flags | None:
+        """Which of those tokens are loss targets; None where the store is not masked."""
+        if not self.masked:
+            return None
+        part, local = self.locate(document)
+        ids, mask = part.read(local)
+        return (np.ones(len(ids), np.bool_) if mask is None else mask)[start:stop]
+
+    def span_starts(self, document: int) -> Longs | None:
+        """Where the true documents start inside a pack (0 first); None where a document is just a document."""
+        part, local = self.locate(document)
+        return part.span_starts(local)
+
+    def documents(self) -> Iterator[Document]:
+        """All documents in order."""
+        for part in self.parts:
+            for i in range(len(part.lengths)):
+                yield Document(*part.read(i), part.type_of(i))
+
+    def type_of(self, i: int) -> str:
+        """The type (folder, domain) of document `i`."""
+        part, local = self.locate(i)
+        return part.type_of(local)
+
+    def locate(self, i: int) -> tuple[Part, int]:
+        """The part that holds document `i`, and its number there."""
+        if not 0 <= i < self.num_documents:
+            raise IndexError(f"document {i} of {self.num_documents}")
+        part = int(np.searchsorted(self._first, i, side="right")) - 1
+        return self.parts[part], i - int(self._first[part])
+
+    def __reduce__(self) -> tuple[Callable[[], ForeignStore], tuple[()]]:
+        return self.reopen, ()
+
+
+def as_ids(values: np.ndarray[Any, Any], where: str) -> Ids:
+    """Token ids as uint16 or uint32; refuses what no vocabulary can hold."""
+    if values.dtype in (np.uint16, np.uint32):
+        return values
+    low, high = int(values.min(initial=0)), int(values.max(initial=0))
+    if low < 0 or high > LARGEST_ID:
+        raise DataError(
+            f"{where}: token id {low if low < 0 else high} is not in 0..{LARGEST_ID}; the file is damaged or of another format."
+        )
+    return values.astype(np.uint16 if values.dtype.itemsize == 1 else np.uint32)
+
+
+def map_file(path: Path, dtype: Any = np.uint8) -> np.ndarray[Any, Any]:
+    """A file as a read-only array, mapped and not read; an empty file is an empty array."""
+    try:
+        return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if path.stat().st_size else np.zeros(0, dtype=dtype)
+    except OSError as problem:
+        raise DataError(f"{path}: cannot be read ({problem.strerror or problem}).") from None
+
+
+def _ends(path: Path) -> bytes:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(PROBE_BYTES)
+        file.seek(max(0, size - PROBE_BYTES))
+        return size.to_bytes(8, "little") + head + file.read(PROBE_BYTES)
