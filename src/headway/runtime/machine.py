@@ -9,9 +9,12 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = (
     "torch", "numpy", "safetensors", "tokenizers", "sentencepiece", "transformers", "pyarrow", "pydantic", "ruamel.yaml", "typer",
@@ -124,7 +127,16 @@ def resident_bytes() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def memory_bytes() -> tuple[int | None, int | None]:
+def memory_bytes(device: "torch.device") -> int | None:
+    """Memory this process needed: the peak that torch allocated on a GPU, else what the process holds in RAM now."""
+    if device.type != "cuda":
+        return resident_bytes()
+    import torch
+
+    return torch.cuda.max_memory_allocated(device)
+
+
+def ram_bytes() -> tuple[int | None, int | None]:
     """RAM of this machine: all of it, and what is available now."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -179,7 +191,7 @@ def describe() -> dict[str, Any]:
         "gpus": gpus,
         "cpu": cpu_name(),
         "cores": usable_cores(),
-        "memory_bytes": memory_bytes()[0],
+        "memory_bytes": ram_bytes()[0],
     }
 
 

@@ -79,9 +79,9 @@ def quantity(value: float, unit: str = "") -> str:
     """A number people can read: `1.5 GB` for bytes, `1.5M tokens` otherwise."""
     steps = ("", "k", "M", "G", "T", "P") if unit == "bytes" else ("", "k", "M", "B", "T")
     scaled, index = float(value), 0
-    while abs(scaled) >= 999.95 and index < len(steps) - 1:
+    while abs(scaled) >= 999.5 and index < len(steps) - 1:
         scaled, index = scaled / 1000, index + 1
-    number = f"{scaled:.1f}" if index or scaled != int(scaled) else f"{scaled:.0f}"
+    number = f"{scaled:.0f}" if abs(scaled) >= 100 or (index == 0 and scaled == int(scaled)) else f"{scaled:.1f}"
     if unit == "bytes":
         return f"{number} {steps[index]}B"
     return f"{number}{steps[index]} {unit}".rstrip()

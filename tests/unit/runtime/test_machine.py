@@ -17,6 +17,7 @@ from headway.runtime.machine import (
     memory_bytes,
     package_version,
     peak_flops,
+    ram_bytes,
     resident_bytes,
 )
 
@@ -70,11 +71,15 @@ def test_git_state_names_the_commit_and_whether_files_changed(tmp_path: Path) ->
 
 
 def test_memory_is_counted_in_bytes() -> None:
-    total, available = memory_bytes()
+    import torch
+
+    total, available = ram_bytes()
     resident = resident_bytes()
     if total is None or resident is None:
         pytest.skip("this system does not say")
     assert 10_000_000 < resident < total and (available is None or available <= total)
+    on_cpu = memory_bytes(torch.device("cpu"))
+    assert on_cpu is not None and on_cpu > 10_000_000
 
 
 def test_without_a_gpu_its_load_is_not_known() -> None:

@@ -1,0 +1,82 @@
+"""One line of at most 100 columns per logged step, for people; with -v a second one with every other number. Always on, through the log."""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from headway.runtime.progress import duration, quantity
+from headway.track.base import Value, flatten
+
+COLUMNS = 100
+SHOWN = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu_full", "mfu_causal", "memory_bytes", "eta_seconds")
+log = logging.getLogger("headway")
+
+
+class Console:
+    """Writes steps to headway's log, hence to the terminal and to train.log."""
+
+    def __init__(self, total_steps: int | None = None) -> None:
+        self.total_steps = total_steps
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show one step; validation results get a line of their own."""
+        flat = flatten(metrics)
+        log.info("%s", step_line(step, self.total_steps, flat))
+        valid = {name: value for name, value in flat.items() if name.startswith("valid")}
+        if valid:
+            log.info("%s", "  ".join(f"{name} {_number(value)}" for name, value in valid.items()))
+        rest = {name: value for name, value in flat.items() if name not in SHOWN and name not in valid and value is not None}
+        if rest:
+            log.debug("%s", "  " + "  ".join(f"{name} {_number(value)}" for name, value in rest.items()))
+
+    def note(self, text: str) -> None:
+        """Show a remark."""
+        log.info("%s", text)
+
+    def close(self) -> None:
+        """Nothing is waiting."""
+
+
+def step_line(step: int, total_steps: int | None, metrics: Mapping[str, Value]) -> str:
+    """The line of one step; a number that is not there is left out, one that is not known says so."""
+    parts = [f"{step}/{total_steps}" if total_steps else f"step {step}"]
+    for name, write in (("loss", _loss), ("lr", _rate), ("grad_norm", _norm)):
+        if name in metrics:
+            parts.append(write(metrics[name]))
+    speed = metrics.get("tokens_per_second")
+    if isinstance(speed, (int, float)):
+        parts.append(f"{quantity(speed)} tok/s")
+    if "mfu_full" in metrics or "mfu_causal" in metrics:
+        parts.append(_utilisation(metrics.get("mfu_full"), metrics.get("mfu_causal")))
+    memory = metrics.get("memory_bytes")
+    if isinstance(memory, (int, float)):
+        parts.append(f"{memory / 1e9:.{0 if memory >= 10e9 else 1}f} GB")
+    eta = metrics.get("eta_seconds")
+    if isinstance(eta, (int, float)) and math.isfinite(eta):
+        parts.append(f"eta {duration(eta)}")
+    line = "  ".join(parts)
+    return line if len(line) <= COLUMNS else " ".join(parts)
+
+
+def _loss(value: Value) -> str:
+    return f"loss {_number(value)}"
+
+
+def _rate(value: Value) -> str:
+    return f"lr {value:.1e}".replace("e-0", "e-").replace("e+00", "e0") if isinstance(value, (int, float)) else f"lr {value}"
+
+
+def _norm(value: Value) -> str:
+    if isinstance(value, (int, float)) and math.isfinite(value):
+        return f"grad {value:.2f}" if value < 1000 else f"grad {quantity(value)}"
+    return f"grad {value}"
+
+
+def _utilisation(full: Value, causal: Value) -> str:
+    known = [f"{name} {value:.0%}" for name, value in (("full", full), ("causal", causal)) if isinstance(value, (int, float))]
+    return f"mfu {' '.join(known) or 'unknown'}"
+
+
+def _number(value: Value) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,74 @@
+"""metrics.jsonl holds one valid line per step, ever: through NaN, kills and resumes."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from headway.errors import DataError
+from headway.track.jsonl import MetricsFile, read_metrics
+
+
+def written(path: Path, steps: range) -> MetricsFile:
+    file = MetricsFile(path)
+    for step in steps:
+        file.write({"step": step, "loss": 1 / step, "name": "größe", "time": {"step_seconds": 0.5}})
+    file.sync()
+    return file
+
+
+def test_records_come_back_exactly(tmp_path: Path) -> None:
+    written(tmp_path / "m.jsonl", range(1, 4))
+    records = read_metrics(tmp_path / "m.jsonl")
+    assert records == [{"step": s, "loss": 1 / s, "name": "größe", "time": {"step_seconds": 0.5}} for s in (1, 2, 3)]
+
+
+def test_values_json_cannot_say_are_null_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    MetricsFile(path).write({"step": 1, "loss": float("nan"), "ok": 1.0, "time": {"rate": float("-inf")}})
+    [line] = path.read_text().splitlines()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    record = json.loads(line, parse_constant=refuse)
+    assert record == {"step": 1, "loss": None, "ok": 1.0, "time": {"rate": None}, "non_finite": {"loss": "nan", "time/rate": "-inf"}}
+
+
+@pytest.mark.parametrize("step", [0, 3, 5, 9])
+@pytest.mark.parametrize("torn", [b"", b'{"step": 6, "lo', b'{"step": 2}'], ids=["whole", "torn", "without an end"])
+def test_a_resumed_run_writes_each_step_once(tmp_path: Path, step: int, torn: bytes) -> None:
+    path, straight = tmp_path / "m.jsonl", tmp_path / "straight.jsonl"
+    file = written(path, range(1, 6))
+    with open(path, "ab") as raw:
+        raw.write(torn)
+    file.cut_to(step)
+    written(path, range(min(step, 5) + 1, 8))
+    written(straight, range(1, 8))
+    assert path.read_bytes() == straight.read_bytes()
+
+
+def test_nothing_to_cut_is_fine(tmp_path: Path) -> None:
+    MetricsFile(tmp_path / "none.jsonl").cut_to(5)
+    MetricsFile(tmp_path / "none.jsonl").sync()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_torn_last_line_is_not_read_and_a_damaged_one_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "m.jsonl"
+    written(path, range(1, 3))
+    good = path.read_bytes()
+    path.write_bytes(good + b'{"step": 3')
+    assert [r["step"] for r in read_metrics(path)] == [1, 2]
+    path.write_bytes(good.replace(b"loss", b'lo"s', 1))
+    with pytest.raises(DataError, match=r"m\.jsonl:1: not a line of metrics"):
+        read_metrics(path)
+    with caplog.at_level(logging.WARNING, "headway"):
+        MetricsFile(path).cut_to(9)
+    assert "line 1 is damaged" in caplog.text and [r["step"] for r in read_metrics(path)] == [2]
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone\.jsonl: cannot be read: No such file"):
+        read_metrics(tmp_path / "gone.jsonl")
