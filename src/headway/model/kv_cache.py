@@ -19,8 +19,9 @@ class KVCache:
 
     def __init__(self, config: ModelConfig, rows: int, slots: int, *, device: torch.device | str, dtype: torch.dtype) -> None:
         shape = (rows, slots, config.kv_heads, config.head_size)
-        self._keys = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
-        self._values = [torch.empty(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+        # Zeros, not whatever was in memory: a slot that no query sees still meets a weight of 0, and 0 times NaN is NaN.
+        self._keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+        self._values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
         self._row = torch.arange(rows, device=device)[:, None]
         self.slots = slots
         self.used = 0

@@ -1,0 +1,136 @@
+"""Every kernel computes the same attention, and none lets one document see another."""
+
+import pytest
+import torch
+
+from headway.data.batch import Batch
+from headway.errors import ConfigError
+from headway.kernels.attention import AttentionMask, attend, causal_mask, choose, mask_of, working_backends
+
+T = 24
+ROWS = [[5, 1, 12, 6], [24], [10, 14]]
+
+
+def packed(rows: list[list[int]], length: int, *, single_document: bool = False) -> AttentionMask:
+    """The mask of a microbatch whose rows hold documents of these lengths."""
+    count = max(len(row) for row in rows) + 2
+    document = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows]).int()
+    starts = [torch.tensor([0, *row]).cumsum(0) for row in rows]
+    bounds = torch.stack([torch.cat((s, torch.full((count - len(s),), length))) for s in starts]).int()
+    shape = (len(rows), length)
+    return mask_of(
+        Batch(
+            tokens=torch.zeros(shape, dtype=torch.int64),
+            targets=torch.zeros(shape, dtype=torch.int64),
+            loss_weight=torch.ones(shape),
+            position=torch.zeros(shape, dtype=torch.int32),
+            document=document,
+            source=torch.zeros(len(rows), dtype=torch.int32),
+            bounds=bounds,
+            single_document=single_document,
+        )
+    )
+
+
+def inputs(rows: int, heads: int, kv_heads: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, T, h, 16, generator=generator).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+
+
+def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: list[list[int]], window: int | None) -> torch.Tensor:
+    """One query token and head at a time, from the definition."""
+    out = torch.zeros_like(q)
+    group = q.shape[2] // k.shape[2]
+    for row, lengths in enumerate(rows):
+        start = 0
+        for length in lengths:
+            for at in range(start, start + length):
+                first = start if window is None else max(start, at - window + 1)
+                for head in range(q.shape[2]):
+                    scores = k[row, first : at + 1, head // group] @ q[row, at, head] / q.shape[-1] ** 0.5
+                    out[row, at, head] = scores.softmax(0) @ v[row, first : at + 1, head // group]
+            start += length
+    return out
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_kernels_follow_the_definition(backend: str, window: int | None, kv_heads: int) -> None:
+    q, k, v = inputs(3, 4, kv_heads)
+    found = attend(q, k, v, packed(ROWS, T), window=window, backend=backend)
+    with torch.no_grad():
+        expected = by_hand(q, k, v, ROWS, window)
+    assert found.shape == q.shape
+    assert (found - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_gradients_agree_with_the_reference(window: int | None) -> None:
+    mask = packed(ROWS, T)
+    found, expected = inputs(3, 4, 2), inputs(3, 4, 2)
+    weight = torch.randn(3, T, 4, 16, generator=torch.Generator().manual_seed(9))
+    (attend(*found, mask, window=window) * weight).sum().backward()
+    (attend(*expected, mask, window=window, backend="reference") * weight).sum().backward()
+    for a, b in zip(found, expected, strict=True):
+        assert a.grad is not None and b.grad is not None
+        assert (a.grad - b.grad).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_changing_one_document_leaves_the_others_bit_equal(backend: str, window: int | None) -> None:
+    mask, rows = packed(ROWS, T), []
+    for change in (0.0, 3.0):
+        q, k, v = inputs(3, 4, 2)
+        with torch.no_grad():
+            for x in (q, k, v):
+                x[0, 6:18] += change
+        o = attend(q, k, v, mask, window=window, backend=backend)
+        o.square().sum().backward()
+        rows.append([o, q.grad, k.grad, v.grad])
+    for a, b in zip(*rows, strict=True):
+        assert torch.equal(a[1:], b[1:])
+        assert torch.equal(a[0, :6], b[0, :6])
+        assert torch.equal(a[0, 18:], b[0, 18:])
+        assert not torch.equal(a[0, 6:18], b[0, 6:18])
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_one_document_before_padding_needs_no_document_mask(window: int | None) -> None:
+    rows = [[15, 9], [24], [20, 4]]
+    q, k, v = inputs(3, 4, 2)
+    found = attend(q, k, v, packed(rows, T, single_document=True), window=window)
+    expected = attend(q, k, v, packed(rows, T), window=window, backend="reference")
+    for row, lengths in enumerate(rows):
+        assert (found[row, : lengths[0]] - expected[row, : lengths[0]]).abs().max() < 1e-5
+
+
+def test_the_flat_starts_of_documents_count_every_row_and_pad_with_empty_ones() -> None:
+    mask = packed([[5, 19], [24]], T)
+    assert mask.cu_seqlens.dtype == torch.int32
+    assert mask.cu_seqlens.tolist() == [0, 5, 24, 24, 48, 48, 48]
+    assert mask.host_bounds == ((0, 5, 24), (0, 24))
+    assert mask.max_length == T
+    assert causal_mask(2, T).cu_seqlens.tolist() == [0, 24, 48]
+
+
+def test_bf16_on_the_cpu_stays_close_to_fp32() -> None:
+    mask = packed(ROWS, T)
+    q, k, v = (x.detach() for x in inputs(3, 4, 2))
+    low = attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask)
+    assert low.dtype == torch.bfloat16
+    assert (low.float() - attend(q, k, v, mask)).abs().max() < 2e-2
+
+
+def test_a_backend_that_cannot_serve_says_why() -> None:
+    q, k, v = inputs(3, 4, 2)
+    with pytest.raises(ConfigError, match="varlen runs on CUDA and the tensors are on cpu"):
+        attend(q, k, v, packed(ROWS, T), backend="varlen")
+    with pytest.raises(ConfigError, match="there are only reference, sdpa, varlen"):
+        attend(q, k, v, packed(ROWS, T), backend="flash")
+
+
+def test_the_doctor_sees_which_backends_work_here() -> None:
+    assert [(name, ok) for name, ok, _ in working_backends("cpu")] == [("reference", True), ("sdpa", True), ("varlen", False)]
+    assert choose(inputs(3, 4, 2)[0], packed(ROWS, T), 4) == "sdpa"

@@ -1,0 +1,151 @@
+"""Families read and write config.json without losing anything, and refuse by name what headway does not compute."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.config.load import validate
+from headway.errors import ConfigError
+from headway.model.config import ModelConfig
+from headway.model.families.base import family_for, family_names, family_of
+
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+WRITABLE = {"llama": {}, "mistral": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
+
+
+def test_the_shipped_families_are_the_files_of_the_folder() -> None:
+    assert family_names() == ["llama", "mistral", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_what_a_family_writes_it_reads_back(name: str) -> None:
+    config = ModelConfig(family=name, vocab_size=96, num_kv_heads=2, head_dim=64, norm_eps=3e-4, rope_theta=5e4, **WRITABLE[name])
+    family = family_of(name)
+    written = family.write(config)
+    assert family_for(written) is family
+    assert family.read(written) == config
+    assert written["architectures"] == [family.ARCHITECTURE]
+    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 5e4
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "beta_fast": 32}}, "with beta_fast"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "without factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "with full_attention"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta is given as"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"pretraining_tp": 2}, "pretraining_tp is 2"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+        ({"auto_map": {"AutoModel": "theirs.py"}}, "auto_map is"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers is"),
+        ({"num_experts": 8}, "num_experts is 8"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "32"}, "hidden_size is"),
+        ({"num_key_value_heads": 3}, "num_kv_heads is 3"),
+    ],
+)
+def test_a_setting_headway_does_not_compute_is_refused_by_name(name: str, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        family_of(name).read({"model_type": name, **SHAPE, **settings})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "named"),
+    [
+        ("llama", {"sliding_window": 8}, "sliding_window is 8"),
+        ("llama", {"layer_types": ["full_attention"] * 2}, "layer_types is"),
+        ("mistral", {"attention_bias": True}, "attention_bias is True"),
+        ("mistral", {"layer_types": ["sliding_attention"] * 2}, "layer_types is"),
+        ("qwen2", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen2", {"mlp_bias": True}, "mlp_bias is True"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window is false"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types names 1 layers"),
+        ("qwen3", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types holds 'linear_attention'"),
+    ],
+)
+def test_a_setting_of_another_family_is_refused(name: str, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        family_of(name).read({"model_type": name, **SHAPE, **settings})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", {"qk_norm": True}),
+        ("llama", {"sliding_window": 8}),
+        ("llama", {"norm": "layernorm"}),
+        ("llama", {"no_rope_layers": (1,)}),
+        ("llama", {"output_bias": True}),
+        ("mistral", {"qkv_bias": True}),
+        ("mistral", {"ffn_bias": True}),
+        ("mistral", {"sliding_window": 8, "window_layers": (1,)}),
+        ("qwen2", {"qkv_bias": False}),
+        ("qwen2", {"output_bias": True}),
+        ("qwen2", {"no_rope_layers": (0,)}),
+        ("qwen3", {"qk_norm": False}),
+        ("qwen3", {"ffn_bias": True}),
+        ("qwen3", {"qkv_bias": True}),
+    ],
+)
+def test_a_model_a_family_cannot_say_is_not_written(name: str, settings: dict[str, Any]) -> None:
+    config = ModelConfig(family=name, vocab_size=96, **{**WRITABLE[name], **settings})
+    with pytest.raises(ConfigError, match=f"model\\.\\w+ is .* {name} model"):
+        family_of(name).write(config)
+
+
+def test_keys_that_change_nothing_are_read_over() -> None:
+    extra = {"_name_or_path": "x", "transformers_version": "4.40.0", "torch_dtype": "bfloat16", "use_cache": False, "unknown": None}
+    assert family_of("llama").read({**SHAPE, **extra}) == family_of("llama").read(SHAPE)
+
+
+def test_absent_keys_mean_what_they_mean_to_transformers() -> None:
+    bare = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
+    llama = family_of("llama").read(bare)
+    assert (llama.kv_heads, llama.norm_eps, llama.rope_theta, llama.tie_embeddings) == (4, 1e-6, 10000.0, False)
+    mistral = family_of("mistral").read({**bare, "num_attention_heads": 8})
+    assert (mistral.kv_heads, mistral.sliding_window, mistral.max_seq_len) == (8, 4096, 131072)
+    assert family_of("qwen3").read(SHAPE).head_dim == 128
+
+
+def test_an_unknown_family_is_an_error_with_a_hint() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'mistral'"):
+        family_of("mistrall")
+    with pytest.raises(ConfigError, match="there is no module of that name"):
+        family_of("no_such_lab.model")
+    with pytest.raises(ConfigError, match="model_type is 'gpt2'; headway reads llama, mistral, qwen2, qwen3"):
+        family_for({"model_type": "gpt2"})
+
+
+def test_a_users_own_module_is_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_lab").mkdir()
+    (tmp_path / "my_lab" / "__init__.py").write_text("")
+    (tmp_path / "my_lab" / "own.py").write_text("from headway.model.families.llama import *\n")
+    (tmp_path / "my_lab" / "bad.py").write_text("MODEL_TYPE = 'bad'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert family_of("my_lab.own").MODEL_TYPE == "llama"
+    with pytest.raises(ConfigError, match="has no ARCHITECTURE"):
+        family_of("my_lab.bad")
+    for name in [n for n in sys.modules if n.startswith("my_lab")]:
+        del sys.modules[name]
+
+
+def test_lists_of_layers_pass_as_json_writes_them() -> None:
+    config = validate(ModelConfig, {"no_rope_layers": [0, 2], "sliding_window": 4, "window_layers": [1]})
+    assert (config.no_rope_layers, config.window_layers) == ((0, 2), (1,))
