@@ -51,7 +51,9 @@ class Tokenizer:
             return self.backend
         from headway.tokenizer.sentencepiece_model import convert
 
-        return convert(self.backend)
+        converted = convert(self.backend)
+        converted.encode_special_tokens = True
+        return converted
 
     @cached_property
     def vocab_size(self) -> int:

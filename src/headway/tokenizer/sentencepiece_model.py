@@ -1,0 +1,130 @@
+"""Sentencepiece .model files: encoded by the sentencepiece library, converted exactly to a tokenizer.json for everybody else.
+
+In: a .model. Out: a `Tokenizer`, or the `tokenizers` equal that gives the same ids for every text. Conversion: a piece's rank is its
+merge's rank; the model's own normalisation, dummy prefix and byte fallback become the steps of the same name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import DataError
+from headway.tokenizer.load import Tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+    from sentencepiece import SentencePieceProcessor
+
+SPACE = "▁"
+
+
+def read_model(path: Path, config: dict[str, Any] | None = None) -> Tokenizer:
+    """Open a .model file; `config` is that of the folder it lies in, where there is one."""
+    from sentencepiece import SentencePieceProcessor
+
+    from headway.tokenizer.tiktoken_ranks import is_ranks, read_ranks
+
+    config = config or {}
+    data = path.read_bytes()
+    if is_ranks(data):
+        return read_ranks(path, config)
+    try:
+        sp = SentencePieceProcessor(model_proto=data)
+        size = sp.get_piece_size()
+    except (RuntimeError, OSError):
+        size = 0
+    if not size:
+        raise DataError(f"{path} is no sentencepiece model; fetch or train it again.")
+    if _adds_tokens(sp, config):
+        from headway.tokenizer.folder import finish
+
+        return finish(convert(sp), config)
+    numbers = {"bos": sp.bos_id(), "eos": sp.eos_id(), "pad": sp.pad_id(), "unk": sp.unk_id()}
+    roles = {role: sp.id_to_piece(number) for role, number in numbers.items() if number >= 0}
+    roles |= {role: _content(config[f"{role}_token"]) for role in numbers if config.get(f"{role}_token") is not None}
+    return Tokenizer(sp, roles, config, config.get("chat_template"))
+
+
+def encode_batch(sp: SentencePieceProcessor, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of many texts, by the library's own threads."""
+    return sp.encode(list(texts), num_threads=os.cpu_count() or 1)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def convert(sp: SentencePieceProcessor) -> tokenizers.Tokenizer:
+    """A `tokenizers` tokenizer that gives the same ids as the sentencepiece model."""
+    from tokenizers import AddedToken, decoders, models, normalizers
+    from tokenizers import Tokenizer as Backend
+
+    proto = _proto(sp)
+    trained, rules = proto.trainer_spec, proto.normalizer_spec
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    if trained.model_type == 1:
+        model = models.Unigram(pieces, unk_id=sp.unk_id(), byte_fallback=trained.byte_fallback)
+    elif trained.model_type == 2:
+        vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}
+        merges = _merges(proto, vocabulary)
+        model = models.BPE(vocabulary, merges, unk_token=sp.id_to_piece(sp.unk_id()), fuse_unk=True, byte_fallback=trained.byte_fallback)
+    else:
+        raise DataError("the sentencepiece model is of type word or char; only bpe and unigram models can be used.")
+    if trained.treat_whitespace_as_suffix:
+        raise DataError("the sentencepiece model writes spaces after words (treat_whitespace_as_suffix), which tokenizer.json cannot say.")
+    backend = Backend(model)
+    steps: list[Any] = [normalizers.Precompiled(rules.precompiled_charsmap)] if rules.precompiled_charsmap else []
+    if rules.remove_extra_whitespaces:
+        from tokenizers import Regex
+
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    steps += [normalizers.Prepend(SPACE if rules.escape_whitespaces else " ")] if rules.add_dummy_prefix else []
+    steps += [normalizers.Replace(" ", SPACE)] if rules.escape_whitespaces else []
+    if steps:
+        backend.normalizer = normalizers.Sequence(steps)
+    parts: list[Any] = [decoders.Replace(SPACE, " ")] if rules.escape_whitespaces else []
+    parts += [decoders.ByteFallback(), decoders.Fuse()]
+    parts += [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
+    backend.decoder = decoders.Sequence(parts)
+    for i, piece in enumerate(proto.pieces):
+        if sp.is_control(i) or sp.is_unknown(i):
+            backend.add_special_tokens([AddedToken(piece.piece, special=True, normalized=False)])
+        elif piece.type == piece.USER_DEFINED:
+            backend.add_tokens([AddedToken(piece.piece, special=False, normalized=False)])
+    return backend
+
+
+def _proto(sp: SentencePieceProcessor) -> Any:
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
+    proto.ParseFromString(sp.serialized_model_proto())
+    return proto
+
+
+def _merges(proto: Any, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """Every way to make a piece from two others, best pieces first: the order in which sentencepiece joins them."""
+    normal = {p.piece for p in proto.pieces if p.type == p.NORMAL}
+    found: list[tuple[float, int, int, int]] = []
+    by_id = [p.piece for p in proto.pieces]
+    for number, piece in enumerate(proto.pieces):
+        if piece.type != piece.NORMAL:
+            continue
+        text = piece.piece
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in normal and right in normal:
+                found.append((-piece.score, number, vocabulary[left], vocabulary[right]))
+    return [(by_id[left], by_id[right]) for _, _, left, right in sorted(found)]
+
+
+def _adds_tokens(sp: SentencePieceProcessor, config: dict[str, Any]) -> bool:
+    """Whether a folder's config names tokens that the model itself has not."""
+    declared = [token["content"] for token in (config.get("added_tokens_decoder") or {}).values()]
+    named = [config.get(f"{role}_token") for role in ("bos", "eos", "pad", "unk")]
+    named += list(config.get("additional_special_tokens") or ())
+    tokens = declared + [_content(token) for token in named if token is not None]
+    return any(sp.id_to_piece(sp.piece_to_id(token)) != token for token in tokens)
+
+
+def _content(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, dict) else str(token)

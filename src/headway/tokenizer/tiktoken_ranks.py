@@ -1,0 +1,92 @@
+"""Tiktoken rank files (qwen.tiktoken, Llama 3's tokenizer.model): one `base64-bytes rank` per line, converted to byte-level BPE.
+
+A rank file says which byte strings are tokens and in which order they were learned, not how they are made; the two halves of each token
+are found by merging its bytes with the tokens learned before it. The cuts between words are not in the file: they are known for the
+published vocabularies, which are told apart by their size.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from pathlib import Path
+from typing import Any
+
+from headway.errors import DataError
+from headway.tokenizer.byte_alphabet import spell
+from headway.tokenizer.load import Tokenizer
+from headway.tokenizer.presplit import CL100K, QWEN, byte_level
+
+_LLAMA3 = (
+    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
+)  # fmt: skip
+# Number of ranks -> cuts, whether texts are NFC-normalised first, special tokens from the next id on, roles.
+KNOWN: dict[int, tuple[str | None, bool, tuple[str, ...], dict[str, str]]] = {
+    151643: (QWEN, True, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}),
+    128000: (CL100K, False, _LLAMA3, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}),
+    100256: (CL100K, False, ("<|reserved_0|>", "<|endoftext|>"), {"eos_token": "<|endoftext|>"}),
+    50256: (None, False, ("<|endoftext|>",), {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}),
+}
+_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\n?")
+
+
+def is_ranks(data: bytes) -> bool:
+    """Whether a file's content is a rank file."""
+    return _LINE.fullmatch(data[: data.find(b"\n") + 1]) is not None
+
+
+def read_ranks(path: Path, config: dict[str, Any] | None = None) -> Tokenizer:
+    """Open a rank file of a published vocabulary; takes some seconds for the largest, so save it as a folder."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers
+
+    from headway.tokenizer.folder import finish
+
+    ranks = _parse(path)
+    if len(ranks) not in KNOWN:
+        raise DataError(f"{path} has {len(ranks)} ranks; the cuts between words are known for {', '.join(map(str, KNOWN))} only.")
+    pattern, composed, special, roles = KNOWN[len(ranks)]
+    vocabulary = {spell(token): rank for token, rank in ranks.items()}
+    merges = [(spell(left), spell(right)) for left, right in _merges(ranks)]
+    backend = Backend(models.BPE(vocabulary, merges))
+    if composed:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = byte_level(pattern)
+    backend.decoder = decoders.ByteLevel()
+    usable = {k: v for k, v in (config or {}).items() if k not in ("auto_map", "tokenizer_class")}
+    return finish(backend, {"additional_special_tokens": list(special), **roles, **usable})
+
+
+def _parse(path: Path) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise DataError(f"{path}:{number}: no rank line; expected base64 bytes, a space and a number.") from None
+    if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([b]) not in ranks for b in range(256)):
+        raise DataError(f"{path}: the ranks have gaps or lack some of the 256 bytes; the file is damaged or cut short.")
+    return ranks
+
+
+def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """The two halves of every token of more than one byte, in the order of ranks."""
+    return [_halves(token, rank, ranks) for token, rank in sorted(ranks.items(), key=lambda item: item[1]) if len(token) > 1]
+
+
+def _halves(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        joined = [ranks.get(parts[i] + parts[i + 1], rank) for i in range(len(parts) - 1)]
+        best = min(joined)
+        if best >= rank:
+            raise DataError(f"token {token!r} cannot be made from tokens of lower rank; the rank file is damaged.")
+        at = joined.index(best)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts[0], parts[1]
