@@ -85,3 +85,5 @@ class StepBatch:
     stats: StepStats
     first_microbatch: int = 0
     """Global index of this rank's first microbatch in the step; randomness is derived from it."""
+    source_rows: tuple[int, ...] = ()
+    """Rows each source of the mixture gave to the whole step."""

@@ -1,0 +1,199 @@
+"""Documents become rows, planned from their lengths alone. In: documents of one window, in order; out: a `RowPlan`.
+
+best_fit      the longest first, each into the fullest row it fits; only a document longer than a row is cut, into pieces of a row
+concat        one after another, cut where a row is full; the rest goes on in the next row
+pad           one document, or one piece of a longer one, per row
+one_document  as concat, but a row is one document to the model: attention and positions run through it
+
+Invariant: every token is in exactly one row, no segment holds tokens of two documents, and no row holds more than `max_segments`. A piece
+that was cut knows that its document goes on (`has_next`), so that its last position still predicts the true next token.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.data.config import Packing
+from headway.data.source import Flags, Longs, Source
+from headway.errors import DataError
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Rows as pieces of documents; the pieces of row r are `first[r]` to `first[r + 1] - 1`."""
+
+    document: Longs
+    start: Longs
+    length: Longs
+    has_next: Flags
+    """The document goes on after this piece."""
+    first: Longs
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return len(self.first) - 1
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """What a row may hold: `seq_len` tokens in at most `max_segments` documents, packed by `packing`."""
+
+    seq_len: int
+    max_segments: int
+    """Padding not counted."""
+    packing: Packing
+
+
+def plan_rows(documents: Longs, lengths: Longs, shape: RowShape, source: Source | None = None) -> RowPlan:
+    """Pack one window's documents. Where the source keeps spans, each pack is taken apart into its true documents."""
+    if shape.packing in ("concat", "one_document"):
+        plan = _concat(documents, lengths, shape)
+    else:
+        plan = _fit(documents, lengths, shape, _segments_of(documents, source))
+    return plan if source is None or shape.packing == "one_document" else _split_spans(plan, source, shape)
+
+
+def join(plans: list[RowPlan]) -> RowPlan:
+    """The rows of several plans, one plan after another."""
+    if len(plans) == 1:
+        return plans[0]
+    before = np.cumsum([0, *(len(plan.document) for plan in plans)])
+    first = np.concatenate([*(plan.first[:-1] + n for plan, n in zip(plans, before, strict=False)), before[-1:]])
+    columns = [np.concatenate([getattr(plan, name) for plan in plans]) for name in ("document", "start", "length", "has_next")]
+    return RowPlan(*columns, first=first)
+
+
+def best_fit(lengths: Longs, seq_len: int, max_segments: int, segments: Longs | None = None) -> Longs:
+    """The row of each piece: longest first, each into the row with the least room that still holds it. Row numbers start at 0."""
+    # Which rows come out depends on the lengths alone, not on their order, so that a window has the same number of rows in every epoch.
+    order = np.argsort(-lengths, kind="stable") if segments is None else np.lexsort((-segments, -lengths))
+    if segments is None:
+        sizes, counts = np.unique(-lengths, return_counts=True)
+        runs = _fit_runs(zip((-sizes).tolist(), counts.tolist(), strict=True), seq_len, max_segments)
+    else:
+        runs = _fit_weighted(zip(lengths[order].tolist(), segments[order].tolist(), strict=True), seq_len, max_segments)
+    rows = np.empty(len(lengths), np.int64)
+    rows[order] = np.repeat(*np.array(runs, np.int64).reshape(-1, 2).T)
+    return rows
+
+
+def _fit_runs(sizes: Iterable[tuple[int, int]], seq_len: int, max_segments: int) -> list[tuple[int, int]]:
+    """Place `count` pieces of each size; (row, how many) in the order of placing. Equal pieces follow each other into the tightest row."""
+    runs: list[tuple[int, int]] = []
+    open_rows: list[tuple[int, int, int]] = []  # (room, row, segments used), ascending
+    num_rows = 0
+    for size, count in sizes:
+        while count:
+            at = bisect_left(open_rows, (size,))
+            if at < len(open_rows):
+                room, row, used = open_rows.pop(at)
+            else:
+                room, row, used = seq_len, num_rows, 0
+                num_rows += 1
+            fitting = min(count, room // size, max_segments - used)
+            runs.append((row, fitting))
+            count -= fitting
+            room, used = room - fitting * size, used + fitting
+            if room and used < max_segments:
+                insort(open_rows, (room, row, used))
+    return runs
+
+
+def _fit_weighted(pieces: Iterable[tuple[int, int]], seq_len: int, max_segments: int) -> list[tuple[int, int]]:
+    """As `_fit_runs` for single pieces that count as several segments each."""
+    runs: list[tuple[int, int]] = []
+    open_rows: list[tuple[int, int, int]] = []
+    num_rows = 0
+    for size, weight in pieces:
+        at = bisect_left(open_rows, (size,))
+        while at < len(open_rows) and open_rows[at][2] + weight > max_segments:
+            at += 1
+        if at < len(open_rows):
+            room, row, used = open_rows.pop(at)
+        else:
+            room, row, used = seq_len, num_rows, 0
+            num_rows += 1
+        runs.append((row, 1))
+        if room > size and used + weight < max_segments:
+            insort(open_rows, (room - size, row, used + weight))
+    return runs
+
+
+def _fit(documents: Longs, lengths: Longs, shape: RowShape, segments: Longs | None) -> RowPlan:
+    pieces = -(-lengths // shape.seq_len)
+    if (pieces != 1).any():
+        owner = np.repeat(np.arange(len(lengths)), pieces)
+        number = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        start = number * shape.seq_len
+        length = np.minimum(lengths[owner] - start, shape.seq_len)
+        documents, has_next = documents[owner], start + length < lengths[owner]
+        segments = None if segments is None else segments[owner]
+    else:
+        start, length, has_next = np.zeros(len(lengths), np.int64), lengths, np.zeros(len(lengths), np.bool_)
+    if shape.packing == "pad":
+        return RowPlan(documents, start, length, has_next, np.arange(len(documents) + 1))
+    rows = best_fit(length, shape.seq_len, shape.max_segments, segments)
+    order = np.argsort(rows, kind="stable")
+    first = np.searchsorted(rows[order], np.arange(int(rows.max(initial=-1)) + 2))
+    return RowPlan(documents[order], start[order], length[order], has_next[order], first)
+
+
+def _concat(documents: Longs, lengths: Longs, shape: RowShape) -> RowPlan:
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    most = shape.max_segments if shape.packing == "concat" else len(lengths)
+    cuts = [0]
+    while cuts[-1] < total:
+        begun = int(np.searchsorted(ends, cuts[-1], side="right"))
+        last = begun + most - 1
+        cuts.append(min(cuts[-1] + shape.seq_len, int(ends[last]) if last < len(ends) else total))
+    # A piece ends wherever a document or a row does.
+    stops = np.sort(np.concatenate([ends, np.array(cuts[1:], np.int64)]), kind="stable")
+    stops = stops[np.diff(stops, append=-1) != 0]
+    begins = np.concatenate([np.zeros(1, np.int64), stops[:-1]])[: len(stops)]
+    owner = np.searchsorted(ends, begins, side="right")
+    start = begins - (ends[owner] - lengths[owner])
+    return RowPlan(documents[owner], start, stops - begins, stops < ends[owner], np.searchsorted(begins, np.array(cuts)))
+
+
+def _segments_of(documents: Longs, source: Source | None) -> Longs | None:
+    if source is None or not len(documents):
+        return None
+    if source.span_starts(int(documents[0])) is None:
+        return None
+    return np.array([_span_starts(source, document).size for document in documents.tolist()], np.int64)
+
+
+def _span_starts(source: Source, document: int) -> Longs:
+    found = source.span_starts(document)
+    return np.zeros(1, np.int64) if found is None else found
+
+
+def _split_spans(plan: RowPlan, source: Source, shape: RowShape) -> RowPlan:
+    """Cut the pieces of packs where a true document starts inside them."""
+    if not len(plan.document) or source.span_starts(int(plan.document[0])) is None:
+        return plan
+    columns: list[tuple[int, int, int, bool]] = []
+    first = [0]
+    for row in range(plan.num_rows):
+        for piece in range(int(plan.first[row]), int(plan.first[row + 1])):
+            document, begin, size = int(plan.document[piece]), int(plan.start[piece]), int(plan.length[piece])
+            starts = _span_starts(source, document)
+            inner = starts[(starts > begin) & (starts < begin + size)].tolist()
+            stop_is_cut = bool(plan.has_next[piece]) and begin + size not in starts
+            for low, high in zip([begin, *inner], [*inner, begin + size], strict=True):
+                columns.append((document, low, high - low, stop_is_cut and high == begin + size))
+        first.append(len(columns))
+        if first[-1] - first[-2] > shape.max_segments:
+            raise DataError(
+                f"{source.name}: a row holds {first[-1] - first[-2]} documents; data.max_documents allows {shape.max_segments} "
+                f"and the padding. Set data.max_documents to {first[-1] - first[-2] + 1} or more."
+            )
+    document, start, length, has_next = zip(*columns, strict=True)
+    document, start, length = (np.array(column, np.int64) for column in (document, start, length))
+    return RowPlan(document, start, length, np.array(has_next, np.bool_), np.array(first, np.int64))

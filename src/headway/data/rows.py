@@ -1,0 +1,131 @@
+"""Drawn rows become a `Batch`: the picture in batch.py, made of one gather per source and a few passes over flat arrays.
+
+In: planned rows (None where a step has no row left); out: tensors of one microbatch. The tokens are read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.data.batch import Batch
+from headway.data.mixture import Row
+from headway.data.source import Flags, Ids, Longs, Source
+from headway.data.store import ranges
+from headway.errors import DataError
+
+
+@dataclass(frozen=True)
+class Fill:
+    """How rows are laid out."""
+
+    sources: Sequence[Source]
+    seq_len: int
+    max_documents: int
+    """Padding counted."""
+    one_document: bool
+    """Attention and positions run through the whole row, whatever documents it holds."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of the rows one source gave to a microbatch."""
+
+    rows: Longs
+    """Which row of the microbatch each piece is in."""
+    document: Longs
+    start: Longs
+    length: Longs
+    has_next: Flags
+
+
+def fill_rows(rows: Sequence[Row | None], how: Fill) -> Batch:
+    """Read the tokens of some rows and lay them out as one microbatch."""
+    import torch
+
+    shape = (len(rows), how.seq_len)
+    tokens, targets, weight = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+    for source in sorted({row.source for row in rows if row is not None}):
+        _read(how.sources[source], _pieces(rows, source), tokens, targets, weight)
+    position, document, bounds, single = _layout(rows, how)
+    came_from = np.array([0 if row is None else row.source for row in rows], np.int32)
+    arrays = (tokens, targets, weight, position, document, came_from, bounds)
+    return Batch(*(torch.from_numpy(array) for array in arrays), single_document=single)
+
+
+def _pieces(rows: Sequence[Row | None], source: int) -> Pieces:
+    slices = [
+        (place, row.block.plan, slice(int(row.block.plan.first[row.number]), int(row.block.plan.first[row.number + 1])))
+        for place, row in enumerate(rows)
+        if row is not None and row.source == source
+    ]
+    return Pieces(
+        np.repeat([place for place, _, _ in slices], [at.stop - at.start for _, _, at in slices]),
+        np.concatenate([plan.document[at] for _, plan, at in slices]),
+        np.concatenate([plan.start[at] for _, plan, at in slices]),
+        np.concatenate([plan.length[at] for _, plan, at in slices]),
+        np.concatenate([plan.has_next[at] for _, plan, at in slices]),
+    )
+
+
+def _read(source: Source, pieces: Pieces, tokens: Longs, targets: Longs, weight: np.ndarray) -> None:
+    """Fill in the rows of one source; a target is the next token of the same document, its weight whether that is a loss target."""
+    ids, mask = source.gather(pieces.document, pieces.start, pieces.length)
+    _check_ids(source, ids, int(pieces.length.sum()))
+    row_ends = np.cumsum(np.bincount(pieces.rows, pieces.length, len(tokens)).astype(np.int64))
+    for row in np.unique(pieces.rows).tolist():
+        stop, begin = int(row_ends[row]), int(row_ends[row - 1]) if row else 0
+        size = stop - begin
+        tokens[row, :size] = ids[begin:stop]
+        targets[row, : size - 1] = ids[begin + 1 : stop]
+        weight[row, : size - 1] = 1 if mask is None else mask[begin + 1 : stop]
+    # Where a piece ends, the next token of the row belongs to somebody else.
+    before = row_ends[pieces.rows] - np.bincount(pieces.rows, pieces.length, len(tokens)).astype(np.int64)[pieces.rows]
+    last = pieces.rows * tokens.shape[1] + np.cumsum(pieces.length) - before - 1
+    weight.reshape(-1)[last] = 0
+    if pieces.has_next.any():
+        on = pieces.has_next
+        ids, mask = source.gather(pieces.document[on], (pieces.start + pieces.length)[on], np.ones(int(on.sum()), np.int64))
+        _check_ids(source, ids, len(ids))
+        targets.reshape(-1)[last[on]] = ids
+        weight.reshape(-1)[last[on]] = 1 if mask is None else mask
+
+
+def _check_ids(source: Source, ids: Ids, expected: int) -> None:
+    if len(ids) != expected:
+        raise DataError(f"{source.name}: gave {len(ids)} tokens where its index says {expected}; it is damaged. Copy or build it again.")
+    if len(ids) and int(ids.max()) > source.max_id:
+        raise DataError(
+            f"{source.name}: holds id {int(ids.max())}, above the highest it declares, {source.max_id}. Copy or build it again."
+        )
+
+
+def _layout(rows: Sequence[Row | None], how: Fill) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+    """Positions, document numbers and bounds: padding is a document of its own."""
+    lengths: list[np.ndarray] = []
+    bounds = np.full((len(rows), how.max_documents + 1), how.seq_len, np.int32)
+    counts: list[int] = []
+    single = True
+    for place, row in enumerate(rows):
+        if row is None:
+            here = np.zeros(0, np.int32)
+        else:
+            plan = row.block.plan
+            here = plan.length[plan.first[row.number] : plan.first[row.number + 1]].astype(np.int32)
+            here = here.sum(keepdims=True, dtype=np.int32) if how.one_document else here
+        single = single and len(here) <= 1
+        filled = int(here.sum())
+        if filled < how.seq_len:
+            here = np.append(here, np.int32(how.seq_len - filled))
+        bounds[place, 1 : len(here) + 1] = np.cumsum(here)
+        bounds[place, 0] = 0
+        lengths.append(here)
+        counts.append(len(here))
+    flat = np.concatenate(lengths)
+    starts = (np.cumsum(flat) - flat).astype(np.int32)
+    shape = (len(rows), how.seq_len)
+    position = np.arange(len(rows) * how.seq_len, dtype=np.int32) - np.repeat(starts, flat)
+    number = ranges(np.zeros(len(rows), np.int64), np.array(counts, np.int64)).astype(np.int32)
+    return position.reshape(shape), np.repeat(number, flat).reshape(shape), bounds, single
