@@ -1,0 +1,139 @@
+"""On CUDA every kernel agrees with the plain fp32 reference, forward and backward, and compiled halves change nothing."""
+
+import pytest
+import torch
+
+from headway.data.batch import Batch
+from headway.errors import ConfigError
+from headway.kernels.attention import AttentionMask, attend, causal_mask, choose, mask_of, working_backends
+from headway.model.config import ModelConfig
+from headway.model.init import initialize
+from headway.model.kv_cache import KVCache
+from headway.model.transformer import Block, Transformer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+T = 384
+PACKED = [[100, 1, 180, 103], [384], [7, 377]]
+ALONE = [[300, 84], [384], [1, 383]]
+
+
+def mask(rows: list[list[int]], *, single_document: bool = False, max_documents: int = 9) -> AttentionMask:
+    """The mask of rows of documents, with room for more documents than there are."""
+    document = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows]).int()
+    starts = [torch.tensor([0, *row]).cumsum(0) for row in rows]
+    bounds = torch.stack([torch.cat((s, torch.full((max_documents + 1 - len(s),), T))) for s in starts]).int()
+    zero = torch.zeros(len(rows), T, dtype=torch.int64)
+    batch = Batch(zero, zero, zero.float(), zero.int(), document, zero[:, 0].int(), bounds, single_document)
+    return mask_of(batch.to("cuda"))
+
+
+def inputs(heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(3, T, h, width, generator=generator).to("cuda", dtype).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+
+
+def compare(
+    shape: tuple[int, int, int], rows: list[list[int]], window: int | None, backend: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Output and gradients of a backend against the fp32 reference on the same values; padding is left out where plain causal is used."""
+    plain = rows is ALONE
+    counted = torch.ones(3, T, 1, 1, device="cuda")
+    if plain:
+        for row, lengths in enumerate(rows):
+            counted[row, lengths[0] :] = 0
+    weight = torch.randn(3, T, shape[0], shape[2], generator=torch.Generator().manual_seed(1)).cuda() * counted
+    found = inputs(*shape, dtype)
+    expected = [x.detach().float().requires_grad_() for x in found]
+    o = attend(*found, mask(rows, single_document=plain), window=window, backend=backend)
+    r = attend(*expected, mask(rows), window=window, backend="reference")
+    (o.float() * weight).sum().backward()
+    (r * weight).sum().backward()
+    assert ((o.float() - r) * counted).abs().max() < tolerance
+    for a, b in zip(found, expected, strict=True):
+        assert a.grad is not None and b.grad is not None
+        assert (a.grad.float() - b.grad).abs().max() < tolerance * max(1.0, b.grad.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 1, 64, 1000])
+@pytest.mark.parametrize("shape", [(8, 8, 64), (8, 2, 64), (4, 1, 128), (4, 2, 40)])
+def test_varlen_agrees_with_the_reference(shape: tuple[int, int, int], window: int | None, dtype: torch.dtype) -> None:
+    compare(shape, PACKED, window, "varlen", dtype, 2e-2)
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 64), (8, 2, 64), (4, 1, 128)])
+@pytest.mark.parametrize("rows", [PACKED, ALONE], ids=["packed", "alone"])
+def test_sdpa_agrees_with_the_reference(shape: tuple[int, int, int], rows: list[list[int]]) -> None:
+    compare(shape, rows, None, "sdpa", torch.bfloat16, 2e-2)
+    compare(shape, rows, None, "sdpa", torch.float32, 1e-4)
+    compare(shape, PACKED, 64, "sdpa", torch.float32, 1e-4)
+
+
+def test_auto_takes_varlen_for_packed_16_bit_rows_and_sdpa_otherwise() -> None:
+    q = inputs(8, 2, 64, torch.bfloat16)[0]
+    assert choose(q, mask(PACKED), None) == "varlen"
+    assert choose(q, mask(ALONE, single_document=True), None) == "sdpa"
+    assert choose(q, mask(ALONE, single_document=True), 64) == "varlen"
+    assert choose(q.float(), mask(PACKED), None) == "sdpa"
+    with pytest.raises(ConfigError, match="float32"):
+        attend(*inputs(8, 2, 64, torch.float32), mask(PACKED), backend="varlen")
+
+
+def test_every_backend_works_on_this_device() -> None:
+    assert working_backends("cuda") == [("reference", True, ""), ("sdpa", True, ""), ("varlen", True, "")]
+
+
+def test_building_a_mask_does_not_wait_for_the_device() -> None:
+    zero = torch.zeros(3, T, dtype=torch.int64, device="cuda")
+    bounds = torch.tensor([[0, T]] * 3, dtype=torch.int32, device="cuda")
+    batch = Batch(zero, zero, zero.float(), zero.int(), zero.int(), zero[:, 0].int(), bounds)
+    q, k, v = inputs(8, 2, 64, torch.bfloat16)
+    attend(q, k, v, mask_of(batch))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attend(q, k, v, mask_of(batch)).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+CONFIG = ModelConfig(hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, ffn_size=256, vocab_size=512, init_std=0.1)
+
+
+def build(dtype: torch.dtype) -> Transformer:
+    model = Transformer(CONFIG)
+    initialize(model, 0)
+    return model.to("cuda", dtype)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_halves_are_two_graphs_and_give_the_eager_result() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    eager, compiled = build(torch.bfloat16), build(torch.bfloat16)
+    for block in compiled.model.layers.values():
+        assert isinstance(block, Block)
+        block.before = torch.compile(block.before, fullgraph=True, dynamic=False)
+        block.after = torch.compile(block.after, fullgraph=True, dynamic=False)
+    ids = torch.randint(0, 512, (3, T), generator=torch.Generator().manual_seed(2)).cuda()
+    position = torch.cat([torch.cat([torch.arange(n) for n in row]) for row in PACKED]).view(3, T).cuda()
+    results = []
+    for model in (eager, compiled):
+        out = model.logits(model(ids, position, mask(PACKED))).float()
+        out.square().mean().backward()
+        results.append((out, model.model.embed_tokens.weight.grad))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert (results[0][0] - results[1][0]).abs().max() < 5e-2
+    assert (results[0][1] - results[1][1]).abs().max() < 2e-2 * results[0][1].abs().max()
+
+
+def test_decoding_from_the_cache_equals_the_whole_forward() -> None:
+    model = build(torch.float32).requires_grad_(False)
+    ids = torch.randint(0, 512, (2, 40), generator=torch.Generator().manual_seed(2)).cuda()
+    position = torch.arange(40, device="cuda").expand(2, -1)
+    expected = model.logits(model(ids, position, causal_mask(2, 40, "cuda")))
+    cache = KVCache(CONFIG, 2, 40, device="cuda", dtype=torch.float32)
+    parts = [model(ids[:, :30], position[:, :30], causal_mask(2, 30, "cuda"), cache)]
+    for at in range(30, 40):
+        parts.append(model(ids[:, at : at + 1], position[:, at : at + 1], None, cache))
+    assert (model.logits(torch.cat(parts, 1)) - expected).abs().max() < 1e-4
