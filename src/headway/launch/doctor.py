@@ -1,0 +1,217 @@
+"""Is this machine ready? Each check is one line with a remedy: ok, warn (works, but less well) or fail (training cannot work).
+
+Quick: nothing is installed, downloaded or left behind; the GPUs only run the small cases that try the attention kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from headway.errors import ConfigError
+from headway.runtime.machine import PACKAGES, cpu_name, driver_version, package_version, peak_flops, ram_bytes, usable_cores
+from headway.runtime.progress import quantity
+from headway.runtime.storage import check_writable, existing_ancestor, free_bytes
+
+MIN_PYTHON = (3, 11)
+LOW_DISK_BYTES, NO_DISK_BYTES = 10e9, 0.5e9
+LOW_RAM_BYTES = 2e9
+MAX_CLOCK_SKEW_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was looked at, how it stands, and what to do about it."""
+
+    name: str
+    state: Literal["ok", "warn", "fail"]
+    detail: str
+    remedy: str | None = None
+
+
+def examine(run_dir: Path | None = None) -> list[Check]:
+    """Look at everything headway needs; `run_dir` is where runs are to be written (default: the working folder)."""
+    folder = run_dir if run_dir is not None else Path.cwd()
+    checks = [_python(), *_packages()]
+    if importlib.util.find_spec("torch") is not None:
+        checks += [*_devices(), _attention(), _compiler()]
+    return [*checks, _memory(), *_storage(folder), _tensorboard()]
+
+
+def _python() -> Check:
+    version = platform.python_version()
+    if sys.version_info < MIN_PYTHON:
+        return Check("python", "fail", f"{version}; headway needs 3.11 or newer", "Make a virtual environment with a newer Python.")
+    return Check("python", "ok", f"{version} on {platform.system()} {platform.machine()}")
+
+
+def requirements() -> dict[str, str]:
+    """What headway needs by package name, as a range such as `>=2.11,<2.14`; the range is empty where it cannot be known."""
+    try:
+        lines = metadata.requires("headway") or []
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return dict.fromkeys((name for name in PACKAGES if name != "triton"), "")
+    from packaging.requirements import Requirement
+
+    needed = [Requirement(line) for line in lines]
+    return {one.name: str(one.specifier) for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})}
+
+
+def _packages() -> Iterator[Check]:
+    if importlib.util.find_spec("packaging") is None:
+        yield Check("packages", "fail", "packaging is not installed", "Run pip install packaging.")
+        return
+    from packaging.specifiers import SpecifierSet
+
+    needed = requirements()
+    wrong = 0
+    for name, wanted in needed.items():
+        found = package_version(name)
+        if found is None or not SpecifierSet(wanted).contains(found, prereleases=True):
+            wrong += 1
+            have = "is not installed" if found is None else f"is at {found}"
+            yield Check(f"package {name}", "fail", f"{have}; headway needs {name}{wanted}", f"Run pip install '{name}{wanted}'.")
+    if not wrong:
+        yield Check("packages", "ok", f"{len(needed)} packages at supported versions, torch {package_version('torch')}")
+
+
+def _devices() -> Iterator[Check]:
+    import torch
+
+    yield Check("cpu", "ok", f"{cpu_name()}, {usable_cores()} cores")
+    driver = driver_version()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        has_cuda = torch.cuda.is_available()
+    if not has_cuda:
+        if driver is None:
+            yield Check("gpu", "ok", "none here: CPU only")
+        elif torch.version.cuda is None:
+            detail = f"the NVIDIA driver {driver} is here, but torch {torch.__version__} was built without CUDA"
+            yield Check("gpu", "warn", detail, "Install a CUDA build of torch: see https://pytorch.org/get-started.")
+        else:
+            reason = f": {str(said[0].message).splitlines()[0]}" if said else ""
+            detail = f"the NVIDIA driver {driver} is here, but torch for CUDA {torch.version.cuda} finds no device{reason}"
+            yield Check("gpu", "warn", detail, "Update the driver, or check CUDA_VISIBLE_DEVICES and the container's GPU access.")
+        return
+    yield Check("cuda", "ok", f"torch for CUDA {torch.version.cuda}, driver {driver or 'version unknown'}")
+    for index in range(torch.cuda.device_count()):
+        yield from _gpu(index)
+
+
+def _gpu(index: int) -> Iterator[Check]:
+    import torch
+
+    name = f"gpu {index}"
+    properties = torch.cuda.get_device_properties(index)
+    try:
+        free, total = torch.cuda.mem_get_info(index)
+    except RuntimeError as error:
+        yield Check(
+            name, "fail", f"{properties.name}: {str(error).splitlines()[0]}", "Look at nvidia-smi; end what hangs there or reset the GPU."
+        )
+        return
+    peak = peak_flops(properties.name, "bf16")
+    speed = "peak unknown" if peak is None else f"{peak / 1e12:.0f} TFLOP/s in bf16"
+    detail = f"{properties.name}, {quantity(free, 'bytes')} of {quantity(total, 'bytes')} free, {speed}"
+    if free < 0.5 * total:
+        yield Check(
+            name, "warn", f"{detail}; another process uses its memory", "End that process (nvidia-smi shows it) or choose another GPU."
+        )
+    else:
+        yield Check(name, "ok", detail)
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        yield Check(f"{name} bf16", "warn", f"{properties.name} has no bf16 arithmetic", "Use precision: fp32 there.")
+
+
+def _attention() -> Check:
+    import torch
+
+    from headway.kernels.attention import working_backends
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tried = working_backends(device)
+    working = [name for name, ok, _ in tried if ok]
+    detail = f"on {device}: " + (", ".join(working) or "none works")
+    others = "; ".join(f"{name}: {reason}" for name, ok, reason in tried if not ok)
+    if others:
+        detail += f" (not here: {others})"
+    if working:
+        return Check("attention kernels", "ok", detail)
+    return Check("attention kernels", "fail", detail, "Install a torch build made for this device.")
+
+
+def _compiler() -> Check:
+    """What torch.compile needs: a C++ compiler, Python's headers and, for a GPU, triton."""
+    import torch
+
+    found = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
+    if found is None:
+        return Check(
+            "compile", "warn", "no C++ compiler, so torch.compile cannot work", "Install one (apt-get install g++) or run without compile."
+        )
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return Check(
+            "compile", "warn", "Python's headers are missing, so torch.compile may not work", "Install them (apt-get install python3-dev)."
+        )
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
+        return Check("compile", "warn", "triton is not installed, so torch.compile cannot use the GPU", "Run pip install triton.")
+    return Check("compile", "ok", f"{found} and Python's headers")
+
+
+def _memory() -> Check:
+    total, available = ram_bytes()
+    if total is None:
+        return Check("memory", "ok", "this system does not say how much there is")
+    if available is None:
+        return Check("memory", "ok", f"{quantity(total, 'bytes')}")
+    detail = f"{quantity(available, 'bytes')} of {quantity(total, 'bytes')} available"
+    if available < LOW_RAM_BYTES:
+        return Check("memory", "warn", detail, "End other programs or choose a smaller model and batch.")
+    return Check("memory", "ok", detail)
+
+
+def _storage(folder: Path) -> Iterator[Check]:
+    free = free_bytes(folder)
+    detail = f"{quantity(free, 'bytes')} free at {folder}"
+    if free < NO_DISK_BYTES:
+        yield Check("disk", "fail", detail, "Free some space or choose another run.dir.")
+    elif free < LOW_DISK_BYTES:
+        yield Check("disk", "warn", detail, "Checkpoints take 12 bytes per parameter each: free some space or choose another run.dir.")
+    else:
+        yield Check("disk", "ok", detail)
+    try:
+        check_writable(folder)
+    except ConfigError as error:
+        yield Check("run folder", "fail", str(error), "Choose another run.dir.")
+        return
+    with tempfile.TemporaryFile(dir=existing_ancestor(folder)) as probe:
+        probe.write(b"0")
+        probe.flush()
+        skew = abs(os.fstat(probe.fileno()).st_mtime - time.time())
+    if skew > MAX_CLOCK_SKEW_SECONDS:
+        detail = f"{folder} can be written, but its clock differs by {skew:.0f} s"
+        yield Check("run folder", "warn", detail, "Synchronise the clocks of this machine and its file server (NTP).")
+    else:
+        yield Check("run folder", "ok", f"{folder} can be written")
+
+
+def _tensorboard() -> Check:
+    try:
+        importlib.import_module("tensorboard")
+    except ImportError as error:
+        return Check("tensorboard", "warn", f"cannot be imported: {error}", "Run pip install tensorboard, or train without that tracker.")
+    return Check("tensorboard", "ok", package_version("tensorboard") or "version unknown")
