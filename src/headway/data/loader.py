@@ -111,6 +111,10 @@ class Loader:
         """What continues after the last step that was handed out."""
         return self._state
 
+    def epoch_of(self, state: LoaderState) -> int:
+        """Completed passes over the data. With weights: how often the slowest source was read, or, where `epochs` is set, shares of all."""
+        return self._passes(state.place)
+
     def rows_per_epoch(self) -> int:
         """Rows of one pass over the data. The first call plans every window's lengths once."""
         return self._mixture.num_rows
@@ -159,26 +163,25 @@ class Loader:
     def _planned(self) -> Iterator[PlannedStep]:
         """Draw step after step."""
         batch = self._state.batch
-        last_row = None
-        if self._epochs is not None and self._mixture.weighted:
-            last_row = self._epochs * self._mixture.num_rows
         skipped = self._config.skipped
-        while not self._is_over(last_row):
-            rows = [None if self._is_over(last_row) else self._mixture.draw() for _ in range(batch_rows(*self._batch_shape(), batch))]
+        while not self._is_over():
+            rows = [
+                None if self._is_over() else self._mixture.draw() for _ in range(batch_rows(self._shape.rows, self._shape.rampup, batch))
+            ]
             skip = any(first <= batch <= last for first, last in skipped)
             batch += 1
             if not skip:
-                yield self._plan_step(rows, LoaderState(batch, self._mixture.place), last_row)
+                yield self._plan_step(rows, LoaderState(batch, self._mixture.place))
 
-    def _batch_shape(self) -> tuple[int, Rampup | None]:
-        return self._shape.rows, self._shape.rampup
+    def _is_over(self) -> bool:
+        return self._epochs is not None and self._passes(self._mixture.place) >= self._epochs
 
-    def _is_over(self, last_row: int | None) -> bool:
-        if last_row is not None:
-            return self._mixture.place.rows >= last_row
-        return self._epochs is not None and self._mixture.passes() >= self._epochs
+    def _passes(self, place: Place) -> int:
+        if not self._mixture.weighted:
+            return place.epoch
+        return min(cursor.epoch for cursor in place.cursors) if self._epochs is None else place.rows // self._mixture.num_rows
 
-    def _plan_step(self, rows: list[Row | None], state: LoaderState, last_row: int | None) -> PlannedStep:
+    def _plan_step(self, rows: list[Row | None], state: LoaderState) -> PlannedStep:
         shape = self._shape
         count = -(-len(rows) // shape.micro_rows)
         each = -(-count // shape.ranks)
@@ -186,14 +189,13 @@ class Loader:
         held = [row for row in rows if row is not None]
         documents = [0 if row is None else row.block.segments[row.number] for row in rows]
         of_microbatches = [sum(documents[i : i + shape.micro_rows]) for i in range(0, len(rows), shape.micro_rows)]
-        passes = self._mixture.passes() if last_row is None or self._epochs is None else state.place.rows // (last_row // self._epochs)
         stats = StepStats(
             tokens=sum(row.block.tokens[row.number] for row in held),
             documents=sum(documents),
             largest_length=max((row.block.longest[row.number] for row in held), default=0),
             largest_batch=max(of_microbatches),
             smallest_batch=min(of_microbatches),
-            epoch=passes,
+            epoch=self._passes(state.place),
         )
         first = shape.rank * each
         mine = [rows[i * shape.micro_rows : (i + 1) * shape.micro_rows] for i in range(first, first + each)]

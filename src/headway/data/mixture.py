@@ -69,10 +69,6 @@ class Mixture:
         """Rows of one epoch: of one pass over all sources, repeats counted. Needs the index of rows."""
         return sum(stream.num_rows * repeat for stream, repeat in zip(self._streams, self._repeats, strict=True))
 
-    def passes(self) -> int:
-        """Completed passes over the data; with weights, how often the slowest source was read through."""
-        return min(cursor.epoch for cursor in self._cursors) if self.weighted else self._epoch
-
     def draw(self) -> Row:
         """The next row."""
         _, source = heapq.heappop(self._queue)

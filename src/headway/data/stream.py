@@ -122,7 +122,7 @@ class Stream:
         write_atomic(path, content.getvalue())
         return found
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Rows of one epoch."""
         return int(self.rows_of_windows.sum())

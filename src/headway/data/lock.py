@@ -1,0 +1,71 @@
+"""One process works while others wait, without talking to each other: a lock file on a disk all of them see.
+
+The holder touches the file every few seconds. A lock nobody has touched for long belonged to a process that died, and is taken over. What
+is built under a lock must still appear by one atomic rename: should two processes ever hold it, they do the same work twice, no harm.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TOUCH_SECONDS = 2.0
+STALE_SECONDS = 60.0
+POLL_SECONDS = 0.2
+
+
+@contextmanager
+def held(path: Path, until: Callable[[], bool], stale_seconds: float = STALE_SECONDS) -> Iterator[bool]:
+    """Wait until this process holds the lock (True) or `until` says that somebody else has done the work (False)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not _acquire(path, until, stale_seconds):
+        yield False
+        return
+    done = threading.Event()
+
+    def touch() -> None:
+        while not done.wait(TOUCH_SECONDS):
+            if path.exists():
+                os.utime(path)
+
+    toucher = threading.Thread(target=touch, name="headway-lock", daemon=True)
+    toucher.start()
+    try:
+        yield not until()
+    finally:
+        done.set()
+        toucher.join()
+        path.unlink(missing_ok=True)
+
+
+def _acquire(path: Path, until: Callable[[], bool], stale_seconds: float) -> bool:
+    seen: tuple[float, float] | None = None  # the lock's last touch and when we first saw it, by our clock: clocks of machines differ
+    said = False
+    while not until():
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            return True
+        except FileExistsError:
+            pass
+        try:
+            touched = path.stat().st_mtime
+        except FileNotFoundError:
+            continue
+        now = time.monotonic()
+        if seen is None or seen[0] != touched:
+            seen = (touched, now)
+        elif now - seen[1] > stale_seconds:
+            logging.getLogger("headway").info("%s: not touched for %.0f s, taken over", path, stale_seconds)
+            path.unlink(missing_ok=True)
+            seen = None
+            continue
+        if not said:
+            logging.getLogger("headway").info("waiting for another process (lock %s)", path)
+            said = True
+        time.sleep(POLL_SECONDS)
+    return False

@@ -1,0 +1,109 @@
+"""The sources a recipe names, opened and checked. In: the `data` section, the tokenizer, the model's vocabulary; out: mixtures to read.
+
+What cannot work is refused here, before any work starts: a missing path, a half-written store, another tokenizer, an id beyond the
+vocabulary, a split that leaves one side empty. Raw files are built into a cached store first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.data.config import DataConfig, SourceConfig
+from headway.data.mixture import MixtureSource
+from headway.data.order import Selection
+from headway.data.source import Source
+from headway.data.store import is_store, open_store
+from headway.data.synthetic import SyntheticSource
+from headway.errors import ConfigError, DataError
+
+VALID_NAME = "valid"
+
+
+@dataclass(frozen=True)
+class OpenData:
+    """What a run reads: the training mixture, and the validation sets by name."""
+
+    train: tuple[MixtureSource, ...]
+    valid: dict[str, tuple[MixtureSource, ...]]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the training sources, in the order of `Batch.source`."""
+        return [one.selection.source.name for one in self.train]
+
+
+def open_data(config: DataConfig, *, tokenizer: Path | None, vocab_size: int, seed: int) -> OpenData:
+    """Open every source of a recipe. `tokenizer` is where it lies (None: none is configured), `vocab_size` the model's."""
+    if config.train is None:
+        opened: list[tuple[SourceConfig, Source]] = [(SourceConfig(path="generated data"), SyntheticSource(vocab_size, seed))]
+    else:
+        opened = [(one, open_source(one, config, tokenizer)) for one in config.train]
+    sets = (config.valid.sets if config.valid else None) or {}
+    valid = {name: [(one, open_source(one, config, tokenizer)) for one in many] for name, many in sets.items()}
+    stores = [] if config.train is None else [source for _, source in opened]
+    _check([*stores, *(source for many in valid.values() for _, source in many)], tokenizer, vocab_size, config.tokenizer_unchecked)
+    fraction = config.valid.fraction if config.valid else None
+    if fraction is None:
+        return OpenData(_mixture(opened), {name: _mixture(many) for name, many in valid.items()})
+    return OpenData(_mixture(opened, "train", fraction), {VALID_NAME: _mixture(opened, VALID_NAME, fraction)})
+
+
+def open_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Source:
+    """Open one path: a store (staged to a local disk if the recipe says so), a foreign store, or raw files."""
+    path = Path(one.path)
+    if is_store(path) or any(path.glob("tokens-*.bin")):
+        if config.stage_to is not None:
+            from headway.data.stage import staged
+
+            path = staged(path, config.stage_to)
+        return open_store(path)
+    if tokenizer is None:
+        raise ConfigError(f"data: {one.path} is no token store, so its text needs a tokenizer. Set `tokenizer` in the recipe.")
+    from headway.data.cache import cached_store
+
+    return open_store(cached_store([one.path], tokenizer, config.cache_dir, text_key=one.text_key, template=one.template, split=one.split))
+
+
+def check_sources(sources: Sequence[Source], fingerprint: str | None, vocab_size: int, unchecked: bool) -> None:
+    """Refuse ids that another tokenizer made, or that the model has no row for."""
+    for source in sources:
+        if source.max_id >= vocab_size:
+            raise DataError(
+                f"{source.name}: holds id {source.max_id}; the model's vocabulary has {vocab_size} ids (0 to {vocab_size - 1}). "
+                f"Use the tokenizer that made the data, or set model.vocab_size to {source.max_id + 1} or more."
+            )
+        if source.fingerprint is None and not unchecked:
+            raise DataError(
+                f"{source.name}: does not say which tokenizer made it, so its ids cannot be checked. "
+                f"If it is the recipe's, set data.tokenizer_unchecked: true."
+            )
+        if source.fingerprint is not None and fingerprint is not None and source.fingerprint != fingerprint:
+            raise DataError(
+                f"{source.name}: made by another tokenizer ({source.fingerprint[:12]}) than the recipe's ({fingerprint[:12]}). "
+                f"Tokenize it again with `headway data tokenize`, or set `tokenizer` to the one that made it."
+            )
+
+
+def _check(sources: Sequence[Source], tokenizer: Path | None, vocab_size: int, unchecked: bool) -> None:
+    fingerprint = None
+    if tokenizer is not None and any(source.fingerprint is not None for source in sources):
+        from headway.tokenizer.load import load_tokenizer
+
+        fingerprint = load_tokenizer(tokenizer).fingerprint
+    check_sources(sources, fingerprint, vocab_size, unchecked)
+
+
+def _mixture(opened: Sequence[tuple[SourceConfig, Source]], side: str | None = None, fraction: float = 0.0) -> tuple[MixtureSource, ...]:
+    found: list[MixtureSource] = []
+    for one, source in opened:
+        if side == VALID_NAME:
+            # Validation reads each document once, whatever the weights of training are.
+            found.append(MixtureSource(Selection(source, one.limit, one.min_length, "valid", fraction)))
+        else:
+            selection = Selection(source, one.limit, one.min_length, None if side is None else "train", fraction)
+            found.append(MixtureSource(selection, one.weight, one.repeat))
+    for mixed in found:
+        mixed.selection.check()
+    return tuple(found)

@@ -1,0 +1,47 @@
+"""A store on a slow disk is copied once to a fast local one. In: a store and a folder; out: the copy, checked, or the one made before."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from headway.data.lock import held
+from headway.data.store import is_store, open_store
+from headway.data.store_manifest import MANIFEST_NAME, read_manifest
+from headway.errors import DataError
+from headway.runtime.progress import progress, quantity
+from headway.runtime.storage import TEMPORARY_PREFIX, fsync_file, rename_folder, require_space, writing
+
+
+def staged(store: Path, folder: Path) -> Path:
+    """The copy of a store in `folder`; processes of one machine copy it once, the others wait."""
+    manifest = read_manifest(store)
+    copy = folder / f"{store.name}-{manifest.key[:16]}"
+    with held(folder / f"{copy.name}.lock", until=lambda: is_store(copy)) as mine:
+        if mine:
+            size = sum(file.bytes for shard in manifest.shards for file in shard.files.values())
+            require_space(folder, size, DataError)
+            logging.getLogger("headway").info("stage %s to %s: %s", store, copy, quantity(size, "bytes"))
+            _copy(store, copy, size)
+    return copy
+
+
+def _copy(store: Path, copy: Path, size: int) -> None:
+    partial = copy.with_name(f"{TEMPORARY_PREFIX}{copy.name}-{os.getpid()}")
+    with writing(copy, size, DataError):
+        partial.mkdir(parents=True, exist_ok=True)
+        try:
+            with progress(f"stage {store.name}", total=size, unit="bytes") as advance:
+                names = [name for shard in read_manifest(store).shards for name in shard.files]
+                for name in [*names, MANIFEST_NAME]:
+                    shutil.copyfile(store / name, partial / name)
+                    with open(partial / name, "rb") as file:
+                        fsync_file(file.fileno())
+                    advance((partial / name).stat().st_size)
+            open_store(partial).verify()
+            rename_folder(partial, copy)
+        finally:
+            if partial.exists():
+                shutil.rmtree(partial)
