@@ -192,6 +192,9 @@ def _manifest(step: int, world: int, parts: Sequence[Any], scalars: Mapping[str,
 
 
 def _finish(temporary: Path, final: Path, manifest: Manifest, tokenizer: Path | None) -> None:
+    for file in manifest.files:
+        if not (temporary / file.path).exists():
+            raise CheckpointError(f"{final}: {file.path} was written elsewhere. Put run.dir on a file system that all nodes share.")
     copied = _copy_tokenizer(tokenizer, temporary / TOKENIZER) if tokenizer is not None else []
     whole = Manifest(manifest.step, manifest.world, (*manifest.files, *copied), manifest.shapes, manifest.boxes, manifest.scalars)
     _write_file(temporary / MANIFEST, whole.to_bytes())

@@ -27,17 +27,23 @@ class ConsoleHandler(logging.Handler):
 
 
 class Logging:
-    """Log handlers in place; `close` takes them out and closes the file."""
+    """Log handlers in place; `close` takes them out, closes the file and brings back what they replaced."""
 
-    def __init__(self, handlers: list[logging.Handler]) -> None:
+    def __init__(self, handlers: list[logging.Handler], replaced: list[logging.Handler], levels: tuple[int, int]) -> None:
         self._handlers = handlers
+        self._replaced = replaced
+        self._levels = levels
 
     def close(self) -> None:
-        """Stop writing to the run's log file and to the console."""
+        """Log as before."""
+        root = logging.getLogger()
         for handler in self._handlers:
-            logging.getLogger().removeHandler(handler)
+            root.removeHandler(handler)
             handler.close()
-        self._handlers = []
+        for handler in self._replaced:
+            root.addHandler(handler)
+        root.setLevel(self._levels[0])
+        logging.getLogger("headway").setLevel(self._levels[1])
 
     def __enter__(self) -> "Logging":
         return self
@@ -49,12 +55,12 @@ class Logging:
 def start_logging(run_dir: Path | None = None, level: int | str | None = None, rank: int = 0) -> Logging:
     """Send log lines to standard error and to the run folder: rank 0 to train.log, others to logs/ and, from warnings up, to the console.
 
-    `level` is that of headway's own lines; None keeps what was chosen before. Console handlers that are there already are replaced.
+    `level` is that of headway's own lines; None keeps what was chosen before. Console handlers already there stand back until the end.
     """
     root, own = logging.getLogger(), logging.getLogger("headway")
-    old = [
-        handler for handler in root.handlers if type(handler) is logging.StreamHandler or isinstance(handler, (ConsoleHandler, _RunFile))
-    ]
+    levels = root.level, own.level
+    ours = (ConsoleHandler, _RunFile)
+    old: list[logging.Handler] = [one for one in root.handlers if type(one) is logging.StreamHandler or isinstance(one, ours)]
     if level is not None:
         own.setLevel(_level(level))
     elif own.level == logging.NOTSET:
@@ -62,7 +68,6 @@ def start_logging(run_dir: Path | None = None, level: int | str | None = None, r
     root.setLevel(logging.WARNING)
     for handler in old:
         root.removeHandler(handler)
-        handler.close()
     console = ConsoleHandler(logging.NOTSET if rank == 0 else logging.WARNING)
     console.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     handlers: list[logging.Handler] = [console]
@@ -74,7 +79,7 @@ def start_logging(run_dir: Path | None = None, level: int | str | None = None, r
         handlers.append(file)
     for handler in handlers:
         root.addHandler(handler)
-    return Logging(handlers)
+    return Logging(handlers, old, levels)
 
 
 class _RunFile(logging.FileHandler):

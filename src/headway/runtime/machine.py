@@ -9,12 +9,9 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headway import __version__
-
-if TYPE_CHECKING:
-    import torch
 
 PACKAGES = (
     "torch", "numpy", "safetensors", "tokenizers", "sentencepiece", "transformers", "pyarrow", "pydantic", "ruamel.yaml", "typer",
@@ -125,15 +122,6 @@ def resident_bytes() -> int | None:
     except OSError:
         return None
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def memory_bytes(device: "torch.device") -> int | None:
-    """Memory this process needed: the peak that torch allocated on a GPU, else what the process holds in RAM now."""
-    if device.type != "cuda":
-        return resident_bytes()
-    import torch
-
-    return torch.cuda.max_memory_allocated(device)
 
 
 def ram_bytes() -> tuple[int | None, int | None]:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.checkpoint.load import locate, newest_good, open_checkpoint, step_folders
-from headway.checkpoint.retention import retain
+from headway.checkpoint.load import locate, newest_good, open_checkpoint
+from headway.checkpoint.retention import retain, set_aside_later
 from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
 from headway.errors import CheckpointError
 
@@ -186,13 +186,41 @@ def test_retention_keeps_the_newest_and_what_links_point_at(tmp_path: Path) -> N
     assert retain(tmp_path, keep_last=4) == []
 
 
-def test_retention_deletes_nothing_while_the_newest_is_damaged(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        newest = save_checkpoint(tmp_path, step, [whole("w", torch.ones(1))], {})
-    (newest / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
-        retain(tmp_path, keep_last=1)
-    assert len(step_folders(tmp_path)) == 3
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, step, [whole("w", torch.ones(1))], {})
+    (tmp_path / "step-00000003" / "manifest.json").unlink()
+    (tmp_path / "step-00000004" / "rank-00000.safetensors").write_bytes(b"")
+    assert retain(tmp_path, keep_last=2) == []
+    assert [path.name for path in retain(tmp_path, keep_last=1)] == ["step-00000001"]
+    assert newest_good(tmp_path).path == tmp_path / "step-00000002"
+
+
+def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(tmp_path: Path) -> None:
+    for _ in range(2):
+        for step in (1, 2, 3):
+            save_checkpoint(tmp_path, step, [whole("w", torch.ones(1))], {})
+        set_aside_later(tmp_path, 1)
+    assert set_aside_later(tmp_path, 1) == []
+    assert newest_good(tmp_path).path == tmp_path / "step-00000001" == (tmp_path / "latest").resolve()
+    aside = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("set-aside"))
+    assert aside == ["set-aside-step-00000002", "set-aside-step-00000002-2", "set-aside-step-00000003", "set-aside-step-00000003-2"]
+    assert set_aside_later(tmp_path, 0) == [tmp_path / "set-aside-step-00000001"]
+    assert not (tmp_path / "latest").is_symlink() and newest_good(tmp_path).path is None
+
+
+def test_a_rank_whose_file_is_not_on_the_shared_disk_fails_the_save(tmp_path: Path) -> None:
+    elsewhere = {"file": {"path": "rank-00001.safetensors", "size": 8}, "shapes": {}, "boxes": []}
+    gather = lambda value: [value, {"result": elsewhere, "error": None}]  # noqa: E731
+    with pytest.raises(CheckpointError, match=r"rank-00001\.safetensors was written elsewhere"):
+        save_checkpoint(tmp_path, 1, [whole("w", torch.ones(1))], {}, writers=Writers(0, 2, gather))
+
+
+@pytest.mark.gpu
+def test_tensors_on_a_gpu_are_saved_bit_for_bit(tmp_path: Path) -> None:
+    tensor = torch.randn(64, 3, device="cuda", dtype=torch.bfloat16)
+    reader = open_checkpoint(save_checkpoint(tmp_path, 1, [whole("w", tensor.t())], {}))
+    assert raw(reader.weight("w")) == raw(tensor.t().cpu())
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

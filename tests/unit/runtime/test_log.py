@@ -36,15 +36,24 @@ def test_lines_go_to_standard_error_and_to_the_run_folder(tmp_path: Path, capsys
     assert kept[0][:2] == "20"
 
 
-def test_a_resumed_run_continues_its_log_and_starting_twice_does_not_double_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resumed_run_continues_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("first", "second"):
-        start_logging(tmp_path, "INFO")
         with start_logging(tmp_path, "INFO"):
             LOG.info(text)
     assert capsys.readouterr().err == "first\nsecond\n"
     assert len((tmp_path / "train.log").read_text().splitlines()) == 2
+
+
+def test_a_run_inside_other_work_does_not_double_its_lines_and_gives_the_log_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with start_logging(level="INFO"):
+        with start_logging(tmp_path, "DEBUG"):
+            LOG.debug("in the run")
+        LOG.info("after the run")
+        LOG.debug("too much")
+    assert capsys.readouterr().err == "in the run\nafter the run\n"
+    assert len((tmp_path / "train.log").read_text().splitlines()) == 1
 
 
 def test_other_ranks_have_their_own_file_and_only_warn_on_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +74,9 @@ def test_a_level_chosen_by_basic_config_stays(chosen: str) -> None:
     logging.getLogger().setLevel(chosen)
     with start_logging():
         assert LOG.level == getattr(logging, chosen)
-    assert logging.getLogger().handlers == before
+        assert handler not in logging.getLogger().handlers
+    assert logging.getLogger().handlers == [*before, handler]
+    logging.getLogger().removeHandler(handler)
 
 
 def test_an_unknown_level_is_refused() -> None:

@@ -1,5 +1,6 @@
 """A known GPU has its data sheet's peak; an unknown one has none; what is recorded of a machine names nobody."""
 
+import importlib.util
 import json
 import os
 import platform
@@ -14,7 +15,6 @@ from headway.runtime.machine import (
     environment,
     git_state,
     gpu_load,
-    memory_bytes,
     package_version,
     peak_flops,
     ram_bytes,
@@ -71,15 +71,11 @@ def test_git_state_names_the_commit_and_whether_files_changed(tmp_path: Path) ->
 
 
 def test_memory_is_counted_in_bytes() -> None:
-    import torch
-
     total, available = ram_bytes()
     resident = resident_bytes()
     if total is None or resident is None:
         pytest.skip("this system does not say")
     assert 10_000_000 < resident < total and (available is None or available <= total)
-    on_cpu = memory_bytes(torch.device("cpu"))
-    assert on_cpu is not None and on_cpu > 10_000_000
 
 
 def test_without_a_gpu_its_load_is_not_known() -> None:
@@ -88,3 +84,18 @@ def test_without_a_gpu_its_load_is_not_known() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert gpu_load(0) == GpuLoad(None, None, None)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_described_and_its_load_is_asked_by_uuid() -> None:
+    import torch
+
+    driver = describe()["driver"]
+    assert driver is not None and re.fullmatch(r"\d+\.\d+.*", driver)
+    assert describe()["gpus"][0]["name"] == torch.cuda.get_device_name(0)
+    load = gpu_load(0)
+    if importlib.util.find_spec("pynvml") is None:
+        assert load == GpuLoad(None, None, None)
+    else:
+        assert load.utilisation is not None and 0 <= load.utilisation <= 1
+        assert load.power_watts is not None and load.power_watts > 10 and load.memory_used is not None and load.memory_used > 0
