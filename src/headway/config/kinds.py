@@ -113,9 +113,26 @@ class KindIn:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         options: list[Any] = []
         for name in kind_names(self.package):
-            one = kind_config(self.package, name).model_json_schema()
+            one = _inline(kind_config(self.package, name).model_json_schema())
             one["properties"]["kind"] = {"const": name}
             one["required"] = ["kind"]
             options.append(one)
         own = {"type": "object", "properties": {"kind": {"type": "string", "pattern": r"\."}}, "required": ["kind"]}
         return {"anyOf": [*options, own]}
+
+
+def _inline(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same schema without references, so that it can stand inside another one."""
+    definitions: dict[str, Any] = schema.pop("$defs", {})
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, list):
+            return [walk(item) for item in cast(list[Any], node)]
+        if not isinstance(node, dict):
+            return node
+        found = cast(dict[str, Any], node)
+        target = str(found.get("$ref", "")).removeprefix("#/$defs/")
+        merged = {**definitions[target], **{k: v for k, v in found.items() if k != "$ref"}} if target in definitions else found
+        return {key: walk(value) for key, value in merged.items()}
+
+    return cast(dict[str, Any], walk(schema))

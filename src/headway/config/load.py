@@ -15,7 +15,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import YAMLError
 
-from headway.config.kinds import KindConfig, KindIn, NestedErrors, kind_config
+from headway.config.kinds import KindIn, NestedErrors, kind_config, kind_names
 from headway.config.section import Section
 from headway.errors import ConfigError
 
@@ -129,6 +129,8 @@ def _flatten(errors: list[Any]) -> list[Any]:
 def _explain(error: Any, schema: type[BaseModel], where: Where) -> str:
     loc = tuple(part for part in error["loc"] if not (isinstance(part, str) and part.startswith(("function-", "tagged-", "constrained-"))))
     place = next((where[loc[:n]] for n in range(len(loc), 0, -1) if loc[:n] in where), "")
+    if not place and loc:  # the whole section is at fault: any line that touches it
+        place = next((at for key, at in where.items() if key[: len(loc)] == loc), "")
     key = ".".join(map(str, loc)) or "recipe"
     prefix = f"{place}: " if place else ""
     if error["type"] == "extra_forbidden":
@@ -137,44 +139,42 @@ def _explain(error: Any, schema: type[BaseModel], where: Where) -> str:
         owner = ".".join(map(str, loc[:-1])) or "a recipe"
         hint = f"did you mean {near[0]!r}?" if near else f"{owner} takes {', '.join(known)}." if known else "remove it."
         return f"{prefix}{key} is not a setting; {hint}"
-    message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ").rstrip(".")
+    message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    message = message if message.endswith("?") else message.rstrip(".") + "."
     if error["type"] == "missing":
         return f"{prefix}{key} is missing; it must be given."
     if error["type"] in ("value_error", "assertion_error"):
-        return f"{prefix}{key + ' ' if loc and not message.startswith(str(key)) else ''}{message}."
+        return f"{prefix}{key + ' ' if loc and not message.startswith(str(key)) else ''}{message}"
     value = json.dumps(error.get("input"), default=str)
     value = value if len(value) <= 60 else value[:57] + "..."
     message = message[0].lower() + message[1:]
-    return f"{prefix}{key} is {value}; {message.replace('input should', 'it should')}."
+    return f"{prefix}{key} is {value}; {message.replace('input should', 'it should')}"
 
 
 def _keys(schema: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
     """The settings that exist at a place of the schema, for 'did you mean'."""
-    current: Any = schema
+    current: type[BaseModel] = schema
     for part in loc:
         if isinstance(part, int):
             continue
-        field = next((f for n, f in current.model_fields.items() if part in (n, f.alias)), None) if _is_section(current) else None
+        field = next((f for n, f in current.model_fields.items() if part in (n, f.alias)), None)
         if field is None:
             return []
-        marks = [m for m in field.metadata if isinstance(m, KindIn)]
-        if marks:
-            return _all_kind_keys(marks[0].package)
-        current = next((t for t in _classes(field.annotation)), None)
-        if current is not None and issubclass(current, KindConfig):
-            return _all_kind_keys(_kind_package(field.annotation))
-    return [f.alias or n for n, f in current.model_fields.items()] if _is_section(current) else []
+        package = next((mark.package for mark in field.metadata if isinstance(mark, KindIn)), _kind_package(field.annotation))
+        if package is not None:
+            return _all_kind_keys(package)
+        below = _classes(field.annotation)
+        if not below:
+            return []
+        current = below[0]
+    return [f.alias or n for n, f in current.model_fields.items()]
 
 
 def _is_section(thing: Any) -> bool:
     return isinstance(thing, type) and issubclass(thing, BaseModel)
 
 
-def _all_kind_keys(package: str | None) -> list[str]:
-    from headway.config.kinds import kind_names
-
-    if package is None:
-        return []
+def _all_kind_keys(package: str) -> list[str]:
     return sorted({key for name in kind_names(package) for key in kind_config(package, name).model_fields})
 
 

@@ -13,7 +13,7 @@ OnResume = Literal["fixed", "free"]
 class Section(BaseModel):
     """One block of a recipe. Fields are declared with `setting`, beside the code that reads them."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 def setting(default: Any = ..., doc: str = "", *, on_resume: OnResume | None = None, **limits: Any) -> Any:

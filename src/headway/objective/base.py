@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from headway.config.kinds import KindConfig
+from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -84,4 +85,4 @@ class ObjectiveConfig(KindConfig):
 
     def build(self) -> Objective:
         """Make the objective."""
-        raise NotImplementedError(f"{type(self).__module__} must define Config.build")
+        raise ConfigError(f"{type(self).__module__} defines no Config.build; a kind needs one.")

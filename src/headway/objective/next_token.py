@@ -8,7 +8,7 @@ from headway.config.section import setting
 from headway.objective.base import Exchange, Loss, ObjectiveConfig, StepInfo, Term
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from headway.data.batch import Batch
     from headway.model.head import ModelOut
@@ -30,7 +30,7 @@ class NextToken:
     """Cross-entropy of the next token, summed with the batch's loss weights."""
 
     scope: Literal["row", "step"] = "row"
-    module = None
+    module: nn.Module | None = None
 
     def __init__(self, config: Config) -> None:
         self.label_smoothing = config.label_smoothing

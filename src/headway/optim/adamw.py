@@ -42,7 +42,7 @@ class Config(OptimConfig):
 class AdamW:
     """Decoupled weight decay, bias-corrected moments."""
 
-    slots = ("exp_avg", "exp_avg_sq")
+    slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def update(
         self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headway.config.kinds import KindConfig
 from headway.config.section import Section, setting
+from headway.errors import ConfigError
 from headway.optim.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -70,8 +71,8 @@ class OptimConfig(KindConfig):
 
     def build(self) -> Optimizer:
         """Make the update rule."""
-        raise NotImplementedError(f"{type(self).__module__} must define Config.build")
+        raise ConfigError(f"{type(self).__module__} defines no Config.build; a kind needs one.")
 
     def hyper(self, step: int, total_steps: int) -> Hyper:
         """The numbers of a group without rules of its own, at one step."""
-        raise NotImplementedError(f"{type(self).__module__} must define Config.hyper")
+        raise ConfigError(f"{type(self).__module__} defines no Config.hyper; a kind needs one.")

@@ -1,4 +1,4 @@
-"""The flat-buffer engine. At size 1 it is plain training: flat parameters and gradients, fp32 master, one fused update per buffer and group.
+"""The flat-buffer engine. At size 1 it is plain training: flat parameters and gradients, fp32 masters, one fused update per group.
 
 One law of gradients: each microbatch back-propagates its additive share of one global loss; a gradient is the plain sum of shares.
 Nothing here waits for the device: the norm, the clip factor and the decision to skip stay on it.
@@ -61,16 +61,25 @@ class FlatEngine:
         self.masters: dict[str, Tensor] = {}
         for buffer in self.buffers:
             for slot in buffer.slots:
-                self.masters[slot.name] = slot.view(buffer.master)
+                self._adopt(slot, buffer.master)
                 self._register(slot, buffer.param, buffer.grad)
         for slot in self.frozen.slots:
-            self.masters[slot.name] = slot.view(self.frozen.param)
+            self._adopt(slot, self.frozen.param)
             self._register(slot, self.frozen.param, None)
         self.skipped = torch.zeros((), dtype=torch.float32, device=settings.device)
         self._norm_scale = torch.ones((), dtype=torch.float32, device=settings.device)
 
     def _dtype_of(self, name: str) -> torch.dtype:
         return torch.float32 if name.startswith(OBJECTIVE) else self.settings.dtype
+
+    @torch.no_grad()
+    def _adopt(self, slot: Slot, flat: Tensor) -> None:
+        """Remember where a parameter's full-precision value lies, and bring along the value it has."""
+        owner, leaf = self.homes[slot.name]
+        value = owner._parameters[leaf]
+        self.masters[slot.name] = slot.view(flat)
+        if value is not None and not value.is_meta:
+            self.masters[slot.name].copy_(value)
 
     def _register(self, slot: Slot, flat: Tensor, grad: Tensor | None) -> None:
         owner, leaf = self.homes[slot.name]

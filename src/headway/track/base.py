@@ -1,10 +1,14 @@
 """Trackers: a step and its numbers come in, they go wherever this kind shows or keeps them. A tracker never sees the trainer.
 
-A kind is a file here (or a module of your own) with a class `Config(KindConfig)` whose `build(run_dir, run_name)` makes the tracker.
+A kind is a file here (or a module of your own) with a class `Config(TrackerConfig)` whose `build(run_dir, run_name)` makes the tracker.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
+
+from headway.config.kinds import KindConfig
+from headway.errors import ConfigError
 
 Value = float | int | str | None
 
@@ -23,6 +27,14 @@ class Tracker(Protocol):
     def close(self) -> None:
         """Write out what is waiting; nothing comes after."""
         ...
+
+
+class TrackerConfig(KindConfig):
+    """Base of every tracker's settings."""
+
+    def build(self, run_dir: Path, run_name: str) -> Tracker:
+        """Make the tracker of a run."""
+        raise ConfigError(f"{type(self).__module__} defines no Config.build(run_dir, run_name); a tracker needs one.")
 
 
 def flatten(record: Mapping[str, Any]) -> dict[str, Value]:

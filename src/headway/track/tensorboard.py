@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.config.kinds import KindConfig
 from headway.config.section import setting
 from headway.errors import ConfigError
-from headway.track.base import flatten
+from headway.track.base import TrackerConfig, flatten
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 FOLDER = "tensorboard"
 
 
-class Config(KindConfig):
+class Config(TrackerConfig):
     """Curves for `tensorboard --logdir runs`."""
 
     kind: str = setting("tensorboard", "tensorboard.", on_resume="free")

@@ -1,0 +1,22 @@
+"""Training from a recipe: `train(recipe)` is what `headway train` runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headway.train.config import Recipe
+
+
+def train(recipe: Recipe, *, resume: str = "auto") -> dict[str, Any]:
+    """Run a recipe to its end, continuing its run folder's newest checkpoint unless told otherwise; returns the summary."""
+    from headway.train.session import run_recipe
+
+    return run_recipe(recipe, resume)
+
+
+def dry_run(recipe: Recipe, *, resume: str = "auto") -> dict[str, Any]:
+    """Build everything a recipe needs, run one step, write nothing; returns what a run would do."""
+    from headway.train.session import try_recipe
+
+    return try_recipe(recipe, resume)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from headway.config.kinds import KindConfig, KindIn
+from headway.config.kinds import KindIn
 from headway.config.section import Section, setting
 from headway.data.config import BatchConfig, DataConfig
 from headway.model.config import ModelConfig
@@ -15,6 +15,7 @@ from headway.objective.base import ObjectiveConfig
 from headway.objective.next_token import Config as NextTokenConfig
 from headway.optim.adamw import Config as AdamWConfig
 from headway.optim.base import OptimConfig
+from headway.track.base import TrackerConfig
 
 
 class RunConfig(Section):
@@ -74,7 +75,7 @@ class LogConfig(Section):
     every: int = setting(10, "Steps between console lines and tracker points.", gt=0)
 
 
-Tracker = Annotated[KindConfig, KindIn("headway.track")]
+Tracker = Annotated[TrackerConfig, KindIn("headway.track")]
 
 
 class Recipe(Section):
@@ -89,14 +90,12 @@ class Recipe(Section):
     optim: Annotated[OptimConfig, KindIn("headway.optim", "adamw")] = setting(AdamWConfig, "Optimizer and schedule.")
     batch: BatchConfig = setting(BatchConfig, "Size of a step and of a microbatch.")
     steps: int | None = setting(None, "Updates in the run; or give epochs.", gt=0, on_resume="free")
-    epochs: float | None = setting(None, "Passes over the training data; or give steps.", gt=0, on_resume="free")
+    epochs: int | float | None = setting(None, "Passes over the training data; or give steps.", gt=0, on_resume="free")
     freeze: tuple[str, ...] = setting(
         (), "Parameters that do not train: patterns such as embeddings, layers.0-19, *.mlp.*.", on_resume="fixed"
     )
     train: tuple[str, ...] = setting((), "The only parameters that train; the opposite of freeze.", on_resume="fixed")
-    precision: Literal["auto", "fp32", "bf16"] = setting(
-        "auto", "Compute dtype; master weights are fp32. auto = bf16 on CUDA, else fp32.", on_resume="fixed"
-    )
+    precision: Literal["auto", "fp32", "bf16"] = setting("auto", "Compute dtype; master weights are fp32. auto = bf16 on CUDA, else fp32.")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where to compute; auto = CUDA where there is one.")
     kernels: KernelConfig = setting(KernelConfig, "How operations are computed.")
     memory: MemoryConfig = setting(MemoryConfig, "Memory against time.")

@@ -7,6 +7,7 @@ import logging
 import time
 from typing import Any
 
+from headway.data.loader import Loader
 from headway.objective.base import StepInfo
 from headway.optim.groups import hypers
 from headway.runtime.stop import StopSignal
@@ -16,57 +17,56 @@ from headway.train.finish import finish
 
 log = logging.getLogger("headway")
 
+COLLECT_EVERY = 1000
+"""Steps between collections of Python's garbage, which would otherwise come at any moment of a step."""
+
 
 def run_loop(run: Run) -> dict[str, Any]:
     """Train until the last step, or until asked to stop; returns the summary."""
-    recipe, state = run.recipe, run.state
-    epoch = run.loader.epoch_of(state.cursor)
-    epoch_began = began = time.perf_counter()
+    state, every = run.state, run.recipe.checkpoint.every
+    clock = Clock(run)
     gc.collect()
     gc.disable()
     try:
         with StopSignal() as stop, run.loader as batches:
-            while state.step < run.total_steps and not stop.requested:
-                epoch_now = train_step(run, batches)
-                if epoch_now > epoch:
-                    log.info("epoch %d completed in %.1f s", epoch_now, time.perf_counter() - epoch_began)
-                    epoch, epoch_began = epoch_now, time.perf_counter()
+            while state.step < run.total_steps and stop.requested is None:
+                train_step(run, batches)
+                clock.epoch_lines()
+                if every and state.step % every == 0 and state.step < run.total_steps:
+                    save(run, clock)
+                if state.step % COLLECT_EVERY == 0:
                     gc.collect()
-                if recipe.checkpoint.every and state.step % recipe.checkpoint.every == 0 and state.step < run.total_steps:
-                    save(run, began)
-            stopped_by = stop.requested
+            report(run, everything=True)
+            if state.step > run.saved_step:
+                save(run, clock)
     finally:
         gc.enable()
-    report(run, everything=True)
-    if state.step > run.saved_step:
-        save(run, began)
-    return finish(run, stopped_by)
+    return finish(run, stop.requested)
 
 
-def train_step(run: Run, batches: Any) -> int:
-    """One update: read, forward and backward, step, measure. Returns the epochs completed."""
+def train_step(run: Run, batches: Loader, *, quiet: bool = False) -> None:
+    """One update: read, forward and backward, step, measure."""
     state, meter = run.state, run.meter
     asked = time.perf_counter()
     batch, cursor = next(batches)
     data_wait = time.perf_counter() - asked
-    at = StepInfo(state.step, run.total_steps, len(run.source_names))
     numbers = hypers(run.recipe.optim, run.engine.groups, state.step, run.total_steps)
     begin = meter.mark()
-    result = run.engine.forward_backward(batch, at)
+    result = run.engine.forward_backward(batch, StepInfo(state.step, run.total_steps, len(run.data.names)))
     between = meter.mark()
     update = run.engine.update(numbers)
-    state.step += 1
-    state.cursor = cursor
+    state.step, state.cursor, state.epoch = state.step + 1, cursor, batch.stats.epoch
     main = next(iter(numbers.values()))
     host = {"lr": main.lr, "adam_beta2": main.betas[1], "loss_scale": 1.0}
-    pending = meter.add(state.step, batch.stats, host, result, update, (begin, between, data_wait))
+    pending = meter.add(state.step, batch, host, result, update, (begin, between, data_wait))
     state.consumed_tokens = meter.consumed_tokens
+    if quiet:
+        return
     every = run.recipe.eval.every
-    if run.valid_sets and ((every and state.step % every == 0) or state.step == run.total_steps):
+    if run.data.valid and ((every and state.step % every == 0) or state.step == run.total_steps):
         pending.valid = validate(run)
         meter.interrupt()
     report(run)
-    return batch.stats.epoch
 
 
 def report(run: Run, *, everything: bool = False) -> None:
@@ -78,11 +78,31 @@ def report(run: Run, *, everything: bool = False) -> None:
                 tracker.log(record["step"], record)
 
 
-def save(run: Run, began: float) -> None:
-    """Save a checkpoint; metrics of all steps up to it are on disk first, so that a resumed run finds them."""
+def save(run: Run, clock: Clock) -> None:
+    """Save a checkpoint; the metrics of all steps up to it are on disk first, so that a resumed run finds them."""
     report(run, everything=True)
-    run.state.seconds = run.seconds_before + time.perf_counter() - began
+    run.metrics.sync()
+    run.state.seconds = clock.seconds()
     path = run.state.save(run.checkpoints, run.tokenizer_path, run.recipe.checkpoint.keep_last)
     run.saved_step = run.state.step
     run.meter.interrupt()
     log.info("saved %s", path)
+
+
+class Clock:
+    """Wall time of a run over all its starts, and of its epochs."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.before, self.epoch = run, run.state.seconds, run.state.epoch
+        self.began = self.epoch_began = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Training time so far."""
+        return self.before + time.perf_counter() - self.began
+
+    def epoch_lines(self) -> None:
+        """Say when a pass over the data is complete."""
+        if self.run.state.epoch > self.epoch:
+            now = time.perf_counter()
+            log.info("epoch %d completed in %.1f s", self.run.state.epoch, now - self.epoch_began)
+            self.epoch, self.epoch_began = self.run.state.epoch, now

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.data.batch import StepStats
+from headway.data.batch import StepBatch
 from headway.model.config import ModelConfig
-from headway.model.layout import matmul_parameters
+from headway.model.layout import num_matmul_parameters
 from headway.parallel.engine import StepResult, Update
-from headway.runtime.machine import gpu_load, memory_bytes, peak_flops
+from headway.runtime.machine import gpu_load, peak_flops, resident_bytes
 
 MAX_PENDING = 2
 
@@ -49,7 +49,7 @@ class Mark:
 def flops_per_token(config: ModelConfig, seq_len: int) -> tuple[float, float]:
     """Training FLOPs of one token: attention counted in full, and causal attention counted at half."""
     attention = 12 * config.num_layers * config.num_heads * config.head_size * seq_len
-    dense = 6 * matmul_parameters(config)
+    dense = 6 * num_matmul_parameters(config)
     return dense + attention, dense + attention / 2
 
 
@@ -66,9 +66,7 @@ class Facts:
 
     config: ModelConfig
     seq_len: int
-    rows: int
-    num_micro: int
-    world: int
+    micro_rows: int
     device: torch.device
     device_name: str
     dtype: str
@@ -117,16 +115,17 @@ class Meter:
         return Mark.now(self.facts.device)
 
     def add(
-        self, step: int, stats: StepStats, host: dict[str, Any], result: StepResult, update: Update, marks: tuple[Mark, Mark, float]
+        self, step: int, batch: StepBatch, host: dict[str, Any], result: StepResult, update: Update, marks: tuple[Mark, Mark, float]
     ) -> Pending:
         """Begin the record of a step; device numbers start their way to the host."""
+        stats = batch.stats
         self.consumed_tokens += stats.tokens
         names, tensors = _flatten(result, update)
         values = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
         if values.is_cuda:
             values = values.to("cpu", non_blocking=True)
         facts = {
-            "micro_num": self.facts.num_micro,
+            "micro_num": len(batch.microbatches),
             "num_consumed_tokens": self.consumed_tokens,
             "num_samples_in_batch": stats.documents,
             "largest_length": stats.largest_length,
@@ -166,8 +165,7 @@ class Meter:
 
     def _timing(self, pending: Pending, seconds: float) -> dict[str, Any]:
         facts = self.facts
-        row_tokens = facts.rows * facts.seq_len
-        rate = row_tokens / seconds / facts.world
+        rate = pending.host["micro_num"] * facts.micro_rows * facts.seq_len / seconds
         load = gpu_load(facts.device.index or 0) if facts.device.type == "cuda" else None
         return {
             "step_seconds": seconds,
@@ -178,7 +176,7 @@ class Meter:
             "mfu_causal": "unknown" if self.peak is None else rate * self.causal / self.peak,
             "fwd_bwd_time": pending.between.since(pending.begin),
             "data_wait_seconds": pending.data_wait,
-            "memory_bytes": memory_bytes(facts.device),
+            "memory_bytes": torch.cuda.max_memory_allocated(facts.device) if load is not None else resident_bytes(),
             "gpu_utilisation": "unknown" if load is None or load.utilisation is None else load.utilisation,
             "gpu_power_watts": "unknown" if load is None or load.power_watts is None else load.power_watts,
             "eta_seconds": (self.smoothed or seconds) * (facts.total_steps - pending.step),

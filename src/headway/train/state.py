@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ class TrainState:
     cursor: LoaderState
     step: int = 0
     consumed_tokens: int = 0
+    epoch: int = 0
+    """Completed passes over the data."""
     seconds: float = 0.0
     """Training time so far, over all starts."""
 
@@ -41,22 +44,18 @@ class TrainState:
             "engine": self.engine.scalars(),
             "cursor": self.cursor.to_json(),
             "consumed_tokens": self.consumed_tokens,
+            "epoch": self.epoch,
             "seconds": self.seconds,
         }
 
     def restore(self, reader: Reader) -> None:
         """Take everything back from a checkpoint."""
         scalars: Any = reader.scalars
-        if ModelConfig.model_validate_json(_dump(scalars["model"])) != self.model:
+        if ModelConfig.model_validate_json(json.dumps(scalars["model"])) != self.model:
             raise CheckpointError(f"{reader.path}: it holds a model of another shape than the recipe's.")
         self.engine.load(reader.read, scalars["engine"])
         self.cursor = LoaderState.from_json(scalars["cursor"])
         self.step = reader.step
         self.consumed_tokens = scalars["consumed_tokens"]
+        self.epoch = scalars["epoch"]
         self.seconds = scalars["seconds"]
-
-
-def _dump(content: Any) -> str:
-    import json
-
-    return json.dumps(content)

@@ -1,0 +1,1 @@
+"""Show and describe recipes."""

@@ -1,0 +1,18 @@
+"""`headway config show`."""
+
+import typer
+
+from headway.cli._output import JSON_FLAG, print_json
+from headway.cli._recipe import RECIPE_ARGUMENT
+
+
+def command(arguments: list[str] = RECIPE_ARGUMENT, json: bool = JSON_FLAG) -> None:
+    """Print a recipe as it is understood: every setting, defaults included."""
+    from headway.cli._recipe import read_recipe
+    from headway.config.load import dump_yaml
+
+    recipe = read_recipe(arguments)
+    if json:
+        print_json(recipe.model_dump(mode="json", by_alias=True))
+    else:
+        typer.echo(dump_yaml(recipe), nl=False)

@@ -1,0 +1,39 @@
+"""`headway demo`."""
+
+from pathlib import Path
+
+import typer
+
+from headway.cli._output import JSON_FLAG, print_json, print_table
+
+
+def command(
+    out: Path = typer.Option(Path("demo"), "--out", help="Folder for everything the demo makes."),
+    json: bool = JSON_FLAG,
+) -> None:
+    """The main job in small: tokenizer, data, training, evaluation, export, a sample; on a CPU, offline, in minutes."""
+    from headway.demo.run import run_demo
+    from headway.runtime.log import start_logging
+
+    with start_logging():
+        summary = run_demo(out)
+    if json:
+        print_json(summary)
+        return
+    rows = [
+        ("corpus", f"{summary['modules']} modules of the standard library, {summary['corpus_bytes'] / 1e6:.1f} MB", out / "corpus"),
+        ("tokenizer", f"{summary['vocabulary']} tokens, byte-level BPE", out / "tokenizer"),
+        ("token store", f"{summary['documents']} documents, {summary['tokens']:,} tokens", out / "store"),
+        ("run", f"validation loss {summary['first_valid_loss']:.3f} -> {summary['last_valid_loss']:.3f}", out / "runs" / "pretrain"),
+        (
+            "evaluation",
+            f"{summary['bits_per_byte']:.3f} bits per byte (bigram {summary['bigram_bits_per_byte']:.3f})",
+            out / "summary.json",
+        ),
+        ("Hugging Face", "loads with AutoModelForCausalLM and AutoTokenizer", summary["export"]),
+    ]
+    typer.echo(f"\nThe demo took {summary['seconds']:.0f} s and made:")
+    print_table(["what", "result", "where"], rows)
+    typer.echo(f"\nA sample:\n{summary['sample']}\n\nTry next:")
+    for line in summary["next"]:
+        typer.echo(f"  {line}")

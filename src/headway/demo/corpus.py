@@ -1,0 +1,56 @@
+"""The demo's corpus: the Python standard library's own source, which every Python has. Long modules serve as long documents."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from headway.errors import DataError
+from headway.runtime.storage import write_atomic
+
+SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "ensurepip",
+    "encodings",
+}
+MAX_BYTES = 12_000_000
+
+
+def library_files(root: Path | None = None) -> Iterator[Path]:
+    """The standard library's modules, in a fixed order."""
+    folder = root or Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(folder.rglob("*.py")):
+        inside = path.relative_to(folder).parts
+        if not SKIPPED_FOLDERS & set(inside[:-1]) and not any("site-packages" in part for part in inside):
+            yield path
+
+
+def write_corpus(out: Path, root: Path | None = None) -> tuple[int, int]:
+    """Write one JSON line per module; returns how many and their bytes."""
+    lines: list[str] = []
+    total = 0
+    for path in library_files(root):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if len(text) < 200:
+            continue
+        total += len(text.encode())
+        lines.append(json.dumps({"text": text, "module": path.stem}, ensure_ascii=False))
+        if total >= MAX_BYTES:
+            break
+    if len(lines) < 50:
+        raise DataError(f"only {len(lines)} modules of the standard library were found; the demo needs the library's source files.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, "\n".join(lines) + "\n")
+    return len(lines), total

@@ -1,0 +1,78 @@
+"""The end of a run: final/ (a Hugging Face folder) and summary.json."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import ConfigError
+from headway.export.huggingface import export_huggingface
+from headway.track.jsonl import read_metrics
+from headway.train.folder import FINAL, METRICS, SUMMARY, write_json
+from headway.train.meter import flops_per_token
+
+if TYPE_CHECKING:
+    from headway.train.build import Run
+
+log = logging.getLogger("headway")
+
+
+def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
+    """Write what a finished run leaves behind; a stopped one says how to go on. Returns the summary."""
+    folder = run.start.folder
+    for tracker in run.trackers:
+        tracker.close()
+    summary = summarize(run)
+    if stopped_by is not None and run.state.step < run.total_steps:
+        log.info("stopped by %s after step %d; the same command goes on from there", stopped_by, run.state.step)
+        return {**summary, "stopped_by": stopped_by, "exit_code": 128 + signal.Signals[stopped_by].value}
+    summary["final"] = write_final(run)
+    write_json(folder / SUMMARY, summary)
+    log.info("done: %d steps in %.0f s, loss %s; %s", run.state.step, run.state.seconds, _number(summary["last_loss"]), folder)
+    return summary
+
+
+def write_final(run: Run) -> str | None:
+    """Export the trained model; None, with the reason in the log, where its family has no Hugging Face form."""
+    target = run.start.folder / FINAL
+    if target.exists():
+        shutil.rmtree(target)
+    dtype = "bfloat16" if run.compute.precision == "bf16" else "float32"
+    try:
+        export_huggingface(run.model, run.engine.weights(), target, tokenizer=run.tokenizer_path, dtype=dtype)
+    except ConfigError as reason:
+        log.warning("no %s: %s", target, reason)
+        return None
+    return str(target)
+
+
+def summarize(run: Run) -> dict[str, Any]:
+    """What a run came to, from its metrics file."""
+    records = read_metrics(run.start.folder / METRICS)
+    losses = [record["loss"] for record in records if record["loss"] is not None]
+    valid = [(values["loss"], record["step"]) for record in records for values in record.get("valid", {}).values() if "loss" in values]
+    seconds = sum(record["time"]["step_seconds"] for record in records) or run.state.seconds
+    full, _ = flops_per_token(run.model, run.recipe.data.seq_len)
+    samples = sum(record["num_samples_in_batch"] for record in records)
+    return {
+        "run": str(run.start.folder),
+        "steps": run.state.step,
+        "seconds": run.state.seconds,
+        "tokens": run.state.consumed_tokens,
+        "tokens_per_second": run.state.consumed_tokens / seconds if seconds else None,
+        "samples_per_second": samples / seconds if seconds else None,
+        "flops": full * run.state.consumed_tokens,
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "best_loss": min(losses) if losses else None,
+        "first_valid_loss": valid[0][0] if valid else None,
+        "last_valid_loss": valid[-1][0] if valid else None,
+        "best_valid_loss": min(valid)[0] if valid else None,
+        "skipped_steps": run.meter.skipped,
+    }
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4f}"

@@ -1,0 +1,82 @@
+"""A recipe with everything settled that depends on other files: the tokenizer, the shape taken from given weights, the vocabulary.
+
+What a run folder keeps as recipe.yaml is the resolved recipe, so that two starts of a run compare like with like.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.errors import ConfigError
+from headway.infer.load import StoredModel, find_model
+from headway.model.config import ModelConfig
+from headway.tokenizer.load import Tokenizer, load_tokenizer
+from headway.train.config import Recipe
+
+GENERATED_VOCAB = 512
+GENERATED_STEPS = 100
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe and what it refers to."""
+
+    recipe: Recipe
+    model: ModelConfig
+    tokenizer: Tokenizer | None
+    tokenizer_path: Path | None
+    weights: StoredModel | None
+    """Where the weights come from; None = random."""
+
+
+def resolve(recipe: Recipe) -> Resolved:
+    """Read what a recipe refers to; anything missing or contradictory is a ConfigError."""
+    weights = _find_weights(recipe)
+    path = recipe.tokenizer or (weights.tokenizer_folder if weights else None)
+    if recipe.tokenizer is not None and not recipe.tokenizer.exists():
+        raise ConfigError(f"tokenizer is {str(recipe.tokenizer)!r}; there is no such file or folder. `headway tokenizer train` makes one.")
+    tokenizer = load_tokenizer(path) if path is not None else None
+    model = _shape(recipe, weights, tokenizer)
+    if recipe.data.seq_len > model.max_seq_len:
+        raise ConfigError(f"data.seq_len is {recipe.data.seq_len}; it must not exceed model.max_seq_len={model.max_seq_len}. Lower it.")
+    changes: dict[str, object] = {"model": model}
+    if recipe.steps is None and recipe.epochs is None:
+        changes |= {"steps": GENERATED_STEPS} if recipe.data.train is None else {"epochs": 1.0}
+    return Resolved(recipe.model_copy(update=changes), model, tokenizer, path, weights)
+
+
+def _find_weights(recipe: Recipe) -> StoredModel | None:
+    if recipe.init.source is None:
+        return None
+    try:
+        return find_model(recipe.init.source)
+    except ConfigError as problem:
+        raise ConfigError(f"init.from: {problem}") from None
+
+
+def _shape(recipe: Recipe, weights: StoredModel | None, tokenizer: Tokenizer | None) -> ModelConfig:
+    """The recipe's numbers over those of the given weights, and the vocabulary."""
+    model = recipe.model
+    if weights is not None:
+        given = {name: getattr(model, name) for name in model.model_fields_set if getattr(model, name) is not None}
+        model = weights.config.with_(**given)
+        changed = [
+            n
+            for n in ("hidden_size", "num_layers", "num_heads", "kv_heads", "head_size", "ffn_size", "vocab_size")
+            if _differs(model, weights, n)
+        ]
+        if changed:
+            pairs = ", ".join(f"{name} is {getattr(model, name)} and the weights have {getattr(weights.config, name)}" for name in changed)
+            raise ConfigError(f"model does not fit init.from={recipe.init.source}: {pairs}. Leave these settings out.")
+    if model.vocab_size is None:
+        model = model.with_(vocab_size=tokenizer.model_vocab_size if tokenizer is not None else GENERATED_VOCAB)
+    if tokenizer is not None and model.vocab < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {model.vocab}; the tokenizer has {tokenizer.vocab_size} ids. Leave it out, or give at least that."
+        )
+    return model
+
+
+def _differs(model: ModelConfig, weights: StoredModel, name: str) -> bool:
+    return getattr(model, name) != getattr(weights.config, name)
