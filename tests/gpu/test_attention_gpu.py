@@ -84,6 +84,7 @@ def test_every_backend_works_on_this_device() -> None:
     assert working_backends("cuda") == [("reference", True, ""), ("sdpa", True, ""), ("varlen", True, "")]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_building_a_mask_does_not_wait_for_the_device() -> None:
     zero = torch.zeros(3, T, dtype=torch.int64, device="cuda")
     bounds = torch.tensor([[0, T]] * 3, dtype=torch.int32, device="cuda")
@@ -123,8 +124,8 @@ def test_compiled_halves_are_two_graphs_and_give_the_eager_result() -> None:
         out.square().mean().backward()
         results.append((out, model.model.embed_tokens.weight.grad))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    assert (results[0][0] - results[1][0]).abs().max() < 5e-2
-    assert (results[0][1] - results[1][1]).abs().max() < 2e-2 * results[0][1].abs().max()
+    for a, b in zip(*results, strict=True):
+        assert (a - b).float().norm() < 2e-2 * a.float().norm()
 
 
 def test_decoding_from_the_cache_equals_the_whole_forward() -> None:
