@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headway.errors import CheckpointError, ConfigError
+from headway.infer.load import check_vocabulary, find_model
 from headway.model.families.base import family_of
-from headway.model.layout import param_specs
+from headway.model.layout import num_parameters, param_specs
 from headway.model.pretrained import CONFIG, INDEX, WEIGHTS
+from headway.runtime.progress import progress
 from headway.runtime.storage import TEMPORARY_PREFIX, fsync_file, fsync_folder, remove_folder, rename_folder, writing
 
 if TYPE_CHECKING:
@@ -50,8 +52,6 @@ def export_huggingface(
 
 def export_model(model: Path | str, out: Path, *, dtype: Dtype = "float32") -> None:
     """Export what `--model` names: a run, a checkpoint or another Hugging Face folder."""
-    from headway.infer.load import find_model
-
     found = find_model(model)
     export_huggingface(found.config, found.weights(), out, tokenizer=found.tokenizer_folder, dtype=dtype)
 
@@ -63,10 +63,7 @@ def _write_tokenizer(source: Path | None, folder: Path, config: ModelConfig) -> 
     if source is None:
         return dict.fromkeys(ROLE_KEYS)
     tokenizer = load_tokenizer(source)
-    if tokenizer.vocab_size > config.vocab:
-        raise ConfigError(
-            f"{source}: has {tokenizer.vocab_size} ids; the model has rows for {config.vocab}. It is another model's tokenizer."
-        )
+    check_vocabulary(tokenizer, source, config)
     tokenizer.save(folder)
     return dict(zip(ROLE_KEYS, (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id), strict=True))
 
@@ -75,11 +72,13 @@ def _write_shards(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor
     files: list[Path] = []
     place: dict[str, int] = {}
     total = 0
-    for shard in _shards(_checked(config, weights), dtype, limit):
-        files.append(folder / f"shard-{len(files)}.safetensors")
-        _save(shard, files[-1])
-        place.update(dict.fromkeys(shard, len(files) - 1))
-        total += sum(value.nbytes for value in shard.values())
+    with progress("export", total=num_parameters(config), unit="parameters") as advance:
+        for shard in _shards(_checked(config, weights), dtype, limit):
+            files.append(folder / f"shard-{len(files)}.safetensors")
+            _save(shard, files[-1])
+            place.update(dict.fromkeys(shard, len(files) - 1))
+            total += sum(value.nbytes for value in shard.values())
+            advance(sum(value.numel() for value in shard.values()))
     if len(files) == 1:
         files[0].rename(folder / WEIGHTS)
         return

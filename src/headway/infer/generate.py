@@ -19,6 +19,7 @@ from headway.infer.load import LoadedModel
 from headway.infer.sampling import Sampling, choose
 from headway.kernels.attention import causal_mask
 from headway.model.kv_cache import KVCache
+from headway.runtime.progress import progress
 from headway.tokenizer.load import Tokenizer
 
 StoppedBy = Literal["eos", "stop", "length", "context"]
@@ -32,7 +33,7 @@ class Options:
     stop: tuple[str, ...] = ()
     """A row ends when its text holds one of these; the text is cut before it."""
     stop_ids: tuple[int, ...] = ()
-    """A row ends with one of these ids, as it does with the tokenizer's end."""
+    """A row ends with one of these ids, as it does with the model's own ends."""
     sampling: Sampling = field(default_factory=Sampling)
     rows: int = 16
     """Prompts that are computed at once."""
@@ -111,18 +112,21 @@ def generate(loaded: LoadedModel, prompts: Sequence[str], options: Options) -> l
         if len(ids) >= limit:
             raise ConfigError(f"prompt has {len(ids)} tokens; the model's max_seq_len={limit} leaves no room after it. Shorten the prompt.")
         # The same prompt twice is two samples; a prompt alone is the first of its kind.
-        rows.append(_Row(tokenizer, options, ids, key=f"{seen[prompt]}:{prompt}", room=limit - len(ids)))
+        rows.append(_Row(tokenizer, loaded.end_ids, options, ids, key=f"{seen[prompt]}:{prompt}", room=limit - len(ids)))
         seen[prompt] += 1
-    for first in range(0, len(rows), options.rows):
-        _run(loaded, rows[first : first + options.rows], options)
+    with progress("generate", total=len(rows), unit="prompts") as advance:
+        for first in range(0, len(rows), options.rows):
+            some = rows[first : first + options.rows]
+            _run(loaded, some, options)
+            advance(len(some))
     return [row.result() for row in rows]
 
 
 class _Row:
     """One sequence while it grows."""
 
-    def __init__(self, tokenizer: Tokenizer, options: Options, prompt: list[int], *, key: str, room: int) -> None:
-        self.tokenizer, self.options, self.prompt, self.key, self.room = tokenizer, options, prompt, key, room
+    def __init__(self, tokenizer: Tokenizer, ends: frozenset[int], options: Options, prompt: list[int], *, key: str, room: int) -> None:
+        self.tokenizer, self.ends, self.options, self.prompt, self.key, self.room = tokenizer, ends, options, prompt, key, room
         self.new: list[int] = []
         self.stopped_by: StoppedBy | None = None
 
@@ -133,7 +137,7 @@ class _Row:
         if self.stopped_by is not None:
             return
         self.new.append(token)
-        if token == self.tokenizer.eos_id:
+        if token in self.ends:
             self.stopped_by = "eos"
         elif token in self.options.stop_ids or (self.options.stop and self._cut() is not None):
             self.stopped_by = "stop"

@@ -18,7 +18,7 @@ from headway.config.load import validate
 from headway.errors import CheckpointError, ConfigError
 from headway.model.config import ModelConfig
 from headway.model.layout import param_specs
-from headway.model.pretrained import is_pretrained, read_config, read_weights
+from headway.model.pretrained import is_pretrained, read_config, read_end_ids, read_weights
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,8 @@ class StoredModel:
     tokenizer_folder: Path | None
     weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
     """Name and tensor of every parameter, in forward order."""
+    end_ids: frozenset[int] = frozenset()
+    """Ids that end a text besides the tokenizer's own end, as a Hugging Face folder lists them."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class LoadedModel:
     config: ModelConfig
     tokenizer: Tokenizer | None
     path: Path
+    end_ids: frozenset[int] = frozenset()
+    """Ids that end a text."""
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +75,7 @@ def find_model(path: Path | str) -> StoredModel:
 def _pretrained(folder: Path) -> StoredModel:
     config = read_config(folder)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES) or any(folder.glob("*.tiktoken"))
-    return StoredModel(folder, config, folder if has_tokenizer else None, lambda: read_weights(folder, config))
+    return StoredModel(folder, config, folder if has_tokenizer else None, lambda: read_weights(folder, config), read_end_ids(folder))
 
 
 def _checkpoint(folder: Path) -> StoredModel:
@@ -96,6 +100,11 @@ def load_model(path: Path | str, *, device: torch.device | str = "cpu", dtype: t
     from headway.tokenizer.load import load_tokenizer
 
     found = find_model(path)
+    tokenizer, end_ids = None, found.end_ids
+    if found.tokenizer_folder is not None:
+        tokenizer = load_tokenizer(found.tokenizer_folder)
+        end_ids |= {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
+        check_vocabulary(tokenizer, found.tokenizer_folder, found.config)
     device = torch.device(device)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -105,5 +114,12 @@ def load_model(path: Path | str, *, device: torch.device | str = "cpu", dtype: t
     parameters = dict(model.named_parameters())
     for name, value in found.weights():
         parameters[name].copy_(value)
-    tokenizer = None if found.tokenizer_folder is None else load_tokenizer(found.tokenizer_folder)
-    return LoadedModel(model, found.config, tokenizer, found.path)
+    return LoadedModel(model, found.config, tokenizer, found.path, end_ids)
+
+
+def check_vocabulary(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> None:
+    """Refuse a tokenizer that can give ids for which a model has no row."""
+    if tokenizer.vocab_size > config.vocab:
+        raise ConfigError(
+            f"{folder}: has {tokenizer.vocab_size} ids; the model has rows for {config.vocab}. It is another model's tokenizer."
+        )

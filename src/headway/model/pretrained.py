@@ -38,6 +38,15 @@ def read_config(folder: Path) -> ModelConfig:
         raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
 
 
+def read_end_ids(folder: Path) -> frozenset[int]:
+    """The ids that end a text, where the folder says so: chat models have several."""
+    for name in ("generation_config.json", CONFIG):
+        ids = _read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
 def read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Our name and tensor of every parameter, in forward order, each read when it is asked for."""
     import torch

@@ -146,3 +146,21 @@ def test_a_shape_transformers_refuses_is_refused_before_it_is_written(tmp_path: 
     with pytest.raises(ConfigError, match="must divide hidden_size=30"):
         export_huggingface(config, random_weights(config), tmp_path / "out", tokenizer=None)
     assert not (tmp_path / "out").exists()
+
+
+def test_transformers_generates_the_same_tokens(transformers: Any, tmp_path: Path) -> None:
+    from headway.model.kv_cache import KVCache
+
+    config = OURS["qwen2 windows"]
+    export_huggingface(config, random_weights(config), tmp_path / "out", tokenizer=None)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = tokens()[:1, :8]
+    expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 8:].tolist()
+    model = load_model(tmp_path / "out").model
+    cache = KVCache(config, 1, 20, device="cpu", dtype=torch.float32)
+    hidden = model(ids, torch.arange(8)[None], causal_mask(1, 8), cache)
+    found: list[int] = []
+    for at in range(8, 20):
+        found.append(int(model.logits(hidden[:, -1]).argmax()))
+        hidden = model(torch.tensor([[found[-1]]]), torch.tensor([[at]]), None, cache)
+    assert found == expected

@@ -1,0 +1,207 @@
+"""An export is a whole folder or none, replaces only what it wrote itself, and whatever is wrong with a folder is said in one line."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headway.checkpoint.save import TensorRecord, save_checkpoint
+from headway.cli import main
+from headway.errors import CheckpointError, ConfigError
+from headway.export.huggingface import export_huggingface, export_model
+from headway.infer.load import find_model, load_model
+from headway.model.config import ModelConfig
+from headway.model.init import initial_value
+from headway.model.layout import param_specs
+from headway.model.pretrained import read_config, read_weights
+from headway.tokenizer.load import Tokenizer
+
+CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48, vocab_size=320, max_seq_len=64)
+
+
+def random_weights(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    for spec in param_specs(config):
+        yield spec.name, initial_value(spec.name, spec.shape, config, 4)
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>", "<pad>"])
+    Tokenizer(backend, {"bos": "<s>", "eos": "</s>", "pad": "<pad>"}).save(folder)
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    export_huggingface(CONFIG, random_weights(CONFIG), tmp_path / "out", tokenizer=tokenizer_folder(tmp_path / "tokenizer"))
+    return tmp_path / "out"
+
+
+def change(out: Path, tensors: dict[str, torch.Tensor | None]) -> None:
+    """Add, replace or drop tensors of an export."""
+    found: dict[str, Any] = {**load_file(out / "model.safetensors"), **tensors}
+    save_file({name: value for name, value in found.items() if value is not None}, out / "model.safetensors")
+
+
+def test_config_and_generation_config_carry_the_tokenizers_ids(out: Path) -> None:
+    config, generation = (json.loads((out / name).read_text()) for name in ("config.json", "generation_config.json"))
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (256, 257, 258)
+    assert generation["eos_token_id"] == 257
+    assert config["dtype"] == config["torch_dtype"] == "float32"
+
+
+def test_autotokenizer_reads_the_exported_tokenizer(out: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(out))
+    ours = load_model(out).tokenizer
+    assert ours is not None
+    text = "héllo wörld\n 12"
+    assert theirs(text)["input_ids"] == ours.encode(text)
+    assert theirs.eos_token_id == ours.eos_id == 257
+
+
+def test_a_large_export_is_cut_into_files_that_read_back_the_same(tmp_path: Path) -> None:
+    export_huggingface(CONFIG, random_weights(CONFIG), tmp_path / "out", tokenizer=None, max_shard_bytes=30_000)
+    files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    for (name, value), (ours, original) in zip(read_weights(tmp_path / "out", CONFIG), random_weights(CONFIG), strict=True):
+        assert name == ours
+        assert torch.equal(value, original)
+    (tmp_path / "out" / files[1]).unlink()
+    with pytest.raises(CheckpointError, match=r"no such file, but model.safetensors.index.json lists it"):
+        list(read_weights(tmp_path / "out", CONFIG))
+
+
+def test_bf16_halves_the_file_and_rounds_once(tmp_path: Path) -> None:
+    export_huggingface(CONFIG, random_weights(CONFIG), tmp_path / "out", tokenizer=None, dtype="bfloat16")
+    for (_, value), (_, original) in zip(read_weights(tmp_path / "out", CONFIG), random_weights(CONFIG), strict=True):
+        assert torch.equal(value, original.bfloat16())
+
+
+def test_an_earlier_export_is_replaced_and_anything_else_is_left_alone(out: Path, tmp_path: Path) -> None:
+    before = (out / "model.safetensors").read_bytes()
+    other = ((name, value + 1) for name, value in random_weights(CONFIG))
+    export_huggingface(CONFIG, other, out, tokenizer=None)
+    assert (out / "model.safetensors").read_bytes() != before
+    assert not (out / "tokenizer.json").exists()
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds other things than an earlier export"):
+        export_huggingface(CONFIG, random_weights(CONFIG), foreign, tokenizer=None)
+    assert [p.name for p in foreign.iterdir()] == ["thesis.txt"]
+    with pytest.raises(ConfigError, match="which is a file"):
+        export_huggingface(CONFIG, random_weights(CONFIG), foreign / "thesis.txt", tokenizer=None)
+
+
+def test_an_export_that_fails_midway_leaves_the_earlier_one_as_it_was(out: Path) -> None:
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(random_weights(CONFIG))
+        raise CheckpointError("the weights end here")
+
+    with pytest.raises(CheckpointError, match="the weights end here"):
+        export_huggingface(CONFIG, failing(), out, tokenizer=None)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert not [p for p in out.parent.iterdir() if p.name.startswith(".tmp-")]
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path: Path) -> None:
+    small = CONFIG.with_(vocab_size=64)
+    with pytest.raises(ConfigError, match="has 259 ids; the model has rows for 64"):
+        export_huggingface(small, random_weights(small), tmp_path / "out", tokenizer=tokenizer_folder(tmp_path / "tokenizer"))
+
+
+def test_every_end_that_a_folder_names_ends_a_text(out: Path) -> None:
+    assert load_model(out).end_ids == {257}
+    (out / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 258]}))
+    assert load_model(out).end_ids == {257, 258}
+
+
+def test_a_model_with_another_models_tokenizer_is_not_loaded(tmp_path: Path) -> None:
+    small = CONFIG.with_(vocab_size=64)
+    export_huggingface(small, random_weights(small), tmp_path / "out", tokenizer=None)
+    tokenizer_folder(tmp_path / "out")
+    with pytest.raises(ConfigError, match="has 259 ids; the model has rows for 64"):
+        load_model(tmp_path / "out")
+
+
+def test_missing_unexpected_and_misshapen_weights_are_named(out: Path) -> None:
+    norm = "model.layers.1.input_layernorm.weight"
+    change(out, {norm: None})
+    with pytest.raises(CheckpointError, match=f"{norm} is not among the weights"):
+        list(read_weights(out, CONFIG))
+    change(out, {norm: torch.ones(31)})
+    with pytest.raises(CheckpointError, match=rf"{norm} has shape \[31\]; config.json makes it \[32\]"):
+        list(read_weights(out, CONFIG))
+    change(out, {norm: torch.ones(32), "model.layers.0.self_attn.q_proj.bias": torch.zeros(32)})
+    with pytest.raises(CheckpointError, match=r"q_proj.bias is among the weights, but config.json has no place for it"):
+        list(read_weights(out, CONFIG))
+
+
+def test_a_tied_head_that_is_stored_too_must_be_the_embedding(out: Path) -> None:
+    embedding = load_file(out / "model.safetensors")["model.embed_tokens.weight"]
+    change(out, {"lm_head.weight": embedding.clone(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    assert len(list(read_weights(out, CONFIG))) == len(param_specs(CONFIG))
+    change(out, {"lm_head.weight": embedding + 1})
+    with pytest.raises(CheckpointError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        list(read_weights(out, CONFIG))
+
+
+def test_pickled_weights_and_broken_files_are_refused(out: Path) -> None:
+    (out / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        list(read_weights(out, CONFIG))
+    (out / "model.safetensors").rename(out / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"only in pytorch_model.bin, a pickle"):
+        list(read_weights(out, CONFIG))
+    (out / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"has neither model.safetensors nor"):
+        list(read_weights(out, CONFIG))
+    (out / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json: not JSON"):
+        read_config(out)
+
+
+def test_a_config_headway_cannot_compute_names_its_file_and_key(out: Path) -> None:
+    given = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**given, "hidden_act": "relu"}))
+    with pytest.raises(ConfigError, match=r"config.json: hidden_act is 'relu'; headway computes only 'silu'"):
+        read_config(out)
+
+
+def test_checkpoints_and_runs_load_and_export_like_the_folder_they_become(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "runs" / "one"
+    tokenizer = tokenizer_folder(tmp_path / "tokenizer")
+    for step, shift in ((1, 5.0), (2, 0.0)):
+        records = [TensorRecord(n, "master", tuple(v.shape), [((0,) * v.dim(), v + shift)]) for n, v in random_weights(CONFIG)]
+        save_checkpoint(run / "checkpoints", step, records, {"model": CONFIG.model_dump(mode="json")}, tokenizer)
+    by_run, by_step = load_model(run), load_model(run / "checkpoints" / "step-00000002")
+    assert by_run.config == by_step.config == CONFIG
+    assert by_run.tokenizer is not None
+    for (name, value), parameter in zip(random_weights(CONFIG), by_run.model.parameters(), strict=True):
+        assert torch.equal(value, parameter), name
+    assert main(["export", "hf", "--model", str(run), "--out", str(tmp_path / "out"), "--dtype", "float32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["out"] == str(tmp_path / "out")
+    assert find_model(tmp_path / "out").config == CONFIG
+    export_model(run / "checkpoints" / "step-00000001", run / "final")
+    assert find_model(run).path == run / "final"
+
+
+def test_a_checkpoint_without_a_model_shape_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, [TensorRecord("a", "master", (2,), [((0,), torch.zeros(2))])], {})
+    with pytest.raises(CheckpointError, match="does not say what shape the model has"):
+        find_model(tmp_path)
