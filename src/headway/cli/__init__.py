@@ -4,7 +4,6 @@ Verb files import typer alone at the top, so that help is instant; the work is a
 """
 
 import importlib
-import logging
 import os
 import pkgutil
 import sys
@@ -14,8 +13,7 @@ import typer
 
 from headway import __version__
 from headway.errors import HeadwayError
-
-GROUPS = {"config": "Show, check and describe recipes."}
+from headway.runtime.log import start_logging
 
 
 def build_app() -> typer.Typer:
@@ -58,21 +56,19 @@ def _global_options(
         typer.echo(f"headway {__version__}")
         raise typer.Exit
     level = "DEBUG" if verbose else os.environ.get("LOG_LEVEL", "INFO").upper()
-    if level not in logging.getLevelNamesMapping():
-        raise HeadwayError(f"LOG_LEVEL is {level!r}; it must be one of DEBUG, INFO, WARNING, ERROR.")
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr, force=True)
+    start_logging(level=level)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. A user's mistake ends in one line on standard error and exit code 2, never in a traceback."""
     try:
-        build_app()(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+        # without standalone mode the code of `typer.Exit` comes back as the result
+        code = build_app()(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+        return code if isinstance(code, int) else 0
     except HeadwayError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)  # noqa: T201
         return error.exit_code
-    except typer.Exit as ending:
-        return ending.exit_code
     except (KeyboardInterrupt, typer.Abort):
         print("stopped", file=sys.stderr)  # noqa: T201
         return 130
@@ -86,4 +82,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {error.format_message()}{hint}", file=sys.stderr)  # noqa: T201 # pyright: ignore[reportAttributeAccessIssue]
             return 2
         raise
-    return 0

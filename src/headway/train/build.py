@@ -10,10 +10,10 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.checkpoint.load import open_checkpoint
 from headway.data.batch import Batch
 from headway.data.config import ResolvedBatch
 from headway.data.loader import Loader
+from headway.data.sources import OpenData, open_data
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.optim.groups import OBJECTIVE
@@ -26,7 +26,6 @@ from headway.train.config import Recipe
 from headway.train.folder import CHECKPOINTS, METRICS, Start
 from headway.train.meter import Facts, Meter
 from headway.train.resolve import Resolved
-from headway.train.sources import OpenData, open_data
 from headway.train.state import TrainState
 
 if TYPE_CHECKING:
@@ -83,18 +82,27 @@ def build(resolved: Resolved, start: Start) -> Run:
     compute = choose_compute(recipe.device, recipe.precision)
     set_arithmetic(tf32=recipe.kernels.tf32, deterministic=recipe.deterministic)
     batch = recipe.batch.resolve(recipe.data.seq_len, 1)
-    data = open_data(recipe.data, resolved.tokenizer, model.vocab, recipe.seed)
+    data = open_data(recipe.data, tokenizer=resolved.tokenizer_path, vocab_size=model.vocab, seed=recipe.seed)
     engine = make_engine(recipe, model, compute)
     loader = make_loader(recipe, data, batch, None)
     total_steps = count_steps(recipe, loader, batch)
     state = TrainState(engine, model, loader.state)
     if start.checkpoint is not None:
-        state.restore(open_checkpoint(start.checkpoint))
+        state.restore(start.checkpoint)
         loader.close()
         loader = make_loader(recipe, data, batch, state)
     else:
         fill(engine, resolved)
-    facts = Facts(model, recipe.data.seq_len, batch.micro_rows, compute.device, compute.name, compute.precision, total_steps, data.names)
+    facts = Facts(
+        config=model,
+        seq_len=recipe.data.seq_len,
+        micro_rows=batch.micro_rows,
+        device=compute.device,
+        device_name=compute.name,
+        dtype=peak_kind(recipe, compute),
+        total_steps=total_steps,
+        source_names=tuple(data.names),
+    )
     meter = Meter(facts, state.consumed_tokens, engine.scalars()["skipped"])
     return Run(
         recipe=recipe,
@@ -111,6 +119,11 @@ def build(resolved: Resolved, start: Start) -> Run:
         meter=meter,
         saved_step=state.step,
     )
+
+
+def peak_kind(recipe: Recipe, compute: Compute) -> str:
+    """The arithmetic whose peak a run is measured against."""
+    return "tf32" if compute.precision == "fp32" and recipe.kernels.tf32 else compute.precision
 
 
 def make_engine(recipe: Recipe, model: ModelConfig, compute: Compute) -> FlatEngine:

@@ -21,8 +21,8 @@ from headway.track.base import TrackerConfig
 class RunConfig(Section):
     """Where the run lives."""
 
-    name: str = setting("run", "Name of the run; its folder is dir/name.", min_length=1, on_resume="fixed")
-    dir: Path = setting(Path("runs"), "Folder that holds runs.", on_resume="free")
+    name: str = setting("run", "Name of the run; its folder is dir/name.", min_length=1)
+    dir: Path = setting(Path("runs"), "Folder that holds runs.")
 
     @property
     def folder(self) -> Path:

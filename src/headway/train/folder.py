@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.checkpoint.load import newest_good, open_checkpoint
+from headway.checkpoint.load import Reader, newest_good, open_checkpoint
+from headway.checkpoint.retention import set_aside_later
 from headway.config.load import dump_yaml, load
 from headway.config.section import differences
 from headway.errors import CheckpointError, ConfigError
@@ -34,7 +35,7 @@ class Start:
     """How a run begins."""
 
     folder: Path
-    checkpoint: Path | None
+    checkpoint: Reader | None
     """The checkpoint to continue from; None = from the beginning."""
     set_aside: Path | None = None
     """Where an older run of the same name is to be moved first."""
@@ -48,8 +49,7 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
     check_writable(folder)
     if resume not in ("auto", "never"):
         path = Path(resume)
-        open_checkpoint(path)
-        return Start(folder, path, changes=tuple(_allowed_changes(path.parent.parent / RECIPE, recipe)))
+        return Start(folder, open_checkpoint(path), changes=tuple(_allowed_changes(path.parent.parent / RECIPE, recipe)))
     old = folder / RECIPE
     if not old.exists():
         return Start(folder, None)
@@ -63,7 +63,7 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
         raise CheckpointError(
             f"{folder / CHECKPOINTS}: no checkpoint there can be read. Use --resume never to begin anew beside them, or --resume PATH."
         )
-    return Start(folder, found.path, changes=tuple(changes))
+    return Start(folder, found.reader, changes=tuple(changes))
 
 
 def _allowed_changes(old: Path, recipe: Recipe) -> list[str]:
@@ -88,6 +88,9 @@ def prepare_folder(start: Start, recipe: Recipe) -> None:
     if start.set_aside is not None:
         start.folder.rename(start.set_aside)
         log.info("the run that was there is now %s", start.set_aside)
+    elif start.checkpoint is not None:
+        for path in set_aside_later(start.folder / CHECKPOINTS, start.checkpoint.step):
+            log.info("a later checkpoint was set aside: %s", path)
     (start.folder / "logs").mkdir(parents=True, exist_ok=True)
     write_atomic(start.folder / RECIPE, dump_yaml(recipe))
     write_atomic(start.folder / "command.txt", " ".join(sys.argv) + "\n")

@@ -60,7 +60,7 @@ def describe(run: Run) -> list[str]:
     trained = sum(buffer.master.numel() for buffer in run.engine.buffers)
     frozen = run.engine.frozen.param.numel()
     source = "generated data" if run.recipe.data.train is None else ", ".join(run.data.names)
-    state = "begins" if run.start.checkpoint is None else f"continues {run.start.checkpoint} at step {run.state.step}"
+    state = "begins" if run.start.checkpoint is None else f"continues {run.start.checkpoint.path} at step {run.state.step}"
     return [
         f"run {run.start.folder} {state}; {run.total_steps} steps",
         f"model {run.model.family}: {trained + frozen:,} parameters, {trained:,} train"

@@ -1,0 +1,90 @@
+"""Small runs for tests: two stores, a recipe of few parameters, and a comparison of what two runs left behind."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headway.checkpoint.load import open_checkpoint
+from headway.data.store import StoreWriter
+from headway.track.jsonl import read_metrics
+
+
+def make_stores(folder: Path, *, documents: int = 60, vocab: int = 64) -> list[Path]:
+    """Two native stores of short documents with different content."""
+    paths = []
+    for number in range(2):
+        rng = np.random.default_rng(number)
+        path = folder / f"store{number}"
+        writer = StoreWriter(path, dtype="uint16", tokenizer_fingerprint=None)
+        for _ in range(documents):
+            start, step = rng.integers(0, vocab, 2)
+            writer.add(((start + step * np.arange(rng.integers(5, 60))) % vocab).astype(np.uint16))
+        writer.finish()
+        paths.append(path)
+    return paths
+
+
+RECIPE = """\
+run: {{name: {name}, dir: {dir}}}
+model: {{hidden_size: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn_size: 48, vocab_size: 64, max_seq_len: 64, dropout: 0.1}}
+data:
+  train: [{{path: {one}, weight: 0.7}}, {{path: {two}, weight: 0.3}}]
+  valid: {{fraction: 0.1}}
+  seq_len: 64
+  packing: best_fit
+  tokenizer_unchecked: true
+  cache_dir: {dir}/cache
+batch: {{rows: 4, micro_rows: 2}}
+optim: {{lr: 1e-2}}
+steps: {steps}
+eval: {{every: 7, rows: 4}}
+checkpoint: {{every: 5, keep_last: 3}}
+device: cpu
+"""
+
+
+def write_recipe(folder: Path, stores: list[Path], *, name: str = "run", steps: int = 40) -> Path:
+    """A recipe over two weighted sources with dropout and best-fit packing."""
+    path = folder / f"{name}.yaml"
+    path.write_text(RECIPE.format(name=name, dir=folder / "runs", one=stores[0], two=stores[1], steps=steps), encoding="utf-8")
+    return path
+
+
+def headway(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    return subprocess.run([sys.executable, "-m", "headway", *arguments], capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def start_headway(*arguments: str) -> subprocess.Popen[bytes]:
+    """Start the command line without waiting."""
+    return subprocess.Popen([sys.executable, "-m", "headway", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[bytes], timeout: float = 90) -> None:
+    """Wait until a run has written a step, or ended."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end and process.poll() is None:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= step:
+            return
+        time.sleep(0.02)
+
+
+def assert_same_run(one: Path, two: Path, step: int) -> None:
+    """The checkpoints of a step and the metrics of two runs are the same, bit for bit, all but the timings."""
+    left, right = (open_checkpoint(run / "checkpoints" / f"step-{step:08}") for run in (one, two))
+    assert left.names() == right.names()
+    for name in left.names():
+        for role in left.roles(name):
+            assert torch.equal(left.read(name, role), right.read(name, role)), f"{role} of {name} differs"
+    assert {k: v for k, v in left.scalars.items() if k != "seconds"} == {k: v for k, v in right.scalars.items() if k != "seconds"}
+    assert deterministic(one / "metrics.jsonl") == deterministic(two / "metrics.jsonl")
+
+
+def deterministic(path: Path) -> list[dict[str, Any]]:
+    """The records of a run without their timings."""
+    return [{key: value for key, value in record.items() if key != "time"} for record in read_metrics(path)]
