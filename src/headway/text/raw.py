@@ -9,12 +9,16 @@ import bz2
 import gzip
 import io
 import lzma
+import shutil
+import tarfile
+import tempfile
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from headway.errors import DataError
 
@@ -53,6 +57,18 @@ class RawFile:
         with reading(self.name), self.open_stored() as stored, decompressed(stored, self.name) as stream:
             yield stream
 
+    @contextmanager
+    def seekable(self) -> Iterator[IO[bytes]]:
+        """The decompressed bytes in a file that can be read in any order; what is not one already is copied to a temporary one."""
+        with self.open() as stream:
+            if self.path is not None and isinstance(stream, io.BufferedReader) and stream.seekable():
+                yield stream
+                return
+            with tempfile.TemporaryFile(prefix="headway-raw-") as copy:
+                shutil.copyfileobj(stream, copy, CHUNK_BYTES)
+                copy.seek(0)
+                yield copy
+
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
@@ -63,6 +79,8 @@ def reading(name: str) -> Iterator[None]:
         yield
     except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, gzip.BadGzipFile) as error:
         raise DataError(f"{name}: the compressed data is damaged or cut short ({error}); fetch or write the file again.") from None
+    except (tarfile.TarError, zipfile.BadZipFile) as error:
+        raise DataError(f"{name}: the archive is damaged or cut short ({error}); fetch or write it again.") from None
     except OSError as error:
         if error.errno is None:
             raise DataError(f"{name}: the compressed data is damaged or cut short ({error}); fetch or write the file again.") from None
@@ -101,6 +119,7 @@ class _ZstdFrames(io.RawIOBase):
     """Frames of zstd one after the other; unlike the library's own reader it notices a file that ends inside a frame."""
 
     def __init__(self, stored: io.BufferedReader) -> None:
+        super().__init__()
         import zstandard
 
         self._stored = stored

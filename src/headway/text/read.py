@@ -1,71 +1,52 @@
 """Raw data of any known format as one stream of documents or records, in bounded memory.
 
-In: files, folders, globs (see `formats.SUPPORTED`). Out: `Document`s or `Record`s in a fixed order: paths as given, files sorted.
+In: files, folders, globs, dataset folders (see `formats.SUPPORTED`). Out: `Document`s or `Record`s in the order of `expand`.
 Invariant: nothing is skipped or replaced in silence; a file that yields nothing is an error.
 """
 
 from __future__ import annotations
 
-import glob
 import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from headway.errors import ConfigError, DataError
+from headway.errors import DataError
 from headway.text.document import Document, Record, TextOf
+from headway.text.expand import expand
 from headway.text.formats import FORMATS, SUPPORTED
+from headway.text.formats.archive import members
 from headway.text.formats.txt import Split, read_text
 from headway.text.raw import RawFile
 
+__all__ = ["Document", "Record", "expand", "read_documents", "read_records"]
+
 T = TypeVar("T")
-NOT_DATA = ("readme", "license", "dataset_info", "state.json", "dataset_dict", "dataset_infos")
+SNIFF_BYTES = 4096
 
 
 def read_documents(
-    paths: Sequence[Path | str] | Path | str, *, text_key: str = "text", template: str | None = None, split: Split = "file"
+    paths: Sequence[Path | str] | Path | str,
+    *,
+    text_key: str = "text",
+    template: str | None = None,
+    split: Split = "file",
+    keep_record: bool = False,
 ) -> Iterator[Document]:
-    """Every document of some files, folders or globs; a record's text is its `text_key`, or `template` filled from it."""
+    """Every document of some files, folders or globs; a record's text is its `text_key`, or `template` filled from it.
+
+    `keep_record` leaves all of a record in `Document.record`; without it only the keys of the text are sure to be there.
+    """
     text_of = TextOf(text_key, template)
+    keys = None if keep_record else text_of.keys()
     for path in expand(paths):
-        yield from _some(_documents(RawFile.at(path), text_of, split), path)
+        yield from _some(_documents(RawFile.at(path), text_of, split, keys), path)
 
 
 def read_records(paths: Sequence[Path | str] | Path | str) -> Iterator[Record]:
-    """Every record of some files, folders or globs, as it lies in them."""
+    """Every record of some files, folders or globs, as it lies in them; plain text holds none."""
     for path in expand(paths):
         yield from _some(_records(RawFile.at(path)), path)
-
-
-def expand(paths: Sequence[Path | str] | Path | str) -> list[Path]:
-    """The files that paths, folders and globs stand for; what stands for none is an error."""
-    if isinstance(paths, (str, Path)):
-        paths = [paths]
-    if not paths:
-        raise ConfigError("no input is given; name at least one file, folder or glob.")
-    return [file for path in paths for file in _expand_one(path)]
-
-
-def _expand_one(given: Path | str) -> list[Path]:
-    path = Path(given)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.is_file() and _is_data(p.relative_to(path)))
-        if not found:
-            raise DataError(f"{path}: the folder holds no data. Supported: {SUPPORTED}.")
-        return found
-    matches = sorted(Path(p) for p in glob.glob(str(given), recursive=True))
-    files = [p for p in matches if p.is_file()]
-    if not files:
-        raise DataError(f"{given}: no such file or folder{', and no file matches' if glob.has_magic(str(given)) else ''}.")
-    return files
-
-
-def _is_data(path: Path) -> bool:
-    if any(part.startswith(".") for part in path.parts) or path.name.lower().startswith(NOT_DATA):
-        return False
-    return RawFile.at(path).suffix in FORMATS
 
 
 def _some(items: Iterator[T], path: Path) -> Iterator[T]:
@@ -77,17 +58,65 @@ def _some(items: Iterator[T], path: Path) -> Iterator[T]:
         raise DataError(f"{path}: no documents; the file is empty.")
 
 
-def _documents(raw: RawFile, text_of: TextOf, split: Split) -> Iterator[Document]:
-    kind = FORMATS.get(raw.suffix)
+def _documents(raw: RawFile, text_of: TextOf, split: Split, keys: list[str] | None) -> Iterator[Document]:
+    kind = _kind(raw)
     if kind == "txt":
-        return read_text(raw, split)
-    return map(text_of, _records(raw))
+        yield from read_text(raw, split)
+    elif kind in ("zip", "tar"):
+        for member in _data_members(raw, kind):
+            yield from _documents(member, text_of, split, keys)
+    else:
+        yield from map(text_of, _read(kind, raw, keys))
 
 
 def _records(raw: RawFile) -> Iterator[Record]:
-    kind = FORMATS.get(raw.suffix)
-    if kind is None:
-        raise DataError(f"{raw.name}: unknown format. Supported: {SUPPORTED}.")
+    kind = _kind(raw)
     if kind == "txt":
         raise DataError(f"{raw.name}: a text file holds no records; give json, jsonl, csv or parquet.")
-    return importlib.import_module(f"headway.text.formats.{kind}").read(raw)
+    if kind in ("zip", "tar"):
+        for member in _data_members(raw, kind):
+            yield from _records(member)
+    else:
+        yield from _read(kind, raw, None)
+
+
+def _read(kind: str, raw: RawFile, keys: list[str] | None) -> Iterator[Record]:
+    return importlib.import_module(f"headway.text.formats.{kind}").read(raw, keys)
+
+
+def _data_members(raw: RawFile, kind: str) -> Iterator[RawFile]:
+    """The members of a known format, as from a folder; an archive inside an archive is an error."""
+    for member in members(raw, kind):
+        inner = FORMATS.get(member.suffix)
+        if inner in ("zip", "tar"):
+            raise DataError(f"{member.name}: an archive inside an archive is not read; unpack the outer one.")
+        if inner is not None:
+            yield member
+
+
+def _kind(raw: RawFile) -> str:
+    """The format of a file: by its name, else by how its content begins."""
+    return FORMATS.get(raw.suffix) or _sniff(raw)
+
+
+def _sniff(raw: RawFile) -> str:
+    with raw.open() as stream:
+        head = stream.read(SNIFF_BYTES)
+    begin = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    for magic, kind in ((b"PAR1", "parquet"), (b"ARROW1", "arrow"), (b"PK\x03\x04", "zip"), (b"<mediawiki", "mediawiki")):
+        if begin.startswith(magic):
+            return kind
+    if head[257:262] == b"ustar":
+        return "tar"
+    if b"\x00" in head or (head and _is_binary(head)):
+        raise DataError(f"{raw.name}: unknown format. Supported: {SUPPORTED}.")
+    return "json" if begin.startswith((b"{", b'[{"')) else "txt"
+
+
+def _is_binary(head: bytes) -> bool:
+    """Whether the first bytes can be no UTF-8, apart from a character cut at their end."""
+    try:
+        head.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.start < len(head) - 3
+    return False

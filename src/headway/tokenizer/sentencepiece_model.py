@@ -31,13 +31,11 @@ def read_model(path: Path, config: dict[str, Any] | None = None) -> Tokenizer:
     data = path.read_bytes()
     if is_ranks(data):
         return read_ranks(path, config)
+    sp = SentencePieceProcessor()
     try:
-        sp = SentencePieceProcessor(model_proto=data)
-        size = sp.get_piece_size()
-    except (RuntimeError, OSError):
-        size = 0
-    if not size:
-        raise DataError(f"{path} is no sentencepiece model; fetch or train it again.")
+        sp.LoadFromSerializedProto(data)
+    except RuntimeError:
+        raise DataError(f"{path} is no sentencepiece model; fetch or train it again.") from None
     if _adds_tokens(sp, config):
         from headway.tokenizer.folder import finish
 

@@ -1,6 +1,6 @@
-"""One file per raw format; each reads a `RawFile` as a stream of `Record`s in bounded memory.
+"""One file per raw format: `read(raw, keys)` gives the `Record`s of a `RawFile` in bounded memory, reading only `keys` where it can.
 
-`FORMATS` maps the suffix of a name (without that of compression) to the module that reads it.
+`FORMATS` maps the suffix of a name (without that of compression) to its format.
 """
 
 FORMATS = {
@@ -16,8 +16,8 @@ FORMATS = {
     ".arrow": "arrow",
     ".mds": "mds",
     ".xml": "mediawiki",
-    ".zip": "archive",
-    ".tar": "archive",
+    ".zip": "zip",
+    ".tar": "tar",
 }
 
 SUPPORTED = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headway.errors import DataError
@@ -11,7 +11,7 @@ from headway.text.document import Record
 from headway.text.raw import RawFile, lines
 
 
-def read(raw: RawFile) -> Iterator[Record]:
+def read(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
     """The objects of a file, each with its line."""
     for number, line in lines(raw):
         if line.strip():

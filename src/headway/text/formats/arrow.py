@@ -1,0 +1,45 @@
+"""Arrow files as Hugging Face `save_to_disk` writes them (stream or file form), one record batch in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from headway.errors import DataError
+from headway.text.document import Record
+from headway.text.raw import RawFile
+
+SLICE_ROWS = 256
+
+
+def read(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
+    """The rows of a file, numbered from 1; only the columns of `keys` where all of them exist."""
+    import pyarrow as pa
+
+    with raw.seekable() as stream:
+        number = 0
+        try:
+            for batch in _batches(stream):
+                if keys is not None and set(keys) <= set(batch.schema.names):
+                    batch = batch.select(list(dict.fromkeys(keys)))
+                # Damaged offsets inside a batch would be followed blindly; this check makes them an error.
+                batch.validate(full=True)
+                for start in range(0, batch.num_rows, SLICE_ROWS):
+                    for row in batch.slice(start, SLICE_ROWS).to_pylist():
+                        number += 1
+                        yield Record(row, raw.name, number)
+        except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError) as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise DataError(f"{raw.name}: not a readable arrow file: {why}. Fetch or write it again.") from None
+
+
+def _batches(stream: Any) -> Iterator[Any]:
+    import pyarrow as pa
+
+    head = stream.read(6)
+    stream.seek(0)
+    if head == b"ARROW1":
+        file = pa.ipc.open_file(stream)
+        yield from (file.get_batch(i) for i in range(file.num_record_batches))
+    else:
+        yield from pa.ipc.open_stream(stream)

@@ -1,0 +1,32 @@
+"""Comma- or tab-separated tables: the first row names the columns, every other row is one record of strings."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+
+from headway.errors import DataError
+from headway.text.document import Record
+from headway.text.raw import RawFile, decode
+
+FIELD_BYTES = (1 << 31) - 1
+
+
+def read(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
+    """The rows of a table, each with the line it ends on."""
+    csv.field_size_limit(FIELD_BYTES)
+    with raw.open() as stream:
+        lines = (decode(line, raw.name, number) for number, line in enumerate(stream, 1))
+        rows = csv.reader(lines, delimiter="\t" if raw.suffix == ".tsv" else ",", strict=True)
+        try:
+            names = next(rows, [])
+            if len(set(names)) != len(names):
+                raise DataError(f"{raw.name}:1: a column name is there twice; the first row must name the columns, each once.")
+            for row in rows:
+                if not row:
+                    continue
+                if len(row) != len(names):
+                    raise DataError(f"{raw.name}:{rows.line_num}: {len(row)} values, but the first row names {len(names)} columns.")
+                yield Record(dict(zip(names, row, strict=True)), raw.name, rows.line_num)
+        except csv.Error as error:
+            raise DataError(f"{raw.name}:{rows.line_num}: not a valid table: {error}.") from None

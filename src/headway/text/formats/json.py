@@ -1,0 +1,127 @@
+"""JSON files of any size: a list of objects, or objects one after the other (one per line, or one per file), read piece by piece.
+
+Only the object at hand is in memory; a damaged file is noticed where the damage is, not after all of it has been read.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, cast
+
+from headway.errors import DataError
+from headway.text.document import Record
+from headway.text.raw import RawFile, decode
+
+CHUNK_BYTES = 1 << 18
+WHITE = re.compile(r"[ \t\r\n]*")
+DECODER = json.JSONDecoder()
+# An error this close to the end of what was read may only mean that the rest is not read yet (`tru`, `\u00`).
+NEAR_END = 16
+
+
+def read(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
+    """The objects of a file, each with the line it begins on."""
+    with raw.open() as stream:
+        text = _Text(stream, raw.name)
+        first = text.skip_white()
+        if first == "[":
+            yield from _list(text)
+        elif first:
+            while text.skip_white():
+                yield text.take_object()
+
+
+def _list(text: _Text) -> Iterator[Record]:
+    text.at += 1
+    if text.skip_white() == "]":
+        text.at += 1
+    else:
+        while True:
+            text.skip_white()
+            yield text.take_object()
+            mark = text.skip_white()
+            text.at += 1
+            if mark == "]":
+                break
+            if mark != ",":
+                text.fail("the list is cut short" if not mark else f"',' or ']' expected, {mark!r} found")
+    if text.skip_white():
+        text.fail("something follows the list")
+
+
+class _Text:
+    """A window onto the decoded file: `buffer[at:]` is what is not consumed yet, `line` the line that `at` is on."""
+
+    def __init__(self, stream: io.BufferedIOBase, name: str) -> None:
+        self.stream = stream
+        self.name = name
+        self.buffer = ""
+        self.at = 0
+        self.line = 1
+        self._rest = b""
+        self._ended = False
+
+    def skip_white(self) -> str:
+        """Go to the next character that is not white space and return it; empty at the end."""
+        while True:
+            found = WHITE.match(self.buffer, self.at)
+            self.go_to(found.end() if found else self.at)
+            if self.at < len(self.buffer) or not self._read_on():
+                return self.buffer[self.at : self.at + 1]
+
+    def take_object(self) -> Record:
+        """The object that begins here."""
+        while True:
+            try:
+                found, end = DECODER.raw_decode(self.buffer, self.at)
+                break
+            except json.JSONDecodeError as error:
+                unfinished = error.msg.startswith("Unterminated string") or error.pos >= len(self.buffer) - NEAR_END
+                if not (unfinished and self._read_on()):
+                    self.go_to(min(error.pos, len(self.buffer)))
+                    self.fail(f"not valid JSON: {error.msg}{', the file may be cut short' if unfinished else ''}")
+            except (RecursionError, ValueError) as error:
+                self.fail(f"not readable JSON: {error}")
+        if not isinstance(found, dict):
+            self.fail(f'a JSON {type(found).__name__} where an object is expected, as in {{"text": "..."}}')
+        record = Record(cast(dict[str, Any], found), self.name, self.line)
+        self.go_to(end)
+        return record
+
+    def go_to(self, position: int) -> None:
+        """Consume up to a position of the buffer."""
+        self.line += self.buffer.count("\n", self.at, position)
+        self.at = position
+
+    def fail(self, why: str) -> NoReturn:
+        """End with an error that says where."""
+        raise DataError(f"{self.name}:{self.line}: {why}.")
+
+    def _read_on(self) -> bool:
+        """Read at least as much as is waiting, so that a long object costs no more than its length; False at the end."""
+        if self._ended:
+            return False
+        first = not self.buffer and self.line == 1
+        waiting = self.buffer[self.at :]
+        data = self._rest + self.stream.read(max(CHUNK_BYTES, len(waiting)))
+        self._ended = len(data) == len(self._rest)
+        # A character may be cut by the end of a chunk; its bytes wait for the rest.
+        whole = len(data) if self._ended else _whole_characters(data)
+        self._rest = data[whole:]
+        line = self.line + waiting.count("\n")
+        self.buffer, self.at = waiting + decode(data[:whole], self.name, 1 if first else max(2, line)), 0
+        return not self._ended
+
+
+def _whole_characters(data: bytes) -> int:
+    """How many of these bytes are whole characters of UTF-8: at most the last three belong to one that is cut."""
+    for back in range(1, min(4, len(data) + 1)):
+        byte = data[-back]
+        if byte >= 0xC0:
+            return len(data) - back if back < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else len(data)
+        if byte < 0x80:
+            break
+    return len(data)

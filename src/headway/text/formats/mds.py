@@ -1,0 +1,203 @@
+"""MDS shards (version 2 of the mosaicml streaming format), read as a stream.
+
+    shard file     uint32 N | uint32 offsets[N+1], from the file's start | JSON that names the columns | samples
+    sample         uint32 size of each column without a fixed size | the columns' bytes, in the order of column_names
+    folder         index.json lists the shards, also those of sub-folders; or sub-folders with an index.json each
+
+Shards may be compressed (zstd). Columns that would need unpickling are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.errors import DataError
+from headway.text.document import Record
+from headway.text.raw import RawFile
+
+SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+DTYPE_CODES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
+               64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
+_PLAIN: dict[str, Callable[[bytes], Any]] = {
+    "str": lambda data: data.decode("utf-8"),
+    "bytes": bytes,
+    "json": json.loads,
+    "str_int": lambda data: int(data.decode()),
+    "str_float": lambda data: float(data.decode()),
+    "str_decimal": lambda data: Decimal(data.decode()),
+    "jpeg": bytes,
+    "png": bytes,
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a shard: its name, how values are encoded, and their size in bytes where it is fixed."""
+
+    name: str
+    encoding: str
+    size: int | None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard that an index lists: the file that is there (raw, else compressed), how many samples, what the index says of the file."""
+
+    path: Path
+    samples: int
+    stored_bytes: int | None
+    hashes: dict[str, str]
+
+
+def read_mds(folder: Path) -> Iterator[dict[str, Any]]:
+    """Every sample of an MDS folder in the order of its index, as column name -> value."""
+    for shard in mds_shards(folder):
+        check_shard(shard)
+        count = 0
+        for record in read(RawFile.at(shard.path)):
+            count += 1
+            yield record.data
+        if count != shard.samples:
+            raise DataError(f"{shard.path}: has {count} samples, but index.json promises {shard.samples}.")
+
+
+def is_mds(folder: Path) -> bool:
+    """Whether a folder, or each of some folders in it, holds an MDS index."""
+    index = folder / "index.json"
+    if index.is_file():
+        return b'"shards"' in index.read_bytes()
+    return any(child.is_dir() and (child / "index.json").is_file() and is_mds(child) for child in sorted(folder.iterdir()))
+
+
+def mds_shards(folder: Path) -> list[Shard]:
+    """The shards of an MDS folder, or of the MDS folders inside it, in order."""
+    index = folder / "index.json"
+    if not index.is_file():
+        below = [child for child in sorted(folder.iterdir()) if child.is_dir() and is_mds(child)]
+        if not below:
+            raise DataError(f"{folder}: no index.json, here or one level down; not an MDS folder.")
+        return [shard for child in below for shard in mds_shards(child)]
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        version, entries = content["version"], content["shards"]
+        shards = [_shard(folder, entry) for entry in entries]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{index}: no MDS index: {type(error).__name__} {error}.") from None
+    if version != 2:
+        raise DataError(f"{index}: MDS version is {version}; only version 2 is known.")
+    return shards
+
+
+def check_shard(shard: Shard) -> None:
+    """Compare a shard's size, and its hashes as far as Python knows them, with the index."""
+    size = shard.path.stat().st_size
+    if shard.stored_bytes is not None and size != shard.stored_bytes:
+        raise DataError(f"{shard.path}: has {size} bytes, but index.json promises {shard.stored_bytes}; copy it again.")
+    for name, expected in shard.hashes.items():
+        if name in hashlib.algorithms_available:
+            with open(shard.path, "rb") as file:
+                if hashlib.file_digest(file, name).hexdigest() != expected:
+                    raise DataError(f"{shard.path}: its {name} is not the one in index.json; the file is damaged, copy it again.")
+
+
+def read(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
+    """The samples of one shard file, which describes its own columns."""
+    with raw.open() as stream:
+        columns, offsets = _read_header(stream, raw.name)
+        for number, size in enumerate(np.diff(offsets).tolist(), 1):
+            data = _exactly(stream, size, raw.name)
+            yield Record(decode_sample(columns, data, f"{raw.name}:{number}", keys), raw.name, number)
+        if stream.read(1):
+            raise DataError(f"{raw.name}: bytes follow the last sample; the shard is damaged.")
+
+
+def decode_sample(columns: Sequence[Column], data: bytes, place: str, keys: Sequence[str] | None = None) -> dict[str, Any]:
+    """One sample's columns (only `keys`, if all of them are there)."""
+    at = 4 * sum(column.size is None for column in columns)
+    sizes = iter(np.frombuffer(data[:at], "<u4").tolist())
+    wanted = set(keys) if keys is not None and {c.name for c in columns} >= set(keys) else None
+    values: dict[str, Any] = {}
+    try:
+        for column in columns:
+            size = column.size if column.size is not None else next(sizes)
+            if at + size > len(data):
+                raise ValueError("its columns are longer than the sample")
+            if wanted is None or column.name in wanted:
+                values[column.name] = decode_value(column.encoding, data[at : at + size])
+            at += size
+        if at != len(data):
+            raise ValueError("its columns are shorter than the sample")
+    except (ValueError, StopIteration, InvalidOperation, IndexError, KeyError) as error:
+        raise DataError(f"{place}: the sample is damaged: {error}.") from None
+    return values
+
+
+def decode_value(encoding: str, data: bytes) -> Any:
+    """One value of an MDS column; arrays come as read-only numpy arrays."""
+    if encoding in _PLAIN:
+        return _PLAIN[encoding](data)
+    if encoding == "int":
+        return int(np.frombuffer(data, "<i8")[0])
+    if encoding == "bool":
+        return bool(data[0])
+    if encoding in SCALARS:
+        return np.frombuffer(data, np.dtype(encoding).newbyteorder("<"))[0].item()
+    if encoding == "ndarray" or encoding.startswith("ndarray:"):
+        return _decode_array(encoding.split(":")[1:], data)
+    raise DataError(f"MDS columns of encoding {encoding!r} cannot be read; known are ndarray, int, bool, {', '.join((*_PLAIN, *SCALARS))}.")
+
+
+def _decode_array(given: list[str], data: bytes) -> np.ndarray[Any, Any]:
+    dtype = given[0] if given else DTYPE_CODES[data[0]]
+    data = data if given else data[1:]
+    if len(given) == 2:
+        shape = [int(n) for n in given[1].split(",")]
+    else:
+        dims, width = data[0] >> 2, 1 << (data[0] & 3)
+        shape = np.frombuffer(data[1 : 1 + dims * width], f"<u{width}").tolist()
+        data = data[1 + dims * width :]
+    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
+
+
+def _read_header(stream: io.BufferedIOBase, name: str) -> tuple[list[Column], np.ndarray[Any, np.dtype[np.int64]]]:
+    count = int(np.frombuffer(_exactly(stream, 4, name), "<u4")[0])
+    offsets = np.frombuffer(_exactly(stream, 4 * (count + 1), name), "<u4").astype(np.int64)
+    begin = 4 + 4 * (count + 1)
+    if offsets[0] <= begin or offsets[0] - begin > 1 << 20 or (np.diff(offsets) < 0).any():
+        raise DataError(f"{name}: the sample offsets are out of order; no MDS shard, or a damaged one.")
+    try:
+        config = json.loads(_exactly(stream, int(offsets[0]) - begin, name))
+        columns = [Column(*c) for c in zip(config["column_names"], config["column_encodings"], config["column_sizes"], strict=True)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{name}: the shard's description of its columns is damaged: {error}.") from None
+    for column in columns:
+        if column.encoding == "pkl":
+            raise DataError(f"{name}: column {column.name!r} is pickled (pkl), which could run code; write it anew as json or bytes.")
+    return columns, offsets
+
+
+def _exactly(stream: io.BufferedIOBase, size: int, name: str) -> bytes:
+    data = stream.read(size)
+    if len(data) != size:
+        raise DataError(f"{name}: the shard is cut short: {size} bytes expected, {len(data)} found.")
+    return data
+
+
+def _shard(folder: Path, entry: dict[str, Any]) -> Shard:
+    if entry["format"] != "mds":
+        raise DataError(f"{folder / 'index.json'}: shards of format {entry['format']!r}; only mds is known.")
+    options = [described for described in (entry["raw_data"], entry["zip_data"]) if described is not None]
+    for described in options:
+        path = folder / described["basename"]
+        if path.is_file():
+            return Shard(path, int(entry["samples"]), described.get("bytes"), dict(described.get("hashes") or {}))
+    raise DataError(f"{folder / options[0]['basename']}: listed in index.json, but not there.")

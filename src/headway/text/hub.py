@@ -1,0 +1,139 @@
+"""Models and datasets of the Hugging Face hub: fetched once into a folder or the shared cache, found again without a network.
+
+HF_ENDPOINT (mirrors), HF_HOME and HF_TOKEN are honoured by the library. What was cut off is resumed, and every file is checked against
+the size and checksum the hub names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from headway.errors import ConfigError, DataError
+from headway.runtime.storage import sha256_file
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SHA256_LENGTH = 64
+
+
+def local_or_hub(path_or_id: Path | str, *, dataset: bool = False) -> Path:
+    """The folder or file of a path that exists, else of a hub id: from the cache, or fetched into it."""
+    if Path(path_or_id).exists():
+        return Path(path_or_id)
+    given = str(path_or_id)
+    if not _ID.fullmatch(given):
+        raise ConfigError(f"{given}: no such file or folder, and not a hub id (ORGANISATION/NAME).")
+    return in_cache(given, dataset=dataset) or fetch(given, dataset=dataset)
+
+
+def in_cache(repo_id: str, *, dataset: bool = False, revision: str | None = None, cache_dir: Path | None = None) -> Path | None:
+    """The folder of a hub id that was fetched before, or None; asks no network."""
+    if not _ID.fullmatch(repo_id):
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(repo_id, repo_type=_type(dataset), revision=revision, cache_dir=cache_dir, local_files_only=True)
+    except LocalEntryNotFoundError:
+        return None
+    return Path(found)
+
+
+def fetch(
+    repo_id: str,
+    *,
+    dataset: bool = False,
+    include: Sequence[str] = (),
+    revision: str | None = None,
+    to: Path | None = None,
+    cache_dir: Path | None = None,
+) -> Path:
+    """Fetch a model or dataset (or the files that match `include`) and return its folder; continues what was cut off."""
+    if not _ID.fullmatch(repo_id):
+        raise ConfigError(f"{repo_id!r} is no hub id; write ORGANISATION/NAME.")
+    from huggingface_hub import errors, snapshot_download
+
+    what = "dataset" if dataset else "model"
+    try:
+        found = snapshot_download(
+            repo_id, repo_type=_type(dataset), revision=revision, allow_patterns=list(include) or None, local_dir=to, cache_dir=cache_dir
+        )
+    except errors.GatedRepoError:
+        raise DataError(f"{repo_id}: the {what} needs your consent on its page and a token (HF_TOKEN); then run this again.") from None
+    except errors.RepositoryNotFoundError:
+        raise DataError(
+            f"{repo_id}: the hub has no such {what}{'' if dataset else ' (a dataset needs --dataset)'}, or it is private."
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise DataError(f"{repo_id}: the hub has no revision {revision!r} of this {what}.") from None
+    except (OSError, *_network_errors()) as error:
+        raise DataError(_unreachable(repo_id, dataset, error)) from None
+    folder = Path(found)
+    if verify(folder, repo_id) == 0 and include:
+        raise DataError(f"{repo_id}: no file of the {what} matches {', '.join(include)}.")
+    return folder
+
+
+def verify(folder: Path, repo_id: str) -> int:
+    """Compare fetched files with the checksums the hub gave; a wrong one is removed and reported. Returns how many were checked."""
+    checked = 0
+    for file in sorted(folder.rglob("*")):
+        if not file.is_file() or ".cache" in file.relative_to(folder).parts:
+            continue
+        expected = _expected_checksum(folder, file)
+        if expected is not None and _checksum(file, len(expected)) != expected:
+            file.resolve().unlink()
+            file.unlink(missing_ok=True)
+            raise DataError(f"{repo_id}: {file.relative_to(folder)} has another checksum than the hub names; it was removed, fetch again.")
+        checked += 1
+    return checked
+
+
+def _expected_checksum(folder: Path, file: Path) -> str | None:
+    """The hub's checksum of a file: the name of its blob in the cache, or the note beside a plain folder; None if it is neither."""
+    if file.is_symlink():
+        named = file.resolve().name
+    else:
+        note = folder / ".cache" / "huggingface" / "download" / f"{file.relative_to(folder)}.metadata"
+        named = note.read_text(encoding="utf-8").splitlines()[1] if note.is_file() else ""
+    return named if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", named) else None
+
+
+def _checksum(file: Path, length: int) -> str:
+    """SHA-256 of the content (large files), or git's SHA-1 of the blob (small ones): the length of the hub's tells which."""
+    if length == _SHA256_LENGTH:
+        return sha256_file(file)
+    digest = hashlib.sha1(b"blob %d\0" % file.stat().st_size, usedforsecurity=False)
+    with open(file, "rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _network_errors() -> tuple[type[BaseException], ...]:
+    """Failures of the connection as the installed hub library raises them: newer ones speak through httpx, older through OSError."""
+    if importlib.util.find_spec("httpx") is None:
+        return ()
+    import httpx
+
+    return (httpx.HTTPError,)
+
+
+def _unreachable(repo_id: str, dataset: bool, error: BaseException) -> str:
+    from huggingface_hub import constants
+
+    flag = " --dataset" if dataset else ""
+    why = (str(error).splitlines() or [type(error).__name__])[0][:120].rstrip(".")
+    return (
+        f"{repo_id}: not here, and {constants.ENDPOINT} cannot give it ({why}). On a connected machine run "
+        f"`headway download {repo_id}{flag} --to {repo_id.rpartition('/')[2]}`, copy that folder here and give its path; "
+        f"or copy it into the cache {constants.HF_HUB_CACHE}. A mirror is named by HF_ENDPOINT."
+    )
+
+
+def _type(dataset: bool) -> str:
+    return "dataset" if dataset else "model"

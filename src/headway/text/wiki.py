@@ -1,0 +1,126 @@
+"""Wikitext to plain text: templates, tables, references, files and markup go; prose, headings and the words of links stay.
+
+Works on what editors really wrote: unclosed braces and brackets are left as text rather than swallowing the rest of the page.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable
+
+# Sections that are lists of sources and links rather than prose.
+DROPPED_SECTIONS = {
+    "references", "external links", "see also", "further reading", "notes", "bibliography", "sources", "footnotes", "citations",
+    "参考文献", "參考文獻", "外部链接", "外部連結", "参见", "參見", "参考资料", "參考資料", "注释", "註釋", "相关条目", "相關條目", "脚注",
+    "腳註", "延伸阅读", "延伸閱讀", "参考来源", "參考來源",
+}  # fmt: skip
+# Link targets before a colon that bring a picture, a category or a page in another language, not words of the text.
+DROPPED_LINKS = re.compile(
+    r"(?:file|image|media|category|fichier|datei|bild|文件|档案|檔案|图像|圖像|图片|圖片|分类|分類|[a-z]{2,3}(?:-[a-z]+)*|simple)\s*:", re.I
+)
+# Templates that only dress a piece of text: the number of the argument that is the text.
+DRESSING = {"lang": 2, "nowrap": 1, "nobr": 1, "small": 1, "big": 1, "bold": 1, "em": 1, "strong": 1, "ruby": 1, "le": 1, "link-en": 1}
+
+_COMMENT = re.compile(r"<!--.*?-->", re.S)
+_DROPPED_TAGS = re.compile(
+    r"<(ref|gallery|math|timeline|score|imagemap|templatestyles|references|includeonly|chem|hiero|graph|mapframe|indicator)\b"
+    r"(?:[^<>]*/>|[^<>]*>.*?</\1\s*>)",
+    re.S | re.I,
+)
+_BREAK = re.compile(r"<(?:br|hr)\b[^<>]*>", re.I)
+_TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
+_VARIANT = re.compile(r"-\{([^{}]*)\}-")
+_WEB_LINK = re.compile(r"\[(?:https?:|ftp:)?//[^\s\]]+[ \t]*([^\]\n]*)\]")
+_HEADING = re.compile(r"^(={1,6})\s*(.+?)\s*\1\s*$")
+_LIST = re.compile(r"^[*#:;]+\s*")
+_MAGIC = re.compile(r"__[A-Z\u4e00-\u9fff]+__")
+_QUOTES = re.compile(r"'{2,5}")
+_BLANKS = re.compile(r"[ \t\u00a0]+")
+
+
+def clean_wikitext(text: str) -> str:
+    """The prose of a page, paragraphs and headings on lines of their own."""
+    text = _COMMENT.sub("", text)
+    text = _DROPPED_TAGS.sub("", text)
+    text = _nested(text, re.compile(r"\{\{|\}\}"), "{{", _template)
+    text = _nested(text, re.compile(r"^[ :]*\{\||^[ \t]*\|\}", re.M), "{|", lambda inner: "")
+    text = _VARIANT.sub(lambda found: _variant(found[1]), text)
+    text = _nested(text, re.compile(r"\[\[|\]\]"), "[[", _link)
+    text = _WEB_LINK.sub(r"\1", text)
+    text = _BREAK.sub("\n", text)
+    text = html.unescape(_TAG.sub("", text))
+    text = _QUOTES.sub("", _MAGIC.sub("", text))
+    return _sections(text)
+
+
+def _nested(text: str, marks: re.Pattern[str], opening: str, replace: Callable[[str], str]) -> str:
+    """Replace every balanced pair of marks, outermost ones as a whole; what is never closed stays as it is."""
+    begun: list[tuple[int, int]] = []
+    spans: list[tuple[int, int, int, int]] = []
+    for mark in marks.finditer(text):
+        if mark[0].lstrip(" :").startswith(opening):
+            begun.append(mark.span())
+        elif begun:
+            start, inner = begun.pop()
+            while spans and spans[-1][0] > start:
+                spans.pop()
+            spans.append((start, inner, mark.start(), mark.end()))
+    pieces: list[str] = []
+    at = 0
+    for start, inner, inner_end, end in spans:
+        pieces += [text[at:start], replace(text[inner:inner_end])]
+        at = end
+    return "".join([*pieces, text[at:]])
+
+
+def _template(inner: str) -> str:
+    name, *arguments = inner.split("|")
+    number = DRESSING.get(name.strip().lower())
+    if number is None or "{{" in inner or len(arguments) < number:
+        return ""
+    return arguments[number - 1].strip()
+
+
+def _link(inner: str) -> str:
+    inner = _nested(inner, re.compile(r"\[\[|\]\]"), "[[", _link)
+    target, _, shown = inner.partition("|")
+    if target.startswith(":"):
+        return shown or target.lstrip(":")
+    if DROPPED_LINKS.match(target.strip()):
+        return ""
+    return shown.rpartition("|")[2] if shown else target.partition("#")[0] or target
+
+
+def _variant(inner: str) -> str:
+    """One writing of Chinese variant markup: the simplified one where several are given, else the text itself."""
+    body = inner.rpartition("|")[2]
+    choices = dict(part.split(":", 1) for part in body.split(";") if ":" in part)
+    named = {key.strip(): value.strip() for key, value in choices.items()}
+    for key in ("zh-hans", "zh-cn", "zh"):
+        if key in named:
+            return named[key]
+    return next(iter(named.values())) if named and all(key.startswith("zh") for key in named) else body
+
+
+def _sections(text: str) -> str:
+    """Lines without list marks and table remains; headings without prose below them, and sections of sources, are dropped."""
+    lines: list[str] = []
+    pending: list[str] = []
+    dropped_at: int | None = None
+    for line in text.splitlines():
+        heading = _HEADING.match(line.strip())
+        if heading:
+            level, title = len(heading[1]), _BLANKS.sub(" ", heading[2]).strip()
+            if dropped_at is not None and level > dropped_at:
+                continue
+            dropped_at = level if title.lower() in DROPPED_SECTIONS else None
+            pending = [] if dropped_at is not None else [title]
+            continue
+        line = _BLANKS.sub(" ", _LIST.sub("", line)).strip()
+        if dropped_at is not None or not line or line.startswith(("|", "!", "{|")):
+            continue
+        lines += pending
+        pending = []
+        lines.append(line)
+    return "\n".join(lines)

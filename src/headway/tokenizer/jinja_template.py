@@ -1,0 +1,248 @@
+"""A tokenizer's own chat template (jinja), made to say which of its characters the assistant wrote.
+
+    whole    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello.<|im_end|>\\n
+    prompt   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n                        up to this answer, with the generation prompt
+    loss                                                           Hello.<|im_end|>          from there to the token that ends the answer
+
+Where the template marks the answers itself ({% generation %}), the marks are used. Invariant: each prompt must be the beginning of the
+whole; if it is not, or an answer has no end token, the template is refused for training, because its loss mask would be a guess.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, cast
+
+import jinja2
+import jinja2.nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from headway.errors import ConfigError, DataError
+from headway.tokenizer.load import Tokenizer
+from headway.tokenizer.templates import Piece, Token, Turn
+
+PRIVATE_USE = range(0xE000, 0xF900)
+ADVICE = "Use one of headway's own templates, or mark the answers in it with {% generation %}."
+
+
+class GenerationTag(Extension):
+    """`{% generation %} ... {% endgeneration %}`: what stands inside was written by the assistant."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        opening, closing = cast(tuple[str, str], getattr(self.environment, "generation_marks"))  # noqa: B009 - set per rendering
+        return opening + caller() + closing
+
+
+@dataclass(frozen=True, eq=False)
+class JinjaTemplate:
+    """A jinja chat template with the special tokens of its tokenizer."""
+
+    name: str
+    source: str
+    variables: Mapping[str, str]
+    specials: Mapping[str, tuple[bool, bool]]
+    """Spelling of each special token -> it swallows white space on its left, on its right."""
+
+    @staticmethod
+    def of(name: str, source: str, tokenizer: Tokenizer) -> JinjaTemplate:
+        """The template with what it may name (`bos_token`, ...) and the special tokens it may write."""
+        flags = {token.content: (token.lstrip, token.rstrip) for token in tokenizer.fast.get_added_tokens_decoder().values()}
+        specials = {spelled: flags.get(spelled, (False, False)) for spelled in tokenizer.special_tokens}
+        return JinjaTemplate(name, source, {f"{role}_token": spelled for role, spelled in tokenizer.roles.items()}, specials)
+
+    def pieces(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Piece]:
+        """A whole conversation, for training."""
+        rendering = Rendering(self, turns, tools)
+        return self._cut(rendering.whole, rendering.spans(), rendering.breaker)
+
+    def prompt(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Piece]:
+        """A conversation up to where the assistant's next answer begins, for generation."""
+        rendering = Rendering(self, turns, tools)
+        return self._cut(rendering.text(len(turns), prompt=True), [], rendering.breaker)
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Finds special tokens, the longest first."""
+        spelled = sorted(self.specials, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, spelled)) if spelled else "(?!)")
+
+    @cached_property
+    def compiled(self) -> jinja2.Template:
+        """The template, in a sandbox."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        try:
+            return environment.from_string(self.source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"chat template {self.name}: not valid jinja: {_one_line(error)}.") from None
+
+    def _cut(self, whole: str, spans: Sequence[tuple[int, int]], breaker: str) -> list[Piece]:
+        edges = sorted({0, len(whole), *(edge for span in spans for edge in span)})
+        found: list[Piece] = []
+        for start, stop in pairwise(edges):
+            target = any(first <= start and stop <= last for first, last in spans)
+            at = start
+            for special in self.special_pattern.finditer(whole, start, stop):
+                found += self._text(whole, at, special.start(), target, breaker)
+                found.append(Piece(Token(special[0]), target))
+                at = special.end()
+            found += self._text(whole, at, stop, target, breaker)
+        return found
+
+    def _text(self, whole: str, start: int, stop: int, target: bool, breaker: str) -> list[Piece]:
+        text = whole[start:stop]
+        text = text.lstrip() if whole.endswith(self._swallowing(right=True), 0, start) else text
+        text = text.rstrip() if whole.startswith(self._swallowing(right=False), stop) else text
+        text = text.replace(breaker, "")
+        return [Piece(text, target)] if text else []
+
+    def _swallowing(self, right: bool) -> tuple[str, ...]:
+        return tuple(spelled for spelled, sides in self.specials.items() if sides[right])
+
+
+class Rendering:
+    """One conversation rendered: in whole, and up to each answer. Special tokens typed in it are broken by a private character."""
+
+    def __init__(self, template: JinjaTemplate, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> None:
+        self.template = template
+        self.turns = turns
+        used = set(template.source).union(*(turn.content + turn.context for turn in turns), json.dumps(list(tools), ensure_ascii=False))
+        free = (chr(code) for code in PRIVATE_USE if chr(code) not in used)
+        self.breaker, *marks = [next(free) for _ in range(3)]
+        self.marks = (marks[0], marks[1])
+        self.messages = [self._message(turn) for turn in turns]
+        self.tools = [dict(tool) for tool in tools] or None
+        self.marked = self._render(self.messages, prompt=False)
+        self.whole = self._unmarked(self.marked)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Where the loss is in the whole: [start, stop) of each answer with the token that ends it."""
+        answers = [i for i, turn in enumerate(self.turns) if turn.role == "assistant"]
+        generated = self._generated()
+        if generated and len(generated) != len(answers):
+            raise DataError(
+                f"chat template {self.template.name} marks {len(generated)} answers of {len(answers)}; the loss mask is unclear."
+            )
+        spans: list[tuple[int, int]] = []
+        for number, i in enumerate(answers):
+            if generated:
+                start, stop = generated[number]
+                span = start, self._end_token(start, stop, i)
+            else:
+                span = self._answer(i)
+            if spans and span[0] < spans[-1][1]:
+                raise DataError(f"chat template {self.template.name}: answers overlap, so the loss mask is unclear. {ADVICE}")
+            if self.turns[i].learn:
+                spans.append(span)
+        return spans
+
+    def text(self, count: int, prompt: bool) -> str:
+        """The first turns, with or without the generation prompt."""
+        return self._unmarked(self._render(self.messages[:count], prompt))
+
+    def _answer(self, i: int) -> tuple[int, int]:
+        """The span of answer `i`, found by rendering what comes before it."""
+        if i == 0:
+            raise DataError(f"chat template {self.template.name}: the conversation begins with the assistant; there is nothing to answer.")
+        prompt, plain = self.text(i, prompt=True), self.text(i, prompt=False)
+        if not self.whole.startswith(prompt):
+            raise DataError(
+                f"chat template {self.template.name} writes the turns before answer {i} differently once the answer is there, so its loss "
+                f"mask is unclear. {ADVICE}"
+            )
+        start = len(prompt)
+        if self.turns[i].calls or not self.turns[i].content.strip():
+            return start, self._end_of_call(i, start)
+        content = re.escape(self._escaped(self.turns[i].content).strip())
+        found = re.compile(rf"{content}\s*(?:{self.template.special_pattern.pattern})").search(self.whole, start)
+        at = re.compile(content).search(self.whole, start)
+        if at is None:
+            raise DataError(f"chat template {self.template.name} changes the assistant's text, so its loss mask is unclear. {ADVICE}")
+        if found is None:
+            return start, self._end_token(start, at.end(), i)
+        if prompt == plain and self.whole[start : found.start()].strip():
+            raise DataError(f"chat template {self.template.name} has no generation prompt, so its loss mask is unclear. {ADVICE}")
+        return start, found.end()
+
+    def _end_of_call(self, i: int, start: int) -> int:
+        """Where an answer ends that is a tool call, or empty: at the last special token of its turn."""
+        closed = self.text(i + 1, prompt=False)
+        ends = [found.end() for found in self.template.special_pattern.finditer(closed, start)]
+        if not self.whole.startswith(closed) or not ends:
+            raise DataError(f"chat template {self.template.name}: where the answer in turn {i} ends is unclear. {ADVICE}")
+        return ends[-1]
+
+    def _end_token(self, start: int, stop: int, i: int) -> int:
+        """The end of the special token that ends an answer: the last inside the span, or the one right after it."""
+        specials = self.template.special_pattern
+        inside = [m.end() for m in specials.finditer(self.whole, start, stop)]
+        if inside and not self.whole[inside[-1] : stop].strip():
+            return inside[-1]
+        following = specials.search(self.whole, stop)
+        if following is None or self.whole[stop : following.start()].strip():
+            raise DataError(
+                f"chat template {self.template.name} puts no special token after the answer in turn {i}: a model trained on it would "
+                f"never stop. {ADVICE}"
+            )
+        return following.end()
+
+    def _generated(self) -> list[tuple[int, int]]:
+        spans: list[tuple[int, int]] = []
+        shift = 0
+        for match in re.finditer(f"{self.marks[0]}(.*?){self.marks[1]}", self.marked, re.DOTALL):
+            start = match.start() - shift
+            spans.append((start, start + len(match[1])))
+            shift += 2
+        return spans
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], prompt: bool) -> str:
+        compiled = self.template.compiled
+        setattr(compiled.environment, "generation_marks", self.marks)  # noqa: B010 - read by GenerationTag
+        try:
+            return compiled.render(messages=messages, tools=self.tools, add_generation_prompt=prompt, **self.template.variables)
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            raise DataError(f"chat template {self.template.name} refuses the conversation: {_one_line(error)}.") from None
+
+    def _unmarked(self, text: str) -> str:
+        return text.replace(self.marks[0], "").replace(self.marks[1], "")
+
+    def _message(self, turn: Turn) -> dict[str, Any]:
+        content = f"{turn.content}\n{turn.context}" if turn.context else turn.content
+        message: dict[str, Any] = {"role": turn.role, "content": self._escaped(content)}
+        if turn.calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in turn.calls
+            ]
+        return message
+
+    def _escaped(self, text: str) -> str:
+        return self.template.special_pattern.sub(lambda found: found[0][0] + self.breaker + found[0][1:], text)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
