@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from math import ceil
@@ -20,6 +21,7 @@ from headway.optim.groups import OBJECTIVE
 from headway.parallel.assemble import assemble
 from headway.parallel.zero1 import FlatEngine, Settings
 from headway.runtime.device import Compute, choose_compute, set_arithmetic
+from headway.runtime.machine import usable_cores
 from headway.track.base import Tracker
 from headway.track.jsonl import MetricsFile
 from headway.train.config import Recipe
@@ -128,16 +130,17 @@ def peak_kind(recipe: Recipe, compute: Compute) -> str:
 
 def make_engine(recipe: Recipe, model: ModelConfig, compute: Compute) -> FlatEngine:
     """The engine of a recipe, its parameters still zero."""
-    wanted = recipe.kernels.compile
+    wanted, on_cuda = recipe.kernels.compile, compute.device.type == "cuda"
+    chunk = recipe.memory.loss_chunk_tokens
     return assemble(
         model,
         recipe.objective.build(),
         recipe.optim,
-        Settings(compute.device, compute.dtype, recipe.optim.clip, recipe.memory.loss_chunk_tokens, recipe.seed),
+        Settings(compute.device, compute.dtype, recipe.optim.clip, (8192 if on_cuda else 2048) if chunk == "auto" else chunk, recipe.seed),
         freeze=recipe.freeze,
         train=recipe.train,
         attention=recipe.kernels.attention,
-        compile_blocks=compute.device.type == "cuda" if wanted == "auto" else wanted,
+        compile_blocks=on_cuda if wanted == "auto" else wanted,
     )
 
 
@@ -177,6 +180,13 @@ def fill(engine: FlatEngine, resolved: Resolved) -> None:
 
 
 def _initial(engine: FlatEngine, resolved: Resolved) -> Iterator[tuple[str, Tensor]]:
-    for name, value in engine.masters.items():
-        if not name.startswith(OBJECTIVE):
-            yield name, initial_value(name, tuple(value.shape), resolved.model, resolved.recipe.seed)
+    """Initial values in the order of the model; a few are drawn at a time, in threads, because one thread takes long for large models."""
+
+    def draw(name: str) -> tuple[str, Tensor]:
+        return name, initial_value(name, tuple(engine.masters[name].shape), resolved.model, resolved.recipe.seed)
+
+    names = [name for name in engine.masters if not name.startswith(OBJECTIVE)]
+    size = min(16, usable_cores())
+    with ThreadPoolExecutor(size) as pool:
+        for start in range(0, len(names), size):
+            yield from pool.map(draw, names[start : start + size])

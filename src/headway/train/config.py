@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from headway.config.kinds import KindIn
 from headway.config.section import Section, setting
@@ -52,7 +52,14 @@ class KernelConfig(Section):
 class MemoryConfig(Section):
     """Memory against time."""
 
-    loss_chunk_tokens: int = setting(2048, "Tokens whose logits exist at one time.", gt=0)
+    loss_chunk_tokens: int | Literal["auto"] = setting("auto", "Tokens whose logits exist at one time; auto = 8192 on CUDA, else 2048.")
+
+    @field_validator("loss_chunk_tokens")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"is {value}; it must be at least 1")
+        return value
 
 
 class CheckpointConfig(Section):
@@ -60,6 +67,7 @@ class CheckpointConfig(Section):
 
     every: int | None = setting(500, "Steps between checkpoints; null = only at the end.", gt=0)
     keep_last: int = setting(2, "Newest checkpoints kept.", gt=0)
+    at_end: bool = setting(True, "Save at the end: a checkpoint and final/, a Hugging Face folder. Benchmarks turn it off.")
 
 
 class EvalConfig(Section):

@@ -28,7 +28,7 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
     if stopped_by is not None and run.state.step < run.total_steps:
         log.info("stopped by %s after step %d; the same command goes on from there", stopped_by, run.state.step)
         return {**summary, "stopped_by": stopped_by, "exit_code": 128 + signal.Signals[stopped_by].value}
-    summary["final"] = write_final(run)
+    summary["final"] = write_final(run) if run.recipe.checkpoint.at_end else None
     write_json(folder / SUMMARY, summary)
     log.info("done: %d steps in %.0f s, loss %s; %s", run.state.step, run.state.seconds, _number(summary["last_loss"]), folder)
     return summary

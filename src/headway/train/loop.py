@@ -37,7 +37,8 @@ def run_loop(run: Run) -> dict[str, Any]:
                 if state.step % COLLECT_EVERY == 0:
                     gc.collect()
             report(run, everything=True)
-            if state.step > run.saved_step:
+            wanted = run.recipe.checkpoint.at_end or stop.requested is not None
+            if state.step > run.saved_step and wanted:
                 save(run, clock)
     finally:
         gc.enable()
