@@ -62,8 +62,10 @@ def open_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -
     if tokenizer is None:
         raise ConfigError(f"data: {one.path} is no token store, so its text needs a tokenizer. Set `tokenizer` in the recipe.")
     from headway.data.cache import cached_store
+    from headway.data.tokenize import TokenizeOptions
 
-    return open_store(cached_store([one.path], tokenizer, config.cache_dir, text_key=one.text_key, template=one.template, split=one.split))
+    options = TokenizeOptions(one.text_key, one.template, one.split)
+    return open_store(cached_store([one.path], tokenizer, config.cache_dir, options))
 
 
 def check_sources(sources: Sequence[Source], fingerprint: str | None, vocab_size: int, unchecked: bool) -> None:

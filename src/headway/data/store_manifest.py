@@ -36,6 +36,16 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Division:
+    """What a store holds that is one of several built by a divided job; by it `data merge` restores the order of the whole."""
+
+    shard: int
+    of: int
+    parts: tuple[tuple[int, int, int], ...]
+    """(unit, chunk, documents) of each part."""
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything about a store except its tokens."""
 
@@ -46,8 +56,7 @@ class Manifest:
     tokenizer: str | None
     sources: tuple[str, ...]
     shards: tuple[Shard, ...]
-    parts: tuple[tuple[int, ...], ...] | None = None
-    """Only in one shard of a divided tokenization: (unit, chunk, documents) of each part, by which `data merge` restores the order."""
+    division: Division | None = None
     key: str = field(default="", compare=False)
 
     @property
@@ -84,8 +93,8 @@ class Manifest:
             "sources": list(self.sources),
         }
         tail: dict[str, Any] = {"shards": shards}
-        if self.parts is not None:
-            tail["parts"] = [list(part) for part in self.parts]
+        if self.division is not None:
+            tail["division"] = {"shard": self.division.shard, "of": self.division.of, "parts": [list(part) for part in self.division.parts]}
         return json.dumps(head | tail, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -140,7 +149,7 @@ def _parse(given: dict[str, Any], key: str) -> Manifest:
     tokenizer = given["tokenizer"]
     if tokenizer is not None and not isinstance(tokenizer, str):
         raise ValueError("tokenizer is no text")
-    parts = given.get("parts")
+    division = given.get("division")
     return Manifest(
         dtype=cast(Dtype, given["dtype"]),
         max_id=_count(given["max_id"], least=-1),
@@ -149,9 +158,14 @@ def _parse(given: dict[str, Any], key: str) -> Manifest:
         tokenizer=tokenizer,
         sources=tuple(str(source) for source in given["sources"]),
         shards=tuple(_parse_shard(one) for one in given["shards"]),
-        parts=None if parts is None else tuple((_count(p[0]), _count(p[1]), _count(p[2])) for p in parts),
+        division=None if division is None else _parse_division(division),
         key=key,
     )
+
+
+def _parse_division(given: dict[str, Any]) -> Division:
+    parts = tuple((_count(unit), _count(chunk), _count(documents)) for unit, chunk, documents in given["parts"])
+    return Division(_count(given["shard"]), _count(given["of"], least=1), parts)
 
 
 def _parse_shard(one: dict[str, Any]) -> Shard:

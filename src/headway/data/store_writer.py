@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Protocol, Self
 import numpy as np
 
 from headway.data.source import Flags, Ids, Longs
-from headway.data.store_manifest import JOURNAL_NAME, MANIFEST_NAME, Dtype, Manifest, Shard, ShardFile, file_names
+from headway.data.store_manifest import JOURNAL_NAME, MANIFEST_NAME, Division, Dtype, Manifest, Shard, ShardFile, file_names
 from headway.errors import DataError
 from headway.runtime.storage import CHUNK_BYTES, fsync_file, write_atomic, writing
 
@@ -157,12 +157,12 @@ class StoreWriter:
         journal = {"settings": self._settings, "state": state, "shards": shards, "note": dict(note)}
         write_atomic(self.folder / JOURNAL_NAME, json.dumps(journal))
 
-    def finish(self, parts: Sequence[tuple[int, int, int]] | None = None) -> None:
+    def finish(self, division: Division | None = None) -> None:
         """Close the files and write store.json."""
         self._flush()
         if self._files or not self._shards:
             self._close_shard()
-        write_atomic(self.folder / MANIFEST_NAME, self._manifest(parts).dump())
+        write_atomic(self.folder / MANIFEST_NAME, self._manifest(division).dump())
         (self.folder / JOURNAL_NAME).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -177,11 +177,17 @@ class StoreWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _manifest(self, parts: Sequence[tuple[int, int, int]] | None) -> Manifest:
+    def _manifest(self, division: Division | None) -> Manifest:
         given = self._settings
-        kept = None if parts is None else tuple(parts)
         return Manifest(
-            given["dtype"], self._max_id, self._masked, self._spans, given["tokenizer"], tuple(given["sources"]), tuple(self._shards), kept
+            given["dtype"],
+            self._max_id,
+            self._masked,
+            self._spans,
+            given["tokenizer"],
+            tuple(given["sources"]),
+            tuple(self._shards),
+            division,
         )
 
     def _flush(self) -> None:

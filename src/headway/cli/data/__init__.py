@@ -1,0 +1,1 @@
+"""Turn raw data into token stores, look at them, and move them between formats."""

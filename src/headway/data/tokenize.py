@@ -1,0 +1,149 @@
+"""Raw text to a token store. In: files of any raw format, a tokenizer; out: a store, byte for byte the same however often it was killed,
+with any number of workers, and whether it was built in one piece or in shards that were merged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from headway.data.build import Encoded, Job, run_job, usable_cores
+from headway.data.store import StoreWriter, dtype_for, is_store, open_store
+from headway.errors import ConfigError, DataError
+from headway.runtime.progress import duration, quantity
+from headway.text.read import expand, read_documents
+from headway.tokenizer.load import Tokenizer, load_tokenizer
+
+SMALL_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """How texts are found and what is put around them."""
+
+    text_key: str = "text"
+    template: str | None = None
+    split: Literal["file", "line"] = "file"
+    append_eos: bool | None = None
+    """End each document with the tokenizer's end token; None: where it has one."""
+    bos: bool = False
+    """Begin each document with the tokenizer's begin token."""
+    workers: int | None = None
+    """Processes; None: one per core, or this one alone for a few megabytes."""
+    shard: tuple[int, int] | None = None
+    """(i, n): only the i-th of n parts of the work, to be joined by `merge`."""
+
+
+@dataclass(frozen=True)
+class TokenizeReport:
+    """What was made."""
+
+    out: Path
+    documents: int
+    tokens: int
+    text_bytes: int
+    empty_documents: int
+    """Texts without a single token; they are left out."""
+    seconds: float
+
+    def describe(self) -> str:
+        """One line for people."""
+        rate = f", {quantity(self.text_bytes / self.seconds, 'bytes')}/s" if self.seconds > 1 else ""
+        empty = f", {self.empty_documents} empty ones left out" if self.empty_documents else ""
+        size = f"{quantity(self.tokens, 'tokens')} in {quantity(self.documents, 'documents')}"
+        return f"{self.out}: {size} of {quantity(self.text_bytes, 'bytes')}{empty}; {duration(self.seconds)}{rate}"
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Encodes texts in a worker process, which opens the tokenizer once."""
+
+    path: Path
+    bos_id: int | None
+    eos_id: int | None
+    threads: bool
+    """Let the tokenizer use all cores; off where there are worker processes for that."""
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.path)
+
+    def encode(self, items: list[str]) -> Encoded:
+        """The ids of some texts."""
+        # One text at a time keeps a worker on one core; many at once would start as many threads as there are cores in every worker.
+        found = (
+            self._tokenizer.encode_batch(items) if self.threads else [ids for text in items for ids in self._tokenizer.encode_batch([text])]
+        )
+        flat: list[int] = []
+        lengths: list[int] = []
+        for ids in found:
+            if not ids:
+                continue
+            before = len(flat)
+            if self.bos_id is not None:
+                flat.append(self.bos_id)
+            flat.extend(ids)
+            if self.eos_id is not None:
+                flat.append(self.eos_id)
+            lengths.append(len(flat) - before)
+        size = sum(len(text) if text.isascii() else len(text.encode()) for text in items)
+        counts = {"bytes": size, "empty": len(found) - len(lengths)}
+        return Encoded(np.array(flat, np.uint32), np.array(lengths, np.int64), None, counts)
+
+
+@dataclass(frozen=True)
+class ReadTexts:
+    """Reads the texts of some files, with their sizes."""
+
+    options: TokenizeOptions
+
+    def __call__(self, files: Sequence[Path]) -> Iterator[tuple[str, int]]:
+        given = self.options
+        for document in read_documents(files, text_key=given.text_key, template=given.template, split=given.split):
+            yield document.text, len(document.text)
+
+
+def tokenize(
+    inputs: Sequence[Path | str], tokenizer: Path | str, out: Path, options: TokenizeOptions = TokenizeOptions()
+) -> TokenizeReport:
+    """Build the token store `out` from raw files; called again after being killed, it continues, and ends with the same bytes."""
+    began = time.perf_counter()
+    if is_store(Path(out)):
+        raise DataError(f"{out}: holds a finished token store already. Choose another folder or remove it first.")
+    loaded = load_tokenizer(tokenizer)
+    bos_id, eos_id = _around(loaded, options, tokenizer)
+    if options.shard is not None and not 0 <= options.shard[0] < options.shard[1]:
+        raise ConfigError(f"shard is {options.shard[0]}/{options.shard[1]}; it must be i/n with i from 0 to n - 1.")
+    files = expand(list(inputs))
+    small = sum(path.stat().st_size for path in files) <= SMALL_BYTES
+    workers = options.workers or (1 if small else usable_cores())
+    encoder = TextEncoder(Path(tokenizer), bos_id, eos_id, threads=options.workers is None and workers == 1)
+    settings = repr((loaded.fingerprint, bos_id, eos_id, options.text_key, options.template, options.split))
+    job = Job(files, ReadTexts(options), encoder, settings, workers, options.shard)
+    writer = StoreWriter(
+        Path(out),
+        dtype=dtype_for(loaded.vocab_size),
+        tokenizer_fingerprint=loaded.fingerprint,
+        sources=[str(path) for path in inputs],
+        resume=True,
+    )
+    with writer:
+        counts = run_job(job, writer)
+    store = open_store(out)
+    report = TokenizeReport(Path(out), store.num_documents, store.num_tokens, counts["bytes"], counts["empty"], time.perf_counter() - began)
+    logging.getLogger("headway").info("%s", report.describe())
+    return report
+
+
+def _around(tokenizer: Tokenizer, options: TokenizeOptions, path: Path | str) -> tuple[int | None, int | None]:
+    if options.append_eos and tokenizer.eos_id is None:
+        raise ConfigError(f"append_eos: the tokenizer {path} has no end token. Leave it out (--no-eos) or use another tokenizer.")
+    if options.bos and tokenizer.bos_id is None:
+        raise ConfigError(f"bos: the tokenizer {path} has no begin token. Leave it out or use another tokenizer.")
+    return tokenizer.bos_id if options.bos else None, None if options.append_eos is False else tokenizer.eos_id
