@@ -78,21 +78,21 @@ def _build(wanted: CachedBuild, store: Path) -> None:
 
 
 def _contents(files: Sequence[Path], cache_dir: Path) -> list[tuple[str, int, str]]:
-    """Name, size and checksum of every file; a checksum is remembered until the file's size or time of change does."""
+    """Name, size and checksum of every file; a checksum is remembered until the file's size or time of change differs."""
     memory = cache_dir / "checksums.json"
+    status = [path.stat() for path in files]
+    places = [f"{path.absolute()}|{s.st_size}|{s.st_mtime_ns}" for path, s in zip(files, status, strict=True)]
+    with held(cache_dir / "checksums.lock", until=lambda: _remembered(memory).keys() >= set(places)) as mine:
+        if mine:
+            known = _remembered(memory)
+            known |= {at: sha256_file(path) for path, at in zip(files, places, strict=True) if at not in known}
+            write_atomic(memory, json.dumps(known, indent=0))
+    known = _remembered(memory)
+    return [(path.name, s.st_size, known[at]) for path, s, at in zip(files, status, places, strict=True)]
+
+
+def _remembered(memory: Path) -> dict[str, str]:
     try:
-        known = json.loads(memory.read_text(encoding="utf-8"))
+        return json.loads(memory.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        known = {}
-    found: list[tuple[str, int, str]] = []
-    fresh: dict[str, str] = {}
-    for path in files:
-        status = path.stat()
-        at = f"{path.absolute()}|{status.st_size}|{status.st_mtime_ns}"
-        if at not in known:
-            fresh[at] = sha256_file(path)
-        found.append((path.name, status.st_size, known.get(at) or fresh[at]))
-    if fresh:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(memory, json.dumps(known | fresh, indent=0))
-    return found
+        return {}

@@ -136,9 +136,7 @@ def tokenize(
     with writer:
         counts = run_job(job, writer)
     store = open_store(out)
-    report = TokenizeReport(Path(out), store.num_documents, store.num_tokens, counts["bytes"], counts["empty"], time.perf_counter() - began)
-    logging.getLogger("headway").info("%s", report.describe())
-    return report
+    return TokenizeReport(Path(out), store.num_documents, store.num_tokens, counts["bytes"], counts["empty"], time.perf_counter() - began)
 
 
 def _around(tokenizer: Tokenizer, options: TokenizeOptions, path: Path | str) -> tuple[int | None, int | None]:
