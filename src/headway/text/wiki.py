@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 # Sections that are lists of sources and links rather than prose.
 DROPPED_SECTIONS = {
@@ -36,17 +36,24 @@ _HEADING = re.compile(r"^(={1,6})\s*(.+?)\s*\1\s*$")
 _LIST = re.compile(r"^[*#:;]+\s*")
 _MAGIC = re.compile(r"__[A-Z\u4e00-\u9fff]+__")
 _QUOTES = re.compile(r"'{2,5}")
+_BRACKETS = re.compile(r"\[\[|\]\]")
+_TABLE = re.compile(r"^[ :]*\{\||^[ \t]*\|\}", re.M)
+_BRACE_RUN = re.compile(r"\{+|\}+")
 _BLANKS = re.compile(r"[ \t\u00a0]+")
+
+
+# Whether a mark opens or closes, and where it begins and ends.
+Mark = tuple[bool, int, int]
 
 
 def clean_wikitext(text: str) -> str:
     """The prose of a page, paragraphs and headings on lines of their own."""
     text = _COMMENT.sub("", text)
     text = _DROPPED_TAGS.sub("", text)
-    text = _nested(text, re.compile(r"\{\{|\}\}"), "{{", _template)
-    text = _nested(text, re.compile(r"^[ :]*\{\||^[ \t]*\|\}", re.M), "{|", lambda inner: "")
+    text = _nested(text, _braces(text), _template)
+    text = _nested(text, _marks(text, _TABLE, "{|"), lambda inner: "")
     text = _VARIANT.sub(lambda found: _variant(found[1]), text)
-    text = _nested(text, re.compile(r"\[\[|\]\]"), "[[", _link)
+    text = _nested(text, _marks(text, _BRACKETS, "[["), _link)
     text = _WEB_LINK.sub(r"\1", text)
     text = _BREAK.sub("\n", text)
     text = html.unescape(_TAG.sub("", text))
@@ -54,18 +61,43 @@ def clean_wikitext(text: str) -> str:
     return _sections(text)
 
 
-def _nested(text: str, marks: re.Pattern[str], opening: str, replace: Callable[[str], str]) -> str:
+def _marks(text: str, pattern: re.Pattern[str], opening: str) -> Iterator[Mark]:
+    for mark in pattern.finditer(text):
+        yield mark[0].lstrip(" :").startswith(opening), mark.start(), mark.end()
+
+
+def _braces(text: str) -> Iterator[Mark]:
+    """Double braces; single ones inside (`{{math|{x}}}`) are matched first, so that they take no brace of the double ones."""
+    single: list[bool] = []
+    for run in _BRACE_RUN.finditer(text):
+        at, end = run.span()
+        if run[0][0] == "{":
+            for start in range(at, end - 1, 2):
+                single.append(False)
+                yield True, start, start + 2
+            if (end - at) % 2:
+                single.append(True)
+            continue
+        while at < end and single and (single[-1] or end - at >= 2):
+            if single.pop():
+                at += 1
+            else:
+                yield False, at, at + 2
+                at += 2
+
+
+def _nested(text: str, marks: Iterator[Mark], replace: Callable[[str], str]) -> str:
     """Replace every balanced pair of marks, outermost ones as a whole; what is never closed stays as it is."""
     begun: list[tuple[int, int]] = []
     spans: list[tuple[int, int, int, int]] = []
-    for mark in marks.finditer(text):
-        if mark[0].lstrip(" :").startswith(opening):
-            begun.append(mark.span())
+    for opens, mark_start, mark_end in marks:
+        if opens:
+            begun.append((mark_start, mark_end))
         elif begun:
             start, inner = begun.pop()
             while spans and spans[-1][0] > start:
                 spans.pop()
-            spans.append((start, inner, mark.start(), mark.end()))
+            spans.append((start, inner, mark_start, mark_end))
     pieces: list[str] = []
     at = 0
     for start, inner, inner_end, end in spans:
@@ -83,7 +115,7 @@ def _template(inner: str) -> str:
 
 
 def _link(inner: str) -> str:
-    inner = _nested(inner, re.compile(r"\[\[|\]\]"), "[[", _link)
+    inner = _nested(inner, _marks(inner, _BRACKETS, "[["), _link)
     target, _, shown = inner.partition("|")
     if target.startswith(":"):
         return shown or target.lstrip(":")
