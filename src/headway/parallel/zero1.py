@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ class FlatEngine:
     ) -> None:
         self.model, self.objective, self.optimizer, self.settings, self.exchange = model, objective, optimizer, settings, exchange
         self.groups = list(groups)
+        self.touched: set[str] = set()
+        """Parameters whose gradient has arrived in this step."""
         self.homes = _homes(model, objective)
         shapes = {name: tuple(owner._parameters[leaf].shape) for name, (owner, leaf) in self.homes.items()}  # pyright: ignore[reportOptionalMemberAccess]
         training = {name for group in groups for name in group.names}
@@ -85,9 +88,22 @@ class FlatEngine:
         owner, leaf = self.homes[slot.name]
         parameter = nn.Parameter(slot.view(flat), requires_grad=grad is not None)
         if grad is not None:
-            parameter.grad_dtype = grad.dtype
-            parameter.grad = slot.view(grad)
+            # Gradients come in whatever precision they were computed in and are added up in fp32. They are taken over by a hook rather than
+            # accumulated in `.grad` of another dtype, which torch.compile refuses to trace.
+            parameter.grad_dtype = None
+            parameter.register_post_accumulate_grad_hook(partial(self._take, slot.name, slot.view(grad)))
         owner._parameters[leaf] = parameter
+
+    @torch.no_grad()
+    def _take(self, name: str, total: Tensor, parameter: Tensor) -> None:
+        """Add one microbatch's gradient to the flat buffer; the first of a step overwrites what the last step left."""
+        assert parameter.grad is not None
+        if name in self.touched:
+            total.add_(parameter.grad)
+        else:
+            total.copy_(parameter.grad)
+            self.touched.add(name)
+        parameter.grad = None
 
     def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
         """Accumulate the gradients of one step."""
@@ -125,6 +141,7 @@ class FlatEngine:
     @torch.no_grad()
     def update(self, hypers: dict[str, Hyper]) -> Update:
         """Clip by the exact global norm, step every buffer, clear the gradients. A step with a non-finite norm changes nothing."""
+        self._clear_untouched()
         norms = torch._foreach_norm([buffer.grad for buffer in self.buffers])
         norm = torch.linalg.vector_norm(torch.stack(norms))
         found_inf = norm.isfinite().logical_not().float()
@@ -134,9 +151,16 @@ class FlatEngine:
             state = {slot: [tensor] for slot, tensor in buffer.state.items()}
             self.optimizer.update([buffer.master], [buffer.grad], state, [buffer.steps], hypers[buffer.group.name], guard)
             buffer.refresh()
-            buffer.grad.zero_()
         self.skipped += found_inf
         return Update(norm, found_inf)
+
+    def _clear_untouched(self) -> None:
+        """Parameters that had no part in this step have no gradient, whatever the last step left in the buffer."""
+        for buffer in self.buffers:
+            for slot in buffer.slots:
+                if slot.name not in self.touched:
+                    slot.view(buffer.grad).zero_()
+        self.touched.clear()
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> list[str]:
