@@ -1,0 +1,295 @@
+"""The loader: every token once per epoch, the same batches whoever reads them, resumed exactly, closed cleanly."""
+
+import json
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.data.batch import TENSOR_FIELDS, Batch
+from headway.data.config import DataConfig, Rampup
+from headway.data.loader import Loader, LoaderState
+from headway.data.mixture import MixtureSource
+from headway.data.order import Selection
+from headway.data.store import Store, StoreWriter, open_store
+from headway.errors import CheckpointError, ConfigError, DataError
+
+
+def make_store(folder: Path, lengths: list[int], *, first_id: int = 1, masked: bool = False, seed: int = 0) -> Store:
+    """Documents whose ids are all different, so that a token tells where it came from."""
+    rng = np.random.default_rng(seed)
+    with StoreWriter(folder, dtype="uint32", tokenizer_fingerprint="f", masked=masked, shard_tokens=700) as writer:
+        for length in lengths:
+            writer.add(np.arange(first_id, first_id + length), rng.random(length) < 0.6 if masked else None)
+            first_id += length
+        writer.finish()
+    return open_store(folder)
+
+
+def config_of(**changes: Any) -> DataConfig:
+    return DataConfig.model_validate({"seq_len": 16, "window_tokens": 128, "workers": 0, "cache_dir": None, **changes})
+
+
+def loader_of(
+    config: DataConfig, *sources: MixtureSource | Store, rows: int = 8, micro_rows: int = 1, seed: int = 1, **more: Any
+) -> Loader:
+    mixed = [MixtureSource(Selection(source)) if isinstance(source, Store) else source for source in sources]
+    return Loader(config, sources=mixed, rows_per_step=rows, micro_rows=micro_rows, seed=seed, **more)
+
+
+def equal(one: Batch, other: Batch) -> bool:
+    return (
+        all(torch.equal(getattr(one, name), getattr(other, name)) for name in TENSOR_FIELDS)
+        and one.single_document == other.single_document
+    )
+
+
+def documents_of(store: Store) -> list[list[int]]:
+    return [store.document(i).tolist() for i in range(store.num_documents)]
+
+
+def check_rows(batch: Batch, stores: list[Store], one_document: bool = False) -> list[int]:
+    """Compare a batch with the documents themselves; returns its tokens."""
+    next_of: dict[int, tuple[int, bool]] = {}
+    for store in stores:
+        for i, ids in enumerate(documents_of(store)):
+            mask = store.document_mask(i)
+            for place, (token, after) in enumerate(pairwise(ids)):
+                next_of[token] = (after, True if mask is None else bool(mask[place + 1]))
+    seen: list[int] = []
+    seq_len = batch.tokens.shape[1]
+    for row in range(len(batch.tokens)):
+        tokens, targets, weight = batch.tokens[row].tolist(), batch.targets[row].tolist(), batch.loss_weight[row].tolist()
+        bounds = batch.bounds[row].tolist()
+        assert bounds[0] == 0 and bounds == sorted(bounds) and bounds[-1] == seq_len
+        starts = sorted(set(bounds[:-1]) - {seq_len})
+        for number, (start, stop) in enumerate(zip(starts, [*starts[1:], seq_len], strict=True)):
+            assert batch.document[row, start:stop].tolist() == [number] * (stop - start)
+            assert batch.position[row, start:stop].tolist() == list(range(stop - start))
+            segment = tokens[start:stop]
+            if one_document and 0 in segment:
+                segment = segment[: segment.index(0)]
+            elif segment[0] == 0:
+                assert not any(segment) and not any(weight[start:stop])
+                continue
+            assert one_document or segment == list(range(segment[0], segment[0] + len(segment)))
+            seen += segment
+            for place, token in enumerate(segment, start):
+                after, is_target = next_of.get(token, (0, False))
+                assert weight[place] == float(is_target)
+                assert not is_target or targets[place] == after
+    return seen
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
+    packing=st.sampled_from(["best_fit", "concat", "pad", "one_document"]),
+    masked=st.booleans(),
+    max_documents=st.integers(2, 9),
+    seed=st.integers(0, 5),
+)
+def test_an_epoch_holds_every_token_once_with_its_true_next(tmp_path_factory, lengths, packing, masked, max_documents, seed) -> None:
+    store = make_store(tmp_path_factory.mktemp("s") / "s", lengths, masked=masked)
+    seen: list[int] = []
+    targets = 0.0
+    for step, _ in loader_of(config_of(packing=packing, max_documents=max_documents), store, rows=3, seed=seed, epochs=1):
+        assert len(step.microbatches) == 3
+        for batch in step.microbatches:
+            seen += check_rows(batch, [store], packing == "one_document")
+        local = sum(float(batch.loss_weight.sum()) for batch in step.microbatches)
+        assert step.totals["targets"] == local
+        assert step.stats.tokens == sum(int((batch.tokens > 0).sum()) for batch in step.microbatches)
+        targets += local
+    assert sorted(seen) == list(range(1, store.num_tokens + 1))
+
+
+def steps_of(loader: Loader, count: int) -> list[Batch]:
+    with loader:
+        return [batch for _, (step, _) in zip(range(count), loader, strict=False) for batch in step.microbatches]
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat"])
+def test_the_global_batches_are_the_same_for_any_ranks_and_workers(tmp_path: Path, packing: str) -> None:
+    lengths = np.random.default_rng(0).integers(1, 50, 300).tolist()
+    stores = [make_store(tmp_path / "a", lengths), make_store(tmp_path / "b", lengths[:100], first_id=10**5, masked=True)]
+    sources = [
+        MixtureSource(Selection(store, side="train", fraction=0.1), weight) for store, weight in zip(stores, (0.7, 0.3), strict=True)
+    ]
+    alone = steps_of(loader_of(config_of(packing=packing), *sources), 20)
+    for ranks, workers in ((1, 3), (2, 0), (2, 1), (4, 2), (8, 0)):
+        shards = []
+        for rank in range(ranks):
+            config = config_of(packing=packing, workers=workers, prefetch=1 + workers)
+            with loader_of(config, *sources, rank=rank, world=ranks) as loader:
+                steps = [step for _, (step, _) in zip(range(20), loader, strict=False)]
+            assert [step.first_microbatch for step in steps] == [rank * 8 // ranks] * 20
+            shards.append([step.microbatches for step in steps])
+        together = [batch for step in range(20) for shard in shards for batch in shard[step]]
+        assert len(together) == len(alone) and all(map(equal, together, alone)), (ranks, workers)
+
+
+def test_totals_and_stats_speak_of_all_ranks(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "a", np.random.default_rng(0).integers(1, 50, 100).tolist(), masked=True)
+    (alone, _) = next(loader_of(config_of(), store))
+    asked: list[list[float]] = []
+
+    def sum_over_ranks(numbers: list[float]) -> list[float]:
+        asked.append(numbers)
+        return [100.0]
+
+    (step, _) = next(loader_of(config_of(), store, rank=1, world=4, sum_over_ranks=sum_over_ranks))
+    local = sum(float(batch.loss_weight.sum()) for batch in step.microbatches)
+    assert asked == [[local]] and step.totals == {"targets": 100.0, "rows": 8.0}
+    assert step.stats == alone.stats and step.source_rows == alone.source_rows == (8,)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=25), min_size=1, max_size=3),
+    weights=st.none() | st.lists(st.floats(0.01, 1), min_size=3, max_size=3),
+    repeats=st.lists(st.integers(1, 2), min_size=3, max_size=3),
+    packing=st.sampled_from(["best_fit", "concat", "pad"]),
+    min_length=st.sampled_from([1, 20]),
+    rampup=st.none() | st.builds(Rampup, start=st.just(1), add=st.integers(1, 2), every=st.integers(1, 3)),
+)
+def test_a_jump_lands_where_iterating_does(tmp_path_factory, sizes, weights, repeats, packing, min_length, rampup) -> None:
+    folder = tmp_path_factory.mktemp("s")
+    sizes = [[*lengths, 30] for lengths in sizes]
+    stores = [make_store(folder / str(i), lengths, first_id=1 + 10**5 * i) for i, lengths in enumerate(sizes)]
+    sources = [
+        MixtureSource(Selection(store, min_length=min_length), None if weights is None else weights[i], 1 if weights else repeats[i])
+        for i, store in enumerate(stores)
+    ]
+    config = config_of(packing=packing, max_documents=4, window_tokens=64)
+    with loader_of(config, *sources, rows=5, rampup=rampup) as loader:
+        jumper = loader_of(config, *sources, rows=5, rampup=rampup)
+        assert loader.state == jumper.jump(0)
+        for number, (_, state) in zip(range(1, 25), loader, strict=False):
+            assert state == jumper.jump(number)
+    if weights is None:
+        total = sum(s.windows.selection.source.num_documents > 0 and s.num_rows * r for s, r in zip(jumper._streams, repeats, strict=False))
+        assert jumper.rows_per_epoch() == total
+
+
+@pytest.mark.parametrize("weights", [(None, None), (0.7, 0.3)])
+def test_a_run_continues_exactly_on_another_number_of_ranks(tmp_path: Path, weights) -> None:
+    lengths = np.random.default_rng(0).integers(1, 50, 120).tolist()
+    stores = [make_store(tmp_path / "a", lengths), make_store(tmp_path / "b", lengths[:50], first_id=10**5)]
+    sources = [MixtureSource(Selection(store), weight) for store, weight in zip(stores, weights, strict=True)]
+    whole = steps_of(loader_of(config_of(), *sources), 60)
+    with loader_of(config_of(workers=2), *sources, rank=1, world=2) as loader:
+        for _ in range(23):
+            _, state = next(loader)
+    assert loader.state == state
+    again = LoaderState.from_json(json.loads(json.dumps(state.to_json())))
+    assert again == state and state.batch == 23
+    ranks = [loader_of(config_of(), *sources, rank=rank, world=4, state=again) for rank in range(4)]
+    steps = [[next(loader)[0].microbatches for loader in ranks] for _ in range(37)]
+    assert all(map(equal, [batch for step in steps for shard in step for batch in shard], whole[23 * 8 :]))
+
+
+def test_epochs_are_reshuffled_and_counted(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "a", np.random.default_rng(0).integers(1, 16, 200).tolist())
+    with loader_of(config_of(), store, rows=1) as loader:
+        rows = loader.rows_per_epoch()
+        epochs = [[next(loader) for _ in range(rows)] for _ in range(2)]
+    assert [step.stats.epoch for step, _ in epochs[0]] == [0] * (rows - 1) + [1]
+    tokens = [[step.microbatches[0].tokens for step, _ in epoch] for epoch in epochs]
+    assert [sorted(t for row in epoch for t in row[row > 0].tolist()) for epoch in tokens] == [list(range(1, store.num_tokens + 1))] * 2
+    assert not all(torch.equal(a, b) for a, b in zip(*tokens, strict=True))
+
+
+@pytest.mark.parametrize("weights", [(None, None), (0.5, 0.5)])
+def test_the_last_step_is_filled_with_rows_without_weight(tmp_path: Path, weights) -> None:
+    stores = [make_store(tmp_path / "a", [5] * 31), make_store(tmp_path / "b", [16] * 12, first_id=10**5)]
+    sources = [MixtureSource(Selection(store), weight) for store, weight in zip(stores, weights, strict=True)]
+    with loader_of(config_of(), *sources, micro_rows=2, epochs=1) as loader:
+        rows, batches = loader.rows_per_epoch(), loader.batches_in(1)
+        steps = [step for step, _ in loader]
+    assert len(steps) == batches == -(-rows // 8) and rows % 8
+    assert [step.totals["rows"] for step in steps] == [8.0] * (batches - 1) + [rows % 8]
+    last = steps[-1].microbatches
+    assert {tuple(batch.tokens.shape) for batch in last} == {(2, 16)} and len(last) == 4
+    assert float(last[-1].loss_weight[-1].sum()) == 0 and last[-1].bounds[-1].tolist() == [0] + [16] * 8
+    assert steps[-1].stats.epoch == 1
+
+
+def test_skipped_batches_are_read_but_not_handed_out(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "a", np.random.default_rng(0).integers(1, 50, 200).tolist())
+    every = steps_of(loader_of(config_of(), store), 10)
+    with loader_of(config_of(skip_batches="1,3-5"), store) as loader:
+        steps = [next(loader) for _ in range(6)]
+    assert [state.batch for _, state in steps] == [1, 3, 7, 8, 9, 10]
+    kept = [batch for number in (0, 2, 6, 7, 8, 9) for batch in every[number * 8 : (number + 1) * 8]]
+    assert all(map(equal, [batch for step, _ in steps for batch in step.microbatches], kept))
+
+
+def test_a_growing_batch_reads_the_same_rows(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "a", np.random.default_rng(0).integers(1, 50, 200).tolist())
+    rows = [row for batch in steps_of(loader_of(config_of(), store), 4) for row in batch.tokens]
+    with loader_of(config_of(), store, rampup=Rampup(start=2, add=2, every=2)) as loader:
+        steps = [next(loader)[0] for _ in range(7)]
+    assert [len(step.microbatches) for step in steps] == [2, 2, 4, 4, 6, 6, 8]
+    assert all(map(torch.equal, [row for step in steps for batch in step.microbatches for row in batch.tokens], rows))
+
+
+def test_weights_are_shares_of_the_rows_and_sources_are_marked(tmp_path: Path) -> None:
+    stores = [make_store(tmp_path / name, [16] * 200, first_id=10**5 * i + 1) for i, name in enumerate("abc")]
+    sources = [MixtureSource(Selection(store), weight) for store, weight in zip(stores, (6, 3, 1), strict=True)]
+    with loader_of(config_of(), *sources, rows=10, micro_rows=10) as loader:
+        for _ in range(30):
+            step, _ = next(loader)
+            assert step.source_rows == (6, 3, 1)
+            batch = step.microbatches[0]
+            assert (batch.tokens[:, 0] // 10**5 == batch.source).all()
+
+
+def test_without_weights_an_epoch_is_one_pass_and_repeats_count(tmp_path: Path) -> None:
+    stores = [make_store(tmp_path / "a", [16] * 40), make_store(tmp_path / "b", [7] * 9, first_id=10**5)]
+    sources = [MixtureSource(Selection(stores[0])), MixtureSource(Selection(stores[1]), repeat=3)]
+    seen: list[int] = []
+    for step, _ in loader_of(config_of(), *sources, rows=4, epochs=2):
+        seen += [t for batch in step.microbatches for t in check_rows(batch, stores)]
+    times = np.bincount(seen)
+    assert set(times[1 : 40 * 16 + 1]) == {2} and set(times[10**5 :]) == {6}
+
+
+def test_an_error_in_a_thread_comes_out_and_threads_end(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "a", [16] * 400)
+    before = set(threading.enumerate())
+    with loader_of(config_of(workers=2), store) as loader:
+        next(loader)
+    assert set(threading.enumerate()) == before
+    ids = np.fromfile(tmp_path / "a" / "tokens-00003.bin", "<u4")
+    ids[:] = 10**6
+    ids.tofile(tmp_path / "a" / "tokens-00003.bin")
+    with pytest.raises(DataError, match="above the highest it declares"):
+        steps_of(loader_of(config_of(workers=2), open_store(tmp_path / "a")), 60)
+    assert set(threading.enumerate()) == before
+
+
+def test_a_damaged_cursor_and_pinning_without_a_gpu_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="data cursor"):
+        LoaderState.from_json({"batch": 3})
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="pin_memory"):
+            loader_of(config_of(pin_memory=True), make_store(tmp_path / "a", [5]))
+
+
+def test_the_row_index_is_kept_by_content(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "a", [10] * 900)
+    config = config_of(cache_dir=tmp_path / "cache")
+    rows = loader_of(config, store).rows_per_epoch()
+    kept = list((tmp_path / "cache" / "rows").iterdir())
+    assert len(kept) == 1 and int(np.load(kept[0]).sum()) == rows
+    kept[0].write_bytes(b"damaged")
+    assert loader_of(config, store).rows_per_epoch() == rows
+    loader_of(config_of(cache_dir=tmp_path / "cache", seq_len=20), store).rows_per_epoch()
+    assert len(list((tmp_path / "cache" / "rows").iterdir())) == 2
