@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import struct
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Any, Self
 
@@ -23,17 +25,28 @@ def members(raw: RawFile, kind: str) -> Iterator[RawFile]:
 
 def _zip(raw: RawFile) -> Iterator[RawFile]:
     with raw.seekable() as stream:
-        archive = zipfile.ZipFile(stream)
+        with _damage():
+            archive = zipfile.ZipFile(stream)
         for entry in archive.infolist():
             if entry.flag_bits & 1:
                 raise DataError(f"{raw.name}:{entry.filename}: the member is encrypted; unpack the archive first.")
-            if not entry.is_dir():
+            if entry.filename and not entry.is_dir():
                 yield RawFile(f"{raw.name}:{entry.filename}", lambda entry=entry: _open(archive, entry))
 
 
 def _open(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> io.BufferedReader:
-    member: Any = archive.open(entry)
+    with _damage():
+        member: Any = archive.open(entry)
     return io.BufferedReader(member)
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    """The many ways the library fails on damaged headers, as the one that readers of files know."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError, ValueError, struct.error) as error:
+        raise zipfile.BadZipFile(str(error)) from None
 
 
 def _tar(raw: RawFile) -> Iterator[RawFile]:

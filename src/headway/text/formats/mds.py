@@ -136,13 +136,13 @@ def decode_sample(columns: Sequence[Column], data: bytes, place: str, keys: Sequ
             at += size
         if at != len(data):
             raise ValueError("its columns are shorter than the sample")
-    except (ValueError, StopIteration, InvalidOperation, IndexError, KeyError) as error:
-        raise DataError(f"{place}: the sample is damaged: {error}.") from None
+    except (ValueError, TypeError, StopIteration, InvalidOperation, IndexError, KeyError, RecursionError) as error:
+        raise DataError(f"{place}: the sample cannot be read: {error}.") from None
     return values
 
 
 def decode_value(encoding: str, data: bytes) -> Any:
-    """One value of an MDS column; arrays come as read-only numpy arrays."""
+    """One value of an MDS column (ValueError if it is none); arrays come as read-only numpy arrays."""
     if encoding in _PLAIN:
         return _PLAIN[encoding](data)
     if encoding == "int":
@@ -153,7 +153,7 @@ def decode_value(encoding: str, data: bytes) -> Any:
         return np.frombuffer(data, np.dtype(encoding).newbyteorder("<"))[0].item()
     if encoding == "ndarray" or encoding.startswith("ndarray:"):
         return _decode_array(encoding.split(":")[1:], data)
-    raise DataError(f"MDS columns of encoding {encoding!r} cannot be read; known are ndarray, int, bool, {', '.join((*_PLAIN, *SCALARS))}.")
+    raise ValueError(f"encoding {encoding!r} is not known; known are ndarray, int, bool, {', '.join((*_PLAIN, *SCALARS))}")
 
 
 def _decode_array(given: list[str], data: bytes) -> np.ndarray[Any, Any]:
@@ -176,7 +176,8 @@ def _read_header(stream: io.BufferedIOBase, name: str) -> tuple[list[Column], np
         raise DataError(f"{name}: the sample offsets are out of order; no MDS shard, or a damaged one.")
     try:
         config = json.loads(_exactly(stream, int(offsets[0]) - begin, name))
-        columns = [Column(*c) for c in zip(config["column_names"], config["column_encodings"], config["column_sizes"], strict=True)]
+        given = zip(config["column_names"], config["column_encodings"], config["column_sizes"], strict=True)
+        columns = [Column(str(name), str(encoding), None if size is None else abs(int(size))) for name, encoding, size in given]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{name}: the shard's description of its columns is damaged: {error}.") from None
     for column in columns:
