@@ -14,7 +14,8 @@ from headway.data.config import DataConfig, SourceConfig
 from headway.data.mixture import MixtureSource
 from headway.data.order import Selection
 from headway.data.source import Source
-from headway.data.store import is_store, open_store
+from headway.data.stage import staged
+from headway.data.store import open_store
 from headway.data.synthetic import SyntheticSource
 from headway.errors import ConfigError, DataError
 
@@ -52,20 +53,30 @@ def open_data(config: DataConfig, *, tokenizer: Path | None, vocab_size: int, se
 
 def open_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Source:
     """Open one path: a store (staged to a local disk if the recipe says so), a foreign store, or raw files."""
-    path = Path(one.path)
-    if is_store(path) or any(path.glob("tokens-*.bin")):
-        if config.stage_to is not None:
-            from headway.data.stage import staged
+    from headway.data.foreign import source as any_kind
+    from headway.data.foreign.detect import detect
 
-            path = staged(path, config.stage_to)
-        return open_store(path)
+    path, kind = Path(one.path), detect(one.path)
+    if kind not in ("headway", "raw"):
+        if config.stage_to is not None:
+            raise ConfigError(
+                f"data.stage_to copies headway's stores; {one.path} is {kind}. Run `headway data convert` first, or remove it."
+            )
+        return any_kind.open_source(path, kind)
+    if kind == "raw":
+        path = _cached(one, config, tokenizer)
+    if config.stage_to is not None:
+        path = staged(path, config.stage_to)
+    return open_store(path)
+
+
+def _cached(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Path:
     if tokenizer is None:
-        raise ConfigError(f"data: {one.path} is no token store, so its text needs a tokenizer. Set `tokenizer` in the recipe.")
+        raise ConfigError(f"data: {one.path} is raw text and needs a tokenizer. Set `tokenizer` in the recipe, or give a token store.")
     from headway.data.cache import cached_store
     from headway.data.tokenize import TokenizeOptions
 
-    options = TokenizeOptions(one.text_key, one.template, one.split)
-    return open_store(cached_store([one.path], tokenizer, config.cache_dir, options))
+    return cached_store([one.path], tokenizer, config.cache_dir, TokenizeOptions(one.text_key, one.template, one.split))
 
 
 def check_sources(sources: Sequence[Source], fingerprint: str | None, vocab_size: int, unchecked: bool) -> None:
