@@ -17,7 +17,7 @@ def _kernel() -> Any:
     @triton.jit
     def softmax_gradient(
         logits, stride, targets, coefficients, loss, nll, lse_out, correct, smoothing, z, V, SMOOTH: tl.constexpr, BLOCK: tl.constexpr
-    ):  # noqa: ANN001, ANN202 # pyright: ignore
+    ):  # pyright: ignore
         row = tl.program_id(0).to(tl.int64)
         base = logits + row * stride
         target = tl.load(targets + row)

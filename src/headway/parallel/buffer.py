@@ -3,7 +3,7 @@
 buffer   [ norm.weight | layers.3.mlp.down | ... | embed_tokens | pad ]      starts aligned to ALIGN elements
 param    compute dtype, what the model reads
 master   fp32, what the optimizer changes (the same tensor as param when that is fp32)
-grad     fp32, where autograd accumulates
+grad     fp32, where the gradients of all microbatches are added up
 state    the optimizer's slots, fp32
 """
 

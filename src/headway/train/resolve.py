@@ -11,6 +11,7 @@ from pathlib import Path
 from headway.errors import ConfigError
 from headway.infer.load import StoredModel, find_model
 from headway.model.config import ModelConfig
+from headway.model.families.base import family_of
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.train.config import Recipe
 
@@ -38,6 +39,7 @@ def resolve(recipe: Recipe) -> Resolved:
         raise ConfigError(f"tokenizer is {str(recipe.tokenizer)!r}; there is no such file or folder. `headway tokenizer train` makes one.")
     tokenizer = load_tokenizer(path) if path is not None else None
     model = _shape(recipe, weights, tokenizer)
+    family_of(model.family)
     if recipe.data.seq_len > model.max_seq_len:
         raise ConfigError(f"data.seq_len is {recipe.data.seq_len}; it must not exceed model.max_seq_len={model.max_seq_len}. Lower it.")
     changes: dict[str, object] = {"model": model}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from headway.errors import ConfigError
+from headway.model.families.base import family_of
 from headway.runtime.log import start_logging
 from headway.runtime.process import from_environment
 from headway.track.console import Console
@@ -12,7 +14,7 @@ from headway.track.jsonl import MetricsFile
 from headway.train.build import Run, build
 from headway.train.config import Recipe
 from headway.train.finish import summarize
-from headway.train.folder import METRICS, SUMMARY, decide_start, prepare_folder
+from headway.train.folder import FINAL, METRICS, SUMMARY, decide_start, prepare_folder
 from headway.train.loop import run_loop, train_step
 from headway.train.resolve import resolve
 
@@ -28,6 +30,8 @@ def run_recipe(recipe: Recipe, resume: str = "auto") -> dict[str, Any]:
     with start_logging(start.folder, rank=from_environment().rank):
         for line in describe(run):
             log.info("%s", line)
+        if resolved.recipe.checkpoint.at_end and (reason := why_not_exported(run)):
+            log.warning("there will be no %s at the end: %s", FINAL, reason)
         for change in start.changes:
             log.info("changed since the run began: %s", change)
         if run.state.step >= run.total_steps and (start.folder / SUMMARY).exists():
@@ -53,6 +57,15 @@ def try_recipe(recipe: Recipe, resume: str = "auto") -> dict[str, Any]:
     seconds = record["time"]["step_seconds"]
     log.info("one step: loss %.4f in %.2f s (first steps are slower); nothing was written", record["loss"], seconds)
     return {"would": lines, "first_step": record, "total_steps": run.total_steps}
+
+
+def why_not_exported(run: Run) -> str | None:
+    """Why a model's family has no Hugging Face form for it; None where it has one."""
+    try:
+        family_of(run.model.family).write(run.model)
+    except ConfigError as reason:
+        return str(reason)
+    return None
 
 
 def describe(run: Run) -> list[str]:

@@ -177,7 +177,6 @@ def test_a_pattern_that_matches_nothing_is_a_mistake(bad: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_halves_train_like_eager_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda fn, **options: compiler(fn, backend="aot_eager", **options))
