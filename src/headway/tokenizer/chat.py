@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from headway.errors import ConfigError, DataError
 from headway.tokenizer.load import Tokenizer
-from headway.tokenizer.templates import BUILT_IN, Call, Glued, Piece, Role, Template, Token, Turn
+from headway.tokenizer.templates import BUILT_IN, Call, Glued, Part, Piece, Role, Template, Token, Turn
 
-__all__ = ["Call", "Rendered", "Role", "Template", "Turn", "find_template", "render", "render_prompt"]
+__all__ = ["Call", "Piece", "Rendered", "Role", "Template", "Turn", "find_template", "render", "render_pieces", "render_prompt"]
 
 OWN = "tokenizer"
 
@@ -51,7 +51,7 @@ def find_template(name: str, tokenizer: Tokenizer) -> Template:
 def render(turns: Sequence[Turn], template: Template | str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
     """A whole conversation as ids and loss mask."""
     found = find_template(template, tokenizer) if isinstance(template, str) else template
-    return _encode(found.pieces(turns, tools), found.name, tokenizer)
+    return _only(render_pieces([found.pieces(turns, tools)], found.name, tokenizer))
 
 
 def render_prompt(
@@ -59,36 +59,46 @@ def render_prompt(
 ) -> list[int]:
     """The ids of a conversation up to where the assistant's next answer begins."""
     found = find_template(template, tokenizer) if isinstance(template, str) else template
-    return _encode(found.prompt(turns, tools), found.name, tokenizer).ids.tolist()
+    return _only(render_pieces([found.prompt(turns, tools)], found.name, tokenizer)).ids.tolist()
 
 
-def _encode(pieces: Sequence[Piece], name: str, tokenizer: Tokenizer) -> Rendered:
-    runs = list(_runs(pieces))
-    texts = [part for part, _ in runs if isinstance(part, str)]
-    encoded = iter(tokenizer.encode_batch(texts))
-    controls: set[int] = set()
-    ids: list[list[int]] = []
-    plain: list[list[int]] = []
+def render_pieces(many: Sequence[Sequence[Piece]], name: str, tokenizer: Tokenizer, threads: bool = True) -> list[Rendered | DataError]:
+    """Many conversations as ids and masks, encoded together; one whose text cannot be told from control tokens yields its error."""
+    runs = [list(_runs(pieces)) for pieces in many]
+    # Headers recur in every turn: each text is encoded once.
+    texts = list(dict.fromkeys(part for one in runs for part, _ in one if isinstance(part, str)))
+    encoded = tokenizer.encode_batch(texts) if threads else [ids for text in texts for ids in tokenizer.encode_batch([text])]
+    ids: dict[Part, list[int]] = dict(zip(texts, encoded, strict=True))
+    ids |= {part: _others(part, name, tokenizer) for one in runs for part, _ in one if not isinstance(part, str)}
+    return [_assemble(one, ids, name, tokenizer) for one in runs]
+
+
+def _only(found: list[Rendered | DataError]) -> Rendered:
+    if isinstance(found[0], DataError):
+        raise found[0]
+    return found[0]
+
+
+def _assemble(runs: list[tuple[Part, bool]], ids: Mapping[Part, list[int]], name: str, tokenizer: Tokenizer) -> Rendered | DataError:
+    controls = {number for part, _ in runs if isinstance(part, Token) for number in ids[part]}
     for part, _ in runs:
-        if isinstance(part, str):
-            ids.append(next(encoded))
-            plain.append(ids[-1])
-        elif isinstance(part, Glued):
-            ids.append(_continued(part.text, tokenizer))
-        else:
-            number = _special(part, name, tokenizer)
-            ids.append([] if number is None else [number])
-            controls.update(ids[-1])
-    for found in plain:
-        if not controls.isdisjoint(found):
-            spelled = tokenizer.decode([next(i for i in found if i in controls)])
-            raise DataError(f"the text holds {spelled!r}, which this tokenizer reads as the control token of template {name}. Remove it.")
-    lengths = [len(one) for one in ids]
-    mask = np.repeat(np.array([target for _, target in runs], dtype=np.bool_), lengths)
-    return Rendered(np.array([i for one in ids for i in one], dtype=np.int64), mask)
+        if isinstance(part, str) and not controls.isdisjoint(ids[part]):
+            spelled = tokenizer.decode([next(number for number in ids[part] if number in controls)])
+            return DataError(f"the text holds {spelled!r}, which this tokenizer reads as a control token of template {name}. Remove it.")
+    mask = np.repeat(np.array([target for _, target in runs], dtype=np.bool_), [len(ids[part]) for part, _ in runs])
+    return Rendered(np.array([number for part, _ in runs for number in ids[part]], dtype=np.int64), mask)
 
 
-def _runs(pieces: Sequence[Piece]) -> Iterator[tuple[str | Token | Glued, bool]]:
+def _others(part: Part, name: str, tokenizer: Tokenizer) -> list[int]:
+    """The ids of what is not plain text."""
+    if isinstance(part, Glued):
+        return _continued(part.text, tokenizer)
+    assert isinstance(part, Token)
+    number = _special(part, name, tokenizer)
+    return [] if number is None else [number]
+
+
+def _runs(pieces: Sequence[Piece]) -> Iterator[tuple[Part, bool]]:
     """Pieces with neighbouring texts joined, because a tokenizer reads a text as a whole; never across the edge of the loss."""
     for (is_text, target), group in groupby(pieces, key=lambda piece: (isinstance(piece.part, str), piece.target)):
         if is_text:

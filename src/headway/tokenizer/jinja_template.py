@@ -81,6 +81,11 @@ class JinjaTemplate:
         return re.compile("|".join(map(re.escape, spelled)) if spelled else "(?!)")
 
     @cached_property
+    def end_pattern(self) -> re.Pattern[str]:
+        """Finds what may end an answer: white space and a special token."""
+        return re.compile(rf"\s*(?:{self.special_pattern.pattern})")
+
+    @cached_property
     def compiled(self) -> jinja2.Template:
         """The template, in a sandbox."""
         environment = ImmutableSandboxedEnvironment(
@@ -170,16 +175,15 @@ class Rendering:
         start = len(prompt)
         if self.turns[i].calls or not self.turns[i].content.strip():
             return start, self._end_of_call(i, start)
-        content = re.escape(self._escaped(self.turns[i].content).strip())
-        found = re.compile(rf"{content}\s*(?:{self.template.special_pattern.pattern})").search(self.whole, start)
-        at = re.compile(content).search(self.whole, start)
-        if at is None:
+        content = self._escaped(self.turns[i].content).strip()
+        first = at = self.whole.find(content, start)
+        while at >= 0 and not self.template.end_pattern.match(self.whole, at + len(content)):
+            at = self.whole.find(content, at + 1)
+        if first < 0:
             raise DataError(f"chat template {self.template.name} changes the assistant's text, so its loss mask is unclear. {ADVICE}")
-        if found is None:
-            return start, self._end_token(start, at.end(), i)
-        if prompt == plain and self.whole[start : found.start()].strip():
+        if prompt == plain and at >= 0 and self.whole[start:at].strip():
             raise DataError(f"chat template {self.template.name} has no generation prompt, so its loss mask is unclear. {ADVICE}")
-        return start, found.end()
+        return start, self._end_token(start, (first if at < 0 else at) + len(content), i)
 
     def _end_of_call(self, i: int, start: int) -> int:
         """Where an answer ends that is a tool call, or empty: at the last special token of its turn."""

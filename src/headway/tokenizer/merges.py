@@ -43,7 +43,7 @@ def learn_merges(
     byte_ids: Sequence[int],
     num_tokens: int,
     min_count: int = 2,
-    advance: Callable[[int], None] | None = None,
+    advance: Callable[[float], None] | None = None,
 ) -> tuple[list[Merge], list[bytes]]:
     """Learn merges until `num_tokens` tokens exist or no pair occurs `min_count` times; also returns each token's bytes by id."""
     return _Learner(words, counts, byte_ids, min_count).learn(num_tokens, advance)
@@ -73,7 +73,7 @@ class _Learner:
         self.heap: list[int] = []
         self._note_pairs(np.flatnonzero(self.next >= 0).astype(np.int32))
 
-    def learn(self, num_tokens: int, advance: Callable[[int], None] | None) -> tuple[list[Merge], list[bytes]]:
+    def learn(self, num_tokens: int, advance: Callable[[float], None] | None) -> tuple[list[Merge], list[bytes]]:
         merges: list[Merge] = []
         while len(self.tokens) < num_tokens:
             pair = self._best_pair()

@@ -8,10 +8,11 @@ What is exact: word counts always; merges are those of the whole corpus if its d
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from headway.errors import ConfigError, DataError
+from headway.runtime.progress import progress
 from headway.tokenizer.byte_alphabet import BYTE_TO_CHAR, spell
 from headway.tokenizer.folder import finish
 from headway.tokenizer.load import Tokenizer
@@ -27,8 +28,6 @@ LEAST_MEMORY_BYTES = 256 << 20
 BASE_MEMORY_BYTES = 160 << 20
 LEARNER_BYTES_PER_BYTE = 64
 
-OnProgress = Callable[[str, int], None]
-
 
 def train_bpe(
     documents: Iterable[str],
@@ -38,17 +37,16 @@ def train_bpe(
     special_tokens: Sequence[str] = SPECIAL_TOKENS,
     max_memory_bytes: int | None = None,
     workers: int = 1,
-    on_progress: OnProgress | None = None,
 ) -> Tokenizer:
     """Train on texts and save to `out`; `vocab_size` counts bytes, merges and special tokens. The first special token ends documents."""
     check_request(vocab_size, special_tokens, 256, max_memory_bytes)
-    say = on_progress or _ignore
-    words = counted_words(documents, WORDS, max_memory_bytes, LEARNER_BYTES_PER_BYTE, workers, lambda n: say("count words", n))
+    words = counted_words(documents, WORDS, max_memory_bytes, LEARNER_BYTES_PER_BYTE, workers)
     encoded = [word.encode() for word in words.words]
     ids = sorted(range(256), key=BYTE_TO_CHAR.__getitem__)
     byte_ids = [ids.index(byte) for byte in range(256)]
     wanted = vocab_size - len(special_tokens)
-    merges, tokens = learn_merges(encoded, words.counts, byte_ids, wanted, advance=lambda n: say("learn merges", n))
+    with progress("learn merges", wanted - 256, "merges") as advance:
+        merges, tokens = learn_merges(encoded, words.counts, byte_ids, wanted, advance=advance)
     if len(tokens) < wanted:
         raise DataError(
             f"vocab_size is {vocab_size}, but this corpus has pairs that repeat for only {len(tokens) + len(special_tokens)} tokens. "
@@ -72,13 +70,12 @@ def check_request(vocab_size: int, special_tokens: Sequence[str], base: int, max
         raise ConfigError(f"max_memory is {max_memory_bytes} bytes; it must be at least {LEAST_MEMORY_BYTES} (256MB).")
 
 
-def counted_words(
-    documents: Iterable[str], pattern: str, max_memory_bytes: int | None, learner_bytes: int, workers: int, advance: Callable[[int], None]
-) -> Words:
+def counted_words(documents: Iterable[str], pattern: str, max_memory_bytes: int | None, learner_bytes: int, workers: int) -> Words:
     """Count the words of a corpus within a memory budget, and keep what a learner that needs `learner_bytes` per byte can hold."""
     free = None if max_memory_bytes is None else max_memory_bytes - BASE_MEMORY_BYTES
     with WordTable(None if free is None else int(free * 0.4)) as table:
-        total = count_words(documents, pattern, table, workers=workers, advance=advance)
+        with progress("count words", unit="bytes") as advance:
+            total = count_words(documents, pattern, table, workers=workers, advance=advance)
         if not total:
             raise DataError("there is no text to train on; the inputs hold no characters.")
         spilled = table.spilled
@@ -103,7 +100,3 @@ def _assemble(vocabulary: dict[str, int], merges: list[tuple[str, str]], special
     if PAD in special_tokens:
         roles["pad_token"] = PAD
     return finish(backend, {"tokenizer_class": "PreTrainedTokenizerFast", **roles})
-
-
-def _ignore(phase: str, amount: int) -> None:
-    pass

@@ -15,7 +15,7 @@ from typing import Any
 from headway.errors import DataError
 from headway.tokenizer.load import Tokenizer
 from headway.tokenizer.sentencepiece_model import SPACE, read_model
-from headway.tokenizer.train_bpe import PAD, SPECIAL_TOKENS, OnProgress, check_request, counted_words
+from headway.tokenizer.train_bpe import PAD, SPECIAL_TOKENS, check_request, counted_words
 from headway.tokenizer.words import Words
 
 # A word may begin with one space; longer runs of spaces are words of their own. Other white space is left to byte fallback.
@@ -33,16 +33,10 @@ def train_sentencepiece(
     max_memory_bytes: int | None = None,
     workers: int = 1,
     character_coverage: float = 0.9995,
-    on_progress: OnProgress | None = None,
 ) -> Tokenizer:
     """Train on texts and save to `out`; `vocab_size` counts bytes, pieces and special tokens. The first special token ends documents."""
     check_request(vocab_size, (*special_tokens, UNKNOWN), 256, max_memory_bytes)
-
-    def counted(amount: int) -> None:
-        if on_progress is not None:
-            on_progress("count words", amount)
-
-    words = counted_words(documents, WORDS, max_memory_bytes, TRAINER_BYTES_PER_BYTE, workers, counted)
+    words = counted_words(documents, WORDS, max_memory_bytes, TRAINER_BYTES_PER_BYTE, workers)
     with tempfile.TemporaryDirectory(prefix="headway-sentencepiece-") as folder:
         corpus = Path(folder) / "words.tsv"
         _write_words(words, corpus)

@@ -24,7 +24,7 @@ ENTRY_BYTES = 110
 CUT_LENGTHS = (8, 4, 2)
 FIRST_UNSPACED = "\u2e80"
 
-Advance = Callable[[int], None]
+Advance = Callable[[float], None]
 
 
 class WordTable:

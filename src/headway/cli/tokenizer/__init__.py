@@ -1,0 +1,1 @@
+"""Train tokenizers and look at them."""

@@ -1,0 +1,170 @@
+"""Leave out documents that are too short, badly made or there already, and say what was left out and why.
+
+In: a stream of documents. Out: those that pass, unchanged and in order, and a `CleanReport`. Each document is counted under the first
+rule it breaks. Works alike for languages with and without spaces: everything is counted in characters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from headway.errors import ConfigError, DataError
+from headway.runtime.progress import progress
+from headway.text.characters import kinds
+from headway.text.dedup import ExactDuplicates, NearDuplicates
+from headway.text.document import Document
+from headway.text.formats.txt import Split
+from headway.text.read import expand, read_documents
+from headway.text.write import record_file
+
+EXAMPLES = 3
+
+
+@dataclass(frozen=True)
+class CleanRules:
+    """What a document must be like to stay. Shares are of the characters that are no spaces."""
+
+    min_characters: int = 10
+    max_characters: int | None = None
+    min_letters: float = 0.25
+    max_digits: float = 0.5
+    max_signs: float = 0.5
+    max_controls: float = 0.01
+    max_repeated_lines: float = 0.5
+    min_line_length: float = 0.0
+    duplicates: Literal["keep", "exact", "near"] = "near"
+    similarity: float = 0.8
+    seed: int = 0
+    max_memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("min_letters", "max_digits", "max_signs", "max_controls", "max_repeated_lines"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it is a share between 0 and 1.")
+        if self.duplicates not in ("keep", "exact", "near"):
+            raise ConfigError(f"duplicates is {self.duplicates!r}; it must be keep, exact or near.")
+        if self.max_characters is not None and self.max_characters < self.min_characters:
+            raise ConfigError(f"max_characters is {self.max_characters}, less than min_characters={self.min_characters}.")
+
+
+@dataclass
+class CleanReport:
+    """What came in, what stayed and what was left out, by reason; a few places for each, to look at."""
+
+    documents: int = 0
+    bytes: int = 0
+    kept_documents: int = 0
+    kept_bytes: int = 0
+    removed_documents: Counter[str] = field(default_factory=lambda: Counter[str]())
+    removed_bytes: Counter[str] = field(default_factory=lambda: Counter[str]())
+    examples: dict[str, list[str]] = field(default_factory=lambda: dict[str, list[str]]())
+    forgotten_documents: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values."""
+        reasons = {
+            reason: {"documents": count, "bytes": self.removed_bytes[reason], "examples": self.examples[reason]}
+            for reason, count in self.removed_documents.most_common()
+        }
+        totals = {"documents": self.documents, "bytes": self.bytes, "kept_documents": self.kept_documents, "kept_bytes": self.kept_bytes}
+        return {**totals, "removed": reasons, "forgotten_documents": self.forgotten_documents}
+
+
+def clean(documents: Iterable[Document], rules: CleanRules, report: CleanReport) -> Iterator[Document]:
+    """The documents that pass all rules; `report` is filled as they go by."""
+    exact = ExactDuplicates() if rules.duplicates != "keep" else None
+    near = None
+    if rules.duplicates == "near":
+        near = NearDuplicates(rules.similarity, seed=rules.seed, max_memory_bytes=rules.max_memory_bytes)
+    for document in documents:
+        size = len(document.text.encode())
+        report.documents += 1
+        report.bytes += size
+        reason = broken_rule(document.text, rules)
+        if reason is None and exact is not None and not exact.is_new(document.text):
+            reason = "duplicate"
+        if reason is None and near is not None and not near.is_new(document.text):
+            reason = "near duplicate"
+        if reason is None:
+            report.kept_documents += 1
+            report.kept_bytes += size
+            yield document
+            continue
+        report.removed_documents[reason] += 1
+        report.removed_bytes[reason] += size
+        places = report.examples.setdefault(reason, [])
+        if len(places) < EXAMPLES:
+            places.append(document.place)
+    if near is not None:
+        report.forgotten_documents = near.forgotten
+
+
+def clean_files(
+    sources: Sequence[Path | str],
+    out: Path,
+    rules: CleanRules,
+    *,
+    text_key: str = "text",
+    template: str | None = None,
+    split: Split = "file",
+) -> CleanReport:
+    """Clean files into one new file: records keep all their keys; a template's text goes under `text`."""
+    if out.resolve() in {path.resolve() for path in expand(sources)}:
+        raise ConfigError(f"{out} is one of the sources; choose another output.")
+    report = CleanReport()
+    documents = read_documents(sources, text_key=text_key, template=template, split=split, keep_record=True)
+    key = "text" if template is not None else text_key
+    with progress("clean", unit="bytes") as advance, record_file(out) as write:
+        seen = 0
+        for document in clean(documents, rules, report):
+            write({**(document.record or {"source": document.source}), key: document.text})
+            advance(report.bytes - seen)
+            seen = report.bytes
+        if not report.kept_documents:
+            raise DataError(f"{out}: no document passed the rules ({', '.join(report.removed_documents)}); nothing was written.")
+    return report
+
+
+def broken_rule(text: str, rules: CleanRules) -> str | None:
+    """The first rule a text breaks on its own, or None."""
+    length = len(text)
+    if not text or text.isspace():
+        return "blank"
+    if length < rules.min_characters:
+        return "too short"
+    if rules.max_characters is not None and length > rules.max_characters:
+        return "too long"
+    counted = kinds(text)
+    visible = max(1, counted.visible)
+    checks: tuple[tuple[str, Callable[[], bool]], ...] = (
+        ("control characters", lambda: counted.controls / visible > rules.max_controls),
+        ("few letters", lambda: counted.letters / visible < rules.min_letters),
+        ("many digits", lambda: counted.digits / visible > rules.max_digits),
+        ("many signs", lambda: counted.signs / visible > rules.max_signs),
+        ("repeated lines", lambda: repeated_share(text) > rules.max_repeated_lines),
+        ("short lines", lambda: rules.min_line_length > 0 and mean_line_length(text) < rules.min_line_length),
+    )
+    return next((name for name, breaks in checks if breaks()), None)
+
+
+def repeated_share(text: str) -> float:
+    """The share of a text's characters that lie in lines which stood there before."""
+    seen: set[str] = set()
+    total = repeated = 0
+    for line in text.splitlines():
+        line = line.strip()
+        total += len(line)
+        if line in seen:
+            repeated += len(line)
+        seen.add(line)
+    return repeated / max(1, total)
+
+
+def mean_line_length(text: str) -> float:
+    """Characters per line that is not blank."""
+    lengths = [len(line) for line in map(str.strip, text.splitlines()) if line]
+    return sum(lengths) / max(1, len(lengths))

@@ -1,0 +1,194 @@
+"""Documents seen before, exactly or nearly, in bounded memory.
+
+Exact: 64-bit hashes in sorted arrays, 8 bytes per document. Near: MinHash. A text is the set of its runs of characters (5 in Chinese, 16
+elsewhere: about three words); the share of equal entries in two signatures estimates the share of runs two texts have in common.
+
+    text -> runs -> one 64-bit hash each -> the least hash of each of 128 bins = signature -> bands of entries -> keys to look up
+
+Candidates that share a key are compared by signature. When the index is full its older half is forgotten, which `forgotten` reports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.errors import ConfigError
+from headway.runtime.seed import derive
+from headway.text.characters import code_points, kinds
+
+Hashes = npt.NDArray[np.uint64]
+
+BINS = 128
+HAN_RUN, OTHER_RUN = 5, 16
+BUFFERED_DOCUMENTS = 1 << 15
+MAX_CANDIDATES = 16
+WANTED_RECALL = 0.94
+_SPACES = re.compile(r"\s+")
+_BASE = 0x9E3779B97F4A7C15
+_INVERSE = pow(_BASE, -1, 1 << 64)
+
+
+class SeenHashes:
+    """A growing set of 64-bit hashes with a number each, 12 bytes per entry: recent ones in a dict, older ones in sorted runs."""
+
+    def __init__(self, buffered: int = 1 << 20) -> None:
+        self.buffered = buffered
+        self.recent: dict[int, list[int]] = {}
+        self.runs: list[tuple[Hashes, npt.NDArray[np.int32]]] = []
+
+    def add(self, key: int, number: int) -> None:
+        """Remember a hash."""
+        self.recent.setdefault(key, []).append(number)
+        if len(self.recent) >= self.buffered:
+            self._settle()
+
+    def find(self, keys: Hashes) -> list[int]:
+        """The numbers that were added with any of these hashes, at most a few for each."""
+        found: list[int] = []
+        for key in keys.tolist():
+            found += self.recent.get(key, ())
+        for hashes, numbers in self.runs:
+            first = np.searchsorted(hashes, keys, "left")
+            last = np.minimum(np.searchsorted(hashes, keys, "right"), first + MAX_CANDIDATES)
+            for at in np.flatnonzero(last > first).tolist():
+                found += numbers[first[at] : last[at]].tolist()
+        return found
+
+    def _settle(self) -> None:
+        """Move the recent hashes to a sorted run, joined with runs of like size, so that there are few."""
+        flat = [(key, number) for key, numbers in self.recent.items() for number in numbers]
+        run = _sorted(np.array([key for key, _ in flat], np.uint64), np.array([number for _, number in flat], np.int32))
+        self.recent = {}
+        while self.runs and len(self.runs[-1][0]) <= 2 * len(run[0]):
+            other = self.runs.pop()
+            run = _sorted(np.concatenate([other[0], run[0]]), np.concatenate([other[1], run[1]]))
+        self.runs.append(run)
+
+
+class ExactDuplicates:
+    """Tells texts that came before, character for character."""
+
+    def __init__(self) -> None:
+        self._seen = SeenHashes()
+
+    def is_new(self, text: str) -> bool:
+        """Whether a text comes for the first time; remembers it."""
+        key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        if self._seen.find(np.array([key], np.uint64)):
+            return False
+        self._seen.add(key, 0)
+        return True
+
+
+class NearDuplicates:
+    """Tells texts of which at least `similarity` (0 to 1) of the runs of characters came in one earlier text."""
+
+    def __init__(self, similarity: float = 0.8, *, seed: int = 0, max_memory_bytes: int | None = None) -> None:
+        if not 0.5 <= similarity <= 1:
+            raise ConfigError(f"similarity is {similarity}; it must be between 0.5 and 1.")
+        self.similarity = similarity
+        self.rows = max(rows for rows in (1, 2, 4, 8) if 1 - (1 - similarity**rows) ** (BINS // rows) >= WANTED_RECALL)
+        per_document = BINS + 12 * (BINS // self.rows)
+        self.capacity = None if max_memory_bytes is None else max(BUFFERED_DOCUMENTS, max_memory_bytes // (2 * per_document))
+        self.forgotten = 0
+        random = np.random.default_rng(derive(seed, "near duplicates"))
+        self._salt = random.integers(1, 1 << 63, dtype=np.uint64)
+        self._probes = random.integers(0, BINS, (64, BINS))
+        self._older: _Index | None = None
+        self._newer = _Index(BINS // self.rows)
+
+    def is_new(self, text: str) -> bool:
+        """Whether a text is like none that came before; remembers it if so."""
+        signature = self.signature(text)
+        keys = self._keys(signature)
+        entries = signature.astype(np.uint8)
+        for index in (self._newer, self._older):
+            if index is not None and index.holds(entries, keys, self.similarity):
+                return False
+        if self.capacity is not None and self._newer.size >= self.capacity:
+            self.forgotten += 0 if self._older is None else self._older.size
+            self._older, self._newer = self._newer, _Index(BINS // self.rows)
+        self._newer.add(entries, keys)
+        return True
+
+    def signature(self, text: str) -> Hashes:
+        """128 numbers; the share of them that two texts have in common estimates what their runs have in common."""
+        hashes = run_hashes(text) ^ self._salt
+        hashes = _mixed(hashes)
+        least = np.full(BINS, np.iinfo(np.uint64).max, np.uint64)
+        np.minimum.at(least, (hashes & np.uint64(BINS - 1)).astype(np.int64), hashes >> np.uint64(7))
+        empty = least == np.iinfo(np.uint64).max
+        if empty.any():
+            # Short texts leave bins empty; each takes the number of another bin, chosen the same way in every text.
+            filled, waiting = least.copy(), np.flatnonzero(empty)
+            for probe in self._probes:
+                if not len(waiting):
+                    break
+                source = probe[waiting]
+                filled[waiting] = least[source]
+                waiting = waiting[empty[source]]
+            filled[waiting] = least[np.flatnonzero(~empty)[0]]
+            return filled
+        return least
+
+    def _keys(self, signature: Hashes) -> Hashes:
+        """One key per band: texts that agree on all entries of a band share it."""
+        bands = signature.reshape(-1, self.rows)
+        keys = np.arange(len(bands), dtype=np.uint64)
+        for column in bands.T:
+            keys = _mixed(keys * np.uint64(31) + column)
+        return keys
+
+
+class _Index:
+    """Signatures (8 bits of each entry) and where their keys are."""
+
+    def __init__(self, bands: int) -> None:
+        self.size = 0
+        self._entries = np.empty((1024, BINS), np.uint8)
+        self._keys = SeenHashes(BUFFERED_DOCUMENTS * bands)
+
+    def holds(self, entries: npt.NDArray[np.uint8], keys: Hashes, similarity: float) -> bool:
+        candidates = list(dict.fromkeys(self._keys.find(keys)))
+        if not candidates:
+            return False
+        equal = (self._entries[candidates] == entries).mean(axis=1)
+        # Of entries that differ, one in 256 agrees in its 8 bits.
+        return bool(((equal - 1 / 256) / (1 - 1 / 256)).max() >= similarity)
+
+    def add(self, entries: npt.NDArray[np.uint8], keys: Hashes) -> None:
+        if self.size == len(self._entries):
+            self._entries = np.concatenate([self._entries, np.empty_like(self._entries)])
+        self._entries[self.size] = entries
+        for key in keys.tolist():
+            self._keys.add(key, self.size)
+        self.size += 1
+
+
+def run_hashes(text: str) -> Hashes:
+    """A hash for each run of characters of a text, lower case and with single spaces; a text shorter than a run is one run."""
+    text = _SPACES.sub(" ", text.lower()).strip()
+    counted = kinds(text)
+    length = min(HAN_RUN if 3 * counted.han > counted.visible else OTHER_RUN, max(1, len(text)))
+    points = code_points(text).astype(np.uint64) + np.uint64(1)
+    # The sum of point * base^place over a window, times base^-start, is the same wherever the window stands (all modulo 2^64).
+    places = np.full(len(points), _BASE, np.uint64)
+    scaled = np.concatenate([np.zeros(1, np.uint64), np.cumsum(points * np.cumprod(places))])
+    back = np.cumprod(np.full(max(0, len(scaled) - length), _INVERSE, np.uint64))
+    return (scaled[length:] - scaled[:-length]) * back
+
+
+def _mixed(hashes: Hashes) -> Hashes:
+    """Spread the bits (the finish of splitmix64)."""
+    hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return hashes ^ (hashes >> np.uint64(31))
+
+
+def _sorted(keys: Hashes, numbers: npt.NDArray[np.int32]) -> tuple[Hashes, npt.NDArray[np.int32]]:
+    order = np.argsort(keys, kind="stable")
+    return keys[order], numbers[order]

@@ -1,0 +1,114 @@
+"""Take a given number of bytes from many sources in given shares: the corpus for a tokenizer, or a small copy of a large mix.
+
+One pass over each source, memory no larger than the sample. Every document draws a number from (seed, source, place in the source); the
+documents with the lowest numbers are the sample, as many as fit the source's bytes. So the choice depends on nothing else.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.errors import ConfigError, DataError
+from headway.runtime.seed import derive
+from headway.text.document import Document
+from headway.text.formats.txt import Split
+from headway.text.read import read_documents
+from headway.text.write import record_file
+
+
+@dataclass(frozen=True)
+class Share:
+    """One source and its part of the whole; parts are relative to each other."""
+
+    path: str
+    weight: float = 1.0
+
+    @staticmethod
+    def parse(text: str) -> Share:
+        """`PATH@0.7`, or a path alone for weight 1."""
+        path, at, weight = text.rpartition("@")
+        if not at or Path(text).exists():
+            return Share(text)
+        try:
+            share = Share(path, float(weight))
+        except ValueError:
+            raise ConfigError(f"input is {text!r}; after @ comes the source's share, as in {path}@0.7.") from None
+        if not 0 < share.weight < float("inf"):
+            raise ConfigError(f"input is {text!r}; the share after @ must be more than 0.")
+        return share
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What was taken from one source."""
+
+    path: str
+    wanted_bytes: int
+    documents: int
+    bytes: int
+    available_documents: int
+    available_bytes: int
+
+
+def sample(
+    shares: Sequence[Share],
+    total_bytes: int,
+    out: Path,
+    *,
+    seed: int = 0,
+    text_key: str = "text",
+    template: str | None = None,
+    split: Split = "file",
+) -> list[Taken]:
+    """Write a sample of `total_bytes` of text to `out`, the sources mixed; a source too small for its share is an error."""
+    whole = sum(share.weight for share in shares)
+    chosen: list[tuple[int, int, Document]] = []
+    taken: list[Taken] = []
+    for place, share in enumerate(shares):
+        wanted = int(total_bytes * share.weight / whole)
+        documents = read_documents(share.path, text_key=text_key, template=template, split=split)
+        kept, count, size = take(documents, wanted, derive(seed, "sample", place))
+        used = sum(len(document.text.encode()) for _, document in kept)
+        taken.append(Taken(share.path, wanted, len(kept), used, count, size))
+        _check(taken[-1], total_bytes, share.weight / whole, split)
+        chosen += [(number, place, document) for number, document in kept]
+    with record_file(out) as write:
+        for _, _, document in sorted(chosen, key=lambda item: item[:2]):
+            write({"text": document.text, "source": document.source})
+    return taken
+
+
+def take(documents: Iterable[Document], max_bytes: int, seed: int) -> tuple[list[tuple[int, Document]], int, int]:
+    """A random choice of documents of at most `max_bytes` together, with the number each drew; also how many and how large all are."""
+    heap: list[tuple[int, int, Document]] = []
+    used = count = size = 0
+    limit = 1 << 63
+    for place, document in enumerate(documents):
+        length = len(document.text.encode())
+        count, size = count + 1, size + length
+        number = derive(seed, place)
+        if number >= limit or length > max_bytes:
+            continue
+        heapq.heappush(heap, (-number, place, document))
+        used += length
+        while used > max_bytes:
+            negative, _, dropped = heapq.heappop(heap)
+            used -= len(dropped.text.encode())
+            # Whoever draws a higher number than one that had to go stays out too: the choice is of numbers, not of sizes.
+            limit = min(limit, -negative)
+    return [(-negative, document) for negative, _, document in heap], count, size
+
+
+def _check(taken: Taken, total_bytes: int, part: float, split: Split) -> None:
+    if taken.available_bytes < taken.wanted_bytes:
+        most = int(taken.available_bytes / part)
+        raise DataError(
+            f"{taken.path}: holds {taken.available_bytes} bytes of text, but its share of {total_bytes} is {taken.wanted_bytes}. "
+            f"Ask for at most {most} bytes, or give it a smaller share."
+        )
+    if not taken.documents:
+        remedy = " or --split line" if split == "file" else ""
+        raise DataError(f"{taken.path}: no document fits the {taken.wanted_bytes} bytes of its share; ask for more bytes{remedy}.")

@@ -1,0 +1,94 @@
+"""Write records to a .jsonl (also .gz, .zst) or .parquet file that appears whole or not at all."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from headway.errors import ConfigError, DataError
+from headway.runtime.storage import TEMPORARY_PREFIX, fsync_file, fsync_folder, writing
+
+BATCH_ROWS = 4096
+WRITABLE = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+
+Write = Callable[[dict[str, Any]], None]
+
+
+@contextmanager
+def record_file(path: Path) -> Iterator[Write]:
+    """A function that writes one record; the file gets its name when the block ends without an error."""
+    kind = next((suffix for suffix in WRITABLE if path.name.endswith(suffix)), None)
+    if kind is None:
+        raise ConfigError(f"{path}: the output must be named {', '.join(WRITABLE)}.")
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
+    with writing(path, error=DataError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "wb") as file:
+                with _parquet(file, path) if kind == ".parquet" else _lines(file, kind) as write:
+                    yield write
+                file.flush()
+                fsync_file(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        fsync_folder(path.parent)
+
+
+@contextmanager
+def _lines(file: IO[bytes], kind: str) -> Iterator[Write]:
+    packed: Any = file
+    if kind.endswith(".gz"):
+        packed = gzip.GzipFile(fileobj=file, mode="wb", mtime=0)
+    elif kind.endswith(".zst"):
+        import zstandard
+
+        packed = zstandard.ZstdCompressor().stream_writer(file, closefd=False)
+    text = io.TextIOWrapper(packed, encoding="utf-8", newline="\n", write_through=False)
+    yield lambda record: _write_line(text, record)
+    text.flush()
+    if packed is file:
+        text.detach()
+    else:
+        text.close()
+
+
+def _write_line(text: io.TextIOWrapper, record: dict[str, Any]) -> None:
+    text.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+
+
+@contextmanager
+def _parquet(file: IO[bytes], path: Path) -> Iterator[Write]:
+    """Rows go out in batches; the first batch decides the columns."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    waiting: list[dict[str, Any]] = []
+    writer: Any = None
+
+    def flush() -> None:
+        nonlocal writer
+        try:
+            rows = pa.Table.from_pylist(waiting, schema=None if writer is None else writer.schema)
+        except pa.ArrowException as error:
+            raise DataError(f"{path}: records of different shapes do not fit one table ({error}); write .jsonl instead.") from None
+        writer = writer or pq.ParquetWriter(file, rows.schema, compression="zstd", write_page_checksum=True)
+        writer.write_table(rows)
+        waiting.clear()
+
+    def write(record: dict[str, Any]) -> None:
+        waiting.append(record)
+        if len(waiting) >= BATCH_ROWS:
+            flush()
+
+    yield write
+    if waiting or writer is None:
+        flush()
+    assert writer is not None
+    writer.close()

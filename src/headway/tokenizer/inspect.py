@@ -1,0 +1,133 @@
+"""What a tokenizer is like: its size, how well it compresses each language, its longest tokens, and whether texts survive it.
+
+In: a tokenizer, and texts of the user's own where wanted. Out: an `Inspection`; `lost` names the texts that did not come back
+byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headway.tokenizer.load import Tokenizer
+
+LONGEST = 20
+BATCH_CHARACTERS = 1 << 20
+
+SAMPLES: dict[str, tuple[str, ...]] = {
+    "English": (
+        "The river had frozen early that year, and by the second week of December the children were crossing it on foot. Nobody in the "
+        "village could remember when the ferry had last stayed tied to its post before Christmas, though several of the older people "
+        "claimed that their parents had. It was, everyone agreed, good for the school and bad for the mill.",
+        "Results are reported as the mean of five runs with different seeds; differences below 0.3 points are within the noise, and we "
+        "draw no conclusion from them.",
+    ),
+    "Chinese": (
+        "那年河水结冰很早，到了十二月的第二个星期，孩子们已经踩着冰面过河上学了。村里没有人记得渡船上一次在冬至以前就停在岸边是什么时候，"
+        "虽然几位老人说他们的父母见过。大家都觉得，这对学校是好事，对磨坊却不是。",
+        "实验结果是五次不同随机种子的平均值；差距小于零点三的，都在误差范围之内，我们不作任何结论。",
+    ),
+    "code": (
+        'def moving_average(values, window):\n    """Average of the last `window` values at each position."""\n    total = 0.0\n'
+        "    result = []\n    for i, value in enumerate(values):\n        total += value\n        if i >= window:\n"
+        "            total -= values[i - window]\n        result.append(total / min(i + 1, window))\n    return result\n",
+        '#include <stdio.h>\n\nint main(void) {\n\tfor (int i = 0; i < 10; ++i) {\n\t\tprintf("%d\\n", i * i);\n\t}\n\treturn 0;\n}\n',
+    ),
+}
+# Texts that tokenizers are known to lose: spaces at the ends and in runs, controls, composed and decomposed letters, joined emoji.
+HARD_TEXTS = (
+    "", " ", "  two  spaces  ", "\ttab\n\n\nlines \r\n", "\x00\x01\x7f", "e\u0301 é ﬁ Ａ①", "👩‍👩‍👧‍👦🇨🇳👍🏽", "\u2581 \u3000\u200b\ufeff",
+    "<s></s><unk><|endoftext|><|im_start|>[INST]", "123456789 1e-5 ３", "\U0010ffff\ue000", "汉字カタカナ한국어العربية", "''' don't '' \\n",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How many tokens some texts take."""
+
+    texts: int
+    bytes: int
+    characters: int
+    tokens: int
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes that one token stands for, on average."""
+        return self.bytes / max(1, self.tokens)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found; `lost` are texts (or where they are) that did not come back as they were."""
+
+    vocab_size: int
+    model_vocab_size: int
+    special_tokens: dict[str, int]
+    roles: dict[str, str]
+    fingerprint: str
+    compression: dict[str, Compression]
+    longest: list[tuple[int, str]]
+    lost: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The inspection as plain values."""
+        rates = {name: {**vars(found), "bytes_per_token": round(found.bytes_per_token, 4)} for name, found in self.compression.items()}
+        longest = [{"id": number, "token": token} for number, token in self.longest]
+        return {**vars(self), "compression": rates, "longest": longest, "round_trip": not self.lost}
+
+
+def inspect(tokenizer: Tokenizer, texts: Mapping[str, Iterable[tuple[str, str]]] | None = None) -> Inspection:
+    """Look at a tokenizer; `texts` are the user's own by name, each a stream of (place, text)."""
+    lost: list[str] = []
+    compression: dict[str, Compression] = {}
+    for name, samples in SAMPLES.items():
+        compression[name] = _measure(tokenizer, ((repr(text[:40]), text) for text in samples), lost)
+    _measure(tokenizer, ((repr(text), text) for text in HARD_TEXTS), lost)
+    for name, own in (texts or {}).items():
+        compression[name] = _measure(tokenizer, own, lost)
+    return Inspection(
+        tokenizer.vocab_size,
+        tokenizer.model_vocab_size,
+        tokenizer.special_tokens,
+        tokenizer.roles,
+        tokenizer.fingerprint,
+        compression,
+        longest_tokens(tokenizer),
+        lost,
+    )
+
+
+def longest_tokens(tokenizer: Tokenizer, count: int = LONGEST) -> list[tuple[int, str]]:
+    """The ids whose text is longest in bytes, special tokens aside."""
+    special = set(tokenizer.special_tokens.values())
+    sizes: list[tuple[int, int]] = []
+    for number in tokenizer.fast.get_vocab(with_added_tokens=False).values():
+        if number not in special:
+            sizes.append((-len(tokenizer.decode_bytes([number])), number))
+    return [(number, tokenizer.decode([number])) for _, number in sorted(sizes)[:count]]
+
+
+def _measure(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]], lost: list[str]) -> Compression:
+    count = size = characters = tokens = 0
+    for batch in _batches(texts):
+        encoded = tokenizer.encode_batch([text for _, text in batch])
+        for (place, text), ids in zip(batch, encoded, strict=True):
+            data = text.encode()
+            count, size, characters, tokens = count + 1, size + len(data), characters + len(text), tokens + len(ids)
+            if tokenizer.decode_bytes(ids) != data:
+                lost.append(place)
+    return Compression(count, size, characters, tokens)
+
+
+def _batches(texts: Iterable[tuple[str, str]]) -> Iterable[list[tuple[str, str]]]:
+    batch: list[tuple[str, str]] = []
+    size = 0
+    for item in texts:
+        batch.append(item)
+        size += len(item[1])
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
