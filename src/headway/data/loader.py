@@ -25,6 +25,7 @@ from headway.errors import CheckpointError, ConfigError
 
 BLOCK_TOKENS = 1 << 22
 SumOverRanks = Callable[[list[float]], list[float]]
+Filled = tuple[Batch, float]
 
 
 @dataclass(frozen=True)
@@ -137,14 +138,12 @@ class Loader:
         return self
 
     def __next__(self) -> tuple[StepBatch, LoaderState]:
-        planned, microbatches = next(self._steps)
-        targets = float(planned.targets)
-        if self._masked:
-            local = sum(float(batch.loss_weight.sum(dtype=_double())) for batch in microbatches)
-            targets = self._sum([local])[0]
+        planned, filled = next(self._steps)
+        # Without masks every rank knows the sum from lengths alone, and nobody needs to be asked.
+        targets = self._sum([sum(weight for _, weight in filled)])[0] if self._masked else float(planned.targets)
         self._state = planned.state
         totals = {"targets": targets, "rows": float(planned.rows)}
-        step = StepBatch(tuple(microbatches), totals, planned.stats, planned.first_microbatch, planned.source_rows)
+        step = StepBatch(tuple(batch for batch, _ in filled), totals, planned.stats, planned.first_microbatch, planned.source_rows)
         return step, planned.state
 
     def close(self) -> None:
@@ -203,21 +202,21 @@ class Loader:
         given = tuple(sum(row.source == number for row in held) for number in range(len(self._sources)))
         return PlannedStep(mine, first, targets, len(held), stats, given, state)
 
-    def _fill_microbatch(self, rows: list[Row | None]) -> Batch:
-        batch = fill_rows(rows, self._fill)
-        return batch.pin() if self._pin else batch
+    def _fill_microbatch(self, rows: list[Row | None]) -> Filled:
+        batch, weight = fill_rows(rows, self._fill)
+        return (batch.pin() if self._pin else batch), weight
 
-    def _read_here(self) -> Generator[tuple[PlannedStep, list[Batch]]]:
+    def _read_here(self) -> Generator[tuple[PlannedStep, list[Filled]]]:
         for planned in self._planned():
             yield planned, [self._fill_microbatch(rows) for rows in planned.microbatches]
 
-    def _prepared(self) -> Generator[tuple[PlannedStep, list[Batch]]]:
+    def _prepared(self) -> Generator[tuple[PlannedStep, list[Filled]]]:
         """Plan in one thread, fill in others, hand out in order; an error of any thread comes out here."""
         steps = self._planned()
         planner = ThreadPoolExecutor(1, thread_name_prefix="headway-plan")
         fillers = ThreadPoolExecutor(self._config.workers, thread_name_prefix="headway-rows")
 
-        def prepare() -> tuple[PlannedStep, list[Future[Batch]]] | None:
+        def prepare() -> tuple[PlannedStep, list[Future[Filled]]] | None:
             planned = next(steps, None)
             return None if planned is None else (planned, [fillers.submit(self._fill_microbatch, rows) for rows in planned.microbatches])
 
@@ -250,9 +249,3 @@ def _pins(config: DataConfig) -> bool:
     if config.pin_memory is True and not torch.cuda.is_available():
         raise ConfigError("data.pin_memory is true, but there is no GPU to pin memory for. Use auto or false.")
     return config.pin_memory is not False and torch.cuda.is_available()
-
-
-def _double() -> Any:
-    import torch
-
-    return torch.float64

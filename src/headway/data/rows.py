@@ -41,8 +41,8 @@ class Pieces:
     has_next: Flags
 
 
-def fill_rows(rows: Sequence[Row | None], how: Fill) -> Batch:
-    """Read the tokens of some rows and lay them out as one microbatch."""
+def fill_rows(rows: Sequence[Row | None], how: Fill) -> tuple[Batch, float]:
+    """Read the tokens of some rows and lay them out as one microbatch; also the sum of its loss weights."""
     import torch
 
     shape = (len(rows), how.seq_len)
@@ -52,7 +52,7 @@ def fill_rows(rows: Sequence[Row | None], how: Fill) -> Batch:
     position, document, bounds, single = _layout(rows, how)
     came_from = np.array([0 if row is None else row.source for row in rows], np.int32)
     arrays = (tokens, targets, weight, position, document, came_from, bounds)
-    return Batch(*(torch.from_numpy(array) for array in arrays), single_document=single)
+    return Batch(*(torch.from_numpy(array) for array in arrays), single_document=single), float(weight.sum(dtype=np.float64))
 
 
 def _pieces(rows: Sequence[Row | None], source: int) -> Pieces:

@@ -21,6 +21,9 @@ from headway.data.store_writer import StoreWriter, TokenWriter
 from headway.errors import DataError
 from headway.runtime.storage import sha256_file
 
+SLICED_FROM = 64
+"""Pieces of this many tokens on average are copied as slices."""
+
 __all__ = ["Store", "StoreWriter", "TokenWriter", "dtype_for", "is_store", "open_store", "ranges"]
 
 
@@ -184,9 +187,18 @@ class Store(Source):
 
     def _gather(self, shard: int, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
         firsts = self._map("docs", shard)[documents - self._first_document[shard]] + starts
-        index = ranges(firsts, lengths)
-        ids = self._map("tokens", shard)[index]
-        return ids, self._bits(shard, index) if self.masked else None
+        ids = self._map("tokens", shard)
+        if lengths.sum() < SLICED_FROM * len(lengths):
+            index = ranges(firsts, lengths)
+            return ids[index], self._bits(shard, index) if self.masked else None
+        # Long pieces: copying slices is several times faster than an index of every token.
+        slices = list(zip(firsts.tolist(), (firsts + lengths).tolist(), strict=True))
+        found = np.concatenate([ids[first:stop] for first, stop in slices])
+        if not self.masked:
+            return found, None
+        mask = self._map("mask", shard)
+        bits = [np.unpackbits(mask[a >> 3 : (b + 7) >> 3], bitorder="little")[a & 7 : (a & 7) + b - a] for a, b in slices]
+        return found, np.concatenate(bits).view(np.bool_)
 
     def _bits(self, shard: int, index: Longs) -> Flags:
         return (self._map("mask", shard)[index >> 3] >> (index & 7).astype(np.uint8)) & 1 == 1
