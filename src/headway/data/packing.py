@@ -55,7 +55,16 @@ def plan_rows(documents: Longs, lengths: Longs, shape: RowShape, source: Source 
         plan = _concat(documents, lengths, shape)
     else:
         plan = _fit(documents, lengths, shape, _segments_of(documents, source))
-    return plan if source is None or shape.packing == "one_document" else _split_spans(plan, source, shape)
+    if source is None or shape.packing == "one_document":
+        return plan
+    plan = split_spans(plan, source)
+    most = int(np.diff(plan.first).max(initial=0))
+    if most > shape.max_segments:
+        raise DataError(
+            f"{source.name}: a row holds {most} documents; data.max_documents allows {shape.max_segments} and the padding. "
+            f"Set data.max_documents to {most + 1} or more."
+        )
+    return plan
 
 
 def join(plans: list[RowPlan]) -> RowPlan:
@@ -174,8 +183,8 @@ def _span_starts(source: Source, document: int) -> Longs:
     return np.zeros(1, np.int64) if found is None else found
 
 
-def _split_spans(plan: RowPlan, source: Source, shape: RowShape) -> RowPlan:
-    """Cut the pieces of packs where a true document starts inside them."""
+def split_spans(plan: RowPlan, source: Source) -> RowPlan:
+    """Cut the pieces of packs where a true document starts inside them; a source without packs is left alone."""
     if not len(plan.document) or source.span_starts(int(plan.document[0])) is None:
         return plan
     columns: list[tuple[int, int, int, bool]] = []
@@ -189,11 +198,6 @@ def _split_spans(plan: RowPlan, source: Source, shape: RowShape) -> RowPlan:
             for low, high in zip([begin, *inner], [*inner, begin + size], strict=True):
                 columns.append((document, low, high - low, stop_is_cut and high == begin + size))
         first.append(len(columns))
-        if first[-1] - first[-2] > shape.max_segments:
-            raise DataError(
-                f"{source.name}: a row holds {first[-1] - first[-2]} documents; data.max_documents allows {shape.max_segments} "
-                f"and the padding. Set data.max_documents to {first[-1] - first[-2] + 1} or more."
-            )
     document, start, length, has_next = zip(*columns, strict=True)
     document, start, length = (np.array(column, np.int64) for column in (document, start, length))
     return RowPlan(document, start, length, np.array(has_next, np.bool_), np.array(first, np.int64))
