@@ -36,6 +36,8 @@ class SourceConfig(Section):
     repeat: int = setting(1, "How many times one epoch reads this source.", ge=1)
     limit: int | None = setting(None, "Use only the first documents, this many; null = all.", gt=0)
     min_length: int = setting(1, "Documents with fewer tokens are left out.", ge=1)
+    kind: Literal["text", "chat"] = setting("text", "Raw files: texts, or conversations in any known shape, which learn the answers.")
+    chat_template: str = setting("chatml", "Raw conversations: a template's name, `tokenizer` for the tokenizer's own, or a .jinja file.")
     text_key: str = setting("text", "Raw files: the key of a record that holds the text.", min_length=1)
     template: str | None = setting(None, "Raw files: text made of several keys, e.g. '{title}\\n{content}'; wins over text_key.")
     split: Literal["file", "line"] = setting("file", "Raw .txt files: whether a file or each line is a document.")
@@ -49,10 +51,19 @@ class SourceConfig(Section):
             return {**split_suffix(data["path"]), **data, "path": split_suffix(data["path"])["path"]}
         return data
 
+    @property
+    def raw_settings(self) -> list[str]:
+        """The settings given that only make sense for raw files."""
+        names = ("kind", "chat_template", "text_key", "template", "split")
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+
     @model_validator(mode="after")
     def _one_share(self) -> "SourceConfig":
         if self.weight is not None and self.repeat != 1:
             raise ValueError(f"has weight={self.weight:g} and repeat={self.repeat}; a source is drawn by weight or by repeats. Give one")
+        for name in ("text_key", "template", "split") if self.kind == "chat" else ("chat_template",):
+            if name in self.raw_settings:
+                raise ValueError(f"has kind={self.kind} and {name}={getattr(self, name)}, which that kind does not know. Remove it")
         return self
 
 

@@ -57,6 +57,8 @@ def open_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -
     from headway.data.foreign.detect import detect
 
     path, kind = Path(one.path), detect(one.path)
+    if kind != "raw" and one.raw_settings:
+        raise ConfigError(f"data: {one.path} is a token store ({kind}), but {one.raw_settings[0]} is for raw files. Remove it.")
     if kind not in ("headway", "raw"):
         if config.stage_to is not None:
             raise ConfigError(
@@ -73,6 +75,10 @@ def open_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -
 def _cached(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Path:
     if tokenizer is None:
         raise ConfigError(f"data: {one.path} is raw text and needs a tokenizer. Set `tokenizer` in the recipe, or give a token store.")
+    if one.kind == "chat":
+        from headway.data.chat import ChatOptions, cached_chat
+
+        return cached_chat([one.path], tokenizer, config.cache_dir, ChatOptions(template=one.chat_template))
     from headway.data.cache import cached_store
     from headway.data.tokenize import TokenizeOptions
 

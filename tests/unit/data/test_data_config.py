@@ -35,8 +35,9 @@ def test_what_is_left_out_is_derived() -> None:
 @pytest.mark.parametrize(
     ("ranks", "batch", "said"),
     [
-        (1, {"tokens": 65000, "micro_rows": 8}, "batch.tokens is 65000; it must be a multiple of seq_len=512 * micro_rows=8 * ranks=1, which is 4096. Try 61440 or 65536."),
-        (3, {"rows": 128, "micro_rows": 8}, "batch.rows is 128; it must be a multiple of micro_rows=8 * ranks=3, which is 24. Try 120 or 144."),
+        (1, {"tokens": 65000, "micro_rows": 8}, "65000; it must be a multiple of seq_len=512 * micro_rows=8 * ranks=1, which is 4096"),
+        (1, {"tokens": 65000, "micro_rows": 8}, "Try 61440 or 65536."),
+        (3, {"rows": 128, "micro_rows": 8}, "must be a multiple of micro_rows=8 * ranks=3, which is 24. Try 120 or 144."),
         (4, {"rows": 2}, "Try 4."),
         (1, {"tokens": 1, "rows": 2}, "has tokens and rows; give one of"),
         (1, {"rows": 8, "accumulate": 2}, "accumulate follows from rows"),

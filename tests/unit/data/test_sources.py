@@ -119,6 +119,21 @@ def test_raw_files_are_built_once_and_again_when_they_change(tmp_path: Path, mon
     assert len(list((cache_dir / "stores").iterdir())) == 4
 
 
+def test_raw_conversations_learn_the_answers_alone(tmp_path: Path) -> None:
+    tokenizer, talk = make_tokenizer(tmp_path / "t"), tmp_path / "talk.jsonl"
+    turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
+    talk.write_text(json.dumps({"messages": turns}) + "\n")
+    settings = data(train=[{"path": str(talk), "kind": "chat", "chat_template": "alpaca"}], cache_dir=str(tmp_path / "cache"))
+    source = open_data(settings, tokenizer=tokenizer, vocab_size=128, seed=1).train[0].selection.source
+    mask = source.mask(0, 0, int(source.lengths(0, 1)[0]))
+    assert source.masked and mask is not None and 0 < mask.sum() < len(mask)
+    store = str(make_store(tmp_path / "s", None))
+    with pytest.raises(ConfigError, match="kind is for raw files"):
+        open_data(data(train=[{"path": store, "kind": "chat"}]), tokenizer=tokenizer, vocab_size=128, seed=1)
+    with pytest.raises(ConfigError, match="kind=chat and text_key=body"):
+        data(train=[{"path": store, "kind": "chat", "text_key": "body"}])
+
+
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "w1"}\n{"text": 3}\n')
