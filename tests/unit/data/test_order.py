@@ -48,7 +48,7 @@ def test_both_sides_of_a_split_together_are_the_source() -> None:
 @settings(max_examples=50, deadline=None)
 @given(
     documents=st.integers(1, 200),
-    window=st.integers(1, 5000),
+    window=st.integers(100, 5000),
     block=st.integers(1, 5),
     limit=st.none() | st.integers(1, 250),
     min_length=st.integers(1, 300),
