@@ -6,9 +6,10 @@ in silence. Formats that know no packs get the true documents of a pack one by o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
@@ -21,7 +22,8 @@ from headway.data.foreign.writer import ForeignWriter
 from headway.data.foreign.zero2all import Zero2allWriter
 from headway.data.foreign.zero2all_sft import SftPairWriter
 from headway.data.source import Flags, Ids, Longs, Source
-from headway.data.store import StoreWriter, dtype_for
+from headway.data.store import StoreWriter, dtype_for, is_store
+from headway.data.tokenize import TokenizeOptions, tokenize
 from headway.errors import ConfigError, DataError
 from headway.runtime.progress import progress
 
@@ -46,7 +48,8 @@ class Options:
     seq_len: int = 2048
     """zero2all target: tokens of a sample in the index map."""
     type: str | None = None
-    """InternLM target: the data type (folder) for every document; None: the source's types, `en` where it has none."""
+    """InternLM target: the data type (folder) for every document; None: the source's types, `en` where it has none. Where the target
+    is named X.bin, everything goes into that file."""
     compression: str | None = None
     """MDS target: `zstd` or `zstd:LEVEL`."""
 
@@ -66,6 +69,12 @@ class ConvertReport:
     empty_dropped: int = 0
     """Documents without a token, which MDS cannot hold."""
 
+    def describe(self) -> str:
+        """One line for people."""
+        notes = f", {self.begins_added} begin tokens added" if self.begins_added else ""
+        notes += f", {self.empty_dropped} empty documents left out" if self.empty_dropped else ""
+        return f"{self.path}: {self.documents} documents, {self.tokens} tokens from {self.source} to {self.target}{notes}"
+
 
 class Item(NamedTuple):
     """One document on its way."""
@@ -78,12 +87,9 @@ class Item(NamedTuple):
 
 def convert(path: Path | str, out: Path | str, to: str, options: Options = Options(), tokenizer: Tokenizer | None = None) -> ConvertReport:
     """Write the store at `path` into the folder `out` in format `to`; a tokenizer lends its fingerprint after its ids are checked."""
-    if to not in TARGETS:
-        raise ConfigError(f"--to is {to!r}; it must be one of {', '.join(TARGETS)}.")
+    target = _check_target(Path(out), to)
     source = open_source(path, options.kind, rebuild_index=options.rebuild_index, begin_id=options.begin_id)
     folder = Path(out)
-    if to != "headway" and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{out}: already exists and is not empty. Choose another folder or remove it first.")
     kind = source.kind if isinstance(source, ForeignStore) else "headway"
     with progress(f"convert to {to}", total=source.num_tokens, unit="tokens") as advance:
         if to == "headway":
@@ -95,7 +101,28 @@ def convert(path: Path | str, out: Path | str, to: str, options: Options = Optio
         else:
             counts = _to_zero2all(source, folder, options, advance)
     documents, tokens, begins, dropped = counts
-    return ConvertReport(kind, to, str(out), documents, tokens, source.masked, begins, dropped)
+    return ConvertReport(kind, target, str(out), documents, tokens, source.masked, begins, dropped)
+
+
+def tokenize_as(
+    inputs: Sequence[Path | str], tokenizer: Path | str, out: Path | str, to: str, options: TokenizeOptions, layout: Options = Options()
+) -> ConvertReport:
+    """Tokenize raw text into another system's format: into a headway store beside `out` first, so that a killed run continues."""
+    _check_target(Path(out), to)
+    built = Path(out).with_name(f".tmp-{Path(out).name}-tokens")
+    if not is_store(built):
+        tokenize(inputs, tokenizer, built, options)
+    report = convert(built, out, to, layout)
+    shutil.rmtree(built)
+    return replace(report, source="raw")
+
+
+def _check_target(out: Path, to: str) -> Target:
+    if to not in TARGETS:
+        raise ConfigError(f"--to is {to!r}; it must be one of {', '.join(TARGETS)}.")
+    if to != "headway" and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out}: already exists and is not empty. Choose another folder or remove it first.")
+    return to
 
 
 Counts = tuple[int, int, int, int]
@@ -164,8 +191,11 @@ def _to_internlm(source: Source, folder: Path, options: Options, advance: Callab
         writers: dict[str, InternlmWriter] = {}
         for item in items(source, split_packs=True):
             kind = (options.type or item.type or "en").replace("/", "_")
+            if folder.suffix == ".bin":
+                kind = ""
             if kind not in writers:
-                writers[kind] = stack.enter_context(InternlmWriter(folder / kind / "dataset.bin"))
+                file = folder / kind / "dataset.bin" if kind else folder
+                writers[kind] = stack.enter_context(InternlmWriter(file))
             writers[kind].add(item.ids, item.mask)
             documents, tokens = documents + 1, tokens + len(item.ids)
             advance(len(item.ids))

@@ -38,6 +38,8 @@ class PreferenceOptions:
     """Tokens of the prompt that are kept in any case; None: half of max_length."""
     valid_fraction: float = 0.0
     """Share of the pairs that goes into a store of its own."""
+    to: str = "headway"
+    """Format of the result; pairs have no place in the other formats."""
     seed: int = 0
     drop_bad: bool = False
     """Leave out records that are no pairs, counted, instead of refusing them."""
@@ -45,6 +47,8 @@ class PreferenceOptions:
 
     def check(self) -> None:
         """Refuse values that cannot be."""
+        if self.to != "headway":
+            raise ConfigError(f"--to is {self.to!r}; preference pairs are written as headway stores only.")
         if self.max_length is not None and self.max_length < 4:
             raise ConfigError(f"--max-length is {self.max_length}; it must be at least 4.")
         if self.max_prompt_length is not None and not 1 <= self.max_prompt_length < (self.max_length or 1 << 62):

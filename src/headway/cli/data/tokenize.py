@@ -1,6 +1,7 @@
 """`headway data tokenize`."""
 
 from pathlib import Path
+from typing import Any, Literal
 
 import typer
 
@@ -12,27 +13,83 @@ def command(
     inputs: list[str] = typer.Option(..., "--input", help="Raw files, folders or globs; may be given several times."),
     tokenizer: Path = typer.Option(..., help="A tokenizer folder, a tokenizer.json or a sentencepiece .model."),
     out: Path = typer.Option(..., help="The folder of the new token store."),
-    text_key: str = typer.Option("text", help="Key that holds the text of a record."),
-    template: str = typer.Option(None, help="Text made of several keys, e.g. '{title}\\n{content}'."),
-    split: str = typer.Option("file", help="A .txt file is one document (file), or each line is one (line)."),
-    eos: bool = typer.Option(None, "--append-eos/--no-eos", help="End each document with the end token; default: where there is one."),
-    bos: bool = typer.Option(False, "--bos", help="Begin each document with the begin token."),
+    kind: str = typer.Option("text", help="What the records are: text, chat or preference."),
+    to: str = typer.Option("headway", help="Format of the result: headway, internlm, zero2all, mds."),
+    text_key: str = typer.Option(None, help="Text: key that holds the text of a record (text)."),
+    template: str = typer.Option(
+        None,
+        help="Text: several keys, e.g. '{title}\\n{content}'. Chat, preference: chatml (default), llama3, qwen, alpaca, internlm, "
+        "zero2all, `tokenizer` for the tokenizer's own, or a .jinja file.",
+    ),
+    split: str = typer.Option(None, help="Text: a .txt file is one document (file), or each line is one (line, the default to internlm)."),
+    eos: bool = typer.Option(
+        None, "--append-eos/--no-eos", help="Text: end each document with the end token; default: where there is one."
+    ),
+    bos: bool = typer.Option(False, "--bos", help="Text: begin each document with the begin token."),
+    max_length: int = typer.Option(None, help="Chat, preference: most tokens of a conversation."),
+    too_long: str = typer.Option("truncate_right", help="Chat: what happens to longer ones: truncate_right, truncate_left, drop."),
+    valid_fraction: float = typer.Option(
+        0.0, help="Chat, preference: share of the records that goes to OUT/valid, the others to OUT/train."
+    ),
+    drop_bad: bool = typer.Option(False, "--drop-bad", help="Chat, preference: leave out bad records (counted) instead of refusing them."),
+    seed: int = typer.Option(None, help="Chat, preference: chooses the records for validation."),
+    type_name: str = typer.Option(None, "--type", help="To internlm: the data type (folder), en if not given."),
+    begin_id: int = typer.Option(None, help="To zero2all: the begin token; default: the one all documents start with."),
     workers: int = typer.Option(None, min=1, help="Worker processes; default: one per core."),
-    shard: str = typer.Option(None, metavar="I/N", help="Do only part I (from 0) of N; `headway data merge` joins the parts."),
+    shard: str = typer.Option(None, metavar="I/N", help="Text: do only part I (from 0) of N; `headway data merge` joins the parts."),
     json: bool = JSON_FLAG,
 ) -> None:
-    """Turn raw text into a token store. Killed and started again, it continues where it was."""
-    from headway.data.tokenize import TokenizeOptions, tokenize
+    """Turn raw text, conversations or preference pairs into a token store. Killed and started again, it continues where it was."""
+    _check_kind(kind)
+    for_text = {"--text-key": text_key, "--split": split, "--append-eos/--no-eos": eos, "--bos": bos or None, "--shard": shard}
+    for_records = {"--max-length": max_length, "--valid-fraction": valid_fraction, "--drop-bad": drop_bad or None, "--seed": seed}
+    _refuse(f"--kind {kind}", (for_records if kind == "text" else for_text) | {"--too-long": too_long if kind != "chat" else None})
+    _refuse(f"--to {to}", {"--type": type_name if to != "internlm" else None, "--begin-id": begin_id if to != "zero2all" else None})
+    files, part = [*inputs, *(more or [])], None if shard is None else part_of(shard)
+    records = {"template": template or "chatml", "max_length": max_length, "valid_fraction": valid_fraction or 0.0, "to": to}
+    records |= {"seed": seed or 0, "drop_bad": drop_bad, "workers": workers}
+    if kind == "text":
+        from headway.data.convert import Options, tokenize_as
+        from headway.data.tokenize import TokenizeOptions, tokenize
+
+        options = TokenizeOptions(text_key or "text", template, _split(split, to), eos, bos, workers, part)
+        layout = Options(type=type_name, begin_id=begin_id)
+        report = tokenize(files, tokenizer, out, options) if to == "headway" else tokenize_as(files, tokenizer, out, to, options, layout)
+    elif kind == "chat":
+        from headway.data.chat import ChatOptions, tokenize_chat
+
+        report = tokenize_chat(files, tokenizer, out, ChatOptions(**records, too_long=too_long or "truncate_right", type=type_name or "en"))  # pyright: ignore
+    else:
+        from headway.data.preference import PreferenceOptions, tokenize_preference
+
+        report = tokenize_preference(files, tokenizer, out, PreferenceOptions(**records))
+    print_json(vars(report)) if json else typer.echo(report.describe())
+
+
+def _check_kind(kind: str) -> None:
     from headway.errors import ConfigError
 
-    if split not in ("file", "line"):
+    if kind not in ("text", "chat", "preference"):
+        raise ConfigError(f"--kind is {kind!r}; it must be text, chat or preference.")
+
+
+def _split(split: str | None, to: str) -> Literal["file", "line"]:
+    """How .txt files are cut; InternLM's own tool makes each line a document."""
+    from headway.errors import ConfigError
+
+    chosen = split or ("line" if to == "internlm" else "file")
+    if chosen not in ("file", "line"):
         raise ConfigError(f"--split is {split!r}; it must be 'file' or 'line'.")
-    options = TokenizeOptions(text_key, template, split, eos, bos, workers, None if shard is None else part_of(shard))
-    report = tokenize([*inputs, *(more or [])], tokenizer, out, options)
-    if json:
-        print_json(vars(report))
-    else:
-        typer.echo(report.describe())
+    return chosen
+
+
+def _refuse(what: str, flags: dict[str, Any]) -> None:
+    """Refuse flags that mean nothing here."""
+    from headway.errors import ConfigError
+
+    given = [flag for flag, value in flags.items() if value is not None]
+    if given:
+        raise ConfigError(f"{given[0]} has no meaning with {what}. Leave it out.")
 
 
 def part_of(text: str) -> tuple[int, int]:

@@ -42,12 +42,16 @@ class Part(ABC):
         """Tokens of each document."""
 
     @abstractmethod
-    def type_of(self, i: int) -> str:
-        """The type (folder, domain) of the part's document `i`."""
+    def common_type(self) -> str | None:
+        """The type (folder, domain) of all documents of the part; None where they differ."""
 
     @abstractmethod
     def read(self, i: int) -> tuple[Ids, Flags | None]:
         """The part's document `i`, checked against the index."""
+
+    def type_of(self, i: int) -> str:
+        """The type of the part's document `i`."""
+        return self.common_type() or ""
 
     def is_masked(self) -> bool:
         """Whether some tokens are no loss targets."""
@@ -164,6 +168,17 @@ class ForeignStore(Source):
         """The type (folder, domain) of document `i`."""
         part, local = self.locate(i)
         return part.type_of(local)
+
+    def count_types(self) -> dict[str, tuple[int, int]]:
+        """Documents and tokens of each type."""
+        found: dict[str, tuple[int, int]] = {}
+        for part in self.parts:
+            common, lengths = part.common_type(), part.lengths
+            counted = [(common, len(lengths), int(lengths.sum()))] if common is not None else None
+            for name, documents, tokens in counted or [(part.type_of(i), 1, int(length)) for i, length in enumerate(lengths)]:
+                before = found.get(name, (0, 0))
+                found[name] = (before[0] + documents, before[1] + tokens)
+        return found
 
     def locate(self, i: int) -> tuple[Part, int]:
         """The part that holds document `i`, and its number there."""

@@ -89,7 +89,7 @@ class InternlmBin(Part):
         with open(self.file, "rb") as handle:
             return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if len(self.meta) else b""
 
-    def type_of(self, i: int) -> str:
+    def common_type(self) -> str:
         return self.type
 
     def read(self, i: int) -> tuple[Ids, Flags | None]:

@@ -102,6 +102,9 @@ class MdsShard(Part):
     def lengths(self) -> Longs:
         return self._lengths
 
+    def common_type(self) -> str | None:
+        return None if "domain" in self._names else self._folder
+
     def type_of(self, i: int) -> str:
         return str(self._value(i, "domain")) if "domain" in self._names else self._folder
 

@@ -48,7 +48,7 @@ class MegatronBin(Part):
     def lengths(self) -> Longs:
         return np.diff(self.starts)
 
-    def type_of(self, i: int) -> str:
+    def common_type(self) -> str:
         return self.file.stem
 
     def read(self, i: int) -> tuple[Ids, Flags | None]:

@@ -59,7 +59,7 @@ class Zero2allBin(Part):
     def lengths(self) -> Longs:
         return np.diff(self.starts)
 
-    def type_of(self, i: int) -> str:
+    def common_type(self) -> str:
         return self.file.parent.name
 
     def read(self, i: int) -> tuple[Ids, Flags | None]:

@@ -56,7 +56,7 @@ class SftPair(Part):
     def lengths(self) -> Longs:
         return self.samples[:, 1]
 
-    def type_of(self, i: int) -> str:
+    def common_type(self) -> str:
         return self.file.name.removesuffix(IDS_END)
 
     def is_masked(self) -> bool:
