@@ -83,6 +83,8 @@ class Job:
     """Processes; 1 works in this one."""
     shard: tuple[int, int] | None = None
     """(i, n): only the i-th of n parts of the work."""
+    in_one: bool = False
+    """All files are one unit: what is read depends on what was read before it."""
 
 
 def make_units(files: Sequence[Path], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
@@ -101,7 +103,7 @@ def make_units(files: Sequence[Path], unit_bytes: int = UNIT_BYTES) -> list[Unit
 
 def run_job(job: Job, writer: StoreWriter) -> Counter[str]:
     """Read, encode and write everything this job has to, from where an earlier attempt was killed; returns what was counted."""
-    units = make_units(job.files)
+    units = [Unit(0, tuple(job.files), sum(path.stat().st_size for path in job.files))] if job.in_one else make_units(job.files)
     key = _key(job)
     note = dict(writer.note) or {"key": key, "unit": 0, "chunk": 0, "counts": {}, "parts": []}
     if note["key"] != key:

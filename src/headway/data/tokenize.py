@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -17,6 +17,7 @@ from headway.data.build import Encoded, Job, run_job, usable_cores
 from headway.data.store import StoreWriter, dtype_for, is_store, open_store
 from headway.errors import ConfigError, DataError
 from headway.runtime.progress import duration, quantity
+from headway.text.clean import CleanReport, CleanRules, clean
 from headway.text.read import expand, read_documents
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 
@@ -38,6 +39,8 @@ class TokenizeOptions:
     """Processes; None: one per core, or this one alone for a few megabytes."""
     shard: tuple[int, int] | None = None
     """(i, n): only the i-th of n parts of the work, to be joined by `merge`."""
+    clean: CleanRules | None = None
+    """Leave out documents that break these rules, duplicates among them; None: keep all."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,14 @@ class TokenizeReport:
     empty_documents: int
     """Texts without a single token; they are left out."""
     seconds: float
+    removed: dict[str, int] = field(default_factory=dict)
+    """Documents that cleaning left out, by reason."""
 
     def describe(self) -> str:
         """One line for people."""
         rate = f", {quantity(self.text_bytes / self.seconds, 'bytes')}/s" if self.seconds > 1 else ""
         empty = f", {self.empty_documents} empty ones left out" if self.empty_documents else ""
+        empty += "".join(f", {count} {reason}" for reason, count in self.removed.items())
         size = f"{quantity(self.tokens, 'tokens')} in {quantity(self.documents, 'documents')}"
         return f"{self.out}: {size} of {quantity(self.text_bytes, 'bytes')}{empty}; {duration(self.seconds)}{rate}"
 
@@ -99,13 +105,15 @@ class TextEncoder:
 
 @dataclass(frozen=True)
 class ReadTexts:
-    """Reads the texts of some files, with their sizes."""
+    """Reads the texts of some files, with their sizes; cleans them on the way if asked to."""
 
     options: TokenizeOptions
+    cleaned: CleanReport = field(default_factory=CleanReport)
 
     def __call__(self, files: Sequence[Path]) -> Iterator[tuple[str, int]]:
         given = self.options
-        for document in read_documents(files, text_key=given.text_key, template=given.template, split=given.split):
+        documents = read_documents(files, text_key=given.text_key, template=given.template, split=given.split)
+        for document in documents if given.clean is None else clean(documents, given.clean, self.cleaned):
             yield document.text, len(document.text)
 
 
@@ -124,8 +132,9 @@ def tokenize(
     small = sum(path.stat().st_size for path in files) <= SMALL_BYTES
     workers = options.workers or (1 if small else usable_cores())
     encoder = TextEncoder(Path(tokenizer), bos_id, eos_id, threads=options.workers is None and workers == 1)
-    settings = repr((loaded.fingerprint, bos_id, eos_id, options.text_key, options.template, options.split))
-    job = Job(files, ReadTexts(options), encoder, settings, workers, options.shard)
+    settings = repr((loaded.fingerprint, bos_id, eos_id, options.text_key, options.template, options.split, options.clean))
+    read = ReadTexts(options)
+    job = Job(files, read, encoder, settings, workers, options.shard, in_one=options.clean is not None)
     writer = StoreWriter(
         Path(out),
         dtype=dtype_for(loaded.vocab_size),
@@ -136,7 +145,15 @@ def tokenize(
     with writer:
         counts = run_job(job, writer)
     store = open_store(out)
-    return TokenizeReport(Path(out), store.num_documents, store.num_tokens, counts["bytes"], counts["empty"], time.perf_counter() - began)
+    return TokenizeReport(
+        Path(out),
+        store.num_documents,
+        store.num_tokens,
+        counts["bytes"],
+        counts["empty"],
+        time.perf_counter() - began,
+        dict(read.cleaned.removed_documents),
+    )
 
 
 def _around(tokenizer: Tokenizer, options: TokenizeOptions, path: Path | str) -> tuple[int | None, int | None]:

@@ -16,6 +16,7 @@ from headway.data.merge import merge
 from headway.data.store import open_store
 from headway.data.tokenize import TokenizeOptions, tokenize
 from headway.errors import ConfigError, DataError
+from headway.text.clean import CleanRules
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 
 
@@ -72,9 +73,20 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path: Path, tokenizer: P
     assert content(tmp_path / "one") == content(tmp_path / "two") == content(tmp_path / "auto")
 
 
-@pytest.mark.parametrize("stop_after", [0, 1, 9, 20])
-def test_an_interrupted_build_ends_with_the_same_bytes(tmp_path: Path, tokenizer: Path, corpus, stop_after: int, monkeypatch) -> None:
-    tokenize(corpus, tokenizer, tmp_path / "whole")
+def test_cleaning_on_the_way_leaves_out_duplicates_of_all_files(tmp_path: Path, tokenizer: Path, corpus: list[Path]) -> None:
+    rules = CleanRules(min_characters=5, max_digits=1.0, max_signs=1.0, min_letters=0.0, duplicates="exact")
+    texts = {json.loads(line)["text"] for path in corpus for line in path.read_text().splitlines()}
+    report = tokenize([*corpus, corpus[0]], tokenizer, tmp_path / "s", TokenizeOptions(clean=rules))
+    assert report.documents == len({text for text in texts if len(text) >= 5})
+    assert report.removed["duplicate"] > 30 and "duplicate" in report.describe()
+
+
+@pytest.mark.parametrize(
+    ("stop_after", "rules"), [(0, None), (1, None), (9, None), (20, None), (4, CleanRules(max_digits=1.0, duplicates="exact"))]
+)
+def test_an_interrupted_build_ends_with_the_same_bytes(tmp_path: Path, tokenizer: Path, corpus, stop_after, rules, monkeypatch) -> None:
+    options = TokenizeOptions(clean=rules)
+    tokenize(corpus, tokenizer, tmp_path / "whole", options)
     encoded = []
 
     class Died(Exception):
@@ -90,11 +102,11 @@ def test_an_interrupted_build_ends_with_the_same_bytes(tmp_path: Path, tokenizer
     original = build._encoded
     monkeypatch.setattr(build, "_encoded", dying)
     with pytest.raises(Died):
-        tokenize(corpus, tokenizer, tmp_path / "s")
+        tokenize(corpus, tokenizer, tmp_path / "s", options)
     with pytest.raises(DataError, match=r"unfinished|not a token store"):
         open_store(tmp_path / "s")
     stop_after = 10**9
-    tokenize(corpus, tokenizer, tmp_path / "s")
+    tokenize(corpus, tokenizer, tmp_path / "s", options)
     assert content(tmp_path / "s") == content(tmp_path / "whole")
     assert len(encoded) == len({(chunk.unit, chunk.number) for chunk, _ in encoded}), "no chunk is encoded twice"
 
