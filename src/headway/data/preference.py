@@ -119,11 +119,12 @@ def pair_pieces(pair: PreferencePair, template: Template) -> list[list[Piece]]:
 
 
 def cut_pair(chosen: Rendered, rejected: Rendered) -> tuple[Ids, Rendered, Rendered]:
-    """The prompt both share (with the header of the answer), and the two answers."""
+    """The prompt both share (with the header of the answer), and the two answers up to their last target."""
     first = int(np.argmax(chosen.mask))
     if first != int(np.argmax(rejected.mask)) or not np.array_equal(chosen.ids[:first], rejected.ids[:first]):
         raise DataError("the template writes the prompt differently before the two answers, so they cannot be compared.")
-    answers = [Rendered(one.ids[first:], one.mask[first:]) for one in (chosen, rejected)]
+    ends = [len(one.mask) - int(np.argmax(one.mask[::-1])) for one in (chosen, rejected)]
+    answers = [Rendered(one.ids[first:end], one.mask[first:end]) for one, end in zip((chosen, rejected), ends, strict=True)]
     return chosen.ids[:first], answers[0], answers[1]
 
 
