@@ -22,14 +22,12 @@ def command(
         "zero2all, `tokenizer` for the tokenizer's own, or a .jinja file.",
     ),
     split: str = typer.Option(None, help="Text: a .txt file is one document (file), or each line is one (line, the default to internlm)."),
-    eos: bool = typer.Option(
-        None, "--append-eos/--no-eos", help="Text: end each document with the end token; default: where there is one."
-    ),
+    eos: bool = typer.Option(None, "--append-eos/--no-eos", help="Text: end documents with the end token; default: where there is one."),
     bos: bool = typer.Option(False, "--bos", help="Text: begin each document with the begin token."),
     max_length: int = typer.Option(None, help="Chat, preference: most tokens of a conversation."),
-    too_long: str = typer.Option("truncate_right", help="Chat: what happens to longer ones: truncate_right, truncate_left, drop."),
+    too_long: str = typer.Option(None, help="Chat: what happens to longer ones: truncate_right (default), truncate_left, drop."),
     valid_fraction: float = typer.Option(
-        0.0, help="Chat, preference: share of the records that goes to OUT/valid, the others to OUT/train."
+        None, help="Chat, preference: share of the records that goes to OUT/valid, the rest to OUT/train."
     ),
     drop_bad: bool = typer.Option(False, "--drop-bad", help="Chat, preference: leave out bad records (counted) instead of refusing them."),
     seed: int = typer.Option(None, help="Chat, preference: chooses the records for validation."),
