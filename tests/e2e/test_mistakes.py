@@ -1,0 +1,94 @@
+"""What a user can get wrong ends in one line and exit code 2, before anything is written."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from support.runs import headway, make_stores, write_recipe
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stores")
+    make_stores(folder)
+    (folder / "file").write_text("not a folder")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "missing.yaml"], ["missing.yaml", "no such file"]),
+        (["train", "optim.lrr=1"], ["optim.lrr is not a setting", "did you mean 'lr'"]),
+        (["train", "optim.lr=fast"], ["optim.lr is", "number"]),
+        (["train", "data.train=[nowhere]"], ["nowhere"]),
+        (["train", "tokenizer=nowhere"], ["tokenizer is 'nowhere'", "headway tokenizer train"]),
+        (["train", "init.from=nowhere"], ["init.from", "nowhere"]),
+        (["train", "model.family=lama"], ["model.family is 'lama'", "llama"]),
+        (["train", "batch.tokens=1000"], ["batch.tokens is 1000", "multiple", "Try"]),
+        (["train", "freeze=[layers.99]"], ["layers.99", "matches no parameter"]),
+        (["train", "device=cuda"], ["device is 'cuda'", "device=cpu"]),
+        (["train", "data.seq_len=1024"], ["data.seq_len is 1024", "max_seq_len=512"]),
+        (["train", "steps=5", "epochs=1"], ["steps and epochs"]),
+        (
+            ["train", "data.train=[{path: $/store0, weight: 1}]", "model.vocab_size=32", "data.tokenizer_unchecked=true"],
+            ["vocabulary has 32"],
+        ),
+        (["train", "data.train=[$/store0]", "model.vocab_size=64"], ["does not say which tokenizer", "tokenizer_unchecked"]),
+        (["train", "run.dir=$/file"], ["$/file"]),
+        (["train", "a.yaml", "b.yaml"], ["two recipes"]),
+        (["generate", "--model", "nowhere", "--prompt", "x"], ["nowhere", "no folder"]),
+        (["eval", "ppl", "--model", "nowhere", "--data", "x"], ["nowhere"]),
+        (["export", "hf", "--model", "nowhere", "--out", "y"], ["nowhere"]),
+        (["trian"], ["trian", "train"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(stores: Path, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    given = [argument.replace("$", str(stores)) for argument in arguments]
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        done = headway(*given)
+    finally:
+        os.chdir(before)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, done.stderr
+    for word in words:
+        assert word.replace("$", str(stores)).lower() in lines[0].lower()
+    assert list(tmp_path.iterdir()) == [], "nothing is written"
+
+
+def test_a_dry_run_writes_nothing_and_says_what_would_happen(stores: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, [stores / "store0", stores / "store1"])
+    done = headway("train", str(recipe), "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["total_steps"] == 40
+    assert result["first_step"]["loss"] > 0
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a small file system")
+def test_a_full_disk_keeps_the_old_checkpoint_and_ends_with_one_line(stores: Path, tmp_path: Path) -> None:
+    import subprocess
+
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], check=False, capture_output=True).returncode:
+        pytest.skip("this machine does not let us mount a small file system")
+    try:
+        recipe = write_recipe(tmp_path, [stores / "store0", stores / "store1"], name="full", steps=60)
+        wide = ["model.hidden_size=64", "model.ffn_size=128", "checkpoint.every=5", "checkpoint.keep_last=9", f"run.dir={disk}"]
+        done = headway("train", str(recipe), *wide)
+        assert done.returncode == 1, done.stderr
+        assert "Traceback" not in done.stderr
+        kept = sorted((disk / "full" / "checkpoints").glob("step-*"))
+        assert kept, "an earlier checkpoint is still there"
+        from headway.checkpoint.load import newest_good
+
+        assert newest_good(disk / "full" / "checkpoints").path == kept[-1]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
