@@ -107,6 +107,15 @@ class DataConfig(Section):
         "Documents are packed with others from a stretch of the store of this many tokens; auto = 64 rows or more.",
         on_resume="fixed",
     )
+    max_tokens: int | None = setting(
+        None,
+        "End a step before its documents hold more tokens than this; the batch is then its most rows. null = rows alone.",
+        gt=0,
+        on_resume="fixed",
+    )
+    balance: bool = setting(
+        False, "Order the rows of a step so that ranks get equal attention work (squared document lengths).", on_resume="fixed"
+    )
     skip_batches: str = setting("", "Batches to read but not train on, counted from 0, e.g. '3-5,9'.", on_resume="free")
     tokenizer_unchecked: bool = setting(
         False, "Accept stores that do not say which tokenizer made them; only the highest id is checked.", on_resume="free"

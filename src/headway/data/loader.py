@@ -8,71 +8,27 @@ ranks, workers or where a run was interrupted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from headway.data.batch import Batch, StepBatch, StepStats
-from headway.data.config import DataConfig, Rampup, batch_rows, rows_before
-from headway.data.mixture import Mixture, MixtureSource, Place, Row
+from headway.data.batch import Batch, StepBatch
+from headway.data.config import DataConfig, Rampup
+from headway.data.mixture import Mixture, MixtureSource, Row
 from headway.data.order import Windows
 from headway.data.packing import RowShape
 from headway.data.rows import Fill, fill_rows
-from headway.data.stream import Cursor, Stream
-from headway.errors import CheckpointError, ConfigError
+from headway.data.step import BatchShape, LoaderState, PlannedStep, StepPlanner
+from headway.data.stream import Stream
+from headway.errors import ConfigError
+
+__all__ = ["Loader", "LoaderState"]
 
 BLOCK_TOKENS = 1 << 22
 SumOverRanks = Callable[[list[float]], list[float]]
 Filled = tuple[Batch, float]
-
-
-@dataclass(frozen=True)
-class LoaderState:
-    """Where the data continues: a few integers, whatever the size of the data."""
-
-    batch: int
-    """Batches read so far, skipped ones counted."""
-    place: Place
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain numbers for a checkpoint."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, given: dict[str, Any]) -> LoaderState:
-        """Read back what `to_json` gave."""
-        try:
-            place = given["place"]
-            cursors = tuple(Cursor(**cursor) for cursor in place["cursors"])
-            return cls(given["batch"], Place(place["epoch"], place["rows"], cursors))
-        except (KeyError, TypeError) as problem:
-            raise CheckpointError(f"the data cursor cannot be read: {problem}. The checkpoint is damaged; use an earlier one.") from None
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """How a step is cut: rows over all ranks, rows of one microbatch, and which part this rank reads."""
-
-    rows: int
-    micro_rows: int
-    rank: int
-    ranks: int
-    rampup: Rampup | None
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """One step, drawn but not read: this rank's rows, and what is known about all of them from lengths alone."""
-
-    microbatches: list[list[Row | None]]
-    first_microbatch: int
-    targets: int
-    rows: int
-    stats: StepStats
-    source_rows: tuple[int, ...]
-    state: LoaderState
 
 
 class Loader:
@@ -96,14 +52,15 @@ class Loader:
     ) -> None:
         self._config, self._epochs, self._sum = config, epochs, sum_over_ranks
         self._shape = BatchShape(rows_per_step, micro_rows, rank, world, rampup)
-        self._sources = sources
         self._streams = [_stream(config, source, number, seed, shuffle) for number, source in enumerate(sources)]
         self._fill = Fill(
             [stream.source for stream in self._streams], config.seq_len, config.documents_per_row, config.packing == "one_document"
         )
         self._masked = any(stream.source.masked for stream in self._streams)
+        self._sources = sources
         self._mixture = Mixture(sources, self._streams, state.place if state else None)
         self._state = state or LoaderState(0, self._mixture.place)
+        self._planner = StepPlanner(config, self._shape, self._mixture, self._state.batch, epochs)
         self._pin = _pins(config)
         self._steps = self._prepared() if config.workers else self._read_here()
 
@@ -114,25 +71,36 @@ class Loader:
 
     def epoch_of(self, state: LoaderState) -> int:
         """Completed passes over the data. With weights: how often the slowest source was read, or, where `epochs` is set, shares of all."""
-        return self._passes(state.place)
+        return self._planner.passes(state.place)
 
     def rows_per_epoch(self) -> int:
         """Rows of one pass over the data. The first call plans every window's lengths once."""
         return self._mixture.num_rows
 
     def batches_in(self, epochs: int) -> int:
-        """How many batches that many passes fill; the last one may be partly empty."""
+        """How many batches that many passes fill, skipped ones counted; the last one may be partly empty."""
+        if self._config.max_tokens is not None:
+            return sum(1 for _ in self._planner_from_start(epochs).drawn())
         rows, low, high = epochs * self.rows_per_epoch(), 0, 1
-        while self._rows_before(high) < rows:
+        while self._shape.rows_before(high) < rows:
             low, high = high, high * 2
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._rows_before(middle) >= rows else (middle + 1, high)
+            low, high = (low, middle) if self._shape.rows_before(middle) >= rows else (middle + 1, high)
         return low
 
     def jump(self, batch: int) -> LoaderState:
-        """The state after that many batches, without reading or planning what lies between."""
-        return LoaderState(batch, self._mixture.at(self._rows_before(batch)))
+        """The state after that many batches, without reading what lies between (under `max_tokens` it is planned, from lengths)."""
+        if self._config.max_tokens is None:
+            rows = self._shape.rows_before(batch)
+            rows = rows if self._epochs is None else min(rows, self._epochs * self.rows_per_epoch())
+            return LoaderState(batch, self._mixture.at(rows))
+        planner = self._planner_from_start(self._epochs)
+        states = (state for _, state in planner.drawn())
+        return next(islice(states, batch - 1, None)) if batch else LoaderState(0, Mixture(self._sources, self._streams).place)
+
+    def _planner_from_start(self, epochs: int | None) -> StepPlanner:
+        return StepPlanner(self._config, self._shape, Mixture(self._sources, self._streams), 0, epochs)
 
     def __iter__(self) -> Self:
         return self
@@ -156,63 +124,17 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _rows_before(self, batch: int) -> int:
-        return rows_before(self._shape.rows, self._shape.rampup, batch)
-
-    def _planned(self) -> Iterator[PlannedStep]:
-        """Draw step after step."""
-        batch = self._state.batch
-        skipped = self._config.skipped
-        while not self._is_over():
-            rows = [
-                None if self._is_over() else self._mixture.draw() for _ in range(batch_rows(self._shape.rows, self._shape.rampup, batch))
-            ]
-            skip = any(first <= batch <= last for first, last in skipped)
-            batch += 1
-            if not skip:
-                yield self._plan_step(rows, LoaderState(batch, self._mixture.place))
-
-    def _is_over(self) -> bool:
-        return self._epochs is not None and self._passes(self._mixture.place) >= self._epochs
-
-    def _passes(self, place: Place) -> int:
-        if not self._mixture.weighted:
-            return place.epoch
-        return min(cursor.epoch for cursor in place.cursors) if self._epochs is None else place.rows // self._mixture.num_rows
-
-    def _plan_step(self, rows: list[Row | None], state: LoaderState) -> PlannedStep:
-        shape = self._shape
-        count = -(-len(rows) // shape.micro_rows)
-        each = -(-count // shape.ranks)
-        rows += [None] * (each * shape.ranks * shape.micro_rows - len(rows))
-        held = [row for row in rows if row is not None]
-        documents = [0 if row is None else row.block.segments[row.number] for row in rows]
-        of_microbatches = [sum(documents[i : i + shape.micro_rows]) for i in range(0, len(rows), shape.micro_rows)]
-        stats = StepStats(
-            tokens=sum(row.block.tokens[row.number] for row in held),
-            documents=sum(documents),
-            largest_length=max((row.block.longest[row.number] for row in held), default=0),
-            largest_batch=max(of_microbatches),
-            smallest_batch=min(of_microbatches),
-            epoch=self._passes(state.place),
-        )
-        first = shape.rank * each
-        mine = [rows[i * shape.micro_rows : (i + 1) * shape.micro_rows] for i in range(first, first + each)]
-        targets = sum(row.block.targets[row.number] for row in held)
-        given = tuple(sum(row.source == number for row in held) for number in range(len(self._sources)))
-        return PlannedStep(mine, first, targets, len(held), stats, given, state)
-
     def _fill_microbatch(self, rows: list[Row | None]) -> Filled:
         batch, weight = fill_rows(rows, self._fill)
         return (batch.pin() if self._pin else batch), weight
 
     def _read_here(self) -> Generator[tuple[PlannedStep, list[Filled]]]:
-        for planned in self._planned():
+        for planned in self._planner.steps():
             yield planned, [self._fill_microbatch(rows) for rows in planned.microbatches]
 
     def _prepared(self) -> Generator[tuple[PlannedStep, list[Filled]]]:
         """Plan in one thread, fill in others, hand out in order; an error of any thread comes out here."""
-        steps = self._planned()
+        steps = self._planner.steps()
         planner = ThreadPoolExecutor(1, thread_name_prefix="headway-plan")
         fillers = ThreadPoolExecutor(self._config.workers, thread_name_prefix="headway-rows")
 

@@ -35,6 +35,31 @@ class Row:
     block: Block
     number: int
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of its documents."""
+        return self.block.tokens[self.number]
+
+    @property
+    def segments(self) -> int:
+        """Documents, or pieces of them."""
+        return self.block.segments[self.number]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest of them."""
+        return self.block.longest[self.number]
+
+    @property
+    def targets(self) -> int:
+        """Positions with a next token in their document."""
+        return self.block.targets[self.number]
+
+    @property
+    def work(self) -> int:
+        """What attention costs: the sum of squared lengths."""
+        return self.block.work[self.number]
+
 
 @dataclass(frozen=True)
 class Place:
@@ -71,11 +96,11 @@ class Mixture:
 
     def draw(self) -> Row:
         """The next row."""
-        _, source = heapq.heappop(self._queue)
-        stream, cursor = self._streams[source], self._cursors[source]
-        block = stream.block(cursor.epoch, cursor.block)
-        row = Row(source, block, block.order[cursor.row])
-        moved = stream.settled(Cursor(cursor.epoch, cursor.block, cursor.row + 1, cursor.drawn + 1))
+        row = self.peek()
+        source = row.source
+        heapq.heappop(self._queue)
+        cursor = self._cursors[source]
+        moved = self._streams[source].settled(Cursor(cursor.epoch, cursor.block, cursor.row + 1, cursor.drawn + 1))
         self._cursors[source] = moved
         self._rows += 1
         if not self._is_through(source):
@@ -85,6 +110,13 @@ class Mixture:
             self._cursors = [Cursor(c.epoch, c.block, c.row, 0) for c in self._cursors]
             self._fill_queue()
         return row
+
+    def peek(self) -> Row:
+        """The row that `draw` gives next."""
+        _, source = self._queue[0]
+        cursor = self._cursors[source]
+        block = self._streams[source].block(cursor.epoch, cursor.block)
+        return Row(source, block, block.order[cursor.row])
 
     def at(self, rows: int) -> Place:
         """The place after that many rows from the very beginning, without reading what lies between. Needs the index of rows."""

@@ -62,6 +62,11 @@ class Block:
         return np.add.reduceat(counts, self.plan.first[:-1]).tolist() if self.order else []
 
     @cached_property
+    def work(self) -> list[int]:
+        """The sum of squared lengths of each row's pieces."""
+        return np.add.reduceat(self.plan.length**2, self.plan.first[:-1]).tolist() if self.order else []
+
+    @cached_property
     def segments(self) -> list[int]:
         """Pieces of each row of the plan."""
         return np.diff(self.plan.first).tolist()

@@ -240,6 +240,46 @@ def test_a_growing_batch_reads_the_same_rows(tmp_path: Path) -> None:
     assert all(map(torch.equal, [row for step in steps for batch in step.microbatches for row in batch.tokens], rows))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_token_budget_ends_a_step_early_and_loses_nothing(tmp_path: Path, ranks: int) -> None:
+    store = make_store(tmp_path / "a", np.random.default_rng(0).integers(1, 17, 300).tolist())
+    config = config_of(packing="pad", max_tokens=40)
+    seen: list[int] = []
+    loaders = [loader_of(config, store, rows=12, micro_rows=2, rank=rank, world=ranks, epochs=1) for rank in range(ranks)]
+    batches = loaders[0].batches_in(1)
+    count = 0
+    for steps in zip(*loaders, strict=True):
+        count += 1
+        step, state = steps[0]
+        assert 40 - 16 < step.stats.tokens <= 40 or count == batches
+        assert state == loaders[0].jump(count) and len({one.totals["targets"] for one, _ in steps}) == 1
+        seen += [t for one, _ in steps for batch in one.microbatches for t in check_rows(batch, [store])]
+    assert sorted(seen) == list(range(1, store.num_tokens + 1)) and count == batches
+    with pytest.raises(ConfigError, match=r"data\.max_tokens is 15"):
+        loader_of(config_of(max_tokens=15), store)
+
+
+@pytest.mark.parametrize("micro_rows", [1, 4])
+def test_balancing_gives_ranks_equal_work_whatever_their_number(tmp_path: Path, micro_rows: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 64, 600).tolist()
+    store = make_store(tmp_path / "a", lengths)
+    plain, even = (config_of(seq_len=64, packing="pad", balance=balance) for balance in (False, True))
+
+    def unevenness(config: DataConfig, ranks: int) -> float:
+        """How much longer the slowest rank works than the mean one, over some steps."""
+        work = []
+        for rank in range(ranks):
+            with loader_of(config, store, rows=64, micro_rows=micro_rows, rank=rank, world=ranks) as loader:
+                steps = [next(loader)[0] for _ in range(8)]
+            work.append([sum(float(((b.tokens > 0).sum(1) ** 2).sum()) for b in step.microbatches) for step in steps])
+        return float((np.max(work, axis=0) / np.mean(work, axis=0)).mean()) - 1
+
+    for ranks in (2, 4, 8):
+        assert unevenness(even, ranks) < min(0.03, unevenness(plain, ranks) / 3)
+    rows = [{tuple(row) for b in steps_of(loader_of(config, store, rows=64), 3) for row in b.tokens.tolist()} for config in (plain, even)]
+    assert rows[0] == rows[1]
+
+
 def test_weights_are_shares_of_the_rows_and_sources_are_marked(tmp_path: Path) -> None:
     stores = [make_store(tmp_path / name, [16] * 200, first_id=10**5 * i + 1) for i, name in enumerate("abc")]
     sources = [MixtureSource(Selection(store), weight) for store, weight in zip(stores, (6, 3, 1), strict=True)]
