@@ -24,6 +24,7 @@ def command(
         ("corpus", f"{summary['modules']} modules of the standard library, {summary['corpus_bytes'] / 1e6:.1f} MB", out / "corpus"),
         ("tokenizer", f"{summary['vocabulary']} tokens, byte-level BPE", out / "tokenizer"),
         ("token store", f"{summary['documents']} documents, {summary['tokens']:,} tokens", out / "store"),
+        ("instructions", f"{summary['conversations']} questions and answers from docstrings, loss on answers", out / "instructions"),
         ("run", f"validation loss {summary['first_valid_loss']:.3f} -> {summary['last_valid_loss']:.3f}", out / "runs" / "pretrain"),
         (
             "evaluation",

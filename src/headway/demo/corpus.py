@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sysconfig
 from collections.abc import Iterator
@@ -54,3 +55,31 @@ def write_corpus(out: Path, root: Path | None = None) -> tuple[int, int]:
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, "\n".join(lines) + "\n")
     return len(lines), total
+
+
+def write_instructions(out: Path, root: Path | None = None) -> int:
+    """Questions about the library's functions and classes, answered by the first sentence of their docstrings; returns how many."""
+    lines: list[str] = []
+    for path in library_files(root):
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, SyntaxError):
+            continue
+        for kind, name, answer in _documented(tree, path.stem):
+            turns = [{"role": "user", "content": f"What does the {kind} {name} do?"}, {"role": "assistant", "content": answer}]
+            lines.append(json.dumps({"messages": turns}, ensure_ascii=False))
+    if len(lines) < 100:
+        raise DataError(f"only {len(lines)} docstrings were found in the standard library; the demo needs its source files.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, "\n".join(lines) + "\n")
+    return len(lines)
+
+
+def _documented(tree: ast.Module, module: str) -> Iterator[tuple[str, str, str]]:
+    """(function or class, dotted name, first sentence) of everything public with a docstring at the top of a module."""
+    for node in tree.body:
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith("_"):
+            continue
+        text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+        if 20 <= len(text) <= 300:
+            yield ("class" if isinstance(node, ast.ClassDef) else "function"), f"{module}.{node.name}", text

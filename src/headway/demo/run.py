@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.demo.bigram import bigram_loss
-from headway.demo.corpus import write_corpus
+from headway.demo.corpus import write_corpus, write_instructions
 
 log = logging.getLogger("headway")
 
@@ -64,6 +64,11 @@ class Demo:
         return self.out / "store"
 
     @property
+    def instructions(self) -> Path:
+        """Instruction data made from docstrings."""
+        return self.out / "instructions"
+
+    @property
     def recipe(self) -> Path:
         """The recipe of the pretraining run."""
         return self.out / "pretrain.yaml"
@@ -88,6 +93,7 @@ def run_demo(out: Path, steps: int = 240) -> dict[str, Any]:
         ("corpus", make_corpus),
         ("tokenizer", make_tokenizer),
         ("token store", make_store),
+        ("instruction data", make_instructions),
         ("pretrain", pretrain),
         ("evaluate", evaluate),
         ("export and generate", export_and_generate),
@@ -130,6 +136,20 @@ def make_store(demo: Demo) -> dict[str, Any]:
         tokenize([demo.corpus], demo.tokenizer, demo.store)
     store = open_store(demo.store)
     return {"documents": store.num_documents, "tokens": store.num_tokens}
+
+
+def make_instructions(demo: Demo) -> dict[str, Any]:
+    """Questions and answers from docstrings, as masked stores: exactly the answers and their end token are to be learned."""
+    from headway.data.chat import ChatOptions, tokenize_chat
+    from headway.data.store import is_store, open_store
+
+    raw, stores = demo.instructions / "docstrings.jsonl", demo.instructions / "store"
+    if not raw.exists():
+        write_instructions(raw)
+    if not (is_store(stores / "train") and is_store(stores / "valid")):
+        tokenize_chat([raw], demo.tokenizer, stores, ChatOptions(template="chatml", valid_fraction=0.1))
+    train, valid = open_store(stores / "train"), open_store(stores / "valid")
+    return {"conversations": train.num_documents, "valid_conversations": valid.num_documents, "conversation_tokens": train.num_tokens}
 
 
 def pretrain(demo: Demo) -> dict[str, Any]:
