@@ -158,6 +158,17 @@ class ForeignStore(Source):
         part, local = self.locate(document)
         return part.span_starts(local)
 
+    def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
+        """The ids (and loss mask) of many pieces, one after another; each document is read once for both."""
+        ids: list[Ids] = [np.zeros(0, np.uint16)]
+        masks: list[Flags] = [np.zeros(0, np.bool_)]
+        for i, start, stop in zip(documents.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True):
+            part, local = self.locate(i)
+            tokens, mask = part.read(local)
+            ids.append(tokens[start:stop])
+            masks.append(np.ones(stop - start, np.bool_) if mask is None else mask[start:stop])
+        return np.concatenate(ids), np.concatenate(masks) if self.masked else None
+
     def documents(self) -> Iterator[Document]:
         """All documents in order."""
         for part in self.parts:

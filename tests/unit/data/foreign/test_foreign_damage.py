@@ -94,6 +94,19 @@ def test_an_undamaged_store_is_detected_and_read(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_pieces_are_gathered_as_they_are_read_one_by_one(name: str, tmp_path: Path) -> None:
+    FORMATS[name](tmp_path)
+    source = open_source(tmp_path)
+    documents, starts, lengths = np.array([2, 0, 2, 1]), np.array([1, 0, 0, 1]), np.array([4, 5, 1, 1])
+    ids, mask = source.gather(documents, starts, lengths)
+    pieces = list(zip(documents.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True))
+    assert ids.tolist() == [token for piece in pieces for token in source.tokens(*piece).tolist()]
+    assert (mask is None) == (not source.masked)
+    if mask is not None:
+        assert mask.tolist() == [flag for piece in pieces for flag in source.mask(*piece).tolist()]  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.parametrize("name", FORMATS)
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_damage_never_ends_in_a_traceback_or_a_document_that_does_not_fit(

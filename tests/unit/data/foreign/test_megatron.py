@@ -39,6 +39,18 @@ def test_sequences_of_a_document_are_joined(documents: list[list[list[int]]], dt
     assert open_megatron(index.with_suffix(".bin")).num_tokens == open_megatron(index.parent).num_tokens == store.num_tokens
 
 
+def test_files_of_megatron_core_are_read(tmp_path: Path) -> None:
+    """Bytes that IndexedDatasetBuilder of megatron-core 0.16.1 wrote: documents of sequences [1,2,3],[4] | [5,60000] | [7], uint16."""
+    index = (
+        "4d4d494449445800000100000000000000080400000000000000040000000000000003000000010000000200000001000000"
+        "0000000000000000060000000000000008000000000000000c00000000000000000000000000000002000000000000000300"
+        "0000000000000400000000000000"
+    )
+    (tmp_path / "x.idx").write_bytes(bytes.fromhex(index))
+    (tmp_path / "x.bin").write_bytes(np.array([1, 2, 3, 4, 5, 60000, 7], "<u2").tobytes())
+    assert [d.ids.tolist() for d in open_megatron(tmp_path).documents()] == [[1, 2, 3, 4], [5, 60000], [7]]
+
+
 def test_disagreeing_files_are_refused_with_what_disagrees(tmp_path: Path) -> None:
     index = write(tmp_path / "x", [[[1, 2], [3]], [[4, 5, 6]]])
     data = index.with_suffix(".bin")
