@@ -15,12 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.data.config import default_cache_dir
 from headway.data.lock import held
 from headway.data.store import is_store
 from headway.data.tokenize import TokenizeOptions, tokenize
 from headway.runtime.storage import TEMPORARY_PREFIX, rename_folder, sha256_file, write_atomic
 from headway.text.read import expand
 from headway.tokenizer.load import load_tokenizer
+
+__all__ = ["CachedBuild", "cached_store", "default_cache_dir", "obtain"]
 
 log = logging.getLogger("headway")
 
@@ -34,11 +37,6 @@ class CachedBuild:
     settings: str
     build: Callable[[Path], object]
     """Makes the store in the folder it is given."""
-
-
-def default_cache_dir() -> Path:
-    """Where caches go unless a recipe says otherwise."""
-    return Path.home() / ".cache" / "headway"
 
 
 def cached_store(

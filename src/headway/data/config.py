@@ -15,6 +15,11 @@ SUFFIX = re.compile(r"^(?P<path>.+?)(?:@(?P<weight>\d+(?:\.\d*)?(?:e-?\d+)?)|#(?
 DEFAULT_ROWS = 8
 
 
+def default_cache_dir() -> Path:
+    """Where caches go unless a recipe says otherwise."""
+    return Path.home() / ".cache" / "headway"
+
+
 def split_suffix(text: str) -> dict[str, Any]:
     """`stores/code@0.3` -> path and weight, `stores/code#2` -> path and repeat."""
     found = SUFFIX.match(text)

@@ -11,22 +11,22 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from pathlib import Path
 from typing import Self
 
 from headway.data.batch import Batch, StepBatch
-from headway.data.config import DataConfig, Rampup
+from headway.data.config import DataConfig, Rampup, default_cache_dir
 from headway.data.mixture import Mixture, MixtureSource, Row
 from headway.data.order import Windows
 from headway.data.packing import RowShape
 from headway.data.rows import Fill, fill_rows
 from headway.data.step import BatchShape, LoaderState, PlannedStep, StepPlanner
 from headway.data.stream import Stream
-from headway.errors import ConfigError
+from headway.errors import CheckpointError, ConfigError
 
 __all__ = ["Loader", "LoaderState"]
 
 BLOCK_TOKENS = 1 << 22
+MOST_VALID_TOKENS = 1 << 30
 SumOverRanks = Callable[[list[float]], list[float]]
 Filled = tuple[Batch, float]
 
@@ -58,6 +58,10 @@ class Loader:
         )
         self._masked = any(stream.source.masked for stream in self._streams)
         self._sources = sources
+        if state is not None and len(state.place.cursors) != len(sources):
+            raise CheckpointError(
+                f"the data cursor is of {len(state.place.cursors)} sources, the recipe has {len(sources)}. Use the same data."
+            )
         self._mixture = Mixture(sources, self._streams, state.place if state else None)
         self._state = state or LoaderState(0, self._mixture.place)
         self._planner = StepPlanner(config, self._shape, self._mixture, self._state.batch, epochs)
@@ -158,11 +162,10 @@ def _stream(config: DataConfig, source: MixtureSource, number: int, seed: int, s
     window = config.window
     if source.selection.side == "valid":
         # A small share of every window: take as many times more of it, so that rows still fill.
-        window = 1 << int(window / source.selection.fraction - 1).bit_length()
+        window = min(1 << int(window / source.selection.fraction - 1).bit_length(), max(window, MOST_VALID_TOKENS))
     windows = Windows(source.selection, window, max(1, BLOCK_TOKENS // window))
     shape = RowShape(config.seq_len, config.documents_per_row - 1, config.packing)
-    cache_dir = config.cache_dir or Path.home() / ".cache" / "headway"
-    return Stream(windows, shape, seed=seed, number=number, shuffle=shuffle, cache_dir=cache_dir)
+    return Stream(windows, shape, seed=seed, number=number, shuffle=shuffle, cache_dir=config.cache_dir or default_cache_dir())
 
 
 def _pins(config: DataConfig) -> bool:

@@ -214,8 +214,9 @@ class Store(Source):
         return range(int(low) - 1, int(high))
 
     def _offsets(self, shard: int, first: int, last: int) -> Longs:
-        offsets = self._map("docs", shard)[first : last + 1]
-        if offsets[0] < 0 or offsets[-1] > self.manifest.shards[shard].tokens or np.any(offsets[1:] < offsets[:-1]):
+        offsets, end = self._map("docs", shard)[first : last + 1], self.manifest.shards[shard]
+        inside = offsets[0] >= 0 and offsets[-1] <= end.tokens and not np.any(offsets[1:] < offsets[:-1])
+        if not inside or (first == 0 and offsets[0] != 0) or (last == end.documents and offsets[-1] != end.tokens):
             raise DataError(f"{self.folder}/docs-{shard:05}.idx: offsets out of order; the file is damaged. Copy or build the store again.")
         return offsets
 

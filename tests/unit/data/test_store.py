@@ -9,6 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.data.config import DataConfig
+from headway.data.loader import Loader
+from headway.data.mixture import MixtureSource
+from headway.data.order import Selection
 from headway.data.store import Store, StoreWriter, open_store
 from headway.data.store_manifest import Manifest, Shard, ShardFile
 from headway.errors import DataError
@@ -220,3 +224,13 @@ def test_a_terabyte_opens_in_under_a_second(tmp_path: Path) -> None:
     assert len(last) == 1 << 20 and last[-1] == 0
     assert seconds < 1, f"{seconds:.2f} s"
     assert json.loads((tmp_path / "s" / "store.json").read_text())["tokens"] == store.num_tokens
+
+
+def test_a_loader_on_a_terabyte_opens_one_block(tmp_path: Path) -> None:
+    sparse_store(tmp_path / "s", 64, 1 << 32, 1 << 16)
+    began = time.perf_counter()
+    sources = [MixtureSource(Selection(open_store(tmp_path / "s"), side="train", fraction=0.01))]
+    with Loader(DataConfig(seq_len=8192, workers=0), sources=sources, rows_per_step=2, micro_rows=1, seed=1) as loader:
+        step, state = next(loader)
+    assert time.perf_counter() - began < 2
+    assert step.stats.tokens == 2 * 8192 and state.place.cursors[0].row == 2

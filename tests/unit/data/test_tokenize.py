@@ -144,7 +144,7 @@ def test_a_changed_file_or_option_does_not_continue_an_old_build(tmp_path: Path,
 
 def test_a_killed_process_continues(tmp_path: Path, tokenizer: Path) -> None:
     corpus = tmp_path / "c.jsonl"
-    corpus.write_text("".join(json.dumps({"text": f"w{i % 90} " * 400}) + "\n" for i in range(6000)), encoding="utf-8")
+    corpus.write_text("".join(json.dumps({"text": f"w{i % 90} " * 400}) + "\n" for i in range(2500)), encoding="utf-8")
     script = (
         "import sys; import headway.data.build as b; b.CHUNK_BYTES = 20000; b.COMMIT_SECONDS = 0.05;"
         "from headway.data.tokenize import *; tokenize([sys.argv[1]], sys.argv[2], sys.argv[3], TokenizeOptions(workers=1))"
