@@ -61,6 +61,8 @@ def _global_options(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. A user's mistake ends in one line on standard error and exit code 2, never in a traceback."""
+    # CPU threads that wait should sleep, not spin: spinning makes a machine that does anything else crawl. Read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         # without standalone mode the code of `typer.Exit` comes back as the result
         code = build_app()(args=list(arguments) if arguments is not None else None, standalone_mode=False)
