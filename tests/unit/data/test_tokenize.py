@@ -185,5 +185,7 @@ def test_the_command_line_says_what_was_made(tmp_path: Path, tokenizer: Path, co
     assert main([*base, "--out", str(tmp_path / "b"), "--input", files[0], "--no-eos"]) == 0
     assert main(["data", "merge", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "ab"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out.split("\n", 1)[1])["documents"] == 171 + 57
+    assert main([*base, "--out", str(tmp_path / "d"), "--input", *files, "--clean"]) == 0
+    assert "too short" in capsys.readouterr().out
     assert main([*base, "--out", str(tmp_path / "c"), "--input", files[0], "--shard", "2/2"]) == 2
     assert "--shard is '2/2'" in capsys.readouterr().err

@@ -24,6 +24,7 @@ def command(
     split: str = typer.Option(None, help="Text: a .txt file is one document (file), or each line is one (line, the default to internlm)."),
     eos: bool = typer.Option(None, "--append-eos/--no-eos", help="Text: end documents with the end token; default: where there is one."),
     bos: bool = typer.Option(False, "--bos", help="Text: begin each document with the begin token."),
+    clean: bool = typer.Option(False, "--clean", help="Text: leave out bad texts and (near) duplicates on the way, as `data clean` does."),
     max_length: int = typer.Option(None, help="Chat, preference: most tokens of a conversation."),
     too_long: str = typer.Option(None, help="Chat: what happens to longer ones: truncate_right (default), truncate_left, drop."),
     valid_fraction: float = typer.Option(
@@ -40,6 +41,7 @@ def command(
     """Turn raw text, conversations or preference pairs into a token store. Killed and started again, it continues where it was."""
     _check_kind(kind)
     for_text = {"--text-key": text_key, "--split": split, "--append-eos/--no-eos": eos, "--bos": bos or None, "--shard": shard}
+    for_text |= {"--clean": clean or None}
     for_records = {"--max-length": max_length, "--valid-fraction": valid_fraction, "--drop-bad": drop_bad or None, "--seed": seed}
     _refuse(f"--kind {kind}", (for_records if kind == "text" else for_text) | {"--too-long": too_long if kind != "chat" else None})
     _refuse(f"--to {to}", {"--type": type_name if to != "internlm" else None, "--begin-id": begin_id if to != "zero2all" else None})
@@ -49,8 +51,10 @@ def command(
     if kind == "text":
         from headway.data.convert import Options, tokenize_as
         from headway.data.tokenize import TokenizeOptions, tokenize
+        from headway.text.clean import CleanRules
 
-        options = TokenizeOptions(text_key or "text", template, _split(split, to), eos, bos, workers, part)
+        rules = CleanRules() if clean else None
+        options = TokenizeOptions(text_key or "text", template, _split(split, to), eos, bos, workers, part, rules)
         layout = Options(type=type_name, begin_id=begin_id)
         report = tokenize(files, tokenizer, out, options) if to == "headway" else tokenize_as(files, tokenizer, out, to, options, layout)
     elif kind == "chat":
