@@ -18,6 +18,7 @@ def command(
     top_k: int | None = typer.Option(None, help="Sample among this many likeliest tokens."),
     top_p: float | None = typer.Option(None, help="Sample among the fewest tokens that have this probability together."),
     stop: list[str] = typer.Option([], help="Stop before this text; may be given several times."),
+    special: bool = typer.Option(False, "--special", help="Special tokens written in a prompt, <|im_start|> say, are those tokens, not text."),
     seed: int = typer.Option(0, help="Seed of the sampling."),
     device: str = typer.Option("auto", help="auto, cpu or cuda."),
     json: bool = JSON_FLAG,
@@ -28,7 +29,7 @@ def command(
     from headway.infer.sampling import Sampling
     from headway.runtime.device import choose_compute
 
-    options = Options(max_new_tokens, tuple(stop), sampling=Sampling(temperature, top_k, top_p, seed))
+    options = Options(max_new_tokens, tuple(stop), special=special, sampling=Sampling(temperature, top_k, top_p, seed))
     prompts = [*prompt, *(read_prompts(prompts_file) if prompts_file is not None else [])]
     if not prompts:
         raise ConfigError("no prompt is given. Use --prompt TEXT or --prompts-file FILE.")

@@ -34,6 +34,8 @@ class Options:
     """A row ends when its text holds one of these; the text is cut before it."""
     stop_ids: tuple[int, ...] = ()
     """A row ends with one of these ids, as it does with the model's own ends."""
+    special: bool = False
+    """Special tokens written in a prompt (<|im_start|>, say) are those tokens; otherwise they are text like any other."""
     sampling: Sampling = field(default_factory=Sampling)
     rows: int = 16
     """Prompts that are computed at once."""
@@ -80,9 +82,9 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of a prompt, special tokens in it recognised, behind what the tokenizer puts before a text (Llama's begin token, say)."""
-    ids = [*_opening(tokenizer), *tokenizer.encode(prompt, allowed_special="all")]
+def prompt_ids(tokenizer: Tokenizer, prompt: str, *, special: bool = False) -> list[int]:
+    """The ids of a prompt, behind what the tokenizer puts before a text (Llama's begin token, say)."""
+    ids = [*_opening(tokenizer), *tokenizer.encode(prompt, allowed_special="all" if special else ())]
     if ids:
         return ids
     start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
@@ -108,7 +110,7 @@ def generate(loaded: LoadedModel, prompts: Sequence[str], options: Options) -> l
     seen: Counter[str] = Counter()
     rows: list[_Row] = []
     for prompt in prompts:
-        ids = prompt_ids(tokenizer, prompt)
+        ids = prompt_ids(tokenizer, prompt, special=options.special)
         if len(ids) >= limit:
             raise ConfigError(f"prompt has {len(ids)} tokens; the model's max_seq_len={limit} leaves no room after it. Shorten the prompt.")
         # The same prompt twice is two samples; a prompt alone is the first of its kind.

@@ -138,7 +138,8 @@ def test_a_prompt_gets_what_its_tokenizer_puts_before_a_text() -> None:
     plain, adding = byte_tokenizer(), byte_tokenizer(adds_bos=True)
     assert prompt_ids(plain, "ab") == plain.encode("ab")
     assert prompt_ids(adding, "ab") == [256, *plain.encode("ab")]
-    assert prompt_ids(plain, "<s>a") == [256, *plain.encode("a")]
+    assert prompt_ids(plain, "<s>a", special=True) == [256, *plain.encode("a")]
+    assert 256 not in prompt_ids(plain, "<s>a"), "what a user types is text"
     assert prompt_ids(plain, "") == [256]
 
 
