@@ -1,0 +1,191 @@
+"""Which GPUs a run uses: a wish (`0,1`, `GPU-…`, `A800`, `auto`, `none`) and the list of devices come in, CUDA_VISIBLE_DEVICES goes out.
+
+Ids are those of nvidia-smi; inside a CUDA_VISIBLE_DEVICES that is already set they count its entries. Nothing here starts CUDA.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from headway.errors import LaunchError
+from headway.runtime.machine import peak_flops
+
+BUSY_MEMORY_SHARE = 0.05
+BUSY_UTILISATION = 0.10
+QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "utilization.gpu")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device as nvidia-smi lists it; what the driver does not say is None."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_bytes: int | None = None
+    used_bytes: int | None = None
+    utilisation: float | None = None
+
+    @property
+    def busy(self) -> str | None:
+        """Why `auto` leaves it alone; None if it is free."""
+        if self.memory_bytes and self.used_bytes is not None and self.used_bytes > BUSY_MEMORY_SHARE * self.memory_bytes:
+            return f"{self.used_bytes / self.memory_bytes:.0%} of its memory is in use (limit {BUSY_MEMORY_SHARE:.0%})"
+        if self.utilisation is not None and self.utilisation > BUSY_UTILISATION:
+            return f"it is {self.utilisation:.0%} busy (limit {BUSY_UTILISATION:.0%})"
+        return None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The GPUs of a run, what the environment must say so that CUDA sees them, and what the user should know."""
+
+    gpus: tuple[Gpu, ...]
+    environment: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def read_gpus() -> list[Gpu]:
+    """The devices of this machine, asked of nvidia-smi; none where there is no driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        raise LaunchError("nvidia-smi did not answer within 60 s; a GPU may hang. Look at dmesg, or use --gpus none.") from None
+    if done.returncode != 0:
+        said = (done.stdout + done.stderr).strip().splitlines()
+        if said and "no devices were found" in said[0].lower():
+            return []
+        raise LaunchError(f"nvidia-smi failed: {said[0] if said else done.returncode}. Repair the driver, or use --gpus none.")
+    return parse_gpus(done.stdout)
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """The devices in the answer of nvidia-smi."""
+    gpus: list[Gpu] = []
+    for row in csv.reader(text.splitlines(), skipinitialspace=True):
+        if len(row) != len(QUERY):
+            continue
+        index, uuid, name, total, used, rate = (field.strip() for field in row)
+        percent = _number(rate)
+        gpus.append(Gpu(int(index), uuid, name, _mebibytes(total), _mebibytes(used), None if percent is None else percent / 100))
+    return gpus
+
+
+def _number(text: str) -> float | None:
+    """`[N/A]` and the like are not known."""
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
+
+
+def _mebibytes(text: str) -> int | None:
+    value = _number(text)
+    return None if value is None else int(value * 2**20)
+
+
+def choose_gpus(wish: str, environment: Mapping[str, str], devices: Callable[[], list[Gpu]] = read_gpus) -> Choice:
+    """Settle a wish; whatever does not exist is refused with the list of what does."""
+    if wish.strip().lower() == "none":
+        return Choice((), {"CUDA_VISIBLE_DEVICES": ""}, ("--gpus none: computing on the CPU",))
+    here = visible(devices(), environment.get("CUDA_VISIBLE_DEVICES"))
+    notes: list[str] = []
+    if wish.strip().lower() == "auto":
+        if not here:
+            return Choice((), {}, ("no GPU is visible here: computing on the CPU",))
+        chosen = [gpu for gpu in here if gpu.busy is None]
+        notes += [f"GPU {gpu.index} ({gpu.name}) is skipped: {gpu.busy}" for gpu in here if gpu.busy]
+        if not chosen:
+            raise LaunchError(f"gpus is 'auto'; no GPU is free: {'; '.join(notes)}. Wait, or name the GPUs to share them.")
+    else:
+        chosen = _named(wish, here)
+    names = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in chosen)
+    settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(str(gpu.index) for gpu in chosen)}
+    return Choice(tuple(chosen), settings, (*notes, f"GPUs of this run: {names}"), tuple(_mixed(chosen)))
+
+
+def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
+    """The devices that CUDA_VISIBLE_DEVICES leaves, in its order. As in CUDA, an entry that does not exist ends the list."""
+    if setting is None:
+        return list(gpus)
+    left: list[Gpu] = []
+    for entry in (part.strip() for part in setting.split(",")):
+        if entry.startswith("MIG-"):
+            raise LaunchError(
+                f"CUDA_VISIBLE_DEVICES holds the MIG slice {entry}; --gpus chooses whole GPUs. Leave --gpus out and give --nproc 1."
+            )
+        found = [gpu for gpu in gpus if entry == str(gpu.index) or (len(entry) > 4 and gpu.uuid.startswith(entry))]
+        if len(found) != 1:
+            break
+        left.append(found[0])
+    return left
+
+
+def _named(wish: str, here: Sequence[Gpu]) -> list[Gpu]:
+    parts = [part.strip() for part in wish.split(",")]
+    if not all(parts):
+        raise LaunchError(f"gpus is {wish!r}; an entry is empty. Write ids (0,1), UUIDs (GPU-...), a type (A800), auto or none.")
+    chosen: list[Gpu] = []
+    for part in parts:
+        for gpu in _match(part, here):
+            if gpu in chosen:
+                raise LaunchError(f"gpus is {wish!r}; GPU {gpu.index} is named twice. Name it once.")
+            chosen.append(gpu)
+    return chosen
+
+
+def _match(part: str, here: Sequence[Gpu]) -> list[Gpu]:
+    """The devices that one entry means: the n-th visible one, a UUID (its beginning is enough), or every device of a type."""
+    if part.isdecimal():
+        found = list(here[int(part) : int(part) + 1])
+        what = "there is no such GPU"
+    elif part.upper().startswith("GPU-"):
+        found = [gpu for gpu in here if gpu.uuid.lower().startswith(part.lower())]
+        what = "no GPU has this UUID" if not found else "more than one UUID begins so"
+        found = found if len(found) == 1 else []
+    else:
+        found = [gpu for gpu in here if is_type(part, gpu.name)]
+        what = "no GPU is of this type"
+    if not found:
+        raise LaunchError(f"gpus is {part!r}; {what}. {_listing(here)}")
+    return found
+
+
+def is_type(wanted: str, name: str) -> bool:
+    """Whether the wanted words stand in a device's name, whole and in this order: A40 is no A4000."""
+    words, asked = _words(name), _words(wanted)
+    return bool(asked) and any(words[at : at + len(asked)] == asked for at in range(len(words) - len(asked) + 1))
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in re.split(r"[^a-z0-9]+", text.lower()) if word]
+
+
+def _listing(here: Sequence[Gpu]) -> str:
+    if not here:
+        return "No GPU is visible here; use --gpus none to compute on the CPU."
+    return "Here are: " + ", ".join(f"{place} {gpu.name} {gpu.uuid[:12]}" for place, gpu in enumerate(here)) + "."
+
+
+def _mixed(chosen: Sequence[Gpu]) -> list[str]:
+    """A warning where the types differ: every step takes as long as its slowest device."""
+    names = list(dict.fromkeys(gpu.name for gpu in chosen))
+    if len(names) < 2:
+        return []
+    peaks = {name: peak_flops(name, "bf16") or peak_flops(name, "fp16") for name in names}
+    known = {name: peak for name, peak in peaks.items() if peak is not None}
+    if len(known) < len(names):
+        unknown = ", ".join(name for name in names if name not in known)
+        return [f"the GPUs are of different types ({', '.join(names)}); which is slowest is not known (no peak for {unknown})"]
+    slowest = min(known, key=lambda name: known[name])
+    return [
+        f"the GPUs are of different types ({', '.join(names)}); each step waits for the slowest, "
+        f"{slowest} ({known[slowest] / 1e12:.0f} TFLOP/s)"
+    ]
