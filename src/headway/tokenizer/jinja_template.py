@@ -5,7 +5,8 @@
     loss                                                           Hello.<|im_end|>          from there to the token that ends the answer
 
 Where the template marks the answers itself ({% generation %}), the marks are used. Invariant: each prompt must be the beginning of the
-whole; if it is not, or an answer has no end token, the template is refused for training, because its loss mask would be a guess.
+whole; if it is not, or an answer has no end token, the template is refused for training, because its loss mask would be a guess. The
+day's date is not offered to templates: the same conversation has the same ids on any day.
 """
 
 from __future__ import annotations

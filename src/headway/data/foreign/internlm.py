@@ -160,7 +160,8 @@ def _check_meta(meta: Longs, dtype: np.dtype[Any], path: Path, size_bytes: int) 
     steps = np.diff(meta[:, 0])
     if int(meta[:, 0].min()) < 0 or bool((steps <= 0).any()):
         first = int(np.argmax(np.concatenate([[meta[0, 0] < 0], (steps <= 0) | (meta[1:, 0] < 0)])))
-        why = "they are int32 and wrapped past 2 GiB" if dtype.itemsize <= 4 else "the file is damaged"
+        wrapped = f"they are {dtype.name} and wrapped past {2 if dtype.kind == 'i' else 4} GiB"
+        why = wrapped if dtype.itemsize == 4 else "the file is damaged"
         raise DataError(f"{path}: byte offsets must rise, but number {first} is {int(meta[first, 0])}; {why}. {REBUILD}")
     if int(meta[0, 0]) != 0 or int(meta[-1, 0]) >= size_bytes:
         edge = f"first offset is {int(meta[0, 0])}, last is {int(meta[-1, 0])}"
