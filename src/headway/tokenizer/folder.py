@@ -91,11 +91,24 @@ def finish(backend: tokenizers.Tokenizer, config: dict[str, Any], extra_special:
     for token in (special(t) for t in named if t is not None):
         if token.content not in {t.content for t in backend.get_added_tokens_decoder().values() if t.special}:
             backend.add_special_tokens([token])
+    _check_typed(backend)
     roles = {role: special(config[f"{role}_token"]).content for role in ROLES if config.get(f"{role}_token") is not None}
     if not config:
         vocabulary = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
         roles = {role: name for role, names in GUESSES.items() for name in reversed(names) if name in vocabulary}
     return Tokenizer(backend, roles, config, _default_template(config.get("chat_template")))
+
+
+def _check_typed(backend: tokenizers.Tokenizer) -> None:
+    """Unigram models hold special tokens as pieces like any other: typed in a text they would become special."""
+    if json.loads(backend.model.__getstate__())["type"] != "Unigram":
+        return
+    backend.encode_special_tokens = True
+    for number, token in backend.get_added_tokens_decoder().items():
+        if token.special and number in backend.encode(token.content, add_special_tokens=False).ids:
+            raise DataError(
+                f"a text that holds {token.content!r} would become that special token: unigram vocabularies cannot keep them apart."
+            )
 
 
 def write_folder(tokenizer: Tokenizer, folder: Path) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
 
 SPACE = "▁"
+BPE = 2
 
 
 def read_model(path: Path, config: dict[str, Any] | None = None) -> Tokenizer:
@@ -36,6 +37,7 @@ def read_model(path: Path, config: dict[str, Any] | None = None) -> Tokenizer:
         sp.LoadFromSerializedProto(data)
     except RuntimeError:
         raise DataError(f"{path} is no sentencepiece model; fetch or train it again.") from None
+    _check_kind(sp, path)
     if _adds_tokens(sp, config):
         from headway.tokenizer.folder import finish
 
@@ -44,6 +46,15 @@ def read_model(path: Path, config: dict[str, Any] | None = None) -> Tokenizer:
     roles = {role: sp.id_to_piece(number) for role, number in numbers.items() if number >= 0}
     roles |= {role: _content(config[f"{role}_token"]) for role in numbers if config.get(f"{role}_token") is not None}
     return Tokenizer(sp, roles, config, config.get("chat_template"))
+
+
+def _check_kind(sp: SentencePieceProcessor, path: Path) -> None:
+    """Refuse models whose ids a tokenizer.json could not give, or whose pieces a user could type as special tokens."""
+    trained = _proto(sp).trainer_spec
+    if trained.model_type != BPE:
+        raise DataError(f"{path} is a sentencepiece model of another type than bpe; only bpe keeps special tokens out of typed text.")
+    if trained.treat_whitespace_as_suffix:
+        raise DataError(f"{path} writes spaces after words (treat_whitespace_as_suffix), which no tokenizer.json can say.")
 
 
 def encode_batch(sp: SentencePieceProcessor, texts: Sequence[str]) -> list[list[int]]:
@@ -58,17 +69,9 @@ def convert(sp: SentencePieceProcessor) -> tokenizers.Tokenizer:
 
     proto = _proto(sp)
     trained, rules = proto.trainer_spec, proto.normalizer_spec
-    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
-    if trained.model_type == 1:
-        model = models.Unigram(pieces, unk_id=sp.unk_id(), byte_fallback=trained.byte_fallback)
-    elif trained.model_type == 2:
-        vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}
-        merges = _merges(proto, vocabulary)
-        model = models.BPE(vocabulary, merges, unk_token=sp.id_to_piece(sp.unk_id()), fuse_unk=True, byte_fallback=trained.byte_fallback)
-    else:
-        raise DataError("the sentencepiece model is of type word or char; only bpe and unigram models can be used.")
-    if trained.treat_whitespace_as_suffix:
-        raise DataError("the sentencepiece model writes spaces after words (treat_whitespace_as_suffix), which tokenizer.json cannot say.")
+    vocabulary = {piece.piece: i for i, piece in enumerate(proto.pieces)}
+    merges = _merges(proto, vocabulary)
+    model = models.BPE(vocabulary, merges, unk_token=sp.id_to_piece(sp.unk_id()), fuse_unk=True, byte_fallback=trained.byte_fallback)
     backend = Backend(model)
     steps: list[Any] = [normalizers.Precompiled(rules.precompiled_charsmap)] if rules.precompiled_charsmap else []
     if rules.remove_extra_whitespaces:

@@ -26,7 +26,7 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 SPECIAL_TOKENS = (END, PAD, "<|im_start|>", "<|im_end|>")
 LEAST_MEMORY_BYTES = 256 << 20
 BASE_MEMORY_BYTES = 160 << 20
-LEARNER_BYTES_PER_BYTE = 64
+LEARNER_BYTES_PER_BYTE = 72
 
 
 def train_bpe(

@@ -21,7 +21,7 @@ from headway.tokenizer.words import Words
 # A word may begin with one space; longer runs of spaces are words of their own. Other white space is left to byte fallback.
 WORDS = r" +(?= [^\s])| ?\p{Han}+| ?[^\s\p{Han}]+| +"
 UNKNOWN = "<unk>"
-TRAINER_BYTES_PER_BYTE = 160
+TRAINER_BYTES_PER_BYTE = 64
 
 
 def train_sentencepiece(

@@ -1,0 +1,205 @@
+"""Tokenizers come back byte for byte, keep special tokens out of texts, and load in other tools with the same ids."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from headway.errors import ConfigError, DataError
+from headway.tokenizer.inspect import HARD_TEXTS, inspect
+from headway.tokenizer.load import Tokenizer, load_tokenizer
+from headway.tokenizer.train_bpe import SPECIAL_TOKENS, train_bpe
+from headway.tokenizer.train_sentencepiece import train_sentencepiece
+
+SHARED = Path(__file__).parents[4] / "shared" / "data"
+TEXTS = [
+    "The river had frozen early that year, and the children were crossing it on foot.  Two  spaces.\n" * 6,
+    "那年河水结冰很早，孩子们踩着冰面过河上学。没有人记得渡船上一次停在岸边是什么时候。" * 6,
+    "def f(x):\n    return x + 12345\n\n\tif x:\n        f(x)\n" * 6,
+]
+KINDS: dict[str, Callable[..., Tokenizer]] = {"bpe": train_bpe, "sentencepiece": train_sentencepiece}
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Path]:
+    """A tokenizer as it was trained, and its folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    size = 400 if request.param == "bpe" else 460
+    return KINDS[request.param](TEXTS, vocab_size=size, out=folder), folder
+
+
+@pytest.fixture(scope="module")
+def both(trained: tuple[Tokenizer, Path]) -> tuple[Tokenizer, Tokenizer]:
+    """The tokenizer as trained, and as read back from its folder."""
+    return trained[0], load_tokenizer(trained[1])
+
+
+def anything() -> st.SearchStrategy[str]:
+    pieces = st.sampled_from([*HARD_TEXTS, *SPECIAL_TOKENS, "河水", " the", "\n", "  "])
+    return st.lists(st.one_of(st.text(max_size=12), pieces), max_size=8).map("".join)
+
+
+@given(text=anything())
+@example(text="".join(HARD_TEXTS))
+@settings(max_examples=200, deadline=None)
+def test_every_string_comes_back_byte_for_byte(both: tuple[Tokenizer, Tokenizer], text: str) -> None:
+    first, second = both
+    ids = first.encode(text)
+    assert second.encode_batch([text, text]) == [ids, ids]
+    assert first.decode(ids) == second.decode(ids) == text
+    assert first.decode_bytes(ids) == text.encode()
+    assert not set(ids) & set(first.special_tokens.values())
+
+
+@given(text=anything(), allowed=st.sets(st.sampled_from(SPECIAL_TOKENS)))
+@settings(max_examples=100, deadline=None)
+def test_only_allowed_special_tokens_are_recognised(both: tuple[Tokenizer, Tokenizer], text: str, allowed: set[str]) -> None:
+    for tokenizer in both:
+        ids = tokenizer.encode(text, allowed_special=allowed)
+        special = [number for number in ids if number in tokenizer.special_tokens.values()]
+        rest, expected = text, []
+        while found := [(rest.find(token), token) for token in allowed if token in rest]:
+            at, token = min(found)
+            expected.append(tokenizer.special_tokens[token])
+            rest = rest[at + len(token) :]
+        assert special == expected
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(ids, skip_special=True) == tokenizer.decode([i for i in ids if i not in special])
+
+
+def test_sizes_roles_and_fingerprint(trained: tuple[Tokenizer, Path]) -> None:
+    tokenizer, folder = trained
+    again = load_tokenizer(folder)
+    for found in (tokenizer, again, load_tokenizer(folder / "tokenizer.json")):
+        assert found.vocab_size in (400, 460)
+        assert found.model_vocab_size in (448, 512)
+        assert set(SPECIAL_TOKENS) <= found.special_tokens.keys()
+        assert (found.bos_id, found.eos_id, found.pad_id) == (None, *(found.special_tokens[t] for t in SPECIAL_TOKENS[:2]))
+        assert found.fingerprint == tokenizer.fingerprint
+    assert tokenizer.with_chat_template("x").fingerprint == tokenizer.fingerprint
+
+
+def test_the_fingerprint_changes_with_what_decides_ids(trained: tuple[Tokenizer, Path], tmp_path: Path) -> None:
+    tokenizer, folder = trained
+    seen = {tokenizer.fingerprint}
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    changes = [dict(content, normalizer={"type": "NFC"}), dict(content, added_tokens=content["added_tokens"][:-1])]
+    changes.append(dict(content, model=dict(content["model"], merges=content["model"]["merges"][:-1])))
+    for changed in changes:
+        (tmp_path / "tokenizer.json").write_text(json.dumps(changed), encoding="utf-8")
+        seen.add(load_tokenizer(tmp_path).fingerprint)
+    assert len(seen) == 4
+    harmless = dict(content, truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(harmless), encoding="utf-8")
+    assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
+    assert len(load_tokenizer(tmp_path).encode("the river had frozen")) > 2, "a file's own truncation never applies"
+
+
+def test_transformers_loads_the_folder_with_the_same_ids(trained: tuple[Tokenizer, Path], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer, folder = trained
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for text in (*TEXTS, *HARD_TEXTS):
+        ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert ids == tokenizer.encode(text)
+        assert theirs.decode(ids) == text
+        assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text, allowed_special="all")
+    assert (len(theirs), theirs.eos_token_id, theirs.pad_token_id) == (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id)
+    theirs.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
+
+
+def test_a_pickled_tokenizer_still_keeps_special_tokens_out(trained: tuple[Tokenizer, Path]) -> None:
+    again = pickle.loads(pickle.dumps(trained[0]))
+    assert again.encode("<|im_end|>") == trained[0].encode("<|im_end|>") != [again.special_tokens["<|im_end|>"]]
+
+
+def test_loading_asks_neither_transformers_nor_torch(trained: tuple[Tokenizer, Path]) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from headway.tokenizer.load import load_tokenizer; t = load_tokenizer(sys.argv[1]); t.decode(t.encode('x')); "
+        "t.fingerprint; sys.exit(bool({'transformers', 'torch'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(trained[1])], check=False).returncode == 0
+
+
+def test_ids_cut_inside_a_character_decode_to_its_bytes(trained: tuple[Tokenizer, Path]) -> None:
+    tokenizer = trained[0]
+    ids = tokenizer.encode("😀")
+    assert len(ids) == 4
+    assert tokenizer.decode_bytes(ids[:2]) == "😀".encode()[:2]
+    assert tokenizer.decode(ids[:2]) == "\ufffd"
+    with pytest.raises(DataError, match="id 5000 is not in the vocabulary"):
+        tokenizer.decode([5000])
+
+
+def test_inspection_finds_compression_and_losses(trained: tuple[Tokenizer, Path], tmp_path: Path) -> None:
+    found = inspect(trained[0], {"mine": [("here:1", "the river " * 20)]})
+    assert not found.lost and found.to_dict()["round_trip"]
+    assert found.compression["mine"].bytes_per_token > 2 and found.compression["English"].bytes_per_token > 1
+    assert len(found.longest[0][1].encode()) >= 5
+    content = json.loads((trained[1] / "tokenizer.json").read_text(encoding="utf-8"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(dict(content, normalizer={"type": "Lowercase"})), encoding="utf-8")
+    assert any("river" in place for place in inspect(load_tokenizer(tmp_path)).lost)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "message"),
+    [
+        ("tokenizer.json", "{", DataError, "is no tokenizer.json"),
+        ("tokenizer.model", "x", DataError, "is no sentencepiece model"),
+        ("x.tiktoken", "IQ== 0\nbad", DataError, "x.tiktoken:2: no rank line"),
+        ("x.tiktoken", "IQ== 0\n", DataError, "have gaps or lack some of the 256 bytes"),
+        ("x.bin", "x", ConfigError, "it must be a folder, a tokenizer.json"),
+    ],
+)
+def test_files_that_are_no_tokenizer_are_refused(tmp_path: Path, name: str, content: str, error: type[Exception], message: str) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(error, match=message):
+        load_tokenizer(tmp_path / name)
+
+
+def test_places_without_a_tokenizer_are_refused(tmp_path: Path, trained: tuple[Tokenizer, Path]) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_tokenizer(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"holds no tokenizer headway can read; expected tokenizer.json"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match="allowed_special names '<x>'"):
+        trained[0].encode("text", allowed_special={"<x>"})
+    (tmp_path / "tokenizer.json").write_bytes((trained[1] / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"7": {"content": "<|pad|>"}}}', encoding="utf-8")
+    with pytest.raises(DataError, match=r"gives '<\|pad\|>' the id 7"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["tokenizers/llama2/tokenizer.model", "tokenizers/gpt2", "models/minimind2-small"])
+def test_published_tokenizers_are_saved_with_the_same_ids(place: str, tmp_path: Path) -> None:
+    if not (SHARED / place).exists():
+        pytest.skip(f"{SHARED / place} is not here")
+    from transformers import AutoTokenizer
+
+    tokenizer = load_tokenizer(SHARED / place)
+    tokenizer.save(tmp_path)
+    again, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert again.fingerprint == tokenizer.fingerprint
+    for text in (*TEXTS, *HARD_TEXTS, "  lead"):
+        ids = tokenizer.encode(text)
+        assert again.encode(text) == ids == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert again.encode(text, allowed_special="all") == theirs.encode(text, add_special_tokens=False)
+        assert not set(ids) & set(tokenizer.special_tokens.values())
+
+
+def test_a_rank_file_gives_the_published_vocabulary(tmp_path: Path) -> None:
+    path = SHARED / "tokenizers/qwen/qwen.tiktoken"
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.vocab_size, tokenizer.special_tokens["<|im_end|>"]) == (151646, 151645)
+    assert tokenizer.encode("你好，世界! Hello world 2024") == [108386, 3837, 99489, 0, 21927, 1879, 220, 17, 15, 17, 19]
