@@ -38,6 +38,7 @@ eval: {{every: 40, rows: 96}}
 checkpoint: {{every: 100}}
 track: [{{kind: tensorboard}}]
 log: {{every: 20}}
+device: cpu
 """
 
 

@@ -1,0 +1,87 @@
+"""Every recipe we ship is read strictly; the laptop ones run, and every setting they give is read by something."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from headway.config.load import load, read_yaml
+from headway.config.section import Section
+from headway.data.tokenize import tokenize
+from headway.tokenizer.train_bpe import train_bpe
+from headway.train import train
+from headway.train.config import Recipe
+
+ROOT = Path(__file__).parents[2] / "recipes"
+ALL = sorted(ROOT.rglob("*.yaml"))
+
+
+def test_there_are_recipes() -> None:
+    assert ALL
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_recipe_is_valid(path: Path) -> None:
+    load(Recipe, path)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer and a store of some real text: our own source."""
+    folder = tmp_path_factory.mktemp("text")
+    sources = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": path.read_text(encoding="utf-8")}) + "\n" for path in sources if path.stat().st_size))
+    train_bpe([json.loads(line)["text"] for line in corpus.read_text().splitlines()], vocab_size=512, out=folder / "tokenizer")
+    tokenize([corpus], folder / "tokenizer", folder / "store")
+    return folder
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "laptop").glob("*.yaml")), ids=lambda p: p.stem)
+def test_a_laptop_recipe_runs_and_every_setting_it_gives_is_read(
+    path: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: set[tuple[str, str]] = set()
+    plain = Section.__getattribute__
+
+    def watched(self: Section, name: str) -> Any:
+        if name in type(self).model_fields:
+            read.add((type(self).__name__, name))
+        return plain(self, name)
+
+    small = [
+        f"run.dir={tmp_path}",
+        f"tokenizer={text}/tokenizer",
+        f"data.train=[{text}/store]",
+        f"data.cache_dir={tmp_path}/cache",
+        "steps=3",
+    ]
+    small += [
+        "model={hidden_size: 32, num_layers: 2, num_heads: 2, ffn_size: 48}",
+        "batch={tokens: 2048, micro_rows: 2}",
+        "eval.rows=4",
+        "device=cpu",
+    ]
+    recipe = load(Recipe, path, small)
+    given = set(fields_given(recipe, read_yaml(path))) - {("ModelConfig", "preset")}  # read while loading
+    monkeypatch.setattr(Section, "__getattribute__", watched)
+    summary = train(recipe)
+    monkeypatch.undo()
+    assert summary["steps"] == 3
+    assert (tmp_path / recipe.run.name / "final" / "config.json").exists()
+    assert not given - read, f"nothing reads {sorted(given - read)}"
+
+
+def fields_given(config: BaseModel, data: Any) -> Iterator[tuple[str, str]]:
+    """(class, field) of every setting a recipe file names."""
+    if not isinstance(data, dict):
+        return
+    for key, value in data.items():
+        name = next(n for n, f in type(config).model_fields.items() if key in (n, f.alias))
+        yield type(config).__name__, name
+        below = getattr(config, name)
+        if isinstance(below, BaseModel):
+            yield from fields_given(below, value)
