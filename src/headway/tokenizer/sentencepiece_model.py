@@ -77,7 +77,7 @@ def convert(sp: SentencePieceProcessor) -> tokenizers.Tokenizer:
     if rules.remove_extra_whitespaces:
         from tokenizers import Regex
 
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     steps += [normalizers.Prepend(SPACE if rules.escape_whitespaces else " ")] if rules.add_dummy_prefix else []
     steps += [normalizers.Replace(" ", SPACE)] if rules.escape_whitespaces else []
     if steps:
