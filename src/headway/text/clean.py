@@ -142,9 +142,9 @@ def broken_rule(text: str, rules: CleanRules) -> str | None:
     visible = max(1, counted.visible)
     checks: tuple[tuple[str, Callable[[], bool]], ...] = (
         ("control characters", lambda: counted.controls / visible > rules.max_controls),
-        ("few letters", lambda: counted.letters / visible < rules.min_letters),
         ("many digits", lambda: counted.digits / visible > rules.max_digits),
         ("many signs", lambda: counted.signs / visible > rules.max_signs),
+        ("few letters", lambda: counted.letters / visible < rules.min_letters),
         ("repeated lines", lambda: repeated_share(text) > rules.max_repeated_lines),
         ("short lines", lambda: rules.min_line_length > 0 and mean_line_length(text) < rules.min_line_length),
     )

@@ -172,13 +172,15 @@ class _Index:
 def run_hashes(text: str) -> Hashes:
     """A hash for each run of characters of a text, lower case and with single spaces; a text shorter than a run is one run."""
     text = _SPACES.sub(" ", text.lower()).strip()
+    if not text:
+        return np.zeros(1, np.uint64)
     counted = kinds(text)
-    length = min(HAN_RUN if 3 * counted.han > counted.visible else OTHER_RUN, max(1, len(text)))
+    length = min(HAN_RUN if 3 * counted.han > counted.visible else OTHER_RUN, len(text))
     points = code_points(text).astype(np.uint64) + np.uint64(1)
     # The sum of point * base^place over a window, times base^-start, is the same wherever the window stands (all modulo 2^64).
     places = np.full(len(points), _BASE, np.uint64)
     scaled = np.concatenate([np.zeros(1, np.uint64), np.cumsum(points * np.cumprod(places))])
-    back = np.cumprod(np.full(max(0, len(scaled) - length), _INVERSE, np.uint64))
+    back = np.cumprod(np.full(len(scaled) - length, _INVERSE, np.uint64))
     return (scaled[length:] - scaled[:-length]) * back
 
 
