@@ -125,7 +125,7 @@ class DataConfig(Section):
     tokenizer_unchecked: bool = setting(
         False, "Accept stores that do not say which tokenizer made them; only the highest id is checked.", on_resume="free"
     )
-    workers: int = setting(2, "Threads that fill rows; 0 fills them in the training thread.", ge=0, on_resume="free")
+    workers: int = setting(1, "Threads that fill rows; 0 fills them in the training thread.", ge=0, on_resume="free")
     prefetch: int = setting(4, "Steps prepared ahead.", ge=1, on_resume="free")
     pin_memory: bool | Literal["auto"] = setting("auto", "Put batches in pinned memory; auto = where there is a GPU.", on_resume="free")
     stage_to: Path | None = setting(None, "Copy stores to this folder (a local disk) first and read them there.", on_resume="free")

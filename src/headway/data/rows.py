@@ -104,28 +104,26 @@ def _check_ids(source: Source, ids: Ids, expected: int) -> None:
 
 def _layout(rows: Sequence[Row | None], how: Fill) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
     """Positions, document numbers and bounds: padding is a document of its own."""
-    lengths: list[np.ndarray] = []
-    bounds = np.full((len(rows), how.max_documents + 1), how.seq_len, np.int32)
+    lengths: list[Longs] = []
     counts: list[int] = []
     single = True
-    for place, row in enumerate(rows):
-        if row is None:
-            here = np.zeros(0, np.int32)
-        else:
-            plan = row.block.plan
-            here = plan.length[plan.first[row.number] : plan.first[row.number + 1]].astype(np.int32)
-            here = here.sum(keepdims=True, dtype=np.int32) if how.one_document else here
-        single = single and len(here) <= 1
-        filled = int(here.sum())
+    for row in rows:
+        filled = segments = 0
+        if row is not None:
+            filled, segments, plan = row.tokens, row.segments, row.block.plan
+            begin = int(plan.first[row.number])
+            lengths.append(plan.length[begin : begin + segments] if not how.one_document else np.array([filled]))
+            segments = 1 if how.one_document else segments
         if filled < how.seq_len:
-            here = np.append(here, np.int32(how.seq_len - filled))
-        bounds[place, 1 : len(here) + 1] = np.cumsum(here)
-        bounds[place, 0] = 0
-        lengths.append(here)
-        counts.append(len(here))
-    flat = np.concatenate(lengths)
-    starts = (np.cumsum(flat) - flat).astype(np.int32)
-    shape = (len(rows), how.seq_len)
-    position = np.arange(len(rows) * how.seq_len, dtype=np.int32) - np.repeat(starts, flat)
-    number = ranges(np.zeros(len(rows), np.int64), np.array(counts, np.int64)).astype(np.int32)
-    return position.reshape(shape), np.repeat(number, flat).reshape(shape), bounds, single
+            lengths.append(np.array([how.seq_len - filled]))
+        single = single and segments <= 1
+        counts.append(segments + (filled < how.seq_len))
+    flat, shape = np.concatenate(lengths), (len(rows), how.seq_len)
+    starts = np.cumsum(flat) - flat
+    in_row = np.repeat(np.arange(len(rows)), counts)
+    number = ranges(np.zeros(len(rows), np.int64), np.array(counts))
+    bounds = np.full((len(rows), how.max_documents + 1), how.seq_len, np.int32)
+    bounds[in_row, number] = starts - in_row * how.seq_len
+    position = np.arange(len(rows) * how.seq_len, dtype=np.int32) - np.repeat(starts.astype(np.int32), flat)
+    document = np.repeat(number.astype(np.int32), flat)
+    return position.reshape(shape), document.reshape(shape), bounds, single
