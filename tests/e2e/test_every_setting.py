@@ -18,6 +18,7 @@ from support.runs import deterministic, make_stores
 
 from headway.config.load import load
 from headway.data.loader import Loader
+from headway.launch.local import Wishes, plan_job
 from headway.train import train
 from headway.train.build import build
 from headway.train.config import Recipe
@@ -151,6 +152,7 @@ Row = tuple[tuple[str, ...], Any, Any, Callable[[tuple[str, ...]], Any]]
 TABLE: dict[str, Row] = {
     "run.name": ((), "a", "b", lambda o: observed(o).folder.name),
     "run.dir": ((), "$/runs1", "$/runs2", lambda o: observed(o).folder.parent.name),
+    "run.gpus": ((), None, "none", lambda o: plan_job(load(Recipe, None, o), Wishes(), {}).choice),
     "model.family": ((), "llama", "mistral", lambda o: json.loads((observed(o).folder / "final/config.json").read_text())["model_type"]),
     "model.preset": ((), None, "laptop", lambda o: load(Recipe, None, list(o)).model.max_seq_len + load(Recipe, None, list(o)).model.kv_heads),
     "model.hidden_size": ((), 16, 32, engine(shapes)),

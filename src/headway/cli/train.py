@@ -1,9 +1,17 @@
 """`headway train`."""
 
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
 import typer
 
 from headway.cli._output import JSON_FLAG, print_json
 from headway.cli._recipe import RECIPE_ARGUMENT
+
+GPUS_HELP = "GPUs: ids as nvidia-smi has them (0,1), UUIDs, a type (A800), auto (all free ones) or none; default: run.gpus."
 
 
 def command(
@@ -12,17 +20,82 @@ def command(
         "auto", help="auto: continue the run folder's newest checkpoint; never: begin anew; or a checkpoint folder."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Build everything, run one step, say what would happen, write nothing."),
+    nproc: int | None = typer.Option(None, help="Ranks to start on this machine; default: one per chosen GPU, else one."),
+    gpus: str | None = typer.Option(None, help=GPUS_HELP),
+    nnodes: int = typer.Option(1, help="Machines of the run; start the same command on each with its own --node-rank."),
+    node_rank: int = typer.Option(0, help="Which of the machines this is, from 0."),
+    master: str | None = typer.Option(None, metavar="HOST:PORT", help="Where machine 0 listens; the same on all."),
+    node_timeout: float = typer.Option(300.0, help="Seconds to wait for the other machines."),
     json: bool = JSON_FLAG,
 ) -> None:
     """Train from a recipe. Without a recipe a small model trains on generated data."""
     from headway.cli._recipe import read_recipe
+    from headway.launch.local import Wishes, is_launched, plan_job
+    from headway.launch.nodes import Nodes, parse_master
+    from headway.runtime.process import set_environment
+
+    if is_launched(os.environ):
+        as_rank(lambda: work(arguments, resume, dry_run, json))
+        return
+    recipe = read_recipe(arguments)
+    host, port = parse_master(master) if master is not None else ("127.0.0.1", 0)
+    job = plan_job(recipe, Wishes(nproc, gpus, Nodes(nnodes, node_rank, host, port, node_timeout)), os.environ)
+    if job.choice is not None:
+        log = logging.getLogger("headway")
+        for note in job.choice.notes:
+            log.info("%s", note)
+        for warning in job.choice.warnings:
+            log.warning("%s", warning)
+    if job.needs_launcher:
+        from headway.launch.local import launch
+
+        level = logging.getLevelName(logging.getLogger("headway").level)
+        flags = ["--resume", resume, *(["--dry-run"] if dry_run else []), *(["--json"] if json else []), *launch_flags(nproc, gpus, nnodes)]
+        code = launch(job, ["train", *(arguments or []), *flags], recipe.run.folder / "logs", {**os.environ, "LOG_LEVEL": level})
+    else:
+        from headway.launch.outer import meeting_point
+
+        set_environment({**(job.choice.environment if job.choice is not None else {}), **meeting_point(os.environ)})
+        code = work(arguments, resume, dry_run, json)
+    if code:
+        raise typer.Exit(code)
+
+
+def launch_flags(nproc: int | None, gpus: str | None, nnodes: int) -> list[str]:
+    """The flags that a rank does not need, for the command that the run folder keeps."""
+    given = {"--nproc": nproc, "--gpus": gpus, "--nnodes": None if nnodes == 1 else nnodes}
+    return [text for flag, value in given.items() if value is not None for text in (flag, str(value))]
+
+
+def work(arguments: list[str], resume: str, dry_run: bool, json: bool) -> int:
+    """Train in this process, as one rank or alone; returns the exit code."""
+    from headway.cli._recipe import read_recipe
+    from headway.runtime.process import from_environment
     from headway.train import dry_run as try_recipe
     from headway.train import train
 
     recipe = read_recipe(arguments)
-    outcome = try_recipe(recipe, resume=resume) if dry_run else train(recipe, resume=resume)
-    if json:
+    outcome: dict[str, Any] = try_recipe(recipe, resume=resume) if dry_run else train(recipe, resume=resume)
+    if json and from_environment().is_first:
         print_json(outcome)
-    code = outcome.get("exit_code", 0)
+    return outcome.get("exit_code", 0)
+
+
+def as_rank(function: Callable[[], int]) -> None:
+    """Run as a child of the launcher: end when it ends, and tell it why this rank fails instead of printing it beside the other ranks."""
+    from headway.launch.failure import report_failure
+    from headway.runtime.process import end_with_launcher, failure_file
+
+    end_with_launcher()
+    reason = failure_file()
+    assert reason is not None
+    try:
+        code = function()
+    except Exception as error:  # it is not swallowed: the launcher prints it
+        code = report_failure(reason, error)
+        # At once, because threads of a broken process group may keep the interpreter from ending.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     if code:
         raise typer.Exit(code)

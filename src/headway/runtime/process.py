@@ -1,10 +1,19 @@
 """Which process of how many this is, read from what the launcher left in the environment. Alone it is rank 0 of 1."""
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from headway.errors import LaunchError
+
+PR_SET_PDEATHSIG = 1
+LAUNCHER_PID = "HEADWAY_LAUNCHER_PID"
+FAILURE_FILE = "HEADWAY_FAILURE_FILE"
+"""Set by headway's own launcher for each rank it starts: its process id, and where a rank says why it failed."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,15 @@ class _Launcher:
 # The innermost launcher comes first: torchrun and mpirun are themselves started inside a SLURM step.
 # SLURM's STEP variables exist only below srun: in a batch script SLURM_PROCID is 0 although nobody started the other tasks.
 LAUNCHERS = (
-    _Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", local_world="LOCAL_WORLD_SIZE", node="GROUP_RANK", needs_local_rank=False),
+    _Launcher(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        local_world="LOCAL_WORLD_SIZE",
+        node="GROUP_RANK",
+        num_nodes="GROUP_WORLD_SIZE",
+        needs_local_rank=False,
+    ),
     _Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", local_world="OMPI_COMM_WORLD_LOCAL_SIZE"),
     _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local_world="MPI_LOCALNRANKS"),
     _Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", node="SLURM_NODEID", num_nodes="SLURM_STEP_NUM_NODES"),
@@ -72,3 +89,24 @@ def _read(launcher: _Launcher, given: Mapping[str, str]) -> Process:
     node = number(launcher.node, rank // local_world)
     num_nodes = number(launcher.num_nodes, -(-world // local_world))
     return Process(rank, local_rank, world, node, max(1, num_nodes))
+
+
+def failure_file() -> Path | None:
+    """Where this rank is to say why it failed; None where headway's own launcher did not start it."""
+    given = os.environ.get(FAILURE_FILE)
+    return Path(given) if given else None
+
+
+def end_with_launcher() -> None:
+    """Ask the kernel to kill this process when the launcher that started it is gone, so that nothing is orphaned."""
+    given = os.environ.get(LAUNCHER_PID)
+    if given is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(given):  # it was gone before the request stood
+        os._exit(1)
+
+
+def set_environment(settings: Mapping[str, str]) -> None:
+    """Change this process's environment, for what libraries read when they start."""
+    os.environ.update(settings)

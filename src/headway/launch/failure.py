@@ -1,0 +1,86 @@
+"""Why a rank ended: the rank writes it to a file it was given, the launcher finds the first cause and says it in one line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from headway.errors import HeadwayError
+
+USERS_MISTAKE = 2
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank says about its own end."""
+
+    message: str
+    exit_code: int
+    at: float
+    traceback: str | None = None
+    """None for what a user can cause: its one line says everything."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank that ended: `code` as subprocess has it, minus the number of the signal where one killed it."""
+
+    rank: int
+    code: int
+    failure: Failure | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell has it."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+    @property
+    def was_stopped(self) -> bool:
+        """It ended well because it was asked to."""
+        return self.failure is None and self.code in [128 + number for number in STOP_SIGNALS]
+
+
+def report_failure(path: Path, error: Exception) -> int:
+    """Write why this rank fails; returns its exit code."""
+    if isinstance(error, HeadwayError):
+        failure = Failure(str(error), error.exit_code, time.time())
+    else:
+        last = "".join(traceback.format_exception_only(error)).strip().splitlines()
+        failure = Failure(last[0] if last else type(error).__name__, 1, time.time(), "".join(traceback.format_exception(error)))
+    path.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    return failure.exit_code
+
+
+def read_failure(path: Path) -> Failure | None:
+    """What a rank wrote; None if it wrote nothing, or was killed while writing."""
+    try:
+        return Failure(**json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def first_cause(ended: Sequence[Ended]) -> Ended:
+    """The rank that failed first: what a signal killed, else the earliest error. The others only lost their peer."""
+    return min(ended, key=lambda one: (one.code >= 0, one.failure.at if one.failure else float("inf"), one.rank))
+
+
+def cause(one: Ended, log: Path | None) -> str:
+    """One line that names the rank and its cause; a user's mistake needs no rank, every rank has made it."""
+    if one.failure is not None and one.failure.exit_code == USERS_MISTAKE:
+        return one.failure.message
+    if one.failure is not None:
+        why = f"failed: {one.failure.message}"
+    elif one.code < 0:
+        name = signal.Signals(-one.code).name
+        hint = " (by hand, or because memory ran out)" if name == "SIGKILL" else ""
+        why = f"was killed by {name}{hint}"
+    else:
+        why = f"ended with exit code {one.code}"
+    where = f" More in {log}." if log is not None else ""
+    return f"rank {one.rank} {why.rstrip('.')}. All ranks were ended.{where}"
