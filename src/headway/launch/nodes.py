@@ -119,7 +119,9 @@ class Meeting:
             raise LaunchError(f"--node-rank is {self.nodes.rank}; {there.split()[2]} is that node already. Give each node its own.")
         deadline = time.monotonic() + self.nodes.timeout_seconds
         while missing := [node for node in range(num) if not store.check([self._key(node)])]:
-            if time.monotonic() > deadline or self.trouble() is not None:
+            if (told := self.trouble()) is not None:
+                raise LaunchError(told)
+            if time.monotonic() > deadline:
                 self._give_up(missing)
             time.sleep(POLL_SECONDS)
         said = [store.get(self._key(node)).decode().split() for node in range(num)]

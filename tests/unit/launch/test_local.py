@@ -1,0 +1,102 @@
+"""What `headway train --nproc --gpus` settles before anything starts."""
+
+from typing import Any
+
+import pytest
+
+from headway.config.load import load
+from headway.errors import LaunchError
+from headway.launch.gpus import Gpu
+from headway.launch.local import Job, Wishes, outer_launcher, plan_job, rank_environment
+from headway.launch.nodes import Meeting, Nodes
+from headway.launch.outer import meeting_point
+from headway.runtime.machine import usable_cores
+from headway.runtime.process import Process, from_environment
+from headway.train.config import Recipe
+
+TWO = [Gpu(0, "GPU-aa", "NVIDIA H100 80GB HBM3", 80, 0, 0.0), Gpu(1, "GPU-bb", "NVIDIA H100 80GB HBM3", 80, 0, 0.0)]
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+
+
+def plan(*overrides: str, gpus: list[Gpu] = TWO, environment: dict[str, str] | None = None, **wishes: Any) -> Job:
+    return plan_job(load(Recipe, None, overrides), Wishes(**wishes), environment or {}, lambda: list(gpus))
+
+
+def test_one_rank_is_this_process_itself() -> None:
+    assert not plan().needs_launcher
+    assert plan().num_ranks == 1
+
+
+def test_ranks_default_to_the_chosen_gpus() -> None:
+    assert plan_job(load(Recipe), Wishes(gpus="auto"), {}, lambda: TWO).num_ranks == 2
+    assert plan("run.gpus=[0, 1]").num_ranks == 2
+    assert plan("run.gpus=H100").num_ranks == 2
+    assert plan("run.gpus=1").choice.environment["CUDA_VISIBLE_DEVICES"] == "1"  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_the_flag_wins_over_the_recipe() -> None:
+    job = plan_job(load(Recipe, None, ["run.gpus=auto"]), Wishes(gpus="1"), {}, lambda: TWO)
+    assert job.choice is not None and job.choice.environment["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_without_gpus_auto_means_the_cpu_unless_the_recipe_wants_cuda() -> None:
+    assert plan("run.gpus=auto", gpus=[]).num_ranks == 1
+    with pytest.raises(LaunchError, match=r"gpus is 'auto', which finds no GPU here, and device is 'cuda'"):
+        plan("run.gpus=auto", "device=cuda", gpus=[])
+    with pytest.raises(LaunchError, match=r"gpus is 'none', which hides all GPUs, and device is 'cuda'"):
+        plan("run.gpus=none", "device=cuda")
+    with pytest.raises(LaunchError, match=r"gpus is '0' and device is 'cpu'"):
+        plan("run.gpus=0", "device=cpu")
+
+
+def test_a_gpu_takes_one_rank() -> None:
+    with pytest.raises(LaunchError, match="--nproc is 3; 2 GPUs are chosen"):
+        plan("run.gpus=auto", nproc=3)
+    with pytest.raises(LaunchError, match="--nproc is 3; 2 GPUs"):
+        plan(nproc=3)
+    assert plan("device=cpu", nproc=3).num_ranks == 3
+    assert plan("run.gpus=none", nproc=3).num_ranks == 3
+    assert plan(gpus=[], nproc=3).num_ranks == 3
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
+def test_ranks_of_another_launcher_start_no_others(environment: dict[str, str]) -> None:
+    with pytest.raises(LaunchError, match="has already started this process"):
+        plan(nproc=2, environment=environment)
+    with pytest.raises(LaunchError, match="would see each other as busy"):
+        plan("run.gpus=auto", environment=environment)
+    assert not plan("run.gpus=[0, 1]", environment=environment).needs_launcher
+
+
+def test_slurm_may_start_one_launcher_per_node() -> None:
+    assert outer_launcher(SRUN) == "srun"
+    job = plan(nproc=2, nodes=Nodes(2, 1, "127.0.0.1", 29500), environment=SRUN)
+    assert job.needs_launcher and job.nodes.rank == 1
+
+
+def test_ranks_learn_who_they_are_and_share_the_cores() -> None:
+    job = Job(2, None, Nodes(2, 1, "127.0.0.1", 29500))
+    meeting = Meeting(job.nodes, 2)
+    meeting.first_rank, meeting.world = 3, 5
+    shared = rank_environment(job, meeting, {})
+    assert from_environment({**shared, "RANK": "4", "LOCAL_RANK": "1"}) == Process(4, 1, 5, 1, 2)
+    assert shared["OMP_NUM_THREADS"] == str(max(1, usable_cores() // 2))
+    assert "OMP_NUM_THREADS" not in rank_environment(job, meeting, {"OMP_NUM_THREADS": "7"})
+    assert shared["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in rank_environment(job, meeting, {"GLOO_SOCKET_IFNAME": "eth0"})
+
+
+def test_under_srun_all_ranks_derive_the_same_meeting_point() -> None:
+    step = {**SRUN, "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_NODEID": "1"}
+    points = [meeting_point({**step, "SLURM_PROCID": rank}, lambda nodes: nodes.replace("[03-04]", "03")) for rank in "01"]
+    assert points[0] == points[1] and points[0]["MASTER_ADDR"] == "gpu03"
+    assert 20000 <= int(points[0]["MASTER_PORT"]) < 30000
+    assert meeting_point({**step, "MASTER_ADDR": "x", "MASTER_PORT": "1"}) == {}
+    assert meeting_point({}) == {}
+
+
+def test_under_mpirun_the_meeting_point_must_be_given() -> None:
+    rank = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    with pytest.raises(LaunchError, match=r"MASTER_ADDR and MASTER_PORT not set, so rank 1 of 2"):
+        meeting_point(rank)

@@ -1,0 +1,111 @@
+"""Launchers of several nodes meet on loopback, each in a thread."""
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headway.errors import LaunchError
+from headway.launch import nodes as nodes_module
+from headway.launch.nodes import Meeting, Nodes, parse_master
+
+
+@pytest.fixture(autouse=True)
+def short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes_module, "LINGER_SECONDS", 1.0)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def together(*parts: Callable[[], Any]) -> list[Any]:
+    """Run in threads; an error comes back as the result."""
+    results: list[Any] = [None] * len(parts)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = parts[index]()
+        except LaunchError as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(parts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def meet(num: int, rank: int, port: int, num_ranks: int, timeout: float = 20) -> Meeting:
+    meeting = Meeting(Nodes(num, rank, "127.0.0.1", port, timeout), num_ranks)
+    meeting.serve()
+    try:
+        meeting.gather()
+    except LaunchError:
+        meeting.leave(well=False)
+        raise
+    return meeting
+
+
+def test_every_node_learns_where_its_ranks_begin() -> None:
+    port = free_port()
+    counts = (2, 1, 3)
+    meetings = together(*(lambda node=node: meet(3, node, port, counts[node]) for node in range(3)))
+    assert [(one.first_rank, one.world) for one in meetings] == [(0, 6), (2, 6), (3, 6)]
+    meetings[2].announce("node 2: rank 4 was killed")
+    meetings[1].announce("rank 0 lost its peer")
+    assert [one.trouble() for one in meetings] == ["node 2: rank 4 was killed"] * 3
+
+
+def test_a_missing_node_is_named_on_every_node() -> None:
+    port = free_port()
+    errors = together(lambda: meet(4, 0, port, 1, 1.5), lambda: meet(4, 2, port, 1, 30))
+    assert all(isinstance(error, LaunchError) for error in errors)
+    assert "node ranks 1, 3 of 4 did not arrive" in str(errors[0])
+    assert "node ranks 1, 3 of 4 did not arrive" in str(errors[1])
+
+
+def test_a_missing_node_0_is_named() -> None:
+    (error,) = together(lambda: meet(2, 1, free_port(), 1, 1.5))
+    assert "node 0 is missing: nobody answers at 127.0.0.1" in str(error)
+
+
+def test_two_nodes_of_the_same_rank_are_refused() -> None:
+    port = free_port()
+    answers = together(lambda: meet(3, 0, port, 1, 3), lambda: meet(3, 1, port, 1, 3), lambda: meet(3, 1, port, 1, 3))
+    assert sum("is that node already" in str(answer) for answer in answers) == 1
+
+
+def test_nodes_of_different_opinions_are_refused() -> None:
+    port = free_port()
+    answers = together(lambda: meet(2, 0, port, 1, 10), lambda: meet(3, 1, port, 1, 2))
+    assert "--nnodes is 2; node 1 was given 3" in str(answers[0])
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(LaunchError, match=r"node 0 cannot listen there: Address already in use"):
+            Meeting(Nodes(2, 0, "127.0.0.1", taken.getsockname()[1]), 1)
+
+
+@pytest.mark.parametrize("text", ["host", "host:", ":1", "host:0", "host:x", "host:70000"])
+def test_a_wrong_master_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="must be HOST:PORT"):
+        parse_master(text)
+
+
+def test_wrong_numbers_of_nodes_are_refused() -> None:
+    assert parse_master("[::1]:29500") == ("::1", 29500)
+    with pytest.raises(LaunchError, match="it must be 0 to 1"):
+        Nodes(2, 2, "h", 1)
+    with pytest.raises(LaunchError, match="--master is missing"):
+        Nodes(2, 0)
+    with pytest.raises(LaunchError, match="--nnodes is 0"):
+        Nodes(0)
