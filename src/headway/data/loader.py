@@ -26,6 +26,7 @@ from headway.errors import CheckpointError, ConfigError
 __all__ = ["Loader", "LoaderState"]
 
 BLOCK_TOKENS = 1 << 22
+LEAST_BLOCK_WINDOWS = 8
 MOST_VALID_TOKENS = 1 << 30
 SumOverRanks = Callable[[list[float]], list[float]]
 Filled = tuple[Batch, float]
@@ -163,7 +164,7 @@ def _stream(config: DataConfig, source: MixtureSource, number: int, seed: int, s
     if source.selection.side == "valid":
         # A small share of every window: take as many times more of it, so that rows still fill.
         window = min(1 << int(window / source.selection.fraction - 1).bit_length(), max(window, MOST_VALID_TOKENS))
-    windows = Windows(source.selection, window, max(1, BLOCK_TOKENS // window))
+    windows = Windows(source.selection, window, max(LEAST_BLOCK_WINDOWS, BLOCK_TOKENS // window))
     shape = RowShape(config.seq_len, config.documents_per_row - 1, config.packing)
     return Stream(windows, shape, seed=seed, number=number, shuffle=shuffle, cache_dir=config.cache_dir or default_cache_dir())
 

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TOUCH_SECONDS = 2.0
@@ -30,7 +30,7 @@ def held(path: Path, until: Callable[[], bool], stale_seconds: float = STALE_SEC
 
     def touch() -> None:
         while not done.wait(TOUCH_SECONDS):
-            if path.exists():
+            with suppress(FileNotFoundError):
                 os.utime(path)
 
     toucher = threading.Thread(target=touch, name="headway-lock", daemon=True)

@@ -26,7 +26,8 @@ from headway.runtime.progress import progress, quantity
 
 Mode = Literal["concat", "best_fit", "prulong"]
 SECTION_DOCUMENTS = 1 << 16
-SECTION_PACKS = 1024
+BEST_FIT_DOCUMENTS = 1 << 12
+BEST_FIT_PACKS = 1024
 WRITE_TOKENS = 1 << 22
 Piece = tuple[int, int, int]
 """Document, start, length."""
@@ -214,15 +215,15 @@ def _best_fit(source: Source, options: PackOptions, report: PackReport) -> Itera
     documents: list[Longs] = []
     sizes: list[Longs] = []
     tokens = 0
-    for first in range(0, source.num_documents, 4096):
-        lengths = source.lengths(first, min(first + 4096, source.num_documents))
+    for first in range(0, source.num_documents, BEST_FIT_DOCUMENTS):
+        lengths = source.lengths(first, min(first + BEST_FIT_DOCUMENTS, source.num_documents))
         keep = lengths >= options.min_length
         report.short_documents += int((~keep).sum())
         report.dropped_tokens += int(lengths[~keep].sum())
         documents.append(np.arange(first, first + len(lengths))[keep])
         sizes.append(lengths[keep])
         tokens += int(lengths[keep].sum())
-        if tokens >= SECTION_PACKS * options.pack_length or first + 4096 >= source.num_documents:
+        if tokens >= BEST_FIT_PACKS * options.pack_length or first + BEST_FIT_DOCUMENTS >= source.num_documents:
             plan = plan_rows(np.concatenate(documents), np.concatenate(sizes), shape)
             report.cut_documents += int(plan.has_next.sum())
             yield from _pieces(plan)

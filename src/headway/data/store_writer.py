@@ -23,6 +23,7 @@ from headway.runtime.storage import CHUNK_BYTES, fsync_file, write_atomic, writi
 
 SHARD_TOKENS = 1 << 30
 BUFFER_TOKENS = 1 << 20
+FILE_PATTERNS = ("tokens-?????.bin", "docs-?????.idx", "mask-?????.bin", "spans-?????.idx")
 NO_NOTE: dict[str, Any] = {}
 
 
@@ -123,15 +124,16 @@ class StoreWriter:
         """What the last commit before a resume was told to remember; empty for a new store."""
         if (self.folder / MANIFEST_NAME).exists():
             raise DataError(f"{self.folder}: holds a finished token store already. Choose another folder or remove it first.")
-        with writing(self.folder, error=DataError):
+        with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         journal = self.folder / JOURNAL_NAME
         if resume and journal.exists():
             self._restore(journal)
         else:
             journal.unlink(missing_ok=True)
-            for stale in [*self.folder.glob("*-?????.bin"), *self.folder.glob("*-?????.idx")]:
-                stale.unlink()
+            for what in FILE_PATTERNS:
+                for stale in self.folder.glob(what):
+                    stale.unlink()
 
     def add(self, ids: Ids | Sequence[int], mask: Flags | None = None, spans: Longs | None = None) -> None:
         """Append one document; `mask`: which tokens are loss targets; `spans`: where true documents start inside it."""
@@ -149,7 +151,7 @@ class StoreWriter:
     def commit(self, note: Mapping[str, Any] = NO_NOTE) -> None:
         """Put everything added so far on the disk and record it together with `note`; a resumed writer starts from here."""
         self._flush()
-        with writing(self.folder, error=DataError):
+        with writing(self.folder):
             for one in self._files:
                 one.sync()
         state = {"growing": asdict(self._growing), "max_id": self._max_id, "sizes": [one.size for one in self._files]}
@@ -235,7 +237,7 @@ class StoreWriter:
 
     def _write(self, ids: Ids, lengths: Longs, mask: Flags | None, spans: Longs | None) -> None:
         now = self._growing
-        with writing(self.folder, ids.size * self._dtype.itemsize, DataError):
+        with writing(self.folder, ids.size * self._dtype.itemsize):
             self._open_shard()
             self._files[0].write(ids.astype(self._dtype, copy=False))
             self._files[1].write((now.tokens + np.cumsum(lengths)).astype("<i8"))
@@ -263,7 +265,7 @@ class StoreWriter:
 
     def _close_shard(self) -> None:
         now = self._growing
-        with writing(self.folder, error=DataError):
+        with writing(self.folder):
             self._open_shard()
             if self._masked and now.bits:
                 self._files[2].write(np.packbits(np.array(now.bits, np.bool_), bitorder="little"))
@@ -291,7 +293,7 @@ class StoreWriter:
             )
         self._shards = shards
         self.note = given["note"]
-        with writing(self.folder, error=DataError):
+        with writing(self.folder):
             for shard in shards:
                 for name, file in shard.files.items():
                     if not (self.folder / name).exists() or os.path.getsize(self.folder / name) != file.bytes:

@@ -190,6 +190,13 @@ def test_a_finished_store_is_never_overwritten(tmp_path: Path) -> None:
         StoreWriter(tmp_path / "s", dtype="uint16", tokenizer_fingerprint=None)
 
 
+def test_a_new_store_touches_no_file_of_others(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model-00001.bin").write_bytes(b"weights")
+    (tmp_path / "tokens-00007.bin").write_bytes(b"left by a killed build")
+    write(tmp_path, [[1, 2]])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["docs-00000.idx", "pytorch_model-00001.bin", "store.json", "tokens-00000.bin"]
+
+
 @pytest.mark.parametrize("ids", [[-1], [65536]])
 def test_ids_that_do_not_fit_are_refused(tmp_path: Path, ids: list[int]) -> None:
     writer = StoreWriter(tmp_path / "s", dtype="uint16", tokenizer_fingerprint=None)
