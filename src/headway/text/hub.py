@@ -115,12 +115,9 @@ def _checksum(file: Path, length: int) -> str:
 
 
 def _network_errors() -> tuple[type[BaseException], ...]:
-    """Failures of the connection as the installed hub library raises them: newer ones speak through httpx, older through OSError."""
-    if importlib.util.find_spec("httpx") is None:
-        return ()
-    import httpx
-
-    return (httpx.HTTPError,)
+    """Failures of the connection as the installed hub library raises them: through httpx2, httpx, or (the oldest) OSError."""
+    found = [name for name in ("httpx2", "httpx") if importlib.util.find_spec(name) is not None]
+    return tuple(importlib.import_module(name).HTTPError for name in found)
 
 
 def _unreachable(repo_id: str, dataset: bool, error: BaseException) -> str:

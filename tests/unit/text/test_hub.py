@@ -1,0 +1,236 @@
+"""Fetching against a small hub on loopback: caches, plain folders, filters, cut connections, wrong checksums, no network."""
+
+import hashlib
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOBODY = "http://127.0.0.1:9"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": bytes(range(256)) * 4096,
+    "data/train-00000-of-00001.jsonl": b'{"text": "from the hub"}\n',
+}
+
+
+def git_sha1(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+@dataclass
+class Hub:
+    """What the server holds, what it was asked, and how it misbehaves."""
+
+    url: str = ""
+    files: dict[str, bytes] = field(default_factory=lambda: dict(FILES))
+    requests: list[str] = field(default_factory=list)
+    cut_after: int | None = None
+    wrong: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
+
+    def etag(self, name: str) -> str:
+        data = self.files[name]
+        return hashlib.sha256(data).hexdigest() if name.endswith(".safetensors") else git_sha1(data)
+
+    def info(self) -> dict[str, Any]:
+        siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
+        return {"id": "org/name", "sha": COMMIT, "private": False, "tags": [], "downloads": 0, "likes": 0, "siblings": siblings}
+
+
+def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+        def answer(self, status: int, data: bytes, headers: dict[str, str], cut: int | None = None) -> None:
+            self.send_response(status)
+            for key, value in {"Content-Length": str(len(data)), **headers}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(data[:cut])
+                if cut is not None and cut < len(data):
+                    self.wfile.flush()
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    self.close_connection = True
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            hub.requests.append(f"{self.command} {self.path} {self.headers.get('Range') or ''}".strip())
+            path = self.path.partition("?")[0]
+            if re.fullmatch(r"/api/(models|datasets)/org/name(/revision/\w+)?", path):
+                self.answer(200, json.dumps(hub.info()).encode(), {"Content-Type": "application/json"})
+                return
+            tree = re.fullmatch(r"/api/(models|datasets)/org/name/tree/\w+", path)
+            if tree:
+                listed = [{"type": "file", "path": n, "size": len(d), "oid": git_sha1(d)} for n, d in hub.files.items()]
+                self.answer(200, json.dumps(listed).encode(), {"Content-Type": "application/json"})
+                return
+            found = re.fullmatch(r"(?:/datasets)?/org/name/resolve/\w+/(.+)", path)
+            if found is None or found[1] not in hub.files:
+                code = "EntryNotFound" if found else "RepoNotFound"
+                self.answer(404, b"{}", {"X-Error-Code": code, "X-Repo-Commit": COMMIT})
+                return
+            self.send_file(found[1])
+
+        def send_file(self, name: str) -> None:
+            data = hub.files[name]
+            if name in hub.missing and self.command == "GET":
+                self.answer(403, b"{}", {})
+                return
+            headers = {"ETag": f'"{hub.etag(name)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+            if name in hub.wrong:
+                data = bytes([data[0] ^ 1]) + data[1:]
+            begin = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+            start = int(begin[1]) if begin else 0
+            part = data[start : int(begin[2]) + 1 if begin and begin[2] else None]
+            if begin:
+                headers["Content-Range"] = f"bytes {start}-{start + len(part) - 1}/{len(data)}"
+            cut, hub.cut_after = (hub.cut_after, None) if self.command == "GET" and len(part) > 1000 else (None, hub.cut_after)
+            self.answer(206 if begin else 200, part, headers, cut)
+
+    return Handler
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    state = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(state))
+    state.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield state
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def run(hub: Hub | str, home: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """`headway ARGUMENTS --json` in its own process, because the hub library reads its settings when it is imported."""
+    url = hub if isinstance(hub, str) else hub.url
+    environment = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1", "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "headway", *arguments, "--json"], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    found = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {name: data for name, data in found.items() if not name.startswith(".cache")}
+
+
+def test_a_model_is_fetched_into_the_cache_and_found_there_without_a_network(hub: Hub, tmp_path: Path) -> None:
+    code, found, _ = run(hub, tmp_path, "download", "org/name")
+    assert code == 0 and content(Path(found["path"])) == FILES
+    assert Path(found["path"]).is_relative_to(tmp_path)
+    code, again, _ = run(NOBODY, tmp_path, "download", "org/name")
+    assert code == 0 and again == found
+
+
+def test_a_dataset_is_fetched_into_a_folder_or_a_cache_of_ones_own(hub: Hub, tmp_path: Path) -> None:
+    code, found, _ = run(hub, tmp_path / "home", "download", "org/name", "--dataset", "--to", str(tmp_path / "mine"), "--revision", "main")
+    assert code == 0 and Path(found["path"]) == tmp_path / "mine" and content(tmp_path / "mine") == FILES
+    assert any("/api/datasets/org/name" in request for request in hub.requests)
+    code, found, _ = run(hub, tmp_path / "home", "download", "org/name", "--cache-dir", str(tmp_path / "cache"))
+    assert code == 0 and Path(found["path"]).is_relative_to(tmp_path / "cache")
+
+
+def test_only_files_that_match_are_fetched(hub: Hub, tmp_path: Path) -> None:
+    code, _, _ = run(hub, tmp_path / "home", "download", "org/name", "--include", "*.json", "--to", str(tmp_path / "mine"))
+    assert code == 0 and content(tmp_path / "mine") == {"config.json": FILES["config.json"]}
+    code, _, said = run(hub, tmp_path / "home", "download", "org/name", "--include", "*.gguf", "--to", str(tmp_path / "none"))
+    assert code == 2 and "org/name: no file of the model matches *.gguf" in said
+
+
+def test_a_cut_connection_is_resumed_where_it_was(hub: Hub, tmp_path: Path) -> None:
+    hub.files = {"model.safetensors": bytes(range(256)) * 50_000}
+    hub.cut_after = 11_000_000
+    code, found, _ = run(hub, tmp_path, "download", "org/name")
+    assert code == 0 and content(Path(found["path"])) == hub.files
+    rest = [int(request.rpartition("bytes=")[2].rstrip("-")) for request in hub.requests if "bytes=" in request]
+    assert len(rest) == 1 and 10_000_000 < rest[0] <= 11_000_000, "the second request asks only for the rest"
+
+
+def test_a_failed_fetch_keeps_the_files_it_has(hub: Hub, tmp_path: Path) -> None:
+    hub.missing = {"model.safetensors"}
+    code, _, said = run(hub, tmp_path, "download", "org/name")
+    assert code == 2 and said.strip().splitlines()[-1].startswith("error: org/name: not here")
+    hub.missing, hub.requests = set(), []
+    code, found, _ = run(hub, tmp_path, "download", "org/name")
+    assert code == 0 and content(Path(found["path"])) == FILES
+    assert not any(request.startswith("GET") and request.endswith("config.json") for request in hub.requests)
+
+
+def test_a_wrong_checksum_is_noticed_and_fetched_anew(hub: Hub, tmp_path: Path) -> None:
+    for name, where in (("model.safetensors", ()), ("config.json", ("--to", str(tmp_path / "mine")))):
+        hub.wrong, home = {name}, tmp_path / name
+        code, _, said = run(hub, home, "download", "org/name", *where)
+        assert code == 2 and f"org/name: {name} has another checksum than the hub names; it was removed, fetch again." in said
+        hub.wrong = set()
+        code, found, _ = run(hub, home, "download", "org/name", *where)
+        assert code == 0 and content(Path(found["path"])) == FILES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("org/other",), "org/other: the hub has no such model (a dataset needs --dataset), or it is private."),
+        (("just-a-name",), "'just-a-name' is no hub id; write ORGANISATION/NAME."),
+    ],
+)
+def test_what_is_not_there_is_said_in_one_line(hub: Hub, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    code, _, said = run(hub, tmp_path, "download", *arguments)
+    assert code == 2 and said.strip().splitlines()[-1] == f"error: {message}"
+
+
+def test_without_a_network_one_line_says_what_to_do(tmp_path: Path) -> None:
+    code, _, said = run(NOBODY, tmp_path, "download", "org/name", "--dataset")
+    assert code == 2
+    line = said.strip().splitlines()[-1]
+    assert line.startswith(f"error: org/name: not here, and {NOBODY} cannot give it (")
+    assert "run `headway download org/name --dataset --to name`, copy that folder here and give its path" in line
+    assert str(tmp_path / "hub") in line and "HF_ENDPOINT" in line
+
+
+CODE = """
+import sys
+from headway.text.hub import local_or_hub
+from headway.text.read import read_documents
+from headway.errors import HeadwayError
+try:
+    print(local_or_hub(sys.argv[1], dataset=True), [d.text for d in read_documents("org/name", text_key="text")])
+except HeadwayError as error:
+    print("error:", error)
+"""
+
+
+def test_hub_ids_are_paths_once_they_were_fetched(hub: Hub, tmp_path: Path) -> None:
+    hub.files = {name: data for name, data in FILES.items() if name.startswith("data/")}
+
+    def resolve(given: str, url: str) -> str:
+        environment = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PATH": ""}
+        done = subprocess.run([sys.executable, "-c", CODE, given], env=environment, capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout.strip()
+
+    assert resolve("org/name", NOBODY).startswith("error: org/name: not here")
+    fetched = resolve("org/name", hub.url)
+    assert fetched.endswith("['from the hub']")
+    assert resolve("org/name", NOBODY) == fetched
+    assert resolve(str(tmp_path), NOBODY) == f"{tmp_path} ['from the hub']"
+    assert "no such file or folder, and not a hub id" in resolve("no/such/path", NOBODY)
