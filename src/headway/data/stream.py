@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,6 +81,7 @@ class Stream:
         self.shape = shape
         self._seed, self._number, self._shuffle, self._cache_dir = seed, number, shuffle, cache_dir
         self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()
+        self._lock = threading.Lock()
 
     @property
     def source(self) -> Source:
@@ -89,11 +91,13 @@ class Stream:
     def block(self, epoch: int, number: int) -> Block:
         """The rows of one block; the last few are kept."""
         at = (epoch, number)
-        if at not in self._blocks:
-            self._blocks[at] = self._plan(epoch, number)
-            while len(self._blocks) > KEPT_BLOCKS:
-                self._blocks.popitem(last=False)
-        return self._blocks[at]
+        with self._lock:
+            found = self._blocks.get(at)
+            if found is None:
+                found = self._blocks[at] = self._plan(epoch, number)
+                while len(self._blocks) > KEPT_BLOCKS:
+                    self._blocks.popitem(last=False)
+        return found
 
     def settled(self, cursor: Cursor) -> Cursor:
         """The same place, moved on to a row that exists: past the end of a block, past empty blocks, into the next epoch."""
