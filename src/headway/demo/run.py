@@ -24,20 +24,20 @@ VALID_FRACTION = 0.03
 PROMPT = "def read(self, path):\n"
 RECIPE = """\
 run: {{name: pretrain, dir: {out}/runs}}
-model: {{hidden_size: 192, num_layers: 4, num_heads: 6, num_kv_heads: 2, ffn_size: 512, max_seq_len: 256}}
+model: {{hidden_size: 128, num_layers: 3, num_heads: 4, num_kv_heads: 2, ffn_size: 344, max_seq_len: 256}}
 tokenizer: {out}/tokenizer
 data:
   train: [{out}/store]
   valid: {{fraction: {fraction}}}
   seq_len: 256
   cache_dir: {out}/cache
-batch: {{tokens: 8192, micro_rows: 16}}
-optim: {{lr: 3e-3, schedule: {{kind: cosine, warmup: 0.05, floor: 0.05}}}}
+batch: {{tokens: 2048, micro_rows: 8}}
+optim: {{lr: 4e-3, schedule: {{kind: cosine, warmup: 0.05, floor: 0.05}}}}
 steps: {steps}
-eval: {{every: 40, rows: 96}}
-checkpoint: {{every: 100}}
+eval: {{every: 100, rows: 96}}
+checkpoint: {{every: 250}}
 track: [{{kind: tensorboard}}]
-log: {{every: 20}}
+log: {{every: 50}}
 device: cpu
 """
 
@@ -85,7 +85,7 @@ class Demo:
         return self.out / "hf"
 
 
-def run_demo(out: Path, steps: int = 240) -> dict[str, Any]:
+def run_demo(out: Path, steps: int = 1000) -> dict[str, Any]:
     """Do every stage that is not done yet; returns the summary."""
     demo = Demo(out, steps)
     out.mkdir(parents=True, exist_ok=True)

@@ -23,14 +23,6 @@ class RunConfig(Section):
 
     name: str = setting("run", "Name of the run; its folder is dir/name.", min_length=1)
     dir: Path = setting(Path("runs"), "Folder that holds runs.")
-    gpus: int | str | tuple[int | str, ...] | None = setting(
-        None, "GPUs `headway train` uses: ids, UUIDs, a type, auto (all free ones) or none; null = as torch sees them. --gpus wins."
-    )
-
-    @property
-    def gpus_wish(self) -> str | None:
-        """The GPUs as --gpus would say it."""
-        return ",".join(map(str, self.gpus)) if isinstance(self.gpus, tuple) else None if self.gpus is None else str(self.gpus)
 
     @property
     def folder(self) -> Path:
