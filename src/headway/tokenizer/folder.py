@@ -23,12 +23,20 @@ if TYPE_CHECKING:
 
 ROLES = ("bos", "eos", "pad", "unk")
 GUESSES = {"bos": ("<s>", "<|begin_of_text|>", "<bos>"), "eos": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")}
+# zero2all's tokenizer classes add these from id 64000 on in code of their own, so that no file of their folders holds them.
+ZERO2ALL_CLASSES, ZERO2ALL_FIRST = ("MyHFTokenizer", "MySPTokenizer"), 64000
+ZERO2ALL_TOKENS = (
+    "<|beginoftext|>", "<|endoftext|>", "<|endofprompt|>", "<|im_start|>", "<|im_end|>", "<|UNK|>", "<|PAD|>", "<|CLS|>", "<|SEP|>",
+    "<|MASK|>", "<|BOS|>", "<|EOS|>", "<|role_end|>",
+)  # fmt: skip
 KNOWN_FILES = "tokenizer.json, vocab.json with merges.txt, tokenizer.model or a .tiktoken file"
 
 
 def read_folder(folder: Path) -> Tokenizer:
     """Open the tokenizer of a folder, whichever of the known files it holds; `transformers` is asked only if none is there."""
     config = read_config(folder)
+    if config.get("tokenizer_class") in ZERO2ALL_CLASSES:
+        config = _written_out(config)
     if (folder / "tokenizer.json").is_file():
         return finish(_read_fast(folder / "tokenizer.json"), config)
     kind = str(config.get("tokenizer_class", "GPT2Tokenizer")).removesuffix("Fast")
@@ -63,6 +71,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     if template.is_file():
         config["chat_template"] = template.read_text(encoding="utf-8")
     return config
+
+
+def _written_out(config: dict[str, Any]) -> dict[str, Any]:
+    """A zero2all config with the special tokens that its class would add."""
+    added = {str(i): {"content": token, "special": True} for i, token in enumerate(ZERO2ALL_TOKENS, ZERO2ALL_FIRST)}
+    roles = {"bos_token": "<|beginoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|PAD|>"}
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": added, **roles}
 
 
 def finish(backend: tokenizers.Tokenizer, config: dict[str, Any], extra_special: tuple[str, ...] = ()) -> Tokenizer:
@@ -129,9 +144,23 @@ def write_folder(tokenizer: Tokenizer, folder: Path) -> None:
         config["chat_template"] = tokenizer.chat_template
     if tokenizer.is_sentencepiece:
         write_atomic(folder / "tokenizer.model", cast(Any, tokenizer.backend).serialized_model_proto())
-    write_atomic(folder / "tokenizer.json", tokenizer.fast.to_str(pretty=True))
+    write_atomic(folder / "tokenizer.json", _with_begin(tokenizer).to_str(pretty=True))
     write_atomic(folder / "special_tokens_map.json", _pretty({**roles, "additional_special_tokens": others}))
     write_atomic(folder / "tokenizer_config.json", _pretty(config))
+
+
+def _with_begin(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    """The backend, putting the begin token before texts for tools that ask for it, where its config says so and its file does not."""
+    begin = tokenizer.roles.get("bos")
+    if not tokenizer.config.get("add_bos_token") or begin is None or tokenizer.fast.post_processor is not None:
+        return tokenizer.fast
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.processors import TemplateProcessing
+
+    clone = Backend.from_str(tokenizer.fast.to_str())
+    number = tokenizer.special_tokens[begin]
+    clone.post_processor = TemplateProcessing(single=f"{begin} $A", pair=f"{begin} $A {begin}:1 $B:1", special_tokens=[(begin, number)])
+    return clone
 
 
 def canonical(backend: tokenizers.Tokenizer) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def read_model(path: Path, config: dict[str, Any] | None = None) -> Tokenizer:
 
     from headway.tokenizer.tiktoken_ranks import is_ranks, read_ranks
 
-    config = config or {}
+    config = _neutral(config or {})
     data = path.read_bytes()
     if is_ranks(data):
         return read_ranks(path, config)
@@ -46,6 +46,15 @@ def read_model(path: Path, config: dict[str, Any] | None = None) -> Tokenizer:
     roles = {role: sp.id_to_piece(number) for role, number in numbers.items() if number >= 0}
     roles |= {role: _content(config[f"{role}_token"]) for role in numbers if config.get(f"{role}_token") is not None}
     return Tokenizer(sp, roles, config, config.get("chat_template"))
+
+
+def _neutral(config: dict[str, Any]) -> dict[str, Any]:
+    """A folder's config without the class that would take spaces at a text's start for its own; whether it puts a begin token stays."""
+    if "tokenizer_class" not in config:
+        return config
+    adds_begin = config.get("add_bos_token", str(config["tokenizer_class"]).startswith("Llama"))
+    rest = {k: v for k, v in config.items() if k not in ("legacy", "sp_model_kwargs", "auto_map")}
+    return {**rest, "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bool(adds_begin)}
 
 
 def _check_kind(sp: SentencePieceProcessor, path: Path) -> None:

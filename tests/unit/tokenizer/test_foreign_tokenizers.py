@@ -139,3 +139,42 @@ def test_chat_templates_are_read_and_written(ours: Tokenizer, tmp_path: Path) ->
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     assert load_tokenizer(tmp_path).chat_template == "d"
+
+
+def test_the_begin_token_of_a_llama_folder_is_kept_for_other_tools(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    (tmp_path / "tokenizer.model").write_bytes(model.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "legacy": false}', encoding="utf-8")
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.save(tmp_path / "saved")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    for text in (" lead", "  two", "river"):
+        assert theirs.encode(text) == [1, *tokenizer.encode(text)] == [1, *load_tokenizer(tmp_path / "saved").encode(text)]
+
+
+def test_zero2all_folders_get_the_tokens_their_class_adds(ours: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = json.loads(ours.fast.to_str()) | {"added_tokens": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    config = {"added_tokens_decoder": {}, "auto_map": {"AutoTokenizer": ["x.MyHFTokenizer", None]}, "tokenizer_class": "MyHFTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(DataError, match="the id 64000, but the vocabulary gives it 316"):
+        load_tokenizer(tmp_path)
+    monkeypatch.setattr("headway.tokenizer.folder.ZERO2ALL_FIRST", 316)
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (316, 317, 322)
+    assert tokenizer.special_tokens["<|role_end|>"] == 328
+    tokenizer.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").fingerprint == tokenizer.fingerprint
+
+
+def test_transformers_is_asked_where_nothing_else_can_read_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "river", "##s"]), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}', encoding="utf-8")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("rivers [MASK]") != tokenizer.encode("rivers [MASK]", allowed_special="all")
+    assert tokenizer.encode("rivers") == [5, 6]
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "NoSuchTokenizer"}', encoding="utf-8")
+    (tmp_path / "vocab.txt").unlink()
+    with pytest.raises(DataError, match="neither headway nor transformers can read"):
+        load_tokenizer(tmp_path)
