@@ -41,6 +41,8 @@ class Batch:
     """int32 [rows, max_documents + 1]"""
     single_document: bool = False
     """Known on the host: no row holds more than one document before its padding, so plain causal attention is exact."""
+    max_length: int | None = None
+    """Known on the host: no document (nor the padding) is longer than this; None = the row. Kernels for packed rows cost by it."""
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     """Further columns an objective needs (reference log-probabilities, media, ...)."""
 

@@ -17,6 +17,10 @@ from headway.data.store import ranges
 from headway.errors import DataError
 
 
+LEAST_BOUND = 128
+"""Bounds on the longest document are powers of two from here, so that few different ones occur."""
+
+
 @dataclass(frozen=True)
 class Fill:
     """How rows are laid out."""
@@ -52,7 +56,10 @@ def fill_rows(rows: Sequence[Row | None], how: Fill) -> tuple[Batch, float]:
     position, document, bounds, single = _layout(rows, how)
     came_from = np.array([0 if row is None else row.source for row in rows], np.int32)
     arrays = (tokens, targets, weight, position, document, came_from, bounds)
-    return Batch(*(torch.from_numpy(array) for array in arrays), single_document=single), float(weight.sum(dtype=np.float64))
+    longest = int(np.diff(bounds, axis=1).max())
+    max_length = min(how.seq_len, max(LEAST_BOUND, 1 << (longest - 1).bit_length()))
+    batch = Batch(*(torch.from_numpy(array) for array in arrays), single_document=single, max_length=max_length)
+    return batch, float(weight.sum(dtype=np.float64))
 
 
 def _pieces(rows: Sequence[Row | None], source: int) -> Pieces:

@@ -52,9 +52,10 @@ class AttentionMask:
 
 
 def mask_of(batch: Batch, *, max_length: int | None = None) -> AttentionMask:
-    """The mask of a microbatch. Nothing waits for the device: a document may fill a row, unless the caller knows `max_length`."""
+    """The mask of a microbatch. Nothing waits for the device: a document may fill a row, unless the batch or the caller knows better."""
     rows, length = batch.document.shape
-    return _mask(batch.document, batch.bounds, single_document=batch.single_document, max_length=max_length or length, rows=rows)
+    bound = max_length or batch.max_length or length
+    return _mask(batch.document, batch.bounds, single_document=batch.single_document, max_length=bound, rows=rows)
 
 
 def causal_mask(rows: int, length: int, device: torch.device | str = "cpu") -> AttentionMask:

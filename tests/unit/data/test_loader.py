@@ -353,3 +353,18 @@ def test_the_row_index_is_kept_by_content(tmp_path: Path) -> None:
     assert loader_of(config, store).rows_per_epoch() == rows
     loader_of(config_of(cache_dir=tmp_path / "cache", seq_len=20), store).rows_per_epoch()
     assert len(list((tmp_path / "cache" / "rows").iterdir())) == 2
+
+
+def test_the_bound_on_document_lengths_covers_every_segment_and_is_tight(tmp_path: Path) -> None:
+    from headway.data.config import DataConfig
+    from headway.data.mixture import MixtureSource
+    from headway.data.order import Selection
+    from headway.data.synthetic import SyntheticSource
+
+    config = DataConfig(seq_len=2048, workers=0)
+    with Loader(config, sources=[MixtureSource(Selection(SyntheticSource(512, 0)))], rows_per_step=2, micro_rows=2, seed=1) as loader:
+        for _ in range(5):
+            batch = next(loader)[0].microbatches[0]
+            longest = int(batch.bounds.diff(dim=1).max())
+            assert batch.max_length is not None
+            assert longest <= batch.max_length < max(2 * longest, 129)
