@@ -9,6 +9,7 @@ from headway.runtime.progress import duration, quantity
 from headway.track.base import Value, flatten
 
 COLUMNS = 100
+DATA_WAIT_SHOWN = 0.05
 SHOWN = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu_full", "mfu_causal", "memory_bytes", "eta_seconds")
 log = logging.getLogger("headway")
 
@@ -49,6 +50,9 @@ def step_line(step: int, total_steps: int | None, metrics: Mapping[str, Value]) 
         parts.append(f"{quantity(speed)} tok/s")
     if "mfu_full" in metrics or "mfu_causal" in metrics:
         parts.append(_utilisation(metrics.get("mfu_full"), metrics.get("mfu_causal")))
+    waiting = metrics.get("data_wait_share")
+    if isinstance(waiting, (int, float)) and waiting > DATA_WAIT_SHOWN:
+        parts.append(f"WAITS FOR DATA {waiting:.0%}")
     memory = metrics.get("memory_bytes")
     if isinstance(memory, (int, float)):
         parts.append(f"{memory / 1e9:.{0 if memory >= 10e9 else 1}f} GB")
