@@ -168,3 +168,31 @@ def test_files_without_a_known_suffix_are_told_by_content(tmp_path: Path) -> Non
     (tmp_path / "f.bin").write_bytes(bytes(range(256)))
     with pytest.raises(DataError, match=r"f.bin: unknown format. Supported: txt, md, json"):
         list(read_documents(tmp_path / "f.bin"))
+
+
+def wiki(texts: list[str]) -> bytes:
+    pages = (f"<page><title>t</title><ns>0</ns><id>1</id><revision><text>{text}</text></revision></page>" for text in texts)
+    return f"<mediawiki>{''.join(pages)}</mediawiki>".encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.jsonl.gz", lambda texts: gzip.compress(jsonl([{"text": text} for text in texts]), 1)),
+        ("a.json", lambda texts: json.dumps([{"text": text} for text in texts]).encode()),
+        ("a.csv", lambda texts: ("text\n" + "".join(f"{text}\n" for text in texts)).encode()),
+        ("a.xml", wiki),
+    ],
+)
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str, write: Callable[[list[str]], bytes]) -> None:
+    import tracemalloc
+
+    (tmp_path / name).write_bytes(write(["some text " * 200] * 2_500))
+    documents = read_documents(tmp_path / name)
+    next(documents)
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in documents) == 2_499
+        assert tracemalloc.get_traced_memory()[1] < 2_500_000
+    finally:
+        tracemalloc.stop()
