@@ -187,7 +187,7 @@ def wiki(texts: list[str]) -> bytes:
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str, write: Callable[[list[str]], bytes]) -> None:
     import tracemalloc
 
-    (tmp_path / name).write_bytes(write(["some text " * 200] * 2_500))
+    (tmp_path / name).write_bytes(write(["文本内容" * 200] * 2_500))
     documents = read_documents(tmp_path / name)
     next(documents)
     tracemalloc.start()
