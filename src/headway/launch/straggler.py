@@ -1,0 +1,83 @@
+"""Which rank is slow: every rank's times come in, those that stand out go out.
+
+InternLM's rule: a rank's time is compared to the mean of all ranks, without the smallest and largest where there are more than four, and to
+the mean of its own last ten; what is longer by more than a ratio stands out, if the mean is long enough to matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+TRIM_ABOVE = 4
+HISTORY = 10
+MIN_MEAN_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When a time stands out."""
+
+    ratio: float = 1.1
+    min_seconds: float = MIN_MEAN_SECONDS
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """One time of one rank that stands out."""
+
+    timer: str
+    rank: int
+    seconds: float
+    usual: float
+    against: str
+
+    def __str__(self) -> str:
+        times = f"{self.seconds / self.usual:.2f} times {self.against} ({self.usual:.3f} s)"
+        return f"rank {self.rank}: {self.timer} took {self.seconds:.3f} s, {times}"
+
+
+def usual(times: Sequence[float]) -> float:
+    """The mean over ranks, without the extremes where there are more than four."""
+    ordered = sorted(times)
+    return mean(ordered[1:-1] if len(ordered) > TRIM_ABOVE else ordered)
+
+
+def slow_ranks(times: Mapping[str, Sequence[float]], rule: Rule) -> list[Outlier]:
+    """Ranks that are slower than the others; `times` holds one number per rank under each timer."""
+    found: list[Outlier] = []
+    for timer, values in times.items():
+        expected = usual(values)
+        if len(values) > 1 and expected >= rule.min_seconds:
+            found += [
+                Outlier(timer, rank, value, expected, "the ranks' mean")
+                for rank, value in enumerate(values)
+                if value > rule.ratio * expected
+            ]
+    return found
+
+
+def slower_than_before(timer: str, rank: int, history: Sequence[float], rule: Rule) -> list[Outlier]:
+    """Whether the last of a rank's times is longer than the ten before it."""
+    before = list(history[-HISTORY - 1 : -1])
+    if not before or mean(before) < rule.min_seconds or history[-1] <= rule.ratio * mean(before):
+        return []
+    return [Outlier(timer, rank, history[-1], mean(before), "its own last ten")]
+
+
+def write_report(times: Mapping[str, Sequence[float]], outliers: Sequence[Outlier], rule: Rule) -> str:
+    """A table of all ranks and what stands out in it."""
+    timers = list(times)
+    lines = [
+        f"{'rank':<6}" + "".join(f"{timer:>24}" for timer in timers),
+        *(
+            f"{rank:<6}" + "".join(f"{times[timer][rank]:>24.4f}" for timer in timers)
+            for rank in range(len(next(iter(times.values()), ())))
+        ),
+        f"{'mean':<6}" + "".join(f"{usual(times[timer]):>24.4f}" for timer in timers),
+        "",
+        f"seconds in all profiled steps; slow = more than {rule.ratio:g} times the mean, where that is at least {rule.min_seconds:g} s",
+        *(str(one) for one in outliers),
+    ]
+    return "\n".join(lines if outliers else [*lines, "no rank stands out"]) + "\n"
