@@ -149,6 +149,55 @@ RAW_JSON_SET = (*RAW_SET[:3], "data.valid.sets={one: [{path: $/raw.jsonl}]}", "e
 RAMP = ("batch.rampup={start: 1, add: 1, every: 1}",)
 Row = tuple[tuple[str, ...], Any, Any, Callable[[tuple[str, ...]], Any]]
 
+FP16 = ("precision=fp16",)
+OVERFLOWS = (*FP16, "steps=4", "loss_scale.initial=1e30", "loss_scale.max=1e38", "loss_scale.hysteresis=1")
+
+
+def scales(overrides: tuple[str, ...]) -> Any:
+    return [r["loss_scale"] for r in observed(overrides).records]
+
+
+def bucket_count(run: Any) -> Any:
+    return len(run.engine.reducer.buckets)
+
+
+def on_two_ranks(overrides: tuple[str, ...]) -> Any:
+    """The layout and the hook the first of two ranks would have, or why it is refused."""
+    import torch
+
+    from headway.errors import ParallelError
+    from headway.parallel.assemble import choose_hook
+
+    parallel = load(Recipe, None, list(overrides)).parallel
+    try:
+        mesh = parallel.mesh(0, 2)
+        parallel.check(mesh, "float32")
+        return mesh, type(choose_hook(parallel, mesh, torch.device("cpu"))).__name__
+    except ParallelError as error:
+        return str(error)
+
+
+PARALLEL: dict[str, Row] = {
+    "loss_scale.initial": (FP16, 65536.0, 1024.0, scales),
+    "loss_scale.min": (OVERFLOWS, 1.0, 9e29, scales),
+    "loss_scale.max": ((*FP16, "loss_scale.growth_interval=1"), 2.0**24, 65536.0, scales),
+    "loss_scale.growth_interval": (FP16, 1000, 1, scales),
+    "loss_scale.growth_factor": ((*FP16, "loss_scale.growth_interval=1"), 2.0, 4.0, scales),
+    "loss_scale.backoff_factor": (OVERFLOWS, 0.5, 0.25, scales),
+    "loss_scale.hysteresis": (OVERFLOWS, 1, 2, scales),
+    "parallel.zero1.size": ((), "auto", 1, on_two_ranks),
+    "parallel.bucket_bytes": ((), 1 << 20, 4096, engine(bucket_count)),
+    "parallel.reduce_dtype": ((), "fp32", "bf16", on_two_ranks),
+    "parallel.overlap.reduce": ((), True, False, engine(lambda run: run.engine.reducer.overlap)),
+    "parallel.overlap.gather": ((), True, False, engine(lambda run: run.engine.overlap.gather)),
+    "parallel.overlap.step": ((), True, False, engine(lambda run: run.engine.overlap.step)),
+    "parallel.hook[all_reduce].kind": ((), "all_reduce", "reduce_scatter", on_two_ranks),
+    "parallel.hook[reduce_scatter].kind": (("parallel.zero1.size=1",), "reduce_scatter", "all_reduce", on_two_ranks),
+    "parallel.hook[compress].kind": ((), "compress", "all_reduce", on_two_ranks),
+    "parallel.hook[compress].dtype": (("parallel.hook.kind=compress",), "bf16", "fp16", numbers),
+    "parallel.timeout_seconds": ((), 1800.0, 1.0, lambda o: load(Recipe, None, list(o)).parallel.timeout_seconds),
+}  # fmt: skip
+
 TABLE: dict[str, Row] = {
     "run.name": ((), "a", "b", lambda o: observed(o).folder.name),
     "run.dir": ((), "$/runs1", "$/runs2", lambda o: observed(o).folder.parent.name),
@@ -210,6 +259,8 @@ TABLE: dict[str, Row] = {
     "data.max_documents": (STORES, "auto", 2, batches),
     "data.window_tokens": (STORES, "auto", 64, numbers),
     "data.skip_batches": (STORES, "", "'0'", numbers),
+    "data.max_tokens": (STORES, None, 64, batches),
+    "data.balance": (STORES, False, True, batches),
     "data.tokenizer_unchecked": (STORES, True, False, refused),
     "data.workers": ((), 2, 0, engine(loader_threads)),
     "data.prefetch": ((), 4, 1, engine(loader_threads)),
@@ -251,6 +302,7 @@ TABLE: dict[str, Row] = {
     "train": ((), [], ["norms"], numbers),
     "precision": ((), "fp32", "bf16", numbers),
     "device": ((), "cpu", "cuda", refused),
+    **PARALLEL,
     "kernels.attention": ((), "auto", "varlen", refused),
     "kernels.compile": ((), False, True, engine(lambda run: type(run.engine.model.model.layers["0"].before).__name__)),
     "kernels.tf32": ((), True, False, engine(lambda run: __import__("torch").backends.cuda.matmul.allow_tf32)),

@@ -17,8 +17,16 @@ from headway.model.transformer import Block, Transformer
 from headway.objective.base import Objective
 from headway.optim.base import OptimConfig
 from headway.optim.groups import OBJECTIVE, Group, make_groups, trainable
-from headway.parallel.collectives import Alone
-from headway.parallel.zero1 import FlatEngine, Settings
+from headway.optim.scaler import Scaler, ScalerConfig
+from headway.parallel.collectives import Ranks, alone
+from headway.parallel.config import ParallelConfig
+from headway.parallel.hooks.all_reduce import AllReduce
+from headway.parallel.hooks.base import Hook
+from headway.parallel.hooks.compress import Compress
+from headway.parallel.hooks.reduce_scatter import ReduceScatter
+from headway.parallel.mesh import Mesh
+from headway.parallel.passes import Settings
+from headway.parallel.zero1 import Exchanged, FlatEngine
 
 
 def assemble(
@@ -31,12 +39,19 @@ def assemble(
     train: Sequence[str] = (),
     attention: str = "auto",
     compile_blocks: bool = False,
+    parallel: ParallelConfig = ParallelConfig(),
+    ranks: Ranks | None = None,
+    loss_scale: ScalerConfig = ScalerConfig(),
 ) -> FlatEngine:
-    """Make the engine of one process, its parameters still zero."""
+    """Make the engine of this rank, its parameters still zero."""
+    ranks = ranks or alone()
+    parallel.check(ranks.mesh, str(settings.dtype).removeprefix("torch."))
     with torch.device("meta"):
         model = Transformer(config)
     groups = group_parameters(model, objective, optim, freeze, train)
-    engine = FlatEngine(model, objective, groups, optim.build(), settings, Alone())
+    scaler = Scaler(loss_scale, settings.device) if settings.dtype == torch.float16 else None
+    exchanged = Exchanged(ranks, parallel.bucket_bytes, choose_hook(parallel, ranks.mesh, settings.device), parallel.overlap)
+    engine = FlatEngine(model, objective, groups, optim.build(), settings, exchanged, scaler)
     for block in model.model.layers.values():
         assert isinstance(block, Block)
         if attention != "auto":
@@ -45,6 +60,17 @@ def assemble(
             block.before = torch.compile(block.before, fullgraph=True, dynamic=False)
             block.after = torch.compile(block.after, fullgraph=True, dynamic=False)
     return engine
+
+
+def choose_hook(parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Hook | None:
+    """The hook of a recipe; without one, the plain sum that fits the layout. None: nothing to exchange."""
+    if parallel.hook is not None:
+        return parallel.hook.build(device)
+    if mesh.data == 1:
+        return None
+    if parallel.reduce_dtype != "fp32":
+        return Compress(parallel.reduce_dtype, device)
+    return ReduceScatter(device) if mesh.shard > 1 else AllReduce()
 
 
 def group_parameters(

@@ -1,10 +1,12 @@
 """Flat buffers: the parameters of one group and dtype lie in one tensor, in backward order; every parameter and gradient is a view.
 
-buffer   [ norm.weight | layers.3.mlp.down | ... | embed_tokens | pad ]      starts aligned to ALIGN elements
-param    compute dtype, what the model reads
-master   fp32, what the optimizer changes (the same tensor as param when that is fp32)
-grad     fp32, where the gradients of all microbatches are added up
-state    the optimizer's slots, fp32
+buffer   [ norm.weight | layers.3.mlp.down | pad ][ ... | embed_tokens | pad ]      starts aligned to ALIGN elements
+         '------------- bucket 0 ---------------''--------- bucket 1 ---------'     lengths a multiple of shards * ALIGN
+own      of every bucket the s-th of `shards` equal parts
+param    compute dtype, whole: what the model reads
+grad     fp32, whole: where the gradients of all microbatches are added up
+master   fp32, the own parts one after another: what the optimizer changes (the same tensor as param where that is fp32 and not cut)
+state    the optimizer's slots, fp32, the own parts
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 from headway.optim.groups import Group
 
 ALIGN = 64
+Ints = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Slot:
     """Where one parameter lies in its buffer."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Ints
     start: int
 
     @property
@@ -38,15 +41,64 @@ class Slot:
         return flat[self.start : self.start + self.size].view(self.shape)
 
 
-def lay_out(names: Sequence[str], shapes: dict[str, tuple[int, ...]]) -> tuple[list[Slot], int]:
-    """Place parameters one after another, each start aligned; returns the slots and the padded length."""
-    slots: list[Slot] = []
-    end = 0
+@dataclass(frozen=True)
+class Cut:
+    """How a buffer is cut: into buckets of about so many elements, each over so many shards, of which this rank has one."""
+
+    bucket_elements: int = 1 << 23
+    shards: int = 1
+    shard: int = 0
+
+
+@dataclass(frozen=True)
+class Span:
+    """One bucket's place in its buffer, and the parameters in it."""
+
+    start: int
+    stop: int
+    slots: tuple[Slot, ...]
+
+    def part(self, cut: Cut) -> tuple[int, int]:
+        """Which elements of the buffer are this rank's own."""
+        each = (self.stop - self.start) // cut.shards
+        return self.start + cut.shard * each, self.start + (cut.shard + 1) * each
+
+
+def lay_out(names: Sequence[str], shapes: dict[str, Ints], cut: Cut) -> tuple[list[Span], int]:
+    """Place parameters one after another, each start aligned; close a bucket before it grows too large. Returns buckets and length."""
+    spans: list[Span] = []
+    open_slots: list[Slot] = []
+    begin = end = 0
+
+    def close() -> None:
+        nonlocal begin, end
+        if open_slots:
+            end = begin + _up(end - begin, cut.shards * ALIGN)
+            spans.append(Span(begin, end, tuple(open_slots)))
+            open_slots.clear()
+            begin = end
+
     for name in names:
-        slot = Slot(name, shapes[name], end)
-        slots.append(slot)
-        end += -(-slot.size // ALIGN) * ALIGN
-    return slots, end
+        size = _up(torch.Size(shapes[name]).numel(), ALIGN)
+        if end - begin + size > cut.bucket_elements:
+            close()
+        open_slots.append(Slot(name, shapes[name], end))
+        end += size
+    close()
+    return spans, end
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+@dataclass(frozen=True)
+class Held:
+    """The elements of one parameter that this rank owns: `size` of them from `first` on, lying at `at` in master and state."""
+
+    first: int
+    size: int
+    at: int
 
 
 @dataclass
@@ -54,31 +106,53 @@ class TrainBuffer:
     """The trainable parameters of one group."""
 
     group: Group
-    slots: list[Slot]
+    cut: Cut
+    spans: list[Span]
     param: Tensor
     master: Tensor
     grad: Tensor
     state: dict[str, Tensor]
     steps: Tensor
-    """0-dim fp32: updates that were really done."""
+    """fp32, one per bucket: updates that were really done."""
 
     @classmethod
     def allocate(
-        cls, group: Group, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device, slots: Sequence[str]
+        cls, group: Group, shapes: dict[str, Ints], dtype: torch.dtype, device: torch.device, slots: Sequence[str], cut: Cut
     ) -> TrainBuffer:
         """Make the tensors of one group, all zero. Parameters are laid out last first, the order in which backward finishes them."""
-        placed, length = lay_out(tuple(reversed(group.names)), shapes)
-        master = torch.zeros(length, dtype=torch.float32, device=device)
-        param = master if dtype == torch.float32 else torch.zeros(length, dtype=dtype, device=device)
+        spans, length = lay_out(tuple(reversed(group.names)), shapes, cut)
+        param = torch.zeros(length, dtype=dtype, device=device)
+        shares = dtype == torch.float32 and cut.shards == 1
+        master = param if shares else torch.zeros(length // cut.shards, dtype=torch.float32, device=device)
         return cls(
-            group, placed, param, master, torch.zeros_like(master),
-            {slot: torch.zeros_like(master) for slot in slots}, torch.zeros((), dtype=torch.float32, device=device),
+            group, cut, spans, param, master, torch.zeros(length, dtype=torch.float32, device=device),
+            {slot: torch.zeros_like(master) for slot in slots}, torch.zeros(len(spans), dtype=torch.float32, device=device),
         )  # fmt: skip
 
-    def refresh(self) -> None:
-        """Derive the compute parameters from the master weights."""
+    @property
+    def slots(self) -> list[Slot]:
+        """Every parameter's place, in the order of the buffer."""
+        return [slot for span in self.spans for slot in span.slots]
+
+    def own(self, span: Span, whole: Tensor) -> Tensor:
+        """This rank's part of one bucket in a tensor as long as the buffer."""
+        start, stop = span.part(self.cut)
+        return whole[start:stop]
+
+    def mine(self, span: Span, parts: Tensor) -> Tensor:
+        """One bucket's part in a tensor that holds only this rank's parts."""
+        return parts[span.start // self.cut.shards : span.stop // self.cut.shards]
+
+    def held(self, span: Span, slot: Slot) -> Held | None:
+        """Which elements of a parameter are this rank's."""
+        start, stop = span.part(self.cut)
+        first, last = max(start, slot.start), min(stop, slot.start + slot.size)
+        return Held(first - slot.start, last - first, span.start // self.cut.shards + first - start) if first < last else None
+
+    def refresh(self, span: Span) -> None:
+        """Derive this rank's part of the compute parameters from its master weights."""
         if self.param is not self.master:
-            self.param.copy_(self.master)
+            self.own(span, self.param).copy_(self.mine(span, self.master))
 
 
 @dataclass
@@ -89,7 +163,30 @@ class FrozenBuffer:
     param: Tensor = field(repr=False)
 
     @classmethod
-    def allocate(cls, names: Sequence[str], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> FrozenBuffer:
+    def allocate(cls, names: Sequence[str], shapes: dict[str, Ints], dtype: torch.dtype, device: torch.device) -> FrozenBuffer:
         """Make the tensor, all zero."""
-        placed, length = lay_out(names, shapes)
-        return cls(placed, torch.zeros(length, dtype=dtype, device=device))
+        spans, length = lay_out(names, shapes, Cut())
+        return cls([slot for span in spans for slot in span.slots], torch.zeros(length, dtype=dtype, device=device))
+
+
+def boxes_of(shape: Ints, first: int, size: int) -> list[tuple[Ints, Ints, int]]:
+    """The elements first .. first + size of a row-major tensor as boxes: (offset, shape, where it starts in those elements)."""
+    if size == 0:
+        return []
+    if not shape:
+        return [((), (), 0)]
+    inner = torch.Size(shape[1:]).numel()
+    row, skip = divmod(first, inner)
+    boxes: list[tuple[Ints, Ints, int]] = []
+    at = 0
+    if skip:
+        head = min(inner - skip, size)
+        boxes += [((row, *offset), (1, *part), at + start) for offset, part, start in boxes_of(shape[1:], skip, head)]
+        at, row = head, row + 1
+    rows = (size - at) // inner
+    if rows:
+        boxes.append(((row, *(0 for _ in shape[1:])), (rows, *shape[1:]), at))
+        at, row = at + rows * inner, row + rows
+    if at < size:
+        boxes += [((row, *offset), (1, *part), at + start) for offset, part, start in boxes_of(shape[1:], 0, size - at)]
+    return boxes

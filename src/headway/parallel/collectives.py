@@ -1,17 +1,274 @@
-"""Communication between the ranks of a mesh. In one process every operation is the identity: skipped, not forked."""
+"""Communication between ranks. A `Group` is some of them; in a group of one every operation is the identity: skipped, not forked.
+
+Collectives start at once and are finished by `wait` on the handle they return: for NCCL the current stream waits, for gloo the host does.
+All ranks of a group must start the same collectives in the same order.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from headway.errors import LaunchError
+from headway.parallel.mesh import Mesh
+from headway.runtime.process import Process
 
-class Alone:
-    """The exchange of a mesh of one rank."""
+# Newer versions of torch have new names for these two and warn at the old ones.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Handle(Protocol):
+    """Something under way."""
+
+    def wait(self) -> Any:
+        """Its results may be used after this."""
+        ...
+
+
+class Done:
+    """Nothing under way."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+@dataclass
+class Then:
+    """Something under way and what is left to do once it is there."""
+
+    first: Handle
+    action: Callable[[], Any]
+
+    def wait(self) -> None:
+        """Wait, then do the rest."""
+        self.first.wait()
+        self.action()
+
+
+class Group:
+    """Some ranks that exchange tensors."""
+
+    def __init__(self, rank: int = 0, size: int = 1, handle: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.size, self.handle = rank, size, handle
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        """Replace a tensor by its sum over ranks."""
+        return Done() if self.size == 1 else _work(dist.all_reduce(tensor, group=self.handle, async_op=True))
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Handle:
+        """This rank's part of the sum over ranks; `part` may lie in `whole` at this rank's place."""
+        if self.size == 1:
+            if part.data_ptr() != whole.data_ptr():
+                part.copy_(whole)
+            return Done()
+        if part.is_cuda:
+            return _work(_reduce_scatter(part, whole, group=self.handle, async_op=True))
+        apart = torch.empty_like(part)  # gloo is not made for overlapping input and output
+        return Then(_work(_reduce_scatter(apart, whole, group=self.handle, async_op=True)), lambda: part.copy_(apart))
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> Handle:
+        """All ranks' parts, one after another; `part` may lie in `whole` at this rank's place."""
+        if self.size == 1:
+            if part.data_ptr() != whole.data_ptr():
+                whole.copy_(part)
+            return Done()
+        return _work(_all_gather(whole, part if part.is_cuda else part.clone(), group=self.handle, async_op=True))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value (plain Python), in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        answers: list[Any] = [None] * self.size
+        dist.all_gather_object(answers, value, group=self.handle)
+        return answers
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Host numbers added over ranks."""
+        if self.size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.handle)
+        return total.tolist()
+
+    def most(self, value: int) -> int:
+        """The largest of the ranks' host numbers."""
+        if self.size == 1:
+            return value
+        found = torch.tensor(value)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.handle)
+        return int(found)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.most(0)
+
+    def close(self, *, orderly: bool = True) -> None:
+        """End communication. Orderly, all ranks wait for each other first: gloo's threads may abort a process that others still talk to."""
+        if self.size > 1 and dist.is_initialized():
+            if orderly:
+                self.barrier()
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(orderly=kind is None)
+
+
+def _work(work: dist.Work | None) -> Handle:
+    assert work is not None
+    return work
+
+
+def start_group(process: Process, backend: Literal["gloo", "nccl"], timeout_seconds: float) -> Group:
+    """Join the other processes of a run; the launcher says where they meet (MASTER_ADDR, MASTER_PORT). Alone there is nobody to join."""
+    if process.world == 1:
+        return Group()
+    kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+    try:
+        dist.init_process_group(
+            kinds, rank=process.rank, world_size=process.world, timeout=timedelta(seconds=timeout_seconds), init_method="env://"
+        )
+    except ValueError as problem:
+        raise LaunchError(
+            f"rank {process.rank} of {process.world} cannot meet the others: {problem}. "
+            "Start it with torchrun, or set MASTER_ADDR and MASTER_PORT."
+        ) from None
+    except dist.DistError as problem:
+        first = str(problem).splitlines()[0]
+        raise LaunchError(
+            f"rank {process.rank} of {process.world} could not meet the others within {timeout_seconds:.0f} s: {first}"
+        ) from None
+    return Group(process.rank, process.world, dist.group.WORLD)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The groups of a mesh that data parallelism uses, as this rank sees them."""
+
+    mesh: Mesh
+    world: Group
+    data: Group
+    """All ranks that read different rows."""
+    shard: Group
+    """The ranks among which the optimizer state is cut."""
+    replicate: Group
+    """The ranks that hold the same part of it."""
+
+
+def alone() -> Ranks:
+    """One process."""
+    return Ranks(Mesh(), Group(), Group(), Group(), Group())
+
+
+def form_groups(mesh: Mesh, world: Group) -> Ranks:
+    """Make the groups of a mesh; every rank makes all of them, in the same order."""
+    if mesh.world == 1:
+        return alone()
+    shard = _mine([[r * mesh.shard + s for s in range(mesh.shard)] for r in range(mesh.replicate)], world)
+    replicate = _mine([[r * mesh.shard + s for r in range(mesh.replicate)] for s in range(mesh.shard)], world)
+    return Ranks(mesh, world, world, shard, replicate)
+
+
+def _mine(lists: list[list[int]], world: Group) -> Group:
+    if len(lists) == 1:
+        return world
+    if len(lists[0]) == 1:
+        return Group()
+    mine = Group()
+    for ranks in lists:
+        handle = dist.new_group(ranks)
+        if world.rank in ranks:
+            mine = Group(ranks.index(world.rank), len(ranks), handle)  # pyright: ignore[reportArgumentType]
+    return mine
+
+
+class Background:
+    """Runs work of several stages beside backward, in order: on a stream of its own with CUDA, else in a thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.thread = None if self.stream else ThreadPoolExecutor(1, thread_name_prefix="headway-exchange")
+
+    def run(self, work: Callable[[], Any]) -> Handle:
+        """Start work; it sees everything that was queued before."""
+        if self.stream is None:
+            assert self.thread is not None
+            return _Awaited(self.thread.submit(work))
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            work()
+            event = torch.cuda.Event()
+            event.record()
+        return _Passed(event)
+
+
+@dataclass
+class _Awaited:
+    future: Future[Any]
+
+    def wait(self) -> None:
+        self.future.result()
+
+
+@dataclass
+class _Passed:
+    event: torch.cuda.Event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+class Exchange:
+    """Differentiable communication for objectives, under the law that a gradient is the sum of all ranks' shares."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over one rank."""
-        return value
+        """The sum over ranks."""
+        return value if self.group.size == 1 else _Sum.apply(value, self.group)  # pyright: ignore[reportReturnType]
 
     def gather(self, value: Tensor) -> Tensor:
-        """One rank's values."""
-        return value
+        """All ranks' values along dim 0."""
+        return value if self.group.size == 1 else _Gather.apply(value, self.group)  # pyright: ignore[reportReturnType]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        total = value.detach().clone().contiguous()
+        group.all_reduce(total).wait()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        total = grads[0].clone().contiguous()
+        ctx.group.all_reduce(total).wait()
+        return total, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.shape = group, value.shape
+        whole = value.new_empty(group.size * value.shape[0], *value.shape[1:])
+        group.all_gather(whole, value.detach().contiguous()).wait()
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        part = grads[0].new_empty(ctx.shape)
+        ctx.group.reduce_scatter(part, grads[0].contiguous()).wait()
+        return part, None

@@ -34,12 +34,16 @@ class Update:
     norm: Tensor
     skipped: Tensor
     """1 where the gradients were not finite and nothing was changed, else 0."""
+    loss_scale: Tensor
+    """What the loss of this step was multiplied by; 1 unless the precision is fp16."""
 
 
 class Engine(Protocol):
     """Holds the model, the gradients and the optimizer state of this rank."""
 
     groups: list[Group]
+    shapes: dict[str, tuple[int, ...]]
+    """Every parameter's whole shape, in the order of the model."""
 
     def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
         """Accumulate the gradients of one step; each microbatch adds its share of one global loss."""
@@ -58,7 +62,7 @@ class Engine(Protocol):
         ...
 
     def tensors(self) -> Iterator[StateTensor]:
-        """Everything to save: (name, role, global shape, [(offset, local view)])."""
+        """Everything to save: (name, role, global shape, [(offset, local view)]); what several ranks hold is given by one of them."""
         ...
 
     def scalars(self) -> dict[str, Any]:
@@ -70,7 +74,7 @@ class Engine(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's parameters at full precision, by name."""
+        """The model's whole parameters at full precision, by name; all ranks call it together."""
         ...
 
     def flush(self) -> None:

@@ -47,7 +47,24 @@ class Mesh:
             inner *= getattr(self, other)
         raise KeyError(axis)
 
+    def describe(self, strategy: str) -> list[str]:
+        """The layout for people; nothing to say about one process."""
+        if self.world == 1:
+            return []
+        names = {"zero1": "data parallel" if self.shard == 1 else f"zero1 over {self.shard}", "fsdp": f"fsdp over {self.shard}"}
+        copies = f", {self.replicate} times" if self.shard > 1 and self.replicate > 1 else ""
+        return [f"{self.world} ranks: {names[strategy]}{copies}"]
+
     @property
     def data_rank(self) -> int:
         """Which rows this rank reads."""
         return self.coordinate("replicate") * self.shard + self.coordinate("shard")
+
+
+def plan_mesh(rank: int, world: int, size: int | str, key: str) -> Mesh:
+    """The layout of data-parallel ranks for a shard size given in a recipe under `key`; `auto` cuts over all of them."""
+    shard = world if size == "auto" else int(size)
+    if shard > world or world % shard:
+        fitting = [str(n) for n in range(1, world + 1) if world % n == 0]
+        raise ParallelError(f"{key} is {shard}; it must divide the {world} data-parallel ranks. Use auto or {' or '.join(fitting)}.")
+    return Mesh(rank=rank, replicate=world // shard, shard=shard)

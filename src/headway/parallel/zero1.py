@@ -1,7 +1,11 @@
-"""The flat-buffer engine. At size 1 it is plain training: flat parameters and gradients, fp32 masters, one fused update per group.
+"""The flat-buffer engine: whole parameters and gradients on every rank, fp32 masters and optimizer state cut over the shard group.
 
-One law of gradients: each microbatch back-propagates its additive share of one global loss; a gradient is the plain sum of shares.
-Nothing here waits for the device: the norm, the clip factor and the decision to skip stay on it.
+    shard group of 1      plain data parallelism: gradients all-reduced, every rank steps everything
+    all data ranks        ZeRO-1: gradients reduce-scattered, each rank steps its part, parameters all-gathered
+    between               ZeRO-1.5: as ZeRO-1 inside a group, and the parts all-reduced across groups
+
+One law of gradients: each microbatch and rank back-propagates its additive share of one global loss; a gradient is the plain sum of shares.
+Nothing here waits for the device: the norm, the clip factor and the decision to skip stay on it, and are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -15,26 +19,32 @@ import torch
 from torch import Tensor, nn
 
 from headway.data.batch import Batch, StepBatch
-from headway.kernels.attention import mask_of
-from headway.model.head import Head, ModelOut
 from headway.model.transformer import Transformer
-from headway.objective.base import Exchange, MetricSums, Objective, StepInfo
+from headway.objective.base import MetricSums, Objective, StepInfo
 from headway.optim.base import Guard, Hyper, Optimizer
 from headway.optim.groups import OBJECTIVE, Group
-from headway.parallel.buffer import FrozenBuffer, Slot, TrainBuffer
-from headway.parallel.engine import ReadTensor, StateTensor, StepResult, Update
-from headway.runtime.seed import derive
+from headway.optim.scaler import Scaler
+from headway.parallel.bucket import Bucket, Reducer, make_buckets
+from headway.parallel.buffer import Cut, FrozenBuffer, Held, Slot, Span, TrainBuffer, boxes_of
+from headway.parallel.collectives import Ranks
+from headway.parallel.config import OverlapConfig
+from headway.parallel.engine import Box, ReadTensor, StateTensor, StepResult, Update
+from headway.parallel.gather import ParameterGather
+from headway.parallel.hooks.base import Hook
+from headway.parallel.passes import Passes, Settings
+from headway.parallel.update import clip_guard
+
+__all__ = ["Exchanged", "FlatEngine", "Settings"]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the engine needs to know beside the model, the objective and the groups."""
+class Exchanged:
+    """How ranks exchange: their groups, bucket size, hook (None = nothing to exchange) and overlaps."""
 
-    device: torch.device
-    dtype: torch.dtype
-    clip: float | None
-    chunk_tokens: int
-    seed: int
+    ranks: Ranks
+    bucket_bytes: int
+    hook: Hook | None
+    overlap: OverlapConfig
 
 
 class FlatEngine:
@@ -47,172 +57,221 @@ class FlatEngine:
         groups: Sequence[Group],
         optimizer: Optimizer,
         settings: Settings,
-        exchange: Exchange,
+        exchanged: Exchanged,
+        scaler: Scaler | None = None,
     ) -> None:
-        self.model, self.objective, self.optimizer, self.settings, self.exchange = model, objective, optimizer, settings, exchange
+        self.model, self.optimizer, self.settings, self.scaler = model, optimizer, settings, scaler
+        self.ranks, self.overlap = exchanged.ranks, exchanged.overlap
         self.groups = list(groups)
-        self.touched: set[str] = set()
-        """Parameters whose gradient has arrived in this step."""
-        self.homes = _homes(model, objective)
-        shapes = {name: tuple(owner._parameters[leaf].shape) for name, (owner, leaf) in self.homes.items()}  # pyright: ignore[reportOptionalMemberAccess]
-        training = {name for group in groups for name in group.names}
-        self.buffers = [
-            TrainBuffer.allocate(group, shapes, self._dtype_of(group.names[0]), settings.device, optimizer.slots) for group in groups
-        ]
-        frozen = [name for name in shapes if name not in training]
-        self.frozen = FrozenBuffer.allocate(frozen, shapes, settings.dtype, settings.device)
-        self.masters: dict[str, Tensor] = {}
-        for buffer in self.buffers:
-            for slot in buffer.slots:
-                self._adopt(slot, buffer.master)
-                self._register(slot, buffer.param, buffer.grad)
-        for slot in self.frozen.slots:
-            self._adopt(slot, self.frozen.param)
-            self._register(slot, self.frozen.param, None)
+        self.passes = Passes(model, objective, settings, self.ranks.data)
+        self.homes = parameter_homes(model, objective)
+        self.shapes = {name: tuple(parameter_at(home).shape) for name, home in self.homes.items()}
+        self._allocate(exchanged.bucket_bytes)
+        buckets = make_buckets(self.buffers, list(self.homes), self.ranks)
+        self.reducer = Reducer(buckets, exchanged.hook, overlap=self.overlap.reduce)
+        self.gather = ParameterGather(buckets, self.ranks.shard)
+        self._register_all()
+        if self.ranks.shard.size > 1 and self.overlap.gather:
+            self.gather.watch(model)
         self.skipped = torch.zeros((), dtype=torch.float32, device=settings.device)
-        self._norm_scale = torch.ones((), dtype=torch.float32, device=settings.device)
+        self._one = torch.ones((), dtype=torch.float32, device=settings.device)
+        self._norms: list[Tensor] = []
+        """Norms of buckets that were taken while others were still under way."""
+
+    def _allocate(self, bucket_bytes: int) -> None:
+        settings, shard = self.settings, self.ranks.shard
+        cut = Cut(max(1, bucket_bytes // 4), shard.size, shard.rank)
+        training = {name for group in self.groups for name in group.names}
+        self.buffers = [
+            TrainBuffer.allocate(group, self.shapes, self._dtype_of(group.names[0]), settings.device, self.optimizer.slots, cut)
+            for group in self.groups
+        ]
+        frozen = [name for name in self.shapes if name not in training]
+        self.frozen = FrozenBuffer.allocate(frozen, self.shapes, settings.dtype, settings.device)
+        self._places: dict[str, tuple[TrainBuffer, Span, Slot]] = {
+            slot.name: (buffer, span, slot) for buffer in self.buffers for span in buffer.spans for slot in span.slots
+        }
+        self._frozen_slots = {slot.name: slot for slot in self.frozen.slots}
 
     def _dtype_of(self, name: str) -> torch.dtype:
         return torch.float32 if name.startswith(OBJECTIVE) else self.settings.dtype
 
-    @torch.no_grad()
-    def _adopt(self, slot: Slot, flat: Tensor) -> None:
-        """Remember where a parameter's full-precision value lies, and bring along the value it has."""
-        owner, leaf = self.homes[slot.name]
-        value = owner._parameters[leaf]
-        self.masters[slot.name] = slot.view(flat)
-        if value is not None and not value.is_meta:
-            self.masters[slot.name].copy_(value)
-
-    def _register(self, slot: Slot, flat: Tensor, grad: Tensor | None) -> None:
-        owner, leaf = self.homes[slot.name]
-        parameter = nn.Parameter(slot.view(flat), requires_grad=grad is not None)
-        if grad is not None:
+    def _register_all(self) -> None:
+        """Put views of the flat buffers where the model has its parameters; values they already have come along."""
+        given = [(name, parameter_at(home).detach()) for name, home in self.homes.items() if not parameter_at(home).is_meta]
+        for name, (owner, leaf) in self.homes.items():
+            place = self._places.get(name)
+            if place is None:
+                owner._parameters[leaf] = nn.Parameter(self._frozen_slots[name].view(self.frozen.param), requires_grad=False)
+                continue
+            buffer, _, slot = place
+            parameter = nn.Parameter(slot.view(buffer.param))
             # Gradients come in whatever precision they were computed in and are added up in fp32. They are taken over by a hook rather than
             # accumulated in `.grad` of another dtype, which torch.compile refuses to trace.
             parameter.grad_dtype = None
-            parameter.register_post_accumulate_grad_hook(partial(self._take, slot.name, slot.view(grad)))
-        owner._parameters[leaf] = parameter
-
-    @torch.no_grad()
-    def _take(self, name: str, total: Tensor, parameter: Tensor) -> None:
-        """Add one microbatch's gradient to the flat buffer; the first of a step overwrites what the last step left."""
-        assert parameter.grad is not None
-        if name in self.touched:
-            total.add_(parameter.grad)
-        else:
-            total.copy_(parameter.grad)
-            self.touched.add(name)
-        parameter.grad = None
+            parameter.register_post_accumulate_grad_hook(torch.no_grad()(partial(self.reducer.take, name, slot.view(buffer.grad))))
+            owner._parameters[leaf] = parameter
+        self.fill(given)
 
     def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
-        """Accumulate the gradients of one step."""
-        self.model.train()
-        loss = torch.zeros((), dtype=torch.float32, device=self.settings.device)
-        sums: MetricSums = {}
-        for index, micro in enumerate(batch.microbatches):
-            self._reseed(at.step, batch.first_microbatch + index)
-            moved = micro.to(self.settings.device)
-            outcome = self.objective.loss(self._forward(moved), moved, at, self.exchange)
-            share = outcome.share(batch.totals)
-            share.backward()
-            loss += share.detach()
-            _add(sums, outcome.metrics)
-        return StepResult(loss, sums)
+        """Accumulate the gradients of one step and exchange them."""
+        scale = None if self.scaler is None else self.scaler.scale
+        result = self.passes.backward(batch, at, scale, self.reducer.begin_last)
+        with torch.no_grad():
+            self._norms = []
+            ahead = self.overlap.step and self.reducer.hook is not None
+            for bucket in self.reducer.finish():
+                if ahead:
+                    self._norms.append(torch.linalg.vector_norm(bucket.own))
+        return self.passes.over_ranks(result)
 
-    def _forward(self, batch: Batch) -> ModelOut:
-        hidden = self.model(batch.tokens, batch.position, mask_of(batch))
-        return ModelOut(Head(hidden, self.model.head_weight, self.settings.chunk_tokens))
-
-    def _reseed(self, step: int, microbatch: int) -> None:
-        torch.manual_seed(derive(self.settings.seed, "microbatch", step, microbatch))
-
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
-        """Metric sums over batches, without gradients or dropout."""
+        """Metric sums over all ranks' batches, without gradients or dropout."""
         self.flush()
-        self.model.eval()
-        sums: MetricSums = {}
-        for micro in batches:
-            moved = micro.to(self.settings.device)
-            _add(sums, self.objective.loss(self._forward(moved), moved, at, self.exchange).metrics)
-        return sums
+        return self.passes.evaluate(batches, at)
 
     @torch.no_grad()
     def update(self, hypers: dict[str, Hyper]) -> Update:
-        """Clip by the exact global norm, step every buffer, clear the gradients. A step with a non-finite norm changes nothing."""
-        self._clear_untouched()
-        norms = torch._foreach_norm([buffer.grad for buffer in self.buffers])
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-        found_inf = norm.isfinite().logical_not().float()
-        scale = self._norm_scale if self.settings.clip is None else ((norm + 1e-6) / self.settings.clip).clamp(min=1.0)
-        guard = Guard(scale.nan_to_num(1.0), found_inf)
-        for buffer in self.buffers:
-            state = {slot: [tensor] for slot, tensor in buffer.state.items()}
-            self.optimizer.update([buffer.master], [buffer.grad], state, [buffer.steps], hypers[buffer.group.name], guard)
-            buffer.refresh()
-        self.skipped += found_inf
-        return Update(norm, found_inf)
+        """Clip by the exact global norm, step this rank's parts, send them to the others. A step with a non-finite norm changes nothing."""
+        norms = self._norms or torch._foreach_norm([bucket.own for bucket in self.reducer.buckets])
+        square = torch.stack(list(norms)).square().sum()
+        self.ranks.shard.all_reduce(square).wait()
+        scale = self._one if self.scaler is None else self.scaler.scale.clone()
+        norm, guard = clip_guard(square.sqrt(), self.settings.clip, scale)
+        self.gather.begin()
+        if self.overlap.step and self.ranks.shard.size > 1:
+            for bucket in self.gather.buckets:
+                self._step([bucket], hypers, guard)
+                if not self.overlap.gather:
+                    self.gather.start_next()
+        else:
+            for buffer in self.buffers:
+                self._step([bucket for bucket in self.gather.buckets if bucket.buffer is buffer], hypers, guard)
+        if self.overlap.gather and self.ranks.shard.size > 1:
+            self.gather.start_next()
+        else:
+            self.gather.flush()
+        self.skipped += guard.found_inf
+        if self.scaler is not None:
+            self.scaler.update(guard.found_inf)
+        return Update(norm, guard.found_inf, scale)
 
-    def _clear_untouched(self) -> None:
-        """Parameters that had no part in this step have no gradient, whatever the last step left in the buffer."""
-        for buffer in self.buffers:
-            for slot in buffer.slots:
-                if slot.name not in self.touched:
-                    slot.view(buffer.grad).zero_()
-        self.touched.clear()
+    def _step(self, buckets: list[Bucket], hypers: dict[str, Hyper], guard: Guard) -> None:
+        """Update the own parts of some buckets of one buffer, in one call."""
+        buffer, spans = buckets[0].buffer, [bucket.span for bucket in buckets]
+        state = {role: [buffer.mine(span, flat) for span in spans] for role, flat in buffer.state.items()}
+        steps = [buffer.steps[buffer.spans.index(span)] for span in spans]
+        masters = [buffer.mine(span, buffer.master) for span in spans]
+        self.optimizer.update(masters, [bucket.own for bucket in buckets], state, steps, hypers[buffer.group.name], guard)
+        for span in spans:
+            buffer.refresh(span)
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Set parameters by name; returns the names that were not given."""
+        self.flush()
         missing = set(self.homes)
         for name, value in values:
-            self.masters[name].copy_(value)
             missing.discard(name)
-        self._refresh()
+            place = self._places.get(name)
+            if place is None:
+                self._frozen_slots[name].view(self.frozen.param).copy_(value)
+                continue
+            buffer, span, slot = place
+            held = buffer.held(span, slot)
+            if held is not None and buffer.master is not buffer.param:
+                buffer.master[held.at : held.at + held.size].copy_(value.reshape(-1)[held.first : held.first + held.size])
+            slot.view(buffer.param).copy_(value)
         return sorted(missing)
 
-    def _refresh(self) -> None:
-        for buffer in self.buffers:
-            buffer.refresh()
-
     def tensors(self) -> Iterator[StateTensor]:
-        """Master weights and optimizer state of what trains, the parameter itself of what does not."""
-        for buffer in self.buffers:
-            for slot in buffer.slots:
-                zero = (0,) * len(slot.shape)
-                for role, flat in {"master": buffer.master, **buffer.state}.items():
-                    yield slot.name, role, slot.shape, [(zero, slot.view(flat))]
+        """Master weights and optimizer state of what trains, the parameter itself of what does not; replicas share the writing."""
+        self.flush()
+        replicas, mine = self.ranks.replicate.size, self.ranks.replicate.rank
+        for index, (name, buffer, slot, held) in enumerate(self._held()):
+            boxes = boxes_of(slot.shape, held.first, held.size) if held is not None and index % replicas == mine else []
+            for role, flat in {"master": buffer.master, **buffer.state}.items():
+                at = 0 if held is None else held.at
+                yield name, role, slot.shape, [(offset, _view(flat, at + start, shape)) for offset, shape, start in boxes]
         for slot in self.frozen.slots:
-            yield slot.name, "param", slot.shape, [((0,) * len(slot.shape), slot.view(self.frozen.param))]
+            whole: list[Box] = [((0,) * len(slot.shape), slot.view(self.frozen.param))] if self.ranks.data.rank == 0 else []
+            yield slot.name, "param", slot.shape, whole
+
+    def _held(self) -> Iterator[tuple[str, TrainBuffer, Slot, Held | None]]:
+        for name, (buffer, span, slot) in self._places.items():
+            yield name, buffer, slot, buffer.held(span, slot)
 
     def scalars(self) -> dict[str, Any]:
-        """Updates done, per parameter (groups may be cut anew on resume), and steps skipped."""
-        done = {slot.name: int(buffer.steps) for buffer in self.buffers for slot in buffer.slots}
-        return {"steps": done, "skipped": int(self.skipped)}
+        """Updates done, per parameter (groups may be cut anew on resume), steps skipped, and the loss scale."""
+        done = {
+            slot.name: int(count)
+            for buffer in self.buffers
+            for span, count in zip(buffer.spans, buffer.steps, strict=True)
+            for slot in span.slots
+        }
+        return {"steps": done, "skipped": int(self.skipped), "scaler": None if self.scaler is None else self.scaler.scalars()}
 
     @torch.no_grad()
     def load(self, read: ReadTensor, scalars: dict[str, Any]) -> None:
-        """Take back what tensors and scalars gave."""
-        for name, role, _, boxes in self.tensors():
-            for offset, view in boxes:
-                view.copy_(read(name, role, offset, tuple(view.shape)))
+        """Take back what tensors and scalars gave, whatever layout it was saved from."""
+        self.flush()
+        for name, buffer, slot, held in self._held():
+            if held is None:
+                continue
+            for offset, shape, start in boxes_of(slot.shape, held.first, held.size):
+                for role, flat in {"master": buffer.master, **buffer.state}.items():
+                    _view(flat, held.at + start, shape).copy_(read(name, role, offset, shape))
+        for slot in self.frozen.slots:
+            slot.view(self.frozen.param).copy_(read(slot.name, "param", (0,) * len(slot.shape), slot.shape))
         for buffer in self.buffers:
             buffer.steps.fill_(max(scalars["steps"].get(slot.name, 0) for slot in buffer.slots))
+            for span in buffer.spans:
+                buffer.refresh(span)
         self.skipped.fill_(scalars["skipped"])
-        self._refresh()
+        if self.scaler is not None and scalars.get("scaler") is not None:
+            self.scaler.load(scalars["scaler"])
+        self.gather.begin()
+        self.gather.flush()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's parameters at full precision, by name, in the order of the model."""
-        for name in self.homes:
-            if not name.startswith(OBJECTIVE):
-                yield name, self.masters[name]
+        """The model's parameters at full precision, bucket by bucket in the order of the model."""
+        return ((name, value) for name, value in self._whole() if not name.startswith(OBJECTIVE))
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """Every parameter at full precision, by name; all ranks ask together."""
+        found = dict(self._whole())
+        return {name: found[name] for name in self.homes}
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        self.flush()
+        for bucket in self.gather.buckets:
+            buffer, span = bucket.buffer, bucket.span
+            part = buffer.mine(span, buffer.master)
+            whole = part
+            if self.ranks.shard.size > 1:
+                whole = torch.empty(span.stop - span.start, dtype=torch.float32, device=part.device)
+                self.ranks.shard.all_gather(whole, part).wait()
+            for slot in reversed(span.slots):
+                yield slot.name, _view(whole, slot.start - span.start, slot.shape)
+        for slot in self.frozen.slots:
+            yield slot.name, slot.view(self.frozen.param)
 
     def flush(self) -> None:
-        """Parameters are always current at size 1."""
+        """Wait until all parameters are current."""
+        self.gather.flush()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of fp32 masters and optimizer state on this rank."""
+        return sum(flat.nbytes for buffer in self.buffers for flat in (buffer.master, *buffer.state.values()))
 
 
-def _homes(model: nn.Module, objective: Objective) -> dict[str, tuple[nn.Module, str]]:
+def _view(flat: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+    return flat[start : start + torch.Size(shape).numel()].view(shape)
+
+
+def parameter_homes(model: nn.Module, objective: Objective) -> dict[str, tuple[nn.Module, str]]:
     """Where each parameter is registered: name -> (module, attribute), in the order of the model."""
     homes: dict[str, tuple[nn.Module, str]] = {}
     roots: list[tuple[str, nn.Module]] = [("", model)]
@@ -226,7 +285,8 @@ def _homes(model: nn.Module, objective: Objective) -> dict[str, tuple[nn.Module,
     return homes
 
 
-def _add(sums: MetricSums, more: MetricSums) -> None:
-    for name, (total, weight) in more.items():
-        before = sums.get(name)
-        sums[name] = (total.detach(), weight.detach()) if before is None else (before[0] + total.detach(), before[1] + weight.detach())
+def parameter_at(home: tuple[nn.Module, str]) -> nn.Parameter:
+    """The parameter registered at a home."""
+    parameter = home[0]._parameters[home[1]]
+    assert parameter is not None
+    return parameter

@@ -19,7 +19,7 @@ class Compute:
     device: torch.device
     name: str
     dtype: torch.dtype
-    precision: Literal["fp32", "bf16"]
+    precision: Literal["fp32", "bf16", "fp16"]
 
 
 def choose_compute(device: str, precision: str, local_rank: int = 0) -> Compute:
@@ -40,8 +40,18 @@ def choose_compute(device: str, precision: str, local_rank: int = 0) -> Compute:
             avoid_broken_amx()
     if precision == "bf16" and not bf16:
         raise ConfigError(f"precision is 'bf16'; {name} has no bf16 arithmetic. Use precision=fp32.")
-    chosen: Literal["fp32", "bf16"] = "bf16" if precision == "bf16" or (precision == "auto" and kind == "cuda" and bf16) else "fp32"
-    return Compute(place, name, torch.bfloat16 if chosen == "bf16" else torch.float32, chosen)
+    chosen: Literal["fp32", "bf16", "fp16"] = "bf16" if precision == "bf16" or (precision == "auto" and kind == "cuda" and bf16) else "fp32"
+    if precision == "fp16":
+        chosen = "fp16"
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return Compute(place, name, dtypes[chosen], chosen)
+
+
+def backend_of(device: str) -> Literal["gloo", "nccl"]:
+    """How the ranks of a recipe's `device` talk to each other."""
+    import torch
+
+    return "nccl" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "gloo"
 
 
 def set_arithmetic(*, tf32: bool, deterministic: bool) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headway.train.config import Recipe
+    from headway.train.probe import Probe
 
 
-def train(recipe: Recipe, *, resume: str = "auto") -> dict[str, Any]:
+def train(recipe: Recipe, *, resume: str = "auto", probe: Probe = nullcontext) -> dict[str, Any]:
     """Run a recipe to its end, continuing its run folder's newest checkpoint unless told otherwise; returns the summary."""
     from headway.train.session import run_recipe
 
-    return run_recipe(recipe, resume)
+    return run_recipe(recipe, resume, probe)
 
 
 def dry_run(recipe: Recipe, *, resume: str = "auto") -> dict[str, Any]:

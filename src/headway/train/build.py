@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import ceil
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING
 
 from headway.data.batch import Batch
@@ -19,14 +20,18 @@ from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.optim.groups import OBJECTIVE
 from headway.parallel.assemble import assemble
-from headway.parallel.zero1 import FlatEngine, Settings
+from headway.parallel.collectives import Ranks, alone
+from headway.parallel.engine import Engine
+from headway.parallel.passes import Settings
 from headway.runtime.device import Compute, choose_compute, set_arithmetic
 from headway.runtime.machine import usable_cores
+from headway.runtime.process import Process
 from headway.track.base import Tracker
 from headway.track.jsonl import MetricsFile
 from headway.train.config import Recipe
 from headway.train.folder import CHECKPOINTS, METRICS, Start
 from headway.train.meter import Facts, Meter
+from headway.train.quiet import QuietMetrics
 from headway.train.resolve import Resolved
 from headway.train.state import TrainState
 
@@ -42,18 +47,22 @@ class Run:
 
     recipe: Recipe
     start: Start
+    process: Process
+    ranks: Ranks
     compute: Compute
     model: ModelConfig
     tokenizer_path: Path | None
     data: OpenData
     batch: ResolvedBatch
     total_steps: int
-    engine: FlatEngine
+    engine: Engine
     loader: Loader
     state: TrainState
     meter: Meter
     saved_step: int = 0
     trackers: list[Tracker] = field(default_factory=list)
+    after_step: Callable[[int], None] = lambda step: None
+    """Called with each step that is done; a probe sets it."""
 
     @property
     def checkpoints(self) -> Path:
@@ -61,38 +70,51 @@ class Run:
         return self.start.folder / CHECKPOINTS
 
     @property
-    def metrics(self) -> MetricsFile:
-        """The file every step is written to."""
-        return MetricsFile(self.start.folder / METRICS)
+    def metrics(self) -> MetricsFile | QuietMetrics:
+        """The file every step is written to, by the first rank."""
+        return MetricsFile(self.start.folder / METRICS) if self.process.is_first else QuietMetrics()
+
+    def agree(self, signal: str | None) -> str | None:
+        """The signal any rank got, so that all of them stop after the same step."""
+        number = self.ranks.world.most(0 if signal is None else Signals[signal].value)
+        return Signals(number).name if number else None
 
     def valid_batches(self) -> dict[str, Iterator[Batch]]:
         """The microbatches of every validation set, in order, the same at every validation."""
         return {name: self._batches_of(name) for name in self.data.valid}
 
     def _batches_of(self, name: str) -> Iterator[Batch]:
-        rows = min(self.batch.micro_rows, self.recipe.eval.rows)
+        """This rank's share. Every rank gets as many microbatches as the others; those past the last one carry no weight."""
+        rows, data = min(self.batch.micro_rows, self.recipe.eval.rows), self.ranks.data
+        wanted = self.recipe.eval.rows // rows
         config = self.recipe.data.model_copy(update={"workers": 0, "skip_batches": ""})
         sources = self.data.valid[name]
-        with Loader(config, sources=sources, rows_per_step=rows, micro_rows=rows, seed=self.recipe.seed, epochs=1, shuffle=False) as loader:
-            for step, _ in islice(loader, self.recipe.eval.rows // rows):
-                yield from step.microbatches
+        with Loader(
+            config, sources=sources, rows_per_step=rows * data.size, micro_rows=rows, rank=data.rank, world=data.size,
+            seed=self.recipe.seed, epochs=1, shuffle=False,
+        ) as loader:  # fmt: skip
+            for index, (step, _) in enumerate(islice(loader, -(-wanted // data.size))):
+                (batch,) = step.microbatches
+                counts = index * data.size + data.rank < wanted
+                yield batch if counts else replace(batch, loss_weight=batch.loss_weight.new_zeros(batch.loss_weight.shape))
 
 
-def build(resolved: Resolved, start: Start) -> Run:
+def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process: Process = Process()) -> Run:
     """Put a run together and bring it to where it starts: initial weights, given weights, or a checkpoint."""
     recipe, model = resolved.recipe, resolved.model
-    compute = choose_compute(recipe.device, recipe.precision)
+    ranks = ranks or alone()
+    compute = choose_compute(recipe.device, recipe.precision, process.local_rank)
     set_arithmetic(tf32=recipe.kernels.tf32, deterministic=recipe.deterministic)
-    batch = recipe.batch.resolve(recipe.data.seq_len, 1)
+    batch = recipe.batch.resolve(recipe.data.seq_len, ranks.data.size)
     data = open_data(recipe.data, tokenizer=resolved.tokenizer_path, vocab_size=model.vocab, seed=recipe.seed)
-    engine = make_engine(recipe, model, compute)
-    loader = make_loader(recipe, data, batch, None)
+    engine = make_engine(recipe, model, compute, ranks)
+    loader = make_loader(recipe, data, batch, None, ranks)
     total_steps = count_steps(recipe, loader, batch)
     state = TrainState(engine, model, loader.state)
     if start.checkpoint is not None:
         state.restore(start.checkpoint)
         loader.close()
-        loader = make_loader(recipe, data, batch, state)
+        loader = make_loader(recipe, data, batch, state, ranks)
     else:
         fill(engine, resolved)
     facts = Facts(
@@ -109,6 +131,8 @@ def build(resolved: Resolved, start: Start) -> Run:
     return Run(
         recipe=recipe,
         start=start,
+        process=process,
+        ranks=ranks,
         compute=compute,
         model=model,
         tokenizer_path=resolved.tokenizer_path,
@@ -128,8 +152,8 @@ def peak_kind(recipe: Recipe, compute: Compute) -> str:
     return "tf32" if compute.precision == "fp32" and recipe.kernels.tf32 else compute.precision
 
 
-def make_engine(recipe: Recipe, model: ModelConfig, compute: Compute) -> FlatEngine:
-    """The engine of a recipe, its parameters still zero."""
+def make_engine(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: Ranks) -> Engine:
+    """The engine of this rank, its parameters still zero."""
     wanted, on_cuda = recipe.kernels.compile, compute.device.type == "cuda"
     chunk = recipe.memory.loss_chunk_tokens
     return assemble(
@@ -141,10 +165,13 @@ def make_engine(recipe: Recipe, model: ModelConfig, compute: Compute) -> FlatEng
         train=recipe.train,
         attention=recipe.kernels.attention,
         compile_blocks=on_cuda if wanted == "auto" else wanted,
+        parallel=recipe.parallel,
+        ranks=ranks,
+        loss_scale=recipe.loss_scale,
     )
 
 
-def make_loader(recipe: Recipe, data: OpenData, batch: ResolvedBatch, state: TrainState | None) -> Loader:
+def make_loader(recipe: Recipe, data: OpenData, batch: ResolvedBatch, state: TrainState | None, ranks: Ranks) -> Loader:
     """The training batches, from the beginning or from where a state stands."""
     whole = recipe.epochs is not None and float(recipe.epochs).is_integer()
     return Loader(
@@ -152,10 +179,13 @@ def make_loader(recipe: Recipe, data: OpenData, batch: ResolvedBatch, state: Tra
         sources=data.train,
         rows_per_step=batch.rows,
         micro_rows=batch.micro_rows,
+        rank=ranks.data.rank,
+        world=ranks.data.size,
         seed=recipe.seed,
         state=state.cursor if state else None,
         epochs=int(recipe.epochs) if whole and recipe.epochs is not None else None,
         rampup=recipe.batch.rampup,
+        sum_over_ranks=ranks.data.sum,
     )
 
 
@@ -171,7 +201,7 @@ def count_steps(recipe: Recipe, loader: Loader, batch: ResolvedBatch) -> int:
     return batches - sum(min(last, batches - 1) - first + 1 for first, last in recipe.data.skipped if first < batches)
 
 
-def fill(engine: FlatEngine, resolved: Resolved) -> None:
+def fill(engine: Engine, resolved: Resolved) -> None:
     """Give every parameter of a new run its first value."""
     if resolved.weights is not None:
         engine.fill(resolved.weights.weights())
@@ -179,13 +209,13 @@ def fill(engine: FlatEngine, resolved: Resolved) -> None:
         engine.fill(_initial(engine, resolved))
 
 
-def _initial(engine: FlatEngine, resolved: Resolved) -> Iterator[tuple[str, Tensor]]:
+def _initial(engine: Engine, resolved: Resolved) -> Iterator[tuple[str, Tensor]]:
     """Initial values in the order of the model; a few are drawn at a time, in threads, because one thread takes long for large models."""
 
     def draw(name: str) -> tuple[str, Tensor]:
-        return name, initial_value(name, tuple(engine.masters[name].shape), resolved.model, resolved.recipe.seed)
+        return name, initial_value(name, engine.shapes[name], resolved.model, resolved.recipe.seed)
 
-    names = [name for name in engine.masters if not name.startswith(OBJECTIVE)]
+    names = [name for name in engine.shapes if not name.startswith(OBJECTIVE)]
     size = min(16, usable_cores())
     with ThreadPoolExecutor(size) as pool:
         for start in range(0, len(names), size):

@@ -15,6 +15,8 @@ from headway.objective.base import ObjectiveConfig
 from headway.objective.next_token import Config as NextTokenConfig
 from headway.optim.adamw import Config as AdamWConfig
 from headway.optim.base import OptimConfig
+from headway.optim.scaler import ScalerConfig
+from headway.parallel.config import ParallelConfig
 from headway.track.base import TrackerConfig
 
 
@@ -23,6 +25,14 @@ class RunConfig(Section):
 
     name: str = setting("run", "Name of the run; its folder is dir/name.", min_length=1)
     dir: Path = setting(Path("runs"), "Folder that holds runs.")
+    gpus: int | str | tuple[int | str, ...] | None = setting(
+        None, "GPUs `headway train` uses: ids, UUIDs, a type, auto (all free ones) or none; null = as torch sees them. --gpus wins."
+    )
+
+    @property
+    def gpus_wish(self) -> str | None:
+        """The GPUs as --gpus would say it."""
+        return ",".join(map(str, self.gpus)) if isinstance(self.gpus, tuple) else None if self.gpus is None else str(self.gpus)
 
     @property
     def folder(self) -> Path:
@@ -103,8 +113,12 @@ class Recipe(Section):
         (), "Parameters that do not train: patterns such as embeddings, layers.0-19, *.mlp.*.", on_resume="fixed"
     )
     train: tuple[str, ...] = setting((), "The only parameters that train; the opposite of freeze.", on_resume="fixed")
-    precision: Literal["auto", "fp32", "bf16"] = setting("auto", "Compute dtype; master weights are fp32. auto = bf16 on CUDA, else fp32.")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
+        "auto", "Compute dtype; master weights are fp32. auto = bf16 on CUDA, else fp32. fp16 scales the loss."
+    )
+    loss_scale: ScalerConfig = setting(ScalerConfig, "The loss scale of precision fp16.")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where to compute; auto = CUDA where there is one.")
+    parallel: ParallelConfig = setting(ParallelConfig, "How ranks share the work.")
     kernels: KernelConfig = setting(KernelConfig, "How operations are computed.")
     memory: MemoryConfig = setting(MemoryConfig, "Memory against time.")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "When to save, what to keep.")

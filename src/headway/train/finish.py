@@ -18,18 +18,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
+DATA_WAIT_TOLD = 0.05
+
 
 def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
     """Write what a finished run leaves behind; a stopped one says how to go on. Returns the summary."""
     folder = run.start.folder
     for tracker in run.trackers:
         tracker.close()
-    summary = summarize(run)
+    summary = run.ranks.world.gather(summarize(run) if run.process.is_first else None)[0]
     if stopped_by is not None and run.state.step < run.total_steps:
         log.info("stopped by %s after step %d; the same command goes on from there", stopped_by, run.state.step)
         return {**summary, "stopped_by": stopped_by, "exit_code": 128 + signal.Signals[stopped_by].value}
     summary["final"] = write_final(run) if run.recipe.checkpoint.at_end else None
-    write_json(folder / SUMMARY, summary)
+    if run.process.is_first:
+        write_json(folder / SUMMARY, summary)
+    if (summary["data_wait_share"] or 0) > DATA_WAIT_TOLD:
+        log.warning(
+            "training waited for data %.0f %% of the time; raise data.workers or data.prefetch, or set data.stage_to",
+            100 * summary["data_wait_share"],
+        )
     log.info("done: %d steps in %.0f s, loss %s; %s", run.state.step, run.state.seconds, _number(summary["last_loss"]), folder)
     return summary
 
@@ -37,6 +45,10 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
 def write_final(run: Run) -> str | None:
     """Export the trained model; None, with the reason in the log, where its family has no Hugging Face form."""
     target = run.start.folder / FINAL
+    if not run.process.is_first:
+        for _ in run.engine.weights():
+            pass  # a rank that does not write still gives its part of the weights
+        return str(target)
     if target.exists():
         shutil.rmtree(target)
     dtype = "bfloat16" if run.compute.precision == "bf16" else "float32"
@@ -71,6 +83,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "last_valid_loss": valid[-1][0] if valid else None,
         "best_valid_loss": min(valid)[0] if valid else None,
         "skipped_steps": run.meter.skipped,
+        "data_wait_share": sum(record["time"]["data_wait_seconds"] for record in records) / seconds if seconds else None,
     }
 
 

@@ -7,6 +7,8 @@ import logging
 import time
 from typing import Any
 
+from torch.profiler import record_function
+
 from headway.data.loader import Loader
 from headway.objective.base import StepInfo
 from headway.optim.groups import hypers
@@ -14,6 +16,7 @@ from headway.runtime.stop import StopSignal
 from headway.train.build import Run
 from headway.train.evaluate import validate
 from headway.train.finish import finish
+from headway.train.probe import DATA, FORWARD_BACKWARD, OPTIMIZER
 
 log = logging.getLogger("headway")
 
@@ -25,40 +28,45 @@ def run_loop(run: Run) -> dict[str, Any]:
     """Train until the last step, or until asked to stop; returns the summary."""
     state, every = run.state, run.recipe.checkpoint.every
     clock = Clock(run)
+    asked: str | None = None
     gc.collect()
     gc.disable()
     try:
         with StopSignal() as stop, run.loader as batches:
-            while state.step < run.total_steps and stop.requested is None:
+            while state.step < run.total_steps and (asked := run.agree(stop.requested)) is None:
                 train_step(run, batches)
+                run.after_step(state.step)
                 clock.epoch_lines()
                 if every and state.step % every == 0 and state.step < run.total_steps:
                     save(run, clock)
                 if state.step % COLLECT_EVERY == 0:
                     gc.collect()
             report(run, everything=True)
-            wanted = run.recipe.checkpoint.at_end or stop.requested is not None
+            wanted = run.recipe.checkpoint.at_end or asked is not None
             if state.step > run.saved_step and wanted:
                 save(run, clock)
     finally:
         gc.enable()
-    return finish(run, stop.requested)
+    return finish(run, asked)
 
 
 def train_step(run: Run, batches: Loader, *, quiet: bool = False) -> None:
     """One update: read, forward and backward, step, measure."""
     state, meter = run.state, run.meter
     asked = time.perf_counter()
-    batch, cursor = next(batches)
+    with record_function(DATA):
+        batch, cursor = next(batches)
     data_wait = time.perf_counter() - asked
     numbers = hypers(run.recipe.optim, run.engine.groups, state.step, run.total_steps)
     begin = meter.mark()
-    result = run.engine.forward_backward(batch, StepInfo(state.step, run.total_steps, len(run.data.names)))
+    with record_function(FORWARD_BACKWARD):
+        result = run.engine.forward_backward(batch, StepInfo(state.step, run.total_steps, len(run.data.names)))
     between = meter.mark()
-    update = run.engine.update(numbers)
+    with record_function(OPTIMIZER):
+        update = run.engine.update(numbers)
     state.step, state.cursor, state.epoch = state.step + 1, cursor, batch.stats.epoch
     main = next(iter(numbers.values()))
-    host = {"lr": main.lr, "adam_beta2": main.betas[1], "loss_scale": 1.0}
+    host = {"lr": main.lr, "adam_beta2": main.betas[1]}
     pending = meter.add(state.step, batch, host, result, update, (begin, between, data_wait))
     state.consumed_tokens = meter.consumed_tokens
     if quiet:
@@ -84,7 +92,7 @@ def save(run: Run, clock: Clock) -> None:
     report(run, everything=True)
     run.metrics.sync()
     run.state.seconds = clock.seconds()
-    path = run.state.save(run.checkpoints, run.tokenizer_path, run.recipe.checkpoint.keep_last)
+    path = run.state.save(run.checkpoints, run.tokenizer_path, run.recipe.checkpoint.keep_last, run.ranks.world)
     run.saved_step = run.state.step
     run.meter.interrupt()
     log.info("saved %s", path)

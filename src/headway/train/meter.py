@@ -102,6 +102,7 @@ class Meter:
         self.waiting: deque[Pending] = deque()
         self.previous_end: Mark | None = None
         self.smoothed: float | None = None
+        self.waited = 0.0
         self.peak = peak_flops(facts.device_name, facts.dtype)
         self.full, self.causal = flops_per_token(facts.config, facts.seq_len)
         self.internlm = internlm_flops_per_token(facts.config, facts.seq_len)
@@ -157,6 +158,7 @@ class Meter:
         seconds = pending.end.since(pending.begin if pending.fresh or self.previous_end is None else self.previous_end)
         self.previous_end = pending.end
         self.smoothed = seconds if self.smoothed is None else 0.9 * self.smoothed + 0.1 * seconds
+        self.waited = 0.9 * self.waited + 0.1 * pending.data_wait
         record: dict[str, Any] = {"step": pending.step, **_divide(numbers, self.facts.source_names), **pending.host, **pending.valid}
         self.skipped += record.pop("skipped")
         record["inf_nan_skip_batches"] = self.skipped
@@ -176,6 +178,7 @@ class Meter:
             "mfu_causal": "unknown" if self.peak is None else rate * self.causal / self.peak,
             "fwd_bwd_time": pending.between.since(pending.begin),
             "data_wait_seconds": pending.data_wait,
+            "data_wait_share": self.waited / self.smoothed if self.smoothed else 0.0,
             "memory_bytes": torch.cuda.max_memory_allocated(facts.device) if load is not None else resident_bytes(),
             "gpu_utilisation": "unknown" if load is None or load.utilisation is None else load.utilisation,
             "gpu_power_watts": "unknown" if load is None or load.power_watts is None else load.power_watts,
@@ -184,7 +187,8 @@ class Meter:
 
 
 def _flatten(result: StepResult, update: Update) -> tuple[list[str], list[Tensor]]:
-    names, tensors = ["loss", "grad_norm", "skipped"], [result.loss, update.norm, update.skipped]
+    names = ["loss", "grad_norm", "skipped", "loss_scale"]
+    tensors = [result.loss, update.norm, update.skipped, update.loss_scale]
     for name, (total, weight) in result.metrics.items():
         for part, tensor in (("sum", total), ("weight", weight)):
             names += [f"{name}|{index}|{part}" for index in range(tensor.numel())] if tensor.dim() else [f"{name}||{part}"]

@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
+from math import prod
 from typing import Any
 
 from headway.errors import ConfigError
 from headway.model.families.base import family_of
+from headway.parallel.collectives import Group, form_groups, start_group
+from headway.runtime.device import backend_of
 from headway.runtime.log import start_logging
-from headway.runtime.process import from_environment
+from headway.runtime.process import Process, from_environment
 from headway.track.console import Console
-from headway.track.jsonl import MetricsFile
 from headway.train.build import Run, build
 from headway.train.config import Recipe
 from headway.train.finish import summarize
-from headway.train.folder import FINAL, METRICS, SUMMARY, decide_start, prepare_folder
+from headway.train.folder import FINAL, SUMMARY, decide_start, prepare_folder
 from headway.train.loop import run_loop, train_step
-from headway.train.resolve import resolve
+from headway.train.probe import Probe
+from headway.train.resolve import Resolved, resolve
 
 log = logging.getLogger("headway")
 
 
-def run_recipe(recipe: Recipe, resume: str = "auto") -> dict[str, Any]:
+def run_recipe(recipe: Recipe, resume: str = "auto", probe: Probe = nullcontext) -> dict[str, Any]:
     """Train; returns the summary. Nothing is written before everything is built."""
-    resolved = resolve(recipe)
-    start = decide_start(resolved.recipe, resume)
-    run = build(resolved, start)
-    prepare_folder(start, resolved.recipe)
-    with start_logging(start.folder, rank=from_environment().rank):
+    resolved, process = resolve(recipe), from_environment()
+    with start_group(process, backend_of(recipe.device), recipe.parallel.timeout_seconds) as world:
+        return _run(resolved, resume, process, world, probe)
+
+
+def _run(resolved: Resolved, resume: str, process: Process, world: Group, probe: Probe) -> dict[str, Any]:
+    run = _build(resolved, resume, process, world)
+    recipe, start = resolved.recipe, run.start
+    world.barrier()  # every rank has read the folder before one of them changes it
+    if process.is_first:
+        prepare_folder(start, recipe)
+    world.barrier()
+    with start_logging(start.folder, rank=process.rank):
         for line in describe(run):
             log.info("%s", line)
-        if resolved.recipe.checkpoint.at_end and (reason := why_not_exported(run)):
+        if recipe.checkpoint.at_end and (reason := why_not_exported(run)):
             log.warning("there will be no %s at the end: %s", FINAL, reason)
         for change in start.changes:
             log.info("changed since the run began: %s", change)
@@ -38,25 +50,33 @@ def run_recipe(recipe: Recipe, resume: str = "auto") -> dict[str, Any]:
             log.info("%s is complete: %d steps were done before", start.folder, run.state.step)
             run.loader.close()
             return summarize(run)
-        MetricsFile(start.folder / METRICS).cut_to(run.state.step)
-        run.trackers = [Console(run.total_steps), *(one.build(start.folder, recipe.run.name) for one in recipe.track)]
-        return run_loop(run)
+        run.metrics.cut_to(run.state.step)
+        if process.is_first:
+            run.trackers = [Console(run.total_steps), *(one.build(start.folder, recipe.run.name) for one in recipe.track)]
+        with probe(run):
+            return run_loop(run)
 
 
 def try_recipe(recipe: Recipe, resume: str = "auto") -> dict[str, Any]:
     """Build everything and train one step in memory; returns what a run would do."""
-    resolved = resolve(recipe)
-    start = decide_start(resolved.recipe, resume)
-    run = build(resolved, start)
-    with run.loader as batches:
-        train_step(run, batches, quiet=True)
-    record = run.meter.collect(everything=True)[0]
+    resolved, process = resolve(recipe), from_environment()
+    with start_group(process, backend_of(recipe.device), recipe.parallel.timeout_seconds) as world:
+        run = _build(resolved, resume, process, world)
+        with run.loader as batches:
+            train_step(run, batches, quiet=True)
+        record = run.meter.collect(everything=True)[0]
     lines = describe(run)
     for line in lines:
         log.info("%s", line)
     seconds = record["time"]["step_seconds"]
     log.info("one step: loss %.4f in %.2f s (first steps are slower); nothing was written", record["loss"], seconds)
     return {"would": lines, "first_step": record, "total_steps": run.total_steps}
+
+
+def _build(resolved: Resolved, resume: str, process: Process, world: Group) -> Run:
+    start = decide_start(resolved.recipe, resume)
+    ranks = form_groups(resolved.recipe.parallel.mesh(process.rank, process.world), world)
+    return build(resolved, start, ranks, process)
 
 
 def why_not_exported(run: Run) -> str | None:
@@ -70,8 +90,10 @@ def why_not_exported(run: Run) -> str | None:
 
 def describe(run: Run) -> list[str]:
     """What a run is about to do, for people."""
-    trained = sum(buffer.master.numel() for buffer in run.engine.buffers)
-    frozen = run.engine.frozen.param.numel()
+    training = {name for group in run.engine.groups for name in group.names}
+    sizes = {name: prod(shape) for name, shape in run.engine.shapes.items()}
+    trained = sum(size for name, size in sizes.items() if name in training)
+    frozen = sum(sizes.values()) - trained
     source = "generated data" if run.recipe.data.train is None else ", ".join(run.data.names)
     state = "begins" if run.start.checkpoint is None else f"continues {run.start.checkpoint.path} at step {run.state.step}"
     return [
@@ -79,5 +101,6 @@ def describe(run: Run) -> list[str]:
         f"model {run.model.family}: {trained + frozen:,} parameters, {trained:,} train"
         + (f", {frozen:,} frozen" if frozen else "")
         + f"; {run.compute.precision} on {run.compute.name}",
-        f"data {source}; {run.batch.describe(1)}",
+        f"data {source}; {run.batch.describe(run.ranks.data.size)}",
+        *run.ranks.mesh.describe("zero1"),
     ]

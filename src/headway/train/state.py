@@ -9,10 +9,11 @@ from typing import Any
 
 from headway.checkpoint.load import Reader
 from headway.checkpoint.retention import retain
-from headway.checkpoint.save import TensorRecord, save_checkpoint
+from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
 from headway.data.loader import LoaderState
 from headway.errors import CheckpointError
 from headway.model.config import ModelConfig
+from headway.parallel.collectives import Group
 from headway.parallel.engine import Engine
 
 
@@ -30,12 +31,13 @@ class TrainState:
     seconds: float = 0.0
     """Training time so far, over all starts."""
 
-    def save(self, checkpoints: Path, tokenizer: Path | None, keep_last: int) -> Path:
-        """Write a checkpoint and let the oldest go."""
+    def save(self, checkpoints: Path, tokenizer: Path | None, keep_last: int, ranks: Group = Group()) -> Path:
+        """Write a checkpoint, every rank its part, and let the oldest go."""
         self.engine.flush()
         records = (TensorRecord(*tensor) for tensor in self.engine.tensors())
-        path = save_checkpoint(checkpoints, self.step, records, self._scalars(), tokenizer)
-        retain(checkpoints, keep_last)
+        path = save_checkpoint(checkpoints, self.step, records, self._scalars(), tokenizer, Writers(ranks.rank, ranks.size, ranks.gather))
+        if ranks.rank == 0:
+            retain(checkpoints, keep_last)
         return path
 
     def _scalars(self) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+"""Gradients on their way to the sum over ranks: parameters report their gradients, full buckets leave in a fixed order.
+
+Ranks must start the same exchanges in the same order, so buckets are numbered once (the order in which backward is expected to finish them)
+and bucket k leaves only after bucket k-1. Which parameters take part, and how often each reports, is learned in the first step; a
+parameter that is missing later counts as zero on that rank, one that reports after its bucket left is an error that names it.
+Nothing is exchanged before the last microbatch of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from headway.errors import ParallelError
+from headway.parallel.buffer import Span, TrainBuffer
+from headway.parallel.collectives import Handle, Ranks
+from headway.parallel.hooks.base import Hook
+
+
+@dataclass
+class Bucket:
+    """Some gradients that are exchanged together, as a hook sees them."""
+
+    index: int
+    is_last: bool
+    ranks: Ranks
+    flat: Tensor
+    """fp32: this rank's gradients, one after another, padding between them; the sum over ranks goes here."""
+    own: Tensor
+    """The part of `flat` whose sum this rank needs (all of it where the optimizer state is not cut)."""
+    span: Span
+    buffer: TrainBuffer = field(repr=False)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Views of the gradients by parameter."""
+        return {slot.name: slot.view(self.buffer.grad) for slot in self.span.slots}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Views of the compute parameters."""
+        return {slot.name: slot.view(self.buffer.param) for slot in self.span.slots}
+
+    def part_of(self, flat: Tensor) -> Tensor:
+        """The part of another tensor shaped like `flat` that is this rank's own."""
+        start, stop = self.span.part(self.buffer.cut)
+        return flat[start - self.span.start : stop - self.span.start]
+
+
+def make_buckets(buffers: list[TrainBuffer], order: list[str], ranks: Ranks) -> list[Bucket]:
+    """All buckets in the order in which backward finishes them; `order` has the parameters as forward meets them."""
+    place = {name: index for index, name in enumerate(order)}
+    found = [(min(place[slot.name] for slot in span.slots), span, buffer) for buffer in buffers for span in buffer.spans]
+    found.sort(key=lambda entry: -entry[0])
+    return [
+        Bucket(index, index == len(found) - 1, ranks, buffer.grad[span.start : span.stop], buffer.own(span, buffer.grad), span, buffer)
+        for index, (_, span, buffer) in enumerate(found)
+    ]
+
+
+class Reducer:
+    """Takes gradients as they come and exchanges the buckets."""
+
+    def __init__(self, buckets: list[Bucket], hook: Hook | None, *, overlap: bool) -> None:
+        self.buckets, self.hook, self.overlap = buckets, hook, overlap
+        self.bucket_of = {slot.name: bucket for bucket in buckets for slot in bucket.span.slots}
+        self.expected: dict[str, int] | None = None
+        """Reports per parameter in the last microbatch; learned in the first step."""
+        self.touched: set[str] = set()
+        """Parameters whose gradient has arrived in this step."""
+        self._counts: dict[str, int] = {}
+        self._missing: list[int] = []
+        self._handles: list[Handle] = []
+        self._last = False
+
+    def begin_last(self) -> None:
+        """The last microbatch of the step comes next: complete buckets may leave."""
+        self._last = True
+        self._counts = dict.fromkeys(self.bucket_of, 0)
+        expected = self.expected or {}
+        self._missing = [sum(expected.get(slot.name, 0) for slot in bucket.span.slots) for bucket in self.buckets]
+
+    def take(self, name: str, total: Tensor, parameter: Tensor) -> None:
+        """Add one microbatch's gradient to the flat buffer; the first of a step overwrites what the last step left."""
+        assert parameter.grad is not None
+        if self._last and len(self._handles) > self.bucket_of[name].index:
+            raise ParallelError(
+                f"{name} got a gradient after its bucket was exchanged: it takes part in this step but not in the first, or more often. "
+                "Use parallel.overlap.reduce=false for models whose parameters take turns."
+            )
+        if name in self.touched:
+            total.add_(parameter.grad)
+        else:
+            total.copy_(parameter.grad)
+            self.touched.add(name)
+        parameter.grad = None
+        if self._last:
+            self._report(name)
+
+    def _report(self, name: str) -> None:
+        self._counts[name] += 1
+        if self.hook is None or not self.overlap or self.expected is None:
+            return
+        if self._counts[name] <= self.expected[name]:
+            self._missing[self.bucket_of[name].index] -= 1
+        while len(self._handles) < len(self.buckets) and self._missing[len(self._handles)] == 0:
+            self._launch(self.hook)
+
+    def _launch(self, hook: Hook) -> None:
+        bucket = self.buckets[len(self._handles)]
+        self._clear(bucket)
+        self._handles.append(hook(bucket))
+
+    def _clear(self, bucket: Bucket) -> None:
+        """Parameters that had no part in this step have no gradient, whatever the last step left in the buffer."""
+        for slot in bucket.span.slots:
+            if slot.name not in self.touched:
+                slot.view(bucket.buffer.grad).zero_()
+
+    def finish(self) -> Iterator[Bucket]:
+        """Start what has not left yet, then yield each bucket as its sum is there."""
+        if self.hook is None:
+            for bucket in self.buckets:
+                self._clear(bucket)
+                yield bucket
+        else:
+            while len(self._handles) < len(self.buckets):
+                self._launch(self.hook)
+            for bucket, handle in zip(self.buckets, self._handles, strict=True):
+                handle.wait()
+                yield bucket
+        before = self.expected or {}
+        self.expected = {name: max(count, before.get(name, 0)) for name, count in self._counts.items()}
+        self._handles, self._last = [], False
+        self.touched.clear()

@@ -1,0 +1,71 @@
+"""The `parallel` section of a recipe: how the ranks of a run share the work. Imports without torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import field_validator
+
+from headway.config.kinds import KindIn
+from headway.config.section import Section, setting
+from headway.errors import ParallelError
+from headway.parallel.hooks.base import HookConfig
+from headway.parallel.mesh import Mesh, plan_mesh
+
+
+class Zero1Config(Section):
+    """Where fp32 masters and optimizer state live."""
+
+    size: int | Literal["auto"] = setting(
+        "auto", "Ranks that share one copy of the optimizer state: 1 = plain data parallelism, auto = all, between = ZeRO-1.5."
+    )
+
+    @field_validator("size")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        return _at_least_one(value)
+
+
+def _at_least_one(value: int | str) -> int | str:
+    if isinstance(value, int) and value < 1:
+        raise ValueError(f"is {value}; it must be at least 1, or auto")
+    return value
+
+
+class OverlapConfig(Section):
+    """What runs at the same time; results do not depend on it."""
+
+    reduce: bool = setting(True, "Exchange gradients bucket by bucket while backward still runs.")
+    gather: bool = setting(True, "Gather updated parameters during the next forward, one bucket ahead.")
+    step: bool = setting(
+        True, "Take each bucket's norm while later ones are exchanged, and gather each while later ones are stepped; clipping stays exact."
+    )
+
+
+class ParallelConfig(Section):
+    """How ranks share the work."""
+
+    zero1: Zero1Config = setting(Zero1Config, "Where masters and optimizer state live.")
+    bucket_bytes: int = setting(32 << 20, "Gradients exchanged at a time.", gt=0)
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = setting(
+        "fp32", "Precision in which gradients are exchanged; they are added up in fp32."
+    )
+    overlap: OverlapConfig = setting(OverlapConfig, "What runs at the same time.")
+    hook: Annotated[HookConfig, KindIn("headway.parallel.hooks")] | None = setting(
+        None, "How gradients are exchanged; null = a plain sum: reduce_scatter where the optimizer state is cut, else all_reduce."
+    )
+    timeout_seconds: float = setting(1800.0, "How long ranks wait for each other before they give up.", gt=0)
+
+    def mesh(self, rank: int, world: int) -> Mesh:
+        """The layout of the ranks."""
+        return plan_mesh(rank, world, self.zero1.size, "parallel.zero1.size")
+
+    def check(self, mesh: Mesh, precision: str) -> None:
+        """Refuse what cannot be right together."""
+        if self.hook is not None:
+            if self.reduce_dtype != "fp32":
+                raise ParallelError(
+                    f"parallel.reduce_dtype is {self.reduce_dtype} and parallel.hook.kind is {self.hook.kind}; "
+                    "a hook decides the precision itself. Keep one of them."
+                )
+            self.hook.check(mesh, precision)

@@ -1,0 +1,62 @@
+"""Updated parameters on their way to all ranks of a shard group: bucket after bucket, in the order in which forward needs them.
+
+Early, every bucket is gathered right after its step. Late, one bucket is always under way ahead of the one forward uses: each block waits
+for its own buckets and starts the next. Nothing is left under way once the final norm has been reached, or after `flush`.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from headway.model.transformer import Transformer
+from headway.parallel.bucket import Bucket
+from headway.parallel.collectives import Group, Handle
+
+
+class ParameterGather:
+    """Brings the parameters of all buckets up to date."""
+
+    def __init__(self, buckets: list[Bucket], group: Group) -> None:
+        self.buckets, self.group = list(reversed(buckets)), group
+        """In the order of forward."""
+        self._handles: list[Handle] = []
+        self._waited = len(self.buckets)
+
+    def begin(self) -> None:
+        """All buckets are out of date from now on."""
+        self.flush()
+        self._handles, self._waited = [], 0
+
+    def start_next(self) -> None:
+        """Start gathering the next bucket, if one is left."""
+        if len(self._handles) < len(self.buckets):
+            bucket = self.buckets[len(self._handles)]
+            buffer, span = bucket.buffer, bucket.span
+            # `.data`: autograd counts changes per storage and would take one here for a change of parameters that forward has used
+            param = buffer.param.data
+            self._handles.append(self.group.all_gather(param[span.start : span.stop], buffer.own(span, param)))
+
+    def need(self, place: int) -> None:
+        """Wait until every bucket up to a place in forward order is current, and keep one more under way."""
+        while self._waited <= place:
+            while len(self._handles) < min(self._waited + 2, len(self.buckets)):
+                self.start_next()
+            self._handles[self._waited].wait()
+            self._waited += 1
+
+    def flush(self) -> None:
+        """Wait until all parameters are current."""
+        self.need(len(self.buckets) - 1)
+
+    def watch(self, model: Transformer) -> None:
+        """Let the parts of a model wait for their parameters when forward reaches them; what follows the blocks waits for everything."""
+        places = {slot.name: place for place, bucket in enumerate(self.buckets) for slot in bucket.span.slots}
+
+        def wait_before(module: nn.Module, prefix: str) -> None:
+            needed = max((place for name, place in places.items() if name.startswith(prefix)), default=-1)
+            module.register_forward_pre_hook(lambda _module, _inputs: self.need(needed))
+
+        wait_before(model.model.embed_tokens, "model.embed_tokens.")
+        for number, block in model.model.layers.items():
+            wait_before(block, f"model.layers.{number}.")
+        model.model.norm.register_forward_pre_hook(lambda _module, _inputs: self.flush())

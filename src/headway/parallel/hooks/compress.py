@@ -1,0 +1,55 @@
+"""The sum in 16 bits: half the traffic, and each rank's share rounded before it is added."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from headway.config.section import setting
+from headway.parallel.hooks.base import HookConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from headway.parallel.bucket import Bucket
+    from headway.parallel.collectives import Handle
+
+
+class Config(HookConfig):
+    """Settings of the sum in 16 bits."""
+
+    kind: str = setting("compress", "compress.", on_resume="free")
+    dtype: Literal["bf16", "fp16"] = setting("bf16", "What is sent; fp16 is finer and overflows above 65504.")
+
+    def build(self, device: torch.device) -> Compress:
+        """Make the hook."""
+        return Compress(self.dtype, device)
+
+
+class Compress:
+    """Rounds, adds, and widens again."""
+
+    def __init__(self, dtype: str, device: torch.device) -> None:
+        import torch
+
+        from headway.parallel.collectives import Background
+
+        self.dtype = torch.bfloat16 if dtype == "bf16" else torch.float16
+        self.background = Background(device)
+
+    def __call__(self, bucket: Bucket) -> Handle:
+        """Start the sum."""
+        from headway.parallel.collectives import Then
+
+        ranks, narrow = bucket.ranks, bucket.flat.to(self.dtype)
+        if ranks.shard.size == 1:
+            return Then(ranks.data.all_reduce(narrow), lambda: bucket.flat.copy_(narrow))
+        part = bucket.part_of(narrow)
+        if ranks.replicate.size == 1:
+            return Then(ranks.shard.reduce_scatter(part, narrow), lambda: bucket.own.copy_(part))
+
+        def both() -> None:
+            ranks.shard.reduce_scatter(part, narrow).wait()
+            ranks.replicate.all_reduce(part).wait()
+            bucket.own.copy_(part)
+
+        return self.background.run(both)

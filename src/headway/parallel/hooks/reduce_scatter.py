@@ -1,0 +1,52 @@
+"""Each rank gets its own part of the sum: half the traffic of a whole one. Groups that hold the same parts add them up among each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway.config.section import setting
+from headway.errors import ParallelError
+from headway.parallel.hooks.base import HookConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from headway.parallel.bucket import Bucket
+    from headway.parallel.collectives import Handle
+    from headway.parallel.mesh import Mesh
+
+
+class Config(HookConfig):
+    """Settings of the sum in parts."""
+
+    kind: str = setting("reduce_scatter", "reduce_scatter.", on_resume="free")
+
+    def check(self, mesh: Mesh, precision: str) -> None:
+        """It needs a cut optimizer state."""
+        if mesh.shard == 1 and mesh.world > 1:
+            raise ParallelError("parallel.hook.kind is reduce_scatter; it needs parallel.zero1.size above 1. Use all_reduce, or no hook.")
+
+    def build(self, device: torch.device) -> ReduceScatter:
+        """Make the hook."""
+        return ReduceScatter(device)
+
+
+class ReduceScatter:
+    """Every rank gets its part of the sum."""
+
+    def __init__(self, device: torch.device) -> None:
+        from headway.parallel.collectives import Background
+
+        self.background = Background(device)
+
+    def __call__(self, bucket: Bucket) -> Handle:
+        """Start the sum: inside the shard group, then across groups."""
+        ranks = bucket.ranks
+        if ranks.replicate.size == 1:
+            return ranks.shard.reduce_scatter(bucket.own, bucket.flat)
+
+        def both() -> None:
+            ranks.shard.reduce_scatter(bucket.own, bucket.flat).wait()
+            ranks.replicate.all_reduce(bucket.own).wait()
+
+        return self.background.run(both)

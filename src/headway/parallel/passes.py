@@ -1,0 +1,88 @@
+"""Forward and backward over microbatches, the same for every engine: shares of one global loss come out, metrics as sums over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway.data.batch import Batch, StepBatch
+from headway.kernels.attention import mask_of
+from headway.model.head import Head, ModelOut
+from headway.model.transformer import Transformer
+from headway.objective.base import MetricSums, Objective, StepInfo
+from headway.parallel.collectives import Exchange, Group
+from headway.parallel.engine import StepResult
+from headway.runtime.seed import derive
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an engine needs to know beside the model, the objective and the groups."""
+
+    device: torch.device
+    dtype: torch.dtype
+    clip: float | None
+    chunk_tokens: int
+    seed: int
+
+
+class Passes:
+    """Runs a model and an objective over microbatches."""
+
+    def __init__(self, model: Transformer, objective: Objective, settings: Settings, data: Group) -> None:
+        self.model, self.objective, self.settings, self.data = model, objective, settings, data
+        self.exchange = Exchange(data)
+
+    def backward(self, batch: StepBatch, at: StepInfo, scale: Tensor | None, before_last: Callable[[], None]) -> StepResult:
+        """Back-propagate every microbatch's share of the step's loss, times `scale`; the result is still this rank's part."""
+        self.model.train()
+        loss = torch.zeros((), dtype=torch.float32, device=self.settings.device)
+        sums: MetricSums = {}
+        last = len(batch.microbatches) - 1
+        for index, micro in enumerate(batch.microbatches):
+            torch.manual_seed(derive(self.settings.seed, "microbatch", at.step, batch.first_microbatch + index))
+            moved = micro.to(self.settings.device)
+            outcome = self.objective.loss(self._forward(moved), moved, at, self.exchange)
+            share = outcome.share(batch.totals)
+            if index == last:
+                before_last()
+            (share if scale is None else share * scale).backward()
+            loss += share.detach()
+            _add(sums, outcome.metrics)
+        return StepResult(loss, sums)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
+        """Metric sums over this rank's batches and all ranks, without gradients or dropout."""
+        self.model.eval()
+        sums: MetricSums = {}
+        for micro in batches:
+            moved = micro.to(self.settings.device)
+            _add(sums, self.objective.loss(self._forward(moved), moved, at, self.exchange).metrics)
+        return self.over_ranks(StepResult(torch.zeros((), device=self.settings.device), sums)).metrics
+
+    def _forward(self, batch: Batch) -> ModelOut:
+        hidden = self.model(batch.tokens, batch.position, mask_of(batch))
+        return ModelOut(Head(hidden, self.model.head_weight, self.settings.chunk_tokens))
+
+    @torch.no_grad()
+    def over_ranks(self, result: StepResult) -> StepResult:
+        """Add loss and metric sums over all ranks, in one exchange."""
+        if self.data.size == 1:
+            return result
+        tensors = [result.loss] + [part for pair in result.metrics.values() for part in pair]
+        flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+        self.data.all_reduce(flat).wait()
+        parts = [
+            part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)
+        ]
+        return StepResult(parts[0], {name: (parts[1 + 2 * i], parts[2 + 2 * i]) for i, name in enumerate(result.metrics)})
+
+
+def _add(sums: MetricSums, more: MetricSums) -> None:
+    for name, (total, weight) in more.items():
+        before = sums.get(name)
+        sums[name] = (total.detach(), weight.detach()) if before is None else (before[0] + total.detach(), before[1] + weight.detach())
