@@ -94,12 +94,18 @@ def verify(folder: Path, repo_id: str) -> int:
 
 
 def _expected_checksum(folder: Path, file: Path) -> str | None:
-    """The hub's checksum of a file: the name of its blob in the cache, or the note beside a plain folder; None if it is neither."""
+    """The hub's checksum of a file: the name of its blob in the cache, or the note the library keeps beside a plain folder.
+
+    None for files that are not from the hub, or that somebody changed since they were fetched.
+    """
+    named = ""
+    note = folder / ".cache" / "huggingface" / "download" / f"{file.relative_to(folder)}.metadata"
     if file.is_symlink():
         named = file.resolve().name
-    else:
-        note = folder / ".cache" / "huggingface" / "download" / f"{file.relative_to(folder)}.metadata"
-        named = note.read_text(encoding="utf-8").splitlines()[1] if note.is_file() else ""
+    elif note.is_file():
+        _, named, fetched_at = note.read_text(encoding="utf-8").split()
+        if file.stat().st_mtime > float(fetched_at) + 1:
+            return None
     return named if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", named) else None
 
 
