@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import typer
@@ -11,14 +12,33 @@ import typer
 from headway.cli._output import JSON_FLAG, print_json
 from headway.cli._recipe import RECIPE_ARGUMENT
 
+RESUME_HELP = "auto: continue the run folder's newest checkpoint; never: begin anew; or a checkpoint folder."
 GPUS_HELP = "GPUs: ids as nvidia-smi has them (0,1), UUIDs, a type (A800), auto (all free ones) or none; default: run.gpus."
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every rank is told."""
+
+    resume: str
+    dry_run: bool
+    json: bool
+    profile: bool
+    profile_from: int
+    profile_steps: int
+    slow_ratio: float
+
+    def flags(self) -> list[str]:
+        """As they stand on a command line."""
+        numbers = {"--profile-from": self.profile_from, "--profile-steps": self.profile_steps, "--slow-ratio": self.slow_ratio}
+        profile = ["--profile", *(text for flag, value in numbers.items() for text in (flag, str(value)))] if self.profile else []
+        switches = {"--dry-run": self.dry_run, "--json": self.json}
+        return ["--resume", self.resume, *(flag for flag, on in switches.items() if on), *profile]
 
 
 def command(
     arguments: list[str] = RECIPE_ARGUMENT,
-    resume: str = typer.Option(
-        "auto", help="auto: continue the run folder's newest checkpoint; never: begin anew; or a checkpoint folder."
-    ),
+    resume: str = typer.Option("auto", help=RESUME_HELP),
     dry_run: bool = typer.Option(False, "--dry-run", help="Build everything, run one step, say what would happen, write nothing."),
     nproc: int | None = typer.Option(None, help="Ranks to start on this machine; default: one per chosen GPU, else one."),
     gpus: str | None = typer.Option(None, help=GPUS_HELP),
@@ -26,6 +46,10 @@ def command(
     node_rank: int = typer.Option(0, help="Which of the machines this is, from 0."),
     master: str | None = typer.Option(None, metavar="HOST:PORT", help="Where machine 0 listens; the same on all."),
     node_timeout: float = typer.Option(300.0, help="Seconds to wait for the other machines."),
+    profile: bool = typer.Option(False, "--profile", help="Record some steps: a trace and a summary of each rank in the run's logs/."),
+    profile_from: int = typer.Option(6, help="First step to record, counted from this start."),
+    profile_steps: int = typer.Option(3, help="Steps to record."),
+    slow_ratio: float = typer.Option(1.1, help="A rank is called slow if it takes this many times the mean."),
     json: bool = JSON_FLAG,
 ) -> None:
     """Train from a recipe. Without a recipe a small model trains on generated data."""
@@ -34,8 +58,9 @@ def command(
     from headway.launch.nodes import Nodes, parse_master
     from headway.runtime.process import set_environment
 
+    options = Options(resume, dry_run, json, profile, profile_from, profile_steps, slow_ratio)
     if is_launched(os.environ):
-        as_rank(lambda: work(arguments, resume, dry_run, json))
+        as_rank(lambda: work(arguments, options))
         return
     recipe = read_recipe(arguments)
     host, port = parse_master(master) if master is not None else ("127.0.0.1", 0)
@@ -50,33 +75,39 @@ def command(
         from headway.launch.local import launch
 
         level = logging.getLevelName(logging.getLogger("headway").level)
-        flags = ["--resume", resume, *(["--dry-run"] if dry_run else []), *(["--json"] if json else []), *launch_flags(nproc, gpus, nnodes)]
-        code = launch(job, ["train", *(arguments or []), *flags], recipe.run.folder / "logs", {**os.environ, "LOG_LEVEL": level})
+        given = {"--nproc": nproc, "--gpus": gpus, "--nnodes": None if nnodes == 1 else nnodes}
+        told = [
+            text for flag, value in given.items() if value is not None for text in (flag, str(value))
+        ]  # the run folder keeps the command
+        line = ["train", *(arguments or []), *options.flags(), *told]
+        code = launch(job, line, recipe.run.folder / "logs", {**os.environ, "LOG_LEVEL": level})
     else:
         from headway.launch.outer import meeting_point
 
         set_environment({**(job.choice.environment if job.choice is not None else {}), **meeting_point(os.environ)})
-        code = work(arguments, resume, dry_run, json)
+        code = work(arguments, options)
     if code:
         raise typer.Exit(code)
 
 
-def launch_flags(nproc: int | None, gpus: str | None, nnodes: int) -> list[str]:
-    """The flags that a rank does not need, for the command that the run folder keeps."""
-    given = {"--nproc": nproc, "--gpus": gpus, "--nnodes": None if nnodes == 1 else nnodes}
-    return [text for flag, value in given.items() if value is not None for text in (flag, str(value))]
-
-
-def work(arguments: list[str], resume: str, dry_run: bool, json: bool) -> int:
+def work(arguments: list[str], options: Options) -> int:
     """Train in this process, as one rank or alone; returns the exit code."""
+    from contextlib import nullcontext
+
     from headway.cli._recipe import read_recipe
+    from headway.launch.profile import ProfilePlan, profiled
+    from headway.launch.straggler import Rule
     from headway.runtime.process import from_environment
     from headway.train import dry_run as try_recipe
     from headway.train import train
 
     recipe = read_recipe(arguments)
-    outcome: dict[str, Any] = try_recipe(recipe, resume=resume) if dry_run else train(recipe, resume=resume)
-    if json and from_environment().is_first:
+    plan = ProfilePlan(options.profile_from, options.profile_steps, Rule(options.slow_ratio))
+    probe = profiled(plan) if options.profile else nullcontext
+    outcome: dict[str, Any] = (
+        try_recipe(recipe, resume=options.resume) if options.dry_run else train(recipe, resume=options.resume, probe=probe)
+    )
+    if options.json and from_environment().is_first:
         print_json(outcome)
     return outcome.get("exit_code", 0)
 
