@@ -177,6 +177,13 @@ def on_two_ranks(overrides: tuple[str, ...]) -> Any:
         return str(error)
 
 
+def sharding(overrides: tuple[str, ...]) -> Any:
+    from headway.parallel.collectives import alone
+    from headway.parallel.fsdp import Sharding
+
+    return Sharding.of(load(Recipe, None, list(overrides)).parallel, alone()).reshard_after_forward
+
+
 PARALLEL: dict[str, Row] = {
     "loss_scale.initial": (FP16, 65536.0, 1024.0, scales),
     "loss_scale.min": (OVERFLOWS, 1.0, 9e29, scales),
@@ -185,6 +192,9 @@ PARALLEL: dict[str, Row] = {
     "loss_scale.growth_factor": ((*FP16, "loss_scale.growth_interval=1"), 2.0, 4.0, scales),
     "loss_scale.backoff_factor": (OVERFLOWS, 0.5, 0.25, scales),
     "loss_scale.hysteresis": (OVERFLOWS, 1, 2, scales),
+    "parallel.strategy": (("parallel.hook.kind=all_reduce",), "zero1", "fsdp", on_two_ranks),
+    "parallel.fsdp.size": (("parallel.strategy=fsdp",), "auto", 1, on_two_ranks),
+    "parallel.fsdp.reshard_after_forward": ((), True, False, lambda o: sharding(o)),
     "parallel.zero1.size": ((), "auto", 1, on_two_ranks),
     "parallel.bucket_bytes": ((), 1 << 20, 4096, engine(bucket_count)),
     "parallel.reduce_dtype": ((), "fp32", "bf16", on_two_ranks),

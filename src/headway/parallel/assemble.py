@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +29,11 @@ from headway.parallel.mesh import Mesh
 from headway.parallel.passes import Settings
 from headway.parallel.zero1 import Exchanged, FlatEngine
 
+if TYPE_CHECKING:
+    from headway.parallel.fsdp import ShardedEngine
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def assemble(
     config: ModelConfig,
@@ -42,7 +48,7 @@ def assemble(
     parallel: ParallelConfig = ParallelConfig(),
     ranks: Ranks | None = None,
     loss_scale: ScalerConfig = ScalerConfig(),
-) -> FlatEngine:
+) -> FlatEngine | ShardedEngine:
     """Make the engine of this rank, its parameters still zero."""
     ranks = ranks or alone()
     parallel.check(ranks.mesh, str(settings.dtype).removeprefix("torch."))
@@ -50,8 +56,15 @@ def assemble(
         model = Transformer(config)
     groups = group_parameters(model, objective, optim, freeze, train)
     scaler = Scaler(loss_scale, settings.device) if settings.dtype == torch.float16 else None
-    exchanged = Exchanged(ranks, parallel.bucket_bytes, choose_hook(parallel, ranks.mesh, settings.device), parallel.overlap)
-    engine = FlatEngine(model, objective, groups, optim.build(), settings, exchanged, scaler)
+    engine: FlatEngine | ShardedEngine
+    if parallel.strategy == "fsdp" and ranks.shard.size > 1:
+        from headway.parallel.fsdp import ShardedEngine, Sharding
+
+        cut = Sharding(ranks, parallel.fsdp.reshard_after_forward, DTYPES[parallel.reduce_dtype])
+        engine = ShardedEngine(model, objective, groups, optim.build(), settings, cut, scaler)
+    else:  # cut over one rank, fsdp is what the flat engine does anyway
+        exchanged = Exchanged(ranks, parallel.bucket_bytes, choose_hook(parallel, ranks.mesh, settings.device), parallel.overlap)
+        engine = FlatEngine(model, objective, groups, optim.build(), settings, exchanged, scaler)
     for block in model.model.layers.values():
         assert isinstance(block, Block)
         if attention != "auto":

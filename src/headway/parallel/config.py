@@ -26,6 +26,18 @@ class Zero1Config(Section):
         return _at_least_one(value)
 
 
+class FsdpConfig(Section):
+    """Fully sharded data parallelism."""
+
+    size: int | Literal["auto"] = setting("auto", "Ranks that share one copy of everything; auto = all, fewer = replicated groups (HSDP).")
+    reshard_after_forward: bool = setting(True, "Free a block's parameters after its forward and gather them again for backward.")
+
+    @field_validator("size")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        return _at_least_one(value)
+
+
 def _at_least_one(value: int | str) -> int | str:
     if isinstance(value, int) and value < 1:
         raise ValueError(f"is {value}; it must be at least 1, or auto")
@@ -45,12 +57,14 @@ class OverlapConfig(Section):
 class ParallelConfig(Section):
     """How ranks share the work."""
 
-    zero1: Zero1Config = setting(Zero1Config, "Where masters and optimizer state live.")
-    bucket_bytes: int = setting(32 << 20, "Gradients exchanged at a time.", gt=0)
+    strategy: Literal["zero1", "fsdp"] = setting("zero1", "zero1: whole parameters, cut optimizer state. fsdp: everything cut.")
+    zero1: Zero1Config = setting(Zero1Config, "Settings of strategy zero1.")
+    fsdp: FsdpConfig = setting(FsdpConfig, "Settings of strategy fsdp.")
+    bucket_bytes: int = setting(32 << 20, "Gradients exchanged at a time (strategy zero1).", gt=0)
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = setting(
         "fp32", "Precision in which gradients are exchanged; they are added up in fp32."
     )
-    overlap: OverlapConfig = setting(OverlapConfig, "What runs at the same time.")
+    overlap: OverlapConfig = setting(OverlapConfig, "What runs at the same time (strategy zero1).")
     hook: Annotated[HookConfig, KindIn("headway.parallel.hooks")] | None = setting(
         None, "How gradients are exchanged; null = a plain sum: reduce_scatter where the optimizer state is cut, else all_reduce."
     )
@@ -58,10 +72,21 @@ class ParallelConfig(Section):
 
     def mesh(self, rank: int, world: int) -> Mesh:
         """The layout of the ranks."""
+        if self.strategy == "fsdp":
+            return plan_mesh(rank, world, self.fsdp.size, "parallel.fsdp.size")
         return plan_mesh(rank, world, self.zero1.size, "parallel.zero1.size")
 
     def check(self, mesh: Mesh, precision: str) -> None:
         """Refuse what cannot be right together."""
+        if self.strategy == "fsdp":
+            if self.hook is not None:
+                raise ParallelError(
+                    "parallel.hook is set and parallel.strategy is fsdp, which exchanges gradients itself. Use zero1, or no hook."
+                )
+            if not (self.overlap.reduce and self.overlap.gather and self.overlap.step):
+                raise ParallelError(
+                    "parallel.overlap is switched off and parallel.strategy is fsdp, which always overlaps. Use zero1, or leave it on."
+                )
         if self.hook is not None:
             if self.reduce_dtype != "fp32":
                 raise ParallelError(

@@ -102,5 +102,5 @@ def describe(run: Run) -> list[str]:
         + (f", {frozen:,} frozen" if frozen else "")
         + f"; {run.compute.precision} on {run.compute.name}",
         f"data {source}; {run.batch.describe(run.ranks.data.size)}",
-        *run.ranks.mesh.describe("zero1"),
+        *run.ranks.mesh.describe(run.recipe.parallel.strategy),
     ]

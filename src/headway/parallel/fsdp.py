@@ -1,0 +1,257 @@
+"""Everything cut over the shard group: parameters, gradients and optimizer state, gathered block by block when they are needed (FSDP2).
+
+torch's `fully_shard` moves the parameters; the law of gradients (plain sums of shares), clipping, the update rule and checkpoints are
+headway's own, so that a run may change between this engine and the flat one. A tensor's part is a box along dim 0:
+
+    rows 0 .. n-1 of a parameter, ranks of a shard group:   [ 0 .. c-1 | c .. 2c-1 | ... ]   with c = ceil(n / ranks)
+
+The sharded parameters are the fp32 masters; the compute dtype exists only while a block is gathered. Parameters of the objective stay whole
+on every rank. The root (embedding, final norm, head) stays gathered from its forward to the end of backward, because the head is applied
+after the model has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from headway.data.batch import Batch, StepBatch
+from headway.model.transformer import Transformer
+from headway.objective.base import MetricSums, Objective, StepInfo
+from headway.optim.base import Hyper, Optimizer
+from headway.optim.groups import OBJECTIVE, Group
+from headway.optim.scaler import Scaler
+from headway.parallel.collectives import Ranks
+from headway.parallel.engine import Box, ReadTensor, StateTensor, StepResult, Update
+from headway.parallel.passes import Passes, Settings
+from headway.parallel.update import clip_guard
+from headway.parallel.zero1 import parameter_at, parameter_homes
+
+
+@dataclass
+class Part:
+    """What this rank holds of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    parameter: nn.Parameter
+    offset: tuple[int, ...]
+    group: str | None
+    """The group it trains in; None: it does not."""
+    state: dict[str, Tensor]
+    steps: Tensor
+
+    @property
+    def master(self) -> Tensor:
+        """The local fp32 values."""
+        return _local(self.parameter.detach())
+
+    @property
+    def is_whole(self) -> bool:
+        """Every rank holds all of it."""
+        return not isinstance(self.parameter, DTensor)
+
+
+class ShardedEngine:
+    """Implements parallel.engine.Engine."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        objective: Objective,
+        groups: Sequence[Group],
+        optimizer: Optimizer,
+        settings: Settings,
+        cut: Sharding,
+        scaler: Scaler | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.settings, self.scaler, self.ranks = model, optimizer, settings, scaler, cut.ranks
+        self.groups = list(groups)
+        self.passes = Passes(model, objective, settings, self.ranks.data)
+        homes = parameter_homes(model, objective)
+        self.shapes = {name: tuple(parameter_at(home).shape) for name, home in homes.items()}
+        group_of = {name: group.name for group in groups for name in group.names}
+        for name, home in homes.items():
+            parameter_at(home).requires_grad_(name in group_of)
+        cut.apply(model, settings)
+        if objective.module is not None:
+            objective.module.to(settings.device, torch.float32)
+        self.parts = {name: self._part(name, parameter_at(home), group_of.get(name)) for name, home in homes.items()}
+        self.skipped = torch.zeros((), dtype=torch.float32, device=settings.device)
+        self._one = torch.ones((), dtype=torch.float32, device=settings.device)
+
+    def _part(self, name: str, parameter: nn.Parameter, group: str | None) -> Part:
+        shape = self.shapes[name]
+        local = _local(parameter.detach())
+        offset = (0,) * len(shape)
+        if isinstance(parameter, DTensor):
+            first = min(self.ranks.shard.rank * -(-shape[0] // self.ranks.shard.size), shape[0])
+            offset = (first, *offset[1:])
+        state = {slot: torch.zeros_like(local, dtype=torch.float32) for slot in self.optimizer.slots} if group is not None else {}
+        return Part(name, shape, parameter, offset, group, state, torch.zeros((), dtype=torch.float32, device=local.device))
+
+    def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
+        """Accumulate the gradients of one step; FSDP2 exchanges them under the last microbatch's backward."""
+        self._synchronize(False)
+        scale = None if self.scaler is None else self.scaler.scale
+        result = self.passes.backward(batch, at, scale, lambda: self._synchronize(True))
+        for part in self._training():
+            if part.is_whole:
+                part.parameter.grad = _grad(part)
+                self.ranks.data.all_reduce(part.parameter.grad).wait()
+        return self.passes.over_ranks(result)
+
+    def _synchronize(self, on: bool) -> None:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(on)
+        self.model.set_is_last_backward(on)
+
+    def _training(self) -> list[Part]:
+        return [part for part in self.parts.values() if part.group is not None]
+
+    def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
+        """Metric sums over all ranks' batches, without gradients or dropout."""
+        return self.passes.evaluate(batches, at)
+
+    @torch.no_grad()
+    def update(self, hypers: dict[str, Hyper]) -> Update:
+        """Clip by the exact global norm and step this rank's parts. A step with a non-finite norm changes nothing."""
+        parts = self._training()
+        grads = {part.name: _grad(part) for part in parts}
+        cut = torch._foreach_norm([grads[part.name] for part in parts if not part.is_whole])
+        square = torch.stack(list(cut)).square().sum() if cut else torch.zeros_like(self.skipped)
+        self.ranks.shard.all_reduce(square).wait()
+        for part in parts:
+            if part.is_whole:
+                square = square + torch.linalg.vector_norm(grads[part.name]).square()
+        scale = self._one if self.scaler is None else self.scaler.scale.clone()
+        norm, guard = clip_guard(square.sqrt(), self.settings.clip, scale)
+        for group in self.groups:
+            mine = [part for part in parts if part.group == group.name]
+            held = [part for part in mine if part.master.numel()]
+            if held:
+                state = {slot: [part.state[slot] for part in held] for slot in self.optimizer.slots}
+                steps = [part.steps for part in held]
+                self.optimizer.update([p.master for p in held], [grads[p.name] for p in held], state, steps, hypers[group.name], guard)
+            for part in mine:
+                if not part.master.numel():
+                    part.steps += 1 - guard.found_inf
+                part.parameter.grad = None
+        self.skipped += guard.found_inf
+        if self.scaler is not None:
+            self.scaler.update(guard.found_inf)
+        return Update(norm, guard.found_inf, scale)
+
+    @torch.no_grad()
+    def fill(self, values: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Set parameters by name; returns the names that were not given."""
+        self.flush()
+        missing = set(self.parts)
+        for name, value in values:
+            missing.discard(name)
+            part = self.parts[name]
+            part.master.copy_(value[_rows(part)] if not part.is_whole else value)
+        return sorted(missing)
+
+    def tensors(self) -> Iterator[StateTensor]:
+        """Master weights and optimizer state of what trains, the parameter itself of what does not; replicas share the writing."""
+        replicas, mine = self.ranks.replicate.size, self.ranks.replicate.rank
+        for index, part in enumerate(self.parts.values()):
+            writes = self.ranks.data.rank == 0 if part.is_whole else index % replicas == mine
+            for role, local in self._roles(part).items():
+                boxes: list[Box] = [(part.offset, local)] if writes and local.numel() else []
+                yield part.name, role, part.shape, boxes
+
+    def _roles(self, part: Part) -> dict[str, Tensor]:
+        return {"param" if part.group is None else "master": part.master, **part.state}
+
+    def scalars(self) -> dict[str, Any]:
+        """Updates done, per parameter, steps skipped, and the loss scale."""
+        done = {part.name: int(part.steps) for part in self._training()}
+        return {"steps": done, "skipped": int(self.skipped), "scaler": None if self.scaler is None else self.scaler.scalars()}
+
+    @torch.no_grad()
+    def load(self, read: ReadTensor, scalars: dict[str, Any]) -> None:
+        """Take back what tensors and scalars gave, whatever layout it was saved from."""
+        self.flush()
+        for part in self.parts.values():
+            for role, local in self._roles(part).items():
+                if local.numel():
+                    local.copy_(read(part.name, role, part.offset, tuple(local.shape)))
+            part.steps.fill_(scalars["steps"].get(part.name, 0))
+        self.skipped.fill_(scalars["skipped"])
+        if self.scaler is not None and scalars.get("scaler") is not None:
+            self.scaler.load(scalars["scaler"])
+
+    @torch.no_grad()
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's parameters at full precision, by name, in the order of the model."""
+        for name, part in self.parts.items():
+            if not name.startswith(OBJECTIVE):
+                yield name, part.parameter.full_tensor() if isinstance(part.parameter, DTensor) else part.master
+
+    def flush(self) -> None:
+        """Let go of gathered parameters, so that the next forward gathers what is current."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of fp32 masters and optimizer state on this rank."""
+        return sum(local.nbytes for part in self._training() for local in self._roles(part).values())
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How `fully_shard` is to cut a model."""
+
+    ranks: Ranks
+    reshard_after_forward: bool
+    reduce_dtype: torch.dtype
+
+    def apply(self, model: Transformer, settings: Settings) -> None:
+        """Cut every block on its own, then the rest; allocate what this rank holds, all zero."""
+        narrow = None if settings.dtype == torch.float32 else settings.dtype
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
+        mesh = self._mesh(settings.device.type)
+        for block in model.model.layers.values():
+            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        model.to_empty(device=settings.device)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                _local(parameter).zero_()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def _mesh(self, device_type: str) -> DeviceMesh:
+        shard, replicate, sizes = self.ranks.shard.handle, self.ranks.replicate.handle, self.ranks.mesh
+        assert shard is not None
+        if replicate is None:
+            return DeviceMesh.from_group(shard, device_type, mesh_dim_names=("shard",))
+        layout = torch.arange(sizes.world).view(sizes.replicate, sizes.shard)
+        return DeviceMesh.from_group([replicate, shard], device_type, mesh=layout, mesh_dim_names=("replicate", "shard"))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _grad(part: Part) -> Tensor:
+    """A parameter without a part in the step has a gradient of zero, as everywhere."""
+    gradient = part.parameter.grad
+    return torch.zeros_like(part.master) if gradient is None else _local(gradient)
+
+
+def _rows(part: Part) -> slice:
+    return slice(part.offset[0], part.offset[0] + part.master.shape[0])

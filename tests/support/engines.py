@@ -1,0 +1,74 @@
+"""Small engines on any number of ranks, and steps whose rows are the same however many ranks share them."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from headway.data.batch import TENSOR_FIELDS, StepBatch, StepStats
+from headway.model.config import ModelConfig
+from headway.model.init import initial_value
+from headway.objective.base import StepInfo
+from headway.objective.next_token import Config as NextToken
+from headway.optim.adamw import Config as AdamW
+from headway.optim.groups import OBJECTIVE, hypers
+from headway.optim.scaler import ScalerConfig
+from headway.optim.schedule import Schedule
+from headway.parallel.assemble import assemble
+from headway.parallel.collectives import Group, form_groups
+from headway.parallel.config import ParallelConfig
+from headway.parallel.passes import Settings
+from support.batches import make_batch
+
+CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=64, max_seq_len=32, dropout=0.1)
+OPTIM = AdamW(lr=1e-2, clip=0.5, schedule=Schedule(warmup=2))
+ROWS = 16
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine in words."""
+
+    parallel: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    micro: int = 4
+    """Microbatches of a step over all ranks."""
+    freeze: tuple[str, ...] = ("layers.0",)
+    config: ModelConfig = CONFIG
+    loss_scale: ScalerConfig = ScalerConfig()
+    objective: Any = None
+
+
+def make_engine(group: Group, setup: Setup) -> Any:
+    """The engine of one rank, with the weights of a seed."""
+    parallel = ParallelConfig.model_validate({"bucket_bytes": 8000, **setup.parallel})
+    ranks = form_groups(parallel.mesh(group.rank, group.size), group)
+    settings = Settings(torch.device("cpu"), setup.dtype, OPTIM.clip, 16, seed=3)
+    objective = (setup.objective or NextToken()).build()
+    engine = assemble(
+        setup.config, objective, OPTIM, settings, freeze=setup.freeze, parallel=parallel, ranks=ranks, loss_scale=setup.loss_scale
+    )
+    names = [name for name in engine.shapes if not name.startswith(OBJECTIVE)]
+    engine.fill((name, initial_value(name, engine.shapes[name], setup.config, 1)) for name in names)
+    return engine
+
+
+def share_of_step(index: int, micro: int, rank: int, world: int) -> StepBatch:
+    """This rank's microbatches of step `index`: rows have different numbers of targets, some none at all."""
+    rows = [[16], [7, 5], [3, 3, 3], [12], [2, 9], [4, 4, 4, 4], [9], [5]] * 2
+    batch = make_batch(rows, seq_len=16, vocab=64, seed=index, targets=[11, 4, 6, 1, 9, 8, 0, 0, 15, 2, 3, 7, 1, 1, 5, 0])
+    size, each = ROWS // micro, micro // world
+    mine = [slice(i * size, (i + 1) * size) for i in range(rank * each, (rank + 1) * each)]
+    micros = tuple(replace(batch, **{name: getattr(batch, name)[part] for name in TENSOR_FIELDS}) for part in mine)
+    totals = {"targets": float(batch.loss_weight.sum()), "rows": float(ROWS)}
+    return StepBatch(micros, totals, StepStats(batch.tokens.numel(), 1, 1, 1, 1, 0), first_microbatch=rank * each)
+
+
+def train_steps(engine: Any, group: Group, micro: int, first: int, last: int) -> list[tuple[float, float, float]]:
+    """Train; returns (loss, norm, skipped) of every step."""
+    seen = []
+    for index in range(first, last):
+        result = engine.forward_backward(share_of_step(index, micro, group.rank, group.size), StepInfo(index, 20))
+        update = engine.update(hypers(OPTIM, engine.groups, index, 20))
+        seen.append((float(result.loss), float(update.norm), float(update.skipped)))
+    return seen
