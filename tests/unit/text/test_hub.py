@@ -231,6 +231,35 @@ def test_hub_ids_are_paths_once_they_were_fetched(hub: Hub, tmp_path: Path) -> N
     assert resolve("org/name", NOBODY).startswith("error: org/name: not here")
     fetched = resolve("org/name", hub.url)
     assert fetched.endswith("['from the hub']")
-    assert resolve("org/name", NOBODY) == fetched
+    hub.requests.clear()
+    assert resolve("org/name", hub.url) == fetched and hub.requests == [], "what is in the cache asks no network"
     assert resolve(str(tmp_path), NOBODY) == f"{tmp_path} ['from the hub']"
     assert "no such file or folder, and not a hub id" in resolve("no/such/path", NOBODY)
+
+
+def test_hub_ids_are_legal_in_init_from_and_in_data(hub: Hub, tmp_path: Path) -> None:
+    from headway.config.load import load
+    from headway.tokenizer.train_bpe import train_bpe
+    from headway.train import train
+    from headway.train.config import Recipe
+
+    tiny = [
+        "model={hidden_size: 16, num_layers: 1, num_heads: 2, ffn_size: 24, max_seq_len: 32}",
+        "data.seq_len=32",
+        "batch.rows=2",
+        "device=cpu",
+    ]
+    train_bpe([Path(__file__).read_text()], vocab_size=300, out=tmp_path / "tokenizer")
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text("".join(json.dumps({"text": f"some text {i} " * 9}) + "\n" for i in range(30)))
+    common = [f"data.cache_dir={tmp_path}/cache", "steps=1"]
+    train(load(Recipe, None, [*tiny, *common, f"run.dir={tmp_path}/runs", f"tokenizer={tmp_path}/tokenizer", f"data.train=[{raw}]"]))
+    final = tmp_path / "runs" / "run" / "final"
+    hub.files = {p.name: p.read_bytes() for p in final.iterdir()} | {"data/train-00000-of-00001.jsonl": raw.read_bytes()}
+    override = ["data.seq_len=32", "batch.rows=2", "device=cpu", *common, f"run.dir={tmp_path}/again", "data.train=[org/name]"]
+    code, summary, errors = run(hub, tmp_path / "home", "train", "init.from=org/name", *override)
+    assert code == 0, errors
+    assert summary["steps"] == 1
+    code, _, errors = run("http://127.0.0.1:9", tmp_path / "empty", "train", "init.from=org/other", *override)
+    assert code == 2
+    assert "headway download org/other" in errors
