@@ -32,8 +32,6 @@ from headway.parallel.zero1 import Exchanged, FlatEngine
 if TYPE_CHECKING:
     from headway.parallel.fsdp import ShardedEngine
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 def assemble(
     config: ModelConfig,
@@ -60,8 +58,7 @@ def assemble(
     if parallel.strategy == "fsdp" and ranks.shard.size > 1:
         from headway.parallel.fsdp import ShardedEngine, Sharding
 
-        cut = Sharding(ranks, parallel.fsdp.reshard_after_forward, DTYPES[parallel.reduce_dtype])
-        engine = ShardedEngine(model, objective, groups, optim.build(), settings, cut, scaler)
+        engine = ShardedEngine(model, objective, groups, optim.build(), settings, Sharding.of(parallel, ranks), scaler)
     else:  # cut over one rank, fsdp is what the flat engine does anyway
         exchanged = Exchanged(ranks, parallel.bucket_bytes, choose_hook(parallel, ranks.mesh, settings.device), parallel.overlap)
         engine = FlatEngine(model, objective, groups, optim.build(), settings, exchanged, scaler)

@@ -29,6 +29,7 @@ from headway.optim.base import Hyper, Optimizer
 from headway.optim.groups import OBJECTIVE, Group
 from headway.optim.scaler import Scaler
 from headway.parallel.collectives import Ranks
+from headway.parallel.config import ParallelConfig
 from headway.parallel.engine import Box, ReadTensor, StateTensor, StepResult, Update
 from headway.parallel.passes import Passes, Settings
 from headway.parallel.update import clip_guard
@@ -216,6 +217,12 @@ class Sharding:
     ranks: Ranks
     reshard_after_forward: bool
     reduce_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, ranks: Ranks) -> Sharding:
+        """What a recipe asks for."""
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        return cls(ranks, parallel.fsdp.reshard_after_forward, dtypes[parallel.reduce_dtype])
 
     def apply(self, model: Transformer, settings: Settings) -> None:
         """Cut every block on its own, then the rest; allocate what this rank holds, all zero."""
