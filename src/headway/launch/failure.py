@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, TrainingError
 
 USERS_MISTAKE = 2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -27,6 +27,14 @@ class Failure:
     """None for what a user can cause: its one line says everything."""
 
 
+class RankError(TrainingError):
+    """A rank failed and all were ended. `at` orders causes: the time, or 0 where a signal killed it, which is never a consequence."""
+
+    def __init__(self, message: str, exit_code: int, at: float) -> None:
+        super().__init__(message)
+        self.exit_code, self.at = exit_code, at
+
+
 @dataclass(frozen=True)
 class Ended:
     """A rank that ended: `code` as subprocess has it, minus the number of the signal where one killed it."""
@@ -39,6 +47,11 @@ class Ended:
     def exit_code(self) -> int:
         """As a shell has it."""
         return self.code if self.code >= 0 else 128 - self.code
+
+    @property
+    def at(self) -> float:
+        """When it failed, as far as it said so; see RankError."""
+        return 0.0 if self.code < 0 else self.failure.at if self.failure else time.time()
 
     @property
     def was_stopped(self) -> bool:
@@ -67,7 +80,7 @@ def read_failure(path: Path) -> Failure | None:
 
 def first_cause(ended: Sequence[Ended]) -> Ended:
     """The rank that failed first: what a signal killed, else the earliest error. The others only lost their peer."""
-    return min(ended, key=lambda one: (one.code >= 0, one.failure.at if one.failure else float("inf"), one.rank))
+    return min(ended, key=lambda one: (one.at, one.rank))
 
 
 def cause(one: Ended, log: Path | None) -> str:

@@ -6,14 +6,14 @@ In: the recipe, what the user asked for, the environment. Out: an exit code, aft
 from __future__ import annotations
 
 import logging
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.errors import HeadwayError, LaunchError
+from headway.errors import LaunchError
+from headway.launch.failure import RankError
 from headway.launch.gpus import Choice, Gpu, choose_gpus, read_gpus, visible
 from headway.launch.nodes import Meeting, Nodes
 from headway.launch.ranks import Ranks, RankStart
@@ -124,10 +124,11 @@ def launch(job: Job, arguments: Sequence[str], logs: Path, environment: Mapping[
             meeting.serve()  # after the start, because both take seconds to load torch; the port is bound and waits
         try:
             code = ranks.wait(meeting.trouble)
-        except HeadwayError as error:
-            meeting.announce(f"node {job.nodes.rank} ({socket.gethostname()}): {error}")
+        except RankError as error:
+            meeting.announce(error)
+            first = meeting.first_cause(error)
             meeting.leave(well=False)
-            raise
+            raise first from None
     meeting.leave(well=code == 0)
     return code
 

@@ -2,7 +2,7 @@
 
     node 0  binds the port, serves ◀── node 1 .. n-1 connect
     each    node/<k> = number of its ranks, host        all wait until every node/<k> stands
-    each    failed   = why, if one of its ranks failed   all look now and then
+    each    failed/<k> = when and why, if one failed     all look now and then
     each    done     + 1 at its end                      node 0 serves until all are done
 
 The ranks use the same store to find each other, so that no port is ever free between being chosen and being used.
@@ -19,6 +19,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from headway.errors import LaunchError
+from headway.launch.failure import RankError
+from headway.runtime.process import set_environment
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -28,6 +30,7 @@ log = logging.getLogger("headway")
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
 LINGER_SECONDS = 10.0
+TELL_SECONDS = 3.0
 BACKLOG = 4096
 PREFIX = "headway/launch/"
 
@@ -93,7 +96,10 @@ class Meeting:
 
     def serve(self) -> None:
         """Answer on the port (node 0), or connect to who does. Takes as long as torch takes to load."""
-        from torch.distributed import DistNetworkError, TCPStore
+        set_environment({"TORCH_CPP_LOG_LEVEL": "ERROR"})  # read when torch loads; what a socket tries is not the user's business
+        if self._listening is None:
+            self._knock()
+        from torch.distributed import TCPStore
 
         if self._listening is not None:
             wait = timedelta(seconds=60)
@@ -101,14 +107,21 @@ class Meeting:
             self.store = TCPStore(self.host, self.port, None, True, wait, wait_for_workers=False, master_listen_fd=own)
             self._listening = None
             return
-        wait = timedelta(seconds=self.nodes.timeout_seconds)
-        try:
-            self.store = TCPStore(self.host, self.port, None, False, wait, wait_for_workers=False)
-        except (DistNetworkError, RuntimeError):
-            raise LaunchError(
-                f"node 0 is missing: nobody answers at {self.host}:{self.port} after {self.nodes.timeout_seconds:g} s. "
-                "Start node 0, and check the address, the port and the firewall."
-            ) from None
+        self.store = TCPStore(self.host, self.port, None, False, timedelta(seconds=60), wait_for_workers=False)
+
+    def _knock(self) -> None:
+        """Wait until node 0 answers."""
+        deadline = time.monotonic() + self.nodes.timeout_seconds
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection((self.host, self.port), timeout=self.nodes.timeout_seconds).close()
+                return
+            except OSError:
+                time.sleep(POLL_SECONDS)
+        raise LaunchError(
+            f"node 0 is missing: nobody answers at {self.host}:{self.port} after {self.nodes.timeout_seconds:g} s. "
+            "Start node 0, and check the address, the port and the firewall."
+        )
 
     def gather(self) -> None:
         """Wait for the launchers of all nodes; afterwards every one knows where its ranks begin."""
@@ -120,7 +133,7 @@ class Meeting:
         deadline = time.monotonic() + self.nodes.timeout_seconds
         while missing := [node for node in range(num) if not store.check([self._key(node)])]:
             if (told := self.trouble()) is not None:
-                raise LaunchError(told)
+                raise LaunchError(str(told))
             if time.monotonic() > deadline:
                 self._give_up(missing)
             time.sleep(POLL_SECONDS)
@@ -138,28 +151,44 @@ class Meeting:
             f"node rank{'s' if len(missing) > 1 else ''} {names} of {self.nodes.num} did not arrive at {self.host}:{self.port} "
             f"within {self.nodes.timeout_seconds:g} s. Start them with the same --master, or wait longer with --node-timeout."
         )
-        self.announce(message)
+        self.announce(RankError(message, LaunchError.exit_code, time.time()))
         raise LaunchError(message)
 
-    def trouble(self) -> str | None:
-        """What another node said went wrong there; also if node 0 is gone."""
+    def trouble(self) -> RankError | None:
+        """The first of what went wrong on any node; also if node 0 is gone."""
         if self.store is None or self.nodes.num == 1:
             return None
+        told: list[RankError] = []
         try:
-            if not self.store.check([PREFIX + "failed"]):
-                return None
-            return self.store.get(PREFIX + "failed").decode()
+            for key in (f"{PREFIX}failed/{node}" for node in range(self.nodes.num)):
+                if self.store.check([key]):
+                    at, code, message = self.store.get(key).decode().split(" ", 2)
+                    told.append(RankError(message, int(code), float(at)))
         except RuntimeError:
-            return f"node 0 is gone: {self.host}:{self.port} no longer answers. All ranks here were ended."
+            return RankError(f"node 0 is gone: {self.host}:{self.port} no longer answers. All ranks here were ended.", 1, time.time())
+        return min(told, key=lambda one: one.at, default=None)
 
-    def announce(self, message: str) -> None:
-        """Tell the other nodes what went wrong here; the first to speak is heard."""
+    def announce(self, error: RankError) -> None:
+        """Tell the other nodes what went wrong here."""
         if self.store is None or self.nodes.num == 1:
             return
         try:
-            self.store.compare_set(PREFIX + "failed", "", message)
+            self.store.set(f"{PREFIX}failed/{self.nodes.rank}", f"{error.at} {error.exit_code} {error}")
         except RuntimeError:
             return  # node 0 is gone, and the others see that themselves
+
+    def first_cause(self, error: RankError) -> RankError:
+        """What ended the whole run: an error here may only be that a peer elsewhere was lost, of which that node tells about now."""
+        if self.nodes.num == 1 or error.at == 0:
+            return error
+        deadline = time.monotonic() + TELL_SECONDS
+        first = error
+        while time.monotonic() < deadline:
+            told = self.trouble()
+            if told is not None and told.at < first.at:
+                first = told
+            time.sleep(POLL_SECONDS)
+        return first
 
     def leave(self, *, well: bool) -> None:
         """The end: node 0 serves until the others are done too, or have had time to hear of a failure."""

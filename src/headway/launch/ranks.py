@@ -20,8 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from headway.errors import TrainingError
-from headway.launch.failure import STOP_SIGNALS, Ended, cause, first_cause, read_failure
+from headway.launch.failure import STOP_SIGNALS, Ended, RankError, cause, first_cause, read_failure
 from headway.runtime.process import FAILURE_FILE, LAUNCHER_PID
 
 POLL_SECONDS = 0.05
@@ -77,7 +76,7 @@ class Ranks:
         """Where what a rank prints beside its log lines is kept."""
         return self.logs / f"rank-{rank:05}.output.log"
 
-    def wait(self, trouble: Callable[[], str | None] = lambda: None) -> int:
+    def wait(self, trouble: Callable[[], RankError | None] = lambda: None) -> int:
         """Wait until all have ended; returns the exit code. If one fails, or `trouble` is told from elsewhere, all are ended."""
         before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
         try:
@@ -87,8 +86,8 @@ class Ranks:
                     raise self._failure(failed)
                 if time.monotonic() > look_at:
                     look_at = time.monotonic() + WATCH_SECONDS
-                    if (message := trouble()) is not None:
-                        raise TrainingError(message)
+                    if (elsewhere := trouble()) is not None:
+                        raise elsewhere
                 if self.kill_at is not None and time.monotonic() > self.kill_at:
                     self.end()
                 time.sleep(POLL_SECONDS)
@@ -131,7 +130,7 @@ class Ranks:
         asked = one.failure is None and (-one.code in self.received or self.kill_at is not None)
         return one.code != 0 and not one.was_stopped and not asked
 
-    def _failure(self, failed: Sequence[Ended]) -> TrainingError:
+    def _failure(self, failed: Sequence[Ended]) -> RankError:
         """The error that names the first cause. The others have a moment to end by themselves and to write their last lines."""
         first = first_cause(failed)
         deadline = time.monotonic() + GRACE_SECONDS
@@ -144,9 +143,7 @@ class Ranks:
         message = cause(first, log)
         if log is None and first.failure is not None and first.failure.traceback is not None:
             sys.stderr.write(first.failure.traceback)  # there is no run folder yet that could keep it
-        error = TrainingError(message)
-        error.exit_code = first.exit_code
-        return error
+        return RankError(message, first.exit_code, first.at)
 
     def _keep_traceback(self, one: Ended) -> None:
         if one.failure is not None and one.failure.traceback is not None and self.logs.is_dir():

@@ -9,12 +9,14 @@ import pytest
 
 from headway.errors import LaunchError
 from headway.launch import nodes as nodes_module
+from headway.launch.failure import RankError
 from headway.launch.nodes import Meeting, Nodes, parse_master
 
 
 @pytest.fixture(autouse=True)
 def short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes_module, "LINGER_SECONDS", 1.0)
+    monkeypatch.setattr(nodes_module, "TELL_SECONDS", 0.5)
 
 
 def free_port() -> int:
@@ -57,9 +59,12 @@ def test_every_node_learns_where_its_ranks_begin() -> None:
     counts = (2, 1, 3)
     meetings = together(*(lambda node=node: meet(3, node, port, counts[node]) for node in range(3)))
     assert [(one.first_rank, one.world) for one in meetings] == [(0, 6), (2, 6), (3, 6)]
-    meetings[2].announce("node 2: rank 4 was killed")
-    meetings[1].announce("rank 0 lost its peer")
-    assert [one.trouble() for one in meetings] == ["node 2: rank 4 was killed"] * 3
+    lost = RankError("rank 0 lost its peer", 1, 5.0)
+    meetings[0].announce(lost)
+    meetings[2].announce(RankError("rank 4 was killed", 137, 0.0))
+    assert [str(one.trouble()) for one in meetings] == ["rank 4 was killed"] * 3
+    assert str(meetings[0].first_cause(lost)) == "rank 4 was killed"
+    assert meetings[0].first_cause(lost).exit_code == 137
 
 
 def test_a_missing_node_is_named_on_every_node() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from headway.errors import TrainingError
 from headway.launch import ranks as ranks_module
-from headway.launch.failure import Ended, Failure, first_cause
+from headway.launch.failure import Ended, Failure, RankError, first_cause
 from headway.launch.ranks import Ranks, RankStart
 
 
@@ -159,7 +159,7 @@ def test_a_second_ctrl_c_ends_ranks_that_hang(tmp_path: Path) -> None:
 
 def test_trouble_elsewhere_ends_the_ranks_here(tmp_path: Path) -> None:
     with start("time.sleep(60)", tmp_path) as ranks, pytest.raises(TrainingError, match="node 1: rank 3"):
-        ranks.wait(lambda: "node 1: rank 3 was killed")
+        ranks.wait(lambda: RankError("node 1: rank 3 was killed", 137, 0.0))
 
 
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
