@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help setup demo test test-gpu check format drill bench clean
+.PHONY: help setup demo test test-gpu check format drill docs bench clean
 
 help:
 	@echo "make demo      set up .venv and run the whole pipeline in small (CPU, offline, minutes)"
@@ -43,6 +43,9 @@ check: setup
 format: setup
 	$(BIN)/ruff format src tests benchmarks
 	$(BIN)/ruff check --fix src tests benchmarks
+
+docs: setup
+	$(BIN)/headway config reference > docs/settings.md
 
 bench: setup
 	$(BIN)/python benchmarks/cpu_step.py

@@ -18,6 +18,7 @@ from headway.data.stage import staged
 from headway.data.store import open_store
 from headway.data.synthetic import SyntheticSource
 from headway.errors import ConfigError, DataError
+from headway.text.hub import is_hub_id, local_or_hub
 
 VALID_NAME = "valid"
 
@@ -56,6 +57,8 @@ def open_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -
     from headway.data.foreign import source as any_kind
     from headway.data.foreign.detect import detect
 
+    if not Path(one.path).exists() and is_hub_id(one.path):
+        one = one.model_copy(update={"path": str(local_or_hub(one.path, dataset=True))})
     path, kind = Path(one.path), detect(one.path)
     if kind != "raw" and one.raw_settings:
         raise ConfigError(f"data: {one.path} is a token store ({kind}), but {one.raw_settings[0]} is for raw files. Remove it.")

@@ -50,7 +50,9 @@ class NextToken:
         if self.z_loss:
             metrics["z_loss"] = (self.z_loss * (scored.lse.square() * weight).sum(), total)
         if at.num_sources > 1:
-            metrics["nll/source"] = (by_source((scored.nll * weight).sum(1), batch, at), by_source(weight.sum(1), batch, at))
+            weights = by_source(weight.sum(1), batch, at)
+            metrics["nll/source"] = (by_source((scored.nll * weight).sum(1), batch, at), weights)
+            metrics["accuracy/source"] = (by_source((scored.correct * weight).sum(1), batch, at), weights)
         return Loss({"next_token": Term(scored.total)}, metrics)
 
 

@@ -29,6 +29,11 @@ def local_or_hub(path_or_id: Path | str, *, dataset: bool = False) -> Path:
     return in_cache(given, dataset=dataset) or fetch(given, dataset=dataset)
 
 
+def is_hub_id(text: str) -> bool:
+    """Whether a text has the form ORGANISATION/NAME."""
+    return _ID.fullmatch(text) is not None
+
+
 def in_cache(repo_id: str, *, dataset: bool = False, revision: str | None = None, cache_dir: Path | None = None) -> Path | None:
     """The folder of a hub id that was fetched before, or None; asks no network."""
     if not _ID.fullmatch(repo_id):

@@ -11,7 +11,7 @@ from headway.errors import ConfigError
 from headway.export.huggingface import export_huggingface
 from headway.track.jsonl import read_metrics
 from headway.train.folder import FINAL, METRICS, SUMMARY, write_json
-from headway.train.meter import flops_per_token
+from headway.train.meter import WARM_STEPS, flops_per_token
 
 if TYPE_CHECKING:
     from headway.train.build import Run
@@ -83,8 +83,14 @@ def summarize(run: Run) -> dict[str, Any]:
         "last_valid_loss": valid[-1][0] if valid else None,
         "best_valid_loss": min(valid)[0] if valid else None,
         "skipped_steps": run.meter.skipped,
-        "data_wait_share": sum(record["time"]["data_wait_seconds"] for record in records) / seconds if seconds else None,
+        "data_wait_share": _data_wait([record["time"] for record in records[WARM_STEPS:]]),
     }
+
+
+def _data_wait(times: list[dict[str, Any]]) -> float | None:
+    """Share of the step time spent waiting for batches; None where there were too few steps to say."""
+    seconds = sum(time["step_seconds"] for time in times)
+    return sum(time["data_wait_seconds"] for time in times) / seconds if seconds else None
 
 
 def _number(value: float | None) -> str:

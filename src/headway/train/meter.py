@@ -21,6 +21,8 @@ from headway.parallel.engine import StepResult, Update
 from headway.runtime.machine import gpu_load, peak_flops, resident_bytes
 
 MAX_PENDING = 2
+WARM_STEPS = 5
+"""First steps wait for the first batches; they say nothing about the rest."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class Meter:
         self.previous_end: Mark | None = None
         self.smoothed: float | None = None
         self.waited = 0.0
+        self.seen = 0
+        self.sources = short_names(facts.source_names)
         self.peak = peak_flops(facts.device_name, facts.dtype)
         self.full, self.causal = flops_per_token(facts.config, facts.seq_len)
         self.internlm = internlm_flops_per_token(facts.config, facts.seq_len)
@@ -158,8 +162,9 @@ class Meter:
         seconds = pending.end.since(pending.begin if pending.fresh or self.previous_end is None else self.previous_end)
         self.previous_end = pending.end
         self.smoothed = seconds if self.smoothed is None else 0.9 * self.smoothed + 0.1 * seconds
-        self.waited = 0.9 * self.waited + 0.1 * pending.data_wait
-        record: dict[str, Any] = {"step": pending.step, **_divide(numbers, self.facts.source_names), **pending.host, **pending.valid}
+        self.waited = 0.9 * self.waited + 0.1 * pending.data_wait if self.seen >= WARM_STEPS else 0.0
+        self.seen += 1
+        record: dict[str, Any] = {"step": pending.step, **_divide(numbers, self.sources), **pending.host, **pending.valid}
         self.skipped += record.pop("skipped")
         record["inf_nan_skip_batches"] = self.skipped
         record["time"] = self._timing(pending, seconds)
@@ -186,6 +191,12 @@ class Meter:
         }
 
 
+def short_names(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """The last part of each path, or the whole path where two end alike."""
+    last = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
+    return tuple(short if last.count(short) == 1 else path for short, path in zip(last, paths, strict=True))
+
+
 def _flatten(result: StepResult, update: Update) -> tuple[list[str], list[Tensor]]:
     names = ["loss", "grad_norm", "skipped", "loss_scale"]
     tensors = [result.loss, update.norm, update.skipped, update.loss_scale]
@@ -197,7 +208,7 @@ def _flatten(result: StepResult, update: Update) -> tuple[list[str], list[Tensor
 
 
 def _divide(numbers: dict[str, float], source_names: tuple[str, ...]) -> dict[str, Any]:
-    """Sums over weights: `nll||sum`, `nll||weight` become `nll`; `nll/source|2|sum` becomes `nll/<name of source 2>`."""
+    """Sums over weights: `nll||sum`, `nll||weight` become `nll`; `nll/source|2|sum` becomes `loss/<name of source 2>`."""
     record: dict[str, Any] = {}
     for key, value in numbers.items():
         name, bar, rest = key.partition("|")
@@ -207,8 +218,12 @@ def _divide(numbers: dict[str, float], source_names: tuple[str, ...]) -> dict[st
         index, _, part = rest.partition("|")
         if part == "weight":
             continue
-        label = name.removesuffix("/source") + f"/{source_names[int(index)]}" if index else name
         weight = numbers[f"{name}|{index}|weight"]
+        label = name
+        if index:
+            source = source_names[int(index)]
+            label = f"{name.removesuffix('/source').replace('nll', 'loss')}/{source}"
+            record[f"targets/{source}"] = int(weight)
         record[label] = value / weight if weight else None
     record["skipped"] = int(record["skipped"])
     return record

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, DataError
 from headway.infer.load import StoredModel, find_model
 from headway.model.config import ModelConfig
 from headway.model.families.base import family_of
+from headway.text.hub import is_hub_id, local_or_hub
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.train.config import Recipe
 
@@ -52,8 +53,9 @@ def _find_weights(recipe: Recipe) -> StoredModel | None:
     if recipe.init.source is None:
         return None
     try:
-        return find_model(recipe.init.source)
-    except ConfigError as problem:
+        source = recipe.init.source
+        return find_model(local_or_hub(source) if is_hub_id(source) else source)
+    except (ConfigError, DataError) as problem:
         raise ConfigError(f"init.from: {problem}") from None
 
 

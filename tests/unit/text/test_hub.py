@@ -255,11 +255,15 @@ def test_hub_ids_are_legal_in_init_from_and_in_data(hub: Hub, tmp_path: Path) ->
     common = [f"data.cache_dir={tmp_path}/cache", "steps=1"]
     train(load(Recipe, None, [*tiny, *common, f"run.dir={tmp_path}/runs", f"tokenizer={tmp_path}/tokenizer", f"data.train=[{raw}]"]))
     final = tmp_path / "runs" / "run" / "final"
-    hub.files = {p.name: p.read_bytes() for p in final.iterdir()} | {"data/train-00000-of-00001.jsonl": raw.read_bytes()}
-    override = ["data.seq_len=32", "batch.rows=2", "device=cpu", *common, f"run.dir={tmp_path}/again", "data.train=[org/name]"]
-    code, summary, errors = run(hub, tmp_path / "home", "train", "init.from=org/name", *override)
+    hub.files = {p.name: p.read_bytes() for p in final.iterdir()}
+    override = ["data.seq_len=32", "batch.rows=2", "device=cpu", *common, f"run.dir={tmp_path}/again"]
+    code, summary, errors = run(hub, tmp_path / "home", "train", "init.from=org/name", f"data.train=[{raw}]", *override)
     assert code == 0, errors
     assert summary["steps"] == 1
+    hub.files = {"data/train-00000-of-00001.jsonl": raw.read_bytes()}
+    code, summary, errors = run(hub, tmp_path / "home", "train", f"init.from={final}", "data.train=[org/name]", "run.name=data", *override)
+    assert code == 0, errors
+    assert summary["tokens"] > 0
     code, _, errors = run("http://127.0.0.1:9", tmp_path / "empty", "train", "init.from=org/other", *override)
     assert code == 2
     assert "headway download org/other" in errors

@@ -1,0 +1,82 @@
+"""The page of all settings, made from their declarations: `docs/settings.md` is what `settings_page` returns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from headway.train.config import Recipe
+
+HEAD = """\
+# Settings
+
+Every setting of a recipe. Made by `make docs` from the declarations; do not edit. *fixed*: a resumed run may not change it.
+"""
+
+
+def settings_page() -> str:
+    """Markdown: one table per section, and one per kind where a kind is chosen."""
+    schema = Recipe.model_json_schema(by_alias=True)
+    definitions = schema["$defs"]
+    plain = {n: e for n, e in schema["properties"].items() if _section(e, definitions) is None and not _kinds(e)}
+    parts = [HEAD, _table("recipe", plain, definitions, "free")]
+    for name, entry in schema["properties"].items():
+        parts += _below(name, entry, definitions, "free")
+    return "\n".join(parts)
+
+
+def _below(name: str, entry: dict[str, Any], definitions: dict[str, Any], rule: str) -> Iterator[str]:
+    """The tables of what an entry holds."""
+    rule = entry.get("on_resume", rule)
+    section = _section(entry, definitions)
+    tables = [(name, section)] if section is not None else [(f"{name} (kind: {kind})", one) for kind, one in _kinds(entry)]
+    for title, one in tables:
+        yield _table(title, one["properties"], definitions, rule)
+        for key, inner in one["properties"].items():
+            yield from _below(f"{name}.{key}", inner, definitions, rule)
+
+
+def _kinds(entry: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The kinds an entry, or each item of it, may be: (name, schema)."""
+    options = [*entry.get("anyOf", ()), *entry.get("items", {}).get("anyOf", ())]
+    found = [(one["properties"]["kind"].get("const"), one) for one in options if "kind" in one.get("properties", {})]
+    return [(kind, one) for kind, one in found if kind is not None]
+
+
+def _section(entry: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any] | None:
+    """The section an entry holds, directly, as an option, in a list or in a mapping."""
+    for found in (entry, *entry.get("anyOf", ()), entry.get("items", {}), entry.get("additionalProperties") or {}):
+        if not isinstance(found, dict) or not found:
+            continue
+        if "$ref" in found:
+            return definitions[found["$ref"].rsplit("/", 1)[-1]]
+        if (
+            "properties" in found
+            and "const" not in found["properties"].get("kind", {})
+            and "pattern" not in found["properties"].get("kind", {})
+        ):
+            return found
+        if found is not entry and (below := _section(found, definitions)) is not None:
+            return below
+    return None
+
+
+def _table(name: str, entries: dict[str, Any], definitions: dict[str, Any], rule: str) -> str:
+    lines = [f"## {name}", "", "| setting | default | meaning | on resume |", "|---|---|---|---|"]
+    for key, entry in entries.items():
+        default = "" if "default" not in entry else f"`{json.dumps(entry['default'], ensure_ascii=False)}`"
+        meaning = str(entry.get("description") or (_section(entry, definitions) or {}).get("description", "")).replace("|", "\\|")
+        lines.append(f"| `{key}` | {default} | {meaning}{_limits(entry)} | {entry.get('on_resume', rule)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _limits(entry: dict[str, Any]) -> str:
+    """What values are legal, in words."""
+    words: list[str] = []
+    for one in (entry, *entry.get("anyOf", ())):
+        if "enum" in one:
+            words.append("one of " + ", ".join(str(value) for value in one["enum"]))
+        names = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+        words += [f"{word} {one[key]:g}" for key, word in names.items() if key in one]
+    return f" ({'; '.join(dict.fromkeys(words))})" if words else ""
