@@ -18,7 +18,9 @@ def command(
     top_k: int | None = typer.Option(None, help="Sample among this many likeliest tokens."),
     top_p: float | None = typer.Option(None, help="Sample among the fewest tokens that have this probability together."),
     stop: list[str] = typer.Option([], help="Stop before this text; may be given several times."),
-    special: bool = typer.Option(False, "--special", help="Special tokens written in a prompt, <|im_start|> say, are those tokens, not text."),
+    special: bool = typer.Option(
+        False, "--special", help="Special tokens written in a prompt, <|im_start|> say, are those tokens, not text."
+    ),
     seed: int = typer.Option(0, help="Seed of the sampling."),
     device: str = typer.Option("auto", help="auto, cpu or cuda."),
     json: bool = JSON_FLAG,
