@@ -165,7 +165,7 @@ def on_two_ranks(overrides: tuple[str, ...]) -> Any:
     """The layout and the hook the first of two ranks would have, or why it is refused."""
     import torch
 
-    from headway.errors import ParallelError
+    from headway.errors import HeadwayError
     from headway.parallel.assemble import choose_hook
 
     parallel = load(Recipe, None, list(overrides)).parallel
@@ -173,7 +173,7 @@ def on_two_ranks(overrides: tuple[str, ...]) -> Any:
         mesh = parallel.mesh(0, 2)
         parallel.check(mesh, "float32")
         return mesh, type(choose_hook(parallel, mesh, torch.device("cpu"))).__name__
-    except ParallelError as error:
+    except HeadwayError as error:
         return str(error)
 
 
@@ -184,6 +184,9 @@ def sharding(overrides: tuple[str, ...]) -> Any:
     return Sharding.of(load(Recipe, None, list(overrides)).parallel, alone()).reshard_after_forward
 
 
+POWERSGD = (
+    "steps=4", "parallel.hook.kind=powersgd", "parallel.hook.rank=2", "parallel.hook.min_compression_rate=0", "parallel.hook.start_step=0",
+)  # fmt: skip
 PARALLEL: dict[str, Row] = {
     "loss_scale.initial": (FP16, 65536.0, 1024.0, scales),
     "loss_scale.min": (OVERFLOWS, 1.0, 9e29, scales),
@@ -205,6 +208,17 @@ PARALLEL: dict[str, Row] = {
     "parallel.hook[reduce_scatter].kind": (("parallel.zero1.size=1",), "reduce_scatter", "all_reduce", on_two_ranks),
     "parallel.hook[compress].kind": ((), "compress", "all_reduce", on_two_ranks),
     "parallel.hook[compress].dtype": (("parallel.hook.kind=compress",), "bf16", "fp16", numbers),
+    "parallel.hook[powersgd].kind": ((), "powersgd", "all_reduce", on_two_ranks),
+    "parallel.hook[powersgd].rank": (POWERSGD, 2, 1, numbers),
+    "parallel.hook[powersgd].start_step": (POWERSGD, 0, 2, numbers),
+    "parallel.hook[powersgd].error_feedback": (POWERSGD, True, False, numbers),
+    "parallel.hook[powersgd].q": (POWERSGD, "warm", "fixed", numbers),
+    "parallel.hook[powersgd].min_compression_rate": (POWERSGD, 0.0, 100.0, numbers),
+    "parallel.hook[powersgd].max_dim": (POWERSGD, 1000, 8, numbers),
+    "parallel.hook[torch_style].kind": ((), "torch_style", "all_reduce", on_two_ranks),
+    "parallel.hook[torch_style].function": (("parallel.hook.kind=torch_style",), "operator:add", "operator:nothing", on_two_ranks),
+    "parallel.hook[torch_style].state": (("parallel.hook.kind=torch_style",), None, "operator:nothing", on_two_ranks),
+    "parallel.hook[torch_style].options": (("parallel.hook.kind=torch_style", "parallel.hook.state=builtins:dict"), "{a: 1}", "{a: 2}", engine(lambda run: run.engine.reducer.hook.state)),
     "parallel.timeout_seconds": ((), 1800.0, 1.0, lambda o: load(Recipe, None, list(o)).parallel.timeout_seconds),
 }  # fmt: skip
 

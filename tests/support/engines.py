@@ -72,3 +72,10 @@ def train_steps(engine: Any, group: Group, micro: int, first: int, last: int) ->
         update = engine.update(hypers(OPTIM, engine.groups, index, 20))
         seen.append((float(result.loss), float(update.norm), float(update.skipped)))
     return seen
+
+
+def torch_powersgd(**options: Any) -> Any:
+    """torch's own PowerSGD state over all ranks."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+    return PowerSGDState(process_group=None, **options)

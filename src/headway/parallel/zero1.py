@@ -30,7 +30,7 @@ from headway.parallel.collectives import Ranks
 from headway.parallel.config import OverlapConfig
 from headway.parallel.engine import Box, ReadTensor, StateTensor, StepResult, Update
 from headway.parallel.gather import ParameterGather
-from headway.parallel.hooks.base import Hook
+from headway.parallel.hooks.base import Hook, StatefulHook
 from headway.parallel.passes import Passes, Settings
 from headway.parallel.update import clip_guard
 
@@ -196,6 +196,8 @@ class FlatEngine:
         for slot in self.frozen.slots:
             whole: list[Box] = [((0,) * len(slot.shape), slot.view(self.frozen.param))] if self.ranks.data.rank == 0 else []
             yield slot.name, "param", slot.shape, whole
+        if isinstance(self.reducer.hook, StatefulHook):
+            yield from self.reducer.hook.tensors(self.ranks.data)
 
     def _held(self) -> Iterator[tuple[str, TrainBuffer, Slot, Held | None]]:
         for name, (buffer, span, slot) in self._places.items():
@@ -209,7 +211,13 @@ class FlatEngine:
             for span, count in zip(buffer.spans, buffer.steps, strict=True)
             for slot in span.slots
         }
-        return {"steps": done, "skipped": int(self.skipped), "scaler": None if self.scaler is None else self.scaler.scalars()}
+        hook, scaler = self.reducer.hook, self.scaler
+        return {
+            "steps": done,
+            "skipped": int(self.skipped),
+            "scaler": None if scaler is None else scaler.scalars(),
+            "hook": hook.scalars(self.ranks.data) if isinstance(hook, StatefulHook) else None,
+        }
 
     @torch.no_grad()
     def load(self, read: ReadTensor, scalars: dict[str, Any]) -> None:
@@ -230,6 +238,8 @@ class FlatEngine:
         self.skipped.fill_(scalars["skipped"])
         if self.scaler is not None and scalars.get("scaler") is not None:
             self.scaler.load(scalars["scaler"])
+        if isinstance(self.reducer.hook, StatefulHook) and scalars.get("hook") is not None:
+            self.reducer.hook.load(read, scalars["hook"], self.ranks.data, self.settings.device)
         self.gather.begin()
         self.gather.flush()
 

@@ -1,21 +1,24 @@
 """The contract of a gradient hook: it takes a bucket whose gradients are complete on this rank and starts their exchange.
 
 After `wait` on the handle it returned, `bucket.flat` (or, where the optimizer state is cut, at least `bucket.own`) holds the SUM over all
-data ranks. Buckets come in the same order on every rank. A hook with memory from step to step says so in `state`, which is checkpointed.
+data ranks. Buckets come in the same order on every rank. A hook with memory from step to step is a StatefulHook.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from headway.config.kinds import KindConfig
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
     from headway.parallel.bucket import Bucket
-    from headway.parallel.collectives import Handle
+    from headway.parallel.collectives import Group, Handle
+    from headway.parallel.engine import ReadTensor, StateTensor
     from headway.parallel.mesh import Mesh
 
 
@@ -27,30 +30,25 @@ class Hook(Protocol):
         ...
 
 
+@runtime_checkable
 class StatefulHook(Protocol):
-    """A hook that remembers something between steps."""
+    """A hook that remembers something between steps, which belongs into checkpoints."""
 
-    def __call__(self, bucket: Bucket) -> Handle:
-        """Start the exchange."""
+    def tensors(self, ranks: Group) -> Iterator[StateTensor]:
+        """What to save: (name, role, global shape, [(offset, local view)])."""
         ...
 
-    def tensors(self, ranks: int) -> dict[tuple[str, str], torch.Tensor]:
-        """(parameter, role) -> this rank's tensor; ranks' tensors differ and each saves its own."""
+    def scalars(self, ranks: Group) -> dict[str, Any]:
+        """What to save beside the tensors, the same on all ranks."""
         ...
 
-    def load(self, found: dict[tuple[str, str], torch.Tensor], scalars: dict[str, Any]) -> None:
-        """Take back what `tensors` and `scalars` gave."""
-        ...
-
-    def scalars(self) -> dict[str, Any]:
-        """What is to be saved beside the tensors, the same on all ranks."""
+    def load(self, read: ReadTensor, scalars: dict[str, Any], ranks: Group, device: torch.device) -> None:
+        """Take back what `tensors` and `scalars` gave, perhaps on another number of ranks, perhaps from another hook."""
         ...
 
 
 class HookConfig(KindConfig):
     """What every hook's settings hold."""
-
-    KEEPS_STATE: ClassVar[bool] = False
 
     def build(self, device: torch.device) -> Hook:
         """Make the hook of this rank."""

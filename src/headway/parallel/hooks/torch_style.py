@@ -1,0 +1,105 @@
+"""Hooks written for torch's DistributedDataParallel: `hook(state, bucket) -> Future` of the MEAN over ranks.
+
+They find in the bucket what torch's has: index(), buffer(), set_buffer(), gradients(), parameters(), is_last(). Their result is
+multiplied by the number of ranks, because a gradient here is a sum. What they keep in `state` is not saved: a resumed run makes it anew.
+On one rank there is nothing to exchange and the hook is not called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headway.config.section import setting
+from headway.errors import ConfigError
+from headway.parallel.hooks.base import HookConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import Tensor
+
+    from headway.parallel.bucket import Bucket
+    from headway.parallel.collectives import Handle
+
+
+class Config(HookConfig):
+    """Settings of a hook in torch's style."""
+
+    kind: str = setting("torch_style", "torch_style.", on_resume="free")
+    function: str = setting("torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook", "The hook, as module:function.")
+    state: str | None = setting(None, "What makes its state, as module:function; null = the state is None.")
+    options: dict[str, int | float | bool | str | None] = setting(dict, "What `state` is called with.")
+
+    def build(self, device: torch.device) -> TorchStyle:
+        """Make the hook."""
+        state = find(self.state, "state")(**self.options) if self.state is not None else None
+        return TorchStyle(find(self.function, "function"), state)
+
+
+def find(path: str, key: str) -> Callable[..., Any]:
+    """The function at module:name."""
+    import importlib
+
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        raise ConfigError(f"parallel.hook.{key} is {path!r}; it must be module:function and importable. Check PYTHONPATH.") from None
+
+
+class TorchStyle:
+    """Calls a hook in torch's style."""
+
+    def __init__(self, function: Callable[[Any, Any], Any], state: Any) -> None:
+        self.function, self.state = function, state
+
+    def __call__(self, bucket: Bucket) -> Handle:
+        """Start the exchange."""
+        from headway.parallel.collectives import Done, Then
+
+        if bucket.ranks.data.size == 1:
+            return Done()
+        seen = TorchBucket(bucket)
+        future = self.function(self.state, seen)
+
+        def put_back() -> None:
+            value = future.value()
+            mean = value[0] if isinstance(value, list) else value
+            if mean.data_ptr() != bucket.flat.data_ptr():
+                bucket.flat.copy_(mean.view(-1))
+            bucket.flat.mul_(bucket.ranks.data.size)
+
+        return Then(future, put_back)
+
+
+class TorchBucket:
+    """A bucket with the methods of torch's GradBucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self._buffer = bucket, bucket.flat
+
+    def index(self) -> int:
+        """Which bucket, in the order of backward."""
+        return self._bucket.index
+
+    def is_last(self) -> bool:
+        """No bucket comes after this one."""
+        return self._bucket.is_last
+
+    def buffer(self) -> Tensor:
+        """The flat gradients."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Use another tensor of the same size."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the flat gradients, one per parameter."""
+        start, slots = self._bucket.span.start, self._bucket.span.slots
+        return [self._buffer[slot.start - start : slot.start - start + slot.size].view(slot.shape) for slot in slots]
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the same order."""
+        return list(self._bucket.parameters().values())
