@@ -22,10 +22,10 @@ class Spare:
 
     def loss(self, out: Any, batch: Any, at: Any, exchange: Any) -> Loss:
         found = self.plain.loss(out, batch, at, exchange)
-        total = found.terms["next_token"].sum * self.module.scale.sum()
+        total = found.terms["next_token"].sum
         if at.step >= self.since:
             total = total * self.module.turns.sum() / 3
-        return Loss({"next_token": Term(total)}, found.metrics)
+        return Loss({"next_token": Term(total * self.module.scale.sum())}, found.metrics)
 
 
 def spare(since: int = 10**9) -> Any:

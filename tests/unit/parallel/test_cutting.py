@@ -1,0 +1,90 @@
+"""How buffers are cut, as arithmetic: buckets, shards, boxes, layouts, and what is refused."""
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.errors import ParallelError
+from headway.optim.groups import Group
+from headway.parallel.buffer import ALIGN, Cut, TrainBuffer, boxes_of, lay_out
+from headway.parallel.config import ParallelConfig
+from headway.parallel.mesh import Mesh, plan_mesh
+
+SHAPES = {"a": (10, 7), "b": (5,), "c": (64, 3, 2), "d": (1,), "e": (33, 9)}
+
+
+@given(st.lists(st.integers(1, 5), min_size=0, max_size=4), st.data())
+def test_boxes_are_exactly_the_elements_of_a_range(shape: list[int], data: st.DataObject) -> None:
+    size = prod(shape)
+    first = data.draw(st.integers(0, size))
+    length = data.draw(st.integers(0, size - first))
+    whole = torch.arange(size).view(shape)
+    found = []
+    for offset, part, start in boxes_of(tuple(shape), first, length):
+        box = whole[tuple(slice(o, o + n) for o, n in zip(offset, part, strict=True))]
+        assert box.flatten().tolist() == list(range(first + start, first + start + prod(part)))
+        found += box.flatten().tolist()
+    assert found == list(range(first, first + length))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 8])
+@pytest.mark.parametrize("bucket_elements", [1, 100, 10_000])
+def test_starts_are_aligned_and_every_shard_is_equal(shards: int, bucket_elements: int) -> None:
+    spans, length = lay_out(list(SHAPES), SHAPES, Cut(bucket_elements, shards))
+    assert [slot.name for span in spans for slot in span.slots] == list(SHAPES)
+    assert all(slot.start % ALIGN == 0 for span in spans for slot in span.slots)
+    assert [span.start for span in spans] + [length] == [0] + [span.stop for span in spans], "buckets lie side by side"
+    assert all((span.stop - span.start) % (shards * ALIGN) == 0 for span in spans)
+    assert all(len(span.slots) == 1 or sum(slot.size for slot in span.slots) <= bucket_elements for span in spans)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 8])
+def test_every_element_has_one_owner(shards: int) -> None:
+    owned = {name: torch.zeros(prod(shape)) for name, shape in SHAPES.items()}
+    group = Group("g", tuple(SHAPES))
+    for shard in range(shards):
+        cut = Cut(500, shards, shard)
+        buffer = TrainBuffer.allocate(group, SHAPES, torch.bfloat16, torch.device("cpu"), ("exp_avg",), cut)
+        assert buffer.master.numel() * shards == buffer.param.numel()
+        for span in buffer.spans:
+            for slot in span.slots:
+                held = buffer.held(span, slot)
+                if held is not None:
+                    owned[slot.name][held.first : held.first + held.size] += 1
+    assert all(bool((count == 1).all()) for count in owned.values())
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "shard", "replicate"), [(1, "auto", 1, 1), (4, "auto", 4, 1), (4, 1, 1, 4), (4, 2, 2, 2), (8, 4, 4, 2)]
+)
+def test_shard_groups_are_neighbours(world: int, size: int | str, shard: int, replicate: int) -> None:
+    meshes = [plan_mesh(rank, world, size, "key") for rank in range(world)]
+    assert all((mesh.shard, mesh.replicate, mesh.data) == (shard, replicate, world) for mesh in meshes)
+    assert [mesh.coordinate("shard") for mesh in meshes] == [rank % shard for rank in range(world)]
+    assert [mesh.data_rank for mesh in meshes] == list(range(world))
+
+
+def refusal(**parallel: object) -> str:
+    config = ParallelConfig.model_validate(parallel)
+    with pytest.raises(ParallelError) as caught:
+        config.check(config.mesh(0, 4), "float16")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_cannot_be_right_is_refused_in_one_line() -> None:
+    assert refusal(zero1={"size": 3}) == "parallel.zero1.size is 3; it must divide the 4 data-parallel ranks. Use auto or 1 or 2 or 4."
+    assert "parallel.fsdp.size is 8" in refusal(strategy="fsdp", fsdp={"size": 8})
+    assert "exchanges gradients itself" in refusal(strategy="fsdp", hook={"kind": "powersgd"})
+    assert "always overlaps" in refusal(strategy="fsdp", overlap={"reduce": False})
+    assert "needs parallel.zero1.size above 1" in refusal(zero1={"size": 1}, hook={"kind": "reduce_scatter"})
+    assert "loss scale" in refusal(hook={"kind": "powersgd"})
+    assert "decides the precision itself" in refusal(hook={"kind": "all_reduce"}, reduce_dtype="bf16")
+
+
+def test_a_rank_outside_its_layout_is_refused() -> None:
+    with pytest.raises(ParallelError, match="has ranks 0 to 3"):
+        Mesh(rank=4, shard=4)
