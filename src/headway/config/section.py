@@ -3,7 +3,8 @@
 Each field says what it means and whether a resumed run may change it (`fixed` or `free`; unsaid: as the field that holds its section).
 """
 
-from typing import Any, Literal
+import json
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -46,5 +47,14 @@ def differences(old: BaseModel, new: BaseModel, at: str = "", rule: OnResume = "
 
 
 def _short(value: Any) -> str:
-    text = str(value.model_dump(mode="json") if isinstance(value, BaseModel) else value)
+    text = json.dumps(_plain(value), ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _plain(value: Any) -> Any:
+    """What a person would write in a recipe: defaults left out."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in cast(list[Any], value)]
+    return value
