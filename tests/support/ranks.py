@@ -16,6 +16,11 @@ from headway.parallel.collectives import Group, start_group
 from headway.runtime.process import Process
 
 
+def start_processes(function: Callable[[], Any], world: int, *, timeout: float = 60) -> list[Any]:
+    """Call `function` in `world` processes that find in their environment what a launcher leaves there; they join by themselves."""
+    return _run(lambda rank: function(), world, timeout)
+
+
 def run_ranks(function: Callable[[Group], Any], world: int, *, timeout: float = 60) -> list[Any]:
     """Call `function` with the group of all ranks, in `world` processes; returns what each gave, in rank order.
 
@@ -23,10 +28,19 @@ def run_ranks(function: Callable[[Group], Any], world: int, *, timeout: float = 
     """
     if world == 1:
         return [function(Group())]
+
+    def joined(rank: int) -> Any:
+        with start_group(Process(rank, rank, world), "gloo", timeout) as group:
+            return function(group)
+
+    return _run(joined, world, timeout)
+
+
+def _run(function: Callable[[int], Any], world: int, timeout: float) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="headway-ranks-") as folder:
         port = _free_port()
         context = multiprocessing.get_context("fork")
-        children = [context.Process(target=_child, args=(function, rank, world, port, Path(folder), timeout)) for rank in range(world)]
+        children = [context.Process(target=_child, args=(function, rank, world, port, Path(folder))) for rank in range(world)]
         for child in children:
             child.start()
         try:
@@ -53,12 +67,12 @@ def _collect(children: list[Any], folder: Path, timeout: float) -> list[Any]:
     return [torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(len(children))]
 
 
-def _child(function: Callable[[Group], Any], rank: int, world: int, port: int, folder: Path, timeout: float) -> None:
+def _child(function: Callable[[int], Any], rank: int, world: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ.update(MASTER_ADDR="127.0.0.1", **{name: str(value) for name, value in here.items()})
     try:
-        with start_group(Process(rank, rank, world), "gloo", timeout) as group:
-            torch.save(function(group), folder / f"result-{rank}")
+        torch.save(function(rank), folder / f"result-{rank}")
     except BaseException:
         (folder / f"error-{rank}").write_text(traceback.format_exc())
         os._exit(1)

@@ -1,0 +1,82 @@
+"""`headway train` on several ranks: one run folder, the numbers of one process, and a run that moves between numbers of ranks."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ranks import start_processes
+from support.runs import make_stores, write_recipe
+
+from headway.config.load import load
+from headway.track.jsonl import read_metrics
+from headway.train import train
+from headway.train.config import Recipe
+
+SAME = ("loss", "nll", "grad_norm", "tokens", "num_samples_in_batch", "num_consumed_tokens", "lr", "epoch", "loss_scale")
+
+
+def run(recipe: Path, *overrides: str, world: int = 1) -> list[dict[str, Any]]:
+    """Train, and read the metrics."""
+    loaded = load(Recipe, recipe, list(overrides))
+    if world == 1:
+        train(loaded)
+    else:
+        start_processes(lambda: train(loaded), world)
+    return read_metrics(loaded.run.folder / "metrics.jsonl")
+
+
+def assert_same(got: list[dict[str, Any]], right: list[dict[str, Any]], rel: float = 1e-5) -> None:
+    assert [record["step"] for record in got] == [record["step"] for record in right]
+    for one, other in zip(got, right, strict=True):
+        assert {k: one[k] for k in SAME} == pytest.approx({k: other[k] for k in SAME}, rel=rel), f"step {one['step']}"
+        for name, values in other.get("valid", {}).items():
+            assert one["valid"][name] == pytest.approx(values, rel=rel), f"step {one['step']}"
+
+
+@pytest.mark.parametrize("overrides", [("parallel.zero1.size=1",), ("parallel.bucket_bytes=9000",), ("parallel.strategy=fsdp",)])
+def test_two_ranks_leave_what_one_process_leaves(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    stores = make_stores(tmp_path)
+    right = run(write_recipe(tmp_path, stores, name="one", steps=8))
+    got = run(write_recipe(tmp_path, stores, name="two", steps=8), *overrides, world=2)
+    assert_same(got, right)
+    one, two = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    rest = {path.name for path in two.iterdir()} - {path.name for path in one.iterdir()}
+    assert not rest
+    assert (two / "logs" / "rank-00001.log").exists()
+    assert sorted(path.name for path in (two / "final").iterdir()) == sorted(path.name for path in (one / "final").iterdir())
+    summary = json.loads((two / "summary.json").read_text())
+    assert summary["steps"] == 8
+
+
+def test_a_run_moves_between_numbers_of_ranks(tmp_path: Path) -> None:
+    stores = make_stores(tmp_path)
+    right = run(write_recipe(tmp_path, stores, name="straight", steps=20))
+    moving = write_recipe(tmp_path, stores, name="moving", steps=20)
+    for stop, world, strategy in ((5, 2, "zero1"), (10, 1, "zero1"), (15, 2, "fsdp"), (20, 2, "zero1")):
+        # every stage ends at its own step but follows the learning rate of the whole run
+        loaded = load(Recipe, moving, [f"parallel.strategy={strategy}"])
+        if world == 1:
+            until(loaded, stop)
+        else:
+            start_processes(lambda loaded=loaded, stop=stop: until(loaded, stop), world)
+    got = read_metrics(tmp_path / "runs" / "moving" / "metrics.jsonl")
+    assert_same(got, right, rel=1e-4)
+
+
+def until(recipe: Recipe, stop: int) -> None:
+    """Train and get a signal, on one rank only, once a step has been written."""
+    metrics = recipe.run.folder / "metrics.jsonl"
+    if os.environ.get("RANK", "0") == "0" and stop < 20:
+
+        def ask() -> None:
+            while not metrics.exists() or metrics.read_bytes().count(b"\n") < stop:
+                time.sleep(0.002)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=ask, daemon=True).start()
+    train(recipe)
