@@ -13,6 +13,7 @@ from headway.cli._output import JSON_FLAG, print_json
 from headway.cli._recipe import RECIPE_ARGUMENT
 
 RESUME_HELP = "auto: continue the run folder's newest checkpoint; never: begin anew; or a checkpoint folder."
+PROFILE_FLAGS = {"first_step": "--profile-from", "num_steps": "--profile-steps", "ratio": "--slow-ratio"}
 GPUS_HELP = "GPUs: ids as nvidia-smi has them (0,1), UUIDs, a type (A800), auto (all free ones) or none; default: run.gpus."
 
 
@@ -24,16 +25,23 @@ class Options:
     dry_run: bool
     json: bool
     profile: bool
-    profile_from: int
-    profile_steps: int
-    slow_ratio: float
+    numbers: dict[str, Any]
+    """What was said about the profile."""
+
+    def check(self) -> None:
+        """Refuse what would have no effect."""
+        from headway.errors import ConfigError
+
+        if self.numbers and not self.profile:
+            raise ConfigError(f"{PROFILE_FLAGS[next(iter(self.numbers))]} is given without --profile. Add --profile, or leave it out.")
+        if self.profile and self.dry_run:
+            raise ConfigError("--profile is given with --dry-run, which writes nothing. Leave one of them out.")
 
     def flags(self) -> list[str]:
         """As they stand on a command line."""
-        numbers = {"--profile-from": self.profile_from, "--profile-steps": self.profile_steps, "--slow-ratio": self.slow_ratio}
-        profile = ["--profile", *(text for flag, value in numbers.items() for text in (flag, str(value)))] if self.profile else []
-        switches = {"--dry-run": self.dry_run, "--json": self.json}
-        return ["--resume", self.resume, *(flag for flag, on in switches.items() if on), *profile]
+        switches = {"--dry-run": self.dry_run, "--json": self.json, "--profile": self.profile}
+        numbers = [text for name, value in self.numbers.items() for text in (PROFILE_FLAGS[name], str(value))]
+        return ["--resume", self.resume, *(flag for flag, on in switches.items() if on), *numbers]
 
 
 def command(
@@ -47,23 +55,28 @@ def command(
     master: str | None = typer.Option(None, metavar="HOST:PORT", help="Where machine 0 listens; the same on all."),
     node_timeout: float = typer.Option(300.0, help="Seconds to wait for the other machines."),
     profile: bool = typer.Option(False, "--profile", help="Record some steps: a trace and a summary of each rank in the run's logs/."),
-    profile_from: int = typer.Option(6, help="First step to record, counted from this start."),
-    profile_steps: int = typer.Option(3, help="Steps to record."),
-    slow_ratio: float = typer.Option(1.1, help="A rank is called slow if it takes this many times the mean."),
+    profile_from: int | None = typer.Option(None, help="First step to record, counted from this start; default: 6."),
+    profile_steps: int | None = typer.Option(None, help="Steps to record; default: 3."),
+    slow_ratio: float | None = typer.Option(None, help="A rank is called slow if it takes this many times the mean; default: 1.1."),
     json: bool = JSON_FLAG,
 ) -> None:
     """Train from a recipe. Without a recipe a small model trains on generated data."""
     from headway.cli._recipe import read_recipe
+    from headway.errors import LaunchError
     from headway.launch.local import Wishes, is_launched, plan_job
-    from headway.launch.nodes import Nodes, parse_master
+    from headway.launch.nodes import LOOPBACK, Nodes, parse_master
     from headway.runtime.process import set_environment
 
-    options = Options(resume, dry_run, json, profile, profile_from, profile_steps, slow_ratio)
+    wanted = {"first_step": profile_from, "num_steps": profile_steps, "ratio": slow_ratio}
+    options = Options(resume, dry_run, json, profile, {name: value for name, value in wanted.items() if value is not None})
+    options.check()
     if is_launched(os.environ):
         as_rank(lambda: work(arguments, options))
         return
     recipe = read_recipe(arguments)
-    host, port = parse_master(master) if master is not None else ("127.0.0.1", 0)
+    if master is not None and nnodes == 1:
+        raise LaunchError("--master is given and --nnodes is 1; one machine needs no meeting point. Leave it out, or give --nnodes.")
+    host, port = parse_master(master) if master is not None else (LOOPBACK, 0)
     job = plan_job(recipe, Wishes(nproc, gpus, Nodes(nnodes, node_rank, host, port, node_timeout)), os.environ)
     if job.choice is not None:
         log = logging.getLogger("headway")
@@ -95,15 +108,15 @@ def work(arguments: list[str], options: Options) -> int:
     from contextlib import nullcontext
 
     from headway.cli._recipe import read_recipe
-    from headway.launch.profile import ProfilePlan, profiled
-    from headway.launch.straggler import Rule
-    from headway.runtime.process import from_environment
+    from headway.launch.profile import plan_profile, profiled
+    from headway.runtime.process import from_environment, set_environment
     from headway.train import dry_run as try_recipe
     from headway.train import train
 
     recipe = read_recipe(arguments)
-    plan = ProfilePlan(options.profile_from, options.profile_steps, Rule(options.slow_ratio))
-    probe = profiled(plan) if options.profile else nullcontext
+    if options.profile:
+        set_environment({"KINETO_LOG_LEVEL": "99"})  # read when torch loads; else the profiler announces itself on the screen
+    probe = profiled(plan_profile(**options.numbers)) if options.profile else nullcontext
     outcome: dict[str, Any] = (
         try_recipe(recipe, resume=options.resume) if options.dry_run else train(recipe, resume=options.resume, probe=probe)
     )

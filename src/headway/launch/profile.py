@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,9 @@ log = logging.getLogger("headway")
 class ProfilePlan:
     """Which steps of this start are recorded, counted from its first, and when a rank is called slow."""
 
-    first_step: int = 6
-    num_steps: int = 3
-    rule: Rule = field(default_factory=Rule)
+    first_step: int
+    num_steps: int
+    rule: Rule
 
     def __post_init__(self) -> None:
         if self.first_step < 2:
@@ -43,6 +43,11 @@ class ProfilePlan:
             raise ConfigError(f"--profile-steps is {self.num_steps}; it must be at least 1.")
         if self.rule.ratio < 1:
             raise ConfigError(f"--slow-ratio is {self.rule.ratio:g}; it must be at least 1.")
+
+
+def plan_profile(first_step: int = 6, num_steps: int = 3, ratio: float = 1.1) -> ProfilePlan:
+    """The plan that these numbers describe."""
+    return ProfilePlan(first_step, num_steps, Rule(ratio))
 
 
 def profiled(plan: ProfilePlan) -> Callable[[Run], Any]:
@@ -72,7 +77,8 @@ class Recorder:
         self.run, self.plan = run, plan
         self.times: deque[float] = deque(maxlen=HISTORY + 1)
         self.last = time.perf_counter()
-        self.done = 0
+        self.fresh: Summary | None = None
+        """What was just recorded and not compared yet."""
         on_cuda = run.compute.device.type == "cuda"
         self.profiler = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])],
@@ -86,8 +92,12 @@ class Recorder:
         now = time.perf_counter()
         self.times.append(now - self.last)
         self.profiler.step()
+        if self.fresh is not None:
+            # Here and not where the recording ends, which may be because this rank failed: the others would be waited for in vain.
+            self._compare(self.fresh)
+            self.fresh = None
+            self.run.meter.interrupt()
         self.last = time.perf_counter()
-        self.done += 1
 
     def _path(self, name: str) -> Path:
         return self.run.start.folder / "logs" / name
@@ -99,7 +109,10 @@ class Recorder:
         profiler.export_chrome_trace(str(trace))
         with gzip.open(trace, "rt", encoding="utf-8") as file:
             summary = summarize_trace(json.load(file)["traceEvents"])
-        assert summary is not None
+        if summary is None:
+            log.warning("the run ended before a whole step was recorded; there is only %s", trace)
+            return
+        self.fresh = summary
         write_atomic(self._path(f"profile-{who}.txt"), write_page(summary, process.rank, process.world, self.run.compute.name))
         write_atomic(self._path(f"profile-{who}.json"), json.dumps(summary.as_dict(), indent=2) + "\n")
         log.info(
@@ -107,8 +120,6 @@ class Recorder:
             summary.num_steps, summary.step * 1e3, *(100 * part / summary.step for part in
             (summary.compute, summary.optimizer, summary.exposed_communication, summary.data_wait)), self._path(f"profile-{who}.txt"),
         )  # fmt: skip
-        self._compare(summary)
-        self.run.meter.interrupt()
 
     def _compare(self, summary: Summary) -> None:
         """All ranks come here after the same step, so they can tell each other their times."""
