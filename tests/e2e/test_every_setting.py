@@ -134,6 +134,7 @@ SCALED = (
     "model.rope_scaling.original_max_seq_len=64",
     "model.rope_theta=100",
 )
+YARN = ("model.rope_scaling.kind=yarn", *SCALED[1:])
 STORES = ("data.train=[$/store0, $/store1]",)
 RULE = ("optim.groups=[{match: [norms]}]",)
 RAW = ("model.vocab_size=null", "tokenizer=$/tok0", "data.train=[{path: $/raw.jsonl}]")
@@ -242,6 +243,10 @@ TABLE: dict[str, Row] = {
     "model.rope_scaling.low_freq_factor": (SCALED, 1.0, 2.0, numbers),
     "model.rope_scaling.high_freq_factor": (SCALED, 4.0, 3.0, numbers),
     "model.rope_scaling.original_max_seq_len": (SCALED, 64, 256, numbers),
+    "model.rope_scaling.beta_fast": (YARN, 32.0, 2.0, numbers),
+    "model.rope_scaling.beta_slow": (YARN, 1.0, 0.1, numbers),
+    "model.rope_scaling.attention_factor": (YARN, None, 2.0, numbers),
+    "model.rope_scaling.truncate": (YARN, True, False, numbers),
     "model.no_rope_layers": ((), [], [1], numbers),
     "model.norm": ((), "rmsnorm", "layernorm", numbers),
     "model.norm_eps": ((), 1e-5, 1e-1, numbers),

@@ -1,5 +1,6 @@
 """The shape of a model, as numbers. Imports without torch; every family is a setting of this one Transformer."""
 
+import math
 from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
@@ -11,11 +12,28 @@ from headway.model.presets import PRESETS
 class RopeScaling(Section):
     """How rotary positions are stretched beyond the length a model was trained at."""
 
-    kind: Literal["linear", "llama3"] = setting("linear", "linear divides all frequencies by factor; llama3 only the low ones.")
+    kind: Literal["linear", "llama3", "yarn"] = setting(
+        "linear", "linear divides all frequencies by factor; llama3 and yarn only the low ones; yarn also sharpens the attention."
+    )
     factor: float = setting(1.0, "How many times longer the context becomes.", gt=0)
     low_freq_factor: float = setting(1.0, "llama3: wavelengths above original_max_seq_len / this are divided by factor.", gt=0)
     high_freq_factor: float = setting(4.0, "llama3: wavelengths below original_max_seq_len / this stay.", gt=0)
-    original_max_seq_len: int = setting(8192, "llama3: the length the model was first trained at.", gt=0)
+    original_max_seq_len: int = setting(8192, "llama3, yarn: the length the model was first trained at.", gt=0)
+    beta_fast: float = setting(32.0, "yarn: planes that turn more often than this over original_max_seq_len stay.", gt=0)
+    beta_slow: float = setting(1.0, "yarn: planes that turn less often than this are divided by factor.", gt=0)
+    attention_factor: float | None = setting(None, "yarn: cos and sin are multiplied by this; null = 0.1 * ln(factor) + 1.", gt=0)
+    truncate: bool = setting(True, "yarn: round the bounds of the ramp outwards to whole planes.")
+
+    @model_validator(mode="after")
+    def _ramp(self) -> "RopeScaling":
+        if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
+            raise ValueError(f"beta_fast is {self.beta_fast}; it must be above beta_slow={self.beta_slow}")
+        return self
+
+
+def yarn_growth(factor: float, scale: float = 1.0) -> float:
+    """How much yarn lengthens queries and keys for a context `factor` times as long."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 class ModelConfig(Section):
@@ -76,6 +94,8 @@ class ModelConfig(Section):
             raise ValueError(f"num_heads is {self.num_heads}; it must divide hidden_size={self.hidden_size}, or head_dim must be given")
         if self.head_size % 2:
             raise ValueError(f"head_dim is {self.head_size}; it must be even for rotary positions")
+        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta is {self.rope_theta}; with yarn scaling it must be above 1")
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_kv_heads is {self.kv_heads}; it must divide num_heads={self.num_heads}")
         for key in ("no_rope_layers", "window_layers"):

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from headway.model.config import ModelConfig, RopeScaling
+from headway.model.config import ModelConfig, RopeScaling, yarn_growth
 
 
 class Rotation:
@@ -15,6 +15,7 @@ class Rotation:
 
     def __init__(self, config: ModelConfig) -> None:
         self.frequencies = inverse_frequencies(config)
+        self.scale = attention_factor(config.rope_scaling)
         self._on_device: dict[torch.device, torch.Tensor] = {}
 
     def __call__(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,7 +24,7 @@ class Rotation:
         if frequencies is None:
             frequencies = self._on_device[position.device] = self.frequencies.to(position.device)
         angle = position[..., None].float() * frequencies
-        return angle.cos(), angle.sin()
+        return angle.cos() * self.scale, angle.sin() * self.scale
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
@@ -37,7 +38,33 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "yarn":
+        return _yarn(frequencies, scaling, config.rope_theta)
     return _llama3(frequencies, scaling)
+
+
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """What cos and sin are multiplied by: yarn makes queries and keys longer, and so the attention sharper."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    return scaling.attention_factor if scaling.attention_factor is not None else yarn_growth(scaling.factor)
+
+
+def _yarn(frequencies: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tensor:
+    """Fast planes stay, slow ones are divided by factor, and a straight ramp over the planes joins them."""
+    planes = len(frequencies)
+
+    def plane_of(turns: float) -> float:
+        """The plane, as a real number, that turns this often over the original length."""
+        return planes * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = plane_of(scaling.beta_fast), plane_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * planes - 1)
+    last += 0.001 if first == last else 0  # no division by zero
+    slow = ((torch.arange(planes, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
+    return frequencies / scaling.factor * slow + frequencies * (1 - slow)
 
 
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

@@ -29,6 +29,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
     "rope_theta": 500000.0,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 100.0}
+YARN_SHARP = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 4, "beta_slow": 0.5, "truncate": False}
 SLIDING = {"use_sliding_window": True, "sliding_window": 7}
 
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,6 +41,9 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0}}),
     "llama linear": ("llama", {"rope_parameters": LINEAR}),
     "llama llama3": ("llama", {"rope_parameters": LLAMA3, "max_position_embeddings": 128}),
+    "llama yarn": ("llama", {"rope_parameters": YARN, "max_position_embeddings": 128, "head_dim": 16}),
+    "qwen2 yarn": ("qwen2", {"num_key_value_heads": 2, "rope_parameters": YARN_SHARP, "max_position_embeddings": 128}),
+    "qwen3 yarn": ("qwen3", {"num_key_value_heads": 2, "head_dim": 24, "rope_parameters": {**YARN, "attention_factor": 1.3}}),
     "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": None, "head_dim": 10}),
     "mistral window": ("mistral", {"num_key_value_heads": 2, "sliding_window": 9}),
     "mistral tied": ("mistral", {"num_key_value_heads": 4, "sliding_window": 1, "tie_word_embeddings": True}),
@@ -54,6 +59,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
 
 BASE = ModelConfig(vocab_size=96, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_size=56, max_seq_len=64)
 SCALED = RopeScaling(kind="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=2.0, original_max_seq_len=16)
+STRETCHED = RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=16, beta_fast=8.0)
 OURS: dict[str, ModelConfig] = {
     "llama": BASE,
     "llama untied biases": BASE.with_(
@@ -61,6 +67,10 @@ OURS: dict[str, ModelConfig] = {
     ),
     "llama llama3": BASE.with_(rope_scaling=SCALED, head_dim=12),
     "llama linear": BASE.with_(rope_scaling=RopeScaling(kind="linear", factor=3.0)),
+    "llama yarn": BASE.with_(rope_scaling=STRETCHED, rope_theta=500.0),
+    "qwen2 yarn": BASE.with_(
+        family="qwen2", qkv_bias=True, head_dim=16, rope_scaling=STRETCHED.model_copy(update={"attention_factor": 0.9, "truncate": False})
+    ),
     "mistral": BASE.with_(family="mistral", sliding_window=6, tie_embeddings=False),
     "mistral no window": BASE.with_(family="mistral", head_dim=20),
     "qwen2": BASE.with_(family="qwen2", qkv_bias=True, head_dim=12),

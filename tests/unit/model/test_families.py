@@ -43,7 +43,9 @@ def test_what_a_family_writes_it_reads_back(name: str) -> None:
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type is 'longrope'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "low_freq_factor": 1.0}}, "with low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2}}, "beta_fast is 1.0"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "beta_fast": 32}}, "with beta_fast"),
         ({"rope_parameters": {"rope_type": "linear"}}, "without factor"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.config.load import validate
 from headway.errors import ConfigError
-from headway.model.config import ModelConfig, RopeScaling
+from headway.model.config import ModelConfig, RopeScaling, yarn_growth
 
 # Keys that do not change what a forward computes.
 METADATA = frozenset((
@@ -50,7 +50,9 @@ ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
+OPTIONAL_ROPE_KEYS = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate")}
 
 
 def understood(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,15 +114,25 @@ def read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         raise ConfigError(f"rope_type is {kind!r}; headway computes {', '.join(ROPE_KEYS)}.")
     if "original_max_position_embeddings" in ROPE_KEYS[kind]:
         rope.setdefault("original_max_position_embeddings", settings["max_position_embeddings"])
+    if kind == "yarn":
+        rope = _yarn(rope)
+    takes = (*ROPE_KEYS[kind], *OPTIONAL_ROPE_KEYS.get(kind, ()))
     for key in (*rope, *ROPE_KEYS[kind]):
-        if key not in rope or key not in ROPE_KEYS[kind]:
-            raise ConfigError(
-                f"rope_type is {kind!r} {'without' if key not in rope else 'with'} {key}; it takes {_listed(ROPE_KEYS[kind])}."
-            )
+        if key not in rope or key not in takes:
+            raise ConfigError(f"rope_type is {kind!r} {'without' if key not in rope else 'with'} {key}; it takes {_listed(takes)}.")
     if kind == "default":
         return theta, None
     names = {"original_max_position_embeddings": "original_max_seq_len"}
     return theta, validate(RopeScaling, {"kind": kind, **{names.get(key, key): value for key, value in rope.items()}})
+
+
+def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Yarn's keys with the two forms of its attention factor made one; optional keys that are null are left out."""
+    given = {key: value for key, value in rope.items() if value is not None}
+    scales = given.pop("mscale", 0), given.pop("mscale_all_dim", 0)
+    if all(scales) and "attention_factor" not in given and "factor" in given:
+        given["attention_factor"] = yarn_growth(given["factor"], scales[0]) / yarn_growth(given["factor"], scales[1])
+    return given
 
 
 def _listed(keys: tuple[str, ...]) -> str:
@@ -137,8 +149,13 @@ def settings_of(config: ModelConfig, model_type: str, architecture: str) -> dict
             "low_freq_factor": scaling.low_freq_factor,
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_max_seq_len,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "attention_factor": scaling.attention_factor,
+            "truncate": scaling.truncate,
         }
-        rope = {"rope_type": scaling.kind, **{key: values[key] for key in ROPE_KEYS[scaling.kind]}}
+        keys = (*ROPE_KEYS[scaling.kind], *OPTIONAL_ROPE_KEYS.get(scaling.kind, ()))
+        rope = {"rope_type": scaling.kind, **{key: values[key] for key in keys if values[key] is not None}}
     return {
         "architectures": [architecture],
         "model_type": model_type,
