@@ -48,6 +48,7 @@ def _add_verbs(app: typer.Typer, package: str) -> None:
 
 
 def _global_options(
+    context: typer.Context,
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Log more; LOG_LEVEL=DEBUG does the same."),
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
@@ -56,7 +57,7 @@ def _global_options(
         typer.echo(f"headway {__version__}")
         raise typer.Exit
     level = "DEBUG" if verbose else os.environ.get("LOG_LEVEL", "INFO").upper()
-    start_logging(level=level)
+    context.call_on_close(start_logging(level=level).close)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
