@@ -306,6 +306,8 @@ TABLE: dict[str, Row] = {
     "optim[adamw].clip": ((), 1.0, 0.01, lambda o: [r["loss"] for r in observed((*o, "optim.eps=1e-1")).records]),
     "optim[adamw].schedule.kind": (("steps=4",), "cosine", "linear", numbers),
     "optim[adamw].schedule.warmup": ((), 1, 3, numbers),
+    "optim[adamw].schedule.decay": (("steps=6", "optim.schedule.kind=wsd"), 2, 4, numbers),
+    "optim[adamw].schedule.decay_shape": (("steps=6", "optim.schedule.kind=wsd", "optim.schedule.decay=4"), "linear", "sqrt", numbers),
     "optim[adamw].schedule.floor": ((), 0.1, 0.9, numbers),
     "optim[adamw].schedule.zero_steps": ((), 0, 2, numbers),
     "optim[adamw].groups.match": ((), ["{match: [norms], lr: 0.5}"], ["{match: [embeddings], lr: 0.5}"], numbers),

@@ -10,22 +10,33 @@ from headway.errors import ConfigError
 class Schedule(Section):
     """The learning rate over a run: zero steps, warm-up, then a curve down to the floor."""
 
-    kind: Literal["cosine", "linear", "constant"] = setting("cosine", "Shape after the warm-up.")
+    kind: Literal["cosine", "linear", "constant", "wsd"] = setting(
+        "cosine", "Shape after the warm-up; wsd stays at the peak and falls to the floor at the end."
+    )
     warmup: int | float = setting(0.05, "Warm-up in steps (an integer) or as a fraction of all steps (below 1).", ge=0)
+    decay: int | float = setting(0.2, "wsd: the fall at the end, in steps (an integer) or as a fraction of all steps (below 1).", ge=0)
+    decay_shape: Literal["linear", "sqrt"] = setting("linear", "wsd: how the fall goes; sqrt falls faster at first.")
     floor: float = setting(0.1, "Lowest rate, as a fraction of the peak.", ge=0, le=1)
     zero_steps: int = setting(0, "Updates at rate 0 before the warm-up begins.", ge=0)
 
     def warmup_steps(self, total_steps: int) -> int:
         """The warm-up in steps."""
-        if isinstance(self.warmup, int):
-            return self.warmup
-        if self.warmup > 1:
-            raise ConfigError(f"optim.schedule.warmup is {self.warmup}; a fraction is at most 1. Write an integer for steps.")
-        return int(total_steps * self.warmup)
+        return _steps("warmup", self.warmup, total_steps)
+
+    def decay_steps(self, total_steps: int) -> int:
+        """The fall at the end of wsd in steps; it must fit behind the warm-up."""
+        decay, before = _steps("decay", self.decay, total_steps), self.zero_steps + self.warmup_steps(total_steps)
+        if decay > max(0, total_steps - before):
+            raise ConfigError(
+                f"optim.schedule.decay is {decay} steps; after {before} of zero_steps and warm-up {max(0, total_steps - before)} of "
+                f"{total_steps} are left. Lower it, or give more steps."
+            )
+        return decay
 
     def factor(self, step: int, total_steps: int) -> float:
         """The learning rate at an update, as a fraction of the peak."""
         warmup = self.warmup_steps(total_steps)
+        decay = self.decay_steps(total_steps) if self.kind == "wsd" else 0
         if step < self.zero_steps:
             return 0.0
         since = step - self.zero_steps
@@ -33,10 +44,22 @@ class Schedule(Section):
             return (since + 1) / warmup
         if self.kind == "constant":
             return 1.0
+        if self.kind == "wsd":
+            done = min(1.0, max(0, step - (total_steps - decay)) / max(1, decay))
+            return self.floor + (1 - self.floor) * (1 - (math.sqrt(done) if self.decay_shape == "sqrt" else done))
         length = max(1, total_steps - warmup - self.zero_steps)
         done = min(1.0, (since - warmup) / length)
         remaining = 0.5 * (1 + math.cos(math.pi * done)) if self.kind == "cosine" else 1 - done
         return self.floor + (1 - self.floor) * remaining
+
+
+def _steps(key: str, given: float, total_steps: int) -> int:
+    """A length given in steps or as a fraction of all of them."""
+    if isinstance(given, int):
+        return given
+    if given > 1:
+        raise ConfigError(f"optim.schedule.{key} is {given}; a fraction is at most 1. Write an integer for steps.")
+    return int(total_steps * given)
 
 
 def beta2_at(beta2: float, c: float, step: int) -> float:

@@ -27,6 +27,23 @@ def test_linear_falls_evenly_and_constant_stays() -> None:
     assert Schedule(kind="constant", warmup=2).factor(90, 100) == 1.0
 
 
+def test_wsd_stays_at_the_peak_and_falls_at_the_end() -> None:
+    wsd = Schedule(kind="wsd", warmup=2, decay=4, floor=0.0)
+    assert [wsd.factor(t, 10) for t in range(11)] == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0])
+    share = Schedule(kind="wsd", warmup=2, decay=0.4, floor=0.0)
+    assert [share.factor(t, 10) for t in range(11)] == [wsd.factor(t, 10) for t in range(11)]
+    sqrt = Schedule(kind="wsd", warmup=2, decay=4, decay_shape="sqrt", floor=0.2)
+    assert [sqrt.factor(t, 10) for t in (6, 7, 10, 99)] == pytest.approx([1.0, 0.6, 0.2, 0.2])
+    assert Schedule(kind="wsd", warmup=0, decay=0).factor(9, 10) == 1.0
+
+
+def test_a_fall_that_does_not_fit_behind_the_warmup_is_refused_at_the_first_step() -> None:
+    with pytest.raises(ConfigError, match="decay is 8 steps; after 3 of zero_steps and warm-up 7 of 10 are left"):
+        Schedule(kind="wsd", warmup=2, zero_steps=1, decay=8).factor(0, 10)
+    with pytest.raises(ConfigError, match=r"schedule\.decay is 1\.5; a fraction"):
+        Schedule(kind="wsd", decay=1.5).factor(0, 10)
+
+
 def test_a_warmup_fraction_above_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="fraction"):
         Schedule(warmup=1.5).factor(0, 10)
