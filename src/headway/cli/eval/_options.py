@@ -1,0 +1,69 @@
+"""Options that the verbs of this group share, how they load a model, and how they show results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from headway.cli._output import print_table
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.eval.evaluate import Evaluation
+    from headway.infer.load import LoadedModel
+
+DATA = typer.Option([], "--data", "--input", help="NAME=PATH or PATH: text files, a folder or a token store; may be given several times.")
+SUITE = typer.Option(
+    None, help="Also score a suite: default (wikitext-2, wikitext-103, ptb, lambada). --data NAME=PATH says where a member is."
+)
+WINDOW = typer.Option(None, help="Tokens read at once; the model's max_seq_len if not given.")
+STRIDE = typer.Option(None, help="Tokens between the beginnings of windows; the window if not given (no overlap).")
+BATCH_TOKENS = typer.Option(8192, help="Tokens that go through the model at once, padding included; a longer window goes alone.")
+MAX_SAMPLES = typer.Option(None, help="Score only this many documents of each dataset, from its beginning.")
+SPLIT = typer.Option("file", help="A .txt file is one document (file), or each line is one (line).")
+TEXT_KEY = typer.Option(None, help="Key that holds the text of a record; if not given 'text', or what the suite knows.")
+BOS = typer.Option(False, "--bos", help="Put the tokenizer's begin token before each text.")
+PROMPT = typer.Option([], help="Also continue this text; may be given several times.")
+SAMPLES = typer.Option(None, help="Continuations of each prompt; 1 if not given.")
+MAX_NEW_TOKENS = typer.Option(64, help="Tokens of a continuation at most.")
+TEMPERATURE = typer.Option(0.8, help="Of the continuations; 0 takes the likeliest token each time.")
+SEED = typer.Option(0, help="Seed of the continuations.")
+DEVICE = typer.Option("auto", help="auto, cpu or cuda.")
+PRECISION = typer.Option("auto", help="auto (bf16 on a GPU that has it, else fp32), fp32 or bf16.")
+
+
+def load(model: Path, device: str, precision: str) -> LoadedModel:
+    """A model where and as exactly as it was asked for."""
+    from headway.infer.load import load_model
+    from headway.runtime.device import choose_compute
+
+    for name, value, known in (("device", device, ("auto", "cpu", "cuda")), ("precision", precision, ("auto", "fp32", "bf16"))):
+        if value not in known:
+            raise ConfigError(f"--{name} is {value!r}; it must be {', '.join(known[:-1])} or {known[-1]}.")
+    compute = choose_compute(device, precision)
+    return load_model(model, device=compute.device, dtype=compute.dtype)
+
+
+def num_samples(samples: int | None, prompts: Sequence[str]) -> int:
+    """Continuations of each prompt; a number without a prompt is an error."""
+    if samples is not None and not prompts:
+        raise ConfigError(f"--samples is {samples}, and there is nothing to continue. Give --prompt TEXT.")
+    return 1 if samples is None else samples
+
+
+def show(evaluations: Sequence[Evaluation]) -> None:
+    """Tables and continuations for people."""
+    from headway.eval.tables import NUMBERS, numbers
+
+    several = len(evaluations) > 1
+    rows: list[Sequence[str]] = []
+    for name in evaluations[0].datasets:
+        for one in evaluations:
+            rows.append([name, *([one.model] if several else []), *numbers(one.datasets[name])])
+    print_table(["dataset", *(["model"] if several else []), *NUMBERS], rows)
+    for one in evaluations:
+        for sample in one.samples:
+            typer.echo(f"\n{f'[{one.model}] ' if several else ''}{sample.prompt}{sample.text}")

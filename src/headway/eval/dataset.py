@@ -1,0 +1,169 @@
+"""Data to score by name: `NAME=PATH`, a path, or a suite come in; documents of ids come out, in the order of the files.
+
+A suite's member that is one running text split into records is put together again, so that its lines have their context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headway.errors import ConfigError, DataError
+from headway.eval.perplexity import Piece
+
+if TYPE_CHECKING:
+    from headway.infer.load import LoadedModel
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Something to score under one name."""
+
+    name: str
+    paths: tuple[str, ...]
+    text_key: str = "text"
+    join: str | None = None
+    """The texts are parts of one document, with this between them."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How text becomes documents of ids."""
+
+    split: str = "file"
+    """`file` or `line`: what one document of a .txt file is."""
+    text_key: str | None = None
+    """Instead of the dataset's own key."""
+    bos: bool = False
+    max_samples: int | None = None
+    """Only this many documents (or records) of each dataset, from its beginning."""
+
+    def __post_init__(self) -> None:
+        if self.split not in ("file", "line"):
+            raise ConfigError(f"--split is {self.split!r}; it must be 'file' or 'line'.")
+        if self.max_samples is not None and self.max_samples < 1:
+            raise ConfigError(f"--max-samples is {self.max_samples}; it must be 1 or more.")
+
+
+@dataclass(frozen=True)
+class HubText:
+    """Where a suite's member is on the hub."""
+
+    repo_id: str
+    folder: str
+    text_key: str
+    join: str | None
+    revision: str | None = None
+
+    def files(self) -> list[Path]:
+        """Its test files in the cache; empty where it was not fetched."""
+        from headway.text.hub import in_cache
+
+        found = in_cache(self.repo_id, dataset=True, revision=self.revision)
+        if found is None:
+            return []
+        return sorted([*found.glob(f"{self.folder}/test-*.parquet"), *found.glob(f"{self.folder}/test/*.parquet")])
+
+    def command(self) -> str:
+        """What fetches it."""
+        revision = f" --revision {self.revision}" if self.revision else ""
+        return f"headway download {self.repo_id} --dataset{revision} --include '{self.folder}/test*'"
+
+
+SUITES: Mapping[str, Mapping[str, HubText]] = {
+    "default": {
+        "wikitext-2": HubText("Salesforce/wikitext", "wikitext-2-raw-v1", "text", "\n\n"),
+        "wikitext-103": HubText("Salesforce/wikitext", "wikitext-103-raw-v1", "text", "\n\n"),
+        "ptb": HubText("ptb-text-only/ptb_text_only", "penn_treebank", "sentence", "\n\n", "refs/convert/parquet"),
+        "lambada": HubText("cimec/lambada", "plain_text", "text", None),
+    }
+}
+
+
+def parse_datasets(given: Sequence[str], suite: str | None = None) -> list[Dataset]:
+    """The datasets of `--data` and `--suite`; a name that is also a member of the suite says where that member is."""
+    named: dict[str, list[str]] = {}
+    for one in given:
+        name, path = _name_and_path(one)
+        if name is None:
+            # Two paths that end alike are told apart by the whole path; a name given twice gathers its paths.
+            name = path if Path(path).name in ("", *named) else Path(path).name
+        named.setdefault(name, []).append(path)
+    datasets = _members(suite, named) if suite is not None else []
+    datasets += [Dataset(name, tuple(paths)) for name, paths in named.items()]
+    if not datasets:
+        raise ConfigError("nothing to score is given. Use --data PATH, --data NAME=PATH or --suite default.")
+    return datasets
+
+
+def _name_and_path(given: str) -> tuple[str | None, str]:
+    name, equals, path = given.partition("=")
+    if not equals or Path(given).exists() or "/" in name:
+        return None, given
+    if not name or not path:
+        raise ConfigError(f"--data is {given!r}; write NAME=PATH or PATH.")
+    return name, path
+
+
+def _members(suite: str, named: dict[str, list[str]]) -> list[Dataset]:
+    if suite not in SUITES:
+        raise ConfigError(f"--suite is {suite!r}; there is {', '.join(SUITES)}.")
+    datasets: list[Dataset] = []
+    missing: list[str] = []
+    for name, member in SUITES[suite].items():
+        paths = named.pop(name, None) or [str(file) for file in member.files()]
+        if paths:
+            datasets.append(Dataset(name, tuple(paths), member.text_key, member.join))
+        else:
+            missing.append(f"{name} (`{member.command()}`, or --data {name}=PATH)")
+    if missing:
+        raise DataError(f"suite {suite}: not in the hub's cache: {'; '.join(missing)}.")
+    return datasets
+
+
+def read_pieces(dataset: Dataset, loaded: LoadedModel, reading: Reading = Reading()) -> Iterator[Piece]:
+    """Documents to score: token stores as they are, raw files through the model's tokenizer."""
+    return islice(_pieces(dataset, loaded, reading), reading.max_samples)
+
+
+def _pieces(dataset: Dataset, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
+    from headway.data.store import is_store
+
+    if reading.text_key is not None:
+        dataset = replace(dataset, text_key=reading.text_key)
+    for path in dataset.paths:
+        if is_store(Path(path)):
+            yield from _stored(Path(path), loaded)
+    raw = [path for path in dataset.paths if not is_store(Path(path))]
+    if raw:
+        yield from _encoded(raw, dataset, loaded, reading)
+
+
+def _stored(path: Path, loaded: LoadedModel) -> Iterator[Piece]:
+    from headway.data.store import open_store
+
+    store = open_store(path)
+    if loaded.tokenizer is not None and store.fingerprint not in (None, loaded.tokenizer.fingerprint):
+        raise DataError(f"{path}: made by another tokenizer than the one of {loaded.path}. Give the text itself, or another store.")
+    for index in range(store.num_documents):
+        yield Piece(store.document(index).tolist(), None, str(path))
+
+
+def _encoded(raw: Sequence[str], dataset: Dataset, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
+    from headway.text.read import read_documents
+
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        raise ConfigError(f"{loaded.path} has no tokenizer, so text cannot be scored. Give a token store as --data.")
+    if reading.bos and tokenizer.bos_id is None:
+        raise ConfigError("--bos was given; the model's tokenizer has no token that begins a document. Leave it out.")
+    prefix = [tokenizer.bos_id] if reading.bos and tokenizer.bos_id is not None else []
+    documents = read_documents(raw, text_key=dataset.text_key, split="line" if reading.split == "line" else "file")
+    texts: Iterable[tuple[str, str]] = ((document.text, document.source) for document in documents)
+    if dataset.join is not None:
+        texts = [(dataset.join.join(text for text, _ in islice(texts, reading.max_samples)), dataset.name)]
+    for text, source in texts:
+        yield Piece([*prefix, *tokenizer.encode(text)], len(text.encode()), source)

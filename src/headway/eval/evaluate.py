@@ -1,0 +1,89 @@
+"""One model over several datasets: everything a report shows about it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import ConfigError
+from headway.eval.dataset import Dataset, Reading, read_pieces
+from headway.eval.perplexity import BATCH_TOKENS, Perplexity, perplexity
+
+if TYPE_CHECKING:
+    from headway.infer.load import LoadedModel
+
+log = logging.getLogger("headway")
+
+
+@dataclass(frozen=True)
+class SamplePlan:
+    """Texts to generate beside the numbers."""
+
+    prompts: tuple[str, ...] = ()
+    per_prompt: int = 1
+    max_new_tokens: int = 64
+    temperature: float = 0.8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.per_prompt < 1:
+            raise ConfigError(f"--samples is {self.per_prompt}; it must be 1 or more.")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One generated text."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class EvalPlan:
+    """What is measured, and how."""
+
+    datasets: Sequence[Dataset]
+    reading: Reading = Reading()
+    window: int | None = None
+    stride: int | None = None
+    batch_tokens: int = BATCH_TOKENS
+    samples: SamplePlan = SamplePlan()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Everything measured about one model."""
+
+    model: str
+    tokenizer: str | None
+    """Fingerprint; losses per token of two models compare only where it is the same."""
+    datasets: dict[str, Perplexity]
+    samples: list[Sample] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def evaluate(loaded: LoadedModel, plan: EvalPlan, *, name: str | None = None) -> Evaluation:
+    """Measure one model."""
+    results: dict[str, Perplexity] = {}
+    for dataset in plan.datasets:
+        log.debug("%s: score %s", loaded.path, dataset.name)
+        pieces = read_pieces(dataset, loaded, plan.reading)
+        results[dataset.name] = perplexity(loaded, pieces, window=plan.window, stride=plan.stride, batch_tokens=plan.batch_tokens)
+    tokenizer = loaded.tokenizer.fingerprint if loaded.tokenizer is not None else None
+    return Evaluation(name or str(loaded.path), tokenizer, results, _samples(loaded, plan.samples))
+
+
+def _samples(loaded: LoadedModel, plan: SamplePlan) -> list[Sample]:
+    if not plan.prompts:
+        return []
+    from headway.infer.generate import Options, generate
+    from headway.infer.sampling import Sampling
+
+    prompts = [prompt for prompt in plan.prompts for _ in range(plan.per_prompt)]
+    options = Options(plan.max_new_tokens, sampling=Sampling(plan.temperature, seed=plan.seed))
+    return [Sample(prompt, made.text) for prompt, made in zip(prompts, generate(loaded, prompts, options), strict=True)]

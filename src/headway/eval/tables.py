@@ -1,0 +1,21 @@
+"""Results as rows of text, the same on a terminal and in a report."""
+
+from __future__ import annotations
+
+from headway.eval.perplexity import Perplexity
+
+NUMBERS = ("loss", "perplexity", "bits/byte", "accuracy", "ECE", "tokens", "documents")
+
+
+def numbers(result: Perplexity) -> list[str]:
+    """The cells under `NUMBERS`."""
+    bits = "unknown" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
+    return [
+        f"{result.loss:.4f}",
+        f"{result.perplexity:.3f}",
+        bits,
+        f"{result.accuracy:.1%}",
+        f"{result.calibration_error:.4f}",
+        str(result.tokens),
+        str(result.documents),
+    ]
