@@ -10,11 +10,13 @@ A second part trains 200 steps over an unlimited cable and compares the final lo
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.namespaces import ADDRESSES, two_nodes, why_not
 
 BUCKET_BYTES = 1 << 20
-RANK = 4
 WARMUP = 3
-"""Steps before the clock starts; PowerSGD compresses from the third on."""
-POWERSGD = {"kind": "powersgd", "rank": RANK, "start_step": 2}
+"""Steps before the clock starts; while times are measured PowerSGD compresses from the third on."""
 OFF = {"reduce": False, "gather": False, "step": False}
 PLAIN: dict[str, Any] = {"zero1": {"size": 1}, "bucket_bytes": BUCKET_BYTES}
 VARIANTS: dict[str, dict[str, Any] | str] = {
@@ -38,34 +38,38 @@ VARIANTS: dict[str, dict[str, Any] | str] = {
     "headway, overlap off": {**PLAIN, "overlap": OFF},
     "headway, overlap on": PLAIN,
     "headway ZeRO-1": {"bucket_bytes": BUCKET_BYTES},
-    "headway + PowerSGD": {**PLAIN, "hook": POWERSGD},
+    "headway + PowerSGD": {**PLAIN, "hook": {"kind": "powersgd"}},
 }
 COMPRESSED = ("torch DDP + PowerSGD", "headway + PowerSGD")
-SHAPE = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 688, "vocab_size": 512, "max_seq_len": 128}
-ROWS, SEQ_LEN, NOISE = 4, 64, 0.2
+SHAPE = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 688, "vocab_size": 256, "max_seq_len": 128}
+ROWS, SEQ_LEN = 4, 64
 
 
-def tokens_of(step: int, rank: int, vocab: int) -> Any:
-    """Rows that follow one of four rules, with noise: something to learn that never becomes certain."""
+@functools.cache
+def corpus() -> Any:
+    """The bytes of Python's own library, which every machine has."""
+    import torch
+
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in files)), dtype=torch.uint8)
+
+
+def tokens_of(step: int, rank: int) -> Any:
+    """Rows of text, other ones on every rank and in every step."""
     import torch
 
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    rule = torch.randint(0, 4, (ROWS, 1), generator=generator)
-    rows = [torch.randint(0, vocab, (ROWS, 1), generator=generator)]
-    for _ in range(SEQ_LEN):
-        follows = (rows[-1] * (2 * rule + 3) + 7 * rule + 1) % vocab
-        other = torch.randint(0, vocab, (ROWS, 1), generator=generator)
-        rows.append(torch.where(torch.rand(ROWS, 1, generator=generator) < NOISE, other, follows))
-    return torch.cat(rows, dim=1)
+    starts = torch.randint(0, len(corpus()) - SEQ_LEN - 1, (ROWS,), generator=generator)
+    return torch.stack([corpus()[start : start + SEQ_LEN + 1].long() for start in starts.tolist()])
 
 
-def batch_of(step: int, rank: int, vocab: int) -> Any:
+def batch_of(step: int, rank: int) -> Any:
     """One rank's rows of a step."""
     import torch
 
     from headway.data.batch import Batch
 
-    data = tokens_of(step, rank, vocab)
+    data = tokens_of(step, rank)
     position = torch.arange(SEQ_LEN, dtype=torch.int32).expand(ROWS, SEQ_LEN)
     zeros = torch.zeros(ROWS, SEQ_LEN, dtype=torch.int32)
     bounds = torch.tensor([[0, SEQ_LEN]], dtype=torch.int32).expand(ROWS, 2)
@@ -100,9 +104,7 @@ def headway_step(group: Any, settings: dict[str, Any], total_steps: int) -> Call
 
     def step(index: int) -> float:
         stats = StepStats(int(targets), ROWS, SEQ_LEN, ROWS, ROWS, 0)
-        batch = StepBatch(
-            (batch_of(index, group.rank, config.vocab),), {"targets": targets, "rows": float(group.size * ROWS)}, stats, group.rank
-        )
+        batch = StepBatch((batch_of(index, group.rank),), {"targets": targets, "rows": float(group.size * ROWS)}, stats, group.rank)
         result = engine.forward_backward(batch, StepInfo(index, total_steps))
         engine.update(hypers(optim, engine.groups, index, total_steps))
         return float(result.loss)
@@ -117,7 +119,7 @@ def make_optim() -> Any:
     return AdamW(lr=1e-3)
 
 
-def torch_step(group: Any, compressed: bool, total_steps: int) -> Callable[[int], float]:
+def torch_step(group: Any, hook: dict[str, Any] | None, total_steps: int) -> Callable[[int], float]:
     """A step of torch's DistributedDataParallel around the same model."""
     import torch
     import torch.distributed as dist
@@ -136,9 +138,9 @@ def torch_step(group: Any, compressed: bool, total_steps: int) -> Callable[[int]
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_value(name, tuple(parameter.shape), config, 0))
     # Over gloo torch's PowerSGD hook works with one bucket alone: with more, ranks run its callbacks in different orders and abort.
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=1000 if compressed else BUCKET_BYTES / 2**20, gradient_as_bucket_view=True)
-    if compressed:
-        state = powersgd.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=1000 if hook else BUCKET_BYTES / 2**20, gradient_as_bucket_view=True)
+    if hook:
+        state = powersgd.PowerSGDState(None, matrix_approximation_rank=hook["rank"], start_powerSGD_iter=hook["start_step"])
         wrapped.register_comm_hook(state, powersgd.powerSGD_hook)
     decaying = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
@@ -146,7 +148,7 @@ def torch_step(group: Any, compressed: bool, total_steps: int) -> Callable[[int]
     adam = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
     def step(index: int) -> float:
-        batch = batch_of(index, group.rank, config.vocab)
+        batch = batch_of(index, group.rank)
         hidden = wrapped(batch.tokens, batch.position, mask_of(batch))
         loss = nn.functional.cross_entropy((hidden @ model.head_weight.T).flatten(0, 1), batch.targets.flatten())
         loss.backward()
@@ -167,7 +169,7 @@ def sent_bytes() -> int:
     return int(Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes").read_text())
 
 
-def worker(variant: str, steps: int, total_steps: int) -> None:
+def worker(variant: str, steps: int, total_steps: int, compression: dict[str, Any]) -> None:
     """One rank of one variant; the first prints what it measured."""
     import torch
 
@@ -180,9 +182,10 @@ def worker(variant: str, steps: int, total_steps: int) -> None:
         if wanted == "alone":
             step = headway_step(Group(), {}, total_steps)
         elif isinstance(wanted, str):
-            step = torch_step(group, wanted == "torch powersgd", total_steps)
+            step = torch_step(group, compression if wanted == "torch powersgd" else None, total_steps)
         else:
-            step = headway_step(group, wanted, total_steps)
+            hook = {"hook": {**wanted["hook"], **compression}} if "hook" in wanted else {}
+            step = headway_step(group, {**wanted, **hook}, total_steps)
         seconds, sent, losses = [], [], []
         for index in range(steps):
             group.barrier()
@@ -194,9 +197,10 @@ def worker(variant: str, steps: int, total_steps: int) -> None:
             print(json.dumps({"seconds": seconds[WARMUP:], "bytes": sent[WARMUP:], "losses": losses}))
 
 
-def measure(nodes: tuple[str, str], variant: str, steps: int, total_steps: int, port: int) -> dict[str, Any]:
-    """Run one variant on both nodes."""
-    command = [sys.executable, __file__, "--worker", variant, "--steps", str(steps), "--loss-steps", str(total_steps)]
+def measure(nodes: tuple[str, str], variant: str, lengths: tuple[int, int], port: int, compression: dict[str, Any]) -> dict[str, Any]:
+    """Run one variant on both nodes; `lengths`: steps to do, and steps of the whole schedule."""
+    numbers = {"--steps": lengths[0], "--loss-steps": lengths[1], "--rank": compression["rank"], "--start-step": compression["start_step"]}
+    command = [sys.executable, __file__, "--worker", variant, *(text for pair in numbers.items() for text in map(str, pair))]
     shared = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": ADDRESSES[0],
@@ -254,12 +258,14 @@ def main() -> None:
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each variant")
     parser.add_argument("--loss-steps", type=int, default=200, help="0 = leave the second part out")
+    parser.add_argument("--rank", type=int, default=16, help="rank of PowerSGD")
+    parser.add_argument("--start-step", type=int, default=20, help="steps with plain sums before compression, in the second part")
     parser.add_argument("--only", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker, options.steps, options.loss_steps)
+        worker(options.worker, options.steps, options.loss_steps, {"rank": options.rank, "start_step": options.start_step})
         return
     if reason := why_not():
         raise SystemExit(f"cannot measure here: {reason}")
@@ -269,7 +275,9 @@ def main() -> None:
     found: dict[str, Any] = {"rate": options.rate, "steps": {}, "losses": {}}
     with two_nodes(options.rate) as nodes:
         for number, name in enumerate(variants):
-            found["steps"][name] = measure(nodes, name, WARMUP + options.steps, 1000, 29600 + number)
+            found["steps"][name] = measure(
+                nodes, name, (WARMUP + options.steps, 1000), 29600 + number, {"rank": options.rank, "start_step": 2}
+            )
     times = {name: statistics.median(one["seconds"]) for name, one in found["steps"].items()}
     sent = {name: statistics.median(one["bytes"]) for name, one in found["steps"].items()}
     print(f"{options.rate}, 2 ranks with one thread each, {ROWS} x {SEQ_LEN} tokens per rank, buckets of {BUCKET_BYTES >> 20} MiB")
@@ -282,7 +290,8 @@ def main() -> None:
     if options.loss_steps:
         with two_nodes() as nodes:
             for number, name in enumerate(compared):
-                losses = measure(nodes, name, options.loss_steps, options.loss_steps, 29700 + number)["losses"]
+                compression = {"rank": options.rank, "start_step": options.start_step}
+                losses = measure(nodes, name, (options.loss_steps,) * 2, 29700 + number, compression)["losses"]
                 found["losses"][name] = statistics.mean(losses[-10:])
         print(f"\nloss after {options.loss_steps} steps (mean of the last ten)")
         for name, loss in found["losses"].items():

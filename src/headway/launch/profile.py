@@ -84,6 +84,7 @@ class Recorder:
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])],
             schedule=schedule(wait=plan.first_step - 2, warmup=1, active=plan.num_steps, repeat=1),
             on_trace_ready=self._write,
+            acc_events=True,
             experimental_config=_all_threads(),
         )
 
