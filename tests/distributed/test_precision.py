@@ -53,6 +53,18 @@ def test_fp16_follows_fp32() -> None:
         assert seen == pytest.approx(right, rel=1e-2)
 
 
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
+def test_gradients_may_be_added_up_in_the_compute_dtype(reduce_dtype: str) -> None:
+    def losses(group: Group, parallel: dict[str, Any]) -> list[float]:
+        engine = make_engine(group, Setup(parallel, dtype=torch.bfloat16, micro=4))
+        assert all(buffer.grad.dtype == torch.bfloat16 or not parallel for buffer in engine.buffers)
+        return [loss for loss, _, _ in train_steps(engine, group, 4, 0, 8)]
+
+    right = losses(Group(), {})
+    for seen in run_ranks(lambda group: losses(group, {"accumulate_dtype": "compute", "reduce_dtype": reduce_dtype}), 2):
+        assert seen == pytest.approx(right, rel=1e-2)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_may_be_exchanged_in_bf16(strategy: str) -> None:
     def losses(group: Group, parallel: dict[str, Any]) -> list[float]:

@@ -168,12 +168,13 @@ def on_two_ranks(overrides: tuple[str, ...]) -> Any:
 
     from headway.errors import HeadwayError
     from headway.parallel.assemble import choose_hook
+    from headway.parallel.passes import Settings
 
     parallel = load(Recipe, None, list(overrides)).parallel
     try:
         mesh = parallel.mesh(0, 2)
         parallel.check(mesh, "float32")
-        return mesh, type(choose_hook(parallel, mesh, torch.device("cpu"))).__name__
+        return mesh, type(choose_hook(parallel, mesh, Settings(torch.device("cpu"), torch.float32, None, 16, 0))).__name__
     except HeadwayError as error:
         return str(error)
 
@@ -201,6 +202,7 @@ PARALLEL: dict[str, Row] = {
     "parallel.fsdp.reshard_after_forward": ((), True, False, lambda o: sharding(o)),
     "parallel.zero1.size": ((), "auto", 1, on_two_ranks),
     "parallel.bucket_bytes": ((), 1 << 20, 4096, engine(bucket_count)),
+    "parallel.accumulate_dtype": (("precision=bf16",), "fp32", "compute", numbers),
     "parallel.reduce_dtype": ((), "fp32", "bf16", on_two_ranks),
     "parallel.overlap.reduce": ((), True, False, engine(lambda run: run.engine.reducer.overlap)),
     "parallel.overlap.gather": ((), True, False, engine(lambda run: run.engine.overlap.gather)),

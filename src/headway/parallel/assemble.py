@@ -32,6 +32,8 @@ from headway.parallel.zero1 import Exchanged, FlatEngine
 if TYPE_CHECKING:
     from headway.parallel.fsdp import ShardedEngine
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def assemble(
     config: ModelConfig,
@@ -60,7 +62,8 @@ def assemble(
 
         engine = ShardedEngine(model, objective, groups, optim.build(), settings, Sharding.of(parallel, ranks), scaler)
     else:  # cut over one rank, fsdp is what the flat engine does anyway
-        exchanged = Exchanged(ranks, parallel.bucket_bytes, choose_hook(parallel, ranks.mesh, settings.device), parallel.overlap)
+        hook = choose_hook(parallel, ranks.mesh, settings)
+        exchanged = Exchanged(ranks, parallel.bucket_bytes, hook, parallel.overlap, kept_in(parallel, settings))
         engine = FlatEngine(model, objective, groups, optim.build(), settings, exchanged, scaler)
     for block in model.model.layers.values():
         assert isinstance(block, Block)
@@ -72,15 +75,20 @@ def assemble(
     return engine
 
 
-def choose_hook(parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Hook | None:
+def kept_in(parallel: ParallelConfig, settings: Settings) -> torch.dtype:
+    """The precision in which gradients are added up."""
+    return torch.float32 if parallel.accumulate_dtype == "fp32" else settings.dtype
+
+
+def choose_hook(parallel: ParallelConfig, mesh: Mesh, settings: Settings) -> Hook | None:
     """The hook of a recipe; without one, the plain sum that fits the layout. None: nothing to exchange."""
     if parallel.hook is not None:
-        return parallel.hook.build(device)
+        return parallel.hook.build(settings.device)
     if mesh.data == 1:
         return None
-    if parallel.reduce_dtype != "fp32":
-        return Compress(parallel.reduce_dtype, device)
-    return ReduceScatter(device) if mesh.shard > 1 else AllReduce()
+    if DTYPES[parallel.reduce_dtype] != kept_in(parallel, settings):
+        return Compress(parallel.reduce_dtype, settings.device)
+    return ReduceScatter(settings.device) if mesh.shard > 1 else AllReduce()
 
 
 def group_parameters(

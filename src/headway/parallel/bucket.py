@@ -27,7 +27,7 @@ class Bucket:
     is_last: bool
     ranks: Ranks
     flat: Tensor
-    """fp32: this rank's gradients, one after another, padding between them; the sum over ranks goes here."""
+    """This rank's gradients (fp32, unless accumulate_dtype says otherwise), padding between them; the sum over ranks goes here."""
     own: Tensor
     """The part of `flat` whose sum this rank needs (all of it where the optimizer state is not cut)."""
     span: Span

@@ -4,7 +4,7 @@ buffer   [ norm.weight | layers.3.mlp.down | pad ][ ... | embed_tokens | pad ]  
          '------------- bucket 0 ---------------''--------- bucket 1 ---------'     lengths a multiple of shards * ALIGN
 own      of every bucket the s-th of `shards` equal parts
 param    compute dtype, whole: what the model reads
-grad     fp32, whole: where the gradients of all microbatches are added up
+grad     fp32 (or the compute dtype), whole: where the gradients of all microbatches are added up
 master   fp32, the own parts one after another: what the optimizer changes (the same tensor as param where that is fp32 and not cut)
 state    the optimizer's slots, fp32, the own parts
 """
@@ -117,15 +117,16 @@ class TrainBuffer:
 
     @classmethod
     def allocate(
-        cls, group: Group, shapes: dict[str, Ints], dtype: torch.dtype, device: torch.device, slots: Sequence[str], cut: Cut
-    ) -> TrainBuffer:
+        cls, group: Group, shapes: dict[str, Ints], dtype: torch.dtype, device: torch.device, slots: Sequence[str], cut: Cut,
+        grad_dtype: torch.dtype = torch.float32,
+    ) -> TrainBuffer:  # fmt: skip
         """Make the tensors of one group, all zero. Parameters are laid out last first, the order in which backward finishes them."""
         spans, length = lay_out(tuple(reversed(group.names)), shapes, cut)
         param = torch.zeros(length, dtype=dtype, device=device)
         shares = dtype == torch.float32 and cut.shards == 1
         master = param if shares else torch.zeros(length // cut.shards, dtype=torch.float32, device=device)
         return cls(
-            group, cut, spans, param, master, torch.zeros(length, dtype=torch.float32, device=device),
+            group, cut, spans, param, master, torch.zeros(length, dtype=grad_dtype if dtype != torch.float32 else dtype, device=device),
             {slot: torch.zeros_like(master) for slot in slots}, torch.zeros(len(spans), dtype=torch.float32, device=device),
         )  # fmt: skip
 

@@ -61,9 +61,10 @@ class ParallelConfig(Section):
     zero1: Zero1Config = setting(Zero1Config, "Settings of strategy zero1.")
     fsdp: FsdpConfig = setting(FsdpConfig, "Settings of strategy fsdp.")
     bucket_bytes: int = setting(32 << 20, "Gradients exchanged at a time (strategy zero1).", gt=0)
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] = setting(
-        "fp32", "Precision in which gradients are exchanged; they are added up in fp32."
+    accumulate_dtype: Literal["fp32", "compute"] = setting(
+        "fp32", "Precision in which microbatches' gradients are added up; compute = as parameters, half the memory in 16 bits."
     )
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "Precision in which gradients are exchanged between ranks.")
     overlap: OverlapConfig = setting(OverlapConfig, "What runs at the same time (strategy zero1).")
     hook: Annotated[HookConfig, KindIn("headway.parallel.hooks")] | None = setting(
         None, "How gradients are exchanged; null = a plain sum: reduce_scatter where the optimizer state is cut, else all_reduce."
@@ -87,7 +88,15 @@ class ParallelConfig(Section):
                 raise ParallelError(
                     "parallel.overlap is switched off and parallel.strategy is fsdp, which always overlaps. Use zero1, or leave it on."
                 )
+            if self.accumulate_dtype != "fp32":
+                raise ParallelError(
+                    "parallel.accumulate_dtype is compute and parallel.strategy is fsdp, which adds up in fp32. Use zero1, or fp32."
+                )
         if self.hook is not None:
+            if self.accumulate_dtype != "fp32" and self.hook.NEEDS_FP32:
+                raise ParallelError(
+                    f"parallel.accumulate_dtype is compute and parallel.hook.kind is {self.hook.kind}, which needs fp32. Use fp32."
+                )
             if self.reduce_dtype != "fp32":
                 raise ParallelError(
                     f"parallel.reduce_dtype is {self.reduce_dtype} and parallel.hook.kind is {self.hook.kind}; "

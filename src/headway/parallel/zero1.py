@@ -45,6 +45,7 @@ class Exchanged:
     bucket_bytes: int
     hook: Hook | None
     overlap: OverlapConfig
+    grad_dtype: torch.dtype = torch.float32
 
 
 class FlatEngine:
@@ -66,7 +67,7 @@ class FlatEngine:
         self.passes = Passes(model, objective, settings, self.ranks.data)
         self.homes = parameter_homes(model, objective)
         self.shapes = {name: tuple(parameter_at(home).shape) for name, home in self.homes.items()}
-        self._allocate(exchanged.bucket_bytes)
+        self._allocate(exchanged)
         buckets = make_buckets(self.buffers, list(self.homes), self.ranks)
         self.reducer = Reducer(buckets, exchanged.hook, overlap=self.overlap.reduce)
         self.gather = ParameterGather(buckets, self.ranks.shard)
@@ -78,12 +79,13 @@ class FlatEngine:
         self._norms: list[Tensor] = []
         """Norms of buckets that were taken while others were still under way."""
 
-    def _allocate(self, bucket_bytes: int) -> None:
+    def _allocate(self, exchanged: Exchanged) -> None:
         settings, shard = self.settings, self.ranks.shard
-        cut = Cut(max(1, bucket_bytes // 4), shard.size, shard.rank)
+        narrow = exchanged.grad_dtype
+        cut = Cut(max(1, exchanged.bucket_bytes // narrow.itemsize), shard.size, shard.rank)
         training = {name for group in self.groups for name in group.names}
         self.buffers = [
-            TrainBuffer.allocate(group, self.shapes, self._dtype_of(group.names[0]), settings.device, self.optimizer.slots, cut)
+            TrainBuffer.allocate(group, self.shapes, self._dtype_of(group.names[0]), settings.device, self.optimizer.slots, cut, narrow)
             for group in self.groups
         ]
         frozen = [name for name in self.shapes if name not in training]
@@ -122,7 +124,7 @@ class FlatEngine:
             ahead = self.overlap.step and self.reducer.hook is not None
             for bucket in self.reducer.finish():
                 if ahead:
-                    self._norms.append(torch.linalg.vector_norm(bucket.own))
+                    self._norms.append(torch.linalg.vector_norm(bucket.own, dtype=torch.float32))
         return self.passes.over_ranks(result)
 
     def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
@@ -133,7 +135,7 @@ class FlatEngine:
     @torch.no_grad()
     def update(self, hypers: dict[str, Hyper]) -> Update:
         """Clip by the exact global norm, step this rank's parts, send them to the others. A step with a non-finite norm changes nothing."""
-        norms = self._norms or torch._foreach_norm([bucket.own for bucket in self.reducer.buckets])
+        norms = self._norms or torch._foreach_norm([bucket.own for bucket in self.reducer.buckets], 2, dtype=torch.float32)
         square = torch.stack(list(norms)).square().sum()
         self.ranks.shard.all_reduce(square).wait()
         scale = self._one if self.scaler is None else self.scaler.scale.clone()
@@ -162,7 +164,7 @@ class FlatEngine:
         state = {role: [buffer.mine(span, flat) for span in spans] for role, flat in buffer.state.items()}
         steps = [buffer.steps[buffer.spans.index(span)] for span in spans]
         masters = [buffer.mine(span, buffer.master) for span in spans]
-        self.optimizer.update(masters, [bucket.own for bucket in buckets], state, steps, hypers[buffer.group.name], guard)
+        self.optimizer.update(masters, [bucket.own.float() for bucket in buckets], state, steps, hypers[buffer.group.name], guard)
         for span in spans:
             buffer.refresh(span)
 

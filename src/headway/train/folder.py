@@ -16,7 +16,8 @@ from headway.checkpoint.load import Reader, newest_good, open_checkpoint
 from headway.checkpoint.retention import set_aside_later
 from headway.config.load import dump_yaml, load
 from headway.config.section import differences
-from headway.errors import CheckpointError, ConfigError
+from headway.errors import CheckpointError, ConfigError, HeadwayError
+from headway.parallel.collectives import Group
 from headway.runtime.machine import environment
 from headway.runtime.storage import check_writable, write_atomic
 from headway.train.config import Recipe
@@ -64,6 +65,32 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
             f"{folder / CHECKPOINTS}: no checkpoint there can be read. Use --resume never to begin anew beside them, or --resume PATH."
         )
     return Start(folder, found.reader, changes=tuple(changes))
+
+
+def agree_on_start(recipe: Recipe, resume: str, world: Group) -> Start:
+    """The first rank decides and checks the checkpoint's bytes; the others are told, so that all start alike or refuse alike."""
+    start: Start | None = None
+    told: dict[str, Any] = {}
+    if world.rank == 0:
+        try:
+            start = decide_start(recipe, resume)
+            told = {
+                "checkpoint": None if start.checkpoint is None else str(start.checkpoint.path),
+                "set_aside": None if start.set_aside is None else str(start.set_aside),
+                "changes": list(start.changes),
+            }
+        except HeadwayError as problem:
+            world.gather({"error": str(problem), "exit_code": problem.exit_code})
+            raise
+    told = world.gather(told)[0]
+    if "error" in told:
+        raise (ConfigError if told["exit_code"] == ConfigError.exit_code else CheckpointError)(told["error"])
+    if start is None:
+        # found by `auto`, the first rank has read every byte of it
+        checkpoint = None if told["checkpoint"] is None else open_checkpoint(Path(told["checkpoint"]), verify=resume != "auto")
+        set_aside = None if told["set_aside"] is None else Path(told["set_aside"])
+        start = Start(recipe.run.folder, checkpoint, set_aside, tuple(told["changes"]))
+    return start
 
 
 def _allowed_changes(old: Path, recipe: Recipe) -> list[str]:

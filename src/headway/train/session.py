@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.model.families.base import family_of
+from headway.model.families.base import published
 from headway.parallel.collectives import Group, form_groups, start_group
 from headway.runtime.device import backend_of
 from headway.runtime.log import start_logging
@@ -17,7 +17,7 @@ from headway.track.console import Console
 from headway.train.build import Run, build
 from headway.train.config import Recipe
 from headway.train.finish import summarize
-from headway.train.folder import FINAL, SUMMARY, decide_start, prepare_folder
+from headway.train.folder import FINAL, SUMMARY, agree_on_start, prepare_folder
 from headway.train.loop import run_loop, train_step
 from headway.train.probe import Probe
 from headway.train.resolve import Resolved, resolve
@@ -74,7 +74,7 @@ def try_recipe(recipe: Recipe, resume: str = "auto") -> dict[str, Any]:
 
 
 def _build(resolved: Resolved, resume: str, process: Process, world: Group) -> Run:
-    start = decide_start(resolved.recipe, resume)
+    start = agree_on_start(resolved.recipe, resume, world)
     ranks = form_groups(resolved.recipe.parallel.mesh(process.rank, process.world), world)
     return build(resolved, start, ranks, process)
 
@@ -82,7 +82,7 @@ def _build(resolved: Resolved, resume: str, process: Process, world: Group) -> R
 def why_not_exported(run: Run) -> str | None:
     """Why a model's family has no Hugging Face form for it; None where it has one."""
     try:
-        family_of(run.model.family).write(run.model)
+        published(run.model)
     except ConfigError as reason:
         return str(reason)
     return None

@@ -81,6 +81,8 @@ def test_what_cannot_be_right_is_refused_in_one_line() -> None:
     assert "exchanges gradients itself" in refusal(strategy="fsdp", hook={"kind": "powersgd"})
     assert "always overlaps" in refusal(strategy="fsdp", overlap={"reduce": False})
     assert "needs parallel.zero1.size above 1" in refusal(zero1={"size": 1}, hook={"kind": "reduce_scatter"})
+    assert "needs fp32" in refusal(hook={"kind": "powersgd", "error_feedback": False}, accumulate_dtype="compute")
+    assert "adds up in fp32" in refusal(strategy="fsdp", accumulate_dtype="compute")
     assert "loss scale" in refusal(hook={"kind": "powersgd"})
     assert "decides the precision itself" in refusal(hook={"kind": "all_reduce"}, reduce_dtype="bf16")
 

@@ -6,7 +6,7 @@ data ranks. Buckets come in the same order on every rank. A hook with memory fro
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from headway.config.kinds import KindConfig
 from headway.errors import ConfigError
@@ -49,6 +49,9 @@ class StatefulHook(Protocol):
 
 class HookConfig(KindConfig):
     """What every hook's settings hold."""
+
+    NEEDS_FP32: ClassVar[bool] = False
+    """Whether the gradients it is given must be fp32."""
 
     def build(self, device: torch.device) -> Hook:
         """Make the hook of this rank."""

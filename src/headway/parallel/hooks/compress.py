@@ -26,14 +26,14 @@ class Config(HookConfig):
 
 
 class Compress:
-    """Rounds, adds, and widens again."""
+    """Exchanges in another precision than gradients are kept in."""
 
     def __init__(self, dtype: str, device: torch.device) -> None:
         import torch
 
         from headway.parallel.collectives import Background
 
-        self.dtype = torch.bfloat16 if dtype == "bf16" else torch.float16
+        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
         self.background = Background(device)
 
     def __call__(self, bucket: Bucket) -> Handle:

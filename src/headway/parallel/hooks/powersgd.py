@@ -12,7 +12,7 @@ rank an equal share of the sum of the residuals, which is what enters the summed
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from headway.config.section import setting
 from headway.errors import ParallelError
@@ -33,6 +33,7 @@ RESIDUAL, Q = "powersgd_residual", "powersgd_q"
 class Config(HookConfig):
     """Settings of PowerSGD."""
 
+    NEEDS_FP32: ClassVar[bool] = True
     kind: str = setting("powersgd", "powersgd.", on_resume="free")
     rank: int = setting(32, "Columns of the thin matrices.", gt=0)
     start_step: int = setting(2, "Steps with plain sums before compression begins.", ge=0)
