@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from headway.errors import CheckpointError, ConfigError
 from headway.infer.load import check_vocabulary, find_model
-from headway.model.families.base import family_of
+from headway.model.families.base import family_of, published
 from headway.model.layout import num_parameters, param_specs
 from headway.model.pretrained import CONFIG, INDEX, WEIGHTS
 from headway.runtime.progress import progress
@@ -41,13 +41,14 @@ def export_huggingface(
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write a Hugging Face folder; an earlier export at `out` is replaced, anything else there is left alone and refused."""
-    settings = {**family_of(config.family).write(config), "dtype": dtype, "torch_dtype": dtype}
+    target, settings = published(config)
+    settings |= {"dtype": dtype, "torch_dtype": dtype}
     _check_target(out)
     with writing(out, error=CheckpointError), _atomic_folder(out) as folder:
         ids = _write_tokenizer(tokenizer, folder, config)
         _write_json(folder / CONFIG, {**settings, **ids})
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}})
-        _write_shards(config, weights, folder, dtype, max_shard_bytes)
+        _write_shards(target, _completed(config, target, weights), folder, dtype, max_shard_bytes)
 
 
 def export_model(model: Path | str, out: Path, *, dtype: Dtype = "float32") -> None:
@@ -87,6 +88,18 @@ def _write_shards(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor
         file.rename(folder / name)
     index = {name: names[number] for name, number in place.items()}
     _write_json(folder / INDEX, {"metadata": {"total_size": total, **MARK}, "weight_map": index})
+
+
+def _completed(config: ModelConfig, target: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a model, and zeros for the biases that the family it is exported under has beyond them."""
+    import torch
+
+    yield from weights
+    ours = {spec.name for spec in param_specs(config)}
+    for spec in param_specs(target):
+        if spec.name not in ours:
+            assert spec.name.endswith(".bias"), f"{spec.name} is no bias, so zeros would change the model"
+            yield spec.name, torch.zeros(spec.shape)
 
 
 def _checked(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,6 +13,10 @@ def read(config: dict[str, Any]) -> ModelConfig:
     return llama.read({**config, "model_type": "llama", "architectures": [llama.ARCHITECTURE]}).with_(family="support.my_lab.family")
 
 
+def published(config: ModelConfig) -> ModelConfig:
+    return config
+
+
 def write(config: ModelConfig) -> dict[str, Any]:
     return {**llama.write(config.with_(family="llama")), "model_type": MODEL_TYPE, "architectures": [ARCHITECTURE]}
 

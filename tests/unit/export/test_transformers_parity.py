@@ -55,6 +55,10 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 bias": ("qwen3", {"num_key_value_heads": 2, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
     "qwen3 windows": ("qwen3", {"num_key_value_heads": 1, "head_dim": 12, "max_window_layers": 0, **SLIDING}),
     "qwen3 llama3": ("qwen3", {"num_key_value_heads": 4, "head_dim": 8, "rope_parameters": LLAMA3}),
+    "smollm3": ("smollm3", {"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1], "pad_token_id": None}),
+    "smollm3 interval": ("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": None, "attention_bias": True, "mlp_bias": True}),
+    "smollm3 windows": ("smollm3", {"no_rope_layer_interval": 3, "pad_token_id": None, **SLIDING, "tie_word_embeddings": False}),
+    "smollm3 wide heads": ("smollm3", {"no_rope_layers": [0, 1, 1], "head_dim": 14, "pad_token_id": None, "rope_parameters": YARN}),
 }
 
 BASE = ModelConfig(vocab_size=96, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_size=56, max_seq_len=64)
@@ -75,6 +79,8 @@ OURS: dict[str, ModelConfig] = {
     "mistral no window": BASE.with_(family="mistral", head_dim=20),
     "qwen2": BASE.with_(family="qwen2", qkv_bias=True, head_dim=12),
     "qwen2 windows": BASE.with_(family="qwen2", qkv_bias=True, sliding_window=5, window_layers=(0, 2), tie_embeddings=False),
+    "smollm3": BASE.with_(family="smollm3", no_rope_layers=(0, 2), head_dim=12),
+    "smollm3 biases": BASE.with_(family="smollm3", qkv_bias=True, output_bias=True, ffn_bias=True, tie_embeddings=False),
     "qwen3": BASE.with_(family="qwen3", qk_norm=True, head_dim=16),
     "qwen3 windows": BASE.with_(family="qwen3", qk_norm=True, sliding_window=5, qkv_bias=True, output_bias=True, rope_scaling=SCALED),
 }

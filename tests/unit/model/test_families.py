@@ -19,11 +19,11 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-WRITABLE = {"llama": {}, "mistral": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
+WRITABLE = {"llama": {}, "mistral": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}, "smollm3": {"no_rope_layers": (1, 3)}}
 
 
 def test_the_shipped_families_are_the_files_of_the_folder() -> None:
-    assert family_names() == ["llama", "mistral", "qwen2", "qwen3"]
+    assert family_names() == ["internlm", "llama", "mistral", "qwen2", "qwen3", "smollm3", "z2all"]
 
 
 @pytest.mark.parametrize("name", WRITABLE)
@@ -53,10 +53,8 @@ def test_what_a_family_writes_it_reads_back(name: str) -> None:
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "rope_theta is given as"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"pretraining_tp": 2}, "pretraining_tp is 2"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is"),
         ({"auto_map": {"AutoModel": "theirs.py"}}, "auto_map is"),
-        ({"no_rope_layers": [1, 0]}, "no_rope_layers is"),
         ({"num_experts": 8}, "num_experts is 8"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "32"}, "hidden_size is"),
@@ -71,6 +69,10 @@ def test_a_setting_headway_does_not_compute_is_refused_by_name(name: str, settin
 @pytest.mark.parametrize(
     ("name", "settings", "named"),
     [
+        ("llama", {"pretraining_tp": 2}, "pretraining_tp is 2"),
+        ("llama", {"no_rope_layers": [1, 0]}, "no_rope_layers is"),
+        ("qwen2", {"no_rope_layers": [1, 0]}, "no_rope_layers is"),
+        ("smollm3", {"no_rope_layers": [2, 1]}, "no_rope_layers is"),
         ("llama", {"sliding_window": 8}, "sliding_window is 8"),
         ("llama", {"layer_types": ["full_attention"] * 2}, "layer_types is"),
         ("mistral", {"attention_bias": True}, "attention_bias is True"),
@@ -104,6 +106,9 @@ def test_a_setting_of_another_family_is_refused(name: str, settings: dict[str, A
         ("qwen3", {"qk_norm": False}),
         ("qwen3", {"ffn_bias": True}),
         ("qwen3", {"qkv_bias": True}),
+        ("qwen3", {"no_rope_layers": (0,)}),
+        ("smollm3", {"output_bias": True}),
+        ("smollm3", {"qk_norm": True}),
     ],
 )
 def test_a_model_a_family_cannot_say_is_not_written(name: str, settings: dict[str, Any]) -> None:
@@ -131,7 +136,7 @@ def test_an_unknown_family_is_an_error_with_a_hint() -> None:
         family_of("mistrall")
     with pytest.raises(ConfigError, match="there is no module of that name"):
         family_of("no_such_lab.model")
-    with pytest.raises(ConfigError, match="model_type is 'gpt2'; headway reads llama, mistral, qwen2, qwen3"):
+    with pytest.raises(ConfigError, match="model_type is 'gpt2'; headway reads internlm, llama, mistral, qwen2, qwen3, smollm3, z2all"):
         family_for({"model_type": "gpt2"})
 
 

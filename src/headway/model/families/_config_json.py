@@ -231,6 +231,11 @@ def written_windows(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def as_it_is(config: ModelConfig) -> ModelConfig:
+    """transformers has the family itself."""
+    return config
+
+
 def same_name(name: str) -> str:
     """Our names are Hugging Face's."""
     return name

@@ -14,7 +14,7 @@ from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 
 PACKAGE = "headway.model.families"
-MEMBERS = ("MODEL_TYPE", "ARCHITECTURE", "read", "write", "to_theirs", "to_ours")
+MEMBERS = ("MODEL_TYPE", "ARCHITECTURE", "read", "published", "write", "to_theirs", "to_ours")
 
 
 class Family(Protocol):
@@ -27,6 +27,10 @@ class Family(Protocol):
 
     def read(self, given: Mapping[str, Any]) -> ModelConfig:
         """The ModelConfig of a parsed config.json; whatever it asks for that headway does not do is a ConfigError that names it."""
+        ...
+
+    def published(self, config: ModelConfig) -> ModelConfig:
+        """The same model in a family that transformers has, this one or another; biases it has beyond ours are zero."""
         ...
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
@@ -66,6 +70,12 @@ def family_of(name: str) -> Family:
     if absent:
         raise ConfigError(f"model.family is {name!r}, but that module has no {absent[0]}; a family needs {', '.join(MEMBERS)}.")
     return cast(Family, module)
+
+
+def published(config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
+    """The config a model is exported under and its config.json; a ConfigError says what transformers cannot."""
+    target = family_of(config.family).published(config)
+    return target, family_of(target.family).write(target)
 
 
 def family_for(given: Mapping[str, Any]) -> Family:

@@ -22,6 +22,11 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     return model_config("llama", settings, qkv_bias=bias, output_bias=bias, ffn_bias=settings["mlp_bias"])
 
 
+def published(config: ModelConfig) -> ModelConfig:
+    """The same model in a family transformers has: layers that do not rotate make it a SmolLM 3."""
+    return config.with_(family="smollm3") if config.no_rope_layers else config
+
+
 def write(config: ModelConfig) -> dict[str, Any]:
     """The Llama config.json of a ModelConfig."""
     require(config, "llama", qk_norm=False, sliding_window=None)

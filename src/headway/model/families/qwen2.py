@@ -36,6 +36,11 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     return model_config("qwen2", settings, qkv_bias=True, **read_windows(settings))
 
 
+def published(config: ModelConfig) -> ModelConfig:
+    """The same model in a family transformers has: layers that do not rotate make it a SmolLM 3, whose output bias is then zero."""
+    return config.with_(family="smollm3", output_bias=True) if config.no_rope_layers else config
+
+
 def write(config: ModelConfig) -> dict[str, Any]:
     """The Qwen 2 config.json of a ModelConfig."""
     require(config, "qwen2", qk_norm=False, qkv_bias=True, output_bias=False, ffn_bias=False)

@@ -5,6 +5,7 @@ from typing import Any
 
 from headway.model.config import ModelConfig
 from headway.model.families._config_json import (
+    as_it_is,
     model_config,
     ours_or_none,
     read_windows,
@@ -31,6 +32,7 @@ DEFAULTS = {
 
 to_theirs = same_name
 to_ours = ours_or_none
+published = as_it_is
 
 
 def read(given: Mapping[str, Any]) -> ModelConfig:

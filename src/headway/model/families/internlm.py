@@ -1,0 +1,39 @@
+"""InternLM 1: Llama with a bias on all four attention projections. transformers has no class for it; it is exported as a Llama."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headway.errors import ConfigError
+from headway.model.config import ModelConfig
+from headway.model.families import llama
+from headway.model.families._config_json import model_config, ours_or_none, same_name, understood
+
+MODEL_TYPE = "internlm"
+ARCHITECTURE = llama.ARCHITECTURE
+DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": 2048, "bias": True, "rotary": None, "auto_map": None}
+# Dynamic frequencies change beyond max_position_embeddings alone, and there headway does not go.
+ROTARY_TYPES = ("origin", "dynamic")
+
+to_theirs = same_name
+to_ours = ours_or_none
+
+
+def read(given: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of an InternLM 1 config.json; the code its auto_map names is not run."""
+    settings = understood(given, DEFAULTS)
+    rotary = {"base": 10000.0, "type": "origin", **(settings["rotary"] or {})}
+    if rotary["type"] not in ROTARY_TYPES or len(rotary) > 2:
+        raise ConfigError(f"rotary is {settings['rotary']}; headway computes a base and one of the types {', '.join(ROTARY_TYPES)}.")
+    if settings["rope_theta"] is None:
+        settings["rope_theta"] = rotary["base"]
+    return model_config("internlm", settings, qkv_bias=settings["bias"], output_bias=settings["bias"])
+
+
+def published(config: ModelConfig) -> ModelConfig:
+    """The same model as a Llama."""
+    return llama.published(config.with_(family="llama"))
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """The Llama config.json of a ModelConfig."""
+    return llama.write(config.with_(family="llama"))

@@ -1,0 +1,86 @@
+"""SmolLM 3: Llama with layers that do not rotate, sliding windows chosen per layer. Its `no_rope_layers` is a list of 1 (rotates) and 0."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headway.errors import ConfigError
+from headway.model.config import ModelConfig
+from headway.model.families._config_json import (
+    as_it_is,
+    model_config,
+    ours_or_none,
+    read_windows,
+    require,
+    require_one_bias,
+    same_name,
+    settings_of,
+    understood,
+    written_windows,
+)
+
+MODEL_TYPE = "smollm3"
+ARCHITECTURE = "SmolLM3ForCausalLM"
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "layer_types": None,
+    "no_rope_layers": None,
+    "no_rope_layer_interval": 4,
+}
+THETA = 2_000_000.0
+# Published configs carry these keys, and nothing reads them.
+UNREAD = ("pretraining_tp", "max_window_layers")
+
+to_theirs = same_name
+to_ours = ours_or_none
+published = as_it_is
+
+
+def read(given: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of a SmolLM 3 config.json."""
+    settings = understood({key: value for key, value in given.items() if key not in UNREAD}, DEFAULTS)
+    if settings["rope_theta"] is None and "rope_theta" not in (settings["rope_parameters"] or {}):
+        settings["rope_theta"] = THETA
+    rotates = _rotates(settings)
+    if settings["layer_types"] is None:
+        sliding = settings["use_sliding_window"] and settings["sliding_window"] is not None
+        settings["layer_types"] = ["sliding_attention" if sliding and not one else "full_attention" for one in rotates]
+    bias = settings["attention_bias"]
+    return model_config(
+        "smollm3",
+        settings,
+        qkv_bias=bias,
+        output_bias=bias,
+        ffn_bias=settings["mlp_bias"],
+        no_rope_layers=[layer for layer, one in enumerate(rotates) if not one],
+        **read_windows(settings),
+    )
+
+
+def _rotates(settings: Mapping[str, Any]) -> list[bool]:
+    """Whether each layer rotates."""
+    layers, listed = settings["num_hidden_layers"], settings["no_rope_layers"]
+    if listed is None:
+        return [(layer + 1) % settings["no_rope_layer_interval"] != 0 for layer in range(layers)]
+    if len(listed) < layers or any(one not in (0, 1) for one in listed):
+        raise ConfigError(f"no_rope_layers is {listed}; it must say 1 (rotates) or 0 for each of num_hidden_layers={layers}.")
+    return [bool(one) for one in listed[:layers]]
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """The SmolLM 3 config.json of a ModelConfig."""
+    require(config, "smollm3", qk_norm=False, no_rope_layers=config.no_rope_layers)
+    require_one_bias(config, "smollm3")
+    return {
+        **settings_of(config, MODEL_TYPE, ARCHITECTURE),
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.ffn_bias,
+        "no_rope_layers": [int(layer not in config.no_rope_layers) for layer in range(config.num_layers)],
+        "no_rope_layer_interval": DEFAULTS["no_rope_layer_interval"],
+        **written_windows(config),
+    }

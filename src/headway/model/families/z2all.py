@@ -1,0 +1,82 @@
+"""Z2all (llm-zero2all): Qwen 2 under names of its own. transformers has no class for it; it is exported as a Qwen 2.
+
+Its dropouts are choices of a training run, not part of the model: say `model.dropout` in the recipe.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headway.errors import ConfigError
+from headway.model.config import ModelConfig
+from headway.model.families import qwen2
+from headway.model.families._config_json import model_config, same_name, understood
+
+MODEL_TYPE = "z2all"
+ARCHITECTURE = qwen2.ARCHITECTURE
+SETTINGS = {
+    "vocab_size": "vocab_size",
+    "hidden_dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "max_seq_len": "max_position_embeddings",
+}
+DEFAULTS = {
+    "num_key_value_heads": None,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "rope_interleaved": False,
+    "multiple_of": 256,
+    "auto_map": None,
+}
+# How it was trained and with which kernels.
+UNREAD = (
+    "attention_dropout", "dropout1", "dropout2", "dropout_last", "drop_path1", "drop_path2", "drop_path_last", "residual_in_fp32",
+    "use_flash", "use_fused_rope", "use_fused_cross_entropy", "use_fused_dropout_add_norm", "use_fused_swiglu", "data_type",
+)  # fmt: skip
+TENSORS = {
+    "mlp.swiglu.": "mlp.",
+    ".norm1.": ".input_layernorm.",
+    ".norm2.": ".post_attention_layernorm.",
+    ".w1.": ".gate_proj.",
+    ".w2.": ".up_proj.",
+    ".w3.": ".down_proj.",
+}
+FINAL_NORMS = ("model.norm1.weight", "model.norm_last.weight")
+
+to_theirs = same_name
+
+
+def to_ours(name: str) -> str | None:
+    """Our name of a tensor; the mask is a buffer that follows from the config."""
+    if name in FINAL_NORMS:
+        return "model.norm.weight"
+    for theirs, ours in TENSORS.items():
+        name = name.replace(theirs, ours)
+    return None if name.endswith("self_attn.mask") else name
+
+
+def read(given: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Z2all config.json."""
+    for key in ("hidden_dim", "n_layers", "n_heads"):
+        if given.get(key) is None:
+            raise ConfigError(f"{key} is missing; it must be given.")
+    if given.get("rope_interleaved"):
+        raise ConfigError("rope_interleaved is true; headway computes only false.")
+    renamed = {SETTINGS.get(key, key): value for key, value in given.items() if key not in UNREAD}
+    if renamed.get("intermediate_size") is None:
+        step = renamed.get("multiple_of") or DEFAULTS["multiple_of"]
+        renamed["intermediate_size"] = -(-int(8 * renamed["hidden_size"] / 3) // step) * step
+    settings = understood(renamed, DEFAULTS)
+    return model_config("z2all", settings, qkv_bias=settings["attention_bias"])
+
+
+def published(config: ModelConfig) -> ModelConfig:
+    """The same model as a Qwen 2."""
+    return qwen2.published(config.with_(family="qwen2", qkv_bias=True))
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """The Qwen 2 config.json of a ModelConfig."""
+    return qwen2.write(config.with_(family="qwen2"))
