@@ -8,6 +8,7 @@ from headway.config.kinds import kind_names
 from headway.model.families.base import family_names
 from headway.model.presets import PRESETS
 from headway.optim.schedule import Schedule
+from headway.parallel.config import ParallelConfig
 from headway.train.config import KernelConfig, Recipe
 
 
@@ -27,6 +28,8 @@ def catalogue() -> dict[str, list[str]]:
         "optim.schedule.kind": choices(Schedule, "kind"),
         "data.packing": choices(DataConfig, "packing"),
         "track.kind": kind_names("headway.track"),
+        "parallel.strategy": choices(ParallelConfig, "strategy"),
+        "parallel.hook.kind": kind_names("headway.parallel.hooks"),
         "precision": choices(Recipe, "precision"),
         "kernels.attention": choices(KernelConfig, "attention"),
     }
