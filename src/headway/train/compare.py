@@ -1,0 +1,49 @@
+"""Two recipes or run folders come in, the settings in which they differ go out. Defaults count: unsaid equals the same value said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.config.load import load
+from headway.errors import ConfigError
+from headway.train.config import Recipe
+from headway.train.folder import RECIPE
+
+ABSENT = "(no such setting)"
+"""Stands for a setting that the other kind of section does not have."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One setting and its two values, as YAML would hold them."""
+
+    key: str
+    first: Any
+    second: Any
+
+
+def compare_recipes(first: Path, second: Path) -> list[Difference]:
+    """Every setting whose value differs, in the order of the recipe."""
+    one, other = (_read(path).model_dump(mode="json", by_alias=True) for path in (first, second))
+    return _below("", one, other)
+
+
+def _read(path: Path) -> Recipe:
+    if path.is_dir():
+        if not (path / RECIPE).is_file():
+            raise ConfigError(f"{path}: has no {RECIPE}. Give a recipe file or the folder of a run.")
+        path = path / RECIPE
+    return load(Recipe, path)
+
+
+def _below(at: str, first: dict[str, Any], second: dict[str, Any]) -> list[Difference]:
+    found: list[Difference] = []
+    for key in dict.fromkeys((*first, *second)):
+        one, other = first.get(key, ABSENT), second.get(key, ABSENT)
+        if isinstance(one, dict) and isinstance(other, dict):
+            found += _below(f"{at}{key}.", one, other)
+        elif one != other:
+            found.append(Difference(at + key, one, other))
+    return found

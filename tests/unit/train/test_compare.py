@@ -1,0 +1,50 @@
+"""`config diff` shows the settings that differ and nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headway.cli import main
+from headway.errors import ConfigError
+from headway.train.compare import Difference, compare_recipes
+
+
+def recipe(folder: Path, name: str, text: str) -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_what_is_unsaid_equals_its_default(tmp_path: Path) -> None:
+    one = recipe(tmp_path, "a", "seed: 42\noptim: {lr: 1e-3}\n")
+    other = recipe(tmp_path, "b", "optim: {kind: adamw, lr: 0.001}\nmodel: {num_layers: 4}\n")
+    assert compare_recipes(one, other) == []
+
+
+def test_settings_sections_and_lists_that_differ_are_named(tmp_path: Path) -> None:
+    one = recipe(tmp_path, "a", "model: {num_layers: 2}\ndata: {train: [x]}\nsteps: 5\n")
+    other = recipe(tmp_path, "b", "model: {num_layers: 3, rope_scaling: {factor: 2}}\ndata: {train: [x, y]}\nsteps: 5\n")
+    found = {one.key: one for one in compare_recipes(one, other)}
+    assert list(found) == ["model.num_layers", "model.rope_scaling", "data.train"]
+    assert found["model.num_layers"] == Difference("model.num_layers", 2, 3)
+    assert found["model.rope_scaling"].first is None
+    assert found["model.rope_scaling"].second["factor"] == 2.0
+    assert [len(found["data.train"].first), len(found["data.train"].second)] == [1, 2]
+
+
+def test_a_run_folder_stands_for_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    recipe(tmp_path / "run", "recipe", "seed: 1\n")
+    other = recipe(tmp_path, "b", "seed: 2\n")
+    assert main(["config", "diff", str(tmp_path / "run"), str(other), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"differences": [{"setting": "seed", "a": 1, "b": 2}]}
+    assert main(["config", "diff", str(tmp_path / "run"), str(other)]) == 0
+    assert "seed" in capsys.readouterr().out
+    assert main(["config", "diff", str(other), str(other)]) == 0
+    assert capsys.readouterr().out == "no setting differs\n"
+
+
+def test_a_folder_without_a_recipe_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no recipe\.yaml"):
+        compare_recipes(tmp_path, tmp_path)
