@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError
@@ -57,6 +57,9 @@ class Evaluation:
     """Everything measured about one model."""
 
     model: str
+    """As it was called for."""
+    path: str
+    """The folder whose weights these are: a run's newest checkpoint, say."""
     tokenizer: str | None
     """Fingerprint; losses per token of two models compare only where it is the same."""
     datasets: dict[str, Perplexity]
@@ -69,13 +72,21 @@ class Evaluation:
 
 def evaluate(loaded: LoadedModel, plan: EvalPlan, *, name: str | None = None) -> Evaluation:
     """Measure one model."""
+    for dataset in plan.datasets:
+        # A wrong key or path in the last dataset shows before the first one is scored.
+        next(read_pieces(dataset, loaded, replace(plan.reading, max_samples=1)), None)
     results: dict[str, Perplexity] = {}
     for dataset in plan.datasets:
         log.debug("%s: score %s", loaded.path, dataset.name)
         pieces = read_pieces(dataset, loaded, plan.reading)
         results[dataset.name] = perplexity(loaded, pieces, window=plan.window, stride=plan.stride, batch_tokens=plan.batch_tokens)
     tokenizer = loaded.tokenizer.fingerprint if loaded.tokenizer is not None else None
-    return Evaluation(name or str(loaded.path), tokenizer, results, _samples(loaded, plan.samples))
+    return Evaluation(name or str(loaded.path), str(loaded.path), tokenizer, results, _samples(loaded, plan.samples))
+
+
+def share_a_tokenizer(evaluations: Sequence[Evaluation]) -> bool:
+    """Whether losses per token of these models may be compared."""
+    return len({one.tokenizer for one in evaluations}) == 1
 
 
 def _samples(loaded: LoadedModel, plan: SamplePlan) -> list[Sample]:

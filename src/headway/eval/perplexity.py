@@ -56,6 +56,13 @@ class Perplexity:
         """Plain numbers."""
         return asdict(self)
 
+    def scalars(self) -> dict[str, Any]:
+        """The numbers that make curves over checkpoints."""
+        names = ("loss", "perplexity", "bits_per_byte", "accuracy", "calibration_error")
+        return {name: getattr(self, name) for name in names} | {
+            "loss_by_context": {f"{bucket.first}-{bucket.last}": bucket.loss for bucket in self.positions}
+        }
+
 
 @dataclass
 class _Seen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from headway.eval.perplexity import Perplexity
 
 NUMBERS = ("loss", "perplexity", "bits/byte", "accuracy", "ECE", "tokens", "documents")
+OTHER_TOKENIZERS = "The models have different tokenizers: compare bits per byte, not loss, perplexity or accuracy, which are per token."
 
 
 def numbers(result: Perplexity) -> list[str]:

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from test_perplexity import CONFIG, TEXTS, byte_tokenizer, random_weights
+from support.byte_model import CONFIG, byte_tokenizer, write_model
 
 from headway.cli import main
 from headway.eval.dataset import SUITES
-from headway.export.huggingface import export_huggingface
 
+TEXTS = ["the cat sat on the mat and then it went away, far over the hills", "a", "the dog", "zwölf Boxkämpfer jagen Viktor quer"]
 KEYS = {"loss", "perplexity", "tokens", "bits_per_byte", "accuracy", "documents", "window", "stride"}
 PARTS = (
     ("Salesforce/wikitext", "wikitext-2-raw-v1", "text"),
@@ -21,10 +21,7 @@ PARTS = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    root = tmp_path_factory.mktemp("models")
-    byte_tokenizer().save(root / "tokenizer")
-    export_huggingface(CONFIG, random_weights(CONFIG), root / "one", tokenizer=root / "tokenizer")
-    return str(root / "one")
+    return str(write_model(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture
@@ -94,6 +91,91 @@ def test_a_suite_comes_from_the_cache_and_what_is_missing_is_named(
     found = json.loads(output(capsys, "ppl", "--model", model, "--suite", "default", *given, "--json"))["datasets"]
     assert list(found) == list(SUITES["default"])
     assert [result["documents"] for result in found.values()] == [1, 1, 1, 3]
+
+
+def test_a_mistake_in_the_last_dataset_shows_before_the_first_is_scored(
+    capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrong.jsonl").write_text('{"body": "x"}\n')
+    monkeypatch.setattr("headway.eval.evaluate.perplexity", lambda *_, **__: pytest.fail("scored"))
+    assert "no key 'text'" in output(capsys, "ppl", "--model", model, *data, "--data", str(tmp_path / "wrong.jsonl"), code=2)
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_report_holds_every_number_tables_and_pictures(
+    capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "new" / "report"
+    arguments = ["ppl", "--model", model, *data, "--prompt", "# the", "--max-new-tokens", "4", "--out", str(out), "--json"]
+    printed = json.loads(output(capsys, *arguments))
+    assert json.loads((out / "results.json").read_text())["models"] == [printed]
+    report = (out / "report.md").read_text()
+    for name, result in printed["datasets"].items():
+        assert f"| {name} | {model} | {result['loss']:.4f} |" in report
+        for bucket in result["positions"]:
+            assert f"| {bucket['first']}-{bucket['last']} | {bucket['loss']:.4f} |" in report
+    assert "\n    # the" in report
+    assert sorted(path.name for path in out.iterdir()) == ["loss-by-position.png", "reliability.png", "report.md", "results.json"]
+    assert is_png(out / "loss-by-position.png") and is_png(out / "reliability.png")
+    output(capsys, *arguments)
+    assert "--out is" in output(capsys, "ppl", "--model", model, *data, "--out", str(tmp_path / "long.txt"), code=2)
+
+
+def test_scalars_reach_tensorboard(capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    printed = json.loads(output(capsys, "ppl", "--model", model, *data, "--tensorboard", str(tmp_path / "tb"), "--json"))
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    assert "eval/story/loss_by_context/16-31" in tags
+    for name, result in printed["datasets"].items():
+        (point,) = events.Scalars(f"eval/{name}/loss")
+        assert (point.step, point.value) == (0, pytest.approx(result["loss"]))
+
+
+def test_scalars_of_a_checkpoint_are_at_its_step(capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (tmp_path / "step-00000500").symlink_to(model)
+    output(capsys, "ppl", "--model", str(tmp_path / "step-00000500"), *data, "--tensorboard", str(tmp_path / "tb"))
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [point.step for point in events.Scalars("eval/story/loss")] == [500]
+
+
+def test_models_side_by_side_have_the_numbers_they_have_alone(
+    capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path
+) -> None:
+    longer = CONFIG.model_copy(update={"max_seq_len": 64, "num_layers": 1})
+    other = str(write_model(tmp_path / "other", longer))
+    out = ["--out", str(tmp_path / "report"), "--tensorboard", str(tmp_path / "tb")]
+    found = json.loads(output(capsys, "compare", model, other, *data, *out, "--json"))
+    assert found["same_tokenizer"] is True
+    assert [one["model"] for one in found["models"]] == [model, other]
+    for one in found["models"]:
+        alone = json.loads(output(capsys, "ppl", "--model", one["model"], *data, "--window", "32", "--json"))
+        assert one == alone
+    report = (tmp_path / "report" / "report.md").read_text()
+    assert f"| context | {model} | {other} |" in report
+    assert is_png(tmp_path / "report" / "loss-by-position.png")
+    assert len(list((tmp_path / "tb").iterdir())) == 2
+    table = output(capsys, "compare", model, other, *data)
+    assert "different tokenizers" not in table
+    assert "two or more" in output(capsys, "compare", model, *data, code=2)
+    assert "two or more" in output(capsys, "compare", model, model, *data, code=2)
+
+
+def test_models_with_other_tokenizers_are_compared_by_bits_per_byte(
+    capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path
+) -> None:
+    other = write_model(tmp_path / "other", tokenizer=byte_tokenizer("<extra>"))
+    arguments = ["compare", model, str(other), *data, "--out", str(tmp_path / "report")]
+    assert "compare bits per byte" in output(capsys, *arguments)
+    assert "compare bits per byte" in (tmp_path / "report" / "report.md").read_text()
 
 
 @pytest.mark.parametrize(

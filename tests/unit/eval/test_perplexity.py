@@ -2,12 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.byte_model import write_model
 
 from headway.data.store import StoreWriter
 from headway.errors import CheckpointError, ConfigError, DataError
@@ -15,42 +15,14 @@ from headway.eval.dataset import Dataset, Reading, parse_datasets, read_pieces
 from headway.eval.perplexity import Piece, perplexity
 from headway.eval.scoring import Row, TokenScores, batches
 from headway.eval.tally import NUM_BINS, Tally
-from headway.export.huggingface import export_huggingface
 from headway.infer.load import LoadedModel, load_model
-from headway.model.config import ModelConfig
-from headway.model.init import initial_value
-from headway.model.layout import param_specs
-from headway.tokenizer.load import Tokenizer
 
-CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=320, max_seq_len=32, init_std=0.5)
 TEXTS = ["the cat sat on the mat and then it went away, far over the hills", "a", "the dog", "zwölf Boxkämpfer jagen Viktor quer"]
-
-
-def byte_tokenizer() -> Tokenizer:
-    """One id per byte, then begin and end."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>"])
-    backend.encode_special_tokens = True
-    return Tokenizer(backend, {"bos": "<s>", "eos": "</s>"})
-
-
-def random_weights(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    for spec in param_specs(config):
-        yield spec.name, initial_value(spec.name, spec.shape, config, 4)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("model")
-    byte_tokenizer().save(root / "tokenizer")
-    export_huggingface(CONFIG, random_weights(CONFIG), root / "out", tokenizer=root / "tokenizer")
-    return root / "out"
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,8 @@ SAMPLES = typer.Option(None, help="Continuations of each prompt; 1 if not given.
 MAX_NEW_TOKENS = typer.Option(64, help="Tokens of a continuation at most.")
 TEMPERATURE = typer.Option(0.8, help="Of the continuations; 0 takes the likeliest token each time.")
 SEED = typer.Option(0, help="Seed of the continuations.")
+OUT = typer.Option(None, help="Write results.json, report.md and plots into this folder.")
+TENSORBOARD = typer.Option(None, help="Write the numbers as TensorBoard scalars into this folder, at the step of the checkpoint.")
 DEVICE = typer.Option("auto", help="auto, cpu or cuda.")
 PRECISION = typer.Option("auto", help="auto (bf16 on a GPU that has it, else fp32), fp32 or bf16.")
 
@@ -54,9 +57,30 @@ def num_samples(samples: int | None, prompts: Sequence[str]) -> int:
     return 1 if samples is None else samples
 
 
+def keep(evaluations: Sequence[Evaluation], out: Path | None, tensorboard: Path | None) -> None:
+    """Write the report and the scalars that were asked for."""
+    from headway.eval.report import write_report
+
+    if out is not None:
+        write_report(out, evaluations)
+    if tensorboard is not None:
+        for one in evaluations:
+            _write_scalars(tensorboard / one.model.strip("/").replace("/", "_") if len(evaluations) > 1 else tensorboard, one)
+
+
+def _write_scalars(folder: Path, evaluation: Evaluation) -> None:
+    from headway.track.tensorboard import TensorBoard
+
+    named = re.fullmatch(r"step-(\d+)", Path(evaluation.path).name)
+    tracker = TensorBoard(folder)
+    tracker.log(int(named[1]) if named else 0, {"eval": {name: result.scalars() for name, result in evaluation.datasets.items()}})
+    tracker.close()
+
+
 def show(evaluations: Sequence[Evaluation]) -> None:
     """Tables and continuations for people."""
-    from headway.eval.tables import NUMBERS, numbers
+    from headway.eval.evaluate import share_a_tokenizer
+    from headway.eval.tables import NUMBERS, OTHER_TOKENIZERS, numbers
 
     several = len(evaluations) > 1
     rows: list[Sequence[str]] = []
@@ -64,6 +88,8 @@ def show(evaluations: Sequence[Evaluation]) -> None:
         for one in evaluations:
             rows.append([name, *([one.model] if several else []), *numbers(one.datasets[name])])
     print_table(["dataset", *(["model"] if several else []), *NUMBERS], rows)
+    if not share_a_tokenizer(evaluations):
+        typer.echo(OTHER_TOKENIZERS)
     for one in evaluations:
         for sample in one.samples:
             typer.echo(f"\n{f'[{one.model}] ' if several else ''}{sample.prompt}{sample.text}")

@@ -24,6 +24,8 @@ def command(
     max_new_tokens: int = _options.MAX_NEW_TOKENS,
     temperature: float = _options.TEMPERATURE,
     seed: int = _options.SEED,
+    out: Path | None = _options.OUT,
+    tensorboard: Path | None = _options.TENSORBOARD,
     device: str = _options.DEVICE,
     precision: str = _options.PRECISION,
     json: bool = JSON_FLAG,
@@ -40,7 +42,8 @@ def command(
         batch_tokens,
         SamplePlan(tuple(prompt), _options.num_samples(samples, prompt), max_new_tokens, temperature, seed),
     )
-    result = evaluate(_options.load(model, device, precision), plan)
+    result = evaluate(_options.load(model, device, precision), plan, name=str(model))
+    _options.keep([result], out, tensorboard)
     if not json:
         _options.show([result])
     elif len(result.datasets) == 1:

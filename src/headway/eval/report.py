@@ -1,0 +1,89 @@
+"""Evaluations come in; a folder with results.json (every number), report.md (tables and continuations) and pictures goes out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from headway import __version__
+from headway.errors import ConfigError
+from headway.eval.evaluate import Evaluation, share_a_tokenizer
+from headway.eval.plots import LOSS_BY_POSITION, RELIABILITY, draw_plots
+from headway.eval.tables import NUMBERS, OTHER_TOKENIZERS, numbers
+from headway.runtime.storage import write_atomic
+
+RESULTS = "results.json"
+REPORT = "report.md"
+
+
+def write_report(folder: Path, evaluations: Sequence[Evaluation]) -> None:
+    """Write the folder, over a report that is already there."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out is {str(folder)!r}, which is a file. Give a folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    results = {"headway": __version__, "models": [one.to_json() for one in evaluations]}
+    write_atomic(folder / RESULTS, json.dumps(results, ensure_ascii=False, indent=2, allow_nan=False) + "\n")
+    draw_plots(folder, evaluations)
+    write_atomic(folder / REPORT, "\n".join(_lines(evaluations)) + "\n")
+
+
+def _lines(evaluations: Sequence[Evaluation]) -> Iterable[str]:
+    datasets = list(evaluations[0].datasets)
+    yield "# Evaluation"
+    yield ""
+    for one in evaluations:
+        first = one.datasets[datasets[0]]
+        yield f"- `{one.model}`: windows of {first.window} tokens, one every {first.stride}"
+    yield ""
+    yield from _table(
+        ["dataset", "model", *NUMBERS], ([name, one.model, *numbers(one.datasets[name])] for name in datasets for one in evaluations)
+    )
+    if not share_a_tokenizer(evaluations):
+        yield OTHER_TOKENIZERS
+        yield ""
+    yield "Loss is in nats per token. ECE is the expected calibration error of the first choice's probability, over 15 bins."
+    yield ""
+    yield from _positions(evaluations, datasets)
+    yield "## Calibration"
+    yield ""
+    yield f"![reliability]({RELIABILITY})"
+    if any(one.samples for one in evaluations):
+        yield from _samples(evaluations)
+
+
+def _positions(evaluations: Sequence[Evaluation], datasets: Sequence[str]) -> Iterable[str]:
+    yield "## Loss by tokens of context"
+    yield ""
+    yield f"![loss by position]({LOSS_BY_POSITION})"
+    yield ""
+    for name in datasets:
+        found = [{(bucket.first, bucket.last): bucket.loss for bucket in one.datasets[name].positions} for one in evaluations]
+        spans = sorted({span for buckets in found for span in buckets})
+        yield f"### {name}"
+        yield ""
+        cells = (
+            [f"{first}-{last}", *(f"{buckets[first, last]:.4f}" if (first, last) in buckets else "" for buckets in found)]
+            for first, last in spans
+        )
+        yield from _table(["context", *(one.model for one in evaluations)], cells)
+
+
+def _samples(evaluations: Sequence[Evaluation]) -> Iterable[str]:
+    yield ""
+    yield "## Continuations"
+    for one in evaluations:
+        for sample in one.samples:
+            yield ""
+            yield f"**{one.model}** continues {json.dumps(sample.prompt, ensure_ascii=False)}:"
+            yield ""
+            # Indented, so that whatever a model writes stays text.
+            yield from (f"    {line}" for line in (sample.prompt + sample.text).splitlines())
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
+    yield "| " + " | ".join(column.replace("|", r"\|") for column in columns) + " |"
+    yield "|" + "---|" * len(columns)
+    for row in rows:
+        yield "| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |"
+    yield ""
