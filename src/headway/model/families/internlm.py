@@ -11,7 +11,7 @@ from headway.model.families._config_json import model_config, ours_or_none, same
 MODEL_TYPE = "internlm"
 ARCHITECTURE = llama.ARCHITECTURE
 DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": 2048, "bias": True, "rotary": None, "auto_map": None}
-# Dynamic frequencies change beyond max_position_embeddings alone, and there headway does not go.
+# Dynamic frequencies differ beyond max_position_embeddings alone; there headway keeps the plain ones.
 ROTARY_TYPES = ("origin", "dynamic")
 
 to_theirs = same_name
