@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.ranks import start_processes
 from support.runs import make_stores, write_recipe
 
 from headway.config.load import load
+from headway.data.store import StoreWriter
 from headway.track.jsonl import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
@@ -51,6 +53,19 @@ def test_two_ranks_leave_what_one_process_leaves(overrides: tuple[str, ...], tmp
     assert sorted(path.name for path in (two / "final").iterdir()) == sorted(path.name for path in (one / "final").iterdir())
     summary = json.loads((two / "summary.json").read_text())
     assert summary["steps"] == 8
+
+
+def test_ranks_agree_on_the_weight_of_masked_data(tmp_path: Path) -> None:
+    """Which tokens count is known only to the rank that reads them: the loader asks the others before the first forward."""
+    rng = np.random.default_rng(0)
+    writer = StoreWriter(tmp_path / "masked", dtype="uint16", tokenizer_fingerprint=None, masked=True)
+    for _ in range(60):
+        length = int(rng.integers(5, 60))
+        writer.add(rng.integers(0, 64, length).astype(np.uint16), rng.random(length) < rng.random())
+    writer.finish()
+    stores = [tmp_path / "masked", *make_stores(tmp_path)[:1]]
+    right = run(write_recipe(tmp_path, stores, name="one", steps=6))
+    assert_same(run(write_recipe(tmp_path, stores, name="two", steps=6), world=2), right)
 
 
 def test_a_run_moves_between_numbers_of_ranks(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ class Cut:
 class Span:
     """One bucket's place in its buffer, and the parameters in it."""
 
+    index: int
     start: int
     stop: int
     slots: tuple[Slot, ...]
@@ -74,7 +75,7 @@ def lay_out(names: Sequence[str], shapes: dict[str, Ints], cut: Cut) -> tuple[li
         nonlocal begin, end
         if open_slots:
             end = begin + _up(end - begin, cut.shards * ALIGN)
-            spans.append(Span(begin, end, tuple(open_slots)))
+            spans.append(Span(len(spans), begin, end, tuple(open_slots)))
             open_slots.clear()
             begin = end
 

@@ -194,7 +194,10 @@ def _mine(lists: list[list[int]], world: Group) -> Group:
 
 
 class Background:
-    """Runs work of several stages beside backward, in order: on a stream of its own with CUDA, else in a thread."""
+    """Runs work of several stages beside backward, in order: on a stream of its own with CUDA, else in a thread.
+
+    A hook that exchanges here does so for every bucket of a step: what other threads start meanwhile has no fixed place in the order.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -210,7 +213,7 @@ class Background:
             work()
             event = torch.cuda.Event()
             event.record()
-        return _Passed(event)
+        return _Passed(event, work)
 
 
 @dataclass
@@ -224,6 +227,8 @@ class _Awaited:
 @dataclass
 class _Passed:
     event: torch.cuda.Event
+    work: Callable[[], Any]
+    """Kept, with the tensors it uses: until the event has passed, their memory must not go to anybody else on the main stream."""
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)

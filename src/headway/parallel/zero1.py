@@ -140,8 +140,18 @@ class FlatEngine:
         self.ranks.shard.all_reduce(square).wait()
         scale = self._one if self.scaler is None else self.scaler.scale.clone()
         norm, guard = clip_guard(square.sqrt(), self.settings.clip, scale)
-        self.gather.begin()
-        if self.overlap.step and self.ranks.shard.size > 1:
+        self._step_all(hypers, guard)
+        self.skipped += guard.found_inf
+        if self.scaler is not None:
+            self.scaler.update(guard.found_inf)
+        return Update(norm, guard.found_inf, scale)
+
+    def _step_all(self, hypers: dict[str, Hyper], guard: Guard) -> None:
+        """Update what this rank owns, and start sending it: to be gathered now, or one bucket ahead of the next forward."""
+        is_cut = self.ranks.shard.size > 1
+        if is_cut:
+            self.gather.begin()
+        if is_cut and self.overlap.step:
             for bucket in self.gather.buckets:
                 self._step([bucket], hypers, guard)
                 if not self.overlap.gather:
@@ -149,20 +159,16 @@ class FlatEngine:
         else:
             for buffer in self.buffers:
                 self._step([bucket for bucket in self.gather.buckets if bucket.buffer is buffer], hypers, guard)
-        if self.overlap.gather and self.ranks.shard.size > 1:
+        if is_cut and self.overlap.gather:
             self.gather.start_next()
-        else:
+        elif is_cut:
             self.gather.flush()
-        self.skipped += guard.found_inf
-        if self.scaler is not None:
-            self.scaler.update(guard.found_inf)
-        return Update(norm, guard.found_inf, scale)
 
     def _step(self, buckets: list[Bucket], hypers: dict[str, Hyper], guard: Guard) -> None:
         """Update the own parts of some buckets of one buffer, in one call."""
         buffer, spans = buckets[0].buffer, [bucket.span for bucket in buckets]
         state = {role: [buffer.mine(span, flat) for span in spans] for role, flat in buffer.state.items()}
-        steps = [buffer.steps[buffer.spans.index(span)] for span in spans]
+        steps = [buffer.steps[span.index] for span in spans]
         masters = [buffer.mine(span, buffer.master) for span in spans]
         self.optimizer.update(masters, [bucket.own.float() for bucket in buckets], state, steps, hypers[buffer.group.name], guard)
         for span in spans:

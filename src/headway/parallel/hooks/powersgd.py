@@ -76,7 +76,9 @@ class PowerSGD:
         self.step += bucket.is_last
         if step < self.config.start_step:
             return bucket.ranks.data.all_reduce(bucket.flat)
-        return self.background.run(lambda: self._exchange(bucket, step))
+        thin = any(self.columns(slot.shape) or slot.name in self.residuals for slot in bucket.span.slots)
+        # whole buckets too: in the background all exchanges of a step keep their order, which must be the same on every rank
+        return self.background.run(lambda: self._exchange(bucket, step) if thin else bucket.ranks.data.all_reduce(bucket.flat).wait())
 
     def columns(self, shape: tuple[int, ...]) -> int:
         """Rank of the approximation of a gradient of this shape; 0: it travels whole."""
