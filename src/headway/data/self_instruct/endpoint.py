@@ -20,9 +20,10 @@ import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field
 from email.message import Message
-from typing import IO, Any
+from typing import Any
 
 from headway.errors import ConfigError, HeadwayError
+from headway.runtime.web import direct_opener
 
 MAX_ANSWER_BYTES = 16 << 20
 FIRST_PAUSE_SECONDS = 1.0
@@ -107,7 +108,7 @@ class Client:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self._opener = urllib.request.build_opener(_NoRedirect())
+        self._opener = direct_opener()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._next_slot = 0.0
@@ -227,16 +228,6 @@ class Client:
             text = text.replace(key, "***")
         line = " ".join(text.split())
         return line if len(line) <= SHOWN_CHARACTERS else line[:SHOWN_CHARACTERS] + "..."
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect could carry the key to another machine."""
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage, newurl: str
-    ) -> None:
-        """Follow nothing."""
-        return
 
 
 def _understand(answer: Any) -> tuple[str, bool, tuple[int, int]]:

@@ -1,0 +1,42 @@
+"""Talking to other machines: addresses that hold secrets come from the environment alone, and no redirect takes them elsewhere."""
+
+import http.client
+import os
+import urllib.parse
+import urllib.request
+from typing import IO
+
+from headway.errors import ConfigError
+
+
+def address_from_environment(variable: str, key: str) -> str:
+    """The http(s) address in an environment variable that the setting `key` names; never shown, since it may hold a secret."""
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        raise ConfigError(f"{key} is {variable!r}, and no such environment variable is set. Set it to the address, or name another.")
+    try:
+        parts = urllib.parse.urlsplit(value)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        is_address = False
+    if not is_address or not value.isascii() or not value.isprintable() or " " in value:
+        raise ConfigError(f"{key} is {variable!r}, and that environment variable holds no http or https address. Set it to one.")
+    return value
+
+
+def job_id() -> str:
+    """The scheduler's name for this job: SLURM's, Kubernetes' or Volcano ML's; `none` outside of them."""
+    pod = os.environ.get("KUBERNETES_POD_NAME", "").split("-")[0]
+    return os.environ.get("SLURM_JOB_ID") or pod or os.environ.get("MLP_TASK_ID") or "none"
+
+
+def direct_opener() -> urllib.request.OpenerDirector:
+    """An opener for which a redirect is an error: following it could carry a secret to another machine."""
+    return urllib.request.build_opener(_NoRedirect())
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage, newurl: str
+    ) -> None:
+        return

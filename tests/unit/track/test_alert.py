@@ -1,0 +1,142 @@
+"""Alerts against receivers that take them, refuse them, hang or are gone."""
+
+import json
+import logging
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.chat_server import ChatServer, Handler, serving
+
+from headway.errors import ConfigError
+from headway.track import alert as alert_module
+from headway.track.alert import Config
+
+SECRET = "hook-secret-42"
+
+
+@pytest.fixture(autouse=True)
+def _outside_of_schedulers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "KUBERNETES_POD_NAME", "MLP_TASK_ID", "ALERT_WEBHOOK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+def take(request: Handler, _: int) -> bool:
+    return request.answer(b'{"code": 0}')
+
+
+def watch(server: ChatServer, monkeypatch: pytest.MonkeyPatch, losses: list[Any], **settings: Any) -> list[dict[str, Any]]:
+    monkeypatch.setenv("MY_HOOK", f"{server.url}/{SECRET}?t={SECRET}")
+    tracker = Config(url_env="MY_HOOK", **settings).build(Path(), "run")
+    for step, loss in enumerate(losses, start=1):
+        tracker.log(step, {"step": step, "loss": loss})
+    tracker.close()
+    return server.seen
+
+
+def test_each_event_is_told_with_all_its_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBERNETES_POD_NAME", "job7-worker-0")
+    with serving(take) as server:
+        seen = [one["body"] for one in watch(server, monkeypatch, [4.0, 3.0, 4.6, float("nan"), 5.0, None])]
+    assert [(one["event"], one["step"], one["loss"]) for one in seen] == [
+        ("start", 1, 4.0),
+        ("spike", 3, 4.6),
+        ("nan", 4, None),
+        ("finish", 6, 5.0),
+    ]
+    assert all(one["run"] == "run" and one["job"] == "job7" and abs(one["timestamp"] - time.time()) < 60 for one in seen)
+    assert "from 3 to 4.6" in seen[1]["text"] and "nan" in seen[2]["text"]
+
+
+def test_feishu_and_slack_get_the_form_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(take) as server:
+        seen = watch(server, monkeypatch, [2.0], form="feishu", events=("start",))
+        watch(server, monkeypatch, [2.0], form="slack", events=("start",))
+    feishu = seen[0]["body"]
+    text = "training, step 1, loss 2"
+    post = {"zh_cn": {"title": "none_run", "content": [[{"tag": "text", "text": text}]]}}
+    assert feishu == {"timestamp": feishu["timestamp"], "msg_type": "post", "content": {"post": post}}
+    assert isinstance(feishu["timestamp"], int) and seen[0]["headers"]["Content-Type"] == "application/json;charset=utf-8"
+    assert seen[1]["body"] == {"text": f"*none_run*\n{text}"}
+
+
+def test_a_command_reads_the_message_without_a_shell(tmp_path: Path) -> None:
+    target = tmp_path / "$(touch x); it's"
+    config = Config(form="command", command=("tee", "-a", str(target)), events=("finish",))
+    tracker = config.build(tmp_path, "run")
+    tracker.log(1, {"loss": 1.0})
+    tracker.close()
+    assert json.loads(target.read_text())["event"] == "finish" and list(tmp_path.iterdir()) == [target]
+
+
+def test_messages_about_one_event_are_rate_limited_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = [float("inf")] * 5
+    with serving(take) as server:
+        assert len(watch(server, monkeypatch, losses, events=("nan",), every_seconds=60.0)) == 1
+    clock = iter([0.0, 1.0, 2.0, 90.0, 91.0])
+    with serving(take) as server, monkeypatch.context() as patch:
+        patch.setattr(alert_module, "time", SimpleNamespace(monotonic=lambda: next(clock), time=time.time))
+        patch.setattr(alert_module._Sender, "put", lambda _, message: told.append(message.text))
+        patch.setattr(alert_module._Sender, "close", lambda _: None)
+        told: list[str] = []
+        watch(server, monkeypatch, losses, events=("nan",), every_seconds=60.0)
+    assert told == ["the loss of step 1 is inf", "the loss of step 4 is inf (2 more since the last message)"]
+
+
+def hang(_: Handler, __: int) -> bool:
+    time.sleep(3)
+    return True
+
+
+def refuse(request: Handler, _: int) -> bool:
+    return request.answer(SECRET.encode(), 403)
+
+
+def elsewhere(request: Handler, _: int) -> bool:
+    return request.answer(b"", 302, Location="/other")
+
+
+def unknown_to_feishu(request: Handler, _: int) -> bool:
+    return request.answer(b'{"code": 19001, "msg": "param invalid"}')
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [(hang, "no answer in 0.2 s"), (refuse, "HTTP 403"), (elsewhere, "HTTP 302"), (unknown_to_feishu, "code 19001")]
+)
+def test_a_receiver_that_fails_costs_nothing_and_is_named_once_without_its_address(
+    fault: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with serving(fault) as server:
+        watch(server, monkeypatch, [1.0, 2.0], form="feishu", timeout_seconds=0.2)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and said in warnings[0] and SECRET not in caplog.text
+
+
+def test_a_receiver_that_hangs_or_is_gone_never_blocks_a_step(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(alert_module, "CLOSE_SECONDS", 0.1)
+    with serving(hang) as server:
+        started = time.monotonic()
+        watch(server, monkeypatch, [float("nan")] * 500, every_seconds=0.0)
+        assert time.monotonic() - started < 2
+    assert "32 messages wait already" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(alert_module, "CLOSE_SECONDS", 10.0)
+    watch(server, monkeypatch, [1.0])
+    assert "refused" in caplog.text
+
+
+def test_an_address_or_program_that_is_not_there_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="'ALERT_WEBHOOK', and no such"):
+        Config().build(Path(), "run")
+    for bad in (SECRET, f"ftp://{SECRET}", f"http://h:x{SECRET}/", f"http://h/a b{SECRET}"):
+        monkeypatch.setenv("ALERT_WEBHOOK", bad)
+        with pytest.raises(ConfigError, match="holds no http") as caught:
+            Config().build(Path(), "run")
+        assert SECRET not in str(caught.value)
+    for command in ((), ("no-such-program-here",)):
+        with pytest.raises(ConfigError, match="needs a program"):
+            Config(form="command", command=command).build(Path(), "run")
