@@ -83,11 +83,13 @@ def show(evaluations: Sequence[Evaluation]) -> None:
     from headway.eval.tables import NUMBERS, OTHER_TOKENIZERS, numbers
 
     several = len(evaluations) > 1
+    # The counts at the end leave their room to the models' names; reports and --json have them.
+    shown = len(NUMBERS) - (2 if several else 0)
     rows: list[Sequence[str]] = []
     for name in evaluations[0].datasets:
         for one in evaluations:
-            rows.append([name, *([one.model] if several else []), *numbers(one.datasets[name])])
-    print_table(["dataset", *(["model"] if several else []), *NUMBERS], rows)
+            rows.append([name, *([one.model] if several else []), *numbers(one.datasets[name])[:shown]])
+    print_table(["dataset", *(["model"] if several else []), *NUMBERS[:shown]], rows)
     if not share_a_tokenizer(evaluations):
         typer.echo(OTHER_TOKENIZERS)
     for one in evaluations:
