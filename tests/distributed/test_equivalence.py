@@ -77,10 +77,17 @@ def check(case: Case) -> None:
             assert skipped == 0
         assert got.keys() == weights.keys()
         for name in weights:
-            torch.testing.assert_close(got[name], weights[name], rtol=1e-3 if fp32 else 5e-2, atol=1e-4 if fp32 else 3e-2)
+            # frozen parameters lie in the compute dtype or, cut by FSDP, in fp32
+            torch.testing.assert_close(
+                got[name].to(weights[name].dtype), weights[name], rtol=1e-3 if fp32 else 5e-2, atol=1e-4 if fp32 else 3e-2
+            )
 
 
-@pytest.mark.parametrize("case", pairwise(ALL), ids=str)
+# one rank alone has little to get wrong: one case of it, and every pair among the others
+FEW = [("zero1", 1, True, 4, "fp32"), *pairwise([case for case in ALL if case[1] > 1])]
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
 def test_ranks_train_like_one_process(case: Case) -> None:
     check(case)
 
