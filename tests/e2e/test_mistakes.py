@@ -41,6 +41,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["generate", "--model", "nowhere", "--prompt", "x"], ["nowhere", "no folder"]),
         (["eval", "ppl", "--model", "nowhere", "--data", "x"], ["nowhere"]),
         (["export", "hf", "--model", "nowhere", "--out", "y"], ["nowhere"]),
+        (["train", "track=[{kind: alert, url_env: NO_SUCH_VARIABLE}]"], ["NO_SUCH_VARIABLE"]),
         (["trian"], ["trian", "train"]),
     ],
 )

@@ -26,6 +26,8 @@ def choose_compute(device: str, precision: str, local_rank: int = 0) -> Compute:
     """Resolve `auto`, and refuse what this machine cannot do."""
     import torch
 
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device is {device!r}; it must be auto, cpu or cuda.")
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
         raise ConfigError("device is 'cuda'; torch sees no CUDA device here. Use device=auto or device=cpu; `headway doctor` says more.")

@@ -35,6 +35,8 @@ def run_recipe(recipe: Recipe, resume: str = "auto", probe: Probe = nullcontext)
 def _run(resolved: Resolved, resume: str, process: Process, world: Group, probe: Probe) -> dict[str, Any]:
     run = _build(resolved, resume, process, world)
     recipe, start = resolved.recipe, run.start
+    if process.is_first:
+        run.trackers = [Console(run.total_steps), *(one.build(start.folder, recipe.run.name) for one in recipe.track)]
     world.barrier()  # every rank has read the folder before one of them changes it
     if process.is_first:
         prepare_folder(start, recipe)
@@ -51,8 +53,6 @@ def _run(resolved: Resolved, resume: str, process: Process, world: Group, probe:
             run.loader.close()
             return summarize(run)
         run.metrics.cut_to(run.state.step)
-        if process.is_first:
-            run.trackers = [Console(run.total_steps), *(one.build(start.folder, recipe.run.name) for one in recipe.track)]
         with probe(run):
             return run_loop(run)
 
