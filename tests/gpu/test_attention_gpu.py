@@ -138,3 +138,41 @@ def test_decoding_from_the_cache_equals_the_whole_forward() -> None:
     for at in range(30, 40):
         parts.append(model(ids[:, at : at + 1], position[:, at : at + 1], None, cache))
     assert (model.logits(torch.cat(parts, 1)) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "varlen", "reference"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_changing_a_document_leaves_its_neighbours_bit_equal(backend: str, compiled: bool) -> None:
+    from functools import partial
+
+    config = ModelConfig(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=256, vocab_size=512, max_seq_len=T)
+    model = Transformer(config)
+    initialize(model, 0)
+    model.to("cuda", torch.bfloat16)
+    for block in model.model.layers.values():
+        assert isinstance(block, Block)
+        block.core = partial(attend, backend=backend)
+        if compiled:
+            block.before = torch.compile(block.before, fullgraph=True, dynamic=False)
+            block.after = torch.compile(block.after, fullgraph=True, dynamic=False)
+    tokens = torch.randint(0, 512, (3, T), generator=torch.Generator().manual_seed(0)).cuda()
+    changed = tokens.clone()
+    changed[0, 101:281] = (changed[0, 101:281] + 1) % 512
+    position = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in PACKED]).int().cuda()
+    torch.use_deterministic_algorithms(True)
+    try:
+        seen = []
+        for given in (tokens, changed):
+            grads: list[torch.Tensor] = []
+            handle = model.model.embed_tokens.register_forward_hook(lambda _m, _i, out, into=grads: out.register_hook(into.append) and None)
+            hidden = model(given, position, mask(PACKED))
+            hidden.float().square().sum().backward()
+            handle.remove()
+            seen.append((hidden.detach(), grads[0]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    kept = torch.ones(3, T, dtype=torch.bool, device="cuda")
+    kept[0, 101:281] = False
+    for one, other in zip(*seen, strict=True):
+        assert torch.equal(one[kept], other[kept])
+        assert not torch.equal(one[~kept], other[~kept])

@@ -98,6 +98,9 @@ def apply_override(data: dict[str, Any], override: str, where: Where) -> None:
             node[part] = {"kind": was} if isinstance(was, str) else {}
         node = node[part]
     last = parts[-1]
+    if not isinstance(node, (dict, list)):
+        holder = ".".join(map(str, parts[:-1]))
+        raise ConfigError(f"override {override!r}: {holder} is {node!r}, which has no keys. Write it as a mapping, e.g. {{path: {node}}}.")
     if isinstance(node, list) and (not isinstance(last, int) or last >= len(node)):
         raise ConfigError(f"override {override!r}: {'.'.join(map(str, parts[:-1]))} is a list of {len(node)}; use an index below that.")
     node[last] = value
