@@ -16,7 +16,6 @@ from headway.data.source import Flags, Ids, Longs, Source
 from headway.data.store import ranges
 from headway.errors import DataError
 
-
 LEAST_BOUND = 128
 """Bounds on the longest document are powers of two from here, so that few different ones occur."""
 
