@@ -21,7 +21,9 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+            # a signal the parent had ignored, as shells do with Ctrl-C for jobs in the background, stays ignored
+            wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._receive) for number in wanted}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -88,7 +88,7 @@ def test_a_resumed_run_may_change_how_data_is_read_but_not_which() -> None:
         changed = differences(old, validate(DataConfig, {"train": "a", key: value}))
         assert (len(changed[0]), len(changed[1])) == ((1, 0) if fixed else (0, 1)), key
     batch = differences(validate(BatchConfig, {"rows": 8}), validate(BatchConfig, {"rows": 8, "micro_rows": 2}))
-    assert batch == ([], ["micro_rows: None -> 2"])
+    assert batch == ([], ["micro_rows: null -> 2"])
 
 
 def test_windows_and_documents_per_row_follow_from_the_row() -> None:

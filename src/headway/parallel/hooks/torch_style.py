@@ -53,6 +53,7 @@ class TorchStyle:
 
     def __init__(self, function: Callable[[Any, Any], Any], state: Any) -> None:
         self.function, self.state = function, state
+        self._before: Any = None
 
     def __call__(self, bucket: Bucket) -> Handle:
         """Start the exchange."""
@@ -60,8 +61,12 @@ class TorchStyle:
 
         if bucket.ranks.data.size == 1:
             return Done()
+        if self._before is not None:
+            # Such a hook may start further exchanges from its callbacks (torch's PowerSGD does). With two buckets under way at once, ranks
+            # would start them in different orders and wait for each other for ever; so one bucket at a time.
+            self._before.wait()
         seen = TorchBucket(bucket)
-        future = self.function(self.state, seen)
+        future = self._before = self.function(self.state, seen)
 
         def put_back() -> None:
             value = future.value()
