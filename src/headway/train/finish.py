@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError
 from headway.export.huggingface import export_huggingface
+from headway.infer.load import FINAL
+from headway.track.console import DATA_WAIT_SHOWN
 from headway.track.jsonl import read_metrics
-from headway.train.folder import FINAL, METRICS, SUMMARY, write_json
+from headway.train.folder import METRICS, SUMMARY, write_json
 from headway.train.meter import WARM_STEPS, flops_per_token
 
 if TYPE_CHECKING:
     from headway.train.build import Run
 
 log = logging.getLogger("headway")
-
-DATA_WAIT_TOLD = 0.05
 
 
 def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
     summary["final"] = write_final(run) if run.recipe.checkpoint.at_end else None
     if run.process.is_first:
         write_json(folder / SUMMARY, summary)
-    if (summary["data_wait_share"] or 0) > DATA_WAIT_TOLD:
+    if (summary["data_wait_share"] or 0) > DATA_WAIT_SHOWN:
         log.warning(
             "training waited for data %.0f %% of the time; raise data.workers or data.prefetch, or set data.stage_to",
             100 * summary["data_wait_share"],

@@ -27,7 +27,6 @@ log = logging.getLogger("headway")
 RECIPE = "recipe.yaml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
-FINAL = "final"
 CHECKPOINTS = "checkpoints"
 
 

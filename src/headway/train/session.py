@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from headway.errors import ConfigError
+from headway.infer.load import FINAL
 from headway.model.families.base import published
 from headway.parallel.collectives import Group, form_groups, start_group
 from headway.runtime.device import backend_of
@@ -17,7 +18,7 @@ from headway.track.console import Console
 from headway.train.build import Run, build
 from headway.train.config import Recipe
 from headway.train.finish import summarize
-from headway.train.folder import FINAL, SUMMARY, agree_on_start, prepare_folder
+from headway.train.folder import SUMMARY, agree_on_start, prepare_folder
 from headway.train.loop import run_loop, train_step
 from headway.train.probe import Probe
 from headway.train.resolve import Resolved, resolve
