@@ -141,7 +141,7 @@ class Recorder:
             found += slower_than_before("a step", rank, history, rule)
         write_atomic(self._path("stragglers.txt"), write_report(times, found, rule))
         for one in found:
-            log.warning("%s", one)
+            self.run.tell("slow_rank", str(one))
 
 
 def _all_threads() -> Any:

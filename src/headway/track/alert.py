@@ -23,10 +23,11 @@ from typing import Any, get_args
 from headway.config.section import setting
 from headway.errors import ConfigError
 from headway.runtime.web import address_from_environment, direct_opener, job_id
-from headway.track.base import TrackerConfig
-from headway.track.message import Event, Form, Message, refusal
+from headway.track.base import Event, TrackerConfig
+from headway.track.message import Form, Message, refusal
 
 QUEUE_MESSAGES = 32
+EVENTS_DOC = "What is told; all of: start, finish, crash, hang, spike, nan, save_failure, slow_rank."
 CLOSE_SECONDS = 10.0
 log = logging.getLogger("headway")
 
@@ -38,7 +39,9 @@ class Config(TrackerConfig):
     form: Form = setting("webhook", "How a message is written: feishu, slack, webhook (all fields as JSON), or command.", on_resume="free")
     url_env: str = setting("ALERT_WEBHOOK", "Environment variable that holds the address to post to.", on_resume="free", min_length=1)
     command: tuple[str, ...] = setting((), "With form: command, program and arguments; reads the message as JSON.", on_resume="free")
-    events: tuple[Event, ...] = setting(get_args(Event), "What is told: start, finish, nan, spike.", on_resume="free")
+    events: tuple[Event, ...] = setting(
+        get_args(Event), "What is told: start, finish, crash, hang, spike, nan, save_failure, slow_rank; all.", on_resume="free"
+    )
     spike_ratio: float = setting(1.5, "A loss so many times the one logged before is a spike.", gt=1, on_resume="free")
     every_seconds: float = setting(300.0, "Least time between two messages about the same event.", ge=0, on_resume="free")
     timeout_seconds: float = setting(30.0, "How long a receiver may take.", gt=0, on_resume="free")
@@ -62,6 +65,7 @@ class Alert:
         self._sender = _Sender(config, address)
         self._last_sent: dict[Event, float] = {}
         self._held_back: dict[Event, int] = {}
+        self._lock = threading.Lock()
         self._step: int | None = None
         self._loss: float | None = None
 
@@ -80,6 +84,10 @@ class Alert:
         if loss is not None and math.isfinite(loss):
             self._loss = loss
 
+    def event(self, name: Event, text: str, step: int) -> None:
+        """Tell what happened; any thread may call it."""
+        self._tell(name, self._loss, text, step)
+
     def note(self, text: str) -> None:
         """Remarks are no alerts."""
 
@@ -90,19 +98,22 @@ class Alert:
             self._step = None  # told once
         self._sender.close()
 
-    def _tell(self, event: Event, loss: float | None, text: str) -> None:
+    def _tell(self, event: Event, loss: float | None, text: str, step: int | None = None) -> None:
         if event not in self._config.events:
             return
-        now = time.monotonic()
-        if event in self._last_sent and now - self._last_sent[event] < self._config.every_seconds:
-            self._held_back[event] = self._held_back.get(event, 0) + 1
-            return
-        self._last_sent[event] = now
-        if held_back := self._held_back.pop(event, 0):
-            text += f" ({held_back} more since the last message)"
+        with self._lock:
+            now = time.monotonic()
+            if event in self._last_sent and now - self._last_sent[event] < self._config.every_seconds:
+                self._held_back[event] = self._held_back.get(event, 0) + 1
+                return
+            self._last_sent[event] = now
+            if held_back := self._held_back.pop(event, 0):
+                text += f" ({held_back} more since the last message)"
         log.info("alert %s: %s", event, text)
         finite = loss if loss is not None and math.isfinite(loss) else None
-        self._sender.put(Message(event, self._run, self._job, self._step or 0, finite, text, int(time.time())))
+        self._sender.put(
+            Message(event, self._run, self._job, step if step is not None else self._step or 0, finite, text, int(time.time()))
+        )
 
 
 class _Sender:

@@ -5,12 +5,14 @@ A kind is a file here (or a module of your own) with a class `Config(TrackerConf
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from headway.config.kinds import KindConfig
 from headway.errors import ConfigError
 
 Value = float | int | str | None
+Event = Literal["start", "finish", "crash", "hang", "spike", "nan", "save_failure", "slow_rank"]
+"""What can happen to a run beside its steps."""
 
 
 class Tracker(Protocol):
@@ -22,6 +24,10 @@ class Tracker(Protocol):
 
     def note(self, text: str) -> None:
         """Take a remark for people."""
+        ...
+
+    def event(self, name: Event, text: str, step: int) -> None:
+        """Take something that happened, at once and from any thread; never waits for anybody outside."""
         ...
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headway.runtime.progress import duration, quantity
-from headway.track.base import Value, flatten
+from headway.track.base import Event, Value, flatten
 
 COLUMNS = 100
 DATA_WAIT_SHOWN = 0.05
@@ -34,6 +34,13 @@ class Console:
     def note(self, text: str) -> None:
         """Show a remark."""
         log.info("%s", text)
+
+    def event(self, name: Event, text: str, step: int) -> None:
+        """Show what happened; a beginning and an end are no warnings."""
+        if name in ("start", "finish"):
+            log.debug("%s: %s", name, text)
+        else:
+            log.warning("%s at step %d: %s", name.replace("_", " "), step, text)
 
     def close(self) -> None:
         """Nothing is waiting."""

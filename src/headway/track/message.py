@@ -6,8 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from headway.track.base import Event
+
 Form = Literal["feishu", "slack", "webhook", "command"]
-Event = Literal["start", "finish", "nan", "spike"]
 
 
 @dataclass(frozen=True)

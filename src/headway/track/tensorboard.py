@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.config.section import setting
 from headway.errors import ConfigError
-from headway.track.base import TrackerConfig, flatten
+from headway.track.base import Event, TrackerConfig, flatten
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -56,13 +56,18 @@ class TensorBoard:
         if self._writer is not None:
             self._write_notes(self._writer)
 
+    def event(self, name: Event, text: str, step: int) -> None:
+        """Add what happened to the remarks; written with the next step, by the thread that writes steps."""
+        self._notes.append(f"{name} at step {step}: {text}")
+
     def close(self) -> None:
         """Write out the curves."""
         if self._writer is not None:
+            self._write_notes(self._writer)
             self._writer.close()
             self._writer = None
 
     def _write_notes(self, writer: SummaryWriter) -> None:
-        for text in self._notes:
+        notes, self._notes = self._notes, []
+        for text in notes:
             writer.add_text("notes", text, self._step)
-        self._notes = []

@@ -26,7 +26,7 @@ from headway.parallel.passes import Settings
 from headway.runtime.device import Compute, choose_compute, set_arithmetic
 from headway.runtime.machine import usable_cores
 from headway.runtime.process import Process
-from headway.track.base import Tracker
+from headway.track.base import Event, Tracker
 from headway.track.jsonl import MetricsFile
 from headway.train.config import Recipe
 from headway.train.folder import CHECKPOINTS, METRICS, Start
@@ -78,6 +78,11 @@ class Run:
         """The signal any rank got, so that all of them stop after the same step."""
         number = self.ranks.world.most(0 if signal is None else Signals[signal].value)
         return Signals(number).name if number else None
+
+    def tell(self, event: Event, text: str) -> None:
+        """Tell every tracker of something that happened. Any rank and thread may call it; the first rank's trackers are all there are."""
+        for tracker in self.trackers:
+            tracker.event(event, text, self.state.step)
 
     def valid_batches(self) -> dict[str, Iterator[Batch]]:
         """The microbatches of every validation set, in order, the same at every validation."""

@@ -32,6 +32,7 @@ def test_every_kind_takes_records_notes_and_the_end(kind: str, tmp_path: Path, m
     tracker.log(120, RECORD)
     tracker.log(121, {"step": 121, "loss": float("nan")})
     tracker.note("after")
+    tracker.event("save_failure", "the disk is full", 121)
     tracker.close()
     tracker.close()
 
