@@ -1,6 +1,7 @@
 """A ModelConfig and named weights come in, a folder that AutoModelForCausalLM and AutoTokenizer load goes out, whole or not at all.
 
 config.json · generation_config.json · model.safetensors (or model-00001-of-00003.safetensors ... with an index) · tokenizer files
+and, where it was asked for, modeling_*.py with the class of a model that transformers does not have
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headway.errors import CheckpointError, ConfigError
 from headway.infer.load import check_vocabulary, find_model
-from headway.model.families.base import family_of, published
+from headway.model.families.base import family_of, published, published_with_code
 from headway.model.layout import num_parameters, param_specs
 from headway.model.pretrained import CONFIG, INDEX, WEIGHTS
 from headway.runtime.progress import progress
@@ -39,22 +41,35 @@ def export_huggingface(
     tokenizer: Path | None,
     dtype: Dtype = "float32",
     max_shard_bytes: int = 5_000_000_000,
+    remote_code: bool = False,
 ) -> None:
-    """Write a Hugging Face folder; an earlier export at `out` is replaced, anything else there is left alone and refused."""
-    target, settings = published(config)
+    """Write a Hugging Face folder; an earlier export at `out` is replaced, anything else there is left alone and refused.
+
+    With `remote_code`, a model that transformers has no class for gets its class in a file beside the weights.
+    """
+    target, settings, code = published_with_code(config) if remote_code else (*published(config), None)
     settings |= {"dtype": dtype, "torch_dtype": dtype}
     _check_target(out)
     with writing(out, error=CheckpointError), _atomic_folder(out) as folder:
         ids = _write_tokenizer(tokenizer, folder, config)
         _write_json(folder / CONFIG, {**settings, **ids})
+        if code is not None:
+            _write_code(code, folder)
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}})
         _write_shards(target, _completed(config, target, weights), folder, dtype, max_shard_bytes)
 
 
-def export_model(model: Path | str, out: Path, *, dtype: Dtype = "float32") -> None:
+def export_model(model: Path | str, out: Path, *, dtype: Dtype = "float32", remote_code: bool = False) -> None:
     """Export what `--model` names: a run, a checkpoint or another Hugging Face folder."""
     found = find_model(model)
-    export_huggingface(found.config, found.weights(), out, tokenizer=found.tokenizer_folder, dtype=dtype)
+    export_huggingface(found.config, found.weights(), out, tokenizer=found.tokenizer_folder, dtype=dtype, remote_code=remote_code)
+
+
+def _write_code(name: str, folder: Path) -> None:
+    source = resources.files("headway.export.code") / f"{name}.py"
+    target = folder / f"{name}.py"
+    target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    _sync(target)
 
 
 def _write_tokenizer(source: Path | None, folder: Path, config: ModelConfig) -> dict[str, int | None]:

@@ -97,13 +97,6 @@ def test_unrotated_layers_matter_to_the_logits() -> None:
     assert (our_logits(model) - our_logits(rotated)).abs().max() > 0.1
 
 
-def test_qwen3_with_unrotated_layers_has_no_stock_form(tmp_path: Path) -> None:
-    config = BASE.with_(family="qwen3", qk_norm=True, no_rope_layers=(1,))
-    with pytest.raises(ConfigError, match=r"no_rope_layers is \[1\], which a Hugging Face qwen3 model cannot say"):
-        export_huggingface(config, random_weights(config).items(), tmp_path / "out", tokenizer=None)
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_internlm_folder_is_read_and_exported_as_the_same_model(transformers: Any, tmp_path: Path) -> None:
     rotary = {"auto_map": {"AutoModel": "theirs.py"}, "bias": True, "rotary": {"base": 500.0, "type": "dynamic"}}
     settings = {"model_type": "internlm", **SHAPE, **rotary}

@@ -19,13 +19,19 @@ def command(
     model: Path = typer.Option(..., help="A run folder, a checkpoint folder or a Hugging Face folder."),
     out: Path = typer.Option(..., help="The folder to write; an earlier export there is replaced."),
     dtype: Dtype = typer.Option(Dtype.float32, help="The type of the written weights."),
+    remote_code: bool = typer.Option(
+        False,
+        "--remote-code",
+        help="Put a class of its own beside a model that transformers has none for (Qwen 3 with no_rope_layers); "
+        "it then loads with trust_remote_code=True alone.",
+    ),
     json: bool = JSON_FLAG,
 ) -> None:
     """Write a folder that transformers loads as it is: weights, config and tokenizer."""
     from headway.export.huggingface import export_model
 
-    export_model(model, out, dtype=dtype.value)
+    export_model(model, out, dtype=dtype.value, remote_code=remote_code)
     if json:
-        print_json({"out": str(out), "dtype": dtype.value})
+        print_json({"out": str(out), "dtype": dtype.value, "remote_code": remote_code})
     else:
         typer.echo(f"wrote {out}")

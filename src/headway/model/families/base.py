@@ -78,10 +78,29 @@ def published(config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
     return target, family_of(target.family).write(target)
 
 
+def published_with_code(config: ModelConfig) -> tuple[ModelConfig, dict[str, Any], str]:
+    """Like `published` for a model that transformers has no class for: also the name of the file with its class (`CODE_FILE`).
+
+    A family that has such a class has, beside the members of `Family`, CODE_TYPE (its model_type), CODE_FILE and `write_with_code`.
+    """
+    try:
+        target, _ = published(config)
+    except ConfigError:
+        target = family_of(config.family).published(config)
+    else:
+        raise ConfigError(f"--remote-code is given; transformers has a class for this {target.family} model. Leave it out.")
+    members = vars(family_of(target.family))
+    if "write_with_code" not in members or not config.no_rope_layers:
+        published(config)  # says what cannot be said
+    return target, members["write_with_code"](target), members["CODE_FILE"]
+
+
 def family_for(given: Mapping[str, Any]) -> Family:
     """The family of a parsed config.json, by its `model_type`."""
     wanted = given.get("model_type")
-    families = {family.MODEL_TYPE: family for family in map(family_of, family_names())}
+    shipped = list(map(family_of, family_names()))
+    families = {family.MODEL_TYPE: family for family in shipped}
+    families |= {vars(family)["CODE_TYPE"]: family for family in shipped if "CODE_TYPE" in vars(family)}
     if wanted not in families:
         raise ConfigError(f"model_type is {wanted!r}; headway reads {', '.join(families)}. A family module of your own can read others.")
     return families[wanted]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.families._config_json import (
     as_it_is,
@@ -19,6 +20,8 @@ from headway.model.families._config_json import (
 
 MODEL_TYPE = "qwen3"
 ARCHITECTURE = "Qwen3ForCausalLM"
+CODE_TYPE = "qwen3_nope"
+CODE_FILE = f"modeling_{CODE_TYPE}"
 DEFAULTS = {
     "num_key_value_heads": 32,
     "head_dim": 128,
@@ -36,14 +39,39 @@ published = as_it_is
 
 
 def read(given: Mapping[str, Any]) -> ModelConfig:
-    """The ModelConfig of a Qwen 3 config.json."""
+    """The ModelConfig of a Qwen 3 config.json, or of one that `write_with_code` wrote."""
+    unrotated: list[int] = []
+    if given.get("model_type") == CODE_TYPE:
+        given = dict(given)
+        unrotated = given.pop("no_rope_layers", [])
+        given.pop("auto_map", None)
     settings = understood(given, DEFAULTS)
     bias = settings["attention_bias"]
-    return model_config("qwen3", settings, qk_norm=True, qkv_bias=bias, output_bias=bias, **read_windows(settings))
+    return model_config(
+        "qwen3", settings, qk_norm=True, qkv_bias=bias, output_bias=bias, no_rope_layers=unrotated, **read_windows(settings)
+    )
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The Qwen 3 config.json of a ModelConfig."""
+    if config.no_rope_layers:
+        raise ConfigError(
+            f"model.no_rope_layers is {list(config.no_rope_layers)}, which a Hugging Face qwen3 model cannot say. "
+            "`headway export hf --remote-code` writes it with a class of its own."
+        )
     require(config, "qwen3", qk_norm=True, ffn_bias=False)
     require_one_bias(config, "qwen3")
     return {**settings_of(config, MODEL_TYPE, ARCHITECTURE), "attention_bias": config.qkv_bias, **written_windows(config)}
+
+
+def write_with_code(config: ModelConfig) -> dict[str, Any]:
+    """The config.json of a model with layers that do not rotate, whose class is in a file beside it. A model_type of its own, because
+    under Qwen 3's a loader that does not run the file would rotate every layer and say nothing."""
+    classes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+    return {
+        **write(config.with_(no_rope_layers=())),
+        "architectures": ["Qwen3NopeForCausalLM"],
+        "model_type": CODE_TYPE,
+        "auto_map": {auto: f"{CODE_FILE}.Qwen3Nope{name}" for auto, name in classes.items()},
+        "no_rope_layers": list(config.no_rope_layers),
+    }
