@@ -41,7 +41,7 @@ VARIANTS: dict[str, dict[str, Any] | str] = {
     "headway + PowerSGD": {**PLAIN, "hook": {"kind": "powersgd"}},
 }
 COMPRESSED = ("torch DDP + PowerSGD", "headway + PowerSGD")
-SHAPE = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 688, "vocab_size": 256, "max_seq_len": 128}
+SHAPE = {"hidden_size": 512, "num_layers": 3, "num_heads": 8, "num_kv_heads": 8, "ffn_size": 1376, "vocab_size": 256, "max_seq_len": 128}
 ROWS, SEQ_LEN = 4, 64
 
 
