@@ -232,16 +232,23 @@ def newest_good(checkpoints: Path) -> Found:
     return Found(rejected=rejected)
 
 
-def step_folders(checkpoints: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first; one whose replacement never came counts too."""
+def step_folders(checkpoints: Path, *, snapshots: bool = True) -> list[Path]:
+    """The checkpoints of a run, and its snapshots, oldest first; one whose replacement never came counts too."""
     if not checkpoints.is_dir():
         return []
     found: dict[int, Path] = {}
-    for path in sorted(checkpoints.iterdir()):  # `.replaced-step-N` sorts before `step-N`, which wins
+    for path in sorted(checkpoints.iterdir()):  # `.replaced-step-N` and `snapshot-N` sort before `step-N`, which wins
         match = STEP_FOLDER.fullmatch(path.name.removeprefix(REPLACED_PREFIX))
-        if match and path.is_dir():
-            found[int(match.group(1))] = path
+        if match and path.is_dir() and (snapshots or match.group(1) == "step"):
+            found[int(match.group(2))] = path
     return [found[step] for step in sorted(found)]
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
+    match = STEP_FOLDER.fullmatch(path.name.removeprefix(REPLACED_PREFIX))
+    assert match is not None
+    return int(match.group(2))
 
 
 def locate(path: Path) -> Path:

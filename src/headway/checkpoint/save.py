@@ -35,7 +35,7 @@ from headway.runtime.storage import (
 if TYPE_CHECKING:
     import torch
 
-STEP_FOLDER = re.compile(r"step-(\d{8,})")
+STEP_FOLDER = re.compile(r"(step|snapshot)-(\d{8,})")
 REPLACED_PREFIX = ".replaced-"
 LATEST = "latest"
 TOKENIZER = "tokenizer"
@@ -68,9 +68,9 @@ class Writers:
 ALONE = Writers()
 
 
-def step_folder(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return checkpoints / f"step-{step:08}"
+def step_folder(checkpoints: Path, step: int, *, snapshot: bool = False) -> Path:
+    """Where the checkpoint, or the light snapshot, of a step lies."""
+    return checkpoints / f"{'snapshot' if snapshot else 'step'}-{step:08}"
 
 
 def save_checkpoint(
@@ -80,9 +80,11 @@ def save_checkpoint(
     scalars: Mapping[str, Json],
     tokenizer: Path | None = None,
     writers: Writers = ALONE,
+    *,
+    snapshot: bool = False,
 ) -> Path:
     """Write one checkpoint and point `latest` at it. All ranks call it; `scalars` and `tokenizer` are rank 0's. Returns its folder."""
-    final = step_folder(checkpoints, step)
+    final = step_folder(checkpoints, step, snapshot=snapshot)
     temporary = checkpoints / f"{TEMPORARY_PREFIX}{final.name}"
     plain_json(scalars)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from headway.checkpoint.config import CheckpointConfig
 from headway.config.kinds import KindIn
 from headway.config.section import Section, setting
 from headway.data.config import BatchConfig, DataConfig
@@ -70,14 +71,6 @@ class MemoryConfig(Section):
         if isinstance(value, int) and value < 1:
             raise ValueError(f"is {value}; it must be at least 1")
         return value
-
-
-class CheckpointConfig(Section):
-    """When to save, what to keep."""
-
-    every: int | None = setting(500, "Steps between checkpoints; null = only at the end.", gt=0)
-    keep_last: int = setting(2, "Newest checkpoints kept.", gt=0)
-    at_end: bool = setting(True, "Save at the end: a checkpoint and final/, a Hugging Face folder. Benchmarks turn it off.")
 
 
 class EvalConfig(Section):

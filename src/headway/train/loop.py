@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import time
 from typing import Any
 
@@ -14,11 +13,12 @@ from headway.objective.base import StepInfo
 from headway.optim.groups import hypers
 from headway.runtime.stop import StopSignal
 from headway.train.build import Run
+from headway.train.clock import Clock
 from headway.train.evaluate import validate
 from headway.train.finish import finish
 from headway.train.probe import DATA, FORWARD_BACKWARD, OPTIMIZER
-
-log = logging.getLogger("headway")
+from headway.train.report import report
+from headway.train.saving import due_after, save
 
 COLLECT_EVERY = 1000
 """Steps between collections of Python's garbage, which would otherwise come at any moment of a step."""
@@ -26,7 +26,7 @@ COLLECT_EVERY = 1000
 
 def run_loop(run: Run) -> dict[str, Any]:
     """Train until the last step, or until asked to stop; returns the summary."""
-    state, every = run.state, run.recipe.checkpoint.every
+    state = run.state
     clock = Clock(run)
     asked: str | None = None
     gc.collect()
@@ -37,8 +37,8 @@ def run_loop(run: Run) -> dict[str, Any]:
                 train_step(run, batches)
                 run.after_step(state.step)
                 clock.epoch_lines()
-                if every and state.step % every == 0 and state.step < run.total_steps:
-                    save(run, clock)
+                if state.step < run.total_steps and (due := due_after(run)):
+                    save(run, clock, snapshot=due == "snapshot")
                 if state.step % COLLECT_EVERY == 0:
                     gc.collect()
             report(run, everything=True)
@@ -64,7 +64,7 @@ def train_step(run: Run, batches: Loader, *, quiet: bool = False) -> None:
     between = meter.mark()
     with record_function(OPTIMIZER):
         update = run.engine.update(numbers)
-    state.step, state.cursor, state.epoch = state.step + 1, cursor, batch.stats.epoch
+    state.step, state.cursor, state.epoch, state.valid = state.step + 1, cursor, batch.stats.epoch, None
     main = next(iter(numbers.values()))
     host = {"lr": main.lr, "adam_beta2": main.betas[1]}
     pending = meter.add(state.step, batch, host, result, update, (begin, between, data_wait))
@@ -74,44 +74,6 @@ def train_step(run: Run, batches: Loader, *, quiet: bool = False) -> None:
     every = run.recipe.eval.every
     if run.data.valid and ((every and state.step % every == 0) or state.step == run.total_steps):
         pending.valid = validate(run)
+        state.valid = pending.valid["valid"]
         meter.interrupt()
     report(run)
-
-
-def report(run: Run, *, everything: bool = False) -> None:
-    """Write the records that have arrived: every step to metrics.jsonl, some to the console and the trackers."""
-    for record in run.meter.collect(everything=everything):
-        run.metrics.write(record)
-        if record["step"] % run.recipe.log.every == 0 or record["step"] in (1, run.total_steps) or "valid" in record:
-            for tracker in run.trackers:
-                tracker.log(record["step"], record)
-
-
-def save(run: Run, clock: Clock) -> None:
-    """Save a checkpoint; the metrics of all steps up to it are on disk first, so that a resumed run finds them."""
-    report(run, everything=True)
-    run.metrics.sync()
-    run.state.seconds = clock.seconds()
-    path = run.state.save(run.checkpoints, run.tokenizer_path, run.recipe.checkpoint.keep_last, run.ranks.world)
-    run.saved_step = run.state.step
-    run.meter.interrupt()
-    log.info("saved %s", path)
-
-
-class Clock:
-    """Wall time of a run over all its starts, and of its epochs."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.before, self.epoch = run, run.state.seconds, run.state.epoch
-        self.began = self.epoch_began = time.perf_counter()
-
-    def seconds(self) -> float:
-        """Training time so far."""
-        return self.before + time.perf_counter() - self.began
-
-    def epoch_lines(self) -> None:
-        """Say when a pass over the data is complete."""
-        if self.run.state.epoch > self.epoch:
-            now = time.perf_counter()
-            log.info("epoch %d completed in %.1f s", self.run.state.epoch, now - self.epoch_began)
-            self.epoch, self.epoch_began = self.run.state.epoch, now

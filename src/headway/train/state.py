@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headway.checkpoint.best import VALID
+from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import Reader
 from headway.checkpoint.retention import retain
 from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
@@ -31,13 +34,19 @@ class TrainState:
     seconds: float = 0.0
     """Training time so far, over all starts."""
 
-    def save(self, checkpoints: Path, tokenizer: Path | None, keep_last: int, ranks: Group = Group()) -> Path:
-        """Write a checkpoint, every rank its part, and let the oldest go."""
+    valid: dict[str, Any] | None = None
+    """The numbers of the validation after this very step; None if there was none."""
+
+    def save(
+        self, checkpoints: Path, tokenizer: Path | None, config: CheckpointConfig, ranks: Group = Group(), *, snapshot: bool = False
+    ) -> Path:
+        """Write a checkpoint or a light snapshot, every rank its part, and let go what need not stay."""
         self.engine.flush()
         records = (TensorRecord(*tensor) for tensor in self.engine.tensors())
-        path = save_checkpoint(checkpoints, self.step, records, self._scalars(), tokenizer, Writers(ranks.rank, ranks.size, ranks.gather))
+        writers = Writers(ranks.rank, ranks.size, ranks.gather)
+        path = save_checkpoint(checkpoints, self.step, records, self._scalars(), tokenizer, writers, snapshot=snapshot)
         if ranks.rank == 0:
-            retain(checkpoints, keep_last)
+            retain(checkpoints, config)
         return path
 
     def _scalars(self) -> dict[str, Any]:
@@ -48,6 +57,7 @@ class TrainState:
             "consumed_tokens": self.consumed_tokens,
             "epoch": self.epoch,
             "seconds": self.seconds,
+            VALID: finite(self.valid),
         }
 
     def restore(self, reader: Reader) -> None:
@@ -61,3 +71,10 @@ class TrainState:
         self.consumed_tokens = scalars["consumed_tokens"]
         self.epoch = scalars["epoch"]
         self.seconds = scalars["seconds"]
+
+
+def finite(value: Any) -> Any:
+    """The same numbers, null where JSON has none for them."""
+    if isinstance(value, dict):
+        return {name: finite(below) for name, below in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

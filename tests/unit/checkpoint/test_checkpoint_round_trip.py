@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import locate, newest_good, open_checkpoint
 from headway.checkpoint.retention import retain, set_aside_later
 from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
@@ -179,11 +180,11 @@ def test_a_failure_on_another_rank_fails_the_save_here(tmp_path: Path) -> None:
 def test_retention_keeps_the_newest_and_what_links_point_at(tmp_path: Path) -> None:
     for step in range(1, 6):
         save_checkpoint(tmp_path, step, [whole("w", torch.ones(1))], {})
-    (tmp_path / "best-1").symlink_to("step-00000002")
-    deleted = retain(tmp_path, keep_last=2)
+    (tmp_path / "mine").symlink_to("step-00000002")
+    deleted = retain(tmp_path, CheckpointConfig(keep_last=2))
     assert [p.name for p in deleted] == ["step-00000001", "step-00000003"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["best-1", "latest", "step-00000002", "step-00000004", "step-00000005"]
-    assert retain(tmp_path, keep_last=4) == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "mine", "step-00000002", "step-00000004", "step-00000005"]
+    assert retain(tmp_path, CheckpointConfig(keep_last=4)) == []
 
 
 def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
@@ -191,8 +192,8 @@ def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, step, [whole("w", torch.ones(1))], {})
     (tmp_path / "step-00000003" / "manifest.json").unlink()
     (tmp_path / "step-00000004" / "rank-00000.safetensors").write_bytes(b"")
-    assert retain(tmp_path, keep_last=2) == []
-    assert [path.name for path in retain(tmp_path, keep_last=1)] == ["step-00000001"]
+    assert retain(tmp_path, CheckpointConfig(keep_last=2)) == []
+    assert [path.name for path in retain(tmp_path, CheckpointConfig(keep_last=1))] == ["step-00000001"]
     assert newest_good(tmp_path).path == tmp_path / "step-00000002"
 
 

@@ -1,0 +1,71 @@
+"""Which checkpoint is best: every checkpoint of a step that was validated carries the numbers of that validation in its manifest.
+
+`metric` is the name of a number (`loss`: the mean over the validation sets that have it) or one set's (`wiki/loss`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.checkpoint.config import CheckpointConfig
+from headway.checkpoint.load import open_checkpoint, step_folders
+from headway.errors import CheckpointError
+
+VALID = "valid"
+"""The key of a manifest's scalars that holds a validation: {set: {number: value}}."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A whole checkpoint and what its validation came to."""
+
+    path: Path
+    step: int
+    value: float
+
+
+def metric_value(valid: Mapping[str, Any] | None, metric: str) -> float | None:
+    """What a validation says about a metric; None where it says nothing, or nothing finite."""
+    if not valid:
+        return None
+    name, _, number = metric.rpartition("/")
+    sets = [valid[name]] if name in valid else [] if name else list(valid.values())
+    values = [numbers.get(number) for numbers in sets]
+    found = [float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
+    return sum(found) / len(found) if found and len(found) == sum(value is not None for value in values) else None
+
+
+def best_checkpoints(checkpoints: Path, config: CheckpointConfig | None = None) -> list[Ranked]:
+    """The whole checkpoints of a folder that have a value, best first; of equals the earlier. Snapshots and damaged ones do not count."""
+    config = config or CheckpointConfig()
+    found: list[Ranked] = []
+    for path in step_folders(checkpoints, snapshots=False):
+        try:
+            reader = open_checkpoint(path)
+            reader.verify(deep=False)
+        except CheckpointError:
+            continue
+        valid: Any = reader.scalars.get(VALID)
+        value = metric_value(valid, config.metric)
+        if value is not None:
+            found.append(Ranked(path, reader.step, value))
+    return sorted(found, key=lambda one: (-one.value if config.higher_is_better else one.value, one.step))
+
+
+def best_checkpoint(checkpoints: Path, config: CheckpointConfig | None = None) -> Ranked | None:
+    """The best checkpoint of a folder, its step and its value; None where none was validated."""
+    return next(iter(best_checkpoints(checkpoints, config)), None)
+
+
+def is_among_best(value: float | None, checkpoints: Path, config: CheckpointConfig) -> bool:
+    """Whether a checkpoint with this value would be one of the `keep_best`."""
+    if value is None or not config.keep_best:
+        return False
+    ranked = best_checkpoints(checkpoints, config)[: config.keep_best]
+    if len(ranked) < config.keep_best:
+        return True
+    return value > ranked[-1].value if config.higher_is_better else value < ranked[-1].value

@@ -1,0 +1,17 @@
+"""Records that have arrived go to metrics.jsonl, some of them to the console and the trackers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headway.train.build import Run
+
+
+def report(run: Run, *, everything: bool = False) -> None:
+    """Write the records that have arrived: every step to metrics.jsonl, some to the console and the trackers."""
+    for record in run.meter.collect(everything=everything):
+        run.metrics.write(record)
+        if record["step"] % run.recipe.log.every == 0 or record["step"] in (1, run.total_steps) or "valid" in record:
+            for tracker in run.trackers:
+                tracker.log(record["step"], record)

@@ -1,0 +1,51 @@
+"""When a run saves, and what that takes: the metrics up to that step on disk first, then a checkpoint or a light snapshot."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from headway.checkpoint.best import is_among_best, metric_value
+from headway.errors import ConfigError
+from headway.train.report import report
+
+if TYPE_CHECKING:
+    from headway.train.build import Run
+    from headway.train.clock import Clock
+
+log = logging.getLogger("headway")
+
+
+def due_after(run: Run) -> str | None:
+    """What is to be saved after the step that is done: a `checkpoint`, a `snapshot` or nothing."""
+    config, state = run.recipe.checkpoint, run.state
+    due = config.due(state.step)
+    if state.valid and config.keep_best:
+        require_metric(state.valid, config.metric)
+        if due != "checkpoint" and config.on_best:
+            value = metric_value(state.valid, config.metric)
+            best = run.process.is_first and is_among_best(value, run.checkpoints, config)
+            due = "checkpoint" if run.ranks.world.most(int(best)) else due
+    return due
+
+
+def require_metric(valid: dict[str, dict[str, float]], metric: str) -> None:
+    """Refuse a metric that the validation does not have."""
+    name, _, number = metric.rpartition("/")
+    if (name and name not in valid) or not any(number in numbers for key, numbers in valid.items() if not name or key == name):
+        has = sorted({label for numbers in valid.values() for label in numbers})
+        raise ConfigError(
+            f"checkpoint.metric is {metric!r}; the validation has {', '.join(has)} of the sets {', '.join(valid)}. Name one of them."
+        )
+
+
+def save(run: Run, clock: Clock, *, snapshot: bool = False) -> None:
+    """Save a checkpoint; the metrics of all steps up to it are on disk first, so that a resumed run finds them."""
+    report(run, everything=True)
+    run.metrics.sync()
+    run.state.seconds = clock.seconds()
+    path = run.state.save(run.checkpoints, run.tokenizer_path, run.recipe.checkpoint, run.ranks.world, snapshot=snapshot)
+    if not snapshot:
+        run.saved_step = run.state.step
+    run.meter.interrupt()
+    log.info("saved %s", path)

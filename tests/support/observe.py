@@ -1,0 +1,125 @@
+"""What one small run with given overrides leaves behind, in the forms in which the table of settings looks at it."""
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.config.load import load
+from headway.data.loader import Loader
+from headway.train import train
+from headway.train.build import build
+from headway.train.config import Recipe
+from headway.train.folder import decide_start
+from headway.train.resolve import resolve
+from support.runs import deterministic, make_stores
+
+Row = tuple[tuple[str, ...], Any, Any, Callable[[tuple[str, ...]], Any]]
+
+BASE = (
+    "model.hidden_size=16", "model.num_layers=2", "model.num_heads=2", "model.ffn_size=24", "model.vocab_size=64", "model.max_seq_len=128",
+    "data.seq_len=32", "data.tokenizer_unchecked=true", "batch.rows=4", "batch.micro_rows=2", "steps=3", "optim.lr=1e-2",
+    "optim.schedule.warmup=1", "device=cpu",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one small run left behind."""
+
+    folder: Path
+    log: str
+    records: list[dict[str, Any]]
+
+    @property
+    def numbers(self) -> list[Any]:
+        return [(r["loss"], r["grad_norm"], r["lr"], r["adam_beta2"]) for r in self.records]
+
+
+def root() -> Path:
+    return _root()
+
+
+@functools.cache
+def _root() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="headway-settings-"))
+    make_stores(folder)
+    (folder / "raw.jsonl").write_text("".join(json.dumps({"text": f"{i} words here", "other": "x" * i}) + "\n" for i in range(1, 60)))
+    (folder / "lines.txt").write_text("".join(f"line {i} of a text\n" for i in range(200)))
+    from headway.tokenizer.train_bpe import train_bpe
+
+    text = Path(__file__).read_text(encoding="utf-8")
+    for number in (0, 1):
+        train_bpe([text], vocab_size=300 + 20 * number, out=folder / f"tok{number}")
+    turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is a thing of some length."}]
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"text": "plain text", "messages": turns}) + "\n" for _ in range(60)))
+    return folder
+
+
+@functools.cache
+def observed(overrides: tuple[str, ...]) -> Seen:
+    """Train with these overrides and keep what it wrote."""
+    folder = Path(tempfile.mkdtemp(dir=root()))
+    texts = [text.replace("$", str(root())) for text in overrides]
+    if not any(text.startswith("run.dir") for text in texts):
+        texts += [f"run.dir={folder}/runs"]
+    if not any(text.startswith("data.cache_dir") for text in texts):
+        texts += [f"data.cache_dir={folder}/cache"]
+    recipe = load(Recipe, None, [*BASE, *texts])
+    train(recipe)
+    run = recipe.run.folder
+    return Seen(run, (run / "train.log").read_text(), deterministic(run / "metrics.jsonl"))
+
+
+def numbers(overrides: tuple[str, ...]) -> Any:
+    return observed(overrides).numbers
+
+
+def batches(overrides: tuple[str, ...]) -> Any:
+    return [(r["tokens"], r["num_samples_in_batch"], r["loss"], r["micro_num"]) for r in observed(overrides).records]
+
+
+def engine(look: Callable[[Any], Any]) -> Callable[[tuple[str, ...]], Any]:
+    def see(overrides: tuple[str, ...]) -> Any:
+        resolved = resolve(load(Recipe, None, [*BASE, *overrides]))
+        run = build(resolved, decide_start(resolved.recipe, "never"))
+        run.loader.close()
+        return look(run)
+
+    return see
+
+
+def files(pattern: str) -> Callable[[tuple[str, ...]], Any]:
+    return lambda overrides: sorted(p.name for p in observed(overrides).folder.glob(pattern))
+
+
+def valid(overrides: tuple[str, ...]) -> Any:
+    return [r.get("valid") for r in observed(overrides).records]
+
+
+def log_lines(overrides: tuple[str, ...]) -> Any:
+    return sum("loss" in line and "tok/s" in line for line in observed(overrides).log.splitlines())
+
+
+def loader_threads(run: Any) -> Any:
+    loader: Loader = run.loader
+    return loader._config.workers, loader._config.prefetch, loader._pin
+
+
+def refused(overrides: tuple[str, ...]) -> Any:
+    from headway.errors import HeadwayError
+
+    try:
+        return numbers(overrides)
+    except HeadwayError as error:
+        return str(error)
+
+
+def shapes(run: Any) -> Any:
+    return {name: tuple(value.shape) for name, value in run.engine.masters.items()}
+
+
+STORES = ("data.train=[$/store0, $/store1]",)

@@ -1,0 +1,17 @@
+"""Settings of checkpoints."""
+
+from support.observe import STORES, Row, files, observed, refused
+
+VALIDATED = (*STORES, "data.valid.fraction=0.4", "eval.every=1", "eval.rows=8", "checkpoint.every=1", "checkpoint.keep_last=1", "steps=4")
+WORSE = (*VALIDATED, "optim.lr=3")
+ROWS: dict[str, Row] = {
+    "checkpoint.keep_last": (("checkpoint.every=1",), 1, 3, files("checkpoints/step-*")),
+    "checkpoint.keep_best": (WORSE, 0, 3, files("checkpoints/best-*")),
+    "checkpoint.keep_every": (("checkpoint.every=1", "checkpoint.keep_last=1"), None, 1, files("checkpoints/step-*")),
+    "checkpoint.on_best": ((*VALIDATED, "checkpoint.every=null"), False, True, files("checkpoints/step-*")),
+    "checkpoint.metric": (VALIDATED, "loss", "nothing", refused),
+    "checkpoint.goal": (WORSE, "min", "max", lambda o: str((observed(o).folder / "checkpoints" / "best-1").readlink())),
+    "checkpoint.snapshot_every": ((), None, 2, files("checkpoints/snapshot-*")),
+    "checkpoint.every": ((), None, 1, files("checkpoints/step-*")),
+    "checkpoint.at_end": ((), True, False, files("*")),
+}  # fmt: skip

@@ -1,0 +1,81 @@
+"""Settings of ranks and of the loss scale."""
+
+from typing import Any
+
+from headway.train.config import Recipe
+from support.observe import Row, engine, load, numbers, observed
+
+FP16 = ("precision=fp16",)
+OVERFLOWS = (*FP16, "steps=4", "loss_scale.initial=1e30", "loss_scale.max=1e38", "loss_scale.hysteresis=1")
+
+
+def scales(overrides: tuple[str, ...]) -> Any:
+    return [r["loss_scale"] for r in observed(overrides).records]
+
+
+def bucket_count(run: Any) -> Any:
+    return len(run.engine.reducer.buckets)
+
+
+def on_two_ranks(overrides: tuple[str, ...]) -> Any:
+    """The layout and the hook the first of two ranks would have, or why it is refused."""
+    import torch
+
+    from headway.errors import HeadwayError
+    from headway.parallel.assemble import choose_hook
+    from headway.parallel.passes import Settings
+
+    parallel = load(Recipe, None, list(overrides)).parallel
+    try:
+        mesh = parallel.mesh(0, 2)
+        parallel.check(mesh, "float32")
+        return mesh, type(choose_hook(parallel, mesh, Settings(torch.device("cpu"), torch.float32, None, 16, 0))).__name__
+    except HeadwayError as error:
+        return str(error)
+
+
+def sharding(overrides: tuple[str, ...]) -> Any:
+    from headway.parallel.collectives import alone
+    from headway.parallel.fsdp import Sharding
+
+    return Sharding.of(load(Recipe, None, list(overrides)).parallel, alone()).reshard_after_forward
+
+
+POWERSGD = (
+    "steps=4", "parallel.hook.kind=powersgd", "parallel.hook.rank=2", "parallel.hook.min_compression_rate=0", "parallel.hook.start_step=0",
+)  # fmt: skip
+ROWS: dict[str, Row] = {
+    "loss_scale.initial": (FP16, 65536.0, 1024.0, scales),
+    "loss_scale.min": (OVERFLOWS, 1.0, 9e29, scales),
+    "loss_scale.max": ((*FP16, "loss_scale.growth_interval=1"), 2.0**24, 65536.0, scales),
+    "loss_scale.growth_interval": (FP16, 1000, 1, scales),
+    "loss_scale.growth_factor": ((*FP16, "loss_scale.growth_interval=1"), 2.0, 4.0, scales),
+    "loss_scale.backoff_factor": (OVERFLOWS, 0.5, 0.25, scales),
+    "loss_scale.hysteresis": (OVERFLOWS, 1, 2, scales),
+    "parallel.strategy": (("parallel.hook.kind=all_reduce",), "zero1", "fsdp", on_two_ranks),
+    "parallel.fsdp.size": (("parallel.strategy=fsdp",), "auto", 1, on_two_ranks),
+    "parallel.fsdp.reshard_after_forward": ((), True, False, lambda o: sharding(o)),
+    "parallel.zero1.size": ((), "auto", 1, on_two_ranks),
+    "parallel.bucket_bytes": ((), 1 << 20, 4096, engine(bucket_count)),
+    "parallel.accumulate_dtype": (("precision=bf16",), "fp32", "compute", numbers),
+    "parallel.reduce_dtype": ((), "fp32", "bf16", on_two_ranks),
+    "parallel.overlap.reduce": ((), True, False, engine(lambda run: run.engine.reducer.overlap)),
+    "parallel.overlap.gather": ((), True, False, engine(lambda run: run.engine.overlap.gather)),
+    "parallel.overlap.step": ((), True, False, engine(lambda run: run.engine.overlap.step)),
+    "parallel.hook[all_reduce].kind": ((), "all_reduce", "reduce_scatter", on_two_ranks),
+    "parallel.hook[reduce_scatter].kind": (("parallel.zero1.size=1",), "reduce_scatter", "all_reduce", on_two_ranks),
+    "parallel.hook[compress].kind": ((), "compress", "all_reduce", on_two_ranks),
+    "parallel.hook[compress].dtype": (("parallel.hook.kind=compress",), "bf16", "fp16", numbers),
+    "parallel.hook[powersgd].kind": ((), "powersgd", "all_reduce", on_two_ranks),
+    "parallel.hook[powersgd].rank": (POWERSGD, 2, 1, numbers),
+    "parallel.hook[powersgd].start_step": (POWERSGD, 0, 2, numbers),
+    "parallel.hook[powersgd].error_feedback": (POWERSGD, True, False, numbers),
+    "parallel.hook[powersgd].q": (POWERSGD, "warm", "fixed", numbers),
+    "parallel.hook[powersgd].min_compression_rate": (POWERSGD, 0.0, 100.0, numbers),
+    "parallel.hook[powersgd].max_dim": (POWERSGD, 1000, 8, numbers),
+    "parallel.hook[torch_style].kind": ((), "torch_style", "all_reduce", on_two_ranks),
+    "parallel.hook[torch_style].function": (("parallel.hook.kind=torch_style",), "operator:add", "operator:nothing", on_two_ranks),
+    "parallel.hook[torch_style].state": (("parallel.hook.kind=torch_style",), None, "operator:nothing", on_two_ranks),
+    "parallel.hook[torch_style].options": (("parallel.hook.kind=torch_style", "parallel.hook.state=builtins:dict"), "{a: 1}", "{a: 2}", engine(lambda run: run.engine.reducer.hook.state)),
+    "parallel.timeout_seconds": ((), 1800.0, 1.0, lambda o: load(Recipe, None, list(o)).parallel.timeout_seconds),
+}  # fmt: skip

@@ -1,0 +1,104 @@
+"""What stays: the newest, the best, the permanent, two snapshots. What is best follows from the validations in the manifests."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headway.checkpoint.best import best_checkpoint, best_checkpoints, is_among_best, metric_value
+from headway.checkpoint.config import CheckpointConfig
+from headway.checkpoint.load import newest_good
+from headway.checkpoint.retention import retain, set_aside_later
+from headway.checkpoint.save import TensorRecord, save_checkpoint
+
+
+def save(folder: Path, step: int, loss: float | None = None, *, snapshot: bool = False, **more: Any) -> Path:
+    valid = None if loss is None else {"web": {"loss": loss, "accuracy": 1 - loss, **more}}
+    record = TensorRecord("w", "master", (1,), [((0,), torch.full((1,), float(step)))])
+    return save_checkpoint(folder, step, [record], {"valid": valid}, snapshot=snapshot)
+
+
+def run(folder: Path, losses: list[float | None], config: CheckpointConfig) -> set[str]:
+    """Save steps 10, 20, ... with these validation losses, retaining after each; what is left."""
+    for number, loss in enumerate(losses, 1):
+        save(folder, 10 * number, loss)
+        retain(folder, config)
+    return {path.name for path in folder.iterdir() if path.is_dir() and not path.is_symlink()}
+
+
+def test_the_newest_two_and_the_best_two_stay_and_the_best_are_linked(tmp_path: Path) -> None:
+    left = run(tmp_path, [0.9, 0.2, 0.5, 0.3, 0.6, 0.7], CheckpointConfig())
+    assert left == {"step-00000020", "step-00000040", "step-00000050", "step-00000060"}
+    assert str((tmp_path / "best-1").readlink()) == "step-00000020" and str((tmp_path / "best-2").readlink()) == "step-00000040"
+    best = best_checkpoint(tmp_path)
+    assert best is not None and (best.path.name, best.step, best.value) == ("step-00000020", 20, 0.2)
+
+
+def test_more_of_an_accuracy_is_better_and_a_goal_may_say_so_of_anything(tmp_path: Path) -> None:
+    run(tmp_path, [0.9, 0.2, 0.5], CheckpointConfig(keep_last=9))
+    assert [one.step for one in best_checkpoints(tmp_path, CheckpointConfig(metric="accuracy"))] == [20, 30, 10]
+    assert [one.step for one in best_checkpoints(tmp_path, CheckpointConfig(metric="web/loss", goal="max"))] == [10, 30, 20]
+
+
+def test_fewer_best_ones_lose_their_links_and_go(tmp_path: Path) -> None:
+    run(tmp_path, [0.1, 0.2, 0.5, 0.6], CheckpointConfig(keep_best=2))
+    retain(tmp_path, CheckpointConfig(keep_best=0, keep_last=1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000040"]
+
+
+def test_every_kth_is_kept_for_good(tmp_path: Path) -> None:
+    left = run(tmp_path, [None] * 9, CheckpointConfig(keep_last=1, keep_every=40))
+    assert left == {"step-00000040", "step-00000080", "step-00000090"}
+
+
+def test_two_snapshots_stay_beside_the_checkpoints_and_are_resumed_from(tmp_path: Path) -> None:
+    config = CheckpointConfig(keep_last=1)
+    save(tmp_path, 100, 0.5)
+    for step in (110, 120, 130):
+        save(tmp_path, step, 0.1, snapshot=True)
+        retain(tmp_path, config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best-1",
+        "latest",
+        "snapshot-00000120",
+        "snapshot-00000130",
+        "step-00000100",
+    ]
+    assert newest_good(tmp_path).path == tmp_path / "snapshot-00000130" == (tmp_path / "latest").resolve()
+    best = best_checkpoint(tmp_path)
+    assert best is not None and best.step == 100, "a snapshot does not stay, so it is never the best"
+    (tmp_path / "snapshot-00000130" / "manifest.json").unlink()
+    found = newest_good(tmp_path)
+    assert found.path == tmp_path / "snapshot-00000120" and len(found.rejected) == 1
+
+
+def test_a_damaged_checkpoint_is_not_the_best(tmp_path: Path) -> None:
+    run(tmp_path, [0.5, 0.1], CheckpointConfig())
+    (tmp_path / "step-00000020" / "rank-00000.safetensors").write_bytes(b"")
+    best = best_checkpoint(tmp_path)
+    assert best is not None and best.step == 10
+
+
+def test_going_back_drops_the_links_to_what_was_set_aside(tmp_path: Path) -> None:
+    run(tmp_path, [0.5, 0.1], CheckpointConfig())
+    set_aside_later(tmp_path, 10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best-2", "latest", "set-aside-step-00000020", "step-00000010"]
+    retain(tmp_path, CheckpointConfig())
+    assert str((tmp_path / "best-1").readlink()) == "step-00000010" and not (tmp_path / "best-2").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("metric", "value"), [("loss", 2.0), ("a/loss", 1.0), ("b/loss", 3.0), ("c/loss", None), ("acc", None), ("a/acc", 0.5), ("nan", None)]
+)
+def test_a_metric_is_a_mean_over_sets_or_one_sets_number(metric: str, value: float | None) -> None:
+    valid = {"a": {"loss": 1.0, "acc": 0.5, "nan": float("nan")}, "b": {"loss": 3.0, "acc": float("inf")}}
+    assert metric_value(valid, metric) == value
+
+
+def test_what_would_be_among_the_best_is_known_before_it_is_saved(tmp_path: Path) -> None:
+    config = CheckpointConfig(keep_best=2)
+    run(tmp_path, [0.5], config)
+    assert is_among_best(0.9, tmp_path, config)
+    run(tmp_path, [0.5, 0.3], config)
+    assert is_among_best(0.4, tmp_path, config) and not is_among_best(0.5, tmp_path, config) and not is_among_best(None, tmp_path, config)
