@@ -1,5 +1,6 @@
 """Small engines on any number of ranks, and steps whose rows are the same however many ranks share them."""
 
+import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from headway.optim.schedule import Schedule
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import Group, form_groups
 from headway.parallel.config import ParallelConfig
+from headway.parallel.memory import MemoryConfig
 from headway.parallel.passes import Settings
 from support.batches import make_batch
 
@@ -37,6 +39,8 @@ class Setup:
     config: ModelConfig = CONFIG
     loss_scale: ScalerConfig = ScalerConfig()
     objective: Any = None
+    memory: dict[str, Any] = field(default_factory=dict)
+    state_dtype: str = "fp32"
 
 
 def make_engine(group: Group, setup: Setup) -> Any:
@@ -46,7 +50,15 @@ def make_engine(group: Group, setup: Setup) -> Any:
     settings = Settings(torch.device("cpu"), setup.dtype, OPTIM.clip, 16, seed=3)
     objective = (setup.objective or NextToken()).build()
     engine = assemble(
-        setup.config, objective, OPTIM, settings, freeze=setup.freeze, parallel=parallel, ranks=ranks, loss_scale=setup.loss_scale
+        setup.config,
+        objective,
+        OPTIM.model_copy(update={"state_dtype": setup.state_dtype}),
+        settings,
+        freeze=setup.freeze,
+        parallel=parallel,
+        ranks=ranks,
+        loss_scale=setup.loss_scale,
+        memory=MemoryConfig.model_validate_json(json.dumps(setup.memory)),
     )
     names = [name for name in engine.shapes if not name.startswith(OBJECTIVE)]
     engine.fill((name, initial_value(name, engine.shapes[name], setup.config, 1)) for name in names)

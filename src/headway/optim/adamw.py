@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import field_validator
 
 from headway.config.section import setting
-from headway.optim.base import Guard, Hyper, OptimConfig
+from headway.optim.base import Guard, Hyper, OptimConfig, Optimizer
 from headway.optim.schedule import beta2_at
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ class Config(OptimConfig):
     betas: tuple[float, float] = setting((0.9, 0.95), "Decay of the first and second moment.")
     beta2_c: float = setting(0.0, "beta2 rises as max(beta2, 1 - n^-c) over updates n; 0 keeps it constant.", ge=0)
     eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
+    state_dtype: Literal["fp32", "bf16", "8bit"] = setting(
+        "fp32", "How the moments are kept between updates: 8, 4 or about 2 bytes a parameter; the arithmetic is fp32 throughout."
+    )
 
     @field_validator("betas")
     @classmethod
@@ -29,9 +32,14 @@ class Config(OptimConfig):
             raise ValueError(f"is {list(betas)}; both must be at least 0 and below 1")
         return betas
 
-    def build(self) -> AdamW:
+    def build(self) -> Optimizer:
         """Make the update rule."""
-        return AdamW()
+        if self.state_dtype == "fp32":
+            return AdamW()
+        from headway.optim.narrow_adamw import NarrowAdamW
+        from headway.optim.state import DTYPES, Storage
+
+        return NarrowAdamW(Storage(DTYPES[self.state_dtype]))
 
     def hyper(self, step: int, total_steps: int) -> Hyper:
         """The numbers at one step."""

@@ -29,12 +29,15 @@ class Optimizer(Protocol):
     """An update rule."""
 
     slots: tuple[str, ...]
-    """Names of its fp32 state tensors, each as large as the parameter."""
+    """Names of its state tensors, each as large as the parameter; fp32 unless it says otherwise (optim/state.py)."""
 
     def update(
         self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard
     ) -> None:
-        """Change params and state in place; `steps` are 0-dim counters of updates done, one per tensor."""
+        """Change params and state in place; `steps` are 0-dim counters of updates done, one per tensor.
+
+        `state` has a list for each tensor the state is stored in, as long as params; element i of each belongs to params[i].
+        """
         ...
 
 

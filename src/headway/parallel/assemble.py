@@ -25,6 +25,7 @@ from headway.parallel.hooks.all_reduce import AllReduce
 from headway.parallel.hooks.base import Hook
 from headway.parallel.hooks.compress import Compress
 from headway.parallel.hooks.reduce_scatter import ReduceScatter
+from headway.parallel.memory import MemoryConfig
 from headway.parallel.mesh import Mesh
 from headway.parallel.passes import Settings
 from headway.parallel.zero1 import Exchanged, FlatEngine
@@ -48,6 +49,7 @@ def assemble(
     parallel: ParallelConfig = ParallelConfig(),
     ranks: Ranks | None = None,
     loss_scale: ScalerConfig = ScalerConfig(),
+    memory: MemoryConfig = MemoryConfig(),
 ) -> FlatEngine | ShardedEngine:
     """Make the engine of this rank, its parameters still zero."""
     ranks = ranks or alone()
@@ -56,14 +58,16 @@ def assemble(
         model = Transformer(config)
     groups = group_parameters(model, objective, optim, freeze, train)
     scaler = Scaler(loss_scale, settings.device) if settings.dtype == torch.float16 else None
+    on_host = "optimizer" in memory.offload
     engine: FlatEngine | ShardedEngine
     if parallel.strategy == "fsdp" and ranks.shard.size > 1:
         from headway.parallel.fsdp import ShardedEngine, Sharding
 
-        engine = ShardedEngine(model, objective, groups, optim.build(), settings, Sharding.of(parallel, ranks), scaler)
+        cut = Sharding.of(parallel, ranks, state_on_host=on_host)
+        engine = ShardedEngine(model, objective, groups, optim.build(), settings, cut, scaler)
     else:  # cut over one rank, fsdp is what the flat engine does anyway
         hook = choose_hook(parallel, ranks.mesh, settings)
-        exchanged = Exchanged(ranks, parallel.bucket_bytes, hook, parallel.overlap, kept_in(parallel, settings))
+        exchanged = Exchanged(ranks, parallel.bucket_bytes, hook, parallel.overlap, kept_in(parallel, settings), on_host)
         engine = FlatEngine(model, objective, groups, optim.build(), settings, exchanged, scaler)
     for block in model.model.layers.values():
         assert isinstance(block, Block)

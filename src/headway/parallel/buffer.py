@@ -6,7 +6,7 @@ own      of every bucket the s-th of `shards` equal parts
 param    compute dtype, whole: what the model reads
 grad     fp32 (or the compute dtype), whole: where the gradients of all microbatches are added up
 master   fp32, the own parts one after another: what the optimizer changes (the same tensor as param where that is fp32 and not cut)
-state    the optimizer's slots, fp32, the own parts
+state    the optimizer's slots, the own parts, in the form its storage has; it and master may lie in host memory
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headway.optim.groups import Group
+from headway.optim.state import Storage
 
 ALIGN = 64
 Ints = tuple[int, ...]
@@ -94,6 +95,17 @@ def _up(value: int, unit: int) -> int:
 
 
 @dataclass(frozen=True)
+class Keep:
+    """What a buffer keeps beside its parameters."""
+
+    slots: Sequence[str] = ()
+    storage: Storage = Storage()
+    grad_dtype: torch.dtype = torch.float32
+    on_host: bool = False
+    """Master weights and state lie in host memory."""
+
+
+@dataclass(frozen=True)
 class Held:
     """The elements of one parameter that this rank owns: `size` of them from `first` on, lying at `at` in master and state."""
 
@@ -117,19 +129,16 @@ class TrainBuffer:
     """fp32, one per bucket: updates that were really done."""
 
     @classmethod
-    def allocate(
-        cls, group: Group, shapes: dict[str, Ints], dtype: torch.dtype, device: torch.device, slots: Sequence[str], cut: Cut,
-        grad_dtype: torch.dtype = torch.float32,
-    ) -> TrainBuffer:  # fmt: skip
+    def allocate(cls, group: Group, shapes: dict[str, Ints], dtype: torch.dtype, device: torch.device, cut: Cut, keep: Keep) -> TrainBuffer:
         """Make the tensors of one group, all zero. Parameters are laid out last first, the order in which backward finishes them."""
         spans, length = lay_out(tuple(reversed(group.names)), shapes, cut)
         param = torch.zeros(length, dtype=dtype, device=device)
+        home, pin = (torch.device("cpu"), device.type == "cuda") if keep.on_host else (device, False)
         shares = dtype == torch.float32 and cut.shards == 1
-        master = param if shares else torch.zeros(length // cut.shards, dtype=torch.float32, device=device)
-        return cls(
-            group, cut, spans, param, master, torch.zeros(length, dtype=grad_dtype if dtype != torch.float32 else dtype, device=device),
-            {slot: torch.zeros_like(master) for slot in slots}, torch.zeros(len(spans), dtype=torch.float32, device=device),
-        )  # fmt: skip
+        master = param if shares else torch.zeros(length // cut.shards, dtype=torch.float32, device=home, pin_memory=pin)
+        grad = torch.zeros(length, dtype=keep.grad_dtype if dtype != torch.float32 else dtype, device=device)
+        state = keep.storage.allocate(keep.slots, master.numel(), home, pin=pin)
+        return cls(group, cut, spans, param, master, grad, state, torch.zeros(len(spans), dtype=torch.float32, device=device))
 
     @property
     def slots(self) -> list[Slot]:
@@ -142,8 +151,9 @@ class TrainBuffer:
         return whole[start:stop]
 
     def mine(self, span: Span, parts: Tensor) -> Tensor:
-        """One bucket's part in a tensor that holds only this rank's parts."""
-        return parts[span.start // self.cut.shards : span.stop // self.cut.shards]
+        """One bucket's part in a tensor that holds only this rank's parts, one element for each of them or for a block of them."""
+        unit = self.cut.shards * (self.master.numel() // parts.numel())
+        return parts[span.start // unit : span.stop // unit]
 
     def held(self, span: Span, slot: Slot) -> Held | None:
         """Which elements of a parameter are this rank's."""

@@ -28,10 +28,12 @@ from headway.objective.base import MetricSums, Objective, StepInfo
 from headway.optim.base import Hyper, Optimizer
 from headway.optim.groups import OBJECTIVE, Group
 from headway.optim.scaler import Scaler
+from headway.optim.state import storage_of
 from headway.parallel.collectives import Ranks
 from headway.parallel.config import ParallelConfig
 from headway.parallel.engine import Box, ReadTensor, StateTensor, StepResult, Update
 from headway.parallel.passes import Passes, Settings
+from headway.parallel.streamed import Local, Streamed
 from headway.parallel.update import clip_guard
 from headway.parallel.zero1 import parameter_at, parameter_homes
 
@@ -47,6 +49,7 @@ class Part:
     group: str | None
     """The group it trains in; None: it does not."""
     state: dict[str, Tensor]
+    """What the optimizer keeps, flat, in the form its storage has."""
     steps: Tensor
 
     @property
@@ -82,6 +85,8 @@ class ShardedEngine:
         for name, home in homes.items():
             parameter_at(home).requires_grad_(name in group_of)
         cut.apply(model, settings)
+        self.storage = storage_of(optimizer)
+        self.streamed = Streamed(optimizer, settings.device) if cut.state_on_host else None
         if objective.module is not None:
             objective.module.to(settings.device, torch.float32)
         self.parts = {name: self._part(name, parameter_at(home), group_of.get(name)) for name, home in homes.items()}
@@ -95,7 +100,10 @@ class ShardedEngine:
         if isinstance(parameter, DTensor):
             first = min(self.ranks.shard.rank * -(-shape[0] // self.ranks.shard.size), shape[0])
             offset = (first, *offset[1:])
-        state = {slot: torch.zeros_like(local, dtype=torch.float32) for slot in self.optimizer.slots} if group is not None else {}
+        state: dict[str, Tensor] = {}
+        if group is not None:
+            home, pin = (torch.device("cpu"), local.is_cuda) if self.streamed is not None else (local.device, False)
+            state = self.storage.allocate(self.optimizer.slots, local.numel(), home, pin=pin)
         return Part(name, shape, parameter, offset, group, state, torch.zeros((), dtype=torch.float32, device=local.device))
 
     def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
@@ -138,9 +146,13 @@ class ShardedEngine:
             mine = [part for part in parts if part.group == group.name]
             held = [part for part in mine if part.master.numel()]
             if held:
-                state = {slot: [part.state[slot] for part in held] for slot in self.optimizer.slots}
-                steps = [part.steps for part in held]
-                self.optimizer.update([p.master for p in held], [grads[p.name] for p in held], state, steps, hypers[group.name], guard)
+                state = {role: [part.state[role] for part in held] for role in held[0].state}
+                masters, flat = [part.master.view(-1) for part in held], [grads[part.name].reshape(-1) for part in held]
+                mine_all = Local(masters, flat, state, [part.steps for part in held])
+                if self.streamed is not None:
+                    self.streamed.update(mine_all, hypers[group.name], guard, into=None)
+                else:
+                    self.optimizer.update(*mine_all, hypers[group.name], guard)
             for part in mine:
                 if not part.master.numel():
                     part.steps += 1 - guard.found_inf
@@ -166,12 +178,18 @@ class ShardedEngine:
         replicas, mine = self.ranks.replicate.size, self.ranks.replicate.rank
         for index, part in enumerate(self.parts.values()):
             writes = self.ranks.data.rank == 0 if part.is_whole else index % replicas == mine
-            for role, local in self._roles(part).items():
-                boxes: list[Box] = [(part.offset, local)] if writes and local.numel() else []
+            for role in self._roles(part):
+                boxes: list[Box] = [(part.offset, self._read(part, role))] if writes and part.master.numel() else []
                 yield part.name, role, part.shape, boxes
 
-    def _roles(self, part: Part) -> dict[str, Tensor]:
-        return {"param" if part.group is None else "master": part.master, **part.state}
+    def _roles(self, part: Part) -> tuple[str, ...]:
+        return ("param",) if part.group is None else ("master", *self.optimizer.slots)
+
+    def _read(self, part: Part, role: str) -> Tensor:
+        """This rank's rows of one parameter in one role."""
+        if role in ("param", "master"):
+            return part.master
+        return self.storage.read(part.state, role, 0, part.master.numel()).view(part.master.shape)
 
     def scalars(self) -> dict[str, Any]:
         """Updates done, per parameter, steps skipped, and the loss scale."""
@@ -183,9 +201,12 @@ class ShardedEngine:
         """Take back what tensors and scalars gave, whatever layout it was saved from."""
         self.flush()
         for part in self.parts.values():
-            for role, local in self._roles(part).items():
-                if local.numel():
-                    local.copy_(read(part.name, role, part.offset, tuple(local.shape)))
+            for role in self._roles(part) if part.master.numel() else ():
+                values = read(part.name, role, part.offset, tuple(part.master.shape))
+                if role in ("param", "master"):
+                    part.master.copy_(values)
+                else:
+                    self.storage.write(part.state, role, 0, values.reshape(-1))
             part.steps.fill_(scalars["steps"].get(part.name, 0))
         self.skipped.fill_(scalars["skipped"])
         if self.scaler is not None and scalars.get("scaler") is not None:
@@ -199,7 +220,9 @@ class ShardedEngine:
                 yield name, part.parameter.full_tensor() if isinstance(part.parameter, DTensor) else part.master
 
     def flush(self) -> None:
-        """Let go of gathered parameters, so that the next forward gathers what is current."""
+        """Let go of gathered parameters, so that the next forward gathers what is current; wait for what lies in host memory."""
+        if self.streamed is not None:
+            self.streamed.flush()
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -207,7 +230,7 @@ class ShardedEngine:
     @property
     def state_bytes(self) -> int:
         """Bytes of fp32 masters and optimizer state on this rank."""
-        return sum(local.nbytes for part in self._training() for local in self._roles(part).values())
+        return sum(tensor.nbytes for part in self._training() for tensor in (part.master, *part.state.values()))
 
 
 @dataclass(frozen=True)
@@ -217,12 +240,14 @@ class Sharding:
     ranks: Ranks
     reshard_after_forward: bool
     reduce_dtype: torch.dtype
+    state_on_host: bool = False
+    """The optimizer's state waits in host memory between updates."""
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, ranks: Ranks) -> Sharding:
+    def of(cls, parallel: ParallelConfig, ranks: Ranks, *, state_on_host: bool = False) -> Sharding:
         """What a recipe asks for."""
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        return cls(ranks, parallel.fsdp.reshard_after_forward, dtypes[parallel.reduce_dtype])
+        return cls(ranks, parallel.fsdp.reshard_after_forward, dtypes[parallel.reduce_dtype], state_on_host)
 
     def apply(self, model: Transformer, settings: Settings) -> None:
         """Cut every block on its own, then the rest; allocate what this rank holds, all zero."""

@@ -24,14 +24,16 @@ from headway.objective.base import MetricSums, Objective, StepInfo
 from headway.optim.base import Guard, Hyper, Optimizer
 from headway.optim.groups import OBJECTIVE, Group
 from headway.optim.scaler import Scaler
+from headway.optim.state import storage_of
 from headway.parallel.bucket import Bucket, Reducer, make_buckets
-from headway.parallel.buffer import Cut, FrozenBuffer, Held, Slot, Span, TrainBuffer, boxes_of
+from headway.parallel.buffer import Cut, FrozenBuffer, Held, Keep, Slot, Span, TrainBuffer, boxes_of
 from headway.parallel.collectives import Ranks
 from headway.parallel.config import OverlapConfig
 from headway.parallel.engine import Box, ReadTensor, StateTensor, StepResult, Update
 from headway.parallel.gather import ParameterGather
 from headway.parallel.hooks.base import Hook, StatefulHook
 from headway.parallel.passes import Passes, Settings
+from headway.parallel.streamed import Local, Streamed
 from headway.parallel.update import clip_guard
 
 __all__ = ["Exchanged", "FlatEngine", "Settings"]
@@ -46,6 +48,8 @@ class Exchanged:
     hook: Hook | None
     overlap: OverlapConfig
     grad_dtype: torch.dtype = torch.float32
+    state_on_host: bool = False
+    """Master weights and optimizer state wait in host memory between updates."""
 
 
 class FlatEngine:
@@ -84,9 +88,11 @@ class FlatEngine:
         narrow = exchanged.grad_dtype
         cut = Cut(max(1, exchanged.bucket_bytes // narrow.itemsize), shard.size, shard.rank)
         training = {name for group in self.groups for name in group.names}
+        self.storage = storage_of(self.optimizer)
+        self.streamed = Streamed(self.optimizer, settings.device) if exchanged.state_on_host else None
+        keep = Keep(self.optimizer.slots, self.storage, narrow, exchanged.state_on_host)
         self.buffers = [
-            TrainBuffer.allocate(group, self.shapes, self._dtype_of(group.names[0]), settings.device, self.optimizer.slots, cut, narrow)
-            for group in self.groups
+            TrainBuffer.allocate(group, self.shapes, self._dtype_of(group.names[0]), settings.device, cut, keep) for group in self.groups
         ]
         frozen = [name for name in self.shapes if name not in training]
         self.frozen = FrozenBuffer.allocate(frozen, self.shapes, settings.dtype, settings.device)
@@ -170,7 +176,12 @@ class FlatEngine:
         state = {role: [buffer.mine(span, flat) for span in spans] for role, flat in buffer.state.items()}
         steps = [buffer.steps[span.index] for span in spans]
         masters = [buffer.mine(span, buffer.master) for span in spans]
-        self.optimizer.update(masters, [bucket.own.float() for bucket in buckets], state, steps, hypers[buffer.group.name], guard)
+        grads, hyper = [bucket.own.float() for bucket in buckets], hypers[buffer.group.name]
+        if self.streamed is not None:
+            into = [buffer.own(span, buffer.param) for span in spans] if buffer.master is not buffer.param else None
+            self.streamed.update(Local(masters, grads, state, steps), hyper, guard, into)
+            return
+        self.optimizer.update(masters, grads, state, steps, hyper, guard)
         for span in spans:
             buffer.refresh(span)
 
@@ -198,14 +209,26 @@ class FlatEngine:
         replicas, mine = self.ranks.replicate.size, self.ranks.replicate.rank
         for index, (name, buffer, slot, held) in enumerate(self._held()):
             boxes = boxes_of(slot.shape, held.first, held.size) if held is not None and index % replicas == mine else []
-            for role, flat in {"master": buffer.master, **buffer.state}.items():
-                at = 0 if held is None else held.at
-                yield name, role, slot.shape, [(offset, _view(flat, at + start, shape)) for offset, shape, start in boxes]
+            for role in ("master", *self.optimizer.slots):
+                flat = self._read(buffer, role, held) if boxes and held is not None else buffer.master
+                yield name, role, slot.shape, [(offset, _view(flat, start, shape)) for offset, shape, start in boxes]
         for slot in self.frozen.slots:
             whole: list[Box] = [((0,) * len(slot.shape), slot.view(self.frozen.param))] if self.ranks.data.rank == 0 else []
             yield slot.name, "param", slot.shape, whole
         if isinstance(self.reducer.hook, StatefulHook):
             yield from self.reducer.hook.tensors(self.ranks.data)
+
+    def _read(self, buffer: TrainBuffer, role: str, held: Held) -> Tensor:
+        """What this rank holds of one parameter in one role, flat."""
+        if role == "master":
+            return buffer.master[held.at : held.at + held.size]
+        return self.storage.read(buffer.state, role, held.at, held.size)
+
+    def _write(self, buffer: TrainBuffer, role: str, held: Held, values: Tensor) -> None:
+        if role == "master":
+            buffer.master[held.at : held.at + held.size].copy_(values)
+        else:
+            self.storage.write(buffer.state, role, held.at, values)
 
     def _held(self) -> Iterator[tuple[str, TrainBuffer, Slot, Held | None]]:
         for name, (buffer, span, slot) in self._places.items():
@@ -234,9 +257,9 @@ class FlatEngine:
         for name, buffer, slot, held in self._held():
             if held is None:
                 continue
-            for offset, shape, start in boxes_of(slot.shape, held.first, held.size):
-                for role, flat in {"master": buffer.master, **buffer.state}.items():
-                    _view(flat, held.at + start, shape).copy_(read(name, role, offset, shape))
+            boxes = boxes_of(slot.shape, held.first, held.size)
+            for role in ("master", *self.optimizer.slots):
+                self._write(buffer, role, held, torch.cat([read(name, role, offset, shape).reshape(-1) for offset, shape, _ in boxes]))
         for slot in self.frozen.slots:
             slot.view(self.frozen.param).copy_(read(slot.name, "param", (0,) * len(slot.shape), slot.shape))
         for buffer in self.buffers:
@@ -265,7 +288,7 @@ class FlatEngine:
         self.flush()
         for bucket in self.gather.buckets:
             buffer, span = bucket.buffer, bucket.span
-            part = buffer.mine(span, buffer.master)
+            part = buffer.mine(span, buffer.master).to(self.settings.device)
             whole = part
             if self.ranks.shard.size > 1:
                 whole = torch.empty(span.stop - span.start, dtype=torch.float32, device=part.device)
@@ -276,8 +299,10 @@ class FlatEngine:
             yield slot.name, slot.view(self.frozen.param)
 
     def flush(self) -> None:
-        """Wait until all parameters are current."""
+        """Wait until all parameters, and what lies in host memory, are current."""
         self.gather.flush()
+        if self.streamed is not None:
+            self.streamed.flush()
 
     @property
     def state_bytes(self) -> int:

@@ -173,6 +173,7 @@ def make_engine(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: Ran
         parallel=recipe.parallel,
         ranks=ranks,
         loss_scale=recipe.loss_scale,
+        memory=recipe.memory,
     )
 
 

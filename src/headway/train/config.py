@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from headway.checkpoint.config import CheckpointConfig
 from headway.config.kinds import KindIn
@@ -18,6 +18,7 @@ from headway.optim.adamw import Config as AdamWConfig
 from headway.optim.base import OptimConfig
 from headway.optim.scaler import ScalerConfig
 from headway.parallel.config import ParallelConfig
+from headway.parallel.memory import MemoryConfig
 from headway.track.base import TrackerConfig
 
 
@@ -58,19 +59,6 @@ class KernelConfig(Section):
     attention: Literal["auto", "reference", "sdpa", "varlen"] = setting("auto", "Attention kernel; auto picks by device and mask.")
     compile: Literal["auto"] | bool = setting("auto", "Compile the halves of each block; auto = on CUDA.")
     tf32: bool = setting(True, "Allow TF32 in fp32 matrix products on CUDA.")
-
-
-class MemoryConfig(Section):
-    """Memory against time."""
-
-    loss_chunk_tokens: int | Literal["auto"] = setting("auto", "Tokens whose logits exist at one time; auto = 8192 on CUDA, else 2048.")
-
-    @field_validator("loss_chunk_tokens")
-    @classmethod
-    def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"is {value}; it must be at least 1")
-        return value
 
 
 class EvalConfig(Section):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headway.errors import ParallelError
 from headway.optim.groups import Group
-from headway.parallel.buffer import ALIGN, Cut, TrainBuffer, boxes_of, lay_out
+from headway.parallel.buffer import ALIGN, Cut, Keep, TrainBuffer, boxes_of, lay_out
 from headway.parallel.config import ParallelConfig
 from headway.parallel.mesh import Mesh, plan_mesh
 
@@ -47,7 +47,7 @@ def test_every_element_has_one_owner(shards: int) -> None:
     group = Group("g", tuple(SHAPES))
     for shard in range(shards):
         cut = Cut(500, shards, shard)
-        buffer = TrainBuffer.allocate(group, SHAPES, torch.bfloat16, torch.device("cpu"), ("exp_avg",), cut)
+        buffer = TrainBuffer.allocate(group, SHAPES, torch.bfloat16, torch.device("cpu"), cut, Keep(("exp_avg",)))
         assert buffer.master.numel() * shards == buffer.param.numel()
         for span in buffer.spans:
             for slot in span.slots:

@@ -1,0 +1,136 @@
+"""How an optimizer's state lies in memory: fp32, bf16, or 8 bits in blocks. Logical fp32 tensors of any place go in and out.
+
+8 bits, blocks of 64 elements (buffers align parameters to 64, so no block holds two):
+
+    codes   [n]       exp_avg as int8 -127..127, exp_avg_sq as uint8 0..255
+    scale   [n / 64]  fp32, the largest magnitude of the block
+    value   scale * (code / 127)^3  or  scale * (code / 255)^4     fine near zero, where most elements are
+
+Rounding is stochastic while training (a moment that changes by less than half a step would otherwise never move) and to the nearest when
+values are put back. The largest element of a block has the last code and so its exact value; therefore packing what was unpacked gives the
+same bits, and a checkpoint that holds plain values restores 8-bit state exactly, on whatever layout.
+
+The random numbers are a hash of the value itself and the number of the update: no generator, no order, no position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+BLOCK = 64
+SIGNED, UNSIGNED = 127, 255
+SCALE = ".scale"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+
+
+@runtime_checkable
+class Packs(Protocol):
+    """An optimizer that says how its state is stored; without this it is fp32."""
+
+    storage: Storage
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where and in which form state is kept."""
+
+    dtype: torch.dtype = torch.float32
+    """float32, bfloat16, or uint8 for blocks of 8 bits."""
+
+    @property
+    def is_blocked(self) -> bool:
+        """State is kept as codes and scales."""
+        return self.dtype == torch.uint8
+
+    def allocate(self, slots: Sequence[str], size: int, device: torch.device, *, pin: bool = False) -> dict[str, Tensor]:
+        """The tensors behind `slots`, all zero, for `size` elements (with 8 bits rounded up to whole blocks)."""
+        make = {"device": device, "pin_memory": pin}
+        if not self.is_blocked:
+            return {slot: torch.zeros(size, dtype=self.dtype, **make) for slot in slots}
+        blocks = -(-size // BLOCK)
+        codes = {slot: torch.zeros(blocks * BLOCK, dtype=torch.uint8 if is_square(slot) else torch.int8, **make) for slot in slots}
+        return codes | {slot + SCALE: torch.zeros(blocks, dtype=torch.float32, **make) for slot in slots}
+
+    def read(self, state: dict[str, Tensor], slot: str, start: int, size: int) -> Tensor:
+        """Elements of a slot: a view, or with 8 bits their values in fp32 on the host, since the device has no room for them."""
+        if not self.is_blocked:
+            return state[slot][start : start + size]
+        first, last = start // BLOCK, -(-(start + size) // BLOCK)
+        codes = state[slot][first * BLOCK : last * BLOCK].view(-1, BLOCK)
+        values = unpack(codes, state[slot + SCALE][first:last, None], square=is_square(slot)).view(-1)
+        return values[start - first * BLOCK : start - first * BLOCK + size].cpu()
+
+    def write(self, state: dict[str, Tensor], slot: str, start: int, values: Tensor) -> None:
+        """Put elements back, rounded to the nearest; with 8 bits from the beginning of a block to the end of one, or of the state."""
+        if not self.is_blocked:
+            state[slot][start : start + values.numel()].copy_(values)
+            return
+        assert start % BLOCK == 0, "blocks are written whole"
+        flat = values.to(state[slot].device, torch.float32)
+        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+        codes, scale = pack(blocks, square=is_square(slot))
+        state[slot][start : start + codes.numel()].copy_(codes.view(-1))
+        state[slot + SCALE][start // BLOCK : start // BLOCK + scale.numel()].copy_(scale.view(-1))
+
+
+def storage_of(optimizer: object) -> Storage:
+    """How an optimizer wants its state kept."""
+    return optimizer.storage if isinstance(optimizer, Packs) else Storage()
+
+
+def is_square(slot: str) -> bool:
+    """Whether a slot holds squares, which are never negative."""
+    return slot.endswith("_sq")
+
+
+def unpack(codes: Tensor, scale: Tensor, *, square: bool) -> Tensor:
+    """Values of codes [blocks, 64] under scale [blocks, 1]."""
+    part = codes.float() / (UNSIGNED if square else SIGNED)
+    return scale * (part.square().square() if square else part * part.square())
+
+
+def pack(values: Tensor, *, square: bool, chance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes and scale [blocks, 1] of values [blocks, 64]: to the nearest code, or with `chance` in [0, 1) up or down at random."""
+    scale = values.abs().amax(-1, keepdim=True)
+    part = values.abs() / torch.where(scale > 0, scale, 1.0)
+    last = UNSIGNED if square else SIGNED
+    root = part.sqrt().sqrt() if square else part.pow(1 / 3)
+    place = root * last
+    if chance is None:
+        code = place.round()
+    else:
+        low = place.floor().clamp(max=last - 1)
+        below, above = _power(low / last, square), _power((low + 1) / last, square)
+        code = low + (chance < (part - below) / (above - below))
+    if square:
+        # A square that is not zero never becomes zero: the update divides by its root.
+        return torch.where(part > 0, code.clamp(min=1), 0).to(torch.uint8), scale
+    return (code * values.sign()).to(torch.int8), scale
+
+
+def _power(part: Tensor, square: bool) -> Tensor:
+    return part.square().square() if square else part * part.square()
+
+
+def hashed(values: Tensor, step: Tensor, salt: int) -> Tensor:
+    """int32 noise from the bits of fp32 values and the number of the update."""
+    h = values.view(torch.int32) + step.to(torch.int32) * -1640531527 + salt
+    h = (h ^ ((h >> 16) & 0xFFFF)) * 2146121005
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * -2073254261
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+def chance_of(values: Tensor, step: Tensor, salt: int) -> Tensor:
+    """Noise as fp32 in [0, 1)."""
+    return (hashed(values, step, salt) & 0xFFFFFF).float() * 2.0**-24
+
+
+def to_bf16(values: Tensor, step: Tensor, salt: int) -> Tensor:
+    """fp32 rounded to bf16, up or down at random so that the mean is kept."""
+    noisy = values.view(torch.int32) + (hashed(values, step, salt) & 0xFFFF)
+    return (noisy & -65536).view(torch.float32).to(torch.bfloat16)

@@ -1,0 +1,114 @@
+"""Optimizer state that waits in host memory: pieces of it come to the device, are updated there, and go back while others are under way.
+
+    host, pinned   [ piece 0 | piece 1 | piece 2 | ... ]        master weights (where they are not the parameters themselves) and moments
+                        |  copy in     ^ copy out               two staging places on the device take turns
+    device         [ staging A ] [ staging B ]  -> the update rule on each piece, with the gradients that are there already
+
+The arithmetic is that of the update rule on the device, so results are the same bits as without this. On a CPU device the same pieces are
+copied and copied back, one after another.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.optim.base import Guard, Hyper, Optimizer
+from headway.optim.state import BLOCK, SCALE
+
+MASTER = "master"
+PIECE = 1 << 23
+"""Elements that are under way at a time; a multiple of every block of the state."""
+
+
+class Local(NamedTuple):
+    """What an update works on, as lists with an element for each tensor; all flat."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    state: dict[str, list[Tensor]]
+    steps: list[Tensor]
+
+
+class Streamed:
+    """Runs an update rule on state in host memory."""
+
+    def __init__(self, optimizer: Optimizer, device: torch.device, piece: int = PIECE) -> None:
+        self.optimizer, self.device, self.piece = optimizer, device, piece
+        self.inward = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.outward = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._staging: list[dict[str, Tensor]] = [{}, {}]
+        self._free: list[torch.cuda.Event | None] = [None, None]
+        """When a staging place has been copied out."""
+        self._turn = 0
+
+    def update(self, mine: Local, hyper: Hyper, guard: Guard, into: list[Tensor] | None) -> None:
+        """As Optimizer.update. With `into` the params are in host memory too, and what they become is also written there."""
+        if self.inward is not None and self.outward is not None:
+            self.inward.wait_stream(self.outward)  # what the last update sent back is there before it is read again
+        for index, (param, grad, step) in enumerate(zip(mine.params, mine.grads, mine.steps, strict=True)):
+            state = {role: parts[index] for role, parts in mine.state.items()}
+            for start in range(0, param.numel(), self.piece):
+                stop, is_last = start + self.piece, start + self.piece >= param.numel()
+                part = slice(start, None if is_last else stop)
+                pieces = {role: [tensor[_in_blocks(part) if role.endswith(SCALE) else part]] for role, tensor in state.items()}
+                counter = step if is_last else step.clone()
+                self._update_piece(
+                    Local([param[part]], [grad[part]], pieces, [counter]), hyper, guard, None if into is None else into[index][part]
+                )
+
+    def _update_piece(self, mine: Local, hyper: Hyper, guard: Guard, target: Tensor | None) -> None:
+        host = {role: parts[0] for role, parts in mine.state.items()}
+        if target is not None:
+            host[MASTER] = mine.params[0]
+        turn = self._turn = 1 - self._turn
+        staged = {role: self._place(turn, role, part) for role, part in host.items()}
+        free = self._free[turn]
+        with self._on(self.inward):
+            if self.inward is not None and free is not None:
+                self.inward.wait_event(free)
+            for role, part in host.items():
+                staged[role].copy_(part, non_blocking=True)
+        _follow(self.inward, None, self.device)
+        params = mine.params if target is None else [staged[MASTER]]
+        self.optimizer.update(params, mine.grads, {role: [staged[role]] for role in mine.state}, mine.steps, hyper, guard)
+        if target is not None:
+            target.copy_(staged[MASTER])
+        _follow(None, self.outward, self.device)
+        with self._on(self.outward):
+            for role, part in host.items():
+                part.copy_(staged[role], non_blocking=True)
+            if self.outward is not None:
+                self._free[turn] = self.outward.record_event()
+
+    def _place(self, turn: int, role: str, part: Tensor) -> Tensor:
+        """Room on the device for a piece; it grows to the largest one seen and stays."""
+        place = self._staging[turn].get(role)
+        if place is None or place.numel() < part.numel():
+            self.flush()
+            place = self._staging[turn][role] = torch.empty(part.numel(), dtype=part.dtype, device=self.device)
+            _follow(None, self.inward, self.device)  # the memory may have been something else's until now
+        return place[: part.numel()]
+
+    def flush(self) -> None:
+        """Wait until everything is back in host memory."""
+        if self.outward is not None:
+            self.outward.synchronize()
+
+    @staticmethod
+    def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _follow(first: torch.cuda.Stream | None, then: torch.cuda.Stream | None, device: torch.device) -> None:
+    """One stream waits for another; None is the one that computes."""
+    if device.type == "cuda":
+        current = torch.cuda.current_stream(device)
+        (then or current).wait_stream(first or current)
+
+
+def _in_blocks(part: slice) -> slice:
+    return slice(part.start // BLOCK, None if part.stop is None else part.stop // BLOCK)

@@ -1,0 +1,81 @@
+"""Where and in which form optimizer state lies does not change what is trained, and survives a checkpoint bit for bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.engines import Setup, make_engine, train_steps
+
+from headway.parallel.collectives import Group
+from headway.parallel.streamed import Streamed
+
+KINDS = ["fp32", "bf16", "8bit"]
+
+
+def state_of(engine: Any) -> dict[tuple[str, str], torch.Tensor]:
+    """Everything an engine would save, by name and role."""
+    return {(name, role): boxes[0][1].clone() for name, role, _, boxes in engine.tensors()}
+
+
+def carry_over(engine: Any, other: Any) -> None:
+    """Save and load, in memory."""
+    kept = {(name, role): [(offset, part.clone()) for offset, part in boxes] for name, role, _, boxes in engine.tensors()}
+
+    def read(name: str, role: str, offset: Any, shape: Any) -> torch.Tensor:
+        ((_, part),) = kept[name, role]
+        return part[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))]
+
+    other.load(read, engine.scalars())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_in_host_memory_trains_to_the_same_bits(kind: str, dtype: torch.dtype) -> None:
+    alone = Group()
+    here, there = (make_engine(alone, Setup(dtype=dtype, state_dtype=kind, memory={"offload": offload})) for offload in ([], ["optimizer"]))
+    assert there.streamed is not None and here.streamed is None
+    there.streamed.piece = 128  # many pieces of each bucket
+    assert train_steps(here, alone, 2, 0, 4) == train_steps(there, alone, 2, 0, 4)
+    ours, theirs = state_of(here), state_of(there)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_goes_on_to_the_same_bits(kind: str) -> None:
+    alone, setup = Group(), Setup(dtype=torch.bfloat16, state_dtype=kind)
+    straight, resumed = make_engine(alone, setup), make_engine(alone, setup)
+    train_steps(straight, alone, 2, 0, 3)
+    carry_over(straight, resumed)
+    assert train_steps(straight, alone, 2, 3, 6) == train_steps(resumed, alone, 2, 3, 6)
+    ours, theirs = state_of(straight), state_of(resumed)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "8bit"])
+def test_narrow_state_trains_as_fp32_state_does(kind: str) -> None:
+    alone = Group()
+    wide = train_steps(make_engine(alone, Setup()), alone, 2, 0, 12)
+    narrow = train_steps(make_engine(alone, Setup(state_dtype=kind)), alone, 2, 0, 12)
+    for one, other in zip(wide, narrow, strict=True):
+        assert other[0] == pytest.approx(one[0], rel=2e-3)
+    assert wide[1:] != narrow[1:]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "8bit"])
+def test_a_run_may_change_the_form_of_its_state(kind: str) -> None:
+    alone = Group()
+    wide, narrow, back = make_engine(alone, Setup()), make_engine(alone, Setup(state_dtype=kind)), make_engine(alone, Setup())
+    train_steps(wide, alone, 2, 0, 3)
+    carry_over(wide, narrow)
+    carry_over(narrow, back)
+    expected = train_steps(wide, alone, 2, 3, 6)
+    for engine in (narrow, back):
+        for one, other in zip(expected, train_steps(engine, alone, 2, 3, 6), strict=True):
+            assert other[0] == pytest.approx(one[0], rel=1e-3)
+
+
+def test_pieces_do_not_change_what_an_update_does() -> None:
+    alone = Group()
+    engines = [make_engine(alone, Setup(dtype=torch.bfloat16, memory={"offload": ["optimizer"]})) for _ in range(2)]
+    engines[1].streamed = Streamed(engines[1].optimizer, torch.device("cpu"), piece=64)
+    assert train_steps(engines[0], alone, 2, 0, 3) == train_steps(engines[1], alone, 2, 0, 3)
