@@ -28,6 +28,7 @@ from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from headway.data.batch import Batch
+    from headway.kernels.head_mix import HeadMix
 
 BACKENDS = ("reference", "sdpa", "varlen")
 HALF = (torch.bfloat16, torch.float16)
@@ -48,7 +49,13 @@ class AttentionMask:
     max_length: int
     """No document is longer than this."""
     host_bounds: tuple[tuple[int, ...], ...] | None
-    """`bounds` as numbers, without the padding, where the tensors are on the CPU."""
+    """`bounds` as numbers, without the padding, where the host knows them."""
+    mix: HeadMix | None = None
+    """Which heads see less than this mask, where a model has head gates."""
+
+    def on_host(self) -> tuple[tuple[int, ...], ...]:
+        """The bounds of every row's documents as numbers; waits for the device where the host does not know them."""
+        return self.host_bounds if self.host_bounds is not None else bounds_on_host(self.bounds, self.document.shape[1])
 
 
 def mask_of(batch: Batch, *, max_length: int | None = None) -> AttentionMask:
@@ -72,8 +79,13 @@ def _mask(document: torch.Tensor, bounds: torch.Tensor, *, single_document: bool
     cu_seqlens = F.pad(flat, (0, 1), value=rows * length)
     host_bounds = None
     if bounds.device.type == "cpu":
-        host_bounds = tuple(tuple(dict.fromkeys([*row, length])) for row in bounds.tolist())
+        host_bounds = bounds_on_host(bounds, length)
     return AttentionMask(document, bounds, single_document, cu_seqlens, max_length, host_bounds)
+
+
+def bounds_on_host(bounds: torch.Tensor, length: int) -> tuple[tuple[int, ...], ...]:
+    """Starts of each row's documents and the row's end, without the padding."""
+    return tuple(tuple(dict.fromkeys([*row, length])) for row in bounds.tolist())
 
 
 def attend(

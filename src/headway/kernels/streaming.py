@@ -1,0 +1,108 @@
+"""Streaming attention: each token sees the first `sinks` tokens of its document and the last `window` tokens up to itself.
+
+Shapes: B rows, T tokens, H query heads, KV key and value heads, hd head width.  q [B,T,H,hd], k and v [B,T,KV,hd], o [B,T,H,hd].
+
+    key j is visible to query i of the same document iff j <= i and (i - j < window or j < sinks)      positions inside the document
+    for i < window + sinks that is all of the past
+
+    backend     where                 what it does
+    reference   anywhere              dense mask, fp32 softmax in plain torch: what the others are compared with
+    blocks      anywhere              SDPA over blocks of queries, each against the sinks and the window before it
+    pieces      CUDA, 16 bit          FlashAttention over the window and over the sinks, merged (streaming_pieces.py)
+
+Work and memory grow with T * (window + sinks), never with T * T; keys and values are never copied to all query heads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from headway.errors import ConfigError
+from headway.kernels.attention import AttentionMask, band, dense, reference, visible, why_not
+from headway.kernels.streaming_pieces import StreamPlan, plan_pieces, stream_pieces
+
+BACKENDS = ("reference", "blocks", "pieces")
+MIN_BLOCK = 128
+"""Queries of one block at least: narrower ones would spend their time on overlapping keys."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a streaming head sees."""
+
+    window: int
+    """Tokens up to and including the query itself."""
+    sinks: int
+    """First tokens of the document; 0 = local attention."""
+    plans: dict[int, StreamPlan] = field(default_factory=dict, compare=False, repr=False)
+    """What kernels derive from a mask, kept while the mask is alive, so that all layers share it."""
+
+    def plan(self, mask: AttentionMask) -> StreamPlan:
+        """How `pieces` cuts a mask; made once per mask."""
+        found = self.plans.get(id(mask.bounds))
+        if found is None or found.bounds is not mask.bounds:
+            self.plans.clear()
+            found = plan_pieces(mask, self.window, self.sinks)
+            self.plans[id(mask.bounds)] = found
+        return found
+
+
+def stream(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, reach: Reach, *, backend: str = "auto") -> torch.Tensor:
+    """Attention of each token to the sinks of its document and to the window that ends with it."""
+    if backend == "auto":
+        backend = choose(q, mask)
+    elif backend not in BACKENDS:
+        raise ConfigError(f"streaming backend is {backend!r}; it must be one of {', '.join(BACKENDS)}.")
+    if backend == "reference":
+        return reference(q, k, v, visible_streaming(mask, reach))
+    if backend == "pieces":
+        return stream_pieces(q, k, v, mask, reach.plan(mask))
+    return _blocks(q, k, v, mask, reach)
+
+
+def choose(q: torch.Tensor, mask: AttentionMask) -> str:
+    """The fastest exact backend for this case."""
+    return "blocks" if why_not("varlen", q.device.type, q.dtype, q.shape[-1]) else "pieces"
+
+
+def visible_streaming(mask: AttentionMask, reach: Reach) -> torch.Tensor:
+    """The dense mask, bool [B, T of queries, T of keys]."""
+    length = mask.document.shape[1]
+    start = mask.bounds.long().gather(1, mask.document.long())
+    is_sink = torch.arange(length, device=mask.document.device) - start < reach.sinks
+    return visible(mask, None) & (band(length, reach.window, mask.document.device) | is_sink[:, None, :])
+
+
+def _blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, reach: Reach) -> torch.Tensor:
+    pieces: list[torch.Tensor] = []
+    for row, bounds in enumerate(mask.on_host()):
+        for start, stop in itertools.pairwise(bounds):
+            one = [x[row : row + 1, start:stop] for x in (q, k, v)]
+            pieces += _document(one[0], one[1], one[2], reach)
+    return torch.cat(pieces, dim=1).view(q.shape)
+
+
+def _document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach) -> list[torch.Tensor]:
+    """One document [1,n,...]: its beginning sees all of the past; each block behind it sees the sinks and the window before it."""
+    length, window, sinks = q.shape[1], reach.window, reach.sinks
+    head = min(length, window + sinks)
+    done = [_causal(q[:, :head], k[:, :head], v[:, :head])]
+    block = max(window, MIN_BLOCK)
+    for begin in range(head, length, block):
+        end = min(begin + block, length)
+        first = begin - window + 1  # past the sinks, since begin >= window + sinks
+        near = [torch.cat((x[:, :sinks], x[:, first:end]), dim=1) if sinks else x[:, first:end] for x in (k, v)]
+        i = torch.arange(begin, end, device=q.device)[:, None]
+        j = torch.arange(first, end, device=q.device)[None, :]
+        seen = F.pad((j <= i) & (i - j < window), (sinks, 0), value=True)
+        done.append(dense(q[:, begin:end], near[0], near[1], seen[None]))
+    return done
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
