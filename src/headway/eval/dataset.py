@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError, DataError
 from headway.eval.perplexity import Piece
 
 if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
+    from headway.text.document import Document
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Reading:
     bos: bool = False
     max_samples: int | None = None
     """Only this many documents (or records) of each dataset, from its beginning."""
+    by: str | None = None
+    """Split each dataset by `file`, or by the value of this key of its records; dots go deeper."""
 
     def __post_init__(self) -> None:
         if self.split not in ("file", "line"):
@@ -136,20 +139,22 @@ def _pieces(dataset: Dataset, loaded: LoadedModel, reading: Reading) -> Iterator
         dataset = replace(dataset, text_key=reading.text_key)
     for path in dataset.paths:
         if is_store(Path(path)):
-            yield from _stored(Path(path), loaded)
+            yield from _stored(Path(path), loaded, reading)
     raw = [path for path in dataset.paths if not is_store(Path(path))]
     if raw:
         yield from _encoded(raw, dataset, loaded, reading)
 
 
-def _stored(path: Path, loaded: LoadedModel) -> Iterator[Piece]:
+def _stored(path: Path, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
     from headway.data.store import open_store
 
+    if reading.by not in (None, "file"):
+        raise ConfigError(f"--by is {reading.by!r}; {path} is a token store, whose documents have no keys. Use --by file.")
     store = open_store(path)
     if loaded.tokenizer is not None and store.fingerprint not in (None, loaded.tokenizer.fingerprint):
         raise DataError(f"{path}: made by another tokenizer than the one of {loaded.path}. Give the text itself, or another store.")
     for index in range(store.num_documents):
-        yield Piece(store.document(index).tolist(), None, str(path))
+        yield Piece(store.document(index).tolist(), None, str(path) if reading.by else None)
 
 
 def _encoded(raw: Sequence[str], dataset: Dataset, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
@@ -162,8 +167,22 @@ def _encoded(raw: Sequence[str], dataset: Dataset, loaded: LoadedModel, reading:
         raise ConfigError("--bos was given; the model's tokenizer has no token that begins a document. Leave it out.")
     prefix = [tokenizer.bos_id] if reading.bos and tokenizer.bos_id is not None else []
     documents = read_documents(raw, text_key=dataset.text_key, split="line" if reading.split == "line" else "file")
-    texts: Iterable[tuple[str, str]] = ((document.text, document.source) for document in documents)
+    texts: Iterable[tuple[str, str | None]] = ((document.text, _part(document, reading.by)) for document in documents)
     if dataset.join is not None:
-        texts = [(dataset.join.join(text for text, _ in islice(texts, reading.max_samples)), dataset.name)]
-    for text, source in texts:
-        yield Piece([*prefix, *tokenizer.encode(text)], len(text.encode()), source)
+        if reading.by is not None:
+            raise ConfigError(f"--by is {reading.by!r}; {dataset.name} is scored as one text. Leave --by or --suite out.")
+        texts = [(dataset.join.join(text for text, _ in islice(texts, reading.max_samples)), None)]
+    for text, part in texts:
+        yield Piece([*prefix, *tokenizer.encode(text)], len(text.encode()), part)
+
+
+def _part(document: Document, by: str | None) -> str | None:
+    """The part of the dataset that a document belongs to."""
+    if by is None or by == "file":
+        return by and document.source
+    found: Any = document.record
+    for key in by.split("."):
+        if not isinstance(found, Mapping) or key not in found:
+            raise DataError(f"{document.place}: has no key {by!r}, by which --by splits. Give a key that every record has, or file.")
+        found = found[key]
+    return str(found)

@@ -13,6 +13,7 @@ from headway.eval.perplexity import BATCH_TOKENS, Perplexity, perplexity
 
 if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
+    from headway.parallel.collectives import Group
 
 log = logging.getLogger("headway")
 
@@ -70,8 +71,8 @@ class Evaluation:
         return asdict(self)
 
 
-def evaluate(loaded: LoadedModel, plan: EvalPlan, *, name: str | None = None) -> Evaluation:
-    """Measure one model."""
+def evaluate(loaded: LoadedModel, plan: EvalPlan, *, name: str | None = None, group: Group | None = None) -> Evaluation:
+    """Measure one model, over several ranks if there are; the first of them alone makes continuations."""
     for dataset in plan.datasets:
         # A wrong key or path in the last dataset shows before the first one is scored.
         next(read_pieces(dataset, loaded, replace(plan.reading, max_samples=1)), None)
@@ -79,9 +80,12 @@ def evaluate(loaded: LoadedModel, plan: EvalPlan, *, name: str | None = None) ->
     for dataset in plan.datasets:
         log.debug("%s: score %s", loaded.path, dataset.name)
         pieces = read_pieces(dataset, loaded, plan.reading)
-        results[dataset.name] = perplexity(loaded, pieces, window=plan.window, stride=plan.stride, batch_tokens=plan.batch_tokens)
+        results[dataset.name] = perplexity(
+            loaded, pieces, window=plan.window, stride=plan.stride, batch_tokens=plan.batch_tokens, group=group
+        )
+    samples = _samples(loaded, plan.samples) if group is None or group.rank == 0 else []
     tokenizer = loaded.tokenizer.fingerprint if loaded.tokenizer is not None else None
-    return Evaluation(name or str(loaded.path), str(loaded.path), tokenizer, results, _samples(loaded, plan.samples))
+    return Evaluation(name or str(loaded.path), str(loaded.path), tokenizer, results, samples)
 
 
 def share_a_tokenizer(evaluations: Sequence[Evaluation]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from headway.runtime.progress import progress
 
 if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
+    from headway.parallel.collectives import Group
 
 BATCH_TOKENS = 8192
 
@@ -26,7 +27,21 @@ class Piece:
 
     ids: Sequence[int]
     num_bytes: int | None
-    source: str
+    part: str | None = None
+    """Which part of its dataset it belongs to, where the dataset is split."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The result over the documents of one part of a dataset."""
+
+    name: str
+    loss: float
+    perplexity: float
+    tokens: int
+    bits_per_byte: float | None
+    accuracy: float
+    documents: int
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,8 @@ class Perplexity:
     """By the number of tokens of context, in powers of two."""
     bins: list[ConfidenceBin]
     """By the probability of the first choice."""
+    parts: list[Part] = field(default_factory=list)
+    """By part of the dataset, where it is split, in the order in which they come; a part without a scored token is left out."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers."""
@@ -71,14 +88,23 @@ class _Seen:
     documents: int = 0
     num_bytes: int = 0
     bytes_known: bool = True
+    parts: dict[str, _Seen] = field(default_factory=dict)
+
+    def count(self, piece: Piece) -> None:
+        self.documents += 1
+        self.bytes_known &= piece.num_bytes is not None
+        self.num_bytes += piece.num_bytes or 0
 
     def rows(self, pieces: Iterable[Piece], window: int, stride: int) -> Iterator[Row]:
         for piece in pieces:
-            self.documents += 1
-            self.bytes_known &= piece.num_bytes is not None
-            self.num_bytes += piece.num_bytes or 0
+            self.count(piece)
+            if piece.part is not None:
+                self.parts.setdefault(piece.part, _Seen()).count(piece)
             for begin, end, first in windows(len(piece.ids), window, stride):
-                yield Row(piece.ids[begin:end], first - begin)
+                yield Row(piece.ids[begin:end], first - begin, piece.part)
+
+    def bits_per_byte(self, nll: float) -> float | None:
+        return nll / math.log(2) / self.num_bytes if self.bytes_known and self.num_bytes else None
 
 
 def perplexity(
@@ -88,8 +114,10 @@ def perplexity(
     window: int | None = None,
     stride: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
+    group: Group | None = None,
 ) -> Perplexity:
-    """Score documents with a model."""
+    """Score documents with a model. Over several ranks each scores its share of the batches, and all have the whole result."""
+    rank, world = (0, 1) if group is None else (group.rank, group.size)
     window = loaded.config.max_seq_len if window is None else window
     stride = window if stride is None else stride
     if window < 2:
@@ -99,23 +127,28 @@ def perplexity(
     if batch_tokens < 1:
         raise ConfigError(f"batch-tokens is {batch_tokens}; it must be 1 or more.")
     seen, tally = _Seen(), Tally()
-    with progress("score", unit="tokens") as advance:
-        for batch in batches(seen.rows(pieces, window, stride), batch_tokens):
+    with progress("score" if world == 1 else f"score on rank {rank} of {world}", unit="tokens") as advance:
+        # Every rank cuts the same batches, so that a token is computed among the same neighbours whatever the number of ranks.
+        for index, batch in enumerate(batches(seen.rows(pieces, window, stride), batch_tokens)):
+            if index % world != rank:
+                continue
             scores = score(loaded, batch)
             if not np.isfinite(scores.nll).all():
                 raise CheckpointError(
                     f"{loaded.path}: its loss is not a finite number; the weights are damaged, or overflow as they compute."
                 )
-            tally.add(scores)
+            tally.add(scores, [row.part for row in batch])
             advance(len(scores.nll))
+    if group is not None:
+        tally.over(group)
     if tally.tokens == 0:
         raise DataError("the data holds nothing to score: every document is shorter than two tokens.")
     loss = tally.nll / tally.tokens
     return Perplexity(
         loss=loss,
-        perplexity=math.exp(min(loss, 700.0)),
+        perplexity=_exp(loss),
         tokens=tally.tokens,
-        bits_per_byte=tally.nll / math.log(2) / seen.num_bytes if seen.bytes_known and seen.num_bytes else None,
+        bits_per_byte=seen.bits_per_byte(tally.nll),
         accuracy=tally.correct / tally.tokens,
         documents=seen.documents,
         window=window,
@@ -123,4 +156,19 @@ def perplexity(
         calibration_error=tally.calibration_error(),
         positions=tally.positions(),
         bins=tally.bins(),
+        parts=_parts(seen, tally),
     )
+
+
+def _parts(seen: _Seen, tally: Tally) -> list[Part]:
+    found: list[Part] = []
+    for name, part in seen.parts.items():
+        tokens, nll, correct = tally.part(name)
+        if tokens:
+            loss = nll / tokens
+            found.append(Part(name, loss, _exp(loss), tokens, part.bits_per_byte(nll), correct / tokens, part.documents))
+    return found
+
+
+def _exp(loss: float) -> float:
+    return math.exp(min(loss, 700.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from headway import __version__
 from headway.errors import ConfigError
 from headway.eval.evaluate import Evaluation, share_a_tokenizer
 from headway.eval.plots import LOSS_BY_POSITION, RELIABILITY, draw_plots
-from headway.eval.tables import NUMBERS, OTHER_TOKENIZERS, numbers
+from headway.eval.tables import NUMBERS, OTHER_TOKENIZERS, PART_NUMBERS, numbers, part_numbers
 from headway.runtime.storage import write_atomic
 
 RESULTS = "results.json"
@@ -44,6 +45,7 @@ def _lines(evaluations: Sequence[Evaluation]) -> Iterable[str]:
         yield ""
     yield "Loss is in nats per token. ECE is the expected calibration error of the first choice's probability, over 15 bins."
     yield ""
+    yield from _parts(evaluations, datasets)
     yield from _positions(evaluations, datasets)
     yield "## Calibration"
     yield ""
@@ -52,8 +54,17 @@ def _lines(evaluations: Sequence[Evaluation]) -> Iterable[str]:
         yield from _samples(evaluations)
 
 
+def _parts(evaluations: Sequence[Evaluation], datasets: Sequence[str]) -> Iterable[str]:
+    for name in datasets:
+        rows = [[part.name, one.model, *part_numbers(part)] for one in evaluations for part in one.datasets[name].parts]
+        if rows:
+            yield f"## Parts of {name}"
+            yield ""
+            yield from _table(["part", "model", *PART_NUMBERS], sorted(rows, key=lambda row: row[0]))
+
+
 def _positions(evaluations: Sequence[Evaluation], datasets: Sequence[str]) -> Iterable[str]:
-    yield "## Loss by tokens of context"
+    yield "## Loss (and perplexity) by tokens of context"
     yield ""
     yield f"![loss by position]({LOSS_BY_POSITION})"
     yield ""
@@ -62,11 +73,12 @@ def _positions(evaluations: Sequence[Evaluation], datasets: Sequence[str]) -> It
         spans = sorted({span for buckets in found for span in buckets})
         yield f"### {name}"
         yield ""
-        cells = (
-            [f"{first}-{last}", *(f"{buckets[first, last]:.4f}" if (first, last) in buckets else "" for buckets in found)]
-            for first, last in spans
-        )
+        cells = ([f"{first}-{last}", *(_loss_and_perplexity(buckets.get((first, last))) for buckets in found)] for first, last in spans)
         yield from _table(["context", *(one.model for one in evaluations)], cells)
+
+
+def _loss_and_perplexity(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.4f} ({math.exp(min(loss, 700.0)):.2f})"
 
 
 def _samples(evaluations: Sequence[Evaluation]) -> Iterable[str]:

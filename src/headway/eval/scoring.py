@@ -27,10 +27,11 @@ SORTED_BATCHES = 16
 
 
 class Row(NamedTuple):
-    """One window: its ids, and the first of them that it scores."""
+    """One window: its ids, the first of them that it scores, and which part of the dataset it belongs to."""
 
     ids: Sequence[int]
     first: int
+    part: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class TokenScores:
     """Probability of the model's first choice."""
     context: np.ndarray
     """Tokens the prediction was made from, 1 or more."""
+    row: np.ndarray
+    """Which window of the batch the token is in."""
 
 
 def windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -98,6 +101,7 @@ def score(loaded: LoadedModel, rows: Sequence[Row]) -> TokenScores:
     if highest >= loaded.config.vocab:
         raise DataError(f"the data holds id {highest}; the model knows ids below {loaded.config.vocab}. It was made by another tokenizer.")
     context = torch.arange(1, length + 1).expand(len(rows), length)[scored]
+    row_of = torch.arange(len(rows))[:, None].expand(len(rows), length)[scored]
     targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1))[scored].to(loaded.device)
     tokens, scored = tokens.to(loaded.device), scored.to(loaded.device)
     with torch.inference_mode():
@@ -108,7 +112,7 @@ def score(loaded: LoadedModel, rows: Sequence[Row]) -> TokenScores:
             for at in range(0, len(targets), CHUNK_TOKENS)
         ]
         nll, correct, confidence = torch.cat(parts, dim=1).cpu().numpy()
-    return TokenScores(nll, correct, confidence, context.numpy())
+    return TokenScores(nll, correct, confidence, context.numpy(), row_of.numpy())
 
 
 def _predictions(loaded: LoadedModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

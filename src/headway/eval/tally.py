@@ -6,11 +6,16 @@ confidence  (0, 1/15] | (1/15, 2/15] | ...    probability the model gave its fir
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headway.eval.scoring import TokenScores
+
+if TYPE_CHECKING:
+    from headway.parallel.collectives import Group
 
 NUM_BINS = 15
 MAX_BUCKETS = 48
@@ -46,14 +51,34 @@ class Tally:
         # Rows: tokens, sum of losses (positions) or of confidences (bins), sum of correct tokens.
         self._positions = np.zeros((3, MAX_BUCKETS))
         self._bins = np.zeros((3, NUM_BINS))
+        self._parts: dict[str, np.ndarray] = {}
 
-    def add(self, scores: TokenScores) -> None:
-        """Count some tokens."""
+    def add(self, scores: TokenScores, parts: Sequence[str | None] = ()) -> None:
+        """Count some tokens; `parts` says of each window of the batch which part of the dataset it belongs to."""
         # frexp is exact where a logarithm in floating point could round a power of two down.
         bucket = np.frexp(scores.context.astype(np.float64))[1] - 1
         _count(self._positions, bucket, scores.nll, scores.correct)
         place = np.clip(np.ceil(scores.confidence * NUM_BINS).astype(np.int64) - 1, 0, NUM_BINS - 1)
         _count(self._bins, place, scores.confidence, scores.correct)
+        if any(part is not None for part in parts):
+            by_row = np.zeros((3, len(parts)))
+            _count(by_row, scores.row, scores.nll, scores.correct)
+            for part, sums in zip(parts, by_row.T, strict=True):
+                self._parts[str(part)] = self._parts.get(str(part), np.zeros(3)) + sums
+
+    def over(self, group: Group) -> None:
+        """Add what the other ranks counted, so that every rank has the whole."""
+        others = group.gather((self._positions, self._bins, self._parts))
+        self._positions = np.sum([positions for positions, _, _ in others], axis=0)
+        self._bins = np.sum([bins for _, bins, _ in others], axis=0)
+        self._parts = {}
+        for part, sums in (pair for _, _, parts in others for pair in parts.items()):
+            self._parts[part] = self._parts.get(part, np.zeros(3)) + sums
+
+    def part(self, name: str) -> tuple[int, float, int]:
+        """Tokens, sum of losses and correct tokens of one part of the dataset."""
+        tokens, nll, correct = self._parts.get(name, np.zeros(3))
+        return int(tokens), float(nll), int(correct)
 
     @property
     def tokens(self) -> int:

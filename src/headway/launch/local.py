@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,9 +57,14 @@ class Job:
 
 
 def plan_job(recipe: Recipe, wishes: Wishes, environment: Mapping[str, str], devices: Callable[[], list[Gpu]] = read_gpus) -> Job:
-    """Settle GPUs and number of ranks; contradictions are refused here, before anything is started."""
-    outer = outer_launcher(environment)
+    """Settle GPUs and number of ranks of a run; contradictions are refused here, before anything is started."""
     wish = wishes.gpus if wishes.gpus is not None else recipe.run.gpus_wish
+    return plan_ranks(recipe.device, replace(wishes, gpus=wish), environment, devices)
+
+
+def plan_ranks(device: str, wishes: Wishes, environment: Mapping[str, str], devices: Callable[[], list[Gpu]] = read_gpus) -> Job:
+    """Settle GPUs and number of ranks for work on a device (auto, cpu, cuda)."""
+    outer, wish = outer_launcher(environment), wishes.gpus
     if outer is not None and (wishes.nproc is not None or wishes.nodes.num > 1):
         if outer == "torchrun" or wishes.nodes.num == 1:
             raise LaunchError(
@@ -73,13 +78,13 @@ def plan_job(recipe: Recipe, wishes: Wishes, environment: Mapping[str, str], dev
     if wishes.nproc is not None and wishes.nproc < 1:
         raise LaunchError(f"--nproc is {wishes.nproc}; it must be at least 1.")
     choice = None if wish is None else choose_gpus(wish, environment, devices)
-    _check_device(recipe.device, wish, choice)
+    _check_device(device, wish, choice)
     if outer is not None:
         return Job(1, choice, Nodes())
     on_gpus = None
     if choice is not None and choice.gpus:
         on_gpus = len(choice.gpus)
-    elif choice is None and recipe.device != "cpu" and (wishes.nproc or 1) > 1:
+    elif choice is None and device != "cpu" and (wishes.nproc or 1) > 1:
         on_gpus = len(visible(devices(), environment.get("CUDA_VISIBLE_DEVICES"))) or None
     num_ranks = wishes.nproc if wishes.nproc is not None else on_gpus or 1
     if on_gpus is not None and num_ranks > on_gpus:

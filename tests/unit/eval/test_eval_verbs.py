@@ -1,7 +1,9 @@
 """`headway eval` as one types it: several datasets, suites, continuations, reports, models side by side."""
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.byte_model import CONFIG, byte_tokenizer, write_model
@@ -116,7 +118,7 @@ def test_a_report_holds_every_number_tables_and_pictures(
     for name, result in printed["datasets"].items():
         assert f"| {name} | {model} | {result['loss']:.4f} |" in report
         for bucket in result["positions"]:
-            assert f"| {bucket['first']}-{bucket['last']} | {bucket['loss']:.4f} |" in report
+            assert f"| {bucket['first']}-{bucket['last']} | {bucket['loss']:.4f} ({math.exp(bucket['loss']):.2f}) |" in report
     assert "\n    # the" in report
     assert sorted(path.name for path in out.iterdir()) == ["loss-by-position.png", "reliability.png", "report.md", "results.json"]
     assert is_png(out / "loss-by-position.png") and is_png(out / "reliability.png")
@@ -176,6 +178,54 @@ def test_models_with_other_tokenizers_are_compared_by_bits_per_byte(
     arguments = ["compare", model, str(other), *data, "--out", str(tmp_path / "report")]
     assert "compare bits per byte" in output(capsys, *arguments)
     assert "compare bits per byte" in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_a_dataset_is_split_by_a_key_or_by_file(capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path) -> None:
+    sources = {"books": TEXTS[:1], "web": TEXTS[1:]}
+    rows = [{"text": text, "meta": {"set": name}} for name, texts in sources.items() for text in texts]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, texts in sources.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    arguments = ["ppl", "--model", model, "--data", str(tmp_path / "all.jsonl"), "--by", "meta.set"]
+    parts = json.loads(output(capsys, *arguments, "--json"))["parts"]
+    assert [part["name"] for part in parts] == list(sources)
+    files = [f"both={tmp_path / name}.jsonl" for name in sources]
+    by_file = json.loads(output(capsys, "ppl", "--model", model, "--data", files[0], "--data", files[1], "--by", "file", "--json"))
+    for part, again, name in zip(parts, by_file["parts"], sources, strict=True):
+        alone = json.loads(output(capsys, "ppl", "--model", model, "--data", str(tmp_path / f"{name}.jsonl"), "--json"))
+        assert alone["parts"] == []
+        for found in (part, again):
+            assert {key: found[key] for key in KEYS & set(part)} == pytest.approx({key: alone[key] for key in KEYS & set(part)})
+        assert again["name"] == str(tmp_path / f"{name}.jsonl")
+    assert "all.jsonl by part" in output(capsys, *arguments, "--out", str(tmp_path / "report"))
+    assert f"| web | {model} | {parts[1]['loss']:.4f} |" in (tmp_path / "report" / "report.md").read_text()
+    said = output(capsys, *arguments[:-1], "meta.kind", code=2)
+    assert "all.jsonl:1: has no key 'meta.kind'" in said and len(said.strip().splitlines()) == 1
+
+
+def test_two_ranks_find_what_one_finds(capfd: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path) -> None:
+    (tmp_path / "again").symlink_to(model)
+    options = ["--batch-tokens", "32", "--stride", "8", "--by", "file", "--prompt=-a", "--json"]
+    arguments = ["eval", "compare", model, str(tmp_path / "again"), *data, *options]
+    assert main(arguments) == 0
+    alone = json.loads(capfd.readouterr().out)
+    assert main([*arguments, "--nproc", "2"]) == 0
+    both = json.loads(capfd.readouterr().out)
+    for one, other in zip(alone["models"], both["models"], strict=True):
+        assert list(flat(one)) == list(flat(other))
+        for key, value in flat(one).items():
+            assert flat(other)[key] == (pytest.approx(value, rel=1e-12) if isinstance(value, float) else value), key
+    assert main([*arguments, "--nproc", "0"]) == 2
+    assert "--nproc is 0" in capfd.readouterr().err
+
+
+def flat(value: Any, key: str = "") -> dict[str, Any]:
+    """Every leaf of plain values, by its path."""
+    if isinstance(value, dict):
+        return {path: leaf for name, inner in value.items() for path, leaf in flat(inner, f"{key}/{name}").items()}
+    if isinstance(value, list):
+        return {path: leaf for index, inner in enumerate(value) for path, leaf in flat(inner, f"{key}/{index}").items()}
+    return {key: value}
 
 
 @pytest.mark.parametrize(

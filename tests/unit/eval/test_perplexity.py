@@ -110,7 +110,7 @@ def test_calibration_error_of_known_numbers() -> None:
     # Ten tokens at 0.8 of which six are right, ten at 0.3 of which four are: (0.2 * 10 + 0.1 * 10) / 20.
     confidence = np.array([0.8] * 10 + [0.3] * 10)
     correct = np.array([1.0] * 6 + [0.0] * 4 + [1.0] * 4 + [0.0] * 6)
-    tally.add(TokenScores(np.ones(20), correct, confidence, np.arange(1, 21)))
+    tally.add(TokenScores(np.ones(20), correct, confidence, np.arange(1, 21), np.zeros(20, dtype=int)))
     assert tally.calibration_error() == pytest.approx(0.15)
     filled = [bin for bin in tally.bins() if bin.tokens]
     assert [(bin.tokens, bin.accuracy) for bin in filled] == [(10, pytest.approx(0.4)), (10, pytest.approx(0.6))]
@@ -118,10 +118,10 @@ def test_calibration_error_of_known_numbers() -> None:
 
 def test_a_sure_and_right_model_is_calibrated_and_bounds_fall_into_bins() -> None:
     tally = Tally()
-    tally.add(TokenScores(np.zeros(2), np.ones(2), np.ones(2), np.array([1, 2])))
+    tally.add(TokenScores(np.zeros(2), np.ones(2), np.ones(2), np.array([1, 2]), np.zeros(2, dtype=int)))
     assert tally.calibration_error() == 0.0
     assert tally.bins()[-1].tokens == 2
-    tally.add(TokenScores(np.zeros(1), np.zeros(1), np.zeros(1), np.array([4])))
+    tally.add(TokenScores(np.zeros(1), np.zeros(1), np.zeros(1), np.array([4]), np.zeros(1, dtype=int)))
     assert tally.bins()[0].tokens == 1
 
 

@@ -23,6 +23,7 @@ SUITE = typer.Option(
 WINDOW = typer.Option(None, help="Tokens read at once; the model's max_seq_len if not given.")
 STRIDE = typer.Option(None, help="Tokens between the beginnings of windows; the window if not given (no overlap).")
 BATCH_TOKENS = typer.Option(8192, help="Tokens that go through the model at once, padding included; a longer window goes alone.")
+BY = typer.Option(None, help="Also split each dataset: by file, or by this key of its records (dots go deeper: meta.source).")
 MAX_SAMPLES = typer.Option(None, help="Score only this many documents of each dataset, from its beginning.")
 SPLIT = typer.Option("file", help="A .txt file is one document (file), or each line is one (line).")
 TEXT_KEY = typer.Option(None, help="Key that holds the text of a record; if not given 'text', or what the suite knows.")
@@ -36,17 +37,24 @@ OUT = typer.Option(None, help="Write results.json, report.md and plots into this
 TENSORBOARD = typer.Option(None, help="Write the numbers as TensorBoard scalars into this folder, at the step of the checkpoint.")
 DEVICE = typer.Option("auto", help="auto, cpu or cuda.")
 PRECISION = typer.Option("auto", help="auto (bf16 on a GPU that has it, else fp32), fp32 or bf16.")
+NPROC = typer.Option(None, help="Ranks that share the work on this machine; default: one per chosen GPU, else one.")
+GPUS = typer.Option(None, help="GPUs: ids as nvidia-smi has them (0,1), UUIDs, a type (A800), auto (all free ones) or none.")
+
+
+def check_compute(device: str, precision: str) -> None:
+    """Refuse what is no device or precision."""
+    for name, value, known in (("device", device, ("auto", "cpu", "cuda")), ("precision", precision, ("auto", "fp32", "bf16"))):
+        if value not in known:
+            raise ConfigError(f"--{name} is {value!r}; it must be {', '.join(known[:-1])} or {known[-1]}.")
 
 
 def load(model: Path, device: str, precision: str) -> LoadedModel:
     """A model where and as exactly as it was asked for."""
     from headway.infer.load import load_model
     from headway.runtime.device import choose_compute
+    from headway.runtime.process import from_environment
 
-    for name, value, known in (("device", device, ("auto", "cpu", "cuda")), ("precision", precision, ("auto", "fp32", "bf16"))):
-        if value not in known:
-            raise ConfigError(f"--{name} is {value!r}; it must be {', '.join(known[:-1])} or {known[-1]}.")
-    compute = choose_compute(device, precision)
+    compute = choose_compute(device, precision, from_environment().local_rank)
     return load_model(model, device=compute.device, dtype=compute.dtype)
 
 
@@ -80,7 +88,7 @@ def _write_scalars(folder: Path, evaluation: Evaluation) -> None:
 def show(evaluations: Sequence[Evaluation]) -> None:
     """Tables and continuations for people."""
     from headway.eval.evaluate import share_a_tokenizer
-    from headway.eval.tables import NUMBERS, OTHER_TOKENIZERS, numbers
+    from headway.eval.tables import NUMBERS, OTHER_TOKENIZERS, PART_NUMBERS, numbers, part_numbers
 
     several = len(evaluations) > 1
     # The counts at the end leave their room to the models' names; reports and --json have them.
@@ -90,6 +98,12 @@ def show(evaluations: Sequence[Evaluation]) -> None:
         for one in evaluations:
             rows.append([name, *([one.model] if several else []), *numbers(one.datasets[name])[:shown]])
     print_table(["dataset", *(["model"] if several else []), *NUMBERS[:shown]], rows)
+    for name in evaluations[0].datasets:
+        parts = [(part.name, one.model, *part_numbers(part)) for one in evaluations for part in one.datasets[name].parts]
+        if parts:
+            typer.echo(f"\n{name} by part")
+            shown_parts = [row if several else (row[0], *row[2:]) for row in parts]
+            print_table(["part", *(["model"] if several else []), *PART_NUMBERS], shown_parts)
     if not share_a_tokenizer(evaluations):
         typer.echo(OTHER_TOKENIZERS)
     for one in evaluations:

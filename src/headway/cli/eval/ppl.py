@@ -1,14 +1,22 @@
 """`headway eval ppl`."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from headway.cli._output import JSON_FLAG, print_json
+from headway.cli._ranks import over_ranks
 from headway.cli.eval import _options
+
+if TYPE_CHECKING:
+    from headway.parallel.collectives import Group
 
 
 def command(
+    context: typer.Context,
     model: Path = typer.Option(..., "--model", help="A run folder, a checkpoint folder or a Hugging Face folder."),
     data: list[str] = _options.DATA,
     suite: str | None = _options.SUITE,
@@ -18,6 +26,7 @@ def command(
     max_samples: int | None = _options.MAX_SAMPLES,
     split: str = _options.SPLIT,
     text_key: str | None = _options.TEXT_KEY,
+    by: str | None = _options.BY,
     bos: bool = _options.BOS,
     prompt: list[str] = _options.PROMPT,
     samples: int | None = _options.SAMPLES,
@@ -28,27 +37,38 @@ def command(
     tensorboard: Path | None = _options.TENSORBOARD,
     device: str = _options.DEVICE,
     precision: str = _options.PRECISION,
+    nproc: int | None = _options.NPROC,
+    gpus: str | None = _options.GPUS,
     json: bool = JSON_FLAG,
 ) -> None:
     """Perplexity, bits per byte, accuracy and calibration of a model on text, with a sliding window where documents are longer than it."""
     from headway.eval.dataset import Reading, parse_datasets
-    from headway.eval.evaluate import EvalPlan, SamplePlan, evaluate
+    from headway.eval.evaluate import EvalPlan, SamplePlan
 
     plan = EvalPlan(
         parse_datasets(data, suite),
-        Reading(split, text_key, bos, max_samples),
+        Reading(split, text_key, bos, max_samples, by),
         window,
         stride,
         batch_tokens,
         SamplePlan(tuple(prompt), _options.num_samples(samples, prompt), max_new_tokens, temperature, seed),
     )
-    result = evaluate(_options.load(model, device, precision), plan, name=str(model))
-    _options.keep([result], out, tensorboard)
-    if not json:
-        _options.show([result])
-    elif len(result.datasets) == 1:
-        # One dataset: its numbers at the top, as a script reads them.
-        plain = result.to_json()
-        print_json({"model": plain["model"], **next(iter(plain["datasets"].values())), "samples": plain["samples"]})
-    else:
-        print_json(result.to_json())
+    _options.check_compute(device, precision)
+
+    def work(group: Group) -> None:
+        from headway.eval.evaluate import evaluate
+
+        result = evaluate(_options.load(model, device, precision), plan, name=str(model), group=group)
+        if group.rank != 0:
+            return
+        _options.keep([result], out, tensorboard)
+        if not json:
+            _options.show([result])
+        elif len(result.datasets) == 1:
+            # One dataset: its numbers at the top, as a script reads them.
+            plain = result.to_json()
+            print_json({"model": plain["model"], **next(iter(plain["datasets"].values())), "samples": plain["samples"]})
+        else:
+            print_json(result.to_json())
+
+    over_ranks(context, device, nproc, gpus, work)
