@@ -37,3 +37,13 @@ class CheckpointError(HeadwayError):
 
 class TrainingError(HeadwayError):
     """Training had to end: the disk is full, the loss is lost, memory ran out."""
+
+
+class CommunicationError(TrainingError):
+    """Ranks lost each other: one is gone, or did not come to an exchange in time."""
+
+
+class GaveUpError(TrainingError):
+    """Training cannot go on by itself, and starting it again would not help; somebody has to look."""
+
+    exit_code = 3

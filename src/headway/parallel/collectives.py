@@ -6,8 +6,9 @@ All ranks of a group must start the same collectives in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from headway.errors import LaunchError
 from headway.parallel.mesh import Mesh
+from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.process import Process
 
 # Newer versions of torch have new names for these two and warn at the old ones.
@@ -54,15 +56,28 @@ class Then:
         self.action()
 
 
-class Group:
-    """Some ranks that exchange tensors."""
+@dataclass
+class _Named:
+    """A collective under way; while the host waits for it, the heartbeat says so."""
 
-    def __init__(self, rank: int = 0, size: int = 1, handle: dist.ProcessGroup | None = None) -> None:
-        self.rank, self.size, self.handle = rank, size, handle
+    work: dist.Work
+    name: str
+    group: Group
+
+    def wait(self) -> None:
+        with self.group.heart.exchanging(self.name, self.group.size):
+            self.work.wait()
+
+
+class Group:
+    """Some ranks that exchange tensors. `heart` is told of every exchange, so that one nobody answers can be named."""
+
+    def __init__(self, rank: int = 0, size: int = 1, handle: dist.ProcessGroup | None = None, heart: Heartbeat | None = None) -> None:
+        self.rank, self.size, self.handle, self.heart = rank, size, handle, heart or Heartbeat(rank)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         """Replace a tensor by its sum over ranks."""
-        return Done() if self.size == 1 else _work(dist.all_reduce(tensor, group=self.handle, async_op=True))
+        return Done() if self.size == 1 else self._under_way("all_reduce", dist.all_reduce(tensor, group=self.handle, async_op=True))
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Handle:
         """This rank's part of the sum over ranks; `part` may lie in `whole` at this rank's place."""
@@ -71,9 +86,10 @@ class Group:
                 part.copy_(whole)
             return Done()
         if part.is_cuda:
-            return _work(_reduce_scatter(part, whole, group=self.handle, async_op=True))
+            return self._under_way("reduce_scatter", _reduce_scatter(part, whole, group=self.handle, async_op=True))
         apart = torch.empty_like(part)  # gloo is not made for overlapping input and output
-        return Then(_work(_reduce_scatter(apart, whole, group=self.handle, async_op=True)), lambda: part.copy_(apart))
+        work = self._under_way("reduce_scatter", _reduce_scatter(apart, whole, group=self.handle, async_op=True))
+        return Then(work, lambda: part.copy_(apart))
 
     def all_gather(self, whole: Tensor, part: Tensor) -> Handle:
         """All ranks' parts, one after another; `part` may lie in `whole` at this rank's place."""
@@ -81,14 +97,16 @@ class Group:
             if part.data_ptr() != whole.data_ptr():
                 whole.copy_(part)
             return Done()
-        return _work(_all_gather(whole, part if part.is_cuda else part.clone(), group=self.handle, async_op=True))
+        work = _all_gather(whole, part if part.is_cuda else part.clone(), group=self.handle, async_op=True)
+        return self._under_way("all_gather", work)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value (plain Python), in rank order, on every rank."""
         if self.size == 1:
             return [value]
         answers: list[Any] = [None] * self.size
-        dist.all_gather_object(answers, value, group=self.handle)
+        with self._exchanging("gather of values"):
+            dist.all_gather_object(answers, value, group=self.handle)
         return answers
 
     def sum(self, values: list[float]) -> list[float]:
@@ -96,20 +114,37 @@ class Group:
         if self.size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self.handle)
+        with self._exchanging("sum of numbers"):
+            dist.all_reduce(total, group=self.handle)
         return total.tolist()
 
     def most(self, value: int) -> int:
         """The largest of the ranks' host numbers."""
+        return self.most_each([value])[0]
+
+    def most_each(self, values: list[int], name: str = "agreement") -> list[int]:
+        """The largest of the ranks' host numbers, at each place of a list."""
         if self.size == 1:
-            return value
-        found = torch.tensor(value)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.handle)
-        return int(found)
+            return values
+        found = torch.tensor(values)
+        with self._exchanging(name):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.handle)
+        return [int(value) for value in found]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.most(0)
+        self.most_each([0], "barrier")
+
+    @contextmanager
+    def _exchanging(self, name: str) -> Iterator[None]:
+        self.heart.count(name)
+        with self.heart.exchanging(name, self.size):
+            yield
+
+    def _under_way(self, name: str, work: dist.Work | None) -> Handle:
+        assert work is not None
+        self.heart.count(name)
+        return _Named(work, name, self)
 
     def close(self, *, orderly: bool = True) -> None:
         """End communication. Orderly, all ranks wait for each other first: gloo's threads may abort a process that others still talk to."""
@@ -125,15 +160,10 @@ class Group:
         self.close(orderly=kind is None)
 
 
-def _work(work: dist.Work | None) -> Handle:
-    assert work is not None
-    return work
-
-
-def start_group(process: Process, backend: Literal["gloo", "nccl"], timeout_seconds: float) -> Group:
+def start_group(process: Process, backend: Literal["gloo", "nccl"], timeout_seconds: float, heart: Heartbeat | None = None) -> Group:
     """Join the other processes of a run; the launcher says where they meet (MASTER_ADDR, MASTER_PORT). Alone there is nobody to join."""
     if process.world == 1:
-        return Group()
+        return Group(heart=heart)
     kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
     try:
         dist.init_process_group(
@@ -149,7 +179,7 @@ def start_group(process: Process, backend: Literal["gloo", "nccl"], timeout_seco
         raise LaunchError(
             f"rank {process.rank} of {process.world} could not meet the others within {timeout_seconds:.0f} s: {first}"
         ) from None
-    return Group(process.rank, process.world, dist.group.WORLD)
+    return Group(process.rank, process.world, dist.group.WORLD, heart)
 
 
 @dataclass(frozen=True)
@@ -189,7 +219,7 @@ def _mine(lists: list[list[int]], world: Group) -> Group:
     for ranks in lists:
         handle = dist.new_group(ranks)
         if world.rank in ranks:
-            mine = Group(ranks.index(world.rank), len(ranks), handle)  # pyright: ignore[reportArgumentType]
+            mine = Group(ranks.index(world.rank), len(ranks), handle, world.heart)  # pyright: ignore[reportArgumentType]
     return mine
 
 

@@ -14,6 +14,11 @@ PR_SET_PDEATHSIG = 1
 LAUNCHER_PID = "HEADWAY_LAUNCHER_PID"
 FAILURE_FILE = "HEADWAY_FAILURE_FILE"
 """Set by headway's own launcher for each rank it starts: its process id, and where a rank says why it failed."""
+SUPERVISOR = "HEADWAY_SUPERVISOR"
+RESTARTS = "HEADWAY_RESTARTS"
+OUTCOME_FILE = "HEADWAY_OUTCOME_FILE"
+"""Set by `headway supervise` for what it starts: its name for the job, how often it started it again, where an exit code is left that a
+launcher in between may not pass on."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,23 @@ def end_with_launcher() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(given):  # it was gone before the request stood
         os._exit(1)
+
+
+def supervisor() -> str | None:
+    """The name a supervisor gave to this job; None where nobody supervises it."""
+    return os.environ.get(SUPERVISOR)
+
+
+def num_restarts() -> int:
+    """How often a supervisor, ours or torchrun's, has started this run again."""
+    return max(int(os.environ.get(name, "0") or 0) for name in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+
+
+def leave_outcome(code: int) -> None:
+    """Leave an exit code for the supervisor, where it decides whether to start again."""
+    path = os.environ.get(OUTCOME_FILE)
+    if path:
+        Path(path).write_text(str(code), encoding="utf-8")
 
 
 def set_environment(settings: Mapping[str, str]) -> None:

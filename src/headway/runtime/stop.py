@@ -1,40 +1,130 @@
-"""Stopping well: the first SIGINT, SIGTERM or SIGUSR1 asks the loop to finish its step, save and leave; a second Ctrl-C stops at once."""
+"""Stopping well: the first SIGINT, SIGTERM or SIGUSR1 asks the loop to finish its step, save and leave; a second Ctrl-C stops at once.
+
+Python runs a signal's handler only when its main thread comes back from whatever it calls, and a collective or a compiler may not come back
+for long. So the interpreter also writes each signal's number into a pipe, at once, and a thread that reads it keeps the two promises the
+main thread cannot: a second Ctrl-C ends the process, and so does the grace period, unless a save is under way.
+"""
+
+from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+EMPTY_HANDED_SECONDS = 3.0
+"""How long a process that has nothing to save may take to leave by itself."""
+AT_ONCE_SECONDS = 1.0
+POLL_SECONDS = 0.2
+
+
+class Interrupted(BaseException):
+    """Asked to stop while there was nothing to save yet. No library that catches its own exceptions may swallow it."""
+
+    def __init__(self, signal_name: str) -> None:
+        super().__init__(signal_name)
+        self.signal_name = signal_name
 
 
 class StopSignal:
     """A context in which signals are requests. `requested` is the first signal's name, None before; the old handlers come back at the end.
 
-    Python delivers signals to the main thread only; in any other thread the context does nothing.
+    Python delivers signals to the main thread only; in any other thread the context does nothing. While `starting`, a signal raises
+    Interrupted instead of waiting for a step that is far away.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, grace_seconds: float | None = None, starting: bool = False) -> None:
         self.requested: str | None = None
+        self.requested_at: float | None = None
+        self.starting = starting
+        self.grace_seconds = grace_seconds
+        self.is_saving: Callable[[], bool] = lambda: False
+        self.has_something_to_save: Callable[[], bool] = lambda: True
+        self.before_exit: Callable[[], None] = lambda: None
         self._before: dict[int, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._before_pipe = -1
+        self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> "StopSignal":
+    def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             # a signal the parent had ignored, as shells do with Ctrl-C for jobs in the background, stays ignored
             wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._pipe = os.pipe()
+            for end in self._pipe:
+                os.set_blocking(end, False)
+            self._before_pipe = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             self._before = {number: signal.signal(number, self._receive) for number in wanted}
+            self._thread = threading.Thread(target=self._watch, args=(self._pipe[0],), name="headway-stop", daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        if self._pipe is not None and self._thread is not None:
+            signal.set_wakeup_fd(self._before_pipe)
+            os.write(self._pipe[1], b"\0")
+            self._thread.join()
+            for end in self._pipe:
+                os.close(end)
+            self._pipe = self._thread = None
+
+    def in_hurry(self) -> bool:
+        """Whether half of the grace period is gone: what is not saving should be left out."""
+        if self.requested_at is None or self.grace_seconds is None:
+            return False
+        return time.monotonic() - self.requested_at > self.grace_seconds / 2
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.requested is None:
-            self.requested = signal.Signals(number).name
+            self.requested, self.requested_at = signal.Signals(number).name, time.monotonic()
+            if self.starting:
+                raise Interrupted(self.requested)
             # os.write, because a handler may interrupt a logging call that holds the stream.
-            os.write(2, f"{self.requested}: finishing this step, then saving. Ctrl-C again stops at once.\n".encode())
+            _say(f"{self.requested}: finishing this step, then saving. Ctrl-C again stops at once.")
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
+
+    def _watch(self, reading: int) -> None:
+        """Read the signals as they arrive, whatever the main thread does; b"\\0" is the end."""
+        first: int | None = None
+        first_at, leave_at = 0.0, float("inf")
+        while True:
+            if select.select([reading], [], [], None if first is None else POLL_SECONDS)[0]:
+                got = os.read(reading, 256)
+                if 0 in got:
+                    return
+                for number in got:
+                    if first is None and number in SIGNALS:
+                        first, first_at = number, time.monotonic()
+                    elif number == signal.SIGINT:
+                        leave_at = min(leave_at, time.monotonic() + AT_ONCE_SECONDS)
+            if first is not None:
+                now = time.monotonic()
+                if now > leave_at:
+                    self._leave(signal.SIGINT, "stopped at once")
+                if self._is_late(now - first_at):
+                    self._leave(first, f"the grace period is over ({now - first_at:.0f} s); the newest checkpoint is kept")
+
+    def _is_late(self, seconds: float) -> bool:
+        if self.is_saving():
+            return False
+        if self.starting or not self.has_something_to_save():
+            return seconds > EMPTY_HANDED_SECONDS
+        return self.grace_seconds is not None and seconds > self.grace_seconds
+
+    def _leave(self, number: int, why: str) -> None:
+        _say(why)
+        self.before_exit()
+        os._exit(128 + number)
+
+
+def _say(text: str) -> None:
+    os.write(2, f"{text}\n".encode())

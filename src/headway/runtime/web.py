@@ -30,6 +30,11 @@ def job_id() -> str:
     return os.environ.get("SLURM_JOB_ID") or pod or os.environ.get("MLP_TASK_ID") or "none"
 
 
+def cluster_name() -> str:
+    """What the environment calls this cluster; `none` where it does not."""
+    return os.environ.get("CLUSTER_NAME") or "none"
+
+
 def direct_opener() -> urllib.request.OpenerDirector:
     """An opener for which a redirect is an error: following it could carry a secret to another machine."""
     return urllib.request.build_opener(_NoRedirect())

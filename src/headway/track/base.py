@@ -42,6 +42,10 @@ class TrackerConfig(KindConfig):
         """Make the tracker of a run."""
         raise ConfigError(f"{type(self).__module__} defines no Config.build(run_dir, run_name); a tracker needs one.")
 
+    def build_outside(self, run_dir: Path, run_name: str) -> Tracker | None:
+        """Make one that tells events alone, for a process that watches the run or a rank that fails; None for what only keeps numbers."""
+        return None
+
 
 def flatten(record: Mapping[str, Any]) -> dict[str, Value]:
     """The numbers of a record by name: those under `time` as they are called there, other groups as `group/name`. `step` is left out."""

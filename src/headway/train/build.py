@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from math import ceil
 from pathlib import Path
-from signal import Signals
 from typing import TYPE_CHECKING
 
 from headway.data.batch import Batch
@@ -24,13 +24,17 @@ from headway.parallel.collectives import Ranks, alone
 from headway.parallel.engine import Engine
 from headway.parallel.passes import Settings
 from headway.runtime.device import Compute, choose_compute, set_arithmetic
+from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.machine import usable_cores
 from headway.runtime.process import Process
+from headway.runtime.stop import StopSignal
 from headway.track.base import Event, Tracker
 from headway.track.jsonl import MetricsFile
+from headway.track.outside import append_event
 from headway.train.config import Recipe
 from headway.train.folder import CHECKPOINTS, METRICS, Start
 from headway.train.meter import Facts, Meter
+from headway.train.orders import Orders
 from headway.train.quiet import QuietMetrics
 from headway.train.resolve import Resolved
 from headway.train.state import TrainState
@@ -60,6 +64,7 @@ class Run:
     state: TrainState
     meter: Meter
     saved_step: int = 0
+    stop: StopSignal = field(default_factory=StopSignal)
     trackers: list[Tracker] = field(default_factory=list)
     after_step: Callable[[int], None] = lambda step: None
     """Called with each step that is done; a probe sets it."""
@@ -74,15 +79,27 @@ class Run:
         """The file every step is written to, by the first rank."""
         return MetricsFile(self.start.folder / METRICS) if self.process.is_first else QuietMetrics()
 
-    def agree(self, signal: str | None) -> str | None:
-        """The signal any rank got, so that all of them stop after the same step."""
-        number = self.ranks.world.most(0 if signal is None else Signals[signal].value)
-        return Signals(number).name if number else None
+    @property
+    def heart(self) -> Heartbeat:
+        """Where this rank says how far it is."""
+        return self.ranks.world.heart
+
+    @cached_property
+    def orders(self) -> Orders:
+        """What all ranks agree on between steps."""
+        return Orders(self.ranks.world, self.start.folder, self.stop)
 
     def tell(self, event: Event, text: str) -> None:
         """Tell every tracker of something that happened. Any rank and thread may call it; the first rank's trackers are all there are."""
+        if self.process.is_first:
+            append_event(self.start.folder, event, text, self.state.step)
         for tracker in self.trackers:
             tracker.event(event, text, self.state.step)
+
+    def close(self) -> None:
+        """Let the trackers write out what waits."""
+        for tracker in self.trackers:
+            tracker.close()
 
     def valid_batches(self) -> dict[str, Iterator[Batch]]:
         """The microbatches of every validation set, in order, the same at every validation."""
@@ -99,6 +116,7 @@ class Run:
             seed=self.recipe.seed, epochs=1, shuffle=False,
         ) as loader:  # fmt: skip
             for index, (step, _) in enumerate(islice(loader, -(-wanted // data.size))):
+                self.heart.beat("validate", self.state.step)
                 (batch,) = step.microbatches
                 counts = index * data.size + data.rank < wanted
                 yield batch if counts else replace(batch, loss_weight=batch.loss_weight.new_zeros(batch.loss_weight.shape))

@@ -30,6 +30,9 @@ class RunConfig(Section):
     gpus: int | str | tuple[int | str, ...] | None = setting(
         None, "GPUs `headway train` uses: ids, UUIDs, a type, auto (all free ones) or none; null = as torch sees them. --gpus wins."
     )
+    grace_seconds: float = setting(
+        120.0, "After a signal to stop: how long a run that is not saving may take to leave; validation is cut short at half of it.", gt=0
+    )
 
     @property
     def gpus_wish(self) -> str | None:

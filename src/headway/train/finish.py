@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import signal
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError
@@ -14,6 +13,7 @@ from headway.track.console import DATA_WAIT_SHOWN
 from headway.track.jsonl import read_metrics
 from headway.train.folder import METRICS, SUMMARY, write_json
 from headway.train.meter import WARM_STEPS, flops_per_token
+from headway.train.orders import exit_code
 
 if TYPE_CHECKING:
     from headway.train.build import Run
@@ -24,12 +24,13 @@ log = logging.getLogger("headway")
 def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
     """Write what a finished run leaves behind; a stopped one says how to go on. Returns the summary."""
     folder = run.start.folder
-    for tracker in run.trackers:
-        tracker.close()
     summary = run.ranks.world.gather(summarize(run) if run.process.is_first else None)[0]
     if stopped_by is not None and run.state.step < run.total_steps:
         log.info("stopped by %s after step %d; the same command goes on from there", stopped_by, run.state.step)
-        return {**summary, "stopped_by": stopped_by, "exit_code": 128 + signal.Signals[stopped_by].value}
+        run.tell(
+            "finish", f"stopped by {stopped_by} after step {run.state.step} of {run.total_steps}, loss {_number(summary['last_loss'])}"
+        )
+        return {**summary, "stopped_by": stopped_by, "exit_code": exit_code(stopped_by)}
     summary["final"] = write_final(run) if run.recipe.checkpoint.at_end else None
     if run.process.is_first:
         write_json(folder / SUMMARY, summary)
@@ -38,6 +39,7 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
             "training waited for data %.0f %% of the time; raise data.workers or data.prefetch, or set data.stage_to",
             100 * summary["data_wait_share"],
         )
+    run.tell("finish", f"done: {run.state.step} steps, loss {_number(summary['last_loss'])}")
     log.info("done: %d steps in %.0f s, loss %s; %s", run.state.step, run.state.seconds, _number(summary["last_loss"]), folder)
     return summary
 

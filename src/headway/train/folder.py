@@ -18,9 +18,13 @@ from headway.config.load import dump_yaml, load
 from headway.config.section import differences
 from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.parallel.collectives import Group
+from headway.runtime.heartbeat import clear_beats
 from headway.runtime.machine import environment
+from headway.runtime.process import supervisor
 from headway.runtime.storage import check_writable, write_atomic
+from headway.track.outside import begin_claims
 from headway.train.config import Recipe
+from headway.train.request import withdraw
 
 log = logging.getLogger("headway")
 
@@ -118,6 +122,10 @@ def prepare_folder(start: Start, recipe: Recipe) -> None:
         for path in set_aside_later(start.folder / CHECKPOINTS, start.checkpoint.step):
             log.info("a later checkpoint was set aside: %s", path)
     (start.folder / "logs").mkdir(parents=True, exist_ok=True)
+    clear_beats(start.folder)
+    begin_claims(start.folder)
+    if supervisor() is None:
+        withdraw(start.folder)  # a request to stop that an earlier start left; under a supervisor it may be for this one
     write_atomic(start.folder / RECIPE, dump_yaml(recipe))
     write_atomic(start.folder / "command.txt", " ".join(sys.argv) + "\n")
     write_json(start.folder / "environment.json", environment())

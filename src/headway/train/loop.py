@@ -11,7 +11,6 @@ from torch.profiler import record_function
 from headway.data.loader import Loader
 from headway.objective.base import StepInfo
 from headway.optim.groups import hypers
-from headway.runtime.stop import StopSignal
 from headway.train.build import Run
 from headway.train.clock import Clock
 from headway.train.evaluate import validate
@@ -31,9 +30,15 @@ def run_loop(run: Run) -> dict[str, Any]:
     asked: str | None = None
     gc.collect()
     gc.disable()
+    run.stop.starting = False
     try:
-        with StopSignal() as stop, run.loader as batches:
-            while state.step < run.total_steps and (asked := run.agree(stop.requested)) is None:
+        with run.loader as batches:
+            while state.step < run.total_steps:
+                order = run.orders.look(state.step)
+                if (asked := order.stopped_by) is not None:
+                    break
+                if order.save and state.step > run.saved_step:
+                    save(run, clock)
                 train_step(run, batches)
                 run.after_step(state.step)
                 clock.epoch_lines()
@@ -74,6 +79,7 @@ def train_step(run: Run, batches: Loader, *, quiet: bool = False) -> None:
     every = run.recipe.eval.every
     if run.data.valid and ((every and state.step % every == 0) or state.step == run.total_steps):
         pending.valid = validate(run)
-        state.valid = pending.valid["valid"]
+        state.valid = pending.valid.get("valid")
         meter.interrupt()
+    run.heart.beat("step", state.step)
     report(run)

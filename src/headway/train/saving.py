@@ -41,11 +41,13 @@ def require_metric(valid: dict[str, dict[str, float]], metric: str) -> None:
 
 def save(run: Run, clock: Clock, *, snapshot: bool = False) -> None:
     """Save a checkpoint; the metrics of all steps up to it are on disk first, so that a resumed run finds them."""
+    run.heart.beat("save", run.state.step)
     report(run, everything=True)
     run.metrics.sync()
     run.state.seconds = clock.seconds()
     path = run.state.save(run.checkpoints, run.tokenizer_path, run.recipe.checkpoint, run.ranks.world, snapshot=snapshot)
     if not snapshot:
         run.saved_step = run.state.step
+    run.heart.beat("step", run.state.step)
     run.meter.interrupt()
     log.info("saved %s", path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from math import prod
 from typing import Any
 
@@ -12,37 +12,67 @@ from headway.infer.load import FINAL
 from headway.model.families.base import published
 from headway.parallel.collectives import Group, form_groups, start_group
 from headway.runtime.device import backend_of
+from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.log import start_logging
-from headway.runtime.process import Process, from_environment
+from headway.runtime.process import Process, from_environment, set_environment
+from headway.runtime.stop import Interrupted, StopSignal
 from headway.track.console import Console
 from headway.train.build import Run, build
 from headway.train.config import Recipe
 from headway.train.finish import summarize
 from headway.train.folder import SUMMARY, agree_on_start, prepare_folder
 from headway.train.loop import run_loop, train_step
+from headway.train.orders import exit_code
 from headway.train.probe import Probe
 from headway.train.resolve import Resolved, resolve
+from headway.train.trouble import explained, flight_recorder, tell_of_crash
 
 log = logging.getLogger("headway")
 
 
 def run_recipe(recipe: Recipe, resume: str = "auto", probe: Probe = nullcontext) -> dict[str, Any]:
     """Train; returns the summary. Nothing is written before everything is built."""
-    resolved, process = resolve(recipe), from_environment()
-    with start_group(process, backend_of(recipe.device), recipe.parallel.timeout_seconds) as world:
-        return _run(resolved, resume, process, world, probe)
+    process = from_environment()
+    heart, folder = Heartbeat(process.rank), recipe.run.folder
+    well = False
+    with StopSignal(grace_seconds=recipe.run.grace_seconds, starting=True) as stop:
+        try:
+            resolved, backend = resolve(recipe), backend_of(recipe.device)
+            if backend == "nccl" and process.world > 1:
+                set_environment(flight_recorder(folder))
+            with start_group(process, backend, recipe.parallel.timeout_seconds, heart) as world:
+                outcome = _run(resolved, resume, process, world, probe, stop)
+            well = True
+            return outcome
+        except Interrupted as asked:
+            well = True
+            log.info("stopped by %s before the first step: nothing was trained, nothing is lost", asked.signal_name)
+            return {"run": str(folder), "stopped_by": asked.signal_name, "exit_code": exit_code(asked.signal_name)}
+        except Exception as error:
+            found = explained(error, heart, folder, process.world)
+            tell_of_crash(recipe, found, heart.step)
+            if found is error:
+                raise
+            raise found from error
+        finally:
+            heart.close(well=well)
 
 
-def _run(resolved: Resolved, resume: str, process: Process, world: Group, probe: Probe) -> dict[str, Any]:
+def _run(resolved: Resolved, resume: str, process: Process, world: Group, probe: Probe, stop: StopSignal) -> dict[str, Any]:
     run = _build(resolved, resume, process, world)
     recipe, start = resolved.recipe, run.start
+    run.stop = stop
+    stop.is_saving = lambda: run.heart.phase == "save"
+    stop.has_something_to_save = lambda: run.state.step > run.saved_step
     if process.is_first:
         run.trackers = [Console(run.total_steps), *(one.build(start.folder, recipe.run.name) for one in recipe.track)]
     world.barrier()  # every rank has read the folder before one of them changes it
     if process.is_first:
         prepare_folder(start, recipe)
     world.barrier()
-    with start_logging(start.folder, rank=process.rank):
+    run.heart.beat("start", run.state.step)
+    run.heart.write_to(start.folder)
+    with start_logging(start.folder, rank=process.rank), closing(run):
         for line in describe(run):
             log.info("%s", line)
         if recipe.checkpoint.at_end and (reason := why_not_exported(run)):
@@ -54,6 +84,7 @@ def _run(resolved: Resolved, resume: str, process: Process, world: Group, probe:
             run.loader.close()
             return summarize(run)
         run.metrics.cut_to(run.state.step)
+        run.tell("start", f"{'begins' if start.checkpoint is None else 'goes on'} at step {run.state.step} of {run.total_steps}")
         with probe(run):
             return run_loop(run)
 

@@ -4,7 +4,6 @@ import json
 
 from headway.launch.local import Wishes, plan_job
 from headway.train.config import Recipe
-from support.alerts import alert, alert_lines
 from support.observe import (
     STORES,
     Row,
@@ -159,14 +158,6 @@ ROWS: dict[str, Row] = {
     "eval.every": ((*STORES, "data.valid.fraction=0.2"), None, 1, lambda o: sum("valid" in r for r in observed(o).records)),
     "eval.rows": ((*STORES, "data.valid.fraction=0.4"), 2, 8, valid),
     "log.every": ((), 10, 1, log_lines),
-    "track[alert].kind": ((), [], alert(), lambda o: alert_lines(observed(o).log)),
-    "track[alert].form": ((), alert(), alert("form: webhook, url_env: NO_SUCH"), refused),
-    "track[alert].url_env": ((), alert("form: slack, url_env: NO_SUCH"), alert("form: slack, url_env: NOR_THIS"), refused),
-    "track[alert].command": ((), alert(), alert("command: ['false']"), lambda o: alert_lines(observed(o).log)),
-    "track[alert].events": ((), alert("events: [start]"), alert("events: [finish]"), lambda o: alert_lines(observed(o).log)),
-    "track[alert].spike_ratio": (("optim.lr=10", "log.every=1"), alert("spike_ratio: 1.01"), alert("spike_ratio: 1e9"), lambda o: alert_lines(observed(o).log)),
-    "track[alert].every_seconds": (("optim.lr=1", "steps=12", "log.every=1"), alert("spike_ratio: 1.01, every_seconds: 0"), alert("spike_ratio: 1.01, every_seconds: 600"), lambda o: alert_lines(observed(o).log)),
-    "track[alert].timeout_seconds": ((), alert("command: [sleep, '0.5'], timeout_seconds: 0.1"), alert("command: [sleep, '0.5'], timeout_seconds: 30"), lambda o: alert_lines(observed(o).log)),
     "track[tensorboard].kind": ((), [], ["{kind: tensorboard}"], files("tensorboard/*")),
     "seed": ((), 42, 43, numbers),
     "deterministic": ((), False, True, engine(lambda run: __import__("torch").are_deterministic_algorithms_enabled())),

@@ -5,14 +5,18 @@ import logging
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from support.chat_server import ChatServer, Handler, serving
 
 from headway.errors import ConfigError
 from headway.track import alert as alert_module
+from headway.track import sender as sender_module
 from headway.track.alert import Config
+from headway.track.base import Event
+from headway.track.heartbeat import Config as HeartbeatConfig
+from headway.track.outside import begin_claims, claim_crash, tell_crash
 
 SECRET = "hook-secret-42"
 
@@ -28,11 +32,12 @@ def take(request: Handler, _: int) -> bool:
     return request.answer(b'{"code": 0}')
 
 
-def watch(server: ChatServer, monkeypatch: pytest.MonkeyPatch, losses: list[Any], **settings: Any) -> list[dict[str, Any]]:
+def watch(server: ChatServer, monkeypatch: pytest.MonkeyPatch, happens: list[Event], /, **settings: Any) -> list[dict[str, Any]]:
     monkeypatch.setenv("MY_HOOK", f"{server.url}/{SECRET}?t={SECRET}")
     tracker = Config(url_env="MY_HOOK", **settings).build(Path(), "run")
-    for step, loss in enumerate(losses, start=1):
-        tracker.log(step, {"step": step, "loss": loss})
+    for step, event in enumerate(happens, start=1):
+        tracker.log(step, {"step": step, "loss": 1.0 / step})
+        tracker.event(event, f"{event} in step {step}", step)
     tracker.close()
     return server.seen
 
@@ -40,23 +45,20 @@ def watch(server: ChatServer, monkeypatch: pytest.MonkeyPatch, losses: list[Any]
 def test_each_event_is_told_with_all_its_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_POD_NAME", "job7-worker-0")
     with serving(take) as server:
-        seen = [one["body"] for one in watch(server, monkeypatch, [4.0, 3.0, 4.6, float("nan"), 5.0, None])]
+        seen = [one["body"] for one in watch(server, monkeypatch, list(get_args(Event)))]
     assert [(one["event"], one["step"], one["loss"]) for one in seen] == [
-        ("start", 1, 4.0),
-        ("spike", 3, 4.6),
-        ("nan", 4, None),
-        ("finish", 6, 5.0),
+        (name, step, 1.0 / step) for step, name in enumerate(get_args(Event), start=1)
     ]
     assert all(one["run"] == "run" and one["job"] == "job7" and abs(one["timestamp"] - time.time()) < 60 for one in seen)
-    assert "from 3 to 4.6" in seen[1]["text"] and "nan" in seen[2]["text"]
+    assert seen[2]["text"] == "crash in step 3"
 
 
 def test_feishu_and_slack_get_the_form_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(take) as server:
-        seen = watch(server, monkeypatch, [2.0], form="feishu", events=("start",))
-        watch(server, monkeypatch, [2.0], form="slack", events=("start",))
+        seen = watch(server, monkeypatch, ["start", "finish"], form="feishu", events=("start",))
+        watch(server, monkeypatch, ["start"], form="slack", events=("start",))
     feishu = seen[0]["body"]
-    text = "training, step 1, loss 2"
+    text = "start in step 1"
     post = {"zh_cn": {"title": "none_run", "content": [[{"tag": "text", "text": text}]]}}
     assert feishu == {"timestamp": feishu["timestamp"], "msg_type": "post", "content": {"post": post}}
     assert isinstance(feishu["timestamp"], int) and seen[0]["headers"]["Content-Type"] == "application/json;charset=utf-8"
@@ -67,23 +69,20 @@ def test_a_command_reads_the_message_without_a_shell(tmp_path: Path) -> None:
     target = tmp_path / "$(touch x); it's"
     config = Config(form="command", command=("tee", "-a", str(target)), events=("finish",))
     tracker = config.build(tmp_path, "run")
-    tracker.log(1, {"loss": 1.0})
+    tracker.event("finish", "done", 1)
     tracker.close()
     assert json.loads(target.read_text())["event"] == "finish" and list(tmp_path.iterdir()) == [target]
 
 
 def test_messages_about_one_event_are_rate_limited_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = [float("inf")] * 5
+    events: list[Event] = ["nan"] * 5
     with serving(take) as server:
-        assert len(watch(server, monkeypatch, losses, events=("nan",), every_seconds=60.0)) == 1
+        assert len(watch(server, monkeypatch, events, events=("nan",), every_seconds=60.0)) == 1
     clock = iter([0.0, 1.0, 2.0, 90.0, 91.0])
     with serving(take) as server, monkeypatch.context() as patch:
         patch.setattr(alert_module, "time", SimpleNamespace(monotonic=lambda: next(clock), time=time.time))
-        patch.setattr(alert_module._Sender, "put", lambda _, message: told.append(message.text))
-        patch.setattr(alert_module._Sender, "close", lambda _: None)
-        told: list[str] = []
-        watch(server, monkeypatch, losses, events=("nan",), every_seconds=60.0)
-    assert told == ["the loss of step 1 is inf", "the loss of step 4 is inf (2 more since the last message)"]
+        told = [one["body"]["text"] for one in watch(server, monkeypatch, events, events=("nan",), every_seconds=60.0)]
+    assert told == ["nan in step 1", "nan in step 4 (2 more since the last message)"]
 
 
 def hang(_: Handler, __: int) -> bool:
@@ -111,21 +110,21 @@ def test_a_receiver_that_fails_costs_nothing_and_is_named_once_without_its_addre
 ) -> None:
     caplog.set_level(logging.DEBUG)
     with serving(fault) as server:
-        watch(server, monkeypatch, [1.0, 2.0], form="feishu", timeout_seconds=0.2)
+        watch(server, monkeypatch, ["start", "finish"], form="feishu", timeout_seconds=0.2)
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1 and said in warnings[0] and SECRET not in caplog.text
 
 
 def test_a_receiver_that_hangs_or_is_gone_never_blocks_a_step(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(alert_module, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(sender_module, "CLOSE_SECONDS", 0.1)
     with serving(hang) as server:
         started = time.monotonic()
-        watch(server, monkeypatch, [float("nan")] * 500, every_seconds=0.0)
+        watch(server, monkeypatch, ["nan"] * 500, every_seconds=0.0)
         assert time.monotonic() - started < 2
     assert "32 messages wait already" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(alert_module, "CLOSE_SECONDS", 10.0)
-    watch(server, monkeypatch, [1.0])
+    monkeypatch.setattr(sender_module, "CLOSE_SECONDS", 10.0)
+    watch(server, monkeypatch, ["start"])
     assert "refused" in caplog.text
 
 
@@ -140,3 +139,52 @@ def test_an_address_or_program_that_is_not_there_is_refused_before_training(monk
     for command in ((), ("no-such-program-here",)):
         with pytest.raises(ConfigError, match="needs a program"):
             Config(form="command", command=command).build(Path(), "run")
+
+
+def test_a_monitor_gets_every_number_of_some_steps_flat_and_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTER_NAME", "north")
+    with serving(take) as server:
+        monkeypatch.setenv("MONITOR_ADDRESS", f"{server.url}/{SECRET}")
+        tracker = HeartbeatConfig(every=20).build(Path(), "run")
+        for step in range(10, 80, 10):
+            tracker.log(step, {"step": step, "loss": float("nan"), "valid": {"a b": {"loss": 2.0}}, "time": {"tgs": 5.0}})
+            while len(server.seen) < step // 20 + 1:
+                time.sleep(0.01)
+        tracker.close()
+    bodies = [one["body"] for one in server.seen]
+    assert [one["step"] for one in bodies] == [10, 20, 40, 60]
+    who = {"msg_type": "train_metrics", "cluster": "north", "job": "none", "run": "run"}
+    assert bodies[0] == {**who, "step": 10, "loss": None, "valid_a_b_loss": 2.0, "tgs": 5.0}
+
+
+def test_a_monitor_that_hangs_never_blocks_a_step(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(sender_module, "CLOSE_SECONDS", 0.1)
+    with serving(hang) as server:
+        monkeypatch.setenv("MONITOR_ADDRESS", f"{server.url}/{SECRET}")
+        tracker = HeartbeatConfig(every=1).build(Path(), "run")
+        started = time.monotonic()
+        for step in range(200):
+            tracker.log(step, {"step": step})
+        tracker.close()
+        assert time.monotonic() - started < 2
+    assert "heartbeats cannot be sent" in caplog.text and SECRET not in caplog.text
+
+
+def test_a_crash_is_told_once_over_ranks_and_restarts_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setenv("HEADWAY_SUPERVISOR", "job-1")
+    begin_claims(tmp_path)
+    assert claim_crash(tmp_path, "trace\nValueError: at 17")
+    assert not claim_crash(tmp_path, "rank 0 lost its peer")  # another rank of the same start
+    begin_claims(tmp_path)
+    assert not claim_crash(tmp_path, "trace\nValueError: at 18")  # the same after a restart
+    begin_claims(tmp_path)
+    assert claim_crash(tmp_path, "KeyError: other")
+    monkeypatch.setenv("HEADWAY_SUPERVISOR", "job-2")
+    begin_claims(tmp_path)
+    with serving(take) as server:
+        monkeypatch.setenv("ALERT_WEBHOOK", server.url)
+        assert tell_crash([Config(), HeartbeatConfig()], tmp_path, "trace\nValueError: at 17", 5)
+        assert not tell_crash([Config()], tmp_path, "ValueError: at 17", 5)
+    assert [(one["body"]["event"], one["body"]["step"]) for one in server.seen] == [("crash", 5)]
+    assert json.loads((tmp_path / "events.jsonl").read_text())["event"] == "crash"

@@ -26,7 +26,8 @@ def test_records_flatten_by_name() -> None:
 
 @pytest.mark.parametrize("kind", kind_names("headway.track"))
 def test_every_kind_takes_records_notes_and_the_end(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ALERT_WEBHOOK", "http://127.0.0.1:9/nobody-listens")
+    for variable in ("ALERT_WEBHOOK", "MONITOR_ADDRESS"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9/nobody-listens")
     tracker = kind_config("headway.track", kind).model_validate({"kind": kind}).build(tmp_path, "run")  # pyright: ignore
     tracker.note("before the first step")
     tracker.log(120, RECORD)

@@ -1,0 +1,65 @@
+"""A monitor's heartbeat: every N steps all numbers of a step are posted as one flat JSON object, as InternLM's light_monitor sends them.
+
+    {"msg_type": "train_metrics", "cluster": "a", "job": "7", "run": "pretrain", "step": 50, "loss": 3.1, "valid_wiki_loss": null, ...}
+
+Names are cut to letters, digits and _; what is not finite is null. Sent in the background; one that finds two others waiting is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headway.config.section import setting
+from headway.runtime.web import address_from_environment, cluster_name, job_id
+from headway.track.base import Event, TrackerConfig, flatten
+from headway.track.sender import Sender, poster
+
+
+class Config(TrackerConfig):
+    """Post the numbers of some steps to a monitor."""
+
+    kind: str = setting("heartbeat", "heartbeat.", on_resume="free")
+    url_env: str = setting("MONITOR_ADDRESS", "Environment variable that holds the address to post to.", on_resume="free", min_length=1)
+    every: int = setting(50, "Steps between heartbeats; sent with the first logged step at or after each.", gt=0, on_resume="free")
+    timeout_seconds: float = setting(5.0, "How long the monitor may take.", gt=0, on_resume="free")
+
+    def build(self, run_dir: Path, run_name: str) -> HeartbeatPost:
+        """The tracker of a run; an address that is not there is refused now."""
+        return HeartbeatPost(self, run_name, address_from_environment(self.url_env, "track url_env"))
+
+
+class HeartbeatPost:
+    """Posts a step now and then."""
+
+    def __init__(self, config: Config, run_name: str, address: str) -> None:
+        self._every = config.every
+        self._who = {"msg_type": "train_metrics", "cluster": cluster_name(), "job": job_id(), "run": run_name}
+        self._sender = Sender("heartbeats", poster(address, config.timeout_seconds), capacity=2)
+        self._next = 0
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Post this step if it is time."""
+        if step < self._next:
+            return
+        self._next = (step // self._every + 1) * self._every
+        numbers = {re.sub(r"\W", "_", name, flags=re.ASCII): _finite(value) for name, value in flatten(metrics).items()}
+        self._sender.put(json.dumps({**self._who, "step": step, **numbers}, ensure_ascii=False, allow_nan=False).encode())
+
+    def note(self, text: str) -> None:
+        """A monitor takes numbers."""
+
+    def event(self, name: Event, text: str, step: int) -> None:
+        """A monitor takes numbers."""
+
+    def close(self) -> None:
+        """Give the last one a moment."""
+        self._sender.close()
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

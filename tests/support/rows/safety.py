@@ -1,0 +1,40 @@
+"""Stopping, supervising, healing and alerts."""
+
+from typing import Any
+
+from headway.config.load import load
+from headway.train.config import Recipe
+from support.alerts import alert, alert_lines
+from support.observe import Row, observed, refused
+
+
+def recipe(overrides: tuple[str, ...]) -> Any:
+    return load(Recipe, None, list(overrides))
+
+
+def told(overrides: tuple[str, ...]) -> Any:
+    return alert_lines(observed(overrides).log)
+
+
+def tracker(name: str) -> Any:
+    return lambda overrides: getattr(recipe(overrides).track[0], name)
+
+
+POST = "{kind: heartbeat, url_env: "
+
+ROWS: dict[str, Row] = {
+    "run.grace_seconds": ((), 120.0, 1.0, lambda o: recipe(o).run.grace_seconds),
+    "track[alert].kind": ((), [], alert(), told),
+    "track[alert].form": ((), alert(), alert("form: webhook, url_env: NO_SUCH"), refused),
+    "track[alert].url_env": ((), alert("form: slack, url_env: NO_SUCH"), alert("form: slack, url_env: NOR_THIS"), refused),
+    "track[alert].command": ((), alert(), alert("command: ['false']"), told),
+    "track[alert].events": ((), alert("events: [start]"), alert("events: [finish]"), told),
+    "track[alert].every_seconds": ((), alert("every_seconds: 9"), alert("every_seconds: 0"), tracker("every_seconds")),
+    "track[alert].timeout_seconds": (
+        (), alert("command: [sleep, '0.5'], timeout_seconds: 0.1"), alert("command: [sleep, '0.5'], timeout_seconds: 30"), told,
+    ),
+    "track[heartbeat].kind": ((), [], [POST + "NO_SUCH}"], refused),
+    "track[heartbeat].url_env": ((), [POST + "NO_SUCH}"], [POST + "NOR_THIS}"], refused),
+    "track[heartbeat].every": ((), [POST + "A, every: 1}"], [POST + "A, every: 2}"], tracker("every")),
+    "track[heartbeat].timeout_seconds": ((), [POST + "A, timeout_seconds: 1}"], [POST + "A, timeout_seconds: 2}"], tracker("timeout_seconds")),
+}  # fmt: skip
