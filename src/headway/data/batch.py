@@ -83,7 +83,8 @@ class StepBatch:
 
     microbatches: tuple[Batch, ...]
     totals: dict[str, float]
-    """Global weights, counted before the first forward: 'targets' = sum of loss_weight, 'rows' = rows that hold a document."""
+    """Global weights, counted before the first forward: 'targets' = sum of loss_weight, 'rows' = rows that hold a document;
+    'pairs' = preference pairs, where the data is pairs."""
     stats: StepStats
     first_microbatch: int = 0
     """Global index of this rank's first microbatch in the step; randomness is derived from it."""

@@ -41,8 +41,12 @@ class SourceConfig(Section):
     repeat: int = setting(1, "How many times one epoch reads this source.", ge=1)
     limit: int | None = setting(None, "Use only the first documents, this many; null = all.", gt=0)
     min_length: int = setting(1, "Documents with fewer tokens are left out.", ge=1)
-    kind: Literal["text", "chat"] = setting("text", "Raw files: texts, or conversations in any known shape, which learn the answers.")
-    chat_template: str = setting("chatml", "Raw conversations: a template's name, `tokenizer` for the tokenizer's own, or a .jinja file.")
+    kind: Literal["text", "chat", "preference"] = setting(
+        "text", "Raw files: texts; conversations in any known shape, which learn the answers; or pairs of answers (objective dpo)."
+    )
+    chat_template: str = setting(
+        "chatml", "Raw conversations and pairs: a template's name, `tokenizer` for the tokenizer's own, or a .jinja file."
+    )
     text_key: str = setting("text", "Raw files: the key of a record that holds the text.", min_length=1)
     template: str | None = setting(None, "Raw files: text made of several keys, e.g. '{title}\\n{content}'; wins over text_key.")
     split: Literal["file", "line"] = setting("file", "Raw .txt files: whether a file or each line is a document.")
@@ -66,7 +70,7 @@ class SourceConfig(Section):
     def _one_share(self) -> "SourceConfig":
         if self.weight is not None and self.repeat != 1:
             raise ValueError(f"has weight={self.weight:g} and repeat={self.repeat}; a source is drawn by weight or by repeats. Give one")
-        for name in ("text_key", "template", "split") if self.kind == "chat" else ("chat_template",):
+        for name in ("text_key", "template", "split") if self.kind != "text" else ("chat_template",):
             if name in self.raw_settings:
                 raise ValueError(f"has kind={self.kind} and {name}={getattr(self, name)}, which that kind does not know. Remove it")
         return self

@@ -18,6 +18,7 @@ from headway.data.config import DataConfig, Rampup, default_cache_dir
 from headway.data.mixture import Mixture, MixtureSource, Row
 from headway.data.order import Windows
 from headway.data.packing import RowShape
+from headway.data.pairs import PairSource
 from headway.data.rows import Fill, fill_rows
 from headway.data.step import BatchShape, LoaderState, PlannedStep, StepPlanner
 from headway.data.stream import Stream
@@ -58,6 +59,7 @@ class Loader:
             [stream.source for stream in self._streams], config.seq_len, config.documents_per_row, config.packing == "one_document"
         )
         self._masked = any(stream.source.masked for stream in self._streams)
+        self._paired = all(isinstance(stream.source, PairSource) for stream in self._streams)
         self._sources = sources
         if state is not None and len(state.place.cursors) != len(sources):
             raise CheckpointError(
@@ -116,6 +118,8 @@ class Loader:
         targets = self._sum([sum(weight for _, weight in filled)])[0] if self._masked else float(planned.targets)
         self._state = planned.state
         totals = {"targets": targets, "rows": float(planned.rows)}
+        if self._paired:
+            totals["pairs"] = float(planned.stats.documents // 2)
         step = StepBatch(tuple(batch for batch, _ in filled), totals, planned.stats, planned.first_microbatch, planned.source_rows)
         return step, planned.state
 

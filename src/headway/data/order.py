@@ -8,7 +8,7 @@ Nothing here costs in proportion to the documents of the whole source, and nothi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -66,6 +66,8 @@ class Selection:
     min_length: int = 1
     side: Literal["train", "valid"] | None = None
     fraction: float = 0.0
+    max_length: int | None = None
+    """Leave out longer documents; None: documents of any length, which packing may cut."""
 
     @property
     def num_documents(self) -> int:
@@ -82,7 +84,8 @@ class Selection:
     @property
     def key(self) -> str:
         """Changes whenever the selected content changes."""
-        return f"{self.source.content_key}|{self.limit}|{self.min_length}|{self.side}|{self.fraction}"
+        longest = "" if self.max_length is None else f"|{self.max_length}"
+        return f"{self.source.content_key}|{self.limit}|{self.min_length}|{self.side}|{self.fraction}{longest}"
 
     def pick(self, first: int, last: int) -> tuple[Longs, Longs]:
         """The wanted documents among first to last - 1, and their lengths."""
@@ -92,6 +95,8 @@ class Selection:
         lengths = self.source.lengths(first, last)
         documents = np.arange(first, last)
         keep = lengths >= max(1, self.min_length)
+        if self.max_length is not None:
+            keep &= lengths <= self.max_length
         if self.side is not None:
             keep &= in_valid(documents, self.fraction) == (self.side == "valid")
         return (documents, lengths) if keep.all() else (documents[keep], lengths[keep])
@@ -101,6 +106,11 @@ class Selection:
         for first in range(0, self.num_documents, SCAN_DOCUMENTS):
             if len(self.pick(first, first + SCAN_DOCUMENTS)[0]):
                 return
+        if self.max_length is not None and len(replace(self, max_length=None).pick(0, self.num_documents)[0]):
+            raise DataError(
+                f"{self.source.name}: no pair of it fits a row of data.seq_len={self.max_length} tokens. Raise data.seq_len, or tokenize "
+                f"with --max-length {self.max_length // 2}."
+            )
         if self.side is None:
             why = f" with {self.min_length} tokens or more; lower min_length" if self.min_length > 1 else " with tokens; give other data"
             raise DataError(f"{self.source.name}: holds no document{why}.")

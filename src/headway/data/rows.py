@@ -12,6 +12,7 @@ import numpy as np
 
 from headway.data.batch import Batch
 from headway.data.mixture import Row
+from headway.data.pairs import PAIR, PairSource
 from headway.data.source import Flags, Ids, Longs, Source
 from headway.data.store import ranges
 from headway.errors import DataError
@@ -57,8 +58,20 @@ def fill_rows(rows: Sequence[Row | None], how: Fill) -> tuple[Batch, float]:
     arrays = (tokens, targets, weight, position, document, came_from, bounds)
     longest = int(np.diff(bounds, axis=1).max())
     max_length = min(how.seq_len, max(LEAST_BOUND, 1 << (longest - 1).bit_length()))
-    batch = Batch(*(torch.from_numpy(array) for array in arrays), single_document=single, max_length=max_length)
+    extra = {PAIR: torch.from_numpy(_pairs(rows, how))} if any(isinstance(source, PairSource) for source in how.sources) else {}
+    batch = Batch(*(torch.from_numpy(array) for array in arrays), single_document=single, max_length=max_length, extra=extra)
     return batch, float(weight.sum(dtype=np.float64))
+
+
+def _pairs(rows: Sequence[Row | None], how: Fill) -> Longs:
+    """Which pairs each row holds, in the order they lie there; -1 past the last one."""
+    found = np.full((len(rows), how.max_documents // 2), -1, np.int64)
+    for place, row in enumerate(rows):
+        source = None if row is None else how.sources[row.source]
+        if row is not None and isinstance(source, PairSource):
+            begin = int(row.block.plan.first[row.number])
+            found[place, : row.segments // 2] = row.block.plan.document[begin : begin + row.segments : 2] + source.first_pair
+    return found
 
 
 def _pieces(rows: Sequence[Row | None], source: int) -> Pieces:

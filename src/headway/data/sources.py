@@ -13,14 +13,17 @@ from pathlib import Path
 from headway.data.config import DataConfig, SourceConfig
 from headway.data.mixture import MixtureSource
 from headway.data.order import Selection
+from headway.data.pairs import PairSource
+from headway.data.preference import is_preference
 from headway.data.source import Source
 from headway.data.stage import staged
-from headway.data.store import open_store
+from headway.data.store import Store, open_store
 from headway.data.synthetic import SyntheticSource
 from headway.errors import ConfigError, DataError
 from headway.text.hub import is_hub_id, local_or_hub
 
 VALID_NAME = "valid"
+LEAST_PAIR_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -36,20 +39,65 @@ class OpenData:
         return [one.selection.source.name for one in self.train]
 
 
-def open_data(config: DataConfig, *, tokenizer: Path | None, vocab_size: int, seed: int) -> OpenData:
-    """Open every source of a recipe. `tokenizer` is where it lies (None: none is configured), `vocab_size` the model's."""
+def open_data(config: DataConfig, *, tokenizer: Path | None, vocab_size: int, seed: int, pairs: bool = False) -> OpenData:
+    """Open every source of a recipe. `tokenizer` is where it lies (None: none is configured), `vocab_size` the model's.
+
+    `pairs`: the objective compares pairs, so every source must hold them; without it none may.
+    """
+    if pairs:
+        _check_rows_of_pairs(config)
     if config.train is None:
         opened: list[tuple[SourceConfig, Source]] = [(SourceConfig(path="generated data"), SyntheticSource(vocab_size, seed))]
     else:
         opened = [(one, open_source(one, config, tokenizer)) for one in config.train]
     sets = (config.valid.sets if config.valid else None) or {}
     valid = {name: [(one, open_source(one, config, tokenizer)) for one in many] for name, many in sets.items()}
+    if config.train is not None:
+        counter = _Counter()
+        opened = [(one, _read_as(source, pairs, counter)) for one, source in opened]
+        valid = {name: [(one, _read_as(source, pairs, counter)) for one, source in many] for name, many in valid.items()}
     stores = [] if config.train is None else [source for _, source in opened]
     _check([*stores, *(source for many in valid.values() for _, source in many)], tokenizer, vocab_size, config.tokenizer_unchecked)
     fraction = config.valid.fraction if config.valid else None
     if fraction is None:
-        return OpenData(_mixture(opened), {name: _mixture(many) for name, many in valid.items()})
-    return OpenData(_mixture(opened, "train", fraction), {VALID_NAME: _mixture(opened, VALID_NAME, fraction)})
+        return OpenData(_mixture(opened, config), {name: _mixture(many, config) for name, many in valid.items()})
+    return OpenData(_mixture(opened, config, "train", fraction), {VALID_NAME: _mixture(opened, config, VALID_NAME, fraction)})
+
+
+@dataclass
+class _Counter:
+    pairs: int = 0
+
+
+def _read_as(source: Source, pairs: bool, counter: _Counter) -> Source:
+    """A store of pairs as pairs, numbered through over all sources; refused where the objective wants the other."""
+    holds_pairs = isinstance(source, Store) and is_preference(source)
+    if holds_pairs and not pairs:
+        raise ConfigError(
+            f"data: {source.name} holds preference pairs, and next-token training would learn the rejected answers too. "
+            "Set objective.kind: dpo, or give conversations (kind: chat)."
+        )
+    if not pairs:
+        return source
+    if not holds_pairs or not isinstance(source, Store):
+        raise ConfigError(
+            f"data: {source.name} holds no preference pairs, which objective dpo compares. Raw files: set kind: preference; "
+            "stores: `headway data tokenize --kind preference` makes them."
+        )
+    found = PairSource(source, counter.pairs)
+    counter.pairs += found.num_documents
+    return found
+
+
+def _check_rows_of_pairs(config: DataConfig) -> None:
+    if config.train is None:
+        raise ConfigError("data.train is null, which is generated data; objective dpo compares pairs. Give sources with kind: preference.")
+    if config.packing not in ("best_fit", "pad"):
+        raise ConfigError(f"data.packing is {config.packing}; it would cut pairs apart. Use best_fit or pad with objective dpo.")
+    if config.documents_per_row < 3:
+        raise ConfigError(f"data.max_documents is {config.max_documents}; a row must hold a pair and its padding. Use 3 or more.")
+    if config.seq_len < LEAST_PAIR_TOKENS:
+        raise ConfigError(f"data.seq_len is {config.seq_len}; a row must hold a pair. Use {LEAST_PAIR_TOKENS} or more.")
 
 
 def open_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Source:
@@ -81,7 +129,14 @@ def _cached(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Pa
     if one.kind == "chat":
         from headway.data.chat import ChatOptions, cached_chat
 
-        return cached_chat([one.path], tokenizer, config.cache_dir, ChatOptions(template=one.chat_template))
+        # Cut to a row, a conversation keeps its beginning; the rest of it would be answers to questions that are not there.
+        longest = config.seq_len if config.packing in ("best_fit", "pad") else None
+        return cached_chat([one.path], tokenizer, config.cache_dir, ChatOptions(template=one.chat_template, max_length=longest))
+    if one.kind == "preference":
+        from headway.data.preference import PreferenceOptions, cached_preference
+
+        options = PreferenceOptions(template=one.chat_template, max_length=config.seq_len // 2)
+        return cached_preference([one.path], tokenizer, config.cache_dir, options)
     from headway.data.cache import cached_store
     from headway.data.tokenize import TokenizeOptions
 
@@ -117,14 +172,17 @@ def _check(sources: Sequence[Source], tokenizer: Path | None, vocab_size: int, u
     check_sources(sources, fingerprint, vocab_size, unchecked)
 
 
-def _mixture(opened: Sequence[tuple[SourceConfig, Source]], side: str | None = None, fraction: float = 0.0) -> tuple[MixtureSource, ...]:
+def _mixture(
+    opened: Sequence[tuple[SourceConfig, Source]], config: DataConfig, side: str | None = None, fraction: float = 0.0
+) -> tuple[MixtureSource, ...]:
     found: list[MixtureSource] = []
     for one, source in opened:
+        longest = config.seq_len if isinstance(source, PairSource) else None
         if side == VALID_NAME:
             # Validation reads each document once, whatever the weights of training are.
-            found.append(MixtureSource(Selection(source, one.limit, one.min_length, "valid", fraction)))
+            found.append(MixtureSource(Selection(source, one.limit, one.min_length, "valid", fraction, longest)))
         else:
-            selection = Selection(source, one.limit, one.min_length, None if side is None else "train", fraction)
+            selection = Selection(source, one.limit, one.min_length, None if side is None else "train", fraction, longest)
             found.append(MixtureSource(selection, one.weight, one.repeat))
     for mixed in found:
         mixed.selection.check()

@@ -7,7 +7,7 @@ anything else          a Hugging Face folder: has config.json
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,7 +96,6 @@ def load_model(path: Path | str, *, device: torch.device | str = "cpu", dtype: t
     """Read a model onto a device; without a dtype it computes in fp32 on the CPU and in bf16 elsewhere."""
     import torch
 
-    from headway.model.transformer import Transformer
     from headway.tokenizer.load import load_tokenizer
 
     found = find_model(path)
@@ -105,16 +104,25 @@ def load_model(path: Path | str, *, device: torch.device | str = "cpu", dtype: t
         tokenizer = load_tokenizer(found.tokenizer_folder)
         end_ids |= {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
         check_vocabulary(tokenizer, found.tokenizer_folder, found.config)
-    device = torch.device(device)
+    on = torch.device(device)
     if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        dtype = torch.float32 if on.type == "cpu" else torch.bfloat16
+    return LoadedModel(frozen_model(found.config, found.weights(), on, dtype), found.config, tokenizer, found.path, end_ids)
+
+
+def frozen_model(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device, dtype: torch.dtype) -> Transformer:
+    """A model with given weights, in evaluation mode and without gradients."""
+    import torch
+
+    from headway.model.transformer import Transformer
+
     with torch.device("meta"):
-        model = Transformer(found.config)
+        model = Transformer(config)
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     parameters = dict(model.named_parameters())
-    for name, value in found.weights():
+    for name, value in weights:
         parameters[name].copy_(value)
-    return LoadedModel(model, found.config, tokenizer, found.path, end_ids)
+    return model
 
 
 def check_vocabulary(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
 from headway.config.kinds import KindConfig
 from headway.errors import ConfigError
@@ -52,6 +52,8 @@ class StepInfo:
     total_steps: int
     num_sources: int = 1
     training: bool = True
+    survey: Tensor | None = None
+    """What `StepObjective.survey` saw of every row of the step, of all microbatches and ranks; None: this microbatch is all of it."""
 
 
 class Exchange(Protocol):
@@ -80,8 +82,35 @@ class Objective(Protocol):
         ...
 
 
+@runtime_checkable
+class StepObjective(Objective, Protocol):
+    """A loss that couples all rows of a step. It first sees every row without gradients, so that accumulation and ranks change nothing."""
+
+    def survey(self, out: ModelOut, batch: Batch) -> Tensor:
+        """What the loss needs to know of a microbatch's rows, without gradients: [n, ...], n the same for every microbatch."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReferenceWish:
+    """A frozen model whose log-probabilities an objective compares with."""
+
+    path: str | None
+    """A run, a checkpoint or a Hugging Face folder; None: the weights the run starts from."""
+    cached: bool
+    """Compute them once for all pairs before training, instead of keeping the model."""
+
+
 class ObjectiveConfig(KindConfig):
     """Base of every objective's settings."""
+
+    PAIRS: ClassVar[bool] = False
+    """Whether it compares preference pairs instead of reading documents."""
+
+    @property
+    def reference_wish(self) -> ReferenceWish | None:
+        """The reference it needs, if any."""
+        return None
 
     def build(self) -> Objective:
         """Make the objective."""

@@ -69,6 +69,12 @@ def assemble(
         hook = choose_hook(parallel, ranks.mesh, settings)
         exchanged = Exchanged(ranks, parallel.bucket_bytes, hook, parallel.overlap, kept_in(parallel, settings), on_host)
         engine = FlatEngine(model, objective, groups, optim.build(), settings, exchanged, scaler)
+    dress(model, attention, compile_blocks)
+    return engine
+
+
+def dress(model: Transformer, attention: str, compile_blocks: bool) -> None:
+    """Put kernels in the seams of every block, and compile its halves."""
     for block in model.model.layers.values():
         assert isinstance(block, Block)
         if attention != "auto":
@@ -76,7 +82,6 @@ def assemble(
         if compile_blocks:
             block.before = torch.compile(block.before, fullgraph=True, dynamic=False)
             block.after = torch.compile(block.after, fullgraph=True, dynamic=False)
-    return engine
 
 
 def kept_in(parallel: ParallelConfig, settings: Settings) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from headway.data.batch import Batch, StepBatch
 from headway.kernels.attention import mask_of
 from headway.model.head import Head, ModelOut
 from headway.model.transformer import Transformer
-from headway.objective.base import MetricSums, Objective, StepInfo
+from headway.objective.base import MetricSums, Objective, StepInfo, StepObjective
 from headway.parallel.collectives import Exchange, Group
 from headway.parallel.engine import StepResult
 from headway.runtime.seed import derive
@@ -27,6 +27,8 @@ class Settings:
     clip: float | None
     chunk_tokens: int
     seed: int
+    prepare: Callable[[Batch], Batch] | None = None
+    """Adds the columns an objective needs to a microbatch on the device, such as a reference's log-probabilities."""
 
 
 class Passes:
@@ -42,10 +44,10 @@ class Passes:
         loss = torch.zeros((), dtype=torch.float32, device=self.settings.device)
         sums: MetricSums = {}
         last = len(batch.microbatches) - 1
-        for index, micro in enumerate(batch.microbatches):
-            torch.manual_seed(derive(self.settings.seed, "microbatch", at.step, batch.first_microbatch + index))
-            moved = micro.to(self.settings.device)
-            outcome = self.objective.loss(self._forward(moved), moved, at, self.exchange)
+        microbatches, at = self._surveyed(batch.microbatches, at, batch.first_microbatch)
+        for index, micro in enumerate(microbatches):
+            self._reseed(at, batch.first_microbatch + index)
+            outcome = self.objective.loss(self._forward(micro), micro, at, self.exchange)
             share = outcome.share(batch.totals)
             if index == last:
                 before_last()
@@ -59,10 +61,33 @@ class Passes:
         """Metric sums over this rank's batches and all ranks, without gradients or dropout."""
         self.model.eval()
         sums: MetricSums = {}
-        for micro in batches:
-            moved = micro.to(self.settings.device)
-            _add(sums, self.objective.loss(self._forward(moved), moved, at, self.exchange).metrics)
+        moved, at = self._surveyed(batches, at, 0)
+        for micro in moved:
+            _add(sums, self.objective.loss(self._forward(micro), micro, at, self.exchange).metrics)
         return self.over_ranks(StepResult(torch.zeros((), device=self.settings.device), sums)).metrics
+
+    def _reseed(self, at: StepInfo, microbatch: int) -> None:
+        torch.manual_seed(derive(self.settings.seed, "microbatch", at.step, microbatch))
+
+    def _moved(self, micro: Batch) -> Batch:
+        """A microbatch on the device, with every column the objective needs."""
+        moved = micro.to(self.settings.device)
+        return moved if self.settings.prepare is None else self.settings.prepare(moved)
+
+    @torch.no_grad()
+    def _surveyed(self, batches: Iterable[Batch], at: StepInfo, first: int) -> tuple[Iterable[Batch], StepInfo]:
+        """Microbatches on the device. Where a loss couples the rows of a step cut in parts, a pass without gradients comes first."""
+        moved = map(self._moved, batches)
+        if not isinstance(self.objective, StepObjective):
+            return moved, at
+        kept = list(moved)
+        if len(kept) * self.data.size == 1:
+            return kept, at
+        seen: list[Tensor] = []
+        for index, micro in enumerate(kept):
+            self._reseed(at, first + index)
+            seen.append(self.objective.survey(self._forward(micro), micro))
+        return kept, replace(at, survey=self.exchange.gather(torch.cat(seen)))
 
     def _forward(self, batch: Batch) -> ModelOut:
         hidden = self.model(batch.tokens, batch.position, mask_of(batch))

@@ -16,6 +16,7 @@ from headway.data.batch import Batch
 from headway.data.config import ResolvedBatch
 from headway.data.loader import Loader
 from headway.data.sources import OpenData, open_data
+from headway.data.targets import Targets, check_targets
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.optim.groups import OBJECTIVE
@@ -36,6 +37,7 @@ from headway.train.folder import CHECKPOINTS, METRICS, Start
 from headway.train.meter import Facts, Meter
 from headway.train.orders import Orders
 from headway.train.quiet import QuietMetrics
+from headway.train.reference_model import Reference, Scoring, make_reference
 from headway.train.resolve import Resolved
 from headway.train.state import TrainState
 
@@ -66,6 +68,10 @@ class Run:
     saved_step: int = 0
     stop: StopSignal = field(default_factory=StopSignal)
     trackers: list[Tracker] = field(default_factory=list)
+    targets: Targets = Targets()
+    """What was found about the targets of masked data."""
+    reference: Reference | None = None
+    """The frozen model the objective compares with."""
     after_step: Callable[[int], None] = lambda step: None
     """Called with each step that is done; a probe sets it."""
 
@@ -129,8 +135,19 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
     compute = choose_compute(recipe.device, recipe.precision, process.local_rank)
     set_arithmetic(tf32=recipe.kernels.tf32, deterministic=recipe.deterministic)
     batch = recipe.batch.resolve(recipe.data.seq_len, ranks.data.size)
-    data = open_data(recipe.data, tokenizer=resolved.tokenizer_path, vocab_size=model.vocab, seed=recipe.seed)
-    engine = make_engine(recipe, model, compute, ranks)
+    pairs = recipe.objective.PAIRS
+    data = open_data(recipe.data, tokenizer=resolved.tokenizer_path, vocab_size=model.vocab, seed=recipe.seed, pairs=pairs)
+    targets = check_targets(data, resolved.tokenizer, resolved.weights.end_ids if resolved.weights else frozenset())
+    settings = engine_settings(recipe, compute)
+    reference = make_reference(
+        resolved,
+        data,
+        Scoring(settings, recipe.data, batch.micro_rows, ranks.data, recipe.kernels.attention, compiles_blocks(recipe, compute)),
+    )
+    if reference is not None:
+        reference.check_same(start)
+        settings = replace(settings, prepare=reference.prepare)
+    engine = make_engine(recipe, model, compute, ranks, settings)
     loader = make_loader(recipe, data, batch, None, ranks)
     total_steps = count_steps(recipe, loader, batch)
     state = TrainState(engine, model, loader.state)
@@ -167,6 +184,8 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
         state=state,
         meter=meter,
         saved_step=state.step,
+        targets=targets,
+        reference=reference,
     )
 
 
@@ -175,19 +194,30 @@ def peak_kind(recipe: Recipe, compute: Compute) -> str:
     return "tf32" if compute.precision == "fp32" and recipe.kernels.tf32 else compute.precision
 
 
-def make_engine(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: Ranks) -> Engine:
-    """The engine of this rank, its parameters still zero."""
-    wanted, on_cuda = recipe.kernels.compile, compute.device.type == "cuda"
+def engine_settings(recipe: Recipe, compute: Compute) -> Settings:
+    """What an engine needs to know of a recipe beside the model and the objective."""
     chunk = recipe.memory.loss_chunk_tokens
+    chunk = (8192 if compute.device.type == "cuda" else 2048) if chunk == "auto" else chunk
+    return Settings(compute.device, compute.dtype, recipe.optim.clip, chunk, recipe.seed)
+
+
+def compiles_blocks(recipe: Recipe, compute: Compute) -> bool:
+    """Whether the halves of each block are compiled."""
+    wanted = recipe.kernels.compile
+    return compute.device.type == "cuda" if wanted == "auto" else wanted
+
+
+def make_engine(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: Ranks, settings: Settings | None = None) -> Engine:
+    """The engine of this rank, its parameters still zero."""
     return assemble(
         model,
         recipe.objective.build(),
         recipe.optim,
-        Settings(compute.device, compute.dtype, recipe.optim.clip, (8192 if on_cuda else 2048) if chunk == "auto" else chunk, recipe.seed),
+        settings or engine_settings(recipe, compute),
         freeze=recipe.freeze,
         train=recipe.train,
         attention=recipe.kernels.attention,
-        compile_blocks=on_cuda if wanted == "auto" else wanted,
+        compile_blocks=compiles_blocks(recipe, compute),
         parallel=recipe.parallel,
         ranks=ranks,
         loss_scale=recipe.loss_scale,

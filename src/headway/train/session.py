@@ -69,6 +69,8 @@ def _run(resolved: Resolved, resume: str, process: Process, world: Group, probe:
     world.barrier()  # every rank has read the folder before one of them changes it
     if process.is_first:
         prepare_folder(start, recipe)
+        if run.reference is not None:
+            run.reference.keep(start)
     world.barrier()
     run.heart.beat("start", run.state.step)
     run.heart.write_to(start.folder)
@@ -134,5 +136,7 @@ def describe(run: Run) -> list[str]:
         + (f", {frozen:,} frozen" if frozen else "")
         + f"; {run.compute.precision} on {run.compute.name}",
         f"data {source}; {run.batch.describe(run.ranks.data.size)}",
+        *run.targets.lines,
+        *([run.reference.line] if run.reference is not None else []),
         *run.ranks.mesh.describe(run.recipe.parallel.strategy),
     ]

@@ -1,0 +1,135 @@
+"""Before training on answers: does every sample have something to learn, and is the token that ends an answer among it?
+
+In: the opened data of a recipe; out: one line per masked source for the log, and the ids that end answers. A store of conversations or
+pairs with a sample that has no target, or in which no answer ends, is refused: the model could not learn to answer, or never to stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.data.order import Selection
+from headway.data.pairs import PairSource
+from headway.data.source import Ids, Longs, Source
+from headway.data.sources import OpenData
+from headway.data.store import Store
+from headway.errors import ConfigError, DataError
+from headway.tokenizer.chat import Piece, Turn, find_template, render_pieces
+from headway.tokenizer.load import Tokenizer
+from headway.tokenizer.templates import Token
+
+CHUNK_TOKENS = 1 << 22
+MARKS = ("kind=chat", "kind=preference")
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What was found."""
+
+    lines: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    """The ids that end answers in this data."""
+
+
+def check_targets(data: OpenData, tokenizer: Tokenizer | None, end_ids: frozenset[int] = frozenset()) -> Targets:
+    """Look at every sample of every masked source. `end_ids` end a text besides the tokenizer's own end token."""
+    found: dict[int, tuple[str, frozenset[int]]] = {}
+    for mixture in (data.train, *data.valid.values()):
+        for one in mixture:
+            source = one.selection.source
+            if source.masked and id(source) not in found:
+                stops = stop_ids(source, tokenizer) or end_ids | _end_of(tokenizer)
+                found[id(source)] = (_check(one.selection, stops, tokenizer), stops)
+    return Targets(tuple(line for line, _ in found.values()), frozenset(stop for _, stops in found.values() for stop in stops))
+
+
+def stop_ids(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The token that ends an answer in the template a store was made with; nothing where that is not known."""
+    kind, template = _origin(source)
+    if kind is None or tokenizer is None:
+        return frozenset()
+    try:
+        found = find_template(template, tokenizer)
+        targets = [piece for piece in found.pieces([Turn("user", "question"), Turn("assistant", "answer")]) if piece.target]
+        ends = [piece for piece in targets if isinstance(piece.part, Token)] or targets
+        rendered = render_pieces([[Piece(ends[-1].part, True)]], found.name, tokenizer)[0]
+    except ConfigError:
+        return frozenset()  # the template was a file that is no longer there
+    return frozenset() if isinstance(rendered, DataError) or not len(rendered.ids) else frozenset([int(rendered.ids[-1])])
+
+
+def _origin(source: Source) -> tuple[str | None, str]:
+    """Whether a store was made of conversations or pairs, and by which template."""
+    store = source.store if isinstance(source, PairSource) else source
+    first = store.manifest.sources[0] if isinstance(store, Store) and store.manifest.sources else ""
+    kind, _, template = first.partition(" template=")
+    return (kind, template) if kind in MARKS else (None, "")
+
+
+def _end_of(tokenizer: Tokenizer | None) -> frozenset[int]:
+    return frozenset() if tokenizer is None or tokenizer.eos_id is None else frozenset([tokenizer.eos_id])
+
+
+def _check(selection: Selection, stops: frozenset[int], tokenizer: Tokenizer | None) -> str:
+    source, known = selection.source, _origin(selection.source)[0] is not None
+    samples = targets = without = ending = 0
+    first: int | None = None
+    for numbers, has_target, has_stop, count in _chunks(selection, stops):
+        if first is None and not has_target.all():
+            first = int(numbers[np.argmin(has_target)])
+        samples, targets = samples + len(numbers), targets + count
+        without, ending = without + int((~has_target).sum()), ending + int(has_stop.sum())
+    what = "answers" if isinstance(source, PairSource) else "samples"
+    if without and (known or without == samples):
+        raise DataError(
+            f"{source.name}: {without} of {samples} {what} have no target to learn from (the first: document {first}). "
+            "Tokenize them again with `headway data tokenize`, which leaves such records out."
+        )
+    spelled = " or ".join(f"{_spelling(stop, tokenizer)} (id {stop})" for stop in sorted(stops))
+    if known and stops and not ending:
+        raise DataError(
+            f"{source.name}: the stop token {spelled} is a target in none of {samples} {what}, so the model would not learn to stop. "
+            "They may all be cut: raise data.seq_len or --max-length; or tokenize them with the template the model is to use."
+        )
+    every = f"each of {samples} {what} has a target" if not without else f"{without} of {samples} {what} have no target and teach nothing"
+    stopped = f"the stop token {spelled} is a target in {ending}" if stops else "which token stops an answer is not known"
+    cut = f" ({samples - ending} were cut before it)" if stops and known and ending < samples else ""
+    return f"targets of {source.name}: {every}, {targets} tokens in all; {stopped}{cut}{_left_out(selection)}"
+
+
+def _left_out(selection: Selection) -> str:
+    """How many pairs do not fit a row."""
+    if selection.max_length is None:
+        return ""
+    lengths = selection.source.lengths(0, selection.num_documents)
+    count = int((lengths > selection.max_length).sum())
+    return f"; {count} pairs longer than data.seq_len={selection.max_length} are left out" if count else ""
+
+
+def _chunks(selection: Selection, stops: frozenset[int]) -> Iterator[tuple[Longs, Ids, Ids, int]]:
+    """Some documents at a time: their numbers, whether each has a target, and the stop token as one, and how many targets there are."""
+    source = selection.source
+    store, sides = (source.store, 2) if isinstance(source, PairSource) else (source, 1)
+    count = sides * selection.num_documents
+    each = max(1, int(CHUNK_TOKENS * max(1, store.num_documents) / max(1, store.num_tokens)))
+    wanted = np.array(sorted(stops), np.int64)
+    for first in range(0, count, each):
+        last = min(first + each, count)
+        lengths = store.lengths(first, last)
+        numbers, lengths = np.arange(first, last)[lengths > 0], lengths[lengths > 0]
+        if not len(numbers):
+            continue
+        ids, mask = store.gather(numbers, np.zeros(len(numbers), np.int64), lengths)
+        assert mask is not None
+        starts = np.cumsum(lengths) - lengths
+        learned = mask.copy()
+        learned[starts] = False  # nothing stands before a document's first token that could predict it
+        stopping = learned & np.isin(ids, wanted)
+        yield numbers, np.logical_or.reduceat(learned, starts), np.logical_or.reduceat(stopping, starts), int(learned.sum())
+
+
+def _spelling(number: int, tokenizer: Tokenizer | None) -> str:
+    return "token" if tokenizer is None else repr(tokenizer.decode([number]))

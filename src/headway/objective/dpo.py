@@ -1,0 +1,199 @@
+"""Direct preference optimisation: the model is to prefer the chosen answer over the rejected one by more than a frozen reference does.
+
+In: rows of pairs (documents 2i chosen, 2i + 1 rejected) and the reference's log-probabilities of them; out: one term over pairs.
+With c and r the log-probability of the chosen and the rejected answer (summed over its tokens) minus the reference's, and h = c - r:
+
+    sigmoid     -(1 - e) log s(b h) - e log s(-b h)                      b: beta, e: label_smoothing, s: the logistic function
+    robust      [-(1 - e) log s(b h) + e log s(-b h)] / (1 - 2 e)
+    hinge       max(0, 1 - b h)
+    ipo         (c / length - r / length - 1 / (2 b))^2                  the answers' own lengths in tokens
+    kto_pair    [2 - s(b (c - max(0, mean r))) - s(b (max(0, mean c) - r))] / 2      means over the step
+    sppo_hard   (c - 1 / (2 b))^2 + (r + 1 / (2 b))^2
+    nca_pair    -log s(b c) - log s(-b c) / 2 - log s(-b r) / 2
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+from pydantic import model_validator
+
+from headway.config.section import setting
+from headway.objective.base import Exchange, Loss, MetricSums, ObjectiveConfig, ReferenceWish, StepInfo, Term
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from headway.data.batch import Batch
+    from headway.model.head import ModelOut
+
+REFERENCE = "reference"
+"""The column of a batch with the reference's log-probability of every document: [rows, documents of a row]."""
+LossType = Literal["sigmoid", "robust", "hinge", "ipo", "kto_pair", "sppo_hard", "nca_pair"]
+SMOOTHED = ("sigmoid", "robust")
+
+
+class Config(ObjectiveConfig):
+    """Settings of direct preference optimisation."""
+
+    PAIRS: ClassVar[bool] = True
+    kind: str = setting("dpo", "dpo.", on_resume="fixed")
+    loss_type: LossType = setting("sigmoid", "How a pair's margin over the reference becomes a loss.", on_resume="fixed")
+    beta: float = setting(0.1, "How strongly the model is held to the reference; smaller lets it go further.", gt=0)
+    label_smoothing: float = setting(0.0, "Share of pairs assumed to be labelled the wrong way round (sigmoid, robust).", ge=0, lt=0.5)
+    reference_free: bool = setting(False, "Compare with a reference that likes all answers alike; none is loaded.", on_resume="fixed")
+    reference: str | None = setting(
+        None, "The reference: a run, a checkpoint or a Hugging Face folder; null = the weights the run starts from.", on_resume="fixed"
+    )
+    reference_logps: Literal["live", "cached"] = setting(
+        "live", "live: the reference is kept as a second model; cached: it scores all pairs once, kept by content in data.cache_dir."
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Config:
+        if self.label_smoothing and self.loss_type not in SMOOTHED:
+            raise ValueError(
+                f"has loss_type={self.loss_type} and label_smoothing={self.label_smoothing:g}; only {' and '.join(SMOOTHED)} know it. "
+                "Remove it"
+            )
+        if self.reference_free and (self.reference is not None or self.reference_logps != "live"):
+            raise ValueError("has reference_free=true and settings of a reference, which is then not used. Remove one of them")
+        return self
+
+    @property
+    def reference_wish(self) -> ReferenceWish | None:
+        """The frozen model to compare with."""
+        return None if self.reference_free else ReferenceWish(self.reference, self.reference_logps == "cached")
+
+    def build(self) -> DPO:
+        """Make the objective."""
+        return KTOPair(self) if self.loss_type == "kto_pair" else DPO(self)
+
+
+class Pairs(NamedTuple):
+    """The pairs of a microbatch, [rows, pairs of a row] each; where `held` is 0 there is none and the numbers mean nothing."""
+
+    chosen: Tensor
+    """Log-probability of the chosen answer."""
+    rejected: Tensor
+    chosen_gain: Tensor
+    """The same minus the reference's."""
+    rejected_gain: Tensor
+    chosen_length: Tensor
+    """Tokens of the chosen answer."""
+    rejected_length: Tensor
+    held: Tensor
+    """1 where there is a pair."""
+
+
+class DPO:
+    """One term: the mean over pairs of a loss of their margin over the reference."""
+
+    scope: Literal["row", "step"] = "row"
+    module: nn.Module | None = None
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def loss(self, out: ModelOut, batch: Batch, at: StepInfo, exchange: Exchange) -> Loss:
+        """The pairs' losses and rewards."""
+        pairs = self.pairs(out, batch)
+        total = (self.per_pair(pairs, at) * pairs.held).sum()
+        return Loss({"dpo": Term(total, per="pairs")}, self._metrics(pairs, total, at))
+
+    def pairs(self, out: ModelOut, batch: Batch) -> Pairs:
+        """Log-probabilities of the answers; the logits never exist for a whole row."""
+        log_prob, _ = out.head.scores(batch.targets)
+        chosen, rejected = _sides(document_sums(log_prob * batch.loss_weight, batch))
+        lengths = _sides(document_sums(batch.loss_weight, batch))
+        reference = batch.extra.get(REFERENCE)
+        if reference is None:
+            before = (chosen.new_zeros(()), chosen.new_zeros(()))
+        else:
+            before = _sides(reference.to(chosen.dtype))
+        held = ((lengths[0] > 0) & (lengths[1] > 0)).to(chosen.dtype)
+        return Pairs(chosen, rejected, chosen - before[0], rejected - before[1], *lengths, held)
+
+    def per_pair(self, pairs: Pairs, at: StepInfo) -> Tensor:
+        """The loss of every pair, by the formulas at the top."""
+        from torch.nn.functional import logsigmoid
+
+        beta, smoothing = self.config.beta, self.config.label_smoothing
+        c, r = pairs.chosen_gain, pairs.rejected_gain
+        margin = beta * (c - r)
+        match self.config.loss_type:
+            case "sigmoid":
+                return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
+            case "robust":
+                return (-(1 - smoothing) * logsigmoid(margin) + smoothing * logsigmoid(-margin)) / (1 - 2 * smoothing)
+            case "hinge":
+                return (1 - margin).relu()
+            case "ipo":
+                average = c / pairs.chosen_length.clamp(min=1) - r / pairs.rejected_length.clamp(min=1)
+                return (average - 1 / (2 * beta)).square()
+            case "sppo_hard":
+                return (c - 1 / (2 * beta)).square() + (r + 1 / (2 * beta)).square()
+            case "nca_pair":
+                return -logsigmoid(beta * c) - 0.5 * logsigmoid(-beta * c) - 0.5 * logsigmoid(-beta * r)
+            case "kto_pair":
+                raise AssertionError("kto_pair is KTOPair's")
+
+    def _metrics(self, pairs: Pairs, total: Tensor, at: StepInfo) -> MetricSums:
+        held, beta = pairs.held, self.config.beta
+        count = held.sum()
+        found = {
+            "rewards/chosen": beta * pairs.chosen_gain,
+            "rewards/rejected": beta * pairs.rejected_gain,
+            "rewards/accuracies": (pairs.chosen_gain > pairs.rejected_gain).to(held.dtype),
+            "rewards/margins": beta * (pairs.chosen_gain - pairs.rejected_gain),
+            "logps/chosen": pairs.chosen,
+            "logps/rejected": pairs.rejected,
+        }
+        sums: MetricSums = {name: ((value * held).sum(), count) for name, value in found.items()}
+        return sums if at.training else {"loss": (total, count), **sums}
+
+
+class KTOPair(DPO):
+    """Its loss compares every answer with the mean gain of the others' side over the whole step, through which gradients flow too."""
+
+    scope: Literal["row", "step"] = "step"
+
+    def survey(self, out: ModelOut, batch: Batch) -> Tensor:
+        """Gains of every pair, and whether there is one: [rows * pairs of a row, 3]."""
+        return _gains(self.pairs(out, batch))
+
+    def per_pair(self, pairs: Pairs, at: StepInfo) -> Tensor:
+        """Means enter as constants; what flows back through them is added as a term that is zero but has their gradient."""
+        c, r, held = (_gains(pairs).detach() if at.survey is None else at.survey).unbind(1)
+        beta, count = self.config.beta, held.sum().clamp(min=1)
+        mean_c, mean_r = (c * held).sum() / count, (r * held).sum() / count
+        clamped_c, clamped_r = mean_c.clamp(min=0), mean_r.clamp(min=0)
+        up, down = (beta * (c - clamped_r)).sigmoid(), (beta * (clamped_c - r)).sigmoid()
+        # how the step's loss changes with each mean; below zero the clamp holds it
+        by_c = -(beta * down * (1 - down) * held).sum() / (2 * count) * (mean_c >= 0)
+        by_r = (beta * up * (1 - up) * held).sum() / (2 * count) * (mean_r >= 0)
+        own = 2 - (beta * (pairs.chosen_gain - clamped_r)).sigmoid() - (beta * (clamped_c - pairs.rejected_gain)).sigmoid()
+        through = by_c * (pairs.chosen_gain - pairs.chosen_gain.detach()) + by_r * (pairs.rejected_gain - pairs.rejected_gain.detach())
+        return own / 2 + through
+
+
+def _gains(pairs: Pairs) -> Tensor:
+    import torch
+
+    return torch.stack([pairs.chosen_gain, pairs.rejected_gain, pairs.held], dim=-1).flatten(0, 1)
+
+
+def document_sums(per_token: Tensor, batch: Batch) -> Tensor:
+    """Add up a per-token value over each document: [rows, seq_len] -> [rows, documents of a row]."""
+    import torch
+
+    numbers = torch.arange(batch.bounds.shape[1] - 1, device=per_token.device, dtype=batch.document.dtype)
+    inside = batch.document[:, None, :] == numbers[:, None]
+    # A masked sum rather than a scatter: the order of additions is fixed on every device.
+    return torch.where(inside, per_token[:, None, :], 0.0).sum(-1)
+
+
+def _sides(per_document: Tensor) -> tuple[Tensor, Tensor]:
+    """The even documents of each row and the odd ones; a last even one without a partner is padding."""
+    whole = per_document.shape[1] // 2 * 2
+    return per_document[:, 0:whole:2], per_document[:, 1:whole:2]

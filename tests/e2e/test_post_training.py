@@ -1,0 +1,206 @@
+"""Preference training as whole runs: however the step is cut, packed, resumed or spread, and however the reference is kept."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.pairs import make_pair_store
+from support.ranks import start_processes
+from support.runs import assert_same_run, deterministic
+
+from headway.config.load import load
+from headway.data.store import StoreWriter
+from headway.errors import HeadwayError
+from headway.track.jsonl import read_metrics
+from headway.train import train
+from headway.train.config import Recipe
+
+RECIPE = """\
+run: {{name: {name}, dir: {dir}/runs}}
+model: {{hidden_size: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn_size: 48, vocab_size: 64, max_seq_len: 64}}
+data:
+  train: [{dir}/pairs]
+  valid: {{fraction: 0.2}}
+  seq_len: 64
+  tokenizer_unchecked: true
+  cache_dir: {dir}/cache
+objective: {{kind: dpo}}
+batch: {{rows: 8, micro_rows: 2}}
+optim: {{lr: 3e-3}}
+steps: 8
+eval: {{every: 4, rows: 8}}
+checkpoint: {{every: 4}}
+device: cpu
+"""
+SAME = (
+    "loss",
+    "grad_norm",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dpo")
+    make_pair_store(path / "pairs", pairs=80)
+    return path
+
+
+def recipe(folder: Path, name: str, *overrides: str) -> Recipe:
+    path = folder / f"{name}.yaml"
+    path.write_text(RECIPE.format(name=name, dir=folder), encoding="utf-8")
+    return load(Recipe, path, list(overrides))
+
+
+def run(folder: Path, name: str, *overrides: str, world: int = 1) -> list[dict[str, Any]]:
+    loaded = recipe(folder, name, *overrides)
+    if world == 1:
+        train(loaded)
+    else:
+        start_processes(lambda: train(loaded), world)
+    return read_metrics(loaded.run.folder / "metrics.jsonl")
+
+
+def assert_same(got: list[dict[str, Any]], right: list[dict[str, Any]], rel: float = 1e-4) -> None:
+    assert len(got) == len(right)
+    for one, other in zip(got, right, strict=True):
+        keys = [k for k in SAME if k != "rewards/accuracies" or one["step"] > 1]  # at first both answers of a pair have the same reward
+        assert {k: one[k] for k in keys} == pytest.approx({k: other[k] for k in keys}, rel=rel, abs=1e-6), f"step {one['step']}"
+        for name, values in other.get("valid", {}).items():
+            assert one["valid"][name] == pytest.approx(values, rel=rel, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[dict[str, Any]]:
+    return run(folder, "plain")
+
+
+def test_a_run_starts_at_ln_2_learns_and_reports_rewards(plain: list[dict[str, Any]], folder: Path) -> None:
+    assert plain[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert plain[-1]["loss"] < 0.6
+    assert set(SAME) <= set(plain[0])
+    valid = plain[-1]["valid"]["valid"]
+    assert valid["rewards/accuracies"] > 0.8
+    assert valid["loss"] < math.log(2)
+    log = (folder / "runs" / "plain" / "train.log").read_text()
+    assert "each of 160 answers has a target" in log
+    assert "reference of random weights" in log
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "kto_pair"])
+@pytest.mark.parametrize("overrides", [("parallel.zero1.size=1",), (), ("parallel.strategy=fsdp",)], ids=["ddp", "zero1", "fsdp"])
+def test_two_ranks_leave_what_one_process_leaves(
+    folder: Path, plain: list[dict[str, Any]], overrides: tuple[str, ...], loss_type: str
+) -> None:
+    kind = f"objective.loss_type={loss_type}"
+    one = f"one-{loss_type}"
+    right = plain if loss_type == "sigmoid" else run(folder, one, kind, "batch.micro_rows=8")  # the whole step at once
+    assert_same(run(folder, f"two-{loss_type}-{''.join(overrides).replace('.', '-')}", kind, *overrides, world=2), right)
+
+
+def test_pairs_packed_into_rows_are_pairs_on_their_own(folder: Path) -> None:
+    whole = ("data.valid=null", "steps=null", "epochs=1", "objective.reference_free=true")
+    packed = run(folder, "packed", *whole, "batch.rows=64", "batch.micro_rows=32")
+    alone = run(folder, "alone", *whole, "batch.rows=80", "batch.micro_rows=80", "data.packing=pad")
+    assert [record["num_samples_in_batch"] for record in packed] == [160]
+    assert_same(packed, alone)
+
+
+def test_cached_log_probabilities_are_the_live_ones_and_are_made_once(folder: Path, plain: list[dict[str, Any]]) -> None:
+    cached = "objective.reference_logps=cached"
+    assert_same(run(folder, "cached", cached), plain)
+    files = sorted((folder / "cache" / "reference").iterdir())
+    assert len(files) == 1
+    before = files[0].stat().st_mtime_ns
+    assert deterministic(folder / "runs" / "cached" / "metrics.jsonl") == run_without_time(folder, "cached-again", cached)
+    assert sorted((folder / "cache" / "reference").iterdir()) == files
+    assert files[0].stat().st_mtime_ns == before
+    run(folder, "other-weights", cached, "seed=7")
+    assert len(list((folder / "cache" / "reference").iterdir())) == 2
+    shutil.rmtree(folder / "cache" / "reference")
+    assert_same(run(folder, "cached-two", cached, world=2), plain)
+    assert [path.name for path in (folder / "cache" / "reference").iterdir()] == [files[0].name]
+
+
+def run_without_time(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
+    run(folder, name, *overrides)
+    return deterministic(folder / "runs" / name / "metrics.jsonl")
+
+
+def test_a_damaged_cache_of_log_probabilities_is_made_again(folder: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
+    cached = ("objective.reference_logps=cached", f"data.cache_dir={tmp_path}")
+    run(folder, "whole-cache", *cached)
+    (file,) = (tmp_path / "reference").iterdir()
+    file.write_bytes(file.read_bytes()[:60])
+    assert_same(run(folder, "damaged-cache", *cached), plain)
+
+
+@pytest.mark.parametrize("overrides", [("objective.loss_type=kto_pair",), ("objective.reference_logps=cached",)], ids=["kto", "cached"])
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(folder: Path, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    make_pair_store(tmp_path / "pairs", pairs=80)
+    run(tmp_path, "straight", *overrides)
+    loaded = recipe(tmp_path, "again", *overrides)
+    train(loaded, resume=str(tmp_path / "runs" / "straight" / "checkpoints" / "step-00000004"))
+    assert (
+        deterministic(tmp_path / "runs" / "again" / "metrics.jsonl") == deterministic(tmp_path / "runs" / "straight" / "metrics.jsonl")[4:]
+    )
+    shutil.copyfile(tmp_path / "runs" / "straight" / "metrics.jsonl", tmp_path / "runs" / "again" / "metrics.jsonl")
+    assert_same_run(tmp_path / "runs" / "straight", tmp_path / "runs" / "again", 8)
+
+
+def test_another_reference_than_the_run_began_with_is_refused(folder: Path, tmp_path: Path) -> None:
+    base = ("objective.kind=next_token", f"data.train=[{text_store(tmp_path)}]", "steps=1", "data.valid=null")
+    for name, seed in (("one", 1), ("two", 2)):
+        run(folder, f"base-{name}", *base, f"seed={seed}")
+    weights = folder / "runs" / "weights"
+    shutil.copytree(folder / "runs" / "base-one" / "final", weights)
+    start = (f"init.from={weights}", f"objective.reference={weights}", "steps=4")
+    run(folder, "moved", *start)
+    shutil.rmtree(weights)
+    shutil.copytree(folder / "runs" / "base-two" / "final", weights)
+    with pytest.raises(HeadwayError, match="other reference weights"):
+        run(folder, "moved", *start, "steps=6")
+
+
+def test_a_reference_of_its_own_is_the_margin_to_beat(folder: Path, tmp_path: Path) -> None:
+    base = ("objective.kind=next_token", f"data.train=[{text_store(tmp_path)}]", "steps=1", "data.valid=null", "seed=9")
+    run(folder, "other", *base)
+    got = run(folder, "against-other", f"objective.reference={folder / 'runs' / 'other'}", "steps=2")
+    assert got[0]["loss"] != pytest.approx(math.log(2), abs=1e-6)
+
+
+def text_store(folder: Path) -> Path:
+    rng = np.random.default_rng(3)
+    writer = StoreWriter(folder / "text", dtype="uint16", tokenizer_fingerprint=None)
+    for _ in range(40):
+        writer.add(rng.integers(0, 64, 30).astype(np.uint16))
+    writer.finish()
+    return folder / "text"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("data.train=[$/text]",), "holds no preference pairs"),
+        (("objective.kind=next_token",), "learn the rejected answers"),
+        (("data.train=null", "data.valid=null"), "data.train is null"),
+        (("data.packing=concat",), "cut pairs apart"),
+        (("data.max_documents=2",), "data.max_documents is 2"),
+        (("data.seq_len=8", "data.max_documents=3"), "no pair of it fits"),
+        (("objective.reference=$/nowhere",), "objective.reference"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(folder: Path, tmp_path: Path, overrides: tuple[str, ...], said: str) -> None:
+    text_store(tmp_path)
+    with pytest.raises(HeadwayError, match=said) as refused:
+        run(folder, "refused", *(text.replace("$", str(tmp_path)) for text in overrides))
+    assert "\n" not in str(refused.value)
+    assert not (folder / "runs" / "refused").exists()
