@@ -15,6 +15,7 @@ from headway.train.build import build
 from headway.train.config import Recipe
 from headway.train.folder import decide_start
 from headway.train.resolve import resolve
+from support.pairs import make_pair_store
 from support.runs import deterministic, make_stores
 
 Row = tuple[tuple[str, ...], Any, Any, Callable[[tuple[str, ...]], Any]]
@@ -47,6 +48,7 @@ def root() -> Path:
 def _root() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="headway-settings-"))
     make_stores(folder)
+    make_pair_store(folder / "pairs")
     (folder / "raw.jsonl").write_text("".join(json.dumps({"text": f"{i} words here", "other": "x" * i}) + "\n" for i in range(1, 60)))
     (folder / "lines.txt").write_text("".join(f"line {i} of a text\n" for i in range(200)))
     from headway.tokenizer.train_bpe import train_bpe

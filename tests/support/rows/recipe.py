@@ -29,6 +29,7 @@ SCALED = (
 )
 YARN = ("model.rope_scaling.kind=yarn", *SCALED[1:])
 RULE = ("optim.groups=[{match: [norms]}]",)
+CHAT = ("model.vocab_size=null", "tokenizer=$/tok0", "data.train=[{path: $/raw.jsonl}]", "model.max_seq_len=512", "data.seq_len=512")
 RAW = ("model.vocab_size=null", "tokenizer=$/tok0", "data.train=[{path: $/raw.jsonl}]")
 SETS = ("data.valid.sets={one: [{path: $/store0}, {path: $/store1}]}", "eval.rows=1000")
 RAW_SET = (
@@ -88,8 +89,8 @@ ROWS: dict[str, Row] = {
     "data.train.text_key": (RAW, ["{path: $/raw.jsonl}"], ["{path: $/raw.jsonl, text_key: other}"], numbers),
     "data.train.template": (RAW, ["{path: $/raw.jsonl}"], ["{path: $/raw.jsonl, template: '{other} {text}'}"], numbers),
     "data.train.split": (RAW, ["{path: $/lines.txt}"], ["{path: $/lines.txt, split: line}"], batches),
-    "data.train.kind": (RAW, ["{path: $/chat.jsonl}"], ["{path: $/chat.jsonl, kind: chat, chat_template: chatml}"], batches),
-    "data.train.chat_template": (RAW, ["{path: $/chat.jsonl, kind: chat, chat_template: chatml}"], ["{path: $/chat.jsonl, kind: chat, chat_template: alpaca}"], batches),
+    "data.train.kind": (CHAT, ["{path: $/chat.jsonl}"], ["{path: $/chat.jsonl, kind: chat, chat_template: chatml}"], batches),
+    "data.train.chat_template": (CHAT, ["{path: $/chat.jsonl, kind: chat, chat_template: chatml}"], ["{path: $/chat.jsonl, kind: chat, chat_template: alpaca}"], batches),
     "data.valid.fraction": (("data.train=[$/store0]",), 0.1, 0.4, valid),
     "data.valid.sets.path": (STORES, "{one: [{path: $/store0}]}", "{one: [{path: $/store1}]}", valid),
     "data.valid.sets.weight": ((*STORES, "eval.rows=2"), "{one: [{path: $/store0, weight: 1}, {path: $/store1, weight: 9}]}", "{one: [{path: $/store0, weight: 9}, {path: $/store1, weight: 1}]}", valid),
@@ -99,8 +100,8 @@ ROWS: dict[str, Row] = {
     "data.valid.sets.text_key": (RAW_JSON_SET, "{one: [{path: $/raw.jsonl}]}", "{one: [{path: $/raw.jsonl, text_key: other}]}", valid),
     "data.valid.sets.template": (RAW_JSON_SET, "{one: [{path: $/raw.jsonl}]}", "{one: [{path: $/raw.jsonl, template: '{other} {text}'}]}", valid),
     "data.valid.sets.split": (RAW_SET, "{one: [{path: $/lines.txt}]}", "{one: [{path: $/lines.txt, split: line}]}", valid),
-    "data.valid.sets.kind": (RAW, "{one: [{path: $/chat.jsonl}]}", "{one: [{path: $/chat.jsonl, kind: chat, chat_template: chatml}]}", valid),
-    "data.valid.sets.chat_template": (RAW, "{one: [{path: $/chat.jsonl, kind: chat, chat_template: chatml}]}", "{one: [{path: $/chat.jsonl, kind: chat, chat_template: alpaca}]}", valid),
+    "data.valid.sets.kind": (CHAT, "{one: [{path: $/chat.jsonl}]}", "{one: [{path: $/chat.jsonl, kind: chat, chat_template: chatml}]}", valid),
+    "data.valid.sets.chat_template": (CHAT, "{one: [{path: $/chat.jsonl, kind: chat, chat_template: chatml}]}", "{one: [{path: $/chat.jsonl, kind: chat, chat_template: alpaca}]}", valid),
     "data.seq_len": ((), 32, 64, batches),
     "data.packing": (STORES, "best_fit", "concat", numbers),
     "data.max_documents": (STORES, "auto", 2, batches),
