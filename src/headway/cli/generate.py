@@ -5,6 +5,7 @@ from pathlib import Path
 
 import typer
 
+from headway.cli import _masks
 from headway.cli._output import JSON_FLAG, print_json
 from headway.errors import ConfigError
 
@@ -22,6 +23,11 @@ def command(
         False, "--special", help="Special tokens written in a prompt, <|im_start|> say, are those tokens, not text."
     ),
     seed: int = typer.Option(0, help="Seed of the sampling."),
+    masks: Path | None = _masks.MASKS,
+    equal_per_layer: bool = _masks.EQUAL_PER_LAYER,
+    stream_window: int | None = _masks.STREAM_WINDOW,
+    stream_sinks: int | None = _masks.STREAM_SINKS,
+    chunk_tokens: int = typer.Option(4096, help="Tokens of each prompt that go through the model at once."),
     device: str = typer.Option("auto", help="auto, cpu or cuda."),
     json: bool = JSON_FLAG,
 ) -> None:
@@ -31,12 +37,15 @@ def command(
     from headway.infer.sampling import Sampling
     from headway.runtime.device import choose_compute
 
-    options = Options(max_new_tokens, tuple(stop), special=special, sampling=Sampling(temperature, top_k, top_p, seed))
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    options = Options(max_new_tokens, tuple(stop), special=special, sampling=sampling, chunk_tokens=chunk_tokens)
     prompts = [*prompt, *(read_prompts(prompts_file) if prompts_file is not None else [])]
     if not prompts:
         raise ConfigError("no prompt is given. Use --prompt TEXT or --prompts-file FILE.")
     compute = choose_compute(device, "auto")
-    results = generate(load_model(model, device=compute.device, dtype=compute.dtype), prompts, options)
+    loaded = load_model(model, device=compute.device, dtype=compute.dtype)
+    loaded = _masks.with_masks(loaded, masks, equal_per_layer=equal_per_layer, window=stream_window, sinks=stream_sinks)
+    results = generate(loaded, prompts, options)
     if json:
         print_json(asdict(results[0]) if len(results) == 1 else {"generations": [asdict(result) for result in results]})
         return

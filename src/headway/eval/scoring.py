@@ -89,8 +89,6 @@ def score(loaded: LoadedModel, rows: Sequence[Row]) -> TokenScores:
     """Score the windows of one batch."""
     import torch
 
-    from headway.kernels.attention import causal_mask
-
     length = max(len(row.ids) for row in rows)
     tokens = torch.zeros(len(rows), length, dtype=torch.int64)
     scored = torch.zeros(len(rows), length, dtype=torch.bool)
@@ -105,14 +103,30 @@ def score(loaded: LoadedModel, rows: Sequence[Row]) -> TokenScores:
     targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1))[scored].to(loaded.device)
     tokens, scored = tokens.to(loaded.device), scored.to(loaded.device)
     with torch.inference_mode():
-        position = torch.arange(length, dtype=torch.int32, device=loaded.device).expand(len(rows), length)
-        hidden = loaded.model(tokens, position, causal_mask(len(rows), length, loaded.device))[scored]
+        hidden = _hidden(loaded, tokens)[scored]
         parts = [
             _predictions(loaded, hidden[at : at + CHUNK_TOKENS], targets[at : at + CHUNK_TOKENS])
             for at in range(0, len(targets), CHUNK_TOKENS)
         ]
         nll, correct, confidence = torch.cat(parts, dim=1).cpu().numpy()
     return TokenScores(nll, correct, confidence, context.numpy(), row_of.numpy())
+
+
+def _hidden(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Hidden states of rows that begin at the left; heads that forget do so as they would in generation."""
+    import torch
+
+    from headway.infer.prefill import chunks
+    from headway.kernels.attention import causal_mask
+    from headway.model.kv_cache import KVCache
+
+    rows, length = tokens.shape
+    if loaded.masks is None:
+        position = torch.arange(length, dtype=torch.int32, device=tokens.device).expand(rows, length)
+        return loaded.model(tokens, position, causal_mask(rows, length, tokens.device))
+    dtype = loaded.model.head_weight.dtype
+    cache = KVCache(loaded.config, rows, length, device=tokens.device, dtype=dtype, masks=loaded.masks, lengths=[length] * rows)
+    return torch.cat(list(chunks(loaded.model, tokens, cache)), dim=1)
 
 
 def _predictions(loaded: LoadedModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

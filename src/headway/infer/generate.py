@@ -1,6 +1,6 @@
 """Prompts come in, continuations go out. What a prompt becomes does not depend on the prompts beside it.
 
-prompts -> ids, left-aligned in one batch -> one forward over all prompts -> one token per row and step, from the cache
+prompts -> ids, left-aligned in one batch -> forwards over chunks of all prompts -> one token per row and step, from the cache
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Literal
 import torch
 
 from headway.errors import ConfigError, DataError
+from headway.infer.decode import Decoder
 from headway.infer.load import LoadedModel
+from headway.infer.prefill import CHUNK_TOKENS, last_hidden
 from headway.infer.sampling import Sampling, choose
-from headway.kernels.attention import causal_mask
 from headway.model.kv_cache import KVCache
 from headway.runtime.progress import progress
 from headway.tokenizer.load import Tokenizer
@@ -39,10 +40,14 @@ class Options:
     sampling: Sampling = field(default_factory=Sampling)
     rows: int = 16
     """Prompts that are computed at once."""
+    chunk_tokens: int = CHUNK_TOKENS
+    """Tokens of each prompt that go through the model at once; no result depends on it beyond rounding."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ConfigError(f"max-new-tokens is {self.max_new_tokens}; it must be 1 or more.")
+        if self.chunk_tokens < 1:
+            raise ConfigError(f"chunk-tokens is {self.chunk_tokens}; it must be 1 or more.")
         if "" in self.stop:
             raise ConfigError("stop is empty text, which every text holds; give the text at which to stop.")
 
@@ -167,27 +172,28 @@ class _Row:
 
 def _run(loaded: LoadedModel, rows: list[_Row], options: Options) -> None:
     model, device = loaded.model, loaded.device
-    lengths = torch.tensor([len(row.prompt) for row in rows], device=device)
-    longest = max(len(row.prompt) for row in rows)
+    lengths = [len(row.prompt) for row in rows]
+    longest = max(lengths)
     tokens = torch.tensor([row.prompt + [0] * (longest - len(row.prompt)) for row in rows], device=device)
     most = max(min(options.max_new_tokens, row.room) for row in rows)
-    cache = KVCache(loaded.config, len(rows), longest + most, device=device, dtype=model.head_weight.dtype)
-    position = torch.arange(longest, device=device).expand(len(rows), -1)
-    hidden = model(tokens, position, causal_mask(len(rows), longest, device), cache)
-    last = hidden[torch.arange(len(rows), device=device), lengths - 1]
+    cache = KVCache(
+        loaded.config, len(rows), longest + most, device=device, dtype=model.head_weight.dtype, masks=loaded.masks, lengths=lengths
+    )
+    logits = model.logits(last_hidden(model, tokens, lengths, cache, options.chunk_tokens)).float()
+    decoder = Decoder(model, cache, steps=most)
+    position = torch.tensor(lengths, device=device)
     while True:
-        token = _next(loaded, last, rows, options)
+        token = _next(loaded, logits, rows, options)
         for row, one in zip(rows, token.tolist(), strict=True):
             row.add(one)
         if all(row.stopped_by is not None for row in rows):
             return
-        last = model(token[:, None], lengths[:, None], None, cache)[:, 0]
-        lengths = lengths + 1
+        logits = decoder.step(token, position)
+        position = position + 1
 
 
-def _next(loaded: LoadedModel, hidden: torch.Tensor, rows: list[_Row], options: Options) -> torch.Tensor:
+def _next(loaded: LoadedModel, logits: torch.Tensor, rows: list[_Row], options: Options) -> torch.Tensor:
     assert loaded.tokenizer is not None
-    logits = loaded.model.logits(hidden).float()
     # Rows of the embedding behind the vocabulary are padding to a round size; no text has them.
     logits[:, loaded.tokenizer.vocab_size :] = -torch.inf
     return choose(logits, options.sampling, [row.draw() for row in rows])

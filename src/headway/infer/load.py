@@ -8,7 +8,7 @@ anything else          a Hugging Face folder: has config.json
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from headway.model.pretrained import is_pretrained, read_config, read_end_ids, r
 if TYPE_CHECKING:
     import torch
 
+    from headway.model.head_masks import HeadMasks
     from headway.model.transformer import Transformer
     from headway.tokenizer.load import Tokenizer
 
@@ -53,6 +54,14 @@ class LoadedModel:
     path: Path
     end_ids: frozenset[int] = frozenset()
     """Ids that end a text."""
+    masks: HeadMasks | None = None
+    """Heads that keep only sinks and a window of the past; None = the model as it is."""
+
+    def with_masks(self, masks: HeadMasks | None) -> LoadedModel:
+        """The same weights, read with other masks."""
+        if masks is not None:
+            masks.check(self.config)
+        return replace(self, masks=masks)
 
     @property
     def device(self) -> torch.device:

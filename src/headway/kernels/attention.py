@@ -206,13 +206,14 @@ def _per_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Atten
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, window: int | None) -> torch.Tensor:
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
     left = -1 if window is None else window - 1
-    kernel = _varlen_kernel(q.shape[2] != k.shape[2])
+    kernel = varlen_kernel(q.shape[2] != k.shape[2])
     starts, longest = mask.cu_seqlens, mask.max_length
     return kernel(flat_q, flat_k, flat_v, starts, starts, longest, longest, window_size=(left, 0)).view(q.shape)
 
 
 @functools.cache
-def _varlen_kernel(grouped: bool) -> Callable[..., Any]:
+def varlen_kernel(grouped: bool) -> Callable[..., Any]:
+    """FlashAttention over packed sequences, for heads that share keys where `grouped`."""
     from torch.nn.attention.varlen import varlen_attn
 
     # The kernel serves grouped heads in every version; only newer ones ask the caller to say so.

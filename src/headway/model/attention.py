@@ -4,6 +4,7 @@ The core between the two halves is not here: a block calls it (see transformer.p
 """
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from headway.model.config import ModelConfig
@@ -25,11 +26,17 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * head, width, bias=config.output_bias)
         self.head_size = head
         self.rotates = layer not in config.no_rope_layers
+        self.joined: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        """Weight and bias of all three projections in one tensor each, where inference has put them there."""
 
     def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [B,T,H,hd], k and v [B,T,KV,hd] of x [B,T,D]; head counts follow the weights, which may be a slice of the whole."""
         heads = (*x.shape[:-1], -1, self.head_size)
-        q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
+        if self.joined is not None:
+            sizes = [self.q_proj.out_features, self.k_proj.out_features, self.v_proj.out_features]
+            q, k, v = (part.unflatten(-1, heads[-2:]) for part in F.linear(x, *self.joined).split(sizes, dim=-1))
+        else:
+            q, k, v = self.q_proj(x).view(heads), self.k_proj(x).view(heads), self.v_proj(x).view(heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Table = Sequence[Sequence[float]]
 FILE_NAMES = ("masks.tsv", "full_attention_heads.tsv")
+DEFAULT_WINDOW, DEFAULT_SINKS = 1024, 128
+"""Of streaming heads where nobody says."""
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,7 @@ class Transformer(nn.Module):
         self, tokens: torch.Tensor, position: torch.Tensor, mask: AttentionMask | None, cache: KVCache | None = None
     ) -> torch.Tensor:
         """Hidden [B,T,D] after the final norm. Tokens that continue what a cache holds need no mask: each row is one document."""
+        assert cache is None or (mask is None) == (cache.used > 0)
         x = self.embed(tokens)
         cos, sin = self.rotation(position)
         for name, block in self.model.layers.items():
@@ -131,10 +132,5 @@ def _cached(
     cache: KVCache,
 ) -> torch.Tensor:
     q, k, v = block.before(x, *turn)
-    cache.write(layer, k, v, position)
-    if cache.used == 0:
-        assert mask is not None
-        o = block.core(q, k, v, mask, window=block.window)
-    else:
-        o = cache.attend(layer, q, position, block.window)
-    return block.after(x, o)
+    whole = None if mask is None else lambda q, k, v: block.core(q, k, v, mask, window=block.window)
+    return block.after(x, cache.attend(layer, q, k, v, position, whole))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from headway.cli import _masks
 from headway.cli._output import JSON_FLAG, print_json
 from headway.cli._ranks import over_ranks
 from headway.cli.eval import _options
@@ -35,6 +36,10 @@ def command(
     seed: int = _options.SEED,
     out: Path | None = _options.OUT,
     tensorboard: Path | None = _options.TENSORBOARD,
+    masks: Path | None = _masks.MASKS,
+    equal_per_layer: bool = _masks.EQUAL_PER_LAYER,
+    stream_window: int | None = _masks.STREAM_WINDOW,
+    stream_sinks: int | None = _masks.STREAM_SINKS,
     device: str = _options.DEVICE,
     precision: str = _options.PRECISION,
     nproc: int | None = _options.NPROC,
@@ -58,7 +63,9 @@ def command(
     def work(group: Group) -> None:
         from headway.eval.evaluate import evaluate
 
-        result = evaluate(_options.load(model, device, precision), plan, name=str(model), group=group)
+        loaded = _options.load(model, device, precision)
+        loaded = _masks.with_masks(loaded, masks, equal_per_layer=equal_per_layer, window=stream_window, sinks=stream_sinks)
+        result = evaluate(loaded, plan, name=str(model), group=group)
         if group.rank != 0:
             return
         _options.keep([result], out, tensorboard)

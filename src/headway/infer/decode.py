@@ -1,0 +1,87 @@
+"""One token per row and step from a filled cache. On CUDA the whole step is recorded once as a graph and replayed.
+
+    token [B], position [B] -> embed -> blocks, each reading and writing its part of the cache -> norm -> logits [B,V]
+
+On a GPU a small model's step is bound by launches, not by arithmetic: a recorded graph has none, and compiled halves of the blocks
+have few kernels. Compiling takes seconds, so a decoder that will take few steps does without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from headway.infer.fuse import fuse_projections
+from headway.model.kv_cache import KVCache
+from headway.model.transformer import Block, Transformer
+
+COMPILE_FROM_STEPS = 512
+"""A decoder that takes fewer steps would wait longer for the compiler than it gains."""
+WARM_UP = 2
+
+
+class Decoder:
+    """Steps of one batch of rows over one cache."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        *,
+        steps: int,
+        compile_blocks: bool | Literal["auto"] = "auto",
+        record: bool | Literal["auto"] = "auto",
+    ) -> None:
+        on_cuda = model.head_weight.is_cuda
+        self.model, self.cache = model, cache
+        self._record = on_cuda if record == "auto" else record
+        compiled = on_cuda and steps >= COMPILE_FROM_STEPS if compile_blocks == "auto" else compile_blocks
+        if on_cuda:
+            fuse_projections(model)
+        self._halves: list[tuple[Callable[..., tuple[torch.Tensor, ...]], Callable[..., torch.Tensor]]] = []
+        for block in model.model.layers.values():
+            assert isinstance(block, Block)
+            halves = (block.before, block.after)
+            self._halves.append(tuple(torch.compile(half, fullgraph=True, dynamic=False) for half in halves) if compiled else halves)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._token = self._position = self._logits = torch.empty(0)
+
+    @torch.inference_mode()
+    def step(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Logits, fp32 [B,V], after token [B] at positions [B]; they are written over by the next step."""
+        if not self._record:
+            logits = self._forward(token, position)
+        else:
+            if self._graph is None:
+                self._capture(token, position)
+            assert self._graph is not None
+            self._token.copy_(token)
+            self._position.copy_(position)
+            self._graph.replay()
+            logits = self._logits
+        self.cache.advance(1)
+        return logits
+
+    def _capture(self, token: torch.Tensor, position: torch.Tensor) -> None:
+        self._token, self._position = token.clone(), position.clone()
+        # The same step several times writes the same slots with the same values, so trying it changes nothing.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                self._forward(self._token, self._position)
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._logits = self._forward(self._token, self._position)
+
+    def _forward(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        model, at = self.model, position[:, None]
+        x = model.embed(token[:, None])
+        cos, sin = model.rotation(at)
+        for layer, (before, after) in enumerate(self._halves):
+            q, k, v = before(x, cos, sin)
+            x = after(x, self.cache.attend(layer, q, k, v, at, None))
+        return model.logits(model.model.norm(x)[:, 0]).float()

@@ -1,0 +1,40 @@
+"""Prompts go through a model a chunk at a time, so that heads which forget never hold more than their slots and one chunk.
+
+tokens [B, T]   |chunk 0|chunk 1|chunk 2|      each chunk sees what the cache kept of those before it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from headway.kernels.attention import causal_mask
+from headway.model.kv_cache import KVCache
+from headway.model.transformer import Transformer
+
+CHUNK_TOKENS = 4096
+
+
+def chunks(model: Transformer, tokens: torch.Tensor, cache: KVCache, chunk_tokens: int = CHUNK_TOKENS) -> Iterator[torch.Tensor]:
+    """Hidden states [B, up to chunk_tokens, D] of tokens [B,T], which an empty cache keeps."""
+    rows, length = tokens.shape
+    for begin in range(0, length, chunk_tokens):
+        end = min(begin + chunk_tokens, length)
+        position = torch.arange(begin, end, device=tokens.device).expand(rows, -1)
+        mask = causal_mask(rows, end, tokens.device) if begin == 0 else None
+        yield model(tokens[:, begin:end], position, mask, cache)
+
+
+def last_hidden(model: Transformer, tokens: torch.Tensor, lengths: list[int], cache: KVCache, chunk_tokens: int) -> torch.Tensor:
+    """[B,D]: what each row's last token before its padding became."""
+    at = torch.tensor(lengths, device=tokens.device) - 1
+    found: torch.Tensor | None = None
+    begin = 0
+    for hidden in chunks(model, tokens, cache, chunk_tokens):
+        inside = (at - begin).clamp(0, hidden.shape[1] - 1)
+        here = hidden[torch.arange(len(lengths), device=at.device), inside]
+        found = here if found is None else torch.where((at >= begin)[:, None], here, found)
+        begin += hidden.shape[1]
+    assert found is not None
+    return found

@@ -1,0 +1,105 @@
+"""One new token in each row against all that its KV heads still keep, for heads that keep different amounts.
+
+Shapes: B rows, H query heads, KV key and value heads, G query heads of one KV head, hd head width.
+
+A KV head's region of the flat cache is [B, slots, hd], slots = sinks + window; a row of n tokens, the new one included, fills the first
+min(n, slots) of them. The new token's key and value go to their slot, and its query meets all filled slots:
+
+    item    = (KV head, a stretch of its slots)     long regions have many items, short ones one: the work is even whatever the heads keep
+    attend    one program per row and item: softmax over the stretch for the G queries of the head -> o and log-sum-exp of the stretch
+    combine   one program per row and query head: the stretches weighted by their log-sum-exp
+
+How far a row is filled is read on the device, so that one recorded CUDA graph serves every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+WANTED_PROGRAMS = 1024
+"""Stretches are cut so that about this many programs exist: several per processor of a large GPU."""
+LEAST_STRETCH = 128
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """How the regions of one layer are cut, as tensors on the device."""
+
+    items: torch.Tensor
+    """int64 [items, 6]: begin of the region, KV head, sinks, window, reach, first slot of the stretch"""
+    heads: torch.Tensor
+    """int32 [KV, 4]: first item, number of items, slots, unused"""
+    stretch: int
+    most_items: int
+    """Of one head."""
+    partial: torch.Tensor
+    """fp32 [B, items, G, hd + 1], made at the first use."""
+
+    @staticmethod
+    def of(regions: Sequence[tuple[int, int, int, int, int]], rows: int, groups: int, head_size: int, device: torch.device) -> DecodePlan:
+        """Cut regions (begin, KV head, sinks, window, reach)."""
+        total = rows * sum(sinks + window for _, _, sinks, window, _ in regions)
+        stretch = LEAST_STRETCH
+        while stretch * WANTED_PROGRAMS < total:
+            stretch *= 2
+        items: list[tuple[int, int, int, int, int, int]] = []
+        heads = [(0, 0, 0, 0)] * len(regions)
+        for begin, head, sinks, window, reach in regions:
+            first = len(items)
+            items += [(begin, head, sinks, window, reach, start) for start in range(0, sinks + window, stretch)]
+            heads[head] = (first, len(items) - first, sinks + window, 0)
+        partial = torch.empty(rows, len(items), groups, head_size + 1, dtype=torch.float32, device=device)
+        return DecodePlan(
+            torch.tensor(items, dtype=torch.int64, device=device),
+            torch.tensor(heads, dtype=torch.int32, device=device),
+            stretch,
+            max(count for _, count, _, _ in heads),
+            partial,
+        )
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: torch.Tensor,
+    plan: DecodePlan,
+) -> torch.Tensor:
+    """o [B,H,hd] of q [B,H,hd] at positions [B]; k and v [B,KV,hd] are kept in the flat buffers."""
+    from headway.kernels.decode_attention_triton import attend, combine
+
+    attend(q, k, v, keys, values, position, plan)
+    return combine(q, position, plan)
+
+
+def decode_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: torch.Tensor,
+    plan: DecodePlan,
+) -> torch.Tensor:
+    """The same in plain torch, one row and head at a time."""
+    rows, num_heads, hd = q.shape
+    groups = num_heads // k.shape[1]
+    o = torch.empty_like(q)
+    for begin, head, sinks, window, reach, start in plan.items.tolist():
+        if start:
+            continue
+        slots = sinks + window
+        region_k, region_v = (x[begin : begin + rows * slots * hd].view(rows, slots, hd) for x in (keys, values))
+        for row, p in enumerate(position.tolist()):
+            slot = p if p < sinks else sinks + (p - sinks) % window
+            region_k[row, slot], region_v[row, slot] = k[row, head], v[row, head]
+            seen = [s for s in range(min(p + 1, slots)) if s >= sinks or p - s < reach]
+            mine = slice(head * groups, (head + 1) * groups)
+            scores = q[row, mine].float() @ region_k[row, seen].float().T * hd**-0.5
+            o[row, mine] = (scores.softmax(-1) @ region_v[row, seen].float()).to(q.dtype)
+    return o

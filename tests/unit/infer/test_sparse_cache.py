@@ -1,0 +1,145 @@
+"""`--masks`: generation and perplexity with fewer keys and values are those of the forward under the same masks."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from support.byte_model import CONFIG, write_model
+from support.head_masks import masked_forward
+
+from headway.cli import main
+from headway.errors import ConfigError
+from headway.infer.decode import Decoder
+from headway.infer.fuse import fuse_projections
+from headway.infer.generate import Options, generate
+from headway.infer.load import LoadedModel, load_model
+from headway.infer.masks import equal_layers, load_masks, random_masks
+from headway.kernels.attention import causal_mask
+from headway.model.head_masks import HeadMasks, write_masks
+from headway.model.kv_cache import KVCache
+
+MASKS = HeadMasks(((True, False), (False, False)), window=6, sinks=2)
+TEXT = "the cat sat on the mat and then it went away over the hills and far away, to the sea, and never came back again"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), CONFIG.with_(max_seq_len=160))
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(folder)
+
+
+@pytest.fixture
+def masks_file(tmp_path: Path) -> Path:
+    write_masks(MASKS, tmp_path / "masks.tsv")
+    return tmp_path / "masks.tsv"
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 16, 4096])
+def test_generation_under_masks_is_that_of_the_masked_forward(loaded: LoadedModel, chunk_tokens: int) -> None:
+    prompts = [TEXT, "a", TEXT[:40]]
+    results = generate(loaded.with_masks(MASKS), prompts, Options(12, chunk_tokens=chunk_tokens))
+    assert loaded.tokenizer is not None
+    for prompt, result in zip(prompts, results, strict=True):
+        ids = loaded.tokenizer.encode(prompt)
+        for token in result.token_ids:
+            logits = loaded.model.logits(masked_forward(loaded.model, torch.tensor([ids]), MASKS)[0, -1])
+            assert token == int(logits[:258].argmax())
+            ids.append(token)
+    assert [r.token_ids for r in results] != [r.token_ids for r in generate(loaded, prompts, Options(12))]
+
+
+def test_perplexity_under_masks_is_that_of_the_masked_forward(
+    loaded: LoadedModel, folder: Path, masks_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    common = ["eval", "ppl", "--model", str(folder), "--device", "cpu", "--data", str(tmp_path / "text.txt"), "--json"]
+    assert main([*common, "--masks", str(masks_file)]) == 0
+    found = json.loads(capsys.readouterr().out)["loss"]
+    assert loaded.tokenizer is not None
+    ids = torch.tensor([loaded.tokenizer.encode(TEXT)])
+    logits = loaded.model.logits(masked_forward(loaded.model, ids, MASKS))
+    expected = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).item()
+    assert math.isclose(found, expected, rel_tol=1e-5)
+    assert main([*common, "--masks", str(masks_file), "--stream-window", "160"]) == 0
+    whole = json.loads(capsys.readouterr().out)["loss"]
+    assert main(common) == 0
+    assert math.isclose(json.loads(capsys.readouterr().out)["loss"], whole, rel_tol=1e-6)
+
+
+def test_the_verb_generates_under_masks(loaded: LoadedModel, folder: Path, masks_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["generate", "--model", str(folder), "--device", "cpu", "--max-new-tokens", "6", "--prompt", TEXT, "--json"]
+    assert main([*common, "--masks", str(masks_file), "--chunk-tokens", "9"]) == 0
+    found = json.loads(capsys.readouterr().out)["token_ids"]
+    assert found == generate(loaded.with_masks(MASKS), [TEXT], Options(6))[0].token_ids
+    assert main([*common, "--masks", str(masks_file), "--equal-per-layer"]) == 0
+    equal = json.loads(capsys.readouterr().out)["token_ids"]
+    assert equal == generate(loaded.with_masks(equal_layers(MASKS)), [TEXT], Options(6))[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--equal-per-layer"], "--equal-per-layer is given without --masks"),
+        (["--stream-sinks", "0"], "--stream-sinks is given without --masks"),
+        (["--masks", "nowhere.tsv"], "masks is 'nowhere.tsv'"),
+        (["--chunk-tokens", "0"], "chunk-tokens is 0"),
+    ],
+)
+def test_mistakes_are_one_line(folder: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", str(folder), "--device", "cpu", "--prompt", "a", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_masks_fit_their_model_and_have_a_reach(loaded: LoadedModel, masks_file: Path, tmp_path: Path) -> None:
+    assert load_masks(masks_file, loaded.config) == MASKS
+    assert load_masks(masks_file, loaded.config, window=9, sinks=0) == MASKS.with_reach(9, 0)
+    write_masks(HeadMasks(MASKS.full), tmp_path / "bare.tsv")
+    assert load_masks(tmp_path / "bare.tsv", loaded.config) == MASKS.with_reach(1024, 128)
+    with pytest.raises(ConfigError, match="stream-window is 0"):
+        load_masks(masks_file, loaded.config, window=0)
+    with pytest.raises(ConfigError, match="the model has 3 layers"):
+        load_masks(masks_file, loaded.config.with_(num_layers=3))
+
+
+def test_equal_layers_and_random_masks_keep_the_count() -> None:
+    uneven = HeadMasks(((True, True, True, False), (False, False, False, False), (False, True, False, True)), 8, 2)
+    equal = equal_layers(uneven)
+    assert [len(equal.full_heads(layer)) for layer in range(3)] == [2, 2, 2]
+    assert equal.full_heads(0) == (0, 1) and equal.full_heads(2) == (1, 3) and (equal.window, equal.sinks) == (8, 2)
+    for seed in range(3):
+        drawn = random_masks(uneven, seed)
+        assert drawn.num_full == uneven.num_full and drawn == random_masks(uneven, seed)
+    assert random_masks(uneven, 0) != random_masks(uneven, 1)
+
+
+def test_joined_projections_change_nothing(folder: Path) -> None:
+    plain, joined = load_model(folder), load_model(folder)
+    fuse_projections(joined.model)
+    fuse_projections(joined.model)
+    names = dict(joined.model.named_parameters())
+    assert all(torch.equal(value, names[name]) for name, value in plain.model.named_parameters())
+    ids, position = torch.arange(24)[None], torch.arange(24)[None]
+    results = [one.model(ids, position, causal_mask(1, 24)) for one in (plain, joined)]
+    assert (results[0] - results[1]).abs().max() < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_steps_are_the_plain_ones(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda half, **more: compile_(half, backend="aot_eager", **more))
+    found = []
+    for compiled in (False, True):
+        cache = KVCache(loaded.config, 2, 20, device="cpu", dtype=torch.float32, masks=MASKS, lengths=[3, 3])
+        ids = torch.arange(6).view(2, 3)
+        with torch.inference_mode():
+            loaded.model(ids, torch.arange(3).expand(2, -1), causal_mask(2, 3), cache)
+        decoder = Decoder(loaded.model, cache, steps=9, compile_blocks=compiled)
+        steps = [decoder.step(torch.tensor([at, at + 5]), torch.tensor([at, at])).clone() for at in range(3, 12)]
+        found.append(torch.stack(steps))
+    assert (found[0] - found[1]).abs().max() < 1e-4
