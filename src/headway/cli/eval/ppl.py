@@ -13,6 +13,7 @@ from headway.cli._ranks import over_ranks
 from headway.cli.eval import _options
 
 if TYPE_CHECKING:
+    from headway.eval.evaluate import Evaluation
     from headway.parallel.collectives import Group
 
 
@@ -69,13 +70,17 @@ def command(
         if group.rank != 0:
             return
         _options.keep([result], out, tensorboard)
-        if not json:
-            _options.show([result])
-        elif len(result.datasets) == 1:
-            # One dataset: its numbers at the top, as a script reads them.
-            plain = result.to_json()
-            print_json({"model": plain["model"], **next(iter(plain["datasets"].values())), "samples": plain["samples"]})
-        else:
-            print_json(result.to_json())
+        _print(result, json)
 
     over_ranks(context, device, nproc, gpus, work)
+
+
+def _print(result: Evaluation, json: bool) -> None:
+    if not json:
+        _options.show([result])
+    elif len(result.datasets) == 1:
+        # One dataset: its numbers at the top, as a script reads them.
+        plain = result.to_json()
+        print_json({"model": plain["model"], **next(iter(plain["datasets"].values())), "samples": plain["samples"]})
+    else:
+        print_json(result.to_json())
