@@ -137,7 +137,7 @@ def perplexity(
                 raise CheckpointError(
                     f"{loaded.path}: its loss is not a finite number; the weights are damaged, or overflow as they compute."
                 )
-            tally.add(scores, [row.part for row in batch])
+            tally.add(scores, [row.label for row in batch])
             advance(len(scores.nll))
     if group is not None:
         tally.over(group)

@@ -27,11 +27,11 @@ SORTED_BATCHES = 16
 
 
 class Row(NamedTuple):
-    """One window: its ids, the first of them that it scores, and which part of the dataset it belongs to."""
+    """One window: its ids, the first of them that it scores, and what its results are grouped by."""
 
     ids: Sequence[int]
     first: int
-    part: str | None = None
+    label: str | int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,13 @@ def batches(rows: Iterable[Row], batch_tokens: int) -> Iterator[list[Row]]:
         waiting.append(row)
         tokens += len(row.ids)
         if tokens >= SORTED_BATCHES * batch_tokens:
-            yield from _cut(waiting, batch_tokens)
+            yield from cut(waiting, batch_tokens)
             waiting, tokens = [], 0
-    yield from _cut(waiting, batch_tokens)
+    yield from cut(waiting, batch_tokens)
 
 
-def _cut(rows: list[Row], batch_tokens: int) -> Iterator[list[Row]]:
+def cut(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[Row]]:
+    """The batches of rows that are all known, the longest first."""
     batch: list[Row] = []
     for row in sorted(rows, key=lambda row: len(row.ids), reverse=True):
         if batch and (len(batch) + 1) * len(batch[0].ids) > batch_tokens:

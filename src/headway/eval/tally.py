@@ -53,18 +53,18 @@ class Tally:
         self._bins = np.zeros((3, NUM_BINS))
         self._parts: dict[str, np.ndarray] = {}
 
-    def add(self, scores: TokenScores, parts: Sequence[str | None] = ()) -> None:
-        """Count some tokens; `parts` says of each window of the batch which part of the dataset it belongs to."""
+    def add(self, scores: TokenScores, labels: Sequence[str | int | None] = ()) -> None:
+        """Count some tokens; `labels` says of each window of the batch which part of the dataset it belongs to."""
         # frexp is exact where a logarithm in floating point could round a power of two down.
         bucket = np.frexp(scores.context.astype(np.float64))[1] - 1
         _count(self._positions, bucket, scores.nll, scores.correct)
         place = np.clip(np.ceil(scores.confidence * NUM_BINS).astype(np.int64) - 1, 0, NUM_BINS - 1)
         _count(self._bins, place, scores.confidence, scores.correct)
-        if any(part is not None for part in parts):
-            by_row = np.zeros((3, len(parts)))
+        if any(label is not None for label in labels):
+            by_row = np.zeros((3, len(labels)))
             _count(by_row, scores.row, scores.nll, scores.correct)
-            for part, sums in zip(parts, by_row.T, strict=True):
-                self._parts[str(part)] = self._parts.get(str(part), np.zeros(3)) + sums
+            for label, sums in zip(labels, by_row.T, strict=True):
+                self._parts[str(label)] = self._parts.get(str(label), np.zeros(3)) + sums
 
     def over(self, group: Group) -> None:
         """Add what the other ranks counted, so that every rank has the whole."""

@@ -89,7 +89,7 @@ def read_prompts(path: Path) -> list[str]:
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, special: bool = False) -> list[int]:
     """The ids of a prompt, behind what the tokenizer puts before a text (Llama's begin token, say)."""
-    ids = [*_opening(tokenizer), *tokenizer.encode(prompt, allowed_special="all" if special else ())]
+    ids = [*opening_ids(tokenizer), *tokenizer.encode(prompt, allowed_special="all" if special else ())]
     if ids:
         return ids
     start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
@@ -98,24 +98,33 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, special: bool = False) -> l
     return [start]
 
 
-def _opening(tokenizer: Tokenizer) -> list[int]:
+def opening_ids(tokenizer: Tokenizer) -> list[int]:
+    """What the tokenizer puts before every text."""
     if tokenizer.is_sentencepiece:
         return [tokenizer.bos_id] if tokenizer.config.get("add_bos_token") and tokenizer.bos_id is not None else []
     bare, full = (tokenizer.fast.encode("a", add_special_tokens=added).ids for added in (False, True))
     return next(full[:at] for at in range(len(full)) if full[at : at + len(bare)] == bare)
 
 
-@torch.inference_mode()
 def generate(loaded: LoadedModel, prompts: Sequence[str], options: Options) -> list[Generation]:
     """Continue every prompt."""
-    tokenizer = loaded.tokenizer
-    if tokenizer is None:
+    tokenizer = _tokenizer(loaded)
+    return generate_from_ids(loaded, [(prompt, prompt_ids(tokenizer, prompt, special=options.special)) for prompt in prompts], options)
+
+
+def _tokenizer(loaded: LoadedModel) -> Tokenizer:
+    if loaded.tokenizer is None:
         raise ConfigError(f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there.")
-    limit = loaded.config.max_seq_len
+    return loaded.tokenizer
+
+
+@torch.inference_mode()
+def generate_from_ids(loaded: LoadedModel, prompts: Sequence[tuple[str, list[int]]], options: Options) -> list[Generation]:
+    """Continue every prompt, given with its ids."""
+    tokenizer, limit = _tokenizer(loaded), loaded.config.max_seq_len
     seen: Counter[str] = Counter()
     rows: list[_Row] = []
-    for prompt in prompts:
-        ids = prompt_ids(tokenizer, prompt, special=options.special)
+    for prompt, ids in prompts:
         if len(ids) >= limit:
             raise ConfigError(f"prompt has {len(ids)} tokens; the model's max_seq_len={limit} leaves no room after it. Shorten the prompt.")
         # The same prompt twice is two samples; a prompt alone is the first of its kind.
