@@ -7,12 +7,14 @@ from typing import Any
 import torch
 
 from headway.data.batch import TENSOR_FIELDS, StepBatch, StepStats
+from headway.model.adapter.config import AdapterConfig
+from headway.model.adapter.values import with_updates
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.objective.base import StepInfo
 from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
-from headway.optim.groups import OBJECTIVE, hypers
+from headway.optim.groups import ADAPTER, OBJECTIVE, hypers
 from headway.optim.scaler import ScalerConfig
 from headway.optim.schedule import Schedule
 from headway.parallel.assemble import assemble
@@ -41,6 +43,7 @@ class Setup:
     objective: Any = None
     memory: dict[str, Any] = field(default_factory=dict)
     state_dtype: str = "fp32"
+    adapter: AdapterConfig | None = None
 
 
 def make_engine(group: Group, setup: Setup) -> Any:
@@ -59,9 +62,11 @@ def make_engine(group: Group, setup: Setup) -> Any:
         ranks=ranks,
         loss_scale=setup.loss_scale,
         memory=MemoryConfig.model_validate_json(json.dumps(setup.memory)),
+        adapter=setup.adapter,
     )
-    names = [name for name in engine.shapes if not name.startswith(OBJECTIVE)]
-    engine.fill((name, initial_value(name, engine.shapes[name], setup.config, 1)) for name in names)
+    names = [name for name in engine.shapes if not name.startswith(OBJECTIVE) and ADAPTER not in name]
+    values: Any = ((name, initial_value(name, engine.shapes[name], setup.config, 1)) for name in names)
+    engine.fill(values if setup.adapter is None else with_updates(values, setup.adapter, setup.adapter.modules(setup.config), 1, {}))
     return engine
 
 

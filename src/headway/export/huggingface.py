@@ -50,7 +50,7 @@ def export_huggingface(
     target, settings, code = published_with_code(config) if remote_code else (*published(config), None)
     settings |= {"dtype": dtype, "torch_dtype": dtype}
     _check_target(out)
-    with writing(out, error=CheckpointError), _atomic_folder(out) as folder:
+    with writing(out, error=CheckpointError), atomic_folder(out) as folder:
         ids = _write_tokenizer(tokenizer, folder, config)
         _write_json(folder / CONFIG, {**settings, **ids})
         if code is not None:
@@ -181,7 +181,7 @@ def _is_export(folder: Path) -> bool:
 
 
 @contextmanager
-def _atomic_folder(out: Path) -> Iterator[Path]:
+def atomic_folder(out: Path) -> Iterator[Path]:
     """A temporary folder that becomes `out` when the block ends well, and vanishes when it does not."""
     temporary = out.absolute().with_name(f"{TEMPORARY_PREFIX}{out.name}-{os.getpid()}")
     temporary.mkdir(parents=True)

@@ -2,7 +2,10 @@
 
 runs/NAME              its final/ if training ended, else its newest good checkpoint
 .../step-00000500      a checkpoint: has manifest.json
+.../adapter            a PEFT adapter: has adapter_config.json, which names its base
 anything else          a Hugging Face folder: has config.json
+
+An adapter is merged: whoever loads a model sees one without updates.
 """
 
 from __future__ import annotations
@@ -15,10 +18,13 @@ from typing import TYPE_CHECKING, Any
 from headway.checkpoint.load import locate, open_checkpoint
 from headway.checkpoint.manifest import MANIFEST
 from headway.config.load import validate
-from headway.errors import CheckpointError, ConfigError
+from headway.errors import CheckpointError, ConfigError, HeadwayError
+from headway.infer.adapted import Carried, base_folder, carry, is_adapter
+from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.model.layout import param_specs
 from headway.model.pretrained import is_pretrained, read_config, read_end_ids, read_weights
+from headway.text.hub import is_hub_id, local_or_hub
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +48,13 @@ class StoredModel:
     """Name and tensor of every parameter, in forward order."""
     end_ids: frozenset[int] = frozenset()
     """Ids that end a text besides the tokenizer's own end, as a Hugging Face folder lists them."""
+    carried: Carried | None = None
+    """The adapter that `weights` has merged, where it is stored apart from them."""
+
+    def with_adapter(self, folder: Path) -> StoredModel:
+        """This model with a PEFT adapter merged."""
+        found = carry(folder, self.config, str(self.path), self.weights)
+        return replace(self, weights=lambda: found.merged(self.config), carried=found)
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,18 @@ def find_model(path: Path | str) -> StoredModel:
         for folder in (path, path / FINAL):
             if is_pretrained(folder):
                 return _pretrained(folder)
+        if is_adapter(path):
+            return _adapter(path)
     return _checkpoint(locate(path))
+
+
+def _adapter(folder: Path) -> StoredModel:
+    base = base_folder(folder)
+    try:
+        found = find_model(local_or_hub(base) if is_hub_id(base) else base)
+    except HeadwayError as problem:
+        raise ConfigError(f"{folder}: its base cannot be opened: {problem}") from None
+    return replace(found.with_adapter(folder), path=folder)
 
 
 def _pretrained(folder: Path) -> StoredModel:
@@ -98,7 +122,20 @@ def _checkpoint(folder: Path) -> StoredModel:
         for spec in param_specs(config):
             yield spec.name, reader.weight(spec.name)
 
-    return StoredModel(folder, config, reader.tokenizer_folder, weights)
+    found = StoredModel(folder, config, reader.tokenizer_folder, weights)
+    form: Any = reader.scalars.get("adapter")
+    if not isinstance(form, dict):
+        return found
+    adapter = validate(AdapterConfig, form["config"])
+    names = adapter.shapes(config)
+    carried = Carried(
+        adapter,
+        form["base"],
+        weights,
+        lambda: {name: reader.weight(name) for name in names},
+        lambda: [spec.name for spec in param_specs(config) if "master" in reader.roles(spec.name)],
+    )
+    return replace(found, weights=lambda: carried.merged(config), carried=carried)
 
 
 def load_model(path: Path | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:

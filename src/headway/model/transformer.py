@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.kernels.attention import AttentionMask, attend
+from headway.model.adapter.linear import AdaptedLinear
 from headway.model.attention import Attention
 from headway.model.feedforward import FeedForward
 from headway.model.norm import build_norm
@@ -91,7 +92,9 @@ class Transformer(nn.Module):
     @property
     def head_weight(self) -> torch.Tensor:
         """[V,D]: the matrix that turns hidden into logits."""
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        if self.lm_head is None:
+            return self.model.embed_tokens.weight
+        return self.lm_head.effective if isinstance(self.lm_head, AdaptedLinear) else self.lm_head.weight
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The stream at the bottom, [B,T,D]."""

@@ -5,23 +5,29 @@ Patterns, in `freeze`, `train`, `optim.decay` and `optim.groups.match`:
     weights            every parameter of the model          objective     every parameter of the objective itself
     embeddings         input embedding and output head       matrices      parameters of two or more dimensions
     norms              normalisation weights and biases      biases        biases
+    adapter            every parameter of the adapters
     layers.3           one block                             layers.0-19   blocks 0 to 19
     *.mlp.*            anything else is a shell pattern over full parameter names
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from math import prod
 
 from headway.errors import ConfigError
 from headway.optim.base import GroupRule, Hyper, OptimConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
 OBJECTIVE = "objective."
+ADAPTER = ".lora_"
+"""Stands in the name of every parameter of an adapter, behind the path of its linear."""
 _LAYERS = re.compile(r"layers\.(\d+)(?:-(\d+))?")
+NAMED = ("weights", "objective", "adapter", "embeddings", "matrices", "norms", "biases")
 _LAYER_OF = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -36,6 +42,7 @@ def matching(pattern: str, shapes: Shapes) -> set[str]:
     named = {
         "weights": weights,
         "objective": own,
+        "adapter": {n for n in weights if ADAPTER in n},
         "matrices": {n for n in weights if len(shapes[n]) >= 2},
         "embeddings": {n for n in weights if "embed_tokens" in n or n.startswith("lm_head")},
         "norms": {n for n in weights if "norm" in n.rsplit(".", 2)[-2]},
@@ -50,17 +57,54 @@ def select(patterns: Iterable[str], shapes: Shapes, key: str, *, may_be_empty: t
     for pattern in patterns:
         found = matching(pattern, shapes)
         if not found and pattern not in may_be_empty:
-            example = next(iter(shapes), "none")
-            raise ConfigError(f"{key} holds {pattern!r}, which matches no parameter; names look like {example!r}, blocks like layers.0-3.")
+            raise ConfigError(f"{key} holds {pattern!r}, which matches no parameter{_near(pattern, shapes)}")
         chosen |= found
     return chosen
 
 
+def _near(pattern: str, shapes: Shapes) -> str:
+    """What a pattern that matches nothing may have meant."""
+    blocks = sorted({int(found[1]) for name in shapes if (found := _LAYER_OF.search(name))})
+    if _LAYERS.fullmatch(pattern) and blocks:
+        return f"; blocks are numbered {blocks[0]} to {blocks[-1]}."
+    modules = dict.fromkeys(name.rsplit(".", 1)[0] for name in shapes)
+    leaves = dict.fromkeys(f"*.{path.rsplit('.', 1)[-1]}.*" for path in modules)
+    near = difflib.get_close_matches(pattern, [*NAMED, *leaves, *shapes], n=3, cutoff=0.5)
+    bare = difflib.get_close_matches(pattern.strip("*."), [leaf.strip("*.") for leaf in leaves], n=2)
+    close = list(dict.fromkeys([*(f"*.{leaf}.*" for leaf in bare), *near]))
+    hint = f"; close to it are {', '.join(map(repr, close[:3]))}" if close else ""
+    return f"{hint}; names look like {next(iter(shapes), 'none')!r}, blocks like layers.0-3."
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one pattern matches."""
+
+    pattern: str
+    tensors: int
+    parameters: int
+
+
+def count(patterns: Sequence[str], shapes: Shapes) -> list[Count]:
+    """How much every pattern matches, each on its own."""
+    found = [(pattern, matching(pattern, shapes)) for pattern in patterns]
+    return [Count(pattern, len(names), sum(prod(shapes[name]) for name in names)) for pattern, names in found]
+
+
 def trainable(shapes: Shapes, freeze: Sequence[str], train: Sequence[str]) -> set[str]:
-    """The names that train: all but the frozen ones, or only those of `train`."""
+    """The names that train: all but the frozen ones, or only those of `train`. With adapters: these, the objective's own, and `train`."""
     if freeze and train:
         raise ConfigError("freeze and train are both given; they are opposites. Keep one of them.")
-    names = select(train, shapes, "train") if train else set(shapes) - select(freeze, shapes, "freeze")
+    updates = matching("adapter", shapes)
+    if updates:
+        beside = select(train, shapes, "train")
+        adapted = {name.partition(ADAPTER)[0] for name in updates}
+        both = sorted(name for name in beside - updates if name.rpartition(".")[0] in adapted)
+        if both:
+            raise ConfigError(f"train is {list(train)}; it holds {both[0]}, whose linear has an adapter. Train one of the two.")
+        names = (updates | beside | matching("objective", shapes)) - select(freeze, shapes, "freeze")
+    else:
+        names = select(train, shapes, "train") if train else set(shapes) - select(freeze, shapes, "freeze")
     if not names:
         raise ConfigError(f"freeze is {list(freeze)}; it leaves no parameter to train.")
     return names

@@ -1,7 +1,7 @@
 """The one place where a model is put together for a run: which parameters train, flat buffers under them, kernels in their seams.
 
-Order: build on the meta device -> choose what trains and its groups -> engine allocates buffers and re-registers parameters as views
--> attention core -> compile the halves of every block.
+Order: build on the meta device -> adapters -> choose what trains and its groups -> engine allocates buffers and re-registers parameters
+as views -> attention core -> compile the halves of every block.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from headway.kernels.attention import attend
+from headway.model.adapter.config import AdapterConfig
+from headway.model.adapter.linear import adapt
 from headway.model.config import ModelConfig
 from headway.model.transformer import Block, Transformer
 from headway.objective.base import Objective
@@ -50,12 +52,15 @@ def assemble(
     ranks: Ranks | None = None,
     loss_scale: ScalerConfig = ScalerConfig(),
     memory: MemoryConfig = MemoryConfig(),
+    adapter: AdapterConfig | None = None,
 ) -> FlatEngine | ShardedEngine:
     """Make the engine of this rank, its parameters still zero."""
     ranks = ranks or alone()
     parallel.check(ranks.mesh, str(settings.dtype).removeprefix("torch."))
     with torch.device("meta"):
         model = Transformer(config)
+        if adapter is not None:
+            adapt(model, adapter, adapter.modules(config))
     groups = group_parameters(model, objective, optim, freeze, train)
     scaler = Scaler(loss_scale, settings.device) if settings.dtype == torch.float16 else None
     on_host = "optimizer" in memory.offload

@@ -5,7 +5,8 @@ headway's own, so that a run may change between this engine and the flat one. A 
 
     rows 0 .. n-1 of a parameter, ranks of a shard group:   [ 0 .. c-1 | c .. 2c-1 | ... ]   with c = ceil(n / ranks)
 
-The sharded parameters are the fp32 masters; the compute dtype exists only while a block is gathered. Parameters of the objective stay whole
+The sharded parameters are the fp32 masters; the compute dtype exists only while a block is gathered. Frozen parameters are kept in the
+compute dtype and have no master. Parameters of the objective stay whole
 on every rank. The root (embedding, final norm, head) stays gathered from its forward to the end of backward, because the head is applied
 after the model has returned.
 """
@@ -54,7 +55,7 @@ class Part:
 
     @property
     def master(self) -> Tensor:
-        """The local fp32 values."""
+        """The local values: fp32, or the compute dtype of what does not train."""
         return _local(self.parameter.detach())
 
     @property
@@ -82,8 +83,11 @@ class ShardedEngine:
         homes = parameter_homes(model, objective)
         self.shapes = {name: tuple(parameter_at(home).shape) for name, home in homes.items()}
         group_of = {name: group.name for group in groups for name in group.names}
-        for name, home in homes.items():
-            parameter_at(home).requires_grad_(name in group_of)
+        for name, (owner, leaf) in homes.items():
+            if name in group_of or name.startswith(OBJECTIVE):
+                parameter_at((owner, leaf)).requires_grad_(name in group_of)
+            else:  # in the compute dtype only: what does not train needs no master
+                owner._parameters[leaf] = nn.Parameter(parameter_at((owner, leaf)).detach().to(settings.dtype), requires_grad=False)
         cut.apply(model, settings)
         self.storage = storage_of(optimizer)
         self.streamed = Streamed(optimizer, settings.device) if cut.state_on_host else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,9 +17,10 @@ from headway.data.config import ResolvedBatch
 from headway.data.loader import Loader
 from headway.data.sources import OpenData, open_data
 from headway.data.targets import Targets, check_targets
+from headway.model.adapter.values import with_updates
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
-from headway.optim.groups import OBJECTIVE
+from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import Ranks, alone
 from headway.parallel.engine import Engine
@@ -150,7 +151,7 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
     engine = make_engine(recipe, model, compute, ranks, settings)
     loader = make_loader(recipe, data, batch, None, ranks)
     total_steps = count_steps(recipe, loader, batch)
-    state = TrainState(engine, model, loader.state)
+    state = TrainState(engine, model, loader.state, adapter=recipe.adapter, adapter_base=resolved.base)
     if start.checkpoint is not None:
         state.restore(start.checkpoint)
         loader.close()
@@ -222,6 +223,7 @@ def make_engine(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: Ran
         ranks=ranks,
         loss_scale=recipe.loss_scale,
         memory=recipe.memory,
+        adapter=recipe.adapter,
     )
 
 
@@ -257,10 +259,16 @@ def count_steps(recipe: Recipe, loader: Loader, batch: ResolvedBatch) -> int:
 
 def fill(engine: Engine, resolved: Resolved) -> None:
     """Give every parameter of a new run its first value."""
-    if resolved.weights is not None:
-        engine.fill(resolved.weights.weights())
+    adapter, carried = resolved.recipe.adapter, resolved.continued
+    values: Iterable[tuple[str, Tensor]]
+    if carried is not None:
+        values = carried.base_weights()
     else:
-        engine.fill(_initial(engine, resolved))
+        values = _initial(engine, resolved) if resolved.weights is None else resolved.weights.weights()
+    if adapter is not None:
+        given = {} if carried is None else carried.updates()
+        values = with_updates(values, adapter, adapter.modules(resolved.model), resolved.recipe.seed, given)
+    engine.fill(values)
 
 
 def _initial(engine: Engine, resolved: Resolved) -> Iterator[tuple[str, Tensor]]:
@@ -269,7 +277,7 @@ def _initial(engine: Engine, resolved: Resolved) -> Iterator[tuple[str, Tensor]]
     def draw(name: str) -> tuple[str, Tensor]:
         return name, initial_value(name, engine.shapes[name], resolved.model, resolved.recipe.seed)
 
-    names = [name for name in engine.shapes if not name.startswith(OBJECTIVE)]
+    names = [name for name in engine.shapes if not name.startswith(OBJECTIVE) and ADAPTER not in name]
     size = min(16, usable_cores())
     with ThreadPoolExecutor(size) as pool:
         for start in range(0, len(names), size):

@@ -11,6 +11,7 @@ from headway.checkpoint.config import CheckpointConfig
 from headway.config.kinds import KindIn
 from headway.config.section import Section, setting
 from headway.data.config import BatchConfig, DataConfig
+from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.objective.base import ObjectiveConfig
 from headway.objective.next_token import Config as NextTokenConfig
@@ -51,9 +52,19 @@ class InitConfig(Section):
     source: str | None = Field(
         None,
         alias="from",
-        description="A run, a checkpoint or a Hugging Face folder to take weights, shape and tokenizer from; null = random weights.",
+        description="A run, checkpoint, Hugging Face or PEFT adapter folder to take weights, shape and tokenizer from; null = random.",
         json_schema_extra={"on_resume": "fixed"},
     )
+    adapter: str | None = setting(
+        None, "A PEFT adapter folder over `from`: continued where the recipe's adapter has the same form, else merged.", on_resume="fixed"
+    )
+    merge: bool = setting(False, "Merge the adapter that `from` carries even where it could be continued.", on_resume="fixed")
+
+    @model_validator(mode="after")
+    def _adapter_of_something(self) -> InitConfig:
+        if self.adapter is not None and self.source is None:
+            raise ValueError("adapter is given without from; an adapter needs the model it belongs to")
+        return self
 
 
 class KernelConfig(Section):
@@ -96,7 +107,10 @@ class Recipe(Section):
     freeze: tuple[str, ...] = setting(
         (), "Parameters that do not train: patterns such as embeddings, layers.0-19, *.mlp.*.", on_resume="fixed"
     )
-    train: tuple[str, ...] = setting((), "The only parameters that train; the opposite of freeze.", on_resume="fixed")
+    train: tuple[str, ...] = setting(
+        (), "The only parameters that train; the opposite of freeze. With an adapter: what trains beside it.", on_resume="fixed"
+    )
+    adapter: AdapterConfig | None = setting(None, "A low-rank update beside frozen weights; null = none.", on_resume="fixed")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
         "auto", "Compute dtype; master weights are fp32. auto = bf16 on CUDA, else fp32. fp16 scales the loss."
     )

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from headway.errors import ConfigError
+from headway.export.adapter import FOLDER, write_adapter
 from headway.export.huggingface import export_huggingface
 from headway.infer.load import FINAL
+from headway.model.adapter.values import merged
+from headway.optim.groups import ADAPTER
 from headway.track.console import DATA_WAIT_SHOWN
 from headway.track.jsonl import read_metrics
 from headway.train.folder import METRICS, SUMMARY, write_json
@@ -54,12 +60,26 @@ def write_final(run: Run) -> str | None:
     if target.exists():
         shutil.rmtree(target)
     dtype = "bfloat16" if run.compute.precision == "bf16" else "float32"
+    adapter, weights, kept = run.recipe.adapter, run.engine.weights(), dict[str, Tensor]()
+    if adapter is not None:
+        weights = merged(_keeping(weights, run, kept), adapter, adapter.modules(run.model))
     try:
-        export_huggingface(run.model, run.engine.weights(), target, tokenizer=run.tokenizer_path, dtype=dtype)
+        export_huggingface(run.model, weights, target, tokenizer=run.tokenizer_path, dtype=dtype)
+        if adapter is not None:
+            write_adapter(kept, adapter, run.model, target / FOLDER, base=run.state.adapter_base, dtype="float32")
     except ConfigError as reason:
         log.warning("no %s: %s", target, reason)
         return None
     return str(target)
+
+
+def _keeping(weights: Iterator[tuple[str, Tensor]], run: Run, kept: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Weights as they come, and copies of those that trained."""
+    training = {name for group in run.engine.groups for name in group.names}
+    for name, value in weights:
+        if name in training or ADAPTER in name:
+            kept[name] = value.detach().to("cpu", copy=True)
+        yield name, value
 
 
 def summarize(run: Run) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.errors import ConfigError, DataError
+from headway.infer.adapted import Carried
 from headway.infer.load import StoredModel, find_model
 from headway.model.config import ModelConfig
 from headway.model.families.base import family_of
@@ -18,6 +19,8 @@ from headway.train.config import Recipe
 
 GENERATED_VOCAB = 512
 GENERATED_STEPS = 100
+COMPUTES = tuple(sorted(set(ModelConfig.model_fields) - {"preset", "max_seq_len", "dropout", "embed_grad_scale", "init_std"}))
+"""What of a shape decides what a given model computes."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,22 @@ class Resolved:
     weights: StoredModel | None
     """Where the weights come from; None = random."""
 
+    @property
+    def continued(self) -> Carried | None:
+        """The adapter of the given weights that goes on training; None where there is none, or where it is merged."""
+        carried, wanted = None if self.weights is None else self.weights.carried, self.recipe.adapter
+        if carried is None or wanted is None or self.recipe.init.merge or not wanted.same_form(carried.config, self.model):
+            return None
+        return carried
+
+    @property
+    def base(self) -> str | None:
+        """Where the model lies that the recipe's adapter is an adapter of; None if nowhere in this form."""
+        if self.weights is None or any(getattr(self.model, n) != getattr(self.weights.config, n) for n in COMPUTES):
+            return None
+        carried = self.continued
+        return carried.base if carried is not None else str(self.weights.path.resolve())
+
 
 def resolve(recipe: Recipe) -> Resolved:
     """Read what a recipe refers to; anything missing or contradictory is a ConfigError."""
@@ -41,6 +60,10 @@ def resolve(recipe: Recipe) -> Resolved:
     tokenizer = load_tokenizer(path) if path is not None else None
     model = _shape(recipe, weights, tokenizer)
     family_of(model.family)
+    if recipe.adapter is not None:
+        recipe.adapter.modules(model)
+    if recipe.init.merge and (weights is None or weights.carried is None):
+        raise ConfigError(f"init.merge is true, but init.from={recipe.init.source} carries no adapter. Leave it out.")
     if recipe.data.seq_len > model.max_seq_len:
         raise ConfigError(f"data.seq_len is {recipe.data.seq_len}; it must not exceed model.max_seq_len={model.max_seq_len}. Lower it.")
     changes: dict[str, object] = {"model": model}
@@ -54,9 +77,15 @@ def _find_weights(recipe: Recipe) -> StoredModel | None:
         return None
     try:
         source = recipe.init.source
-        return find_model(local_or_hub(source) if is_hub_id(source) else source)
+        found = find_model(local_or_hub(source) if is_hub_id(source) else source)
     except (ConfigError, DataError) as problem:
         raise ConfigError(f"init.from: {problem}") from None
+    if recipe.init.adapter is None:
+        return found
+    try:
+        return found.with_adapter(Path(recipe.init.adapter))
+    except ConfigError as problem:
+        raise ConfigError(f"init.adapter: {problem}") from None
 
 
 def _shape(recipe: Recipe, weights: StoredModel | None, tokenizer: Tokenizer | None) -> ModelConfig:

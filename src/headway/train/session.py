@@ -10,6 +10,7 @@ from typing import Any
 from headway.errors import ConfigError
 from headway.infer.load import FINAL
 from headway.model.families.base import published
+from headway.optim.groups import count
 from headway.parallel.collectives import Group, form_groups, start_group
 from headway.runtime.device import backend_of
 from headway.runtime.heartbeat import Heartbeat
@@ -135,8 +136,24 @@ def describe(run: Run) -> list[str]:
         f"model {run.model.family}: {trained + frozen:,} parameters, {trained:,} train"
         + (f", {frozen:,} frozen" if frozen else "")
         + f"; {run.compute.precision} on {run.compute.name}",
+        *_matched(run),
         f"data {source}; {run.batch.describe(run.ranks.data.size)}",
         *run.targets.lines,
         *([run.reference.line] if run.reference is not None else []),
         *run.ranks.mesh.describe(run.recipe.parallel.strategy),
     ]
+
+
+def _matched(run: Run) -> list[str]:
+    """What the patterns of a recipe mean in numbers."""
+    recipe, shapes = run.recipe, run.engine.shapes
+    lines = [
+        f"{key} {one.pattern}: {one.tensors} tensors, {one.parameters:,} parameters"
+        for key, patterns in (("freeze", recipe.freeze), ("train", recipe.train))
+        for one in count(patterns, shapes)
+    ]
+    if recipe.adapter is not None:
+        (own,) = count(["adapter"], shapes)
+        places = len(recipe.adapter.modules(run.model))
+        lines.append(f"adapter {recipe.adapter.kind} of rank {recipe.adapter.rank} beside {places} linears: {own.parameters:,} parameters")
+    return lines

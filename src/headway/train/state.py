@@ -15,6 +15,7 @@ from headway.checkpoint.retention import retain
 from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
 from headway.data.loader import LoaderState
 from headway.errors import CheckpointError
+from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.parallel.collectives import Group
 from headway.parallel.engine import Engine
@@ -33,7 +34,9 @@ class TrainState:
     """Completed passes over the data."""
     seconds: float = 0.0
     """Training time so far, over all starts."""
-
+    adapter: AdapterConfig | None = None
+    adapter_base: str | None = None
+    """Where the model lies that the adapter belongs to."""
     valid: dict[str, Any] | None = None
     """The numbers of the validation after this very step; None if there was none."""
 
@@ -53,6 +56,7 @@ class TrainState:
         return {
             "model": self.model.model_dump(mode="json"),
             "engine": self.engine.scalars(),
+            "adapter": None if self.adapter is None else {"config": self.adapter.model_dump(mode="json"), "base": self.adapter_base},
             "cursor": self.cursor.to_json(),
             "consumed_tokens": self.consumed_tokens,
             "epoch": self.epoch,
@@ -65,12 +69,22 @@ class TrainState:
         scalars: Any = reader.scalars
         if ModelConfig.model_validate_json(json.dumps(scalars["model"])) != self.model:
             raise CheckpointError(f"{reader.path}: it holds a model of another shape than the recipe's.")
+        self._check_adapter(reader)
         self.engine.load(reader.read, scalars["engine"])
         self.cursor = LoaderState.from_json(scalars["cursor"])
         self.step = reader.step
         self.consumed_tokens = scalars["consumed_tokens"]
         self.epoch = scalars["epoch"]
         self.seconds = scalars["seconds"]
+
+    def _check_adapter(self, reader: Reader) -> None:
+        form: Any = reader.scalars.get("adapter")
+        held = None if form is None else AdapterConfig.model_validate_json(json.dumps(form["config"]))
+        same = held == self.adapter or (held is not None and self.adapter is not None and held.same_form(self.adapter, self.model))
+        if not same:
+            raise CheckpointError(f"{reader.path}: its adapter ({'none' if held is None else held.kind}) is not the recipe's.")
+        if form is not None:
+            self.adapter_base = form["base"]
 
 
 def finite(value: Any) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 import typer
 
 from headway.cli._output import JSON_FLAG, print_json
+from headway.errors import ConfigError
 
 
 class Dtype(StrEnum):
@@ -25,13 +26,21 @@ def command(
         help="Put a class of its own beside a model that transformers has none for (Qwen 3 with no_rope_layers); "
         "it then loads with trust_remote_code=True alone.",
     ),
+    adapter: bool = typer.Option(False, "--adapter", help="Write only the adapter, as a PEFT folder; without it an adapter is merged."),
     json: bool = JSON_FLAG,
 ) -> None:
     """Write a folder that transformers loads as it is: weights, config and tokenizer."""
     from headway.export.huggingface import export_model
 
-    export_model(model, out, dtype=dtype.value, remote_code=remote_code)
+    if adapter:
+        from headway.export.adapter import export_adapter
+
+        if remote_code:
+            raise ConfigError("--adapter and --remote-code are both given; an adapter has no class of its own. Leave one of them out.")
+        export_adapter(model, out, dtype=dtype.value)
+    else:
+        export_model(model, out, dtype=dtype.value, remote_code=remote_code)
     if json:
-        print_json({"out": str(out), "dtype": dtype.value, "remote_code": remote_code})
+        print_json({"out": str(out), "dtype": dtype.value, "remote_code": remote_code, "adapter_only": adapter})
     else:
         typer.echo(f"wrote {out}")

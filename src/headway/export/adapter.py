@@ -1,0 +1,56 @@
+"""The updates of an adapter come in, a folder that `peft` loads goes out: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headway.errors import CheckpointError, ConfigError
+from headway.export.huggingface import MARK, atomic_folder
+from headway.infer.adapted import Carried
+from headway.infer.load import FINAL, find_model
+from headway.model.adapter.config import AdapterConfig
+from headway.model.adapter.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_settings, is_adapter, their_tensors
+from headway.optim.groups import ADAPTER
+from headway.runtime.storage import writing
+
+if TYPE_CHECKING:
+    import torch
+
+    from headway.model.config import ModelConfig
+
+FOLDER = "adapter"
+"""Where the adapter of a run lies in its final/."""
+
+
+def write_adapter(
+    values: Mapping[str, torch.Tensor], config: AdapterConfig, model: ModelConfig, out: Path, *, base: str | None, dtype: str = "float32"
+) -> None:
+    """Write a PEFT folder from updates and from whole parameters that were trained beside them; an earlier adapter there is replaced."""
+    import torch
+    from safetensors.torch import save_file
+
+    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not is_adapter(out)):
+        raise ConfigError(f"out is {str(out)!r}, which holds other things than an earlier adapter. Give a folder that does not exist yet.")
+    whole = [name for name in values if ADAPTER not in name]
+    settings = adapter_settings(config, model, whole, base)
+    narrow: torch.dtype = getattr(torch, dtype)
+    tensors = {name: value.detach().to("cpu", narrow).contiguous().clone() for name, value in their_tensors(values, model)}
+    with writing(out, error=CheckpointError), atomic_folder(out) as folder:
+        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata=MARK)
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def export_adapter(model: Path | str, out: Path, *, dtype: str = "float32") -> None:
+    """Write only the adapter of what `--model` names: a run or a checkpoint that was trained with one, or an adapter folder."""
+    path = Path(model)
+    inside = next((folder for folder in (path / FINAL / FOLDER, path / FOLDER) if is_adapter(folder)), path)
+    found = find_model(inside)
+    carried: Carried | None = found.carried
+    if carried is None:
+        raise ConfigError(f"{path}: was trained without an adapter. Leave --adapter out to export the whole model.")
+    names = set(carried.whole())
+    values = {**carried.updates(), **({name: value for name, value in carried.base_weights() if name in names} if names else {})}
+    write_adapter(values, carried.config, found.config, out, base=carried.base, dtype=dtype)

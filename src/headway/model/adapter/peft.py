@@ -1,0 +1,180 @@
+"""PEFT's folders: adapter_config.json and adapter_model.safetensors come in or go out, our names and an AdapterConfig on the other side.
+
+A tensor of theirs is `base_model.model.` + their path of the linear + `.lora_A.weight`; a whole parameter that was trained beside the
+updates (PEFT's modules_to_save) stands under its own name. What headway does not do is refused by name, never left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import CheckpointError, ConfigError
+from headway.model.adapter.config import PARTS, AdapterConfig, linears
+from headway.model.families.base import family_of, published
+from headway.model.layout import param_specs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headway.model.config import ModelConfig
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+HARMLESS = {
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout",
+    "lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "revision",
+    "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
+}  # fmt: skip
+"""Keys of adapter_config.json that are understood, or that only matter before or beside training."""
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """An adapter on disk."""
+
+    config: AdapterConfig
+    base: str | None
+    """What the folder says it is an adapter of."""
+    updates: dict[str, Tensor]
+    """The tensors of the updates, by our names."""
+    whole: dict[str, Tensor]
+    """Parameters of the model that were trained as they are."""
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder claims to hold a PEFT adapter."""
+    return (folder / ADAPTER_CONFIG).is_file()
+
+
+def base_of(folder: Path) -> str | None:
+    """What a folder says it is an adapter of."""
+    return _settings(folder).get("base_model_name_or_path")
+
+
+def read_adapter(folder: Path, model: ModelConfig) -> PeftAdapter:
+    """Read an adapter of a model; a tensor that has no place in it, or a missing one, is an error."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    settings = _settings(folder)
+    path = folder / ADAPTER_WEIGHTS
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: has no {ADAPTER_WEIGHTS}. Save the adapter as safetensors; a pickle can run code.")
+    try:
+        found = load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: not a safetensors file: {error}. Fetch it again.") from None
+    updates, whole = _sort(found, model, path)
+    config = _config(settings, sorted({name.removesuffix("." + part) for name in updates for part in PARTS if name.endswith(part)}), folder)
+    for name, shape in config.shapes(model).items():
+        if name not in updates:
+            raise CheckpointError(f"{path}: {name} is missing. Fetch the whole adapter again.")
+        if tuple(updates[name].shape) != shape:
+            raise CheckpointError(f"{path}: {name} has shape {list(updates[name].shape)}; rank and model make it {list(shape)}.")
+    return PeftAdapter(config, settings.get("base_model_name_or_path"), updates, whole)
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / ADAPTER_CONFIG
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file. Give a folder that holds a PEFT adapter.") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: must hold a mapping, not a {type(found).__name__}.")
+    kind = found.get("peft_type")
+    if kind != "LORA":
+        raise ConfigError(f"{path}: peft_type is {kind!r}; headway reads LORA.")
+    strange = [key for key, value in found.items() if value and key not in HARMLESS]
+    if found.get("bias", "none") != "none":
+        strange.append("bias")
+    if strange:
+        raise ConfigError(f"{path}: {strange[0]} is {found[strange[0]]!r}, which headway does not do. Merge the adapter with PEFT first.")
+    return found
+
+
+def _config(settings: dict[str, Any], modules: list[str], folder: Path) -> AdapterConfig:
+    try:
+        return AdapterConfig(
+            kind="dora" if settings.get("use_dora") else "lora",
+            rank=int(settings["r"]),
+            alpha=float(settings["lora_alpha"]),
+            rslora=bool(settings.get("use_rslora")),
+            dropout=float(settings.get("lora_dropout") or 0.0),
+            targets=tuple(modules),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{folder / ADAPTER_CONFIG}: rank, alpha or targets cannot be read: {str(error).splitlines()[0]}.") from None
+
+
+def _sort(found: Mapping[str, Tensor], model: ModelConfig, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    family = family_of(model.family)
+    shapes = {spec.name: spec.shape for spec in param_specs(model)}
+    adaptable = linears(model)
+    updates: dict[str, Tensor] = {}
+    whole: dict[str, Tensor] = {}
+    for name, value in found.items():
+        bare = name.removeprefix(PREFIX)
+        part = next((one for one in PARTS if bare.endswith("." + one)), None)
+        theirs = bare.removesuffix("." + part) + ".weight" if part else bare.replace(".base_layer.", ".")
+        ours = family.to_ours(theirs)
+        if part and ours is not None and ours.removesuffix(".weight") in adaptable:
+            updates[f"{ours.removesuffix('.weight')}.{part}"] = value
+        elif part is None and ours in shapes and tuple(value.shape) == shapes[ours]:
+            whole[ours] = value
+        else:
+            raise CheckpointError(f"{path}: {name} of shape {list(value.shape)} has no place in the model. Is it another model's adapter?")
+    return updates, whole
+
+
+def adapter_settings(config: AdapterConfig, model: ModelConfig, whole: list[str], base: str | None) -> dict[str, Any]:
+    """The adapter_config.json of an adapter; `whole` are the parameters that were trained as they are."""
+    target, _ = published(model)
+    modules = [their_name(f"{path}.weight", target).removesuffix(".weight") for path in config.modules(model)]
+    every = [their_name(f"{path}.weight", target).removesuffix(".weight") for path in linears(model)]
+    owners = [their_name(name, target).rpartition(".")[0] for name in whole]
+    owned = [their_name(spec.name, target).rpartition(".")[0] for spec in param_specs(model)]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": int(config.alpha) if config.alpha.is_integer() else config.alpha,
+        "lora_dropout": config.dropout,
+        "use_rslora": config.rslora,
+        "use_dora": config.kind == "dora",
+        "target_modules": _short(modules, every),
+        "modules_to_save": _short(owners, owned) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def their_name(name: str, target: ModelConfig) -> str:
+    """The name a parameter has in the family it is published under."""
+    return family_of(target.family).to_theirs(name)
+
+
+def their_tensors(values: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Updates and whole parameters under PEFT's names."""
+    target, _ = published(model)
+    for name, value in values.items():
+        part = next((one for one in PARTS if name.endswith("." + one)), None)
+        theirs = their_name(f"{name.removesuffix('.' + part)}.weight" if part else name, target)
+        yield PREFIX + (f"{theirs.removesuffix('.weight')}.{part}" if part else theirs), value
+
+
+def _short(chosen: list[str], every: list[str]) -> list[str]:
+    """Last names where they mean the chosen paths and no others, whole paths otherwise."""
+    wanted = set(chosen)
+    leaves = list(dict.fromkeys(path.rsplit(".", 1)[-1] for path in chosen))
+    return leaves if {path for path in every if path.rsplit(".", 1)[-1] in leaves} == wanted else list(dict.fromkeys(chosen))
