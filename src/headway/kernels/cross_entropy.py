@@ -90,8 +90,8 @@ class _LinearNLL(torch.autograd.Function):
                 torch.mm(logits, weight, out=d_hidden[part])
             if d_weight is not None:
                 _accumulate_outer(d_weight, logits, hidden[part])
+            del logits  # or two chunks would stand beside each other
         ctx.save_for_backward(d_hidden, d_weight)
-        ctx.weight_dtype = weight.dtype
         loss, nll, lse, correct = per_token
         total = torch.dot(loss, coefficients)
         ctx.mark_non_differentiable(nll, lse, correct)
@@ -101,10 +101,11 @@ class _LinearNLL(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         d_hidden, d_weight = ctx.saved_tensors
         scale = grads[0]
+        # In place: a loss is back-propagated once, and the weight's gradient is among the largest tensors of a step.
         if d_hidden is not None:
-            d_hidden = d_hidden * scale.to(d_hidden.dtype)
+            d_hidden.mul_(scale.to(d_hidden.dtype))
         if d_weight is not None:
-            d_weight = d_weight * scale
+            d_weight.mul_(scale)
         return d_hidden, d_weight, None, None, None, None
 
 
@@ -112,6 +113,8 @@ def _accumulate_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left^T right with fp32 accumulation between chunks."""
     if left.dtype == torch.float32:
         total.addmm_(left.t(), right)
+    elif left.is_cuda:
+        torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)  # the product adds to fp32 itself
     else:
         total.add_(left.t() @ right)
 

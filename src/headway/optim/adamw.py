@@ -1,4 +1,4 @@
-"""AdamW: one fused multi-tensor call per (buffer, group), clip and skip inside the kernel."""
+"""AdamW: one fused call per (buffer, group), clip and skip inside the kernel (kernels/adamw.py)."""
 
 from __future__ import annotations
 
@@ -53,15 +53,11 @@ class AdamW:
     slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def update(
-        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard
-    ) -> None:
-        """One fused call over all tensors of a group; a skipped step leaves the counters where they were."""
-        import torch
+        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard,
+        copies: list[Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """One call over all tensors of a group; a skipped step leaves the counters where they were."""
+        from headway.kernels.adamw import Numbers, Tensors, adamw_step
 
-        torch._foreach_add_(steps, 1)
-        torch._fused_adamw_(
-            params, grads, state["exp_avg"], state["exp_avg_sq"], [], steps,
-            lr=hyper.lr, beta1=hyper.betas[0], beta2=hyper.betas[1], weight_decay=hyper.weight_decay, eps=hyper.eps,
-            amsgrad=False, maximize=hyper.maximize, grad_scale=guard.scale, found_inf=guard.found_inf,
-        )  # fmt: skip
-        torch._foreach_sub_(steps, [guard.found_inf] * len(steps))
+        tensors = Tensors(params, grads, state["exp_avg"], state["exp_avg_sq"], steps, copies or ())
+        adamw_step(tensors, Numbers(hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay, hyper.maximize), guard.scale, guard.found_inf)

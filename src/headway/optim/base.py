@@ -32,9 +32,10 @@ class Optimizer(Protocol):
     """Names of its state tensors, each as large as the parameter; fp32 unless it says otherwise (optim/state.py)."""
 
     def update(
-        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard
-    ) -> None:
-        """Change params and state in place; `steps` are 0-dim counters of updates done, one per tensor.
+        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard,
+        copies: list[Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Change params and state in place, then set `copies`, their lower-precision twins; `steps` are 0-dim counters of updates done.
 
         `state` has a list for each tensor the state is stored in, as long as params; element i of each belongs to params[i].
         """

@@ -41,8 +41,9 @@ class NarrowAdamW:
         self.storage = storage
 
     def update(
-        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard
-    ) -> None:
+        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard,
+        copies: list[Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """Change params and state in place; a skipped step leaves both and the counters as they were."""
         device = params[0].device
         values = (hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay, -1.0 if hyper.maximize else 1.0)
@@ -53,6 +54,8 @@ class NarrowAdamW:
             mine = {role: parts[index] for role, parts in state.items()}
             (self._update_blocks if self.storage.is_blocked else self._update_bf16)(param.view(-1), grad.reshape(-1), mine, numbers)
             step -= guard.found_inf
+        if copies:
+            torch._foreach_copy_(copies, params)
 
     def _update_bf16(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], numbers: Numbers) -> None:
         size = param.numel()

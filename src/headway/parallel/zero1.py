@@ -164,7 +164,7 @@ class FlatEngine:
                     self.gather.start_next()
         else:
             for buffer in self.buffers:
-                self._step([bucket for bucket in self.gather.buckets if bucket.buffer is buffer], hypers, guard)
+                self._step([bucket for bucket in self.reducer.buckets if bucket.buffer is buffer], hypers, guard)
         if is_cut and self.overlap.gather:
             self.gather.start_next()
         elif is_cut:
@@ -177,13 +177,11 @@ class FlatEngine:
         steps = [buffer.steps[span.index] for span in spans]
         masters = [buffer.mine(span, buffer.master) for span in spans]
         grads, hyper = [bucket.own.float() for bucket in buckets], hypers[buffer.group.name]
+        copies = None if buffer.param is buffer.master else [buffer.own(span, buffer.param) for span in spans]
         if self.streamed is not None:
-            into = [buffer.own(span, buffer.param) for span in spans] if buffer.master is not buffer.param else None
-            self.streamed.update(Local(masters, grads, state, steps), hyper, guard, into)
-            return
-        self.optimizer.update(masters, grads, state, steps, hyper, guard)
-        for span in spans:
-            buffer.refresh(span)
+            self.streamed.update(Local(masters, grads, state, steps), hyper, guard, copies)
+        else:
+            self.optimizer.update(masters, grads, state, steps, hyper, guard, copies)
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> list[str]:
