@@ -69,9 +69,7 @@ def _fused(tensors: Tensors, numbers: Numbers, scale: Tensor, found_inf: Tensor)
     # In fp64, as torch's operator does: 1 - 0.999 in fp32 would be off in the fifth digit.
     corrections = torch.stack([1 - numbers.beta1**done, (1 - numbers.beta2**done).sqrt()], -1).float()
     whole = _joined(tensors)
-    for index, (param, grad, first, second) in enumerate(
-        zip(whole.params, whole.grads, whole.exp_avg, whole.exp_avg_sq, strict=True)
-    ):
+    for index, (param, grad, first, second) in enumerate(zip(whole.params, whole.grads, whole.exp_avg, whole.exp_avg_sq, strict=True)):
         copy = whole.copies[index] if whole.copies else None
         launch(param, grad, first, second, copy, corrections[index], numbers, scale, found_inf)
     torch._foreach_add_(list(tensors.steps), [1 - found_inf] * len(tensors.steps))
@@ -83,8 +81,8 @@ def _joined(tensors: Tensors) -> Tensors:
     if len(tensors.params) == 1 or not all(_adjoin(one) for one in lists):
         return tensors
     size = sum(part.numel() for part in tensors.params)
-    joined = [[one[0].as_strided((size,), (1,))] for one in lists]
-    return Tensors(*joined[:4], tensors.steps, *joined[4:])
+    params, grads, first, second, *copies = ([one[0].as_strided((size,), (1,))] for one in lists)
+    return Tensors(params, grads, first, second, tensors.steps, copies[0] if copies else ())
 
 
 def _adjoin(parts: Sequence[Tensor]) -> bool:

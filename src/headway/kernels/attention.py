@@ -7,6 +7,7 @@ Shapes: B rows, T tokens, H query heads, KV key and value heads, hd head width. 
     sdpa        CPU             one causal SDPA call per document (a banded mask where a window is set)
     sdpa        CUDA            causal SDPA over whole rows where each holds one document, else SDPA with a dense mask
     varlen      CUDA, 16 bit    FlashAttention over all documents of all rows at once, with or without a window
+    fa4         Hopper, 16 bit  FlashAttention-4 for all of these, where the package is installed
 
 A row of one document followed by padding needs no document mask: the padding comes later, so nothing before it can see it. What the
 padding itself computes there means nothing and carries no loss.
@@ -25,12 +26,13 @@ import torch
 import torch.nn.functional as F
 
 from headway.errors import ConfigError
+from headway.kernels import flash4
 
 if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.kernels.head_mix import HeadMix
 
-BACKENDS = ("reference", "sdpa", "varlen")
+BACKENDS = ("reference", "sdpa", "varlen", "fa4")
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -96,6 +98,8 @@ def attend(
         backend = choose(q, mask, window)
     elif reason := why_not(backend, q.device.type, q.dtype, q.shape[-1]):
         raise ConfigError(f"attention backend is {backend!r}, but {reason}. Use auto.")
+    if backend == "fa4":
+        return _fa4(q, k, v, mask, window)
     if backend == "varlen":
         return _varlen(q, k, v, mask, window)
     if backend == "reference":
@@ -109,6 +113,8 @@ def attend(
 
 def choose(q: torch.Tensor, mask: AttentionMask, window: int | None) -> str:
     """The fastest exact backend for this case."""
+    if q.device.type == "cuda" and not why_not("fa4", "cuda", q.dtype, q.shape[-1]):
+        return "fa4"
     if q.device.type != "cuda" or (mask.single_document and window is None):
         return "sdpa"
     return "sdpa" if why_not("varlen", "cuda", q.dtype, q.shape[-1]) else "varlen"
@@ -118,15 +124,15 @@ def why_not(backend: str, device_type: str, dtype: torch.dtype, head_dim: int) -
     """Why a backend cannot serve a case; empty when it can."""
     if backend not in BACKENDS:
         return f"there are only {', '.join(BACKENDS)}"
-    if backend != "varlen":
+    if backend not in ("varlen", "fa4"):
         return ""
     if device_type != "cuda":
-        return f"varlen runs on CUDA and the tensors are on {device_type}"
+        return f"{backend} runs on CUDA and the tensors are on {device_type}"
     if dtype not in HALF:
-        return f"varlen computes in bfloat16 or float16 and the tensors are {str(dtype).removeprefix('torch.')}"
+        return f"{backend} computes in bfloat16 or float16 and the tensors are {str(dtype).removeprefix('torch.')}"
     if head_dim % 8 or head_dim > 256:
-        return f"varlen needs a head width that is a multiple of 8 up to 256 and it is {head_dim}"
-    return ""
+        return f"{backend} needs a head width that is a multiple of 8 up to 256 and it is {head_dim}"
+    return flash4.why_not() if backend == "fa4" else ""
 
 
 def working_backends(device: torch.device | str) -> list[tuple[str, bool, str]]:
@@ -201,6 +207,13 @@ def _per_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Atten
             else:
                 pieces.append(dense(one_q, one_k, one_v, band(stop - start, window, q.device)[None]))
     return torch.cat(pieces, dim=1).view(q.shape)
+
+
+def _fa4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, window: int | None) -> torch.Tensor:
+    if mask.single_document:
+        return flash4.causal(q, k, v, window)
+    flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+    return flash4.documents(flat_q, flat_k, flat_v, mask.cu_seqlens, mask.max_length, window).view(q.shape)
 
 
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, window: int | None) -> torch.Tensor:

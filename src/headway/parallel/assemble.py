@@ -1,7 +1,7 @@
 """The one place where a model is put together for a run: which parameters train, flat buffers under them, kernels in their seams.
 
-Order: build on the meta device -> adapters -> choose what trains and its groups -> engine allocates buffers and re-registers parameters
-as views -> attention core -> compile the halves of every block.
+Order: build on the meta device -> fp8 layers -> adapters -> choose what trains and its groups -> engine allocates buffers and re-registers
+parameters as views -> attention core -> compile the halves of every block.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headway.errors import ConfigError
 from headway.kernels.attention import attend
+from headway.kernels.fp8 import MULTIPLE, Scaling, convert
 from headway.model.adapter.config import AdapterConfig
 from headway.model.adapter.linear import adapt
 from headway.model.config import ModelConfig
@@ -51,6 +53,7 @@ def assemble(
     parallel: ParallelConfig = ParallelConfig(),
     ranks: Ranks | None = None,
     loss_scale: ScalerConfig = ScalerConfig(),
+    fp8: Scaling | None = None,
     memory: MemoryConfig = MemoryConfig(),
     adapter: AdapterConfig | None = None,
 ) -> FlatEngine | ShardedEngine:
@@ -59,7 +62,10 @@ def assemble(
     parallel.check(ranks.mesh, str(settings.dtype).removeprefix("torch."))
     with torch.device("meta"):
         model = Transformer(config)
-        if adapter is not None:
+    if fp8 is not None:
+        narrow(model, fp8)
+    if adapter is not None:
+        with torch.device("meta"):
             adapt(model, adapter, adapter.modules(config))
     groups = group_parameters(model, objective, optim, freeze, train)
     scaler = Scaler(loss_scale, settings.device) if settings.dtype == torch.float16 else None
@@ -87,6 +93,12 @@ def dress(model: Transformer, attention: str, compile_blocks: bool) -> None:
         if compile_blocks:
             block.before = torch.compile(block.before, fullgraph=True, dynamic=False)
             block.after = torch.compile(block.after, fullgraph=True, dynamic=False)
+
+
+def narrow(model: Transformer, scaling: Scaling) -> None:
+    """Let the blocks' matrix products run in fp8; the head and everything else keep their precision."""
+    if left := convert(model.model.layers, scaling):
+        raise ConfigError(f"precision is 'fp8'; its products need sizes that are multiples of {MULTIPLE}, unlike {left[0]}. Use bf16.")
 
 
 def kept_in(parallel: ParallelConfig, settings: Settings) -> torch.dtype:

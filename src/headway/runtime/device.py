@@ -19,7 +19,7 @@ class Compute:
     device: torch.device
     name: str
     dtype: torch.dtype
-    precision: Literal["fp32", "bf16", "fp16"]
+    precision: Literal["fp32", "bf16", "fp16", "fp8"]
 
 
 def choose_compute(device: str, precision: str, local_rank: int = 0) -> Compute:
@@ -42,10 +42,14 @@ def choose_compute(device: str, precision: str, local_rank: int = 0) -> Compute:
             avoid_broken_amx()
     if precision == "bf16" and not bf16:
         raise ConfigError(f"precision is 'bf16'; {name} has no bf16 arithmetic. Use precision=fp32.")
-    chosen: Literal["fp32", "bf16", "fp16"] = "bf16" if precision == "bf16" or (precision == "auto" and kind == "cuda" and bf16) else "fp32"
-    if precision == "fp16":
-        chosen = "fp16"
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if precision == "fp8" and (kind != "cuda" or torch.cuda.get_device_capability(local_rank) < (8, 9)):
+        raise ConfigError(f"precision is 'fp8'; {name} has no fp8 matrix products (Ada, Hopper and newer GPUs have). Use precision=auto.")
+    chosen: Literal["fp32", "bf16", "fp16", "fp8"] = (
+        "bf16" if precision == "bf16" or (precision == "auto" and kind == "cuda" and bf16) else "fp32"
+    )
+    if precision in ("fp16", "fp8"):
+        chosen = "fp16" if precision == "fp16" else "fp8"
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
     return Compute(place, name, dtypes[chosen], chosen)
 
 

@@ -192,6 +192,8 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
 
 def peak_kind(recipe: Recipe, compute: Compute) -> str:
     """The arithmetic whose peak a run is measured against."""
+    if compute.precision == "fp8":
+        return "bf16"  # so that both can be compared
     return "tf32" if compute.precision == "fp32" and recipe.kernels.tf32 else compute.precision
 
 
@@ -222,6 +224,7 @@ def make_engine(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: Ran
         parallel=recipe.parallel,
         ranks=ranks,
         loss_scale=recipe.loss_scale,
+        fp8=recipe.fp8.scaling if compute.precision == "fp8" else None,
         memory=recipe.memory,
         adapter=recipe.adapter,
     )

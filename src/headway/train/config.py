@@ -70,9 +70,20 @@ class InitConfig(Section):
 class KernelConfig(Section):
     """How operations are computed; never what they compute."""
 
-    attention: Literal["auto", "reference", "sdpa", "varlen"] = setting("auto", "Attention kernel; auto picks by device and mask.")
+    attention: Literal["auto", "reference", "sdpa", "varlen", "fa4"] = setting(
+        "auto",
+        "Attention kernel; auto picks by device and mask: fa4 where installed, else cuDNN for whole rows, varlen for documents.",
+    )
     compile: Literal["auto"] | bool = setting("auto", "Compile the halves of each block; auto = on CUDA.")
     tf32: bool = setting(True, "Allow TF32 in fp32 matrix products on CUDA.")
+
+
+class Fp8Config(Section):
+    """The 8-bit products of precision fp8."""
+
+    scaling: Literal["tensorwise", "rowwise"] = setting(
+        "tensorwise", "One scale for a whole operand (fastest), or one for each row or column (closer to bf16)."
+    )
 
 
 class EvalConfig(Section):
@@ -111,9 +122,12 @@ class Recipe(Section):
         (), "The only parameters that train; the opposite of freeze. With an adapter: what trains beside it.", on_resume="fixed"
     )
     adapter: AdapterConfig | None = setting(None, "A low-rank update beside frozen weights; null = none.", on_resume="fixed")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
-        "auto", "Compute dtype; master weights are fp32. auto = bf16 on CUDA, else fp32. fp16 scales the loss."
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = setting(
+        "auto",
+        "Compute dtype; master weights are fp32. auto = bf16 on CUDA, else fp32. fp16 scales the loss. "
+        "fp8: bf16 with the blocks' matrix products in 8 bits (Ada, Hopper and newer).",
     )
+    fp8: Fp8Config = setting(Fp8Config, "The 8-bit products of precision fp8.")
     loss_scale: ScalerConfig = setting(ScalerConfig, "The loss scale of precision fp16.")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where to compute; auto = CUDA where there is one.")
     parallel: ParallelConfig = setting(ParallelConfig, "How ranks share the work.")
@@ -130,4 +144,12 @@ class Recipe(Section):
     def _steps_or_epochs(self) -> Recipe:
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs are both given; a run has one length. Keep one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _fp8_fits(self) -> Recipe:
+        if self.precision == "fp8" and self.adapter is not None:
+            raise ValueError("precision is fp8 with an adapter, whose layers compute in 16 bits. Use precision bf16, or no adapter")
+        if self.precision == "fp8" and self.data.seq_len % 16:
+            raise ValueError(f"data.seq_len is {self.data.seq_len}; with precision fp8 it must be a multiple of 16")
         return self

@@ -59,7 +59,7 @@ def write_final(run: Run) -> str | None:
         return str(target)
     if target.exists():
         shutil.rmtree(target)
-    dtype = "bfloat16" if run.compute.precision == "bf16" else "float32"
+    dtype = "bfloat16" if run.compute.precision in ("bf16", "fp8") else "float32"
     adapter, weights, kept = run.recipe.adapter, run.engine.weights(), dict[str, Tensor]()
     if adapter is not None:
         weights = merged(_keeping(weights, run, kept), adapter, adapter.modules(run.model))

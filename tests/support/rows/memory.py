@@ -1,8 +1,27 @@
-"""Settings of memory against time."""
+"""Settings of memory against time, and of narrow arithmetic."""
 
-from support.observe import Row, engine, numbers
+from typing import Any
+
+from support.observe import BASE, Row, engine, numbers
+
+
+def eight_bit(overrides: tuple[str, ...]) -> Any:
+    """The scales of a model's fp8 layers, as if this machine had such arithmetic."""
+    import torch
+
+    from headway.config.load import load
+    from headway.parallel.collectives import alone
+    from headway.runtime.device import Compute
+    from headway.train.build import make_engine
+    from headway.train.config import Recipe
+
+    recipe = load(Recipe, None, [*BASE, "model.ffn_size=32", "model.vocab_size=64", *overrides])
+    compute = Compute(torch.device("cpu"), "cpu", torch.bfloat16, "fp8")
+    return make_engine(recipe, recipe.model, compute, alone()).model.model.layers["0"].mlp.up_proj.scaling
+
 
 ROWS: dict[str, Row] = {
     "optim[adamw].state_dtype": ((), "fp32", "8bit", numbers),
+    "fp8.scaling": ((), "tensorwise", "rowwise", eight_bit),
     "memory.offload": ((), [], ["optimizer"], engine(lambda run: run.engine.streamed is None)),
 }

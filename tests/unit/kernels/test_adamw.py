@@ -9,7 +9,7 @@ import torch
 
 from headway.kernels.adamw import Numbers, Tensors, _joined, adamw_step_reference
 
-INTERPRETED = '''
+INTERPRETED = """
 import torch
 from headway.kernels.adamw import Numbers, Tensors, _fused, adamw_step_reference
 
@@ -36,7 +36,7 @@ for seed in (0, 1):
                     if bad and name != "copies":
                         assert torch.equal(a, b), name
 print("agree")
-'''
+"""
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

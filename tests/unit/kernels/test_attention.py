@@ -132,5 +132,10 @@ def test_a_backend_that_cannot_serve_says_why() -> None:
 
 
 def test_the_doctor_sees_which_backends_work_here() -> None:
-    assert [(name, ok) for name, ok, _ in working_backends("cpu")] == [("reference", True), ("sdpa", True), ("varlen", False)]
+    assert [(name, ok) for name, ok, _ in working_backends("cpu")] == [
+        ("reference", True),
+        ("sdpa", True),
+        ("varlen", False),
+        ("fa4", False),
+    ]
     assert choose(inputs(3, 4, 2)[0], packed(ROWS, T), 4) == "sdpa"
