@@ -22,6 +22,11 @@ class CheckpointConfig(Section):
         "auto", "Whether less or more of the metric is better; auto = more of an accuracy, else less."
     )
     snapshot_every: int | None = setting(None, "Steps between light snapshots, of which two are kept in turn; null = none.", gt=0)
+    asynchronous: Literal["auto"] | bool = setting(
+        "auto",
+        "Write beside training, from a copy in host memory; auto = where the copy takes at most half of what is free.",
+        alias="async",
+    )
     at_end: bool = setting(True, "Save at the end: a checkpoint and final/, a Hugging Face folder. Benchmarks turn it off.")
 
     @property

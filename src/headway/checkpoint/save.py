@@ -21,7 +21,9 @@ from headway.checkpoint.box import Ints
 from headway.checkpoint.manifest import MANIFEST, Box, Json, Manifest, StoredFile, box_key, plain_json, tensor_key
 from headway.errors import CheckpointError
 from headway.runtime.storage import (
+    CHUNK_BYTES,
     TEMPORARY_PREFIX,
+    drop_cached,
     fsync_file,
     fsync_folder,
     link_atomic,
@@ -64,6 +66,23 @@ class Writers:
     world: int = 1
     gather: Callable[[Any], list[Any]] = lambda value: [value]
 
+    def share(self, place: object, work: Callable[[], Any]) -> list[Any]:
+        """Do this rank's part, then learn everybody's results; a failure anywhere is raised everywhere, so that no rank waits for ever."""
+        failure: Exception | None = None
+        result: Any = None
+        try:
+            with writing(place, error=CheckpointError):
+                result = work()
+        except Exception as problem:  # raised below, once the others know
+            failure = problem
+        answers = self.gather({"result": result, "error": None if failure is None else str(failure)})
+        if failure is not None:
+            raise failure
+        for rank, answer in enumerate(answers):
+            if answer["error"] is not None:
+                raise CheckpointError(f"rank {rank}: {answer['error']}")
+        return [answer["result"] for answer in answers]
+
 
 ALONE = Writers()
 
@@ -88,27 +107,17 @@ def save_checkpoint(
     temporary = checkpoints / f"{TEMPORARY_PREFIX}{final.name}"
     plain_json(scalars)
 
-    def share(work: Callable[[], Any]) -> list[Any]:
-        """Do this rank's part, then learn everybody's results; a failure anywhere is raised everywhere, so that no rank waits for ever."""
-        failure: CheckpointError | None = None
-        result: Any = None
-        try:
-            with writing(final, error=CheckpointError):
-                result = work()
-        except CheckpointError as problem:
-            failure = problem
-        answers = writers.gather({"result": result, "error": None if failure is None else str(failure)})
-        for rank, answer in enumerate(answers):
-            if answer["error"] is not None:
-                if writers.rank == 0:
-                    shutil.rmtree(temporary, ignore_errors=True)
-                raise failure or CheckpointError(f"rank {rank}: {answer['error']}")
-        return [answer["result"] for answer in answers]
-
     is_first = writers.rank == 0
-    share(lambda: _prepare(checkpoints, temporary) if is_first else None)
-    parts = share(lambda: _write_rank(temporary, records, writers.rank))
-    share(lambda: _finish(temporary, final, _manifest(step, writers.world, parts, scalars), tokenizer) if is_first else None)
+    try:
+        writers.share(final, lambda: _prepare(checkpoints, temporary) if is_first else None)
+        parts = writers.share(final, lambda: _write_rank(temporary, records, writers.rank, read_back=not snapshot))
+        writers.share(
+            final, lambda: _finish(temporary, final, _manifest(step, writers.world, parts, scalars), tokenizer) if is_first else None
+        )
+    except CheckpointError:
+        if is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return final
 
 
@@ -135,8 +144,9 @@ def clean(checkpoints: Path) -> None:
                 path.unlink()
 
 
-def _write_rank(folder: Path, records: Iterable[TensorRecord], rank: int) -> dict[str, Any]:
+def _write_rank(folder: Path, records: Iterable[TensorRecord], rank: int, *, read_back: bool) -> dict[str, Any]:
     """Write this rank's safetensors file; each box is hashed while it is written, and at most one is copied to the host at a time."""
+    folder.mkdir(parents=True, exist_ok=True)  # there already, unless this machine has a disk of its own
     path = folder / f"rank-{rank:05}.safetensors"
     records = list(records)
     pieces = [
@@ -160,9 +170,27 @@ def _write_rank(folder: Path, records: Iterable[TensorRecord], rank: int) -> dic
             boxes.append(Box(record.name, record.role, offset, tuple(tensor.shape), dtype_name(tensor), path.name, checksum))
         file.flush()
         fsync_file(file.fileno())
+        if read_back:
+            drop_cached(file.fileno())
+    if read_back:
+        _read_back(path, header, [(tensor.nbytes, box.sha256) for (_, _, tensor), box in zip(pieces, boxes, strict=True)])
     stored = StoredFile(path.name, size, sha256_header=hashlib.sha256(header).hexdigest())
     shapes = {tensor_key(record.role, record.name): list(record.global_shape) for record in records}
     return {"file": asdict(stored), "shapes": shapes, "boxes": [asdict(box) for box in boxes]}
+
+
+def _read_back(path: Path, header: bytes, pieces: Sequence[tuple[int, str]]) -> None:
+    """Compare what the disk gives back with what was meant to be written, before an older checkpoint may go."""
+    with writing(path, error=CheckpointError), open(path, "rb") as file:
+        same = file.read(len(header)) == header
+        for size, checksum in pieces:
+            digest, left = hashlib.sha256(), size
+            while left and (chunk := file.read(min(left, CHUNK_BYTES))):
+                digest.update(chunk)
+                left -= len(chunk)
+            same = same and digest.hexdigest() == checksum
+    if not same:
+        raise CheckpointError(f"{path}: what was written is not what the disk gives back. Check the disk, or choose another.")
 
 
 def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:

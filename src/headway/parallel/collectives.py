@@ -146,6 +146,13 @@ class Group:
         self.heart.count(name)
         return _Named(work, name, self)
 
+    def beside(self, timeout_seconds: float) -> Group:
+        """The same ranks over connections of their own, on the host: what a thread exchanges there keeps out of everybody's order."""
+        if self.size == 1:
+            return self
+        handle = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        return Group(self.rank, self.size, handle)  # pyright: ignore[reportArgumentType]
+
     def close(self, *, orderly: bool = True) -> None:
         """End communication. Orderly, all ranks wait for each other first: gloo's threads may abort a process that others still talk to."""
         if self.size > 1 and dist.is_initialized():

@@ -45,6 +45,12 @@ def fsync_file(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
+def drop_cached(descriptor: int) -> None:
+    """Ask that the next read of a file comes from the disk rather than from memory; a system that cannot is left alone."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def fsync_folder(path: Path) -> None:
     """Wait until a folder's entries (names, renames) are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -111,12 +117,12 @@ def check_writable(folder: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path, needed_bytes: int | None = None, error: type[HeadwayError] = TrainingError) -> Iterator[None]:
+def writing(path: object, needed_bytes: int | None = None, error: type[HeadwayError] = TrainingError) -> Iterator[None]:
     """Turn any failure of the file system inside the block into one line of type `error` that names the path."""
     try:
         yield
     except OSError as problem:
-        raise error(f"{path}: {explain(problem, path, needed_bytes)}") from problem
+        raise error(f"{path}: {explain(problem, Path(str(path)), needed_bytes)}") from problem
 
 
 def require_space(path: Path, needed_bytes: int, error: type[HeadwayError] = TrainingError) -> None:

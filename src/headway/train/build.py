@@ -12,6 +12,8 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.checkpoint.save import Writers
+from headway.checkpoint.saver import Saver
 from headway.data.batch import Batch
 from headway.data.config import ResolvedBatch
 from headway.data.loader import Loader
@@ -66,7 +68,7 @@ class Run:
     loader: Loader
     state: TrainState
     meter: Meter
-    saved_step: int = 0
+    saver: Saver
     stop: StopSignal = field(default_factory=StopSignal)
     trackers: list[Tracker] = field(default_factory=list)
     targets: Targets = Targets()
@@ -169,7 +171,7 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
         source_names=tuple(data.names),
     )
     meter = Meter(facts, state.consumed_tokens, engine.scalars()["skipped"])
-    return Run(
+    run = Run(
         recipe=recipe,
         start=start,
         process=process,
@@ -184,10 +186,21 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
         loader=loader,
         state=state,
         meter=meter,
-        saved_step=state.step,
         targets=targets,
         reference=reference,
+        saver=make_saver(recipe, start.folder / CHECKPOINTS, resolved.tokenizer_path, ranks, process),
     )
+    run.saver.saved_step = run.saver.started_step = state.step
+    run.saver.tell = lambda text: run.tell("save_failure", text)
+    return run
+
+
+def make_saver(recipe: Recipe, checkpoints: Path, tokenizer: Path | None, ranks: Ranks, process: Process) -> Saver:
+    """What writes checkpoints; its ranks talk over a group of their own, because it works while training exchanges."""
+    group = ranks.world.beside(recipe.parallel.timeout_seconds)
+    saver = Saver(checkpoints, recipe.checkpoint, Writers(group.rank, group.size, group.gather), tokenizer)
+    saver.ranks_here = -(-process.world // process.num_nodes)
+    return saver
 
 
 def peak_kind(recipe: Recipe, compute: Compute) -> str:

@@ -105,6 +105,8 @@ def summarize(run: Run) -> dict[str, Any]:
         "last_valid_loss": valid[-1][0] if valid else None,
         "best_valid_loss": min(valid)[0] if valid else None,
         "skipped_steps": run.meter.skipped,
+        "save_stall_share": run.meter.stall_total / seconds if seconds else None,
+        "saves": run.meter.saves,
         "data_wait_share": _data_wait([record["time"] for record in records[WARM_STEPS:]]),
     }
 

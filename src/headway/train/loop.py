@@ -17,7 +17,7 @@ from headway.train.evaluate import validate
 from headway.train.finish import finish
 from headway.train.probe import DATA, FORWARD_BACKWARD, OPTIMIZER
 from headway.train.report import report
-from headway.train.saving import due_after, save
+from headway.train.saving import all_saved, due_after, save
 
 COLLECT_EVERY = 1000
 """Steps between collections of Python's garbage, which would otherwise come at any moment of a step."""
@@ -32,12 +32,12 @@ def run_loop(run: Run) -> dict[str, Any]:
     gc.disable()
     run.stop.starting = False
     try:
-        with run.loader as batches:
+        with all_saved(run), run.loader as batches:
             while state.step < run.total_steps:
                 order = run.orders.look(state.step)
                 if (asked := order.stopped_by) is not None:
                     break
-                if order.save and state.step > run.saved_step:
+                if order.save and state.step > run.saver.started_step:
                     save(run, clock)
                 train_step(run, batches)
                 run.after_step(state.step)
@@ -48,7 +48,9 @@ def run_loop(run: Run) -> dict[str, Any]:
                     gc.collect()
             report(run, everything=True)
             wanted = run.recipe.checkpoint.at_end or asked is not None
-            if state.step > run.saved_step and wanted:
+            run.heart.beat("save", state.step)
+            run.saver.wait()
+            if state.step > run.saver.saved_step and wanted:
                 save(run, clock)
     finally:
         gc.enable()

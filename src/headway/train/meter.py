@@ -88,6 +88,7 @@ class Pending:
     between: Mark
     end: Mark
     data_wait: float
+    save_stall: float
     fresh: bool
     """Something other than training went before: time this step from its own beginning."""
     valid: dict[str, Any] = field(default_factory=dict)
@@ -101,6 +102,8 @@ class Meter:
         self.consumed_tokens = consumed_tokens
         self.skipped = skipped
         self.fresh = True
+        self.save_stall = self.stall_total = 0.0
+        self.saves = 0
         self.waiting: deque[Pending] = deque()
         self.previous_end: Mark | None = None
         self.smoothed: float | None = None
@@ -114,6 +117,13 @@ class Meter:
     def interrupt(self) -> None:
         """Something other than training comes next; the time it takes is no step's."""
         self.fresh = True
+
+    def stalled(self, seconds: float) -> None:
+        """A save has kept training waiting; the next step's record says how long."""
+        self.save_stall += seconds
+        self.saves += 1
+        self.stall_total += seconds
+        self.interrupt()
 
     def mark(self) -> Mark:
         """A mark now."""
@@ -140,8 +150,8 @@ class Meter:
             "tokens": stats.tokens,
         }
         begin, between, data_wait = marks
-        pending = Pending(step, {**host, **facts}, names, values, begin, between, self.mark(), data_wait, self.fresh)
-        self.fresh = False
+        pending = Pending(step, {**host, **facts}, names, values, begin, between, self.mark(), data_wait, self.save_stall, self.fresh)
+        self.fresh, self.save_stall = False, 0.0
         self.waiting.append(pending)
         return pending
 
@@ -183,6 +193,7 @@ class Meter:
             "mfu_causal": "unknown" if self.peak is None else rate * self.causal / self.peak,
             "fwd_bwd_time": pending.between.since(pending.begin),
             "data_wait_seconds": pending.data_wait,
+            "save_stall_seconds": pending.save_stall,
             "data_wait_share": self.waited / self.smoothed if self.smoothed else 0.0,
             "memory_bytes": torch.cuda.max_memory_allocated(facts.device) if load is not None else resident_bytes(),
             "gpu_utilisation": "unknown" if load is None or load.utilisation is None else load.utilisation,

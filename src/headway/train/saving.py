@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from headway.checkpoint.best import is_among_best, metric_value
+from headway.checkpoint.saver import Job
 from headway.errors import ConfigError
 from headway.train.report import report
 
 if TYPE_CHECKING:
     from headway.train.build import Run
     from headway.train.clock import Clock
-
-log = logging.getLogger("headway")
 
 
 def due_after(run: Run) -> str | None:
@@ -23,6 +24,7 @@ def due_after(run: Run) -> str | None:
     if state.valid and config.keep_best:
         require_metric(state.valid, config.metric)
         if due != "checkpoint" and config.on_best:
+            run.saver.wait()  # what is under way counts
             value = metric_value(state.valid, config.metric)
             best = run.process.is_first and is_among_best(value, run.checkpoints, config)
             due = "checkpoint" if run.ranks.world.most(int(best)) else due
@@ -43,11 +45,23 @@ def save(run: Run, clock: Clock, *, snapshot: bool = False) -> None:
     """Save a checkpoint; the metrics of all steps up to it are on disk first, so that a resumed run finds them."""
     run.heart.beat("save", run.state.step)
     report(run, everything=True)
+    begun = time.perf_counter()
     run.metrics.sync()
     run.state.seconds = clock.seconds()
-    path = run.state.save(run.checkpoints, run.tokenizer_path, run.recipe.checkpoint, run.ranks.world, snapshot=snapshot)
-    if not snapshot:
-        run.saved_step = run.state.step
+    run.saver.save(Job(run.state.step, run.state.scalars(), snapshot), run.state.records())
     run.heart.beat("step", run.state.step)
-    run.meter.interrupt()
-    log.info("saved %s", path)
+    run.meter.stalled(time.perf_counter() - begun)
+
+
+@contextmanager
+def all_saved(run: Run) -> Iterator[None]:
+    """Whatever ends the block, the save under way ends first; a second Ctrl-C alone does not wait for it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        run.saver.abandon()
+        raise
+    run.heart.beat("save", run.state.step)
+    run.saver.require()

@@ -63,8 +63,8 @@ def _run(resolved: Resolved, resume: str, process: Process, world: Group, probe:
     run = _build(resolved, resume, process, world)
     recipe, start = resolved.recipe, run.start
     run.stop = stop
-    stop.is_saving = lambda: run.heart.phase == "save"
-    stop.has_something_to_save = lambda: run.state.step > run.saved_step
+    stop.is_saving = lambda: run.heart.phase == "save" or run.saver.is_busy
+    stop.has_something_to_save = lambda: run.state.step > run.saver.saved_step
     if process.is_first:
         run.trackers = [Console(run.total_steps), *(one.build(start.folder, recipe.run.name) for one in recipe.track)]
     world.barrier()  # every rank has read the folder before one of them changes it

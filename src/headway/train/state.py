@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from headway.checkpoint.best import VALID
-from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import Reader
-from headway.checkpoint.retention import retain
-from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.checkpoint.save import TensorRecord
 from headway.data.loader import LoaderState
 from headway.errors import CheckpointError
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
-from headway.parallel.collectives import Group
 from headway.parallel.engine import Engine
 
 
@@ -40,19 +37,13 @@ class TrainState:
     valid: dict[str, Any] | None = None
     """The numbers of the validation after this very step; None if there was none."""
 
-    def save(
-        self, checkpoints: Path, tokenizer: Path | None, config: CheckpointConfig, ranks: Group = Group(), *, snapshot: bool = False
-    ) -> Path:
-        """Write a checkpoint or a light snapshot, every rank its part, and let go what need not stay."""
+    def records(self) -> Iterator[TensorRecord]:
+        """Every tensor to save, as this rank holds it."""
         self.engine.flush()
-        records = (TensorRecord(*tensor) for tensor in self.engine.tensors())
-        writers = Writers(ranks.rank, ranks.size, ranks.gather)
-        path = save_checkpoint(checkpoints, self.step, records, self._scalars(), tokenizer, writers, snapshot=snapshot)
-        if ranks.rank == 0:
-            retain(checkpoints, config)
-        return path
+        return (TensorRecord(*tensor) for tensor in self.engine.tensors())
 
-    def _scalars(self) -> dict[str, Any]:
+    def scalars(self) -> dict[str, Any]:
+        """Everything to save that is no tensor."""
         return {
             "model": self.model.model_dump(mode="json"),
             "engine": self.engine.scalars(),

@@ -1,6 +1,6 @@
 """Settings of checkpoints."""
 
-from support.observe import STORES, Row, files, observed, refused
+from support.observe import STORES, Row, engine, files, observed, refused
 
 VALIDATED = (*STORES, "data.valid.fraction=0.4", "eval.every=1", "eval.rows=8", "checkpoint.every=1", "checkpoint.keep_last=1", "steps=4")
 WORSE = (*VALIDATED, "optim.lr=3")
@@ -13,5 +13,6 @@ ROWS: dict[str, Row] = {
     "checkpoint.goal": (WORSE, "min", "max", lambda o: str((observed(o).folder / "checkpoints" / "best-1").readlink())),
     "checkpoint.snapshot_every": ((), None, 2, files("checkpoints/snapshot-*")),
     "checkpoint.every": ((), None, 1, files("checkpoints/step-*")),
+    "checkpoint.async": ((), True, False, engine(lambda run: run.saver._is_beside([]))),
     "checkpoint.at_end": ((), True, False, files("*")),
 }  # fmt: skip

@@ -4,60 +4,15 @@ import errno
 import os
 import pickle
 import shutil
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from support.crash import Killed, killed_at
 
 from headway.checkpoint.load import newest_good, open_checkpoint
 from headway.checkpoint.save import TensorRecord, save_checkpoint
 from headway.errors import CheckpointError
-from headway.runtime import storage
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing catches it."""
-
-
-EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.symlink", "os.rmdir", "shutil.rmtree")
-watch: Callable[[str, tuple[object, ...]], None] | None = None
-
-
-def audit(event: str, arguments: tuple[object, ...]) -> None:
-    if watch is not None:
-        watch(event, arguments)
-
-
-sys.addaudithook(audit)
-
-
-@contextmanager
-def killed_at(call: int, folder: Path) -> Iterator[list[str]]:
-    """The process dies at the n-th change of the file system below `folder`: that one and all later ones fail. Yields what was called."""
-    global watch
-    calls: list[str] = []
-
-    def on_event(event: str, arguments: tuple[object, ...]) -> None:
-        reads = event == "open" and isinstance(arguments[1], str) and "r" in arguments[1]
-        if event in EVENTS and not reads and str(folder) in str(arguments[:2]):
-            calls.append(event)
-            if len(calls) > call:
-                raise Killed(event)
-
-    real_fsync = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        on_event("open", (folder, "w"))
-        real_fsync(descriptor)
-
-    storage.os.fsync, watch = fsync, on_event
-    try:
-        yield calls
-    finally:
-        storage.os.fsync, watch = real_fsync, None
 
 
 def records(value: float) -> list[TensorRecord]:

@@ -1,0 +1,170 @@
+"""Saving beside training: a step's state is copied to host memory, then a thread writes, verifies and retains while training goes on.
+
+    training:  ... step | copy to the host | step | step | step ...        stalled only for the copy
+    thread:                                | write, hash, fsync, read back, manifest, rename, retain |
+
+One save is under way at a time; the next waits for it. A save that fails leaves the older checkpoints, is told, and does not end training.
+All ranks come to the same end, because they agree on every stage over a group of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.checkpoint.config import CheckpointConfig
+from headway.checkpoint.host import HostCopy
+from headway.checkpoint.manifest import Json
+from headway.checkpoint.retention import retain
+from headway.checkpoint.save import ALONE, TensorRecord, Writers, save_checkpoint
+from headway.errors import CheckpointError
+from headway.runtime.machine import ram_bytes
+from headway.runtime.storage import writing
+
+log = logging.getLogger("headway")
+
+MEMORY_SHARE = 0.5
+"""Of the free host memory, what copies of all ranks on a machine may take before `async: auto` writes without a copy."""
+ABANDON_SECONDS = 60.0
+"""How long a failing run still waits for the save under way."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save."""
+
+    step: int
+    scalars: Mapping[str, Json]
+    snapshot: bool = False
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return f"the {'snapshot' if self.snapshot else 'checkpoint'} of step {self.step}"
+
+
+class Saver:
+    """Saves the state of a run, beside training where there is memory for a copy. All ranks call the same methods in the same order."""
+
+    def __init__(self, checkpoints: Path, config: CheckpointConfig, writers: Writers = ALONE, tokenizer: Path | None = None) -> None:
+        self.checkpoints, self.config, self.writers, self.tokenizer = checkpoints, config, writers, tokenizer
+        self.saved_step = 0
+        """The newest step of which a checkpoint is known to be complete."""
+        self.started_step = 0
+        """The newest step of which a checkpoint was begun; the same on all ranks at any moment."""
+        self.failed: CheckpointError | None = None
+        """Why the newest save failed; None once one succeeds."""
+        self.tell: Callable[[str], None] = lambda text: None
+        """Told of every save that fails, on the first rank, from any thread."""
+        self.ranks_here = 1
+        """Ranks on this machine, which share its memory."""
+        self._failures = 0
+        self._host = HostCopy()
+        self._copies: bool | None = None
+        self._thread: threading.Thread | None = None
+        self._bug: BaseException | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    def save(self, job: Job, records: Iterable[TensorRecord]) -> float:
+        """Save; returns for how many seconds the caller was kept from other work. A failure is told, not raised."""
+        begun = time.perf_counter()
+        self.wait()
+        if not job.snapshot:
+            self.started_step = job.step
+        records = list(records)
+        if self._is_beside(records):
+            copied = self._host.take(records)
+            self._thread = threading.Thread(target=self._work, args=(job, copied), name="headway-save", daemon=True)
+            self._thread.start()
+        else:
+            self._work(job, records)
+            self.wait()
+        return time.perf_counter() - begun
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until nothing is under way."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                return
+            self._thread = None
+        if self._bug is not None:
+            bug, self._bug = self._bug, None
+            raise bug
+
+    def require(self) -> None:
+        """Wait, and raise what the newest save failed of: at the end of a run nothing may be lost silently."""
+        self.wait()
+        if self.failed is not None:
+            raise CheckpointError(
+                f"the last save failed: {self.failed} In {self.checkpoints} {self._newest()}; the same command goes on from there."
+            )
+
+    def abandon(self) -> None:
+        """The run is failing: give the save under way a while to end."""
+        if self._thread is not None:
+            self._thread.join(ABANDON_SECONDS)
+
+    def _is_beside(self, records: list[TensorRecord]) -> bool:
+        """Whether there is memory for a copy, decided at the first save, by all ranks alike."""
+        wanted = self.config.asynchronous
+        if self._copies is None and wanted == "auto":
+            needed = sum(tensor.nbytes for record in records for _, tensor in record.boxes) * self.ranks_here
+            free = ram_bytes()[1]
+            fits = free is None or needed <= MEMORY_SHARE * free
+            answers = self.writers.gather(fits)
+            self._copies = all(answers)
+            if not self._copies and self.writers.rank == 0:
+                log.warning(
+                    "saves are not made beside training: a copy takes %.1f GB of host memory, too much of what is free", needed / 1e9
+                )
+        return wanted is True or self._copies is True
+
+    def _work(self, job: Job, records: list[TensorRecord]) -> None:
+        """The whole save; whatever goes wrong is told, and a bug is kept for the main thread."""
+        begun = time.perf_counter()
+        try:
+            path = save_checkpoint(self.checkpoints, job.step, records, job.scalars, self.tokenizer, self.writers, snapshot=job.snapshot)
+            self.failed, self._failures = None, 0
+            if not job.snapshot:
+                self.saved_step = job.step
+            if self.writers.rank == 0:
+                log.info("saved %s in %.1f s", path, time.perf_counter() - begun)
+            self._retain()
+        except CheckpointError as problem:
+            self._failed(job, problem)
+        except BaseException as bug:  # raised by the next wait
+            self._bug = bug
+
+    def _failed(self, job: Job, problem: CheckpointError) -> None:
+        """Tell, every time: a failure that is told once and goes on is forgotten."""
+        self.failed = problem
+        self._failures += 1
+        if self.writers.rank == 0:
+            times = "" if self._failures == 1 else f" ({self._failures} saves in a row)"
+            text = f"{job.name} was not saved{times}: {problem} Training goes on; {self._newest()}."
+            log.error("%s", text)
+            self.tell(text)
+
+    def _retain(self) -> None:
+        """Let go what need not stay; the new checkpoint is whole even if this fails."""
+        if self.writers.rank == 0:
+            try:
+                with writing(self.checkpoints, error=CheckpointError):
+                    retain(self.checkpoints, self.config)
+            except CheckpointError as problem:
+                text = f"older checkpoints cannot be removed: {problem}"
+                log.error("%s", text)
+                self.tell(text)
+
+    def _newest(self) -> str:
+        return f"the newest checkpoint is of step {self.saved_step}" if self.saved_step else "there is no checkpoint yet"
