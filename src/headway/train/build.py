@@ -160,17 +160,6 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
         loader = make_loader(recipe, data, batch, state, ranks)
     else:
         fill(engine, resolved)
-    facts = Facts(
-        config=model,
-        seq_len=recipe.data.seq_len,
-        micro_rows=batch.micro_rows,
-        device=compute.device,
-        device_name=compute.name,
-        dtype=peak_kind(recipe, compute),
-        total_steps=total_steps,
-        source_names=tuple(data.names),
-    )
-    meter = Meter(facts, state.consumed_tokens, engine.scalars()["skipped"])
     run = Run(
         recipe=recipe,
         start=start,
@@ -185,7 +174,7 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
         engine=engine,
         loader=loader,
         state=state,
-        meter=meter,
+        meter=make_meter(recipe, model, compute, state, (batch.micro_rows, total_steps, tuple(data.names))),
         targets=targets,
         reference=reference,
         saver=make_saver(recipe, start.folder / CHECKPOINTS, resolved.tokenizer_path, ranks, process),
@@ -193,6 +182,14 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
     run.saver.saved_step = run.saver.started_step = state.step
     run.saver.tell = lambda text: run.tell("save_failure", text)
     return run
+
+
+def make_meter(recipe: Recipe, model: ModelConfig, compute: Compute, state: TrainState, counts: tuple[int, int, tuple[str, ...]]) -> Meter:
+    """What measures the steps, from where a state stands."""
+    micro_rows, total_steps, names = counts
+    kind, seq_len = peak_kind(recipe, compute), recipe.data.seq_len
+    facts = Facts(model, seq_len, micro_rows, compute.device, compute.name, kind, total_steps, names)
+    return Meter(facts, state.consumed_tokens, state.engine.scalars()["skipped"])
 
 
 def make_saver(recipe: Recipe, checkpoints: Path, tokenizer: Path | None, ranks: Ranks, process: Process) -> Saver:
