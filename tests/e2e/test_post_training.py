@@ -1,5 +1,6 @@
 """Preference training as whole runs: however the step is cut, packed, resumed or spread, and however the reference is kept."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.byte_model import byte_tokenizer
 from support.pairs import make_pair_store
 from support.ranks import start_processes
 from support.runs import assert_same_run, deterministic
@@ -14,6 +16,7 @@ from support.runs import assert_same_run, deterministic
 from headway.config.load import load
 from headway.data.store import StoreWriter
 from headway.errors import HeadwayError
+from headway.tokenizer.load import load_tokenizer
 from headway.track.jsonl import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
@@ -204,3 +207,22 @@ def test_what_cannot_work_is_refused_in_one_line(folder: Path, tmp_path: Path, o
         run(folder, "refused", *(text.replace("$", str(tmp_path)) for text in overrides))
     assert "\n" not in str(refused.value)
     assert not (folder / "runs" / "refused").exists()
+
+
+def test_packed_conversations_are_conversations_on_their_own_and_the_result_stops(tmp_path: Path) -> None:
+    """Supervised fine-tuning: loss on answers alone, documents isolated; final/ ends a text where the answers do."""
+    byte_tokenizer("<|im_start|>", "<|im_end|>").save(tmp_path / "tokenizer")
+    records = [{"instruction": f"Repeat {n}", "output": f"{n} " * (1 + n % 7)} for n in range(40)]
+    (tmp_path / "alpaca.json").write_text(json.dumps(records))
+    data = (f"data.train=[{{path: {tmp_path}/alpaca.json, kind: chat}}]", f"tokenizer={tmp_path}/tokenizer", "data.seq_len=128")
+    shape = ("objective.kind=next_token", "model.vocab_size=null", "model.max_seq_len=128", "data.valid=null", "steps=null", "epochs=1")
+    packed = run(tmp_path, "packed", *data, *shape, "batch.rows=40", "batch.micro_rows=20")
+    alone = run(tmp_path, "alone", *data, *shape, "batch.rows=40", "batch.micro_rows=40", "data.packing=pad")
+    for record in (packed, alone):
+        assert [one["num_samples_in_batch"] for one in record] == [40]
+    for key in ("loss", "nll", "accuracy", "grad_norm"):
+        assert packed[0][key] == pytest.approx(alone[0][key], rel=1e-5)
+    ends = json.loads((tmp_path / "runs" / "packed" / "final" / "generation_config.json").read_text())["eos_token_id"]
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    assert ends == [tokenizer.eos_id, tokenizer.token_to_id("<|im_end|>")]
+    assert "each of 40 samples has a target" in (tmp_path / "runs" / "packed" / "train.log").read_text()

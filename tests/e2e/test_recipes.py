@@ -11,6 +11,10 @@ from pydantic import BaseModel
 from headway.config.load import load, read_yaml
 from headway.config.section import Section
 from headway.data.tokenize import tokenize
+from headway.export.huggingface import export_huggingface
+from headway.model.config import ModelConfig
+from headway.model.init import initial_value
+from headway.model.layout import param_specs
 from headway.tokenizer.train_bpe import train_bpe
 from headway.train import train
 from headway.train.config import Recipe
@@ -37,7 +41,27 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     corpus.write_text("".join(json.dumps({"text": path.read_text(encoding="utf-8")}) + "\n" for path in sources if path.stat().st_size))
     train_bpe([json.loads(line)["text"] for line in corpus.read_text().splitlines()], vocab_size=512, out=folder / "tokenizer")
     tokenize([corpus], folder / "tokenizer", folder / "store")
+    config = ModelConfig(hidden_size=32, num_layers=2, num_heads=2, ffn_size=48, vocab_size=512, max_seq_len=512)
+    weights = ((spec.name, initial_value(spec.name, spec.shape, config, 0)) for spec in param_specs(config))
+    export_huggingface(config, weights, folder / "base", tokenizer=folder / "tokenizer")
+    chat = [{"instruction": f"Count to {n}.", "output": " ".join(map(str, range(n)))} for n in range(2, 40)]
+    pairs = [{"prompt": one["instruction"], "chosen": one["output"], "rejected": "No."} for one in chat]
+    for name, records in (("chat", chat), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
+
+
+def overrides(path: Path, text: Path) -> list[str]:
+    """What a recipe needs to run here: where things lie, and small numbers."""
+    if path.stem in ("sft", "dpo"):
+        raw = {"sft": "chat", "dpo": "pairs"}[path.stem]
+        return [f"init.from={text}/base", f"data.train.0.path={text}/{raw}.jsonl", "epochs=null", "batch={rows: 2, micro_rows: 1}"]
+    return [
+        f"tokenizer={text}/tokenizer",
+        f"data.train=[{text}/store]",
+        "model={hidden_size: 32, num_layers: 2, num_heads: 2, ffn_size: 48}",
+        "batch={tokens: 2048, micro_rows: 2}",
+    ]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "laptop").glob("*.yaml")), ids=lambda p: p.stem)
@@ -52,21 +76,9 @@ def test_a_laptop_recipe_runs_and_every_setting_it_gives_is_read(
             read.add((type(self).__name__, name))
         return plain(self, name)
 
-    small = [
-        f"run.dir={tmp_path}",
-        f"tokenizer={text}/tokenizer",
-        f"data.train=[{text}/store]",
-        f"data.cache_dir={tmp_path}/cache",
-        "steps=3",
-    ]
-    small += [
-        "model={hidden_size: 32, num_layers: 2, num_heads: 2, ffn_size: 48}",
-        "batch={tokens: 2048, micro_rows: 2}",
-        "eval.rows=4",
-        "device=cpu",
-    ]
-    recipe = load(Recipe, path, small)
-    given = set(fields_given(recipe, read_yaml(path))) - {("ModelConfig", "preset")}  # read while loading
+    small = [f"run.dir={tmp_path}", f"data.cache_dir={tmp_path}/cache", "steps=3", "eval.rows=4", "device=cpu"]
+    recipe = load(Recipe, path, [*overrides(path, text), *small])
+    given = set(fields_given(recipe, read_yaml(path))) - {("ModelConfig", "preset"), ("Config", "kind")}  # read while loading
     monkeypatch.setattr(Section, "__getattribute__", watched)
     summary = train(recipe)
     monkeypatch.undo()

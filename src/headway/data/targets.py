@@ -1,6 +1,6 @@
 """Before training on answers: does every sample have something to learn, and is the token that ends an answer among it?
 
-In: the opened data of a recipe; out: one line per masked source for the log, and the ids that end answers. A store of conversations or
+In: the opened data of a recipe; out: one line per masked source for the log, and the ids that end a text. A store of conversations or
 pairs with a sample that has no target, or in which no answer ends, is refused: the model could not learn to answer, or never to stop.
 """
 
@@ -30,8 +30,8 @@ class Targets:
     """What was found."""
 
     lines: tuple[str, ...] = ()
-    stop_ids: frozenset[int] = frozenset()
-    """The ids that end answers in this data."""
+    end_ids: frozenset[int] = frozenset()
+    """The ids that end a text: those the weights came with, and those that end answers in this data."""
 
 
 def check_targets(data: OpenData, tokenizer: Tokenizer | None, end_ids: frozenset[int] = frozenset()) -> Targets:
@@ -43,7 +43,7 @@ def check_targets(data: OpenData, tokenizer: Tokenizer | None, end_ids: frozense
             if source.masked and id(source) not in found:
                 stops = stop_ids(source, tokenizer) or end_ids | _end_of(tokenizer)
                 found[id(source)] = (_check(one.selection, stops, tokenizer), stops)
-    return Targets(tuple(line for line, _ in found.values()), frozenset(stop for _, stops in found.values() for stop in stops))
+    return Targets(tuple(line for line, _ in found.values()), end_ids.union(*(stops for _, stops in found.values())))
 
 
 def stop_ids(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
@@ -42,9 +42,11 @@ def export_huggingface(
     dtype: Dtype = "float32",
     max_shard_bytes: int = 5_000_000_000,
     remote_code: bool = False,
+    end_ids: Collection[int] = (),
 ) -> None:
     """Write a Hugging Face folder; an earlier export at `out` is replaced, anything else there is left alone and refused.
 
+    `end_ids` end a text besides the tokenizer's own end token; generation_config.json lists them.
     With `remote_code`, a model that transformers has no class for gets its class in a file beside the weights.
     """
     target, settings, code = published_with_code(config) if remote_code else (*published(config), None)
@@ -55,14 +57,26 @@ def export_huggingface(
         _write_json(folder / CONFIG, {**settings, **ids})
         if code is not None:
             _write_code(code, folder)
-        _write_json(folder / "generation_config.json", {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}})
+        _write_json(folder / "generation_config.json", _generation(ids, end_ids))
         _write_shards(target, _completed(config, target, weights), folder, dtype, max_shard_bytes)
+
+
+def _generation(ids: dict[str, int | None], end_ids: Collection[int]) -> dict[str, Any]:
+    """What generation_config.json says: with which ids texts begin and end."""
+    known = {key: value for key, value in ids.items() if value is not None}
+    more = sorted(set(end_ids) - set(known.values()))
+    if not more:
+        return {"_from_model_config": True, **known}
+    end = ids["eos_token_id"]
+    return {**known, "eos_token_id": more if end is None else [end, *more]}
 
 
 def export_model(model: Path | str, out: Path, *, dtype: Dtype = "float32", remote_code: bool = False) -> None:
     """Export what `--model` names: a run, a checkpoint or another Hugging Face folder."""
     found = find_model(model)
-    export_huggingface(found.config, found.weights(), out, tokenizer=found.tokenizer_folder, dtype=dtype, remote_code=remote_code)
+    export_huggingface(
+        found.config, found.weights(), out, tokenizer=found.tokenizer_folder, dtype=dtype, remote_code=remote_code, end_ids=found.end_ids
+    )
 
 
 def _write_code(name: str, folder: Path) -> None:

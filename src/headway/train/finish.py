@@ -64,7 +64,7 @@ def write_final(run: Run) -> str | None:
     if adapter is not None:
         weights = merged(_keeping(weights, run, kept), adapter, adapter.modules(run.model))
     try:
-        export_huggingface(run.model, weights, target, tokenizer=run.tokenizer_path, dtype=dtype)
+        export_huggingface(run.model, weights, target, tokenizer=run.tokenizer_path, dtype=dtype, end_ids=run.targets.end_ids)
         if adapter is not None:
             write_adapter(kept, adapter, run.model, target / FOLDER, base=run.state.adapter_base, dtype="float32")
     except ConfigError as reason:
