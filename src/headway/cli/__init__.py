@@ -14,6 +14,7 @@ import typer
 from headway import __version__
 from headway.errors import HeadwayError
 from headway.runtime.log import start_logging
+from headway.runtime.process import leave_outcome
 
 
 def build_app() -> typer.Typer:
@@ -61,6 +62,14 @@ def _global_options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit code is also left for a supervisor, since a launcher in between may not pass it on."""
+    code = _main(arguments)
+    if code in (2, 3):
+        leave_outcome(code)
+    return code
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     """Run one verb. A user's mistake ends in one line on standard error and exit code 2, never in a traceback."""
     # CPU threads that wait should sleep, not spin: spinning makes a machine that does anything else crawl. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

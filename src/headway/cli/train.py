@@ -65,15 +65,24 @@ def command(
     from headway.errors import LaunchError
     from headway.launch.local import Wishes, is_launched, plan_job
     from headway.launch.nodes import LOOPBACK, Nodes, parse_master
-    from headway.runtime.process import set_environment
+    from headway.runtime.process import end_with_supervisor, set_environment, supervisor
 
     wanted = {"first_step": profile_from, "num_steps": profile_steps, "ratio": slow_ratio}
     options = Options(resume, dry_run, json, profile, {name: value for name, value in wanted.items() if value is not None})
     options.check()
+    end_with_supervisor()
     if is_launched(os.environ):
         as_rank(lambda: work(arguments, options))
         return
     recipe = read_recipe(arguments)
+    if recipe.run.supervise and not dry_run and supervisor() is None:
+        from headway.cli.supervise import supervise
+        from headway.launch.local import outer_launcher
+
+        if (outer := outer_launcher(os.environ)) is not None:
+            raise LaunchError(f"run.supervise is true and {outer} started this process. Put `headway supervise --` in front of {outer}.")
+        _leave(supervise([sys.executable, "-m", "headway", *sys.argv[1:]], recipe.supervise, recipe))
+        return
     if master is not None and nnodes == 1:
         raise LaunchError("--master is given and --nnodes is 1; one machine needs no meeting point. Leave it out, or give --nnodes.")
     host, port = parse_master(master) if master is not None else (LOOPBACK, 0)
@@ -85,7 +94,9 @@ def command(
         for warning in job.choice.warnings:
             log.warning("%s", warning)
     if job.needs_launcher:
+        from headway.launch.failure import RankError
         from headway.launch.local import launch
+        from headway.launch.trouble import tell_failure
 
         level = logging.getLevelName(logging.getLogger("headway").level)
         given = {"--nproc": nproc, "--gpus": gpus, "--nnodes": None if nnodes == 1 else nnodes}
@@ -93,12 +104,20 @@ def command(
             text for flag, value in given.items() if value is not None for text in (flag, str(value))
         ]  # the run folder keeps the command
         line = ["train", *(arguments or []), *options.flags(), *told]
-        code = launch(job, line, recipe.run.folder / "logs", {**os.environ, "LOG_LEVEL": level})
+        try:
+            code = launch(job, line, recipe.run.folder / "logs", {**os.environ, "LOG_LEVEL": level})
+        except RankError as error:
+            tell_failure(recipe, error)
+            raise
     else:
         from headway.launch.outer import meeting_point
 
         set_environment({**(job.choice.environment if job.choice is not None else {}), **meeting_point(os.environ)})
         code = work(arguments, options)
+    _leave(code)
+
+
+def _leave(code: int) -> None:
     if code:
         raise typer.Exit(code)
 

@@ -30,9 +30,9 @@ class Failure:
 class RankError(TrainingError):
     """A rank failed and all were ended. `at` orders causes: the time, or 0 where a signal killed it, which is never a consequence."""
 
-    def __init__(self, message: str, exit_code: int, at: float) -> None:
+    def __init__(self, message: str, exit_code: int, at: float, traceback: str | None = None) -> None:
         super().__init__(message)
-        self.exit_code, self.at = exit_code, at
+        self.exit_code, self.at, self.traceback = exit_code, at, traceback
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class Ranks:
         message = cause(first, log)
         if log is None and first.failure is not None and first.failure.traceback is not None:
             sys.stderr.write(first.failure.traceback)  # there is no run folder yet that could keep it
-        return RankError(message, first.exit_code, first.at)
+        return RankError(message, first.exit_code, first.at, first.failure.traceback if first.failure is not None else None)
 
     def _keep_traceback(self, one: Ended) -> None:
         if one.failure is not None and one.failure.traceback is not None and self.logs.is_dir():

@@ -117,9 +117,16 @@ def supervisor() -> str | None:
     return os.environ.get(SUPERVISOR)
 
 
-def num_restarts() -> int:
-    """How often a supervisor, ours or torchrun's, has started this run again."""
-    return max(int(os.environ.get(name, "0") or 0) for name in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+def restarted_job() -> tuple[str | None, bool]:
+    """The name of this job with whoever starts it again, ours or torchrun; and whether this is such a start."""
+    name = os.environ.get(SUPERVISOR) or os.environ.get("TORCHELASTIC_RUN_ID")
+    return name, any(int(os.environ.get(count, "0") or 0) > 0 for count in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+
+
+def end_with_supervisor() -> None:
+    """Ask the kernel to stop this process, well, when whoever started it under a supervisor is gone."""
+    if os.environ.get(SUPERVISOR) and sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def leave_outcome(code: int) -> None:

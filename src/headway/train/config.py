@@ -31,6 +31,7 @@ class RunConfig(Section):
     gpus: int | str | tuple[int | str, ...] | None = setting(
         None, "GPUs `headway train` uses: ids, UUIDs, a type, auto (all free ones) or none; null = as torch sees them. --gpus wins."
     )
+    supervise: bool = setting(False, "Start the run again after a crash or a hang, as `headway supervise` does; see supervise.")
     grace_seconds: float = setting(
         120.0, "After a signal to stop: how long a run that is not saving may take to leave; validation is cut short at half of it.", gt=0
     )
@@ -44,6 +45,18 @@ class RunConfig(Section):
     def folder(self) -> Path:
         """The run folder."""
         return self.dir / self.name
+
+
+class SuperviseConfig(Section):
+    """How patient a supervisor is, with run.supervise or `headway supervise`, whose flags win."""
+
+    max_restarts: int = setting(5, "Failures in a row, without a newer checkpoint, before it gives up.", ge=0)
+    backoff_seconds: float = setting(10.0, "Pause before a restart; doubled with each failure in a row, ten minutes at most.", ge=0)
+    hang_seconds: float = setting(
+        900.0,
+        "A rank without progress (a step, a validation batch, a save) for so long hangs: stacks are kept, all is restarted.",
+        gt=0,
+    )
 
 
 class InitConfig(Section):
@@ -106,6 +119,7 @@ class Recipe(Section):
     """One training run."""
 
     run: RunConfig = setting(RunConfig, "Where the run lives.")
+    supervise: SuperviseConfig = setting(SuperviseConfig, "How patient a supervisor is.")
     model: ModelConfig = setting(ModelConfig, "Shape of the model.", on_resume="fixed")
     init: InitConfig = setting(InitConfig, "Where the weights start.")
     tokenizer: Path | None = setting(None, "Tokenizer folder, tokenizer.json or sentencepiece model.", on_resume="fixed")

@@ -15,6 +15,7 @@ from headway.export.huggingface import export_huggingface
 from headway.infer.load import FINAL
 from headway.model.adapter.values import merged
 from headway.optim.groups import ADAPTER
+from headway.runtime.process import leave_outcome
 from headway.track.console import DATA_WAIT_SHOWN
 from headway.track.jsonl import read_metrics
 from headway.train.folder import METRICS, SUMMARY, write_json
@@ -36,6 +37,7 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
         run.tell(
             "finish", f"stopped by {stopped_by} after step {run.state.step} of {run.total_steps}, loss {_number(summary['last_loss'])}"
         )
+        leave_outcome(exit_code(stopped_by))
         return {**summary, "stopped_by": stopped_by, "exit_code": exit_code(stopped_by)}
     summary["final"] = write_final(run) if run.recipe.checkpoint.at_end else None
     if run.process.is_first:

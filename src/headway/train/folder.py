@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.checkpoint.load import Reader, newest_good, open_checkpoint
+from headway.checkpoint.load import Reader, newest_good, open_checkpoint, step_folders
 from headway.checkpoint.retention import set_aside_later
 from headway.config.load import dump_yaml, load
 from headway.config.section import differences
@@ -20,7 +20,7 @@ from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.parallel.collectives import Group
 from headway.runtime.heartbeat import clear_beats
 from headway.runtime.machine import environment
-from headway.runtime.process import supervisor
+from headway.runtime.process import restarted_job, supervisor
 from headway.runtime.storage import check_writable, write_atomic
 from headway.track.outside import begin_claims
 from headway.train.config import Recipe
@@ -32,6 +32,7 @@ RECIPE = "recipe.yaml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints"
+JOB = Path("logs") / "job.txt"
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,23 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
     return Start(folder, found.reader, changes=tuple(changes))
 
 
+def is_restart(folder: Path) -> bool:
+    """Whether this start follows one of the same job that has begun the run: it goes on, whatever the command line says about beginning."""
+    job, again = restarted_job()
+    try:
+        return again and job is not None and (folder / JOB).read_text(encoding="utf-8") == job
+    except OSError:
+        return False
+
+
 def agree_on_start(recipe: Recipe, resume: str, world: Group) -> Start:
     """The first rank decides and checks the checkpoint's bytes; the others are told, so that all start alike or refuse alike."""
     start: Start | None = None
     told: dict[str, Any] = {}
     if world.rank == 0:
         try:
-            start = decide_start(recipe, resume)
+            goes_on = is_restart(recipe.run.folder) and (resume == "never" or bool(step_folders(recipe.run.folder / CHECKPOINTS)))
+            start = decide_start(recipe, "auto" if goes_on else resume)
             told = {
                 "checkpoint": None if start.checkpoint is None else str(start.checkpoint.path),
                 "set_aside": None if start.set_aside is None else str(start.set_aside),
@@ -122,6 +133,9 @@ def prepare_folder(start: Start, recipe: Recipe) -> None:
         for path in set_aside_later(start.folder / CHECKPOINTS, start.checkpoint.step):
             log.info("a later checkpoint was set aside: %s", path)
     (start.folder / "logs").mkdir(parents=True, exist_ok=True)
+    job, _ = restarted_job()
+    if job is not None:
+        write_atomic(start.folder / JOB, job)
     clear_beats(start.folder)
     begin_claims(start.folder)
     if supervisor() is None:

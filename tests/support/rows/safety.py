@@ -23,6 +23,10 @@ def tracker(name: str) -> Any:
 POST = "{kind: heartbeat, url_env: "
 
 ROWS: dict[str, Row] = {
+    "run.supervise": ((), False, True, lambda o: recipe(o).run.supervise),
+    "supervise.max_restarts": ((), 5, 0, lambda o: recipe(o).supervise),
+    "supervise.backoff_seconds": ((), 10.0, 0.0, lambda o: recipe(o).supervise),
+    "supervise.hang_seconds": ((), 900.0, 5.0, lambda o: recipe(o).supervise),
     "run.grace_seconds": ((), 120.0, 1.0, lambda o: recipe(o).run.grace_seconds),
     "track[alert].kind": ((), [], alert(), told),
     "track[alert].form": ((), alert(), alert("form: webhook, url_env: NO_SUCH"), refused),

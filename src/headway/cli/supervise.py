@@ -1,0 +1,79 @@
+"""`headway supervise`."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from headway.train.config import Recipe, SuperviseConfig
+
+COMMAND_HELP = "What to run, after --: headway train ..., or torchrun ... -m headway train ..."
+
+
+def command(
+    arguments: list[str] = typer.Argument(..., metavar="-- COMMAND...", help=COMMAND_HELP),
+    max_restarts: int | None = typer.Option(None, min=0, help="Failures in a row, without a newer checkpoint, before it gives up."),
+    backoff: float | None = typer.Option(None, min=0, help="Seconds before the first restart; doubled with each failure in a row."),
+    hang_seconds: float | None = typer.Option(None, min=0.1, help="A rank without progress for so long hangs."),
+    run: Path | None = typer.Option(None, help="Run folder to watch; default: the one of the recipe in the command."),
+) -> None:
+    """Run a training command to its end: after a crash or a hang it is started again, from the newest complete checkpoint."""
+    from headway.train.config import SuperviseConfig
+
+    recipe = recipe_of(arguments)
+    given = {"max_restarts": max_restarts, "backoff_seconds": backoff, "hang_seconds": hang_seconds}
+    settings = recipe.supervise if recipe is not None else SuperviseConfig()
+    settings = settings.model_copy(update={name: value for name, value in given.items() if value is not None})
+    code = supervise(whole(arguments), settings, recipe, run)
+    if code:
+        raise typer.Exit(code)
+
+
+def supervise(arguments: Sequence[str], settings: "SuperviseConfig", recipe: "Recipe | None", run_dir: Path | None = None) -> int:
+    """Look after a command; returns its exit code."""
+    from headway.errors import LaunchError
+    from headway.launch.supervise import Policy, Supervisor
+    from headway.track.outside import tell_outside
+
+    folder = run_dir if run_dir is not None else recipe.run.folder if recipe is not None else None
+    trackers = recipe.track if recipe is not None else ()
+    for one in trackers:  # an address that is missing is refused now, not when the first message is due
+        if folder is not None and (tracker := one.build_outside(folder, folder.name)) is not None:
+            tracker.close()
+    policy = Policy(settings.max_restarts, settings.backoff_seconds, settings.hang_seconds)
+    tell = (lambda *_: None) if folder is None else lambda event, text, step: tell_outside(trackers, folder, event, text, step)
+    try:
+        return Supervisor(arguments, policy, folder, os.environ, tell).run()
+    except (FileNotFoundError, PermissionError) as problem:
+        raise LaunchError(f"{arguments[0]}: {problem.strerror}. Give a command that can be run, after --.") from None
+
+
+def whole(arguments: Sequence[str]) -> list[str]:
+    """The command as it is started: `headway` is this one, whether or not it is on the PATH."""
+    return [sys.executable, "-m", "headway", *arguments[1:]] if arguments[0] == "headway" else list(arguments)
+
+
+def recipe_of(arguments: Sequence[str]) -> "Recipe | None":
+    """The recipe a command line trains; None where it is not of ours."""
+    from headway.cli._recipe import read_recipe
+
+    for place in range(1, len(arguments)):
+        if arguments[place] == "train" and Path(arguments[place - 1]).name == "headway":
+            return read_recipe(_positional(arguments[place + 1 :]))
+    return None
+
+
+def _positional(arguments: Sequence[str]) -> list[str]:
+    """What of the arguments of `headway train` is no flag, as its own parser sees it."""
+    import typer.main
+
+    from headway.cli import train
+
+    app = typer.Typer(add_completion=False)
+    app.command("train")(train.command)
+    context = typer.main.get_command(app).make_context("train", list(arguments))
+    return context.params["arguments"] or []

@@ -1,0 +1,236 @@
+"""`headway supervise -- COMMAND`: starts a training command, watches it, and starts it again until it is done or will never be.
+
+    exit code 0         done                                    2   the user's mistake: starting again would repeat it
+    130, 138, 143       stopped by a signal or `headway stop`   3   training gave up and wants somebody to look
+    anything else       a crash: again, later each time, from the newest complete checkpoint
+
+A run whose ranks make no progress is asked for its stacks, killed and started again. Failures are counted anew once a run gets further than
+ever. With torchrun in between, which has one exit code for everything, the command leaves its own in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from headway.launch.failure import STOP_SIGNALS, USERS_MISTAKE
+from headway.runtime.heartbeat import STACK_SIGNAL, Beat, is_alive, read_beats, stacks_file, suspects
+from headway.runtime.process import OUTCOME_FILE, RESTARTS, SUPERVISOR
+from headway.runtime.progress import duration
+from headway.runtime.storage import write_atomic
+from headway.track.base import Event
+from headway.track.outside import claim_crash
+from headway.train.request import read_request, withdraw
+
+log = logging.getLogger("headway")
+
+GAVE_UP = 3
+POLL_SECONDS = 0.1
+LOOK_SECONDS = 1.0
+STACK_SECONDS = 3.0
+MOST_BACKOFF_SECONDS = 600.0
+PRESENCE = Path("logs") / "supervisor.json"
+Tell = Callable[[Event, str, int], None]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How patient a supervisor is."""
+
+    max_restarts: int = 5
+    """Failures in a row, without getting further, before it gives up."""
+    backoff_seconds: float = 10.0
+    """Pause before the first restart; doubled with each failure in a row, ten minutes at most."""
+    hang_seconds: float = 900.0
+    """How long no rank may fail to make progress once training has begun."""
+
+    def pause(self, failures: int) -> float:
+        """Seconds to wait after that many failures in a row."""
+        return min(self.backoff_seconds * 2 ** (failures - 1), max(MOST_BACKOFF_SECONDS, self.backoff_seconds))
+
+
+class Supervisor:
+    """Looks after one command. `run_dir` is where its ranks leave heartbeats and checkpoints; without one only exit codes are seen."""
+
+    def __init__(
+        self, command: Sequence[str], policy: Policy, run_dir: Path | None, environment: Mapping[str, str], tell: Tell = lambda *_: None
+    ) -> None:
+        self.command, self.policy, self.run_dir, self.tell = list(command), policy, run_dir, tell
+        self.job = str(uuid.uuid4())
+        self.environment = dict(environment)
+        self.received: list[int] = []
+        self.child: subprocess.Popen[bytes] | None = None
+        self.restarts = self.failures = 0
+        self.furthest = -1
+        self.started = 0.0
+
+    def run(self) -> int:
+        """Until the command is done, stopped, or has failed too often; returns its exit code, as a shell has it."""
+        before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
+        try:
+            with tempfile.TemporaryDirectory(prefix="headway-supervise-") as folder:
+                while True:
+                    code = self._once(Path(folder) / "outcome")
+                    if code is not None:
+                        return code
+        finally:
+            if self.child is not None and self.child.poll() is None:
+                self._kill()
+            if self.run_dir is not None:
+                (self.run_dir / PRESENCE).unlink(missing_ok=True)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _once(self, outcome: Path) -> int | None:
+        """One start and its end; None = start again."""
+        outcome.unlink(missing_ok=True)
+        own = {SUPERVISOR: self.job, RESTARTS: str(self.restarts), OUTCOME_FILE: str(outcome)}
+        self.started = time.time()
+        self.child = subprocess.Popen(self.command, env={**self.environment, **own}, process_group=0)
+        was_hung = self._watch(self.child)
+        code = self.child.returncode if self.child.returncode >= 0 else 128 - self.child.returncode
+        if outcome.exists() and outcome.read_text().strip().isdecimal():
+            code = int(outcome.read_text())
+        if not was_hung and (code in (0, USERS_MISTAKE, GAVE_UP) or self._was_asked(code)):
+            return code
+        self._count_failure()
+        why = "it hung" if was_hung else f"exit code {code}"
+        if self.failures > self.policy.max_restarts:
+            log.error("%s; it failed %d times in a row without getting further: given up", why, self.failures)
+            self.tell("crash", f"{why}; given up after {self.failures} failures in a row", max(self.furthest, 0))
+            return code or 1
+        pause = self.policy.pause(self.failures)
+        log.warning(
+            "%s; starting again in %s, failure %d of at most %d in a row", why, duration(pause), self.failures, self.policy.max_restarts + 1
+        )
+        killed = f"killed by {_signal_name(code - 128)}; starting again"
+        if not was_hung and code > 128 and (self.run_dir is None or claim_crash(self.run_dir, killed)):
+            self.tell("crash", killed, max(self.furthest, 0))  # nobody else could tell
+        self.restarts += 1
+        return self._wait(pause)
+
+    def _wait(self, seconds: float) -> int | None:
+        """The pause before a restart; a signal or a request to stop ends it for good."""
+        until = time.monotonic() + seconds
+        while True:
+            if self.received:
+                return 128 + self.received[0]
+            request = read_request(self.run_dir) if self.run_dir is not None else None
+            if request is not None and request.at_step is None and not request.save_only and self.run_dir is not None:
+                withdraw(self.run_dir)
+                return 128 + signal.SIGTERM
+            if time.monotonic() >= until:
+                return None
+            self._be_present()
+            time.sleep(POLL_SECONDS)
+
+    def _was_asked(self, code: int) -> bool:
+        return bool(self.received) or code - 128 in STOP_SIGNALS
+
+    def _count_failure(self) -> None:
+        """A run that got further than ever starts with a clean slate."""
+        step = self._newest_step()
+        self.failures = 1 if step > self.furthest else self.failures + 1
+        self.furthest = max(self.furthest, step)
+
+    def _newest_step(self) -> int:
+        found = (self.run_dir / "checkpoints").glob("step-*") if self.run_dir is not None else ()
+        return max((int(path.name[5:]) for path in found if path.name[5:].isdecimal()), default=-1)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+        if self.child is not None and self.child.poll() is None:
+            self.child.send_signal(number)
+
+    def _watch(self, child: subprocess.Popen[bytes]) -> bool:
+        """Until the command has ended; True if that was because it hung."""
+        look_at = 0.0
+        while child.poll() is None:
+            if time.monotonic() >= look_at and not self.received:
+                look_at = time.monotonic() + LOOK_SECONDS
+                self._be_present()
+                if self.run_dir is not None and (hung := self._hung(read_beats(self.run_dir))):
+                    self._end_hung(hung)
+                    return True
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def _hung(self, beats: list[Beat]) -> list[Beat]:
+        """The ranks here, if one of them has made no progress for too long; other machines have their own supervisor."""
+        here = [beat for beat in beats if beat.host == socket.gethostname() and beat.at >= self.started]
+        late = [beat for beat in here if time.time() - beat.progress_at > self.policy.hang_seconds and is_alive(beat)]
+        return here if late else []
+
+    def _end_hung(self, beats: list[Beat]) -> None:
+        assert self.run_dir is not None
+        now = time.time()
+        states = [beat.describe(now) for beat in beats]
+        log.error("no progress for %s; asking every rank for its stacks, then starting again", duration(self.policy.hang_seconds))
+        written = self._ask_for_stacks(beats)
+        blame = suspects(beats, now)
+        report = {"at": now, "ranks": states, "suspects": blame, "stacks": written}
+        write_atomic(self.run_dir / "logs" / f"hang-{int(now)}.json", json.dumps(report, indent=2) + "\n")
+        self.tell("hang", "; ".join(states) + (f". {blame}" if blame else ""), max(beat.step for beat in beats))
+        self._kill(beats)
+
+    def _ask_for_stacks(self, beats: list[Beat]) -> list[str]:
+        """Ask every rank, and wait a moment for what it writes; one that the kernel has stopped cannot answer."""
+        assert self.run_dir is not None
+        files = {beat.rank: stacks_file(self.run_dir, beat.rank) for beat in beats}
+        before = {rank: _size(path) for rank, path in files.items()}
+        for beat in beats:
+            _send(beat.pid, STACK_SIGNAL)
+        until = time.monotonic() + STACK_SECONDS
+        while time.monotonic() < until and any(_size(path) == before[rank] for rank, path in files.items()):
+            time.sleep(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)  # for the last lines
+        return [str(path) for rank, path in files.items() if _size(path) > before[rank]]
+
+    def _kill(self, beats: Sequence[Beat] = ()) -> None:
+        """Everything at once: the ranks by their own ids, because launchers put them into groups of their own."""
+        assert self.child is not None
+        for beat in beats:
+            _send(beat.pid, signal.SIGKILL)
+        try:
+            os.killpg(self.child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.child.wait()
+
+    def _be_present(self) -> None:
+        """Let `headway stop` know that somebody will start the run again."""
+        if self.run_dir is not None and (self.run_dir / "logs").is_dir():
+            here = {"pid": os.getpid(), "host": socket.gethostname(), "at": time.time()}
+            try:
+                write_atomic(self.run_dir / PRESENCE, json.dumps(here))
+            except OSError:
+                return
+
+
+def _send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
