@@ -5,12 +5,16 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from headway.cli._output import JSON_FLAG, print_json
 from headway.cli._recipe import RECIPE_ARGUMENT
+
+if TYPE_CHECKING:
+    from headway.launch.local import Job
+    from headway.train.config import Recipe
 
 RESUME_HELP = "auto: continue the run folder's newest checkpoint; never: begin anew; or a checkpoint folder."
 PROFILE_FLAGS = {"first_step": "--profile-from", "num_steps": "--profile-steps", "ratio": "--slow-ratio"}
@@ -76,12 +80,7 @@ def command(
         return
     recipe = read_recipe(arguments)
     if recipe.run.supervise and not dry_run and supervisor() is None:
-        from headway.cli.supervise import supervise
-        from headway.launch.local import outer_launcher
-
-        if (outer := outer_launcher(os.environ)) is not None:
-            raise LaunchError(f"run.supervise is true and {outer} started this process. Put `headway supervise --` in front of {outer}.")
-        _leave(supervise([sys.executable, "-m", "headway", *sys.argv[1:]], recipe.supervise, recipe))
+        _leave(_supervised(recipe))
         return
     if master is not None and nnodes == 1:
         raise LaunchError("--master is given and --nnodes is 1; one machine needs no meeting point. Leave it out, or give --nnodes.")
@@ -94,27 +93,42 @@ def command(
         for warning in job.choice.warnings:
             log.warning("%s", warning)
     if job.needs_launcher:
-        from headway.launch.failure import RankError
-        from headway.launch.local import launch
-        from headway.launch.trouble import tell_failure
-
-        level = logging.getLevelName(logging.getLogger("headway").level)
         given = {"--nproc": nproc, "--gpus": gpus, "--nnodes": None if nnodes == 1 else nnodes}
         told = [
             text for flag, value in given.items() if value is not None for text in (flag, str(value))
         ]  # the run folder keeps the command
-        line = ["train", *(arguments or []), *options.flags(), *told]
-        try:
-            code = launch(job, line, recipe.run.folder / "logs", {**os.environ, "LOG_LEVEL": level})
-        except RankError as error:
-            tell_failure(recipe, error)
-            raise
+        code = _launched(job, recipe, ["train", *(arguments or []), *options.flags(), *told])
     else:
         from headway.launch.outer import meeting_point
 
         set_environment({**(job.choice.environment if job.choice is not None else {}), **meeting_point(os.environ)})
         code = work(arguments, options)
     _leave(code)
+
+
+def _launched(job: "Job", recipe: "Recipe", line: list[str]) -> int:
+    """Start ranks and wait for them; their crash is told here, because only here all of them are seen."""
+    from headway.launch.failure import RankError
+    from headway.launch.local import launch
+    from headway.launch.trouble import tell_failure
+
+    level = logging.getLevelName(logging.getLogger("headway").level)
+    try:
+        return launch(job, line, recipe.run.folder / "logs", {**os.environ, "LOG_LEVEL": level})
+    except RankError as error:
+        tell_failure(recipe, error)
+        raise
+
+
+def _supervised(recipe: "Recipe") -> int:
+    """Start this very command again under a supervisor."""
+    from headway.cli.supervise import supervise
+    from headway.errors import LaunchError
+    from headway.launch.local import outer_launcher
+
+    if (outer := outer_launcher(os.environ)) is not None:
+        raise LaunchError(f"run.supervise is true and {outer} started this process. Put `headway supervise --` in front of {outer}.")
+    return supervise([sys.executable, "-m", "headway", *sys.argv[1:]], recipe.supervise, recipe)
 
 
 def _leave(code: int) -> None:
