@@ -32,6 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "1b-4k": {**LLAMA_1B, "seq_len": 4096, "rows": 8},
     "1b-8k": {**LLAMA_1B, "seq_len": 8192, "rows": 4},
     "1b-8k-fp8": {**LLAMA_1B, "seq_len": 8192, "rows": 4, "extra": ["precision=fp8"], "peer": "fp8=tensorwise"},
+    "1b-2k": {**LLAMA_1B, "seq_len": 2048, "rows": 16},
+    "1b-8k-of-2k": {**LLAMA_1B, "seq_len": 8192, "rows": 4, "documents": 4, "equal": True},
     "1b-8k-packed": {**LLAMA_1B, "seq_len": 8192, "rows": 4, "documents": 4},
     "1b-64k": {**LLAMA_1B, "seq_len": 65536, "rows": 1},
     "1b-64k-packed": {**LLAMA_1B, "seq_len": 65536, "rows": 1, "documents": 48},
@@ -45,11 +47,11 @@ CASES: dict[str, dict[str, Any]] = {
 WARM_UP = 3
 
 
-def make_store(folder: Path, *, seq_len: int, documents_per_row: int, rows: int, vocab: int) -> Path:
-    """Fresh random tokens; each row of the run is one document, or a few of different lengths."""
+def make_store(folder: Path, *, seq_len: int, documents_per_row: int, rows: int, vocab: int, longest: float) -> Path:
+    """Fresh random tokens; each row of the run is one document, or a few, the last `longest` times as long as the first."""
     rng = np.random.default_rng(0)
     writer = StoreWriter(folder, dtype="uint32", tokenizer_fingerprint=None)
-    shares = np.linspace(1, 2, documents_per_row)
+    shares = np.linspace(1, longest, documents_per_row)
     lengths = (shares / shares.sum() * seq_len).astype(int)
     lengths[-1] += seq_len - lengths.sum()
     for _ in range(rows):
@@ -64,7 +66,12 @@ def run_headway(case: dict[str, Any], steps: int, extra: list[str]) -> dict[str,
     vocab, documents = case.get("vocab", 128256), case.get("documents", 1)
     with tempfile.TemporaryDirectory() as folder:
         store = make_store(
-            Path(folder) / "store", seq_len=case["seq_len"], documents_per_row=documents, rows=case["rows"] * (steps + 4), vocab=vocab
+            Path(folder) / "store",
+            seq_len=case["seq_len"],
+            documents_per_row=documents,
+            rows=case["rows"] * (steps + 4),
+            vocab=vocab,
+            longest=1.0 if case.get("equal") else 2.0,
         )
         settings = [
             f"run.dir={folder}/runs", "run.name=bench", *case["model"], f"model.vocab_size={vocab}",

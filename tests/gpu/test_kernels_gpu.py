@@ -31,7 +31,7 @@ def test_the_adamw_kernel_agrees_with_torch(bad: float, maximize: bool) -> None:
     for name, one, other in zip(Tensors._fields, ours, theirs, strict=True):
         for a, b in zip(one, other, strict=True):
             if name != "grads":
-                torch.testing.assert_close(a, b, rtol=2e-6 if a.dtype == torch.float32 else 8e-3, atol=1e-7)
+                torch.testing.assert_close(a, b, rtol=2e-6 if a.dtype == torch.float32 else 8e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])

@@ -6,6 +6,7 @@ Its kernels are compiled on first use and kept on disk beside torch's own compil
 from __future__ import annotations
 
 import os
+import warnings
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,7 +42,9 @@ def _interface() -> Any:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "flash4"))
-    from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own parts warn of each other
+        from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
 
     return interface
 
