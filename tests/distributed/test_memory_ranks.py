@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch._dynamo  # noqa: F401  checkpointing loads it; here once, before ranks are forked
 from support.engines import Setup, make_engine, train_steps
 from support.ranks import run_ranks
 
@@ -22,3 +23,15 @@ def test_ranks_with_their_state_in_host_memory_train_as_one_process(strategy: st
     for seen in run_ranks(lambda group: steps(group, STRATEGIES[strategy], ["optimizer"]), 2):
         for one, other in zip(expected, seen, strict=True):
             assert other == pytest.approx(one, rel=1e-3 if state_dtype == "8bit" else 1e-4)
+
+
+@pytest.mark.parametrize("memory", [{"recompute": 0.5}, {"recompute": "selective", "offload": ["activations"]}])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_that_recompute_train_as_one_process_that_keeps_everything(strategy: str, memory: dict[str, Any]) -> None:
+    def steps(group: Group, parallel: dict[str, Any], memory: dict[str, Any]) -> list[Any]:
+        return train_steps(make_engine(group, Setup(parallel, memory=memory)), group, 4, 0, 3)
+
+    plain = run_ranks(lambda group: steps(group, STRATEGIES[strategy], {}), 2)
+    assert run_ranks(lambda group: steps(group, STRATEGIES[strategy], memory), 2) == plain
+    for one, other in zip(steps(Group(), {}, {}), plain[0], strict=True):
+        assert other == pytest.approx(one, rel=1e-4)

@@ -44,6 +44,7 @@ class Setup:
     memory: dict[str, Any] = field(default_factory=dict)
     state_dtype: str = "fp32"
     adapter: AdapterConfig | None = None
+    compile_blocks: bool = False
 
 
 def make_engine(group: Group, setup: Setup) -> Any:
@@ -58,6 +59,7 @@ def make_engine(group: Group, setup: Setup) -> Any:
         OPTIM.model_copy(update={"state_dtype": setup.state_dtype}),
         settings,
         freeze=setup.freeze,
+        compile_blocks=setup.compile_blocks,
         parallel=parallel,
         ranks=ranks,
         loss_scale=setup.loss_scale,

@@ -1,7 +1,8 @@
 """The one place where a model is put together for a run: which parameters train, flat buffers under them, kernels in their seams.
 
 Order: build on the meta device -> fp8 layers -> adapters -> choose what trains and its groups -> engine allocates buffers and re-registers
-parameters as views -> attention core -> compile the halves of every block.
+parameters as views -> attention core -> what halves recompute -> compile the halves of every block -> whole blocks recomputed
+-> activations offloaded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from headway.parallel.hooks.compress import Compress
 from headway.parallel.hooks.reduce_scatter import ReduceScatter
 from headway.parallel.memory import MemoryConfig
 from headway.parallel.mesh import Mesh
+from headway.parallel.offload import ActivationOffload
 from headway.parallel.passes import Settings
+from headway.parallel.recompute import recompute_in_halves, recompute_whole
 from headway.parallel.zero1 import Exchanged, FlatEngine
 
 if TYPE_CHECKING:
@@ -80,19 +83,26 @@ def assemble(
         hook = choose_hook(parallel, ranks.mesh, settings)
         exchanged = Exchanged(ranks, parallel.bucket_bytes, hook, parallel.overlap, kept_in(parallel, settings), on_host)
         engine = FlatEngine(model, objective, groups, optim.build(), settings, exchanged, scaler)
-    dress(model, attention, compile_blocks)
+    dress(model, attention, compile_blocks, memory, settings.device)
     return engine
 
 
-def dress(model: Transformer, attention: str, compile_blocks: bool) -> None:
-    """Put kernels in the seams of every block, and compile its halves."""
-    for block in model.model.layers.values():
+def dress(model: Transformer, attention: str, compile_blocks: bool, memory: MemoryConfig, device: torch.device) -> None:
+    """Kernels in the seams of every block, compiled halves, recompute and offload, from the inside of a block to its outside."""
+    away = ActivationOffload(device) if "activations" in memory.offload else None
+    again = memory.recomputed_blocks(len(model.model.layers))
+    for index, block in enumerate(model.model.layers.values()):
         assert isinstance(block, Block)
         if attention != "auto":
             block.core = partial(attend, backend=attention)
+        recompute_in_halves(block, memory, compiled=compile_blocks)
         if compile_blocks:
             block.before = torch.compile(block.before, fullgraph=True, dynamic=False)
             block.after = torch.compile(block.after, fullgraph=True, dynamic=False)
+        if index in again:
+            recompute_whole(block)
+        if away is not None:
+            away.wrap(block, first=index == 0)
 
 
 def narrow(model: Transformer, scaling: Scaling) -> None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import field_validator
 
 from headway.config.section import Section, setting
 
-Offload = Literal["optimizer"]
+Offload = Literal["activations", "optimizer"]
 
 
 class MemoryConfig(Section):
     """Memory against time."""
 
     loss_chunk_tokens: int | Literal["auto"] = setting("auto", "Tokens whose logits exist at one time; auto = 8192 on CUDA, else 2048.")
-    offload: tuple[Offload, ...] = setting((), "What waits in host memory between uses: optimizer (its state and the fp32 masters).")
+    recompute: float | str = setting(
+        "none",
+        "Activations computed again in backward instead of kept: none, a fraction of the blocks (0 to 1, the first ones), every-k "
+        "(every k-th block), or selective (in all blocks, all but the results of matrix products and attention).",
+    )
+    offload: tuple[Offload, ...] = setting(
+        (), "What waits in host memory: activations (large ones, between forward and backward), optimizer (its state and fp32 masters)."
+    )
 
     @field_validator("loss_chunk_tokens")
     @classmethod
@@ -24,7 +32,27 @@ class MemoryConfig(Section):
             raise ValueError(f"is {value}; it must be at least 1")
         return value
 
+    @field_validator("recompute")
+    @classmethod
+    def _known(cls, value: float | str) -> float | str:
+        if isinstance(value, str):
+            fits = value in ("none", "selective") or re.fullmatch(r"every-[1-9]\d*", value)
+        else:
+            fits = 0 <= value <= 1
+        if not fits:
+            raise ValueError(f"is {value!r}; it must be none, selective, every-k (such as every-2) or a fraction from 0 to 1")
+        return value
+
     @field_validator("offload")
     @classmethod
     def _once(cls, value: tuple[Offload, ...]) -> tuple[Offload, ...]:
         return tuple(dict.fromkeys(value))
+
+    def recomputed_blocks(self, num_layers: int) -> list[int]:
+        """The blocks of which only the input is kept."""
+        if isinstance(self.recompute, str):
+            if not self.recompute.startswith("every-"):
+                return []
+            step = int(self.recompute.removeprefix("every-"))
+            return list(range(step - 1, num_layers, step))
+        return list(range(int(num_layers * self.recompute)))

@@ -24,4 +24,5 @@ ROWS: dict[str, Row] = {
     "optim[adamw].state_dtype": ((), "fp32", "8bit", numbers),
     "fp8.scaling": ((), "tensorwise", "rowwise", eight_bit),
     "memory.offload": ((), [], ["optimizer"], engine(lambda run: run.engine.streamed is None)),
-}
+    "memory.recompute": ((), "none", 0.5, engine(lambda run: [block.forward.__qualname__ for block in run.engine.model.model.layers.values()])),
+}  # fmt: skip

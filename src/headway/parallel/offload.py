@@ -1,0 +1,174 @@
+"""Activations that wait in host memory between forward and backward.
+
+    forward   block 0   block 1   block 2 ...        what autograd saves of a block leaves on a copy stream while later blocks compute
+    host         [0]       [1]       [2]
+    backward                      ... block 2        a block's tensors come back while the block above it computes
+
+Only large tensors travel, each storage once however many times it is saved, never parameters nor what all blocks share. Two blocks may be
+on their way out at most: a third waits, so that memory stays bounded where the link is slower than the arithmetic. With whole blocks
+recomputed, only their inputs are saved, and only those travel. On a CPU device the same tensors are copied and used from their copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from headway.kernels.attention import AttentionMask
+from headway.model.transformer import Block
+
+MIN_BYTES = 1 << 20
+"""Smaller tensors stay: they are not worth a copy of their own."""
+AHEAD = 2
+"""Blocks that may be on their way out at the same time."""
+
+
+class Record:
+    """What one block saved in one forward. Knows its storages weakly: whoever may still need one holds it."""
+
+    def __init__(self, previous: Record | None) -> None:
+        self.previous = previous
+        self.moved: list[ref[Moved]] = []
+        self.sources: list[Tensor] = []
+        """Kept alive until they have been copied."""
+        self.left: torch.cuda.Event | None = None
+        self.arrived: torch.cuda.Event | None = None
+        self.is_back = False
+
+
+class Moved:
+    """One storage in host memory, and its copy on the device while a backward needs it."""
+
+    def __init__(self, record: Record, host: Tensor) -> None:
+        self.record, self.host = record, host
+        self.restored: Tensor | None = None
+
+
+class ActivationOffload:
+    """Moves what blocks save, in both directions."""
+
+    def __init__(self, device: torch.device, min_bytes: int | None = None) -> None:
+        self.device, self.min_bytes = device, MIN_BYTES if min_bytes is None else min_bytes
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.moved_bytes = 0
+        """Over all steps so far."""
+        self._newest: Record | None = None
+        self._active: Record | None = None
+        """The block whose backward runs."""
+
+    def wrap(self, block: Block, *, first: bool) -> None:
+        """Let a block's saved tensors travel; `first`: a new forward begins with it."""
+        inner = block.forward
+
+        def forward(x: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask) -> Tensor:
+            if not torch.is_grad_enabled():
+                return inner(x, cos, sin, mask)
+            record = self._begin(first)
+            stay = {_storage(tensor) for tensor in (cos, sin, mask.document, mask.bounds, mask.cu_seqlens, *block.parameters())}
+            with torch.autograd.graph.saved_tensors_hooks(self._packer(record, stay), _unpack):
+                out = inner(x, cos, sin, mask)
+            record.left = None if self.stream is None else self.stream.record_event()
+            return out
+
+        def _unpack(packed: Any) -> Tensor:
+            return packed if isinstance(packed, Tensor) else self._bring_back(*packed)
+
+        block.forward = forward
+
+    def _begin(self, first: bool) -> Record:
+        record = self._newest = Record(None if first else self._newest)
+        self._active = None
+        oldest: Record | None = record
+        for _ in range(AHEAD):
+            oldest = oldest.previous if oldest is not None else None
+        if oldest is not None:
+            self._release(oldest)
+        return record
+
+    def _release(self, record: Record) -> None:
+        """Let go of what has left, once it has."""
+        if record.left is not None:
+            torch.cuda.current_stream(self.device).wait_event(record.left)
+        record.sources.clear()
+
+    def _packer(self, record: Record, stay: set[int]) -> Callable[[Tensor], Any]:
+        sent: dict[tuple[int, int], Moved] = {}
+
+        def pack(tensor: Tensor) -> Any:
+            size = tensor.numel() * tensor.element_size()
+            if size < self.min_bytes or tensor.device != self.device or _storage(tensor) in stay:
+                return tensor
+            storage = tensor.untyped_storage()
+            if storage.nbytes() > 2 * size:  # a small part of something large travels alone
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+                storage = tensor.untyped_storage()
+            key = (storage.data_ptr(), tensor._version)
+            if key not in sent:
+                sent[key] = self._send(record, torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage))
+            return sent[key], tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+        return pack
+
+    def _send(self, record: Record, source: Tensor) -> Moved:
+        host = torch.empty(source.shape, dtype=torch.uint8, pin_memory=self.stream is not None)
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with self._copying():
+            host.copy_(source, non_blocking=True)
+        moved = Moved(record, host)
+        record.sources.append(source)
+        record.moved.append(ref(moved))
+        self.moved_bytes += source.nbytes
+        return moved
+
+    def _bring_back(self, moved: Moved, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+        record = moved.record
+        if self._active is not record:
+            if self._active is not None:
+                self._drop(self._active)
+            self._active = record
+        self._fetch(record)
+        if record.previous is not None:
+            self._fetch(record.previous)
+        if record.arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(record.arrived)
+        assert moved.restored is not None
+        return torch.as_strided(moved.restored.view(dtype), size, stride, offset)
+
+    def _fetch(self, record: Record) -> None:
+        """Start bringing back what a block saved, unless that has been done."""
+        if record.is_back:
+            return
+        self._release(record)
+        found = [moved for weak in record.moved if (moved := weak()) is not None]
+        for moved in found:
+            moved.restored = torch.empty(moved.host.shape, dtype=torch.uint8, device=self.device)
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the memory may have been something else's until now
+        with self._copying():
+            for moved in found:
+                assert moved.restored is not None
+                moved.restored.copy_(moved.host, non_blocking=True)
+        record.arrived = None if self.stream is None else self.stream.record_event()
+        record.is_back = True
+
+    @staticmethod
+    def _drop(record: Record) -> None:
+        """A block is done: what autograd does not hold itself may go."""
+        record.is_back = False
+        for weak in record.moved:
+            moved = weak()
+            if moved is not None:
+                moved.restored = None
+
+    def _copying(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
