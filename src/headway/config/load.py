@@ -16,7 +16,7 @@ from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import YAMLError
 
 from headway.config.kinds import KindIn, NestedErrors, kind_config, kind_names
-from headway.config.section import Section
+from headway.config.section import Overlay, Section
 from headway.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
@@ -160,6 +160,8 @@ def _keys(schema: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
     for part in loc:
         if isinstance(part, int):
             continue
+        if issubclass(current, Overlay) and part not in current.model_fields:
+            current = schema
         field = next((f for n, f in current.model_fields.items() if part in (n, f.alias)), None)
         if field is None:
             return []
@@ -170,6 +172,8 @@ def _keys(schema: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
         if not below:
             return []
         current = below[0]
+    if issubclass(current, Overlay):
+        return [*current.model_fields, *(f.alias or n for n, f in schema.model_fields.items())]
     return [f.alias or n for n, f in current.model_fields.items()]
 
 
@@ -194,13 +198,14 @@ def _classes(annotation: Any) -> list[type[BaseModel]]:
     return [c for a in getattr(annotation, "__args__", ()) for c in _classes(a)]
 
 
-def dump_yaml(config: BaseModel) -> str:
-    """The resolved config as YAML, as `config show` prints it and a run folder keeps it."""
+def dump_yaml(config: BaseModel | Mapping[str, Any], *, only_given: bool = False) -> str:
+    """The resolved config as YAML, as `config show` prints it and a run folder keeps it; or only what was given, without defaults."""
     from io import StringIO
 
     out = StringIO()
     yaml = YAML()
     yaml.default_flow_style = None
     yaml.width = 120
-    yaml.dump(config.model_dump(mode="json", by_alias=True), out)
+    data = config.model_dump(mode="json", by_alias=True, exclude_unset=only_given) if isinstance(config, BaseModel) else dict(config)
+    yaml.dump(data, out)
     return out.getvalue()

@@ -17,6 +17,12 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
+class Overlay(Section):
+    """A block that may hold any setting of the whole recipe beside its own; whoever lays it over the recipe validates the result."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow", allow_inf_nan=False)
+
+
 def setting(default: Any = ..., doc: str = "", *, on_resume: OnResume | None = None, **limits: Any) -> Any:
     """Declare a field: default, one-sentence description, whether a resumed run may change it, limits such as `gt=0`."""
     assert doc, "every setting needs a description"

@@ -1,6 +1,6 @@
 """What `--model X` means: a run folder, a checkpoint folder or a Hugging Face folder comes in, a model with its tokenizer goes out.
 
-runs/NAME              its final/ if training ended, else its newest good checkpoint
+runs/NAME              its final/ if training ended, else its newest good checkpoint; of several stages, the last that has one
 .../step-00000500      a checkpoint: has manifest.json
 .../adapter            a PEFT adapter: has adapter_config.json, which names its base
 anything else          a Hugging Face folder: has config.json
@@ -10,12 +10,13 @@ An adapter is merged: whoever loads a model sees one without updates.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.checkpoint.load import locate, open_checkpoint
+from headway.checkpoint.load import locate, open_checkpoint, step_folders
 from headway.checkpoint.manifest import MANIFEST
 from headway.config.load import validate
 from headway.errors import CheckpointError, ConfigError, HeadwayError
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from headway.tokenizer.load import Tokenizer
 
 FINAL = "final"
+STAGES = "stages.json"
+"""Lists the stages of a run that has several."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -93,7 +96,19 @@ def find_model(path: Path | str) -> StoredModel:
                 return _pretrained(folder)
         if is_adapter(path):
             return _adapter(path)
+        if (path / STAGES).is_file():
+            return _staged(path)
     return _checkpoint(locate(path))
+
+
+def _staged(run: Path) -> StoredModel:
+    """The model of the last stage that has left one."""
+    listed = json.loads((run / STAGES).read_text(encoding="utf-8"))["stages"]
+    for stage in reversed(listed):
+        folder = run / stage["folder"]
+        if (folder / FINAL).is_dir() or step_folders(folder / "checkpoints"):
+            return find_model(folder)
+    raise CheckpointError(f"{run}: none of its stages has saved anything yet. Wait for the first checkpoint.")
 
 
 def _adapter(folder: Path) -> StoredModel:

@@ -109,7 +109,9 @@ class Heartbeat:
         )
 
     def write_to(self, run_dir: Path) -> None:
-        """Begin to write, and to answer the signal for stacks."""
+        """Begin to write, and to answer the signal for stacks; once is enough."""
+        if self._path is not None:
+            return
         folder = run_dir / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"rank-{self.rank:05}.json"

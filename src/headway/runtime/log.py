@@ -52,10 +52,11 @@ class Logging:
         self.close()
 
 
-def start_logging(run_dir: Path | None = None, level: int | str | None = None, rank: int = 0) -> Logging:
+def start_logging(run_dir: Path | None = None, level: int | str | None = None, rank: int = 0, *, also: Path | None = None) -> Logging:
     """Send log lines to standard error and to the run folder: rank 0 to train.log, others to logs/ and, from warnings up, to the console.
 
     `level` is that of headway's own lines; None keeps what was chosen before. Console handlers already there stand back until the end.
+    `also` is another run folder that gets the same lines: that of the run whose stage this one is.
     """
     root, own = logging.getLogger(), logging.getLogger("headway")
     levels = root.level, own.level
@@ -71,8 +72,10 @@ def start_logging(run_dir: Path | None = None, level: int | str | None = None, r
     console = ConsoleHandler(logging.NOTSET if rank == 0 else logging.WARNING)
     console.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     handlers: list[logging.Handler] = [console]
-    if run_dir is not None:
-        path = run_dir / "train.log" if rank == 0 else run_dir / "logs" / f"rank-{rank:05}.log"
+    for folder in (run_dir, also):
+        if folder is None:
+            continue
+        path = folder / "train.log" if rank == 0 else folder / "logs" / f"rank-{rank:05}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _RunFile(path, encoding="utf-8")
         file.setFormatter(logging.Formatter(FILE_FORMAT))

@@ -39,6 +39,7 @@ from headway.train.config import Recipe
 from headway.train.folder import CHECKPOINTS, METRICS, Start
 from headway.train.meter import Facts, Meter
 from headway.train.orders import Orders
+from headway.train.place import Place, StageMetrics
 from headway.train.quiet import QuietMetrics
 from headway.train.reference_model import Reference, Scoring, make_reference
 from headway.train.resolve import Resolved
@@ -69,6 +70,8 @@ class Run:
     state: TrainState
     meter: Meter
     saver: Saver
+    place: Place | None = None
+    """Where it stands in a run of several stages."""
     stop: StopSignal = field(default_factory=StopSignal)
     trackers: list[Tracker] = field(default_factory=list)
     targets: Targets = Targets()
@@ -79,14 +82,22 @@ class Run:
     """Called with each step that is done; a probe sets it."""
 
     @property
+    def home(self) -> Path:
+        """The folder people know the run by: its own, or that of the run whose stage it is."""
+        return self.start.folder if self.place is None else self.place.home
+
+    @property
     def checkpoints(self) -> Path:
         """Where checkpoints lie."""
         return self.start.folder / CHECKPOINTS
 
     @property
-    def metrics(self) -> MetricsFile | QuietMetrics:
+    def metrics(self) -> MetricsFile | StageMetrics | QuietMetrics:
         """The file every step is written to, by the first rank."""
-        return MetricsFile(self.start.folder / METRICS) if self.process.is_first else QuietMetrics()
+        if not self.process.is_first:
+            return QuietMetrics()
+        own = MetricsFile(self.start.folder / METRICS)
+        return own if self.place is None else StageMetrics(own, MetricsFile(self.place.home / METRICS), self.place)
 
     @property
     def heart(self) -> Heartbeat:
@@ -96,12 +107,12 @@ class Run:
     @cached_property
     def orders(self) -> Orders:
         """What all ranks agree on between steps."""
-        return Orders(self.ranks.world, self.start.folder, self.stop)
+        return Orders(self.ranks.world, self.home, self.stop)
 
     def tell(self, event: Event, text: str) -> None:
         """Tell every tracker of something that happened. Any rank and thread may call it; the first rank's trackers are all there are."""
         if self.process.is_first:
-            append_event(self.start.folder, event, text, self.state.step)
+            append_event(self.home, event, text, self.state.step)
         for tracker in self.trackers:
             tracker.event(event, text, self.state.step)
 

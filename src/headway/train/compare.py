@@ -9,6 +9,7 @@ from typing import Any
 from headway.config.load import load
 from headway.errors import ConfigError
 from headway.train.config import Recipe
+from headway.train.expand import resolved_settings
 from headway.train.folder import RECIPE
 
 ABSENT = "(no such setting)"
@@ -26,8 +27,14 @@ class Difference:
 
 def compare_recipes(first: Path, second: Path) -> list[Difference]:
     """Every setting whose value differs, in the order of the recipe."""
-    one, other = (_read(path).model_dump(mode="json", by_alias=True) for path in (first, second))
+    one, other = (_settings(_read(path)) for path in (first, second))
     return _below("", one, other)
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """Every setting; stages by their names, so that one is compared with its like."""
+    found = resolved_settings(recipe)
+    return {**found, "stages": {stage.pop("name"): stage for stage in found["stages"]}}
 
 
 def _read(path: Path) -> Recipe:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from headway.checkpoint.config import CheckpointConfig
-from headway.config.kinds import KindIn
+from headway.config.kinds import KindIn, NestedErrors
 from headway.config.section import Section, setting
 from headway.data.config import BatchConfig, DataConfig
 from headway.model.adapter.config import AdapterConfig
@@ -21,6 +22,7 @@ from headway.optim.scaler import ScalerConfig
 from headway.parallel.config import ParallelConfig
 from headway.parallel.memory import MemoryConfig
 from headway.track.base import TrackerConfig
+from headway.train.overlay import NOT_A_STAGES, StageConfig, overlay
 
 
 class RunConfig(Section):
@@ -153,6 +155,32 @@ class Recipe(Section):
     track: tuple[Tracker, ...] = setting((), "Where else metrics go.")
     seed: int = setting(42, "Everything random is derived from it.", ge=0, on_resume="fixed")
     deterministic: bool = setting(False, "Bit-equal reruns on GPU too; slower kernels where needed, refused where there is none.")
+
+    stages: tuple[StageConfig, ...] = setting(
+        (), "Stages that run one after another: each a name and the settings in which it differs from this recipe.", on_resume="fixed"
+    )
+
+    @model_validator(mode="after")
+    def _stages(self) -> Recipe:
+        names = [stage.name for stage in self.stages]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"stages has two called {twice!r}; each needs its own name")
+        mistakes: list[Any] = []
+        for index, stage in enumerate(self.stages):
+            for key, reason in NOT_A_STAGES.items():
+                if key in stage.settings:
+                    raise ValueError(f"stages.{index}.{key} is given, but {reason}. Remove it")
+            try:
+                Recipe.model_validate_json(json.dumps(self.stage_settings(index)))
+            except ValidationError as error:
+                mistakes += [{**one, "loc": ("stages", index, *one["loc"])} for one in error.errors()]
+        if mistakes:
+            raise NestedErrors(mistakes)
+        return self
+
+    def stage_settings(self, index: int) -> dict[str, Any]:
+        """What one stage's recipe says: its own settings over this recipe's."""
+        return overlay(self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"stages"}), self.stages[index].settings)
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> Recipe:

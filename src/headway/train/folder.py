@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
     if not old.exists():
         return Start(folder, None)
     if resume == "never":
-        return Start(folder, None, set_aside=_unused_name(folder))
+        return Start(folder, None, set_aside=unused_name(folder))
     changes = _allowed_changes(old, recipe)
     found = newest_good(folder / CHECKPOINTS)
     for path, reason in found.rejected:
@@ -80,25 +81,36 @@ def is_restart(folder: Path) -> bool:
         return False
 
 
-def agree_on_start(recipe: Recipe, resume: str, world: Group) -> Start:
-    """The first rank decides and checks the checkpoint's bytes; the others are told, so that all start alike or refuse alike."""
-    start: Start | None = None
+def first_decides(world: Group, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the first rank finds, on every rank (plain Python); a mistake it finds is raised everywhere, so that all refuse alike."""
     told: dict[str, Any] = {}
     if world.rank == 0:
         try:
-            goes_on = is_restart(recipe.run.folder) and (resume == "never" or bool(step_folders(recipe.run.folder / CHECKPOINTS)))
-            start = decide_start(recipe, "auto" if goes_on else resume)
-            told = {
-                "checkpoint": None if start.checkpoint is None else str(start.checkpoint.path),
-                "set_aside": None if start.set_aside is None else str(start.set_aside),
-                "changes": list(start.changes),
-            }
+            told = work()
         except HeadwayError as problem:
             world.gather({"error": str(problem), "exit_code": problem.exit_code})
             raise
     told = world.gather(told)[0]
     if "error" in told:
         raise (ConfigError if told["exit_code"] == ConfigError.exit_code else CheckpointError)(told["error"])
+    return told
+
+
+def agree_on_start(recipe: Recipe, resume: str, world: Group) -> Start:
+    """The first rank decides and checks the checkpoint's bytes; the others are told, so that all start alike or refuse alike."""
+    start: Start | None = None
+
+    def decided() -> dict[str, Any]:
+        nonlocal start
+        goes_on = is_restart(recipe.run.folder) and (resume == "never" or bool(step_folders(recipe.run.folder / CHECKPOINTS)))
+        start = decide_start(recipe, "auto" if goes_on else resume)
+        return {
+            "checkpoint": None if start.checkpoint is None else str(start.checkpoint.path),
+            "set_aside": None if start.set_aside is None else str(start.set_aside),
+            "changes": list(start.changes),
+        }
+
+    told = first_decides(world, decided)
     if start is None:
         # found by `auto`, the first rank has read every byte of it
         checkpoint = None if told["checkpoint"] is None else open_checkpoint(Path(told["checkpoint"]), verify=resume != "auto")
@@ -120,7 +132,8 @@ def _allowed_changes(old: Path, recipe: Recipe) -> list[str]:
     return [change for change in free if not change.startswith("run.")]
 
 
-def _unused_name(folder: Path) -> Path:
+def unused_name(folder: Path) -> Path:
+    """Where a folder that must make room is moved."""
     return next(path for n in range(1, 10_000) if not (path := folder.with_name(f"{folder.name}.old-{n}")).exists())
 
 
@@ -132,17 +145,22 @@ def prepare_folder(start: Start, recipe: Recipe) -> None:
     elif start.checkpoint is not None:
         for path in set_aside_later(start.folder / CHECKPOINTS, start.checkpoint.step):
             log.info("a later checkpoint was set aside: %s", path)
-    (start.folder / "logs").mkdir(parents=True, exist_ok=True)
+    begin_in(start.folder)
+    write_atomic(start.folder / RECIPE, dump_yaml(recipe))
+
+
+def begin_in(folder: Path) -> None:
+    """Make a run folder and write what describes this start; what an earlier start left for others to read is taken away."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
     job, _ = restarted_job()
     if job is not None:
-        write_atomic(start.folder / JOB, job)
-    clear_beats(start.folder)
-    begin_claims(start.folder)
+        write_atomic(folder / JOB, job)
+    clear_beats(folder)
+    begin_claims(folder)
     if supervisor() is None:
-        withdraw(start.folder)  # a request to stop that an earlier start left; under a supervisor it may be for this one
-    write_atomic(start.folder / RECIPE, dump_yaml(recipe))
-    write_atomic(start.folder / "command.txt", " ".join(sys.argv) + "\n")
-    write_json(start.folder / "environment.json", environment())
+        withdraw(folder)  # a request to stop that an earlier start left; under a supervisor it may be for this one
+    write_atomic(folder / "command.txt", " ".join(sys.argv) + "\n")
+    write_json(folder / "environment.json", environment())
 
 
 def write_json(path: Path, content: Any) -> None:

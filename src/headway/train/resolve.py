@@ -51,9 +51,9 @@ class Resolved:
         return carried.base if carried is not None else str(self.weights.path.resolve())
 
 
-def resolve(recipe: Recipe) -> Resolved:
-    """Read what a recipe refers to; anything missing or contradictory is a ConfigError."""
-    weights = _find_weights(recipe)
+def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
+    """Read what a recipe refers to; anything missing or contradictory is a ConfigError. `given` weights come before those of init.from."""
+    weights = _find_weights(recipe) if given is None else given
     path = recipe.tokenizer or (weights.tokenizer_folder if weights else None)
     if recipe.tokenizer is not None and not recipe.tokenizer.exists():
         raise ConfigError(f"tokenizer is {str(recipe.tokenizer)!r}; there is no such file or folder. `headway tokenizer train` makes one.")

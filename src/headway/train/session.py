@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -20,29 +22,43 @@ from headway.runtime.stop import Interrupted, StopSignal
 from headway.track.console import Console
 from headway.train.build import Run, build
 from headway.train.config import Recipe
+from headway.train.expand import expand
 from headway.train.finish import summarize
-from headway.train.folder import SUMMARY, agree_on_start, prepare_folder
+from headway.train.folder import SUMMARY, agree_on_start, first_decides, prepare_folder
 from headway.train.loop import run_loop, train_step
 from headway.train.orders import exit_code
+from headway.train.place import Place
 from headway.train.probe import Probe
 from headway.train.resolve import Resolved, resolve
+from headway.train.staged import Begin, decide, look_ahead, run_stages
 from headway.train.trouble import explained, flight_recorder, tell_of_crash
 
 log = logging.getLogger("headway")
 
 
+@dataclass(frozen=True)
+class Session:
+    """What all runs of one call share."""
+
+    process: Process
+    world: Group
+    probe: Probe
+    stop: StopSignal
+
+
 def run_recipe(recipe: Recipe, resume: str = "auto", probe: Probe = nullcontext) -> dict[str, Any]:
-    """Train; returns the summary. Nothing is written before everything is built."""
+    """Train, in one stage or several; returns the summary. Nothing is written before everything is built."""
     process = from_environment()
     heart, folder = Heartbeat(process.rank), recipe.run.folder
     well = False
     with StopSignal(grace_seconds=recipe.run.grace_seconds, starting=True) as stop:
         try:
-            resolved, backend = resolve(recipe), backend_of(recipe.device)
+            resolved, backend = None if recipe.stages else resolve(recipe), backend_of(recipe.device)
             if backend == "nccl" and process.world > 1:
                 set_environment(flight_recorder(folder))
             with start_group(process, backend, recipe.parallel.timeout_seconds, heart) as world:
-                outcome = _run(resolved, resume, process, world, probe, stop)
+                session = Session(process, world, probe, stop)
+                outcome = _run(session, resolved, resume) if resolved else run_stages(recipe, resume, world, partial(_run, session))
             well = True
             return outcome
         except Interrupted as asked:
@@ -59,14 +75,16 @@ def run_recipe(recipe: Recipe, resume: str = "auto", probe: Probe = nullcontext)
             heart.close(well=well)
 
 
-def _run(resolved: Resolved, resume: str, process: Process, world: Group, probe: Probe, stop: StopSignal) -> dict[str, Any]:
+def _run(session: Session, resolved: Resolved, resume: str, place: Place | None = None) -> dict[str, Any]:
+    process, world, stop = session.process, session.world, session.stop
     run = _build(resolved, resume, process, world)
     recipe, start = resolved.recipe, run.start
-    run.stop = stop
+    run.stop, run.place = stop, place
     stop.is_saving = lambda: run.heart.phase == "save" or run.saver.is_busy
     stop.has_something_to_save = lambda: run.state.step > run.saver.saved_step
     if process.is_first:
-        run.trackers = [Console(run.total_steps), *(one.build(start.folder, recipe.run.name) for one in recipe.track)]
+        name = recipe.run.name if place is None else place.run_name
+        run.trackers = [Console(run.total_steps), *(one.build(start.folder, name) for one in recipe.track)]
     world.barrier()  # every rank has read the folder before one of them changes it
     if process.is_first:
         prepare_folder(start, recipe)
@@ -74,32 +92,52 @@ def _run(resolved: Resolved, resume: str, process: Process, world: Group, probe:
             run.reference.keep(start)
     world.barrier()
     run.heart.beat("start", run.state.step)
-    run.heart.write_to(start.folder)
-    with start_logging(start.folder, rank=process.rank), closing(run):
-        for line in describe(run):
-            log.info("%s", line)
-        if recipe.checkpoint.at_end and (reason := why_not_exported(run)):
-            log.warning("there will be no %s at the end: %s", FINAL, reason)
-        for change in start.changes:
-            log.info("changed since the run began: %s", change)
-        if run.state.step >= run.total_steps and (start.folder / SUMMARY).exists():
-            log.info("%s is complete: %d steps were done before", start.folder, run.state.step)
-            run.loader.close()
-            return summarize(run)
-        run.metrics.cut_to(run.state.step)
-        run.tell("start", f"{'begins' if start.checkpoint is None else 'goes on'} at step {run.state.step} of {run.total_steps}")
-        with probe(run):
-            return run_loop(run)
+    run.heart.write_to(run.home)
+    try:
+        with start_logging(start.folder, rank=process.rank, also=None if place is None else place.home), closing(run):
+            return _train(run, session.probe)
+    finally:
+        stop.is_saving = stop.has_something_to_save = lambda: False  # lets go of the run
+
+
+def _train(run: Run, probe: Probe) -> dict[str, Any]:
+    recipe, start = run.recipe, run.start
+    for line in describe(run):
+        log.info("%s", line)
+    if recipe.checkpoint.at_end and (reason := why_not_exported(run)):
+        log.warning("there will be no %s at the end: %s", FINAL, reason)
+    for change in start.changes:
+        log.info("changed since the run began: %s", change)
+    if run.state.step >= run.total_steps and (start.folder / SUMMARY).exists():
+        log.info("%s is complete: %d steps were done before", start.folder, run.state.step)
+        run.loader.close()
+        return summarize(run)
+    run.metrics.cut_to(run.state.step)
+    run.tell("start", f"{'begins' if start.checkpoint is None else 'goes on'} at step {run.state.step} of {run.total_steps}")
+    with probe(run):
+        return run_loop(run)
 
 
 def try_recipe(recipe: Recipe, resume: str = "auto") -> dict[str, Any]:
-    """Build everything and train one step in memory; returns what a run would do."""
-    resolved, process = resolve(recipe), from_environment()
+    """Build everything and train one step in memory, of every stage that is not done; returns what a run would do."""
+    process = from_environment()
     with start_group(process, backend_of(recipe.device), recipe.parallel.timeout_seconds) as world:
-        run = _build(resolved, resume, process, world)
-        with run.loader as batches:
-            train_step(run, batches, quiet=True)
-        record = run.meter.collect(everything=True)[0]
+        if not recipe.stages:
+            return _try(resolve(recipe), resume, process, world)
+        begin = Begin(**first_decides(world, lambda: vars(decide(recipe, resume))))
+        found = [
+            {"name": stage.name, **_try(resolved, "auto", process, world)}
+            for stage, resolved in look_ahead(expand(recipe), begin.done, recipe.run.folder, world)
+        ]
+    lines = [f"{one['name']}: {line}" for one in found for line in one["would"]]
+    return {"would": lines, "stages": found, "total_steps": sum(one["total_steps"] for one in found)}
+
+
+def _try(resolved: Resolved, resume: str, process: Process, world: Group) -> dict[str, Any]:
+    run = _build(resolved, resume, process, world)
+    with run.loader as batches:
+        train_step(run, batches, quiet=True)
+    record = run.meter.collect(everything=True)[0]
     lines = describe(run)
     for line in lines:
         log.info("%s", line)

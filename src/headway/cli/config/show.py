@@ -7,12 +7,13 @@ from headway.cli._recipe import RECIPE_ARGUMENT
 
 
 def command(arguments: list[str] = RECIPE_ARGUMENT, json: bool = JSON_FLAG) -> None:
-    """Print a recipe as it is understood: every setting, defaults included."""
+    """Print a recipe as it is understood: every setting, defaults included, and of every stage what it comes to."""
     from headway.cli._recipe import read_recipe
     from headway.config.load import dump_yaml
+    from headway.train.expand import resolved_settings
 
-    recipe = read_recipe(arguments)
+    settings = resolved_settings(read_recipe(arguments))
     if json:
-        print_json(recipe.model_dump(mode="json", by_alias=True))
+        print_json(settings)
     else:
-        typer.echo(dump_yaml(recipe), nl=False)
+        typer.echo(dump_yaml(settings), nl=False)
