@@ -39,6 +39,7 @@ from headway.model.transformer import Transformer
 from headway.objective.dpo import REFERENCE, document_sums
 from headway.parallel.assemble import dress
 from headway.parallel.collectives import Group
+from headway.parallel.memory import MemoryConfig
 from headway.parallel.passes import Settings
 from headway.runtime.progress import progress
 from headway.runtime.storage import write_atomic
@@ -172,7 +173,7 @@ class _Digest:
 
 def _load(wanted: _Wanted, weights: Iterable[tuple[str, Tensor]], scoring: Scoring) -> Transformer:
     model = frozen_model(wanted.config, weights, scoring.settings.device, scoring.settings.dtype)
-    dress(model, scoring.attention, scoring.compile_blocks)
+    dress(model, scoring.attention, scoring.compile_blocks, MemoryConfig(), scoring.settings.device)
     return model
 
 
