@@ -52,10 +52,10 @@ def make_engine(group: Group, setup: Setup) -> Any:
     parallel = ParallelConfig.model_validate({"bucket_bytes": 8000, **setup.parallel})
     ranks = form_groups(parallel.mesh(group.rank, group.size), group)
     settings = Settings(torch.device("cpu"), setup.dtype, OPTIM.clip, 16, seed=3)
-    objective = (setup.objective or NextToken()).build()
+    objective = setup.objective or NextToken()
     engine = assemble(
         setup.config,
-        objective,
+        objective.build(),
         OPTIM.model_copy(update={"state_dtype": setup.state_dtype}),
         settings,
         freeze=setup.freeze,
@@ -65,6 +65,7 @@ def make_engine(group: Group, setup: Setup) -> Any:
         loss_scale=setup.loss_scale,
         memory=MemoryConfig.model_validate_json(json.dumps(setup.memory)),
         adapter=setup.adapter,
+        rules=objective.rules,
     )
     names = [name for name in engine.shapes if not name.startswith(OBJECTIVE) and ADAPTER not in name]
     values: Any = ((name, initial_value(name, engine.shapes[name], setup.config, 1)) for name in names)

@@ -43,13 +43,16 @@ class Batch:
     """Known on the host: no row holds more than one document before its padding, so plain causal attention is exact."""
     max_length: int | None = None
     """Known on the host: no document (nor the padding) is longer than this; None = the row. Kernels for packed rows cost by it."""
+    host_bounds: torch.Tensor | None = None
+    """`bounds` on the host, where the batch itself has moved to a device."""
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     """Further columns an objective needs (reference log-probabilities, media, ...)."""
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device, copied without waiting where the memory is pinned."""
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in TENSOR_FIELDS}
-        return replace(self, **moved, extra={k: v.to(device, non_blocking=True) for k, v in self.extra.items()})
+        host = self.bounds if self.bounds.device.type == "cpu" else self.host_bounds
+        return replace(self, **moved, host_bounds=host, extra={k: v.to(device, non_blocking=True) for k, v in self.extra.items()})
 
     def pin(self) -> Batch:
         """The same batch in pinned memory."""

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from headway.errors import CheckpointError, ConfigError
 from headway.infer.load import check_vocabulary, find_model
 from headway.model.families.base import family_of, published, published_with_code
-from headway.model.layout import num_parameters, param_specs
+from headway.model.gates_file import write_gates
+from headway.model.layout import GATES, num_parameters, param_specs
 from headway.model.pretrained import CONFIG, INDEX, WEIGHTS
 from headway.runtime.progress import progress
 from headway.runtime.storage import TEMPORARY_PREFIX, fsync_file, fsync_folder, remove_folder, rename_folder, writing
@@ -47,8 +48,11 @@ def export_huggingface(
     """Write a Hugging Face folder; an earlier export at `out` is replaced, anything else there is left alone and refused.
 
     `end_ids` end a text besides the tokenizer's own end token; generation_config.json lists them.
-    With `remote_code`, a model that transformers has no class for gets its class in a file beside the weights.
+    With `remote_code`, a model that transformers has no class for gets its class in a file beside the weights. Head gates go
+    into files of their own (model/gates_file.py): the weights are those of the plain model.
     """
+    gates, config = config.head_gates, config.with_(head_gates=None)
+    found: list[torch.Tensor] = []
     target, settings, code = published_with_code(config) if remote_code else (*published(config), None)
     settings |= {"dtype": dtype, "torch_dtype": dtype}
     _check_target(out)
@@ -58,7 +62,9 @@ def export_huggingface(
         if code is not None:
             _write_code(code, folder)
         _write_json(folder / "generation_config.json", _generation(ids, end_ids))
-        _write_shards(target, _completed(config, target, weights), folder, dtype, max_shard_bytes)
+        _write_shards(target, _completed(config, target, _without_gates(weights, found)), folder, dtype, max_shard_bytes)
+        if gates is not None:
+            write_gates(folder, gates, found[0])
 
 
 def _generation(ids: dict[str, int | None], end_ids: Collection[int]) -> dict[str, Any]:
@@ -77,6 +83,15 @@ def export_model(model: Path | str, out: Path, *, dtype: Dtype = "float32", remo
     export_huggingface(
         found.config, found.weights(), out, tokenizer=found.tokenizer_folder, dtype=dtype, remote_code=remote_code, end_ids=found.end_ids
     )
+
+
+def _without_gates(weights: Iterable[tuple[str, torch.Tensor]], found: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of the plain model; gates among them are put aside."""
+    for name, value in weights:
+        if name == GATES:
+            found.append(value.detach().clone())
+        else:
+            yield name, value
 
 
 def _write_code(name: str, folder: Path) -> None:

@@ -23,7 +23,8 @@ from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.infer.adapted import Carried, base_folder, carry, is_adapter
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
-from headway.model.layout import param_specs
+from headway.model.gates_file import read_gates
+from headway.model.layout import GATES, param_specs
 from headway.model.pretrained import is_pretrained, read_config, read_end_ids, read_weights
 from headway.text.hub import is_hub_id, local_or_hub
 
@@ -123,7 +124,15 @@ def _adapter(folder: Path) -> StoredModel:
 def _pretrained(folder: Path) -> StoredModel:
     config = read_config(folder)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES) or any(folder.glob("*.tiktoken"))
-    return StoredModel(folder, config, folder if has_tokenizer else None, lambda: read_weights(folder, config), read_end_ids(folder))
+    stored = read_gates(folder, config)
+    gated = config if stored is None else config.with_(head_gates=stored.config)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        if stored is not None:
+            yield GATES, stored.log_alpha
+        yield from read_weights(folder, config)
+
+    return StoredModel(folder, gated, folder if has_tokenizer else None, weights, read_end_ids(folder))
 
 
 def _checkpoint(folder: Path) -> StoredModel:
@@ -168,21 +177,27 @@ def load_model(path: Path | str, *, device: torch.device | str = "cpu", dtype: t
     on = torch.device(device)
     if dtype is None:
         dtype = torch.float32 if on.type == "cpu" else torch.bfloat16
-    return LoadedModel(frozen_model(found.config, found.weights(), on, dtype), found.config, tokenizer, found.path, end_ids)
+    config = found.config.with_(head_gates=None)
+    return LoadedModel(frozen_model(config, found.weights(), on, dtype), config, tokenizer, found.path, end_ids)
 
 
 def frozen_model(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device, dtype: torch.dtype) -> Transformer:
-    """A model with given weights, in evaluation mode and without gradients."""
+    """A model with given weights, in evaluation mode and without gradients.
+
+    Gates say which heads may stream; this model computes all of them in full until masks say otherwise.
+    """
     import torch
 
     from headway.model.transformer import Transformer
 
+    config = config.with_(head_gates=None)
     with torch.device("meta"):
         model = Transformer(config)
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     parameters = dict(model.named_parameters())
     for name, value in weights:
-        parameters[name].copy_(value)
+        if name != GATES:
+            parameters[name].copy_(value)
     return model
 
 

@@ -19,7 +19,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +64,10 @@ def mask_of(batch: Batch, *, max_length: int | None = None) -> AttentionMask:
     """The mask of a microbatch. Nothing waits for the device: a document may fill a row, unless the batch or the caller knows better."""
     rows, length = batch.document.shape
     bound = max_length or batch.max_length or length
-    return _mask(batch.document, batch.bounds, single_document=batch.single_document, max_length=bound, rows=rows)
+    mask = _mask(batch.document, batch.bounds, single_document=batch.single_document, max_length=bound, rows=rows)
+    if mask.host_bounds is None and batch.host_bounds is not None:
+        return replace(mask, host_bounds=bounds_on_host(batch.host_bounds, length))
+    return mask
 
 
 def causal_mask(rows: int, length: int, device: torch.device | str = "cpu") -> AttentionMask:
@@ -106,7 +109,7 @@ def attend(
         return reference(q, k, v, visible(mask, window))
     if mask.single_document and window is None:
         return _causal(q, k, v)
-    if mask.host_bounds is not None:
+    if mask.host_bounds is not None and q.device.type == "cpu":
         return _per_document(q, k, v, mask, window)
     return dense(q, k, v, visible(mask, window))
 

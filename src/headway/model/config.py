@@ -31,6 +31,16 @@ class RopeScaling(Section):
         return self
 
 
+class HeadGatesConfig(Section):
+    """One gate per KV head that says how much of the whole past the head needs: 1 = all of it, 0 = sinks and a window (streaming)."""
+
+    window: int = setting(1024, "Tokens a streaming head sees up to and including the query itself.", gt=0)
+    sinks: int = setting(128, "First tokens of its document that a streaming head also sees; 0 = none, local attention.", ge=0)
+    init_mean: float = setting(4.0, "Mean of log_alpha at the start; at 4 nearly every head is full.")
+    init_std: float = setting(0.01, "Standard deviation of log_alpha at the start.", ge=0)
+    stripe: bool = setting(False, "Start with every second layer full and the others streaming (log_alpha +10 and -10) instead.")
+
+
 def yarn_growth(factor: float, scale: float = 1.0) -> float:
     """How much yarn lengthens queries and keys for a context `factor` times as long."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -63,6 +73,9 @@ class ModelConfig(Section):
     window_layers: tuple[int, ...] | None = setting(None, "Layers the sliding window applies to; null = all.")
     dropout: float = setting(0.0, "Dropout on the output of attention and feed-forward.", ge=0, lt=1)
     embed_grad_scale: float = setting(1.0, "The embedding's gradient is multiplied by this.", ge=0)
+    head_gates: HeadGatesConfig | None = setting(
+        None, "Gates that let KV heads stream; objective head_sparsity and init.masks bring them. null with init.from = leave them behind."
+    )
     init_std: float = setting(0.02, "Standard deviation of initial weights; output projections get it / sqrt(2 * num_layers).", gt=0)
 
     @model_validator(mode="before")
@@ -104,6 +117,8 @@ class ModelConfig(Section):
                 raise ValueError(f"{key} holds {too_high[0]}; layers are numbered 0 to {self.num_layers - 1}")
         if self.window_layers is not None and self.sliding_window is None:
             raise ValueError("window_layers is given without sliding_window; give the window's width too")
+        if self.head_gates is not None and self.sliding_window is not None:
+            raise ValueError(f"head_gates is given with sliding_window={self.sliding_window}; gates need heads that see the whole past")
         return self
 
     @property

@@ -7,10 +7,14 @@ Shapes: B rows, T positions, D hidden, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from headway.kernels.cross_entropy import NLL, Shaping, linear_nll, linear_scores
+
+if TYPE_CHECKING:
+    from headway.model.head_gates import GateDraw
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class ModelOut:
     head: Head
     aux: dict[str, Tensor] = field(default_factory=dict)
     """Additive terms a model brings itself."""
+    gates: GateDraw | None = None
+    """The head gates as this pass used them, where the model has any."""
 
     @property
     def hidden(self) -> Tensor:

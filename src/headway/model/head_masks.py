@@ -101,11 +101,12 @@ def rank_heads(scores: Table, sparsity: float, *, equal_per_layer: bool = False)
     kept = heads_kept(layers * heads, sparsity)
     if equal_per_layer:
         each = math.floor(Fraction(kept, layers) + Fraction(1, 2))
-        return HeadMasks(tuple(_highest([row], each)[0] for row in scores))
-    return HeadMasks(_highest(scores, kept))
+        return HeadMasks(tuple(highest([row], each)[0] for row in scores))
+    return HeadMasks(highest(scores, kept))
 
 
-def _highest(scores: Table, kept: int) -> tuple[tuple[bool, ...], ...]:
+def highest(scores: Table, kept: int) -> tuple[tuple[bool, ...], ...]:
+    """Which `kept` heads have the highest scores; ties go to the lower layer, then to the lower head."""
     order = sorted((-score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row))
     chosen = {(layer, head) for _, layer, head in order[:kept]}
     return tuple(tuple((layer, head) in chosen for head in range(len(row))) for layer, row in enumerate(scores))
@@ -124,7 +125,7 @@ def write_masks(masks: HeadMasks, path: Path) -> None:
 
 def read_masks(path: Path | str, sparsity: float | None = None) -> HeadMasks:
     """Read masks; soft values are cut at `sparsity`, or at 0.5. A table of 0 and 1 is taken as it is and cannot be cut elsewhere."""
-    file = _find(Path(path))
+    file = find_masks(Path(path))
     scores = read_table(file)
     window, sinks = _reach(file)
     hard = HeadMasks(tuple(tuple(value >= 0.5 for value in row) for row in scores), window, sinks)
@@ -167,7 +168,8 @@ def _row(path: Path, number: int, line: str) -> tuple[float, ...]:
     return tuple(min(max(value, 0.0), 1.0) for value in values)
 
 
-def _find(path: Path) -> Path:
+def find_masks(path: Path) -> Path:
+    """The mask file a path means: itself, or one of a known name in a folder."""
     if path.is_file():
         return path
     for name in FILE_NAMES:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headway.model.layout import DECIDED, GATES
 from headway.runtime.seed import derive
 
 if TYPE_CHECKING:
@@ -24,11 +25,20 @@ def initialize(model: Transformer, seed: int) -> None:
 
 
 def initial_value(name: str, shape: Sequence[int], config: ModelConfig, seed: int) -> torch.Tensor:
-    """fp32 on the CPU: norms 1, biases 0, matrices normal; those that add to the stream shrink with depth, so that it does not grow."""
+    """fp32 on the CPU: norms 1, biases 0, gates nearly full, matrices normal.
+
+    Matrices that add to the stream shrink with depth, so that it does not grow.
+    """
     if name.endswith("bias"):
         return torch.zeros(*shape, device="cpu")
     if name.endswith("norm.weight"):
         return torch.ones(*shape, device="cpu")
-    std = config.init_std / (2 * config.num_layers) ** 0.5 if name.endswith(TO_THE_STREAM) else config.init_std
     generator = torch.Generator(device="cpu").manual_seed(derive(seed, "init", name))
+    if name == GATES:
+        gates = config.head_gates
+        assert gates is not None
+        if gates.stripe:
+            return torch.where(torch.arange(shape[0], device="cpu") % 2 == 0, DECIDED, -DECIDED)[:, None].repeat(1, shape[1])
+        return torch.empty(*shape, device="cpu").normal_(gates.init_mean, gates.init_std, generator=generator)
+    std = config.init_std / (2 * config.num_layers) ** 0.5 if name.endswith(TO_THE_STREAM) else config.init_std
     return torch.empty(*shape, device="cpu").normal_(0.0, std, generator=generator)

@@ -21,6 +21,10 @@ Stage = int | Literal["first", "last"]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+GATES = "head_gates.log_alpha"
+"""Gates stay whole and fp32 on every rank, whatever the weights are."""
+DECIDED = 10.0
+"""log_alpha of a gate that is decided: +10 full, -10 streaming."""
 CUT_DIM: dict[Cut, int | None] = {"column": 0, "row": 1, "vocab": 0, "replicated": None}
 
 
@@ -56,7 +60,8 @@ class ParamSpec:
 def param_specs(config: ModelConfig) -> list[ParamSpec]:
     """Every parameter of the model, in the order the forward meets them."""
     tied = HEAD if config.tie_embeddings else None
-    specs = [ParamSpec(EMBEDDING, (config.vocab, config.hidden_size), "vocab", "first", "decay", tied_to=tied)]
+    specs = [ParamSpec(GATES, (config.num_layers, config.kv_heads), "replicated", "first", "no_decay")] if config.head_gates else []
+    specs += [ParamSpec(EMBEDDING, (config.vocab, config.hidden_size), "vocab", "first", "decay", tied_to=tied)]
     for layer in range(config.num_layers):
         specs += _block(config, layer)
     specs += _norm(config, "model.norm", "last")

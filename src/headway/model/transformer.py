@@ -12,6 +12,8 @@ that another attention can be put there without compiling anything again. Names 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -19,9 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.kernels.attention import AttentionMask, attend
+from headway.kernels.head_mix import mix_heads
 from headway.model.adapter.linear import AdaptedLinear
 from headway.model.attention import Attention
 from headway.model.feedforward import FeedForward
+from headway.model.head_gates import HeadGates
 from headway.model.norm import build_norm
 from headway.model.rope import Rotation
 
@@ -38,6 +42,27 @@ class Core(Protocol):
     ) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True)
+class GatedCore:
+    """Attention of a layer whose heads have gates; a mask that carries no mix means full attention for all of them."""
+
+    layer: int
+    backend: str = "auto"
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, *, window: int | None = None
+    ) -> torch.Tensor:
+        """o [B,T,H,hd]."""
+        full = partial(attend, mask=mask, window=window, backend=self.backend)
+        if mask.mix is None:
+            return full(q, k, v)
+        return mix_heads(q, k, v, mask, mask.mix, self.layer, full=full, backend=STREAMING[self.backend])
+
+
+STREAMING = {"auto": "auto", "reference": "reference", "sdpa": "blocks", "varlen": "pieces"}
+"""The backend of streaming attention that goes with one of full attention."""
+
+
 class Block(nn.Module):
     """One layer: attention and feed-forward, each on the normed stream and added to it."""
 
@@ -49,7 +74,11 @@ class Block(nn.Module):
         self.mlp = FeedForward(config)
         self.dropout = config.dropout
         self.window = config.window_of(layer)
-        self.core: Core = attend
+        self.core: Core = attend if config.head_gates is None else GatedCore(layer)
+
+    def use_attention(self, backend: str) -> None:
+        """Compute attention with one backend, whatever the case."""
+        self.core = replace(self.core, backend=backend) if isinstance(self.core, GatedCore) else partial(attend, backend=backend)
 
     def before(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Everything up to the attention core: q [B,T,H,hd], k and v [B,T,KV,hd]."""
@@ -85,6 +114,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        # First: forward needs them before anything else, and their gradients are complete only when all others are.
+        self.head_gates = HeadGates(config) if config.head_gates is not None else None
         self.model = Trunk(config)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab, bias=False)
         self.rotation = Rotation(config)

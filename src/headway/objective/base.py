@@ -101,6 +101,26 @@ class ReferenceWish:
     """Compute them once for all pairs before training, instead of keeping the model."""
 
 
+@dataclass(frozen=True)
+class ParameterRule:
+    """Numbers an objective asks for, for some parameters; a recipe's own optim.groups go before."""
+
+    match: tuple[str, ...]
+    """Patterns of parameter names, as in `freeze`."""
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    maximize: bool = False
+
+
+@dataclass(frozen=True)
+class GateWish:
+    """An objective trains head gates, with this reach of streaming heads; None = as the model has it."""
+
+    window: int | None = None
+    sinks: int | None = None
+
+
 class ObjectiveConfig(KindConfig):
     """Base of every objective's settings."""
 
@@ -110,6 +130,16 @@ class ObjectiveConfig(KindConfig):
     @property
     def reference_wish(self) -> ReferenceWish | None:
         """The reference it needs, if any."""
+        return None
+
+    @property
+    def rules(self) -> tuple[ParameterRule, ...]:
+        """Parameters that train with numbers of their own."""
+        return ()
+
+    @property
+    def gate_wish(self) -> GateWish | None:
+        """The head gates it trains; None: it knows nothing of them."""
         return None
 
     def build(self) -> Objective:

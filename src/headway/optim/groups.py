@@ -2,7 +2,8 @@
 
 Patterns, in `freeze`, `train`, `optim.decay` and `optim.groups.match`:
 
-    weights            every parameter of the model          objective     every parameter of the objective itself
+    weights            every parameter but the two beside    objective     every parameter of the objective itself
+    gates              the head gates of the model
     embeddings         input embedding and output head       matrices      parameters of two or more dimensions
     norms              normalisation weights and biases      biases        biases
     adapter            every parameter of the adapters
@@ -20,6 +21,8 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from headway.errors import ConfigError
+from headway.model.layout import GATES
+from headway.objective.base import ParameterRule
 from headway.optim.base import GroupRule, Hyper, OptimConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -34,7 +37,8 @@ _LAYER_OF = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 def matching(pattern: str, shapes: Shapes) -> set[str]:
     """The parameter names a pattern means."""
     own = {name for name in shapes if name.startswith(OBJECTIVE)}
-    weights = set(shapes) - own
+    gates = {name for name in shapes if name == GATES}
+    weights = set(shapes) - own - gates
     layers = _LAYERS.fullmatch(pattern)
     if layers:
         first, last = int(layers[1]), int(layers[2] or layers[1])
@@ -43,6 +47,7 @@ def matching(pattern: str, shapes: Shapes) -> set[str]:
         "weights": weights,
         "objective": own,
         "adapter": {n for n in weights if ADAPTER in n},
+        "gates": gates,
         "matrices": {n for n in weights if len(shapes[n]) >= 2},
         "embeddings": {n for n in weights if "embed_tokens" in n or n.startswith("lm_head")},
         "norms": {n for n in weights if "norm" in n.rsplit(".", 2)[-2]},
@@ -92,7 +97,7 @@ def count(patterns: Sequence[str], shapes: Shapes) -> list[Count]:
 
 
 def trainable(shapes: Shapes, freeze: Sequence[str], train: Sequence[str]) -> set[str]:
-    """The names that train: all but the frozen ones, or only those of `train`. With adapters: these, the objective's own, and `train`."""
+    """The names that train: all but the frozen, or only those of `train`. With adapters: these, gates, the objective's own, `train`."""
     if freeze and train:
         raise ConfigError("freeze and train are both given; they are opposites. Keep one of them.")
     updates = matching("adapter", shapes)
@@ -102,7 +107,7 @@ def trainable(shapes: Shapes, freeze: Sequence[str], train: Sequence[str]) -> se
         both = sorted(name for name in beside - updates if name.rpartition(".")[0] in adapted)
         if both:
             raise ConfigError(f"train is {list(train)}; it holds {both[0]}, whose linear has an adapter. Train one of the two.")
-        names = (updates | beside | matching("objective", shapes)) - select(freeze, shapes, "freeze")
+        names = (updates | beside | matching("objective", shapes) | matching("gates", shapes)) - select(freeze, shapes, "freeze")
     else:
         names = select(train, shapes, "train") if train else set(shapes) - select(freeze, shapes, "freeze")
     if not names:
@@ -121,8 +126,16 @@ class Group:
     decays: bool = True
 
 
-def make_groups(config: OptimConfig, shapes: Shapes, training: set[str]) -> list[Group]:
-    """Cut the trainable parameters into groups: one per rule (split by whether they decay), then decay and no_decay."""
+def is_wide(name: str) -> bool:
+    """Whether a parameter is fp32 and whole on every rank, whatever the weights are."""
+    return name.startswith(OBJECTIVE) or name == GATES
+
+
+def make_groups(config: OptimConfig, shapes: Shapes, training: set[str], rules: Sequence[ParameterRule] = ()) -> list[Group]:
+    """Cut the trainable parameters into groups: one per rule (split by whether they decay), then decay and no_decay.
+
+    `rules` are the objective's; they come after the recipe's own. The groups of the model's weights come first but for the recipe's rules.
+    """
     decaying = select(config.decay, shapes, "optim.decay", may_be_empty=("biases", "norms", "objective"))
     left = [name for name in shapes if name in training]
     groups: list[Group] = []
@@ -131,24 +144,43 @@ def make_groups(config: OptimConfig, shapes: Shapes, training: set[str]) -> list
         taken = tuple(name for name in left if name in found)
         left = [name for name in left if name not in found]
         groups += _by_decay(f"rule{index}", taken, decaying if rule.weight_decay is None else set(taken), rule)
+    last: list[Group] = []
+    for index, wish in enumerate(rules):
+        found = select(wish.match, shapes, "objective")
+        taken = tuple(name for name in left if name in found)
+        left = [name for name in left if name not in found]
+        rule = GroupRule(match=wish.match, lr=wish.lr, betas=wish.betas, weight_decay=wish.weight_decay, maximize=wish.maximize)
+        last += _by_decay(f"own{index}", taken, set(taken), rule)
+    if GATES in left:
+        raise ConfigError(
+            "the model has head gates, and nothing says how sparse they are to become. Freeze them (freeze: [gates]), leave them behind "
+            "(model.head_gates=null), or use objective head_sparsity."
+        )
     groups += _by_decay("model", tuple(n for n in left if not n.startswith(OBJECTIVE)), decaying, None)
     groups += _by_decay("objective", tuple(n for n in left if n.startswith(OBJECTIVE)), decaying, None)
-    return groups
+    return groups + last
 
 
 def _by_decay(name: str, names: tuple[str, ...], decaying: set[str], rule: GroupRule | None) -> list[Group]:
-    split = [(f"{name}.decay", True), (f"{name}.no_decay", False)]
-    made = [Group(label, tuple(n for n in names if (n in decaying) == decays), rule, decays) for label, decays in split]
+    """Also by precision: a group's parameters lie in one buffer."""
+    made = [
+        Group(
+            f"{name}.{'decay' if decays else 'no_decay'}{'.wide' if wide else ''}",
+            tuple(n for n in names if (n in decaying) == decays and is_wide(n) == wide), rule, decays,
+        )
+        for wide in (False, True)
+        for decays in (True, False)
+    ]  # fmt: skip
     return [group for group in made if group.names]
 
 
 def hypers(config: OptimConfig, groups: Sequence[Group], step: int, total_steps: int) -> dict[str, Hyper]:
     """The numbers of every group at one step."""
     base = config.hyper(step, total_steps)
-    return {group.name: _apply(group, base, config) for group in groups}
+    return {group.name: _apply(group, base, config, step, total_steps) for group in groups}
 
 
-def _apply(group: Group, base: Hyper, config: OptimConfig) -> Hyper:
+def _apply(group: Group, base: Hyper, config: OptimConfig, step: int, total_steps: int) -> Hyper:
     hyper = base if group.decays else replace(base, weight_decay=0.0)
     rule = group.rule
     if rule is None:
@@ -160,5 +192,5 @@ def _apply(group: Group, base: Hyper, config: OptimConfig) -> Hyper:
     }
     if rule.lr is not None:
         # the group's own peak follows the same curve as the main one
-        changes["lr"] = rule.lr * (base.lr / config.lr) if config.lr else 0.0
+        changes["lr"] = config.model_copy(update={"lr": rule.lr}).hyper(step, total_steps).lr
     return replace(hyper, **changes)  # pyright: ignore[reportArgumentType]

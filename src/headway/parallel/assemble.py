@@ -8,19 +8,18 @@ parameters as views -> attention core -> what halves recompute -> compile the ha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from headway.errors import ConfigError
-from headway.kernels.attention import attend
 from headway.kernels.fp8 import MULTIPLE, Scaling, convert
 from headway.model.adapter.config import AdapterConfig
 from headway.model.adapter.linear import adapt
 from headway.model.config import ModelConfig
+from headway.model.layout import GATES
 from headway.model.transformer import Block, Transformer
-from headway.objective.base import Objective
+from headway.objective.base import Objective, ParameterRule
 from headway.optim.base import OptimConfig
 from headway.optim.groups import OBJECTIVE, Group, make_groups, trainable
 from headway.optim.scaler import Scaler, ScalerConfig
@@ -59,6 +58,7 @@ def assemble(
     fp8: Scaling | None = None,
     memory: MemoryConfig = MemoryConfig(),
     adapter: AdapterConfig | None = None,
+    rules: Sequence[ParameterRule] = (),
 ) -> FlatEngine | ShardedEngine:
     """Make the engine of this rank, its parameters still zero."""
     ranks = ranks or alone()
@@ -70,7 +70,7 @@ def assemble(
     if adapter is not None:
         with torch.device("meta"):
             adapt(model, adapter, adapter.modules(config))
-    groups = group_parameters(model, objective, optim, freeze, train)
+    groups = group_parameters(model, objective, optim, freeze, train, rules)
     scaler = Scaler(loss_scale, settings.device) if settings.dtype == torch.float16 else None
     on_host = "optimizer" in memory.offload
     engine: FlatEngine | ShardedEngine
@@ -94,7 +94,7 @@ def dress(model: Transformer, attention: str, compile_blocks: bool, memory: Memo
     for index, block in enumerate(model.model.layers.values()):
         assert isinstance(block, Block)
         if attention != "auto":
-            block.core = partial(attend, backend=attention)
+            block.use_attention(attention)
         recompute_in_halves(block, memory, compiled=compile_blocks)
         if compile_blocks:
             block.before = torch.compile(block.before, fullgraph=True, dynamic=False)
@@ -128,10 +128,18 @@ def choose_hook(parallel: ParallelConfig, mesh: Mesh, settings: Settings) -> Hoo
 
 
 def group_parameters(
-    model: Transformer, objective: Objective, optim: OptimConfig, freeze: Sequence[str], train: Sequence[str]
+    model: Transformer,
+    objective: Objective,
+    optim: OptimConfig,
+    freeze: Sequence[str],
+    train: Sequence[str],
+    rules: Sequence[ParameterRule] = (),
 ) -> list[Group]:
     """The groups of what trains: the model's parameters and the objective's own."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if objective.module is not None:
         shapes |= {OBJECTIVE + name: tuple(parameter.shape) for name, parameter in objective.module.named_parameters()}
-    return make_groups(optim, shapes, trainable(shapes, freeze, train))
+    training = trainable(shapes, freeze, train)
+    if any("gates" in rule.match for rule in rules) and GATES not in training:
+        raise ConfigError("freeze holds the gates, and the objective is there to train them. Use objective next_token with frozen gates.")
+    return make_groups(optim, shapes, training, rules)

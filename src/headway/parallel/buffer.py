@@ -11,7 +11,7 @@ state    the optimizer's slots, the own parts, in the form its storage has; it a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -171,14 +171,20 @@ class TrainBuffer:
 class FrozenBuffer:
     """Parameters that do not train: no master, no gradient, no state."""
 
-    slots: list[Slot]
-    param: Tensor = field(repr=False)
+    values: dict[str, Tensor] = field(repr=False)
+    """Views of one tensor per precision, in the order of the model."""
 
     @classmethod
-    def allocate(cls, names: Sequence[str], shapes: dict[str, Ints], dtype: torch.dtype, device: torch.device) -> FrozenBuffer:
-        """Make the tensor, all zero."""
-        spans, length = lay_out(names, shapes, Cut())
-        return cls([slot for span in spans for slot in span.slots], torch.zeros(length, dtype=dtype, device=device))
+    def allocate(
+        cls, names: Sequence[str], shapes: dict[str, Ints], dtype_of: Callable[[str], torch.dtype], device: torch.device
+    ) -> FrozenBuffer:
+        """Make the tensors, all zero."""
+        values: dict[str, Tensor] = {}
+        for dtype in dict.fromkeys(map(dtype_of, names)):
+            spans, length = lay_out([name for name in names if dtype_of(name) == dtype], shapes, Cut())
+            flat = torch.zeros(length, dtype=dtype, device=device)
+            values |= {slot.name: slot.view(flat) for span in spans for slot in span.slots}
+        return cls({name: values[name] for name in names})
 
 
 def boxes_of(shape: Ints, first: int, size: int) -> list[tuple[Ints, Ints, int]]:

@@ -5,10 +5,9 @@ headway's own, so that a run may change between this engine and the flat one. A 
 
     rows 0 .. n-1 of a parameter, ranks of a shard group:   [ 0 .. c-1 | c .. 2c-1 | ... ]   with c = ceil(n / ranks)
 
-The sharded parameters are the fp32 masters; the compute dtype exists only while a block is gathered. Frozen parameters are kept in the
-compute dtype and have no master. Parameters of the objective stay whole
-on every rank. The root (embedding, final norm, head) stays gathered from its forward to the end of backward, because the head is applied
-after the model has returned.
+The sharded parameters are the fp32 masters; the compute dtype exists only while a block is gathered. What does not train lies in the
+compute dtype. Head gates and parameters of the objective stay whole on every rank, in fp32. The root (embedding, final norm, head) stays
+gathered from its forward to the end of backward, because the head is applied after the model has returned.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from headway.data.batch import Batch, StepBatch
+from headway.model.layout import GATES
 from headway.model.transformer import Transformer
 from headway.objective.base import MetricSums, Objective, StepInfo
 from headway.optim.base import Hyper, Optimizer
-from headway.optim.groups import OBJECTIVE, Group
+from headway.optim.groups import OBJECTIVE, Group, is_wide
 from headway.optim.scaler import Scaler
 from headway.optim.state import storage_of
 from headway.parallel.collectives import Ranks
@@ -84,10 +84,12 @@ class ShardedEngine:
         self.shapes = {name: tuple(parameter_at(home).shape) for name, home in homes.items()}
         group_of = {name: group.name for group in groups for name in group.names}
         for name, (owner, leaf) in homes.items():
-            if name in group_of or name.startswith(OBJECTIVE):
+            if name in group_of or is_wide(name):
                 parameter_at((owner, leaf)).requires_grad_(name in group_of)
             else:  # in the compute dtype only: what does not train needs no master
                 owner._parameters[leaf] = nn.Parameter(parameter_at((owner, leaf)).detach().to(settings.dtype), requires_grad=False)
+        if GATES in group_of:
+            model.model.embed_tokens.register_forward_hook(_needs_gradient)
         cut.apply(model, settings)
         self.storage = storage_of(optimizer)
         self.streamed = Streamed(optimizer, settings.device) if cut.state_on_host else None
@@ -138,8 +140,8 @@ class ShardedEngine:
         """Clip by the exact global norm and step this rank's parts. A step with a non-finite norm changes nothing."""
         parts = self._training()
         grads = {part.name: _grad(part) for part in parts}
-        cut = torch._foreach_norm([grads[part.name] for part in parts if not part.is_whole])
-        square = torch.stack(list(cut)).square().sum() if cut else torch.zeros_like(self.skipped)
+        cut = [grads[part.name] for part in parts if not part.is_whole]
+        square = torch.stack(list(torch._foreach_norm(cut))).square().sum() if cut else torch.zeros_like(self.skipped)
         self.ranks.shard.all_reduce(square).wait()
         for part in parts:
             if part.is_whole:
@@ -260,7 +262,8 @@ class Sharding:
         mesh = self._mesh(settings.device.type)
         for block in model.model.layers.values():
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        whole = {model.head_gates.log_alpha} if model.head_gates is not None else None
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole)
         model.to_empty(device=settings.device)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -277,6 +280,11 @@ class Sharding:
             return DeviceMesh.from_group(shard, device_type, mesh_dim_names=("shard",))
         layout = torch.arange(sizes.world).view(sizes.replicate, sizes.shard)
         return DeviceMesh.from_group([replicate, shard], device_type, mesh=layout, mesh_dim_names=("replicate", "shard"))
+
+
+def _needs_gradient(_module: nn.Module, _inputs: Any, x: Tensor) -> Tensor:
+    """Backward goes down to the first block whatever gates were drawn: ranks whose gates differ must gather the same blocks."""
+    return x.requires_grad_() if torch.is_grad_enabled() and not x.requires_grad else x
 
 
 def _local(tensor: Tensor) -> Tensor:

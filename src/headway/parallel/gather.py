@@ -56,6 +56,8 @@ class ParameterGather:
             needed = max((place for name, place in places.items() if name.startswith(prefix)), default=-1)
             module.register_forward_pre_hook(lambda _module, _inputs: self.need(needed))
 
+        if model.head_gates is not None:
+            wait_before(model.head_gates, "head_gates.")
         wait_before(model.model.embed_tokens, "model.embed_tokens.")
         for number, block in model.model.layers.items():
             wait_before(block, f"model.layers.{number}.")

@@ -37,6 +37,7 @@ class Passes:
     def __init__(self, model: Transformer, objective: Objective, settings: Settings, data: Group) -> None:
         self.model, self.objective, self.settings, self.data = model, objective, settings, data
         self.exchange = Exchange(data)
+        self._log_alpha: Tensor | None = None
 
     def backward(self, batch: StepBatch, at: StepInfo, scale: Tensor | None, before_last: Callable[[], None]) -> StepResult:
         """Back-propagate every microbatch's share of the step's loss, times `scale`; the result is still this rank's part."""
@@ -44,11 +45,14 @@ class Passes:
         loss = torch.zeros((), dtype=torch.float32, device=self.settings.device)
         sums: MetricSums = {}
         last = len(batch.microbatches) - 1
+        totals = {**batch.totals, "microbatches": float(len(batch.microbatches) * self.data.size)}
+        self._read_gates()
         microbatches, at = self._surveyed(batch.microbatches, at, batch.first_microbatch)
         for index, micro in enumerate(microbatches):
-            self._reseed(at, batch.first_microbatch + index)
-            outcome = self.objective.loss(self._forward(micro), micro, at, self.exchange)
-            share = outcome.share(batch.totals)
+            number = batch.first_microbatch + index
+            self._reseed(at, number)
+            outcome = self.objective.loss(self._forward(micro, self._noise(at, number)), micro, at, self.exchange)
+            share = outcome.share(totals)
             if index == last:
                 before_last()
             (share if scale is None else share * scale).backward()
@@ -60,6 +64,7 @@ class Passes:
     def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
         """Metric sums over this rank's batches and all ranks, without gradients or dropout."""
         self.model.eval()
+        self._read_gates()
         sums: MetricSums = {}
         moved, at = self._surveyed(batches, at, 0)
         for micro in moved:
@@ -86,12 +91,25 @@ class Passes:
         seen: list[Tensor] = []
         for index, micro in enumerate(kept):
             self._reseed(at, first + index)
-            seen.append(self.objective.survey(self._forward(micro), micro))
+            seen.append(self.objective.survey(self._forward(micro, self._noise(at, first + index)), micro))
         return kept, replace(at, survey=self.exchange.gather(torch.cat(seen)))
 
-    def _forward(self, batch: Batch) -> ModelOut:
-        hidden = self.model(batch.tokens, batch.position, mask_of(batch))
-        return ModelOut(Head(hidden, self.model.head_weight, self.settings.chunk_tokens))
+    def _read_gates(self) -> None:
+        """Bring the model's head gates, where it has any, to the host: once per step, since that waits for the last update."""
+        self._log_alpha = None if self.model.head_gates is None else self.model.head_gates()
+
+    def _noise(self, at: StepInfo, microbatch: int) -> int | None:
+        """The seed of the gates of one microbatch, the same on all ranks that share it; evaluation has none."""
+        return derive(self.settings.seed, "gates", at.step, microbatch) if at.training else None
+
+    def _forward(self, batch: Batch, noise: int | None = None) -> ModelOut:
+        """One pass; head gates are sampled with the noise of a seed, or settled without one."""
+        mask, draw = mask_of(batch), None
+        if self.model.head_gates is not None and self._log_alpha is not None:
+            draw = self.model.head_gates.draw(self._log_alpha, noise)
+            mask = replace(mask, mix=draw.mix)
+        hidden = self.model(batch.tokens, batch.position, mask)
+        return ModelOut(Head(hidden, self.model.head_weight, self.settings.chunk_tokens), gates=draw)
 
     @torch.no_grad()
     def over_ranks(self, result: StepResult) -> StepResult:

@@ -22,7 +22,7 @@ from headway.data.batch import Batch, StepBatch
 from headway.model.transformer import Transformer
 from headway.objective.base import MetricSums, Objective, StepInfo
 from headway.optim.base import Guard, Hyper, Optimizer
-from headway.optim.groups import OBJECTIVE, Group
+from headway.optim.groups import OBJECTIVE, Group, is_wide
 from headway.optim.scaler import Scaler
 from headway.optim.state import storage_of
 from headway.parallel.bucket import Bucket, Reducer, make_buckets
@@ -95,14 +95,13 @@ class FlatEngine:
             TrainBuffer.allocate(group, self.shapes, self._dtype_of(group.names[0]), settings.device, cut, keep) for group in self.groups
         ]
         frozen = [name for name in self.shapes if name not in training]
-        self.frozen = FrozenBuffer.allocate(frozen, self.shapes, settings.dtype, settings.device)
+        self.frozen = FrozenBuffer.allocate(frozen, self.shapes, self._dtype_of, settings.device)
         self._places: dict[str, tuple[TrainBuffer, Span, Slot]] = {
             slot.name: (buffer, span, slot) for buffer in self.buffers for span in buffer.spans for slot in span.slots
         }
-        self._frozen_slots = {slot.name: slot for slot in self.frozen.slots}
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        return torch.float32 if name.startswith(OBJECTIVE) else self.settings.dtype
+        return torch.float32 if is_wide(name) else self.settings.dtype
 
     def _register_all(self) -> None:
         """Put views of the flat buffers where the model has its parameters; values they already have come along."""
@@ -110,7 +109,7 @@ class FlatEngine:
         for name, (owner, leaf) in self.homes.items():
             place = self._places.get(name)
             if place is None:
-                owner._parameters[leaf] = nn.Parameter(self._frozen_slots[name].view(self.frozen.param), requires_grad=False)
+                owner._parameters[leaf] = nn.Parameter(self.frozen.values[name], requires_grad=False)
                 continue
             buffer, _, slot = place
             parameter = nn.Parameter(slot.view(buffer.param))
@@ -192,7 +191,7 @@ class FlatEngine:
             missing.discard(name)
             place = self._places.get(name)
             if place is None:
-                self._frozen_slots[name].view(self.frozen.param).copy_(value)
+                self.frozen.values[name].copy_(value)
                 continue
             buffer, span, slot = place
             held = buffer.held(span, slot)
@@ -210,9 +209,9 @@ class FlatEngine:
             for role in ("master", *self.optimizer.slots):
                 flat = self._read(buffer, role, held) if boxes and held is not None else buffer.master
                 yield name, role, slot.shape, [(offset, _view(flat, start, shape)) for offset, shape, start in boxes]
-        for slot in self.frozen.slots:
-            whole: list[Box] = [((0,) * len(slot.shape), slot.view(self.frozen.param))] if self.ranks.data.rank == 0 else []
-            yield slot.name, "param", slot.shape, whole
+        for name, value in self.frozen.values.items():
+            whole: list[Box] = [((0,) * value.dim(), value)] if self.ranks.data.rank == 0 else []
+            yield name, "param", self.shapes[name], whole
         if isinstance(self.reducer.hook, StatefulHook):
             yield from self.reducer.hook.tensors(self.ranks.data)
 
@@ -258,8 +257,8 @@ class FlatEngine:
             boxes = boxes_of(slot.shape, held.first, held.size)
             for role in ("master", *self.optimizer.slots):
                 self._write(buffer, role, held, torch.cat([read(name, role, offset, shape).reshape(-1) for offset, shape, _ in boxes]))
-        for slot in self.frozen.slots:
-            slot.view(self.frozen.param).copy_(read(slot.name, "param", (0,) * len(slot.shape), slot.shape))
+        for name, value in self.frozen.values.items():
+            value.copy_(read(name, "param", (0,) * value.dim(), self.shapes[name]))
         for buffer in self.buffers:
             buffer.steps.fill_(max(scalars["steps"].get(slot.name, 0) for slot in buffer.slots))
             for span in buffer.spans:
@@ -293,8 +292,7 @@ class FlatEngine:
                 self.ranks.shard.all_gather(whole, part).wait()
             for slot in reversed(span.slots):
                 yield slot.name, _view(whole, slot.start - span.start, slot.shape)
-        for slot in self.frozen.slots:
-            yield slot.name, slot.view(self.frozen.param)
+        yield from self.frozen.values.items()
 
     def flush(self) -> None:
         """Wait until all parameters, and what lies in host memory, are current."""

@@ -12,6 +12,8 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from headway.checkpoint.save import Writers
 from headway.checkpoint.saver import Saver
 from headway.data.batch import Batch
@@ -22,6 +24,7 @@ from headway.data.targets import Targets, check_targets
 from headway.model.adapter.values import with_updates
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
+from headway.model.layout import GATES
 from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import Ranks, alone
@@ -42,7 +45,7 @@ from headway.train.orders import Orders
 from headway.train.place import Place, StageMetrics
 from headway.train.quiet import QuietMetrics
 from headway.train.reference_model import Reference, Scoring, make_reference
-from headway.train.resolve import Resolved
+from headway.train.resolve import Resolved, leaves_gates
 from headway.train.state import TrainState
 
 if TYPE_CHECKING:
@@ -238,6 +241,7 @@ def make_engine(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: Ran
         recipe.objective.build(),
         recipe.optim,
         settings or engine_settings(recipe, compute),
+        rules=recipe.objective.rules,
         freeze=recipe.freeze,
         train=recipe.train,
         attention=recipe.kernels.attention,
@@ -292,7 +296,12 @@ def fill(engine: Engine, resolved: Resolved) -> None:
     if adapter is not None:
         given = {} if carried is None else carried.updates()
         values = with_updates(values, adapter, adapter.modules(resolved.model), resolved.recipe.seed, given)
-    engine.fill(values)
+    keeps_gates = GATES in engine.shapes and not leaves_gates(resolved.recipe)
+    missing = engine.fill((name, value) for name, value in values if name != GATES or keeps_gates or resolved.weights is None)
+    if GATES in missing:
+        engine.fill([(GATES, initial_value(GATES, engine.shapes[GATES], resolved.model, resolved.recipe.seed))])
+    if resolved.log_alpha is not None:
+        engine.fill([(GATES, torch.tensor(resolved.log_alpha, device="cpu"))])
 
 
 def _initial(engine: Engine, resolved: Resolved) -> Iterator[tuple[str, Tensor]]:

@@ -75,10 +75,21 @@ class InitConfig(Section):
     )
     merge: bool = setting(False, "Merge the adapter that `from` carries even where it could be continued.", on_resume="fixed")
 
+    masks: Path | None = setting(
+        None,
+        "Mask file (or a folder that holds one, DuoAttention's too) the head gates start from: log_alpha = 10 (2 x - 1).",
+        on_resume="fixed",
+    )
+    masks_sparsity: float | None = setting(
+        None, "Round a mask file of soft values to this share of streaming heads first; null = as it is.", ge=0, le=1, on_resume="fixed"
+    )
+
     @model_validator(mode="after")
-    def _adapter_of_something(self) -> InitConfig:
+    def _belongs_to_something(self) -> InitConfig:
         if self.adapter is not None and self.source is None:
             raise ValueError("adapter is given without from; an adapter needs the model it belongs to")
+        if self.masks_sparsity is not None and self.masks is None:
+            raise ValueError("masks_sparsity is given without masks; give the mask file too")
         return self
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from headway.errors import ConfigError, DataError
 from headway.infer.adapted import Carried
 from headway.infer.load import StoredModel, find_model
-from headway.model.config import ModelConfig
+from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.families.base import family_of
+from headway.model.head_masks import HeadMasks, find_masks, read_masks, read_table
+from headway.model.layout import DECIDED
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.train.config import Recipe
@@ -33,6 +35,8 @@ class Resolved:
     tokenizer_path: Path | None
     weights: StoredModel | None
     """Where the weights come from; None = random."""
+    log_alpha: tuple[tuple[float, ...], ...] | None = None
+    """What a mask file says the head gates start from."""
 
     @property
     def continued(self) -> Carried | None:
@@ -59,6 +63,10 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
         raise ConfigError(f"tokenizer is {str(recipe.tokenizer)!r}; there is no such file or folder. `headway tokenizer train` makes one.")
     tokenizer = load_tokenizer(path) if path is not None else None
     model = _shape(recipe, weights, tokenizer)
+    masks, log_alpha = _masks(recipe)
+    model = model.with_(head_gates=_head_gates(recipe, weights, masks))
+    if masks is not None:
+        masks.check(model, f"init.masks={recipe.init.masks}")
     family_of(model.family)
     if recipe.adapter is not None:
         recipe.adapter.modules(model)
@@ -69,7 +77,7 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
     changes: dict[str, object] = {"model": model}
     if recipe.steps is None and recipe.epochs is None:
         changes |= {"steps": GENERATED_STEPS} if recipe.data.train is None else {"epochs": 1.0}
-    return Resolved(recipe.model_copy(update=changes), model, tokenizer, path, weights)
+    return Resolved(recipe.model_copy(update=changes), model, tokenizer, path, weights, log_alpha)
 
 
 def _find_weights(recipe: Recipe) -> StoredModel | None:
@@ -109,6 +117,43 @@ def _shape(recipe: Recipe, weights: StoredModel | None, tokenizer: Tokenizer | N
             f"model.vocab_size is {model.vocab}; the tokenizer has {tokenizer.vocab_size} ids. Leave it out, or give at least that."
         )
     return model
+
+
+def _masks(recipe: Recipe) -> tuple[HeadMasks | None, tuple[tuple[float, ...], ...] | None]:
+    """The mask file of a recipe, and log_alpha as it says."""
+    path, sparsity = recipe.init.masks, recipe.init.masks_sparsity
+    if path is None:
+        return None, None
+    masks = read_masks(path, sparsity)
+    values = read_table(find_masks(path)) if sparsity is None else masks.full
+    return masks, tuple(tuple(DECIDED * (2 * float(value) - 1) for value in row) for row in values)
+
+
+def _head_gates(recipe: Recipe, weights: StoredModel | None, masks: HeadMasks | None) -> HeadGatesConfig | None:
+    """Gates come with the weights, from the recipe's model, with an objective that trains them or with a mask file; later ones win."""
+    given, wish = recipe.model.head_gates, recipe.objective.gate_wish
+    explicit = given.model_fields_set if given is not None else set[str]()
+    inherited = None if weights is None or leaves_gates(recipe) else weights.config.head_gates
+    if given is None and wish is None and masks is None and inherited is None:
+        return None
+    fields = {} if inherited is None else inherited.model_dump()
+    for key in ("window", "sinks"):
+        said = None if masks is None else getattr(masks, key)
+        if said is not None:
+            fields[key] = said
+    fields |= {} if given is None else {key: getattr(given, key) for key in explicit}
+    for key in ("window", "sinks"):
+        asked = None if wish is None else getattr(wish, key)
+        if asked is not None and key in explicit and asked != fields[key]:
+            raise ConfigError(f"objective.{key} is {asked} and model.head_gates.{key} is {fields[key]}; give one of them.")
+        if asked is not None:
+            fields[key] = asked
+    return HeadGatesConfig(**fields)
+
+
+def leaves_gates(recipe: Recipe) -> bool:
+    """Whether a recipe says `head_gates: null`: the gates of init.from stay behind."""
+    return recipe.model.head_gates is None and "head_gates" in recipe.model.model_fields_set
 
 
 def _differs(model: ModelConfig, weights: StoredModel, name: str) -> bool:

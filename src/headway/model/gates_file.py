@@ -1,0 +1,63 @@
+"""Head gates beside the weights in a Hugging Face folder, where no parameter of that format could hold them.
+
+    head_gates.json            {"window": 1024, "sinks": 128, "log_alpha": [[4.2, -9.8, ...], ...]}      one row per layer
+    masks.tsv, masks.json      the same gates settled, for programs that read masks
+
+Other programs ignore these files; headway goes on training with them, or exports masks at another sparsity.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import CheckpointError
+from headway.model.config import HeadGatesConfig, ModelConfig
+from headway.model.head_masks import write_masks
+from headway.runtime.storage import write_atomic
+
+if TYPE_CHECKING:
+    import torch
+
+GATES_FILE = "head_gates.json"
+
+
+@dataclass(frozen=True)
+class StoredGates:
+    """Gates as they were trained."""
+
+    config: HeadGatesConfig
+    log_alpha: torch.Tensor
+
+
+def write_gates(folder: Path, config: HeadGatesConfig, log_alpha: torch.Tensor) -> None:
+    """Write the gates and the masks they stand for."""
+    from headway.model.head_gates import settled_masks
+
+    values = log_alpha.detach().float().cpu()
+    content = {"window": config.window, "sinks": config.sinks, "log_alpha": values.tolist()}
+    write_atomic(folder / GATES_FILE, json.dumps(content) + "\n")
+    write_masks(settled_masks(values, config.window, config.sinks), folder / "masks.tsv")
+
+
+def read_gates(folder: Path, config: ModelConfig) -> StoredGates | None:
+    """The gates of a folder, if it has any; the rest of their settings matter only where gates begin."""
+    path = folder / GATES_FILE
+    if not path.is_file():
+        return None
+    import torch
+
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        log_alpha = torch.tensor(content["log_alpha"], dtype=torch.float32, device="cpu")
+        gates = HeadGatesConfig(window=content["window"], sinks=content["sinks"])
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise CheckpointError(f"{path}: cannot be read as head gates ({problem}). Delete it to go on without gates.") from None
+    if tuple(log_alpha.shape) != (config.num_layers, config.kv_heads):
+        raise CheckpointError(
+            f"{path}: holds gates of shape {list(log_alpha.shape)}; the model has {config.num_layers} layers of {config.kv_heads} KV "
+            "heads. It is another model's; delete it."
+        )
+    return StoredGates(gates, log_alpha)

@@ -1,0 +1,134 @@
+"""Head gates: one number log_alpha per layer and KV head; for each forward pass it becomes z, how much of full attention the head uses.
+
+Hard concrete (Louizos 2018), with noise u in (0, 1):
+
+    s = sigmoid((logit(u) + log_alpha) / tau)      z = clamp(low + (high - low) * s, 0, 1)      tau 2/3, low -0.1, high 1.1
+
+In training z is sampled, and is exactly 0 or 1 most of the time. The noise is derived from what names the pass, so ranks that share a
+microbatch draw alike. It is drawn on the host for all heads: the host then knows which heads need which branch, and a rank that computes a
+slice of the heads takes its slice. Only log_alpha comes from the device, once per step.
+Where gates do not train, and in evaluation, they are settled: as many heads stream as the gates expect, those with the lowest log_alpha.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from headway.kernels.head_mix import HeadMix
+from headway.kernels.streaming import Reach
+from headway.model.head_masks import HeadMasks, highest
+from headway.model.layout import DECIDED
+
+if TYPE_CHECKING:
+    from headway.model.config import ModelConfig
+
+TEMPERATURE = 2 / 3
+LOW, HIGH = -0.1, 1.1
+EPS = 1e-8
+EDGE = TEMPERATURE * math.log(-LOW / HIGH)
+"""P(z > 0) = sigmoid(log_alpha - EDGE), P(z = 1) = sigmoid(log_alpha + EDGE)."""
+
+
+@dataclass(frozen=True)
+class GateDraw:
+    """The gates of one forward pass."""
+
+    mix: HeadMix
+    """What attention needs."""
+    z: Tensor
+    """fp32 [L,KV] of all heads; its gradient reaches log_alpha where it was sampled and not clamped"""
+    log_alpha: Tensor
+    """fp32 [L,KV]"""
+
+
+class HeadGates(nn.Module):
+    """The gates of a model; parameters are fp32 and whole on every rank."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.head_gates is not None
+        self.window, self.sinks = config.head_gates.window, config.head_gates.sinks
+        self.log_alpha = nn.Parameter(torch.empty(config.num_layers, config.kv_heads, dtype=torch.float32))
+        self.heads = slice(None)
+        """The KV heads this rank computes."""
+        self.skip = True
+        """Heads that are decided run one branch; False computes both for all of them, as a measure of what that saves."""
+
+    def forward(self) -> Tensor:
+        """log_alpha on the host; waits for the device. It is asked for once per step."""
+        return self.log_alpha.detach().cpu()
+
+    def draw(self, on_host: Tensor, seed: int | None) -> GateDraw:
+        """The gates of one pass from log_alpha on the host: sampled with the noise of a seed, or settled where it is None."""
+        if seed is None or not self.log_alpha.requires_grad:
+            z_host = settle(on_host).float()
+            z = self._moved(z_host)
+        else:
+            z_host, slope = sample(on_host, seed)
+            # the value is z_host exactly, the gradient that of the sample: clamped gates have none
+            z = self._moved(z_host) + self._moved(slope) * (self.log_alpha - self.log_alpha.detach())
+        mix = HeadMix.of(z, z_host, Reach(self.window, self.sinks), heads=self.heads, skip=self.skip)
+        return GateDraw(mix, z, self.log_alpha)
+
+    def _moved(self, host: Tensor) -> Tensor:
+        device = self.log_alpha.device
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def sample(log_alpha: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """(z, dz / d log_alpha), fp32 like log_alpha on the host; the arithmetic between is fp64."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    u = torch.rand(log_alpha.shape, generator=generator, dtype=torch.float64, device="cpu") * (1 - 2 * EPS) + EPS
+    s = torch.sigmoid((torch.logit(u) + log_alpha.double()) / TEMPERATURE)
+    z = (LOW + (HIGH - LOW) * s).clamp(0, 1).float()
+    slope = (HIGH - LOW) * s * (1 - s) / TEMPERATURE
+    return z, torch.where((z > 0) & (z < 1), slope, 0.0).float()
+
+
+def settle(log_alpha: Tensor) -> Tensor:
+    """Bool [L,KV] on the host: which heads are full. The number that stream is what the gates expect, rounded; the lowest stream."""
+    streaming = math.floor(float((1 - expected_z(log_alpha.double())).sum()) + 0.5)
+    return torch.tensor(highest(log_alpha.tolist(), log_alpha.numel() - streaming), device="cpu")
+
+
+def settled_masks(log_alpha: Tensor, window: int, sinks: int) -> HeadMasks:
+    """The masks that settled gates stand for."""
+    return HeadMasks(tuple(tuple(row) for row in settle(log_alpha).tolist()), window, sinks)
+
+
+def decided_log_alpha(masks: HeadMasks) -> Tensor:
+    """fp32 [L,KV]: +10 for full heads and -10 for streaming ones."""
+    return torch.where(torch.tensor(masks.full, device="cpu"), DECIDED, -DECIDED)
+
+
+def probability_zero(log_alpha: Tensor) -> Tensor:
+    """P(z = 0), the expected-L0 sparsity of a head."""
+    return torch.sigmoid(EDGE - log_alpha)
+
+
+def probability_one(log_alpha: Tensor) -> Tensor:
+    """P(z = 1)."""
+    return torch.sigmoid(log_alpha + EDGE)
+
+
+def expected_z(log_alpha: Tensor) -> Tensor:
+    """E[z], the integral of P(z > t) over t in 0..1, by a quadrature that is exact to 1e-6."""
+    at, weights = _quadrature()
+    thresholds = log_alpha.new_tensor(at)
+    return (torch.sigmoid(log_alpha[..., None] - thresholds) * log_alpha.new_tensor(weights)).sum(-1)
+
+
+@cache
+def _quadrature() -> tuple[list[float], list[float]]:
+    """tau * logit of the relative place of Gauss-Legendre nodes on 0..1 between low and high, and their weights."""
+    import numpy as np
+
+    nodes, weights = np.polynomial.legendre.leggauss(48)
+    share = ((nodes + 1) / 2 - LOW) / (HIGH - LOW)
+    return (TEMPERATURE * np.log(share / (1 - share))).tolist(), (weights / 2).tolist()

@@ -1,0 +1,93 @@
+"""Head gates on several ranks: every rank holds all of them, and their gradients are those of one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from support.engines import CONFIG, Setup, make_engine, share_of_step, train_steps
+from support.ranks import run_ranks
+
+from headway.model.config import HeadGatesConfig
+from headway.model.layout import GATES
+from headway.objective.base import StepInfo
+from headway.objective.head_sparsity import Config as HeadSparsity
+from headway.parallel.collectives import Group
+
+STEPS = 6
+GATED = CONFIG.with_(head_gates=HeadGatesConfig(window=3, sinks=1, init_mean=0.0, init_std=1.5), init_std=0.3)
+OBJECTIVE = HeadSparsity(start=0.5, target=0.7, mask_lr=0.3, reg_lr=0.3)
+LAYOUTS: dict[str, dict[str, Any]] = {"ddp": {"zero1": {"size": 1}}, "zero1": {"zero1": {"size": "auto"}}, "fsdp": {"strategy": "fsdp"}}
+
+
+def setup(layout: str, freeze: tuple[str, ...], dtype: torch.dtype = torch.float32, objective: Any = OBJECTIVE) -> Setup:
+    return Setup(LAYOUTS[layout], dtype, freeze=freeze, config=GATED, objective=objective)
+
+
+def gradient(one: Setup, group: Group) -> torch.Tensor:
+    """The gradient of the gates after the first step's exchange."""
+    engine = make_engine(group, one)
+    engine.forward_backward(share_of_step(0, one.micro, group.rank, group.size), StepInfo(0, 20))
+    if one.parallel.get("strategy") == "fsdp" and group.size > 1:
+        return engine.parts[GATES].parameter.grad.clone()
+    buffer, _, slot = engine._places[GATES]
+    return slot.view(buffer.grad).clone()
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_gate_gradients_of_two_ranks_are_those_of_one(layout: str) -> None:
+    one = setup(layout, ("weights",))
+    right = gradient(one, Group())
+    assert (right != 0).sum() >= 2
+    for got in run_ranks(functools.partial(gradient, one), 2):
+        torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-7)
+
+
+def trained(one: Setup, group: Group) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], int]:
+    engine = make_engine(group, one)
+    seen = train_steps(engine, group, one.micro, 0, STEPS)
+    weights = {name: value.clone() for name, value in engine.weights()}
+    if group.size == 1 or one.parallel.get("strategy") != "fsdp":
+        weights |= {name: value.clone() for name, value in engine.masters.items() if name.startswith("objective.")}
+    return seen, weights, engine.state_bytes
+
+
+@functools.cache
+def alone(freeze: tuple[str, ...]) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], int]:
+    return trained(setup("ddp", freeze), Group())
+
+
+@pytest.mark.parametrize(("layout", "freeze"), [("zero1", ("weights",)), ("zero1", ("layers.0",)), ("fsdp", ("weights",)), ("fsdp", ())])
+def test_ranks_train_gates_like_one_process(layout: str, freeze: tuple[str, ...]) -> None:
+    losses, weights, _ = alone(freeze)
+    for seen, got, _ in run_ranks(functools.partial(trained, setup(layout, freeze)), 2):
+        assert [loss for loss, *_ in seen] == pytest.approx([loss for loss, *_ in losses], rel=1e-5)
+        assert [norm for _, norm, _ in seen] == pytest.approx([norm for _, norm, _ in losses], rel=1e-3)
+        for name in got:
+            torch.testing.assert_close(got[name], weights[name], rtol=1e-3, atol=1e-4)
+
+
+def test_frozen_weights_have_neither_gradient_nor_state_and_lie_in_the_compute_dtype() -> None:
+    engine = make_engine(Group(), setup("ddp", ("weights",), torch.bfloat16))
+    train_steps(engine, Group(), 4, 0, 1)
+    assert {name for group in engine.groups for name in group.names} == {GATES, "objective.lambda_1", "objective.lambda_2"}
+    assert engine.state_bytes < 10_000
+    for name, parameter in engine.model.named_parameters():
+        assert parameter.dtype == (torch.float32 if name == GATES else torch.bfloat16)
+        assert parameter.grad is None
+        assert parameter.requires_grad == (name == GATES)
+
+
+def test_gates_are_fp32_beside_16_bit_weights_whether_they_train_or_not() -> None:
+    from headway.objective.next_token import Config as NextToken
+
+    for freeze, objective in (((), OBJECTIVE), (("gates",), NextToken())):
+        engine = make_engine(Group(), setup("ddp", freeze, torch.bfloat16, objective))
+        log_alpha = engine.model.head_gates.log_alpha
+        assert log_alpha.dtype == torch.float32
+        assert (log_alpha.bfloat16() != log_alpha).any(), "values that 16 bits would round"
+        before = log_alpha.detach().clone()
+        train_steps(engine, Group(), 4, 0, 2)
+        assert torch.equal(log_alpha, before) == (freeze == ("gates",))

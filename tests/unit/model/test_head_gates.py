@@ -1,0 +1,130 @@
+"""Head gates: the statistics of hard concrete samples, their gradients, and what they settle to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headway.model.config import HeadGatesConfig, ModelConfig
+from headway.model.head_gates import (
+    HIGH,
+    LOW,
+    TEMPERATURE,
+    HeadGates,
+    decided_log_alpha,
+    expected_z,
+    probability_one,
+    probability_zero,
+    sample,
+    settle,
+    settled_masks,
+)
+from headway.model.head_masks import HeadMasks
+from headway.model.init import initial_value
+from headway.model.layout import GATES, param_specs
+from headway.model.transformer import Transformer
+
+CONFIG = ModelConfig(hidden_size=32, num_layers=3, num_heads=8, num_kv_heads=4, ffn_size=16, vocab_size=32, head_gates=HeadGatesConfig())
+TABLE = {
+    4.5: (0.985, 0.002, 0.948),
+    4.0: (0.976, 0.004, 0.917),
+    2.0: (0.857, 0.027, 0.599),
+    1.0: (0.706, 0.069, 0.355),
+    0.0: (0.499, 0.168, 0.168),
+    -1.0: (0.293, 0.355, 0.069),
+    -2.0: (0.143, 0.599, 0.027),
+    -4.0: (0.024, 0.917, 0.004),
+    -10.0: (0.0, 0.9998, 0.0),
+}
+
+
+@pytest.mark.parametrize(("log_alpha", "row"), TABLE.items())
+def test_closed_forms_and_samples_have_the_published_statistics(log_alpha: float, row: tuple[float, float, float]) -> None:
+    alpha = torch.full((), log_alpha, dtype=torch.float64)
+    for closed, right in zip((expected_z, probability_zero, probability_one), row, strict=True):
+        assert float(closed(alpha)) == pytest.approx(right, abs=1.1e-3)
+    z, _ = sample(torch.full((200_000,), log_alpha), seed=int(log_alpha * 10) + 200)
+    for seen, right in zip((z.mean(), (z == 0).float().mean(), (z == 1).float().mean()), row, strict=True):
+        assert float(seen) == pytest.approx(right, abs=4e-3)
+
+
+def test_the_slope_of_a_sample_is_its_derivative_and_zero_where_it_was_clamped() -> None:
+    at = torch.linspace(-4, 4, 500)
+    z, slope = sample(at, seed=5)
+    generator = torch.Generator().manual_seed(5)
+    u = torch.rand(at.shape, generator=generator, dtype=torch.float64) * (1 - 2e-8) + 1e-8
+    alpha = at.double().requires_grad_()
+    plain = (LOW + (HIGH - LOW) * torch.sigmoid((torch.logit(u) + alpha) / TEMPERATURE)).clamp(0, 1)
+    plain.sum().backward()
+    assert alpha.grad is not None
+    torch.testing.assert_close(z, plain.detach().float())
+    torch.testing.assert_close(slope, alpha.grad.float())
+    assert (slope[(z == 0) | (z == 1)] == 0).all()
+    assert ((z == 0) | (z == 1)).float().mean() > 0.3
+
+
+def test_noise_depends_on_the_seed_alone() -> None:
+    alpha = torch.zeros(3, 4)
+    assert torch.equal(sample(alpha, 7)[0], sample(alpha, 7)[0])
+    assert not torch.equal(sample(alpha, 7)[0], sample(alpha, 8)[0])
+
+
+def gates(log_alpha: torch.Tensor) -> HeadGates:
+    made = HeadGates(CONFIG)
+    with torch.no_grad():
+        made.log_alpha.copy_(log_alpha)
+    return made
+
+
+def test_a_draw_has_the_samples_values_and_its_gradient() -> None:
+    one = gates(torch.linspace(-3, 3, 12).view(3, 4))
+    draw = one.draw(one(), seed=11)
+    z, slope = sample(one.log_alpha.detach(), 11)
+    assert torch.equal(draw.z, z)
+    weight = torch.arange(12.0).view(3, 4)
+    (draw.z * weight).sum().backward()
+    assert one.log_alpha.grad is not None
+    torch.testing.assert_close(one.log_alpha.grad, slope * weight)
+
+
+def test_a_slice_of_heads_draws_the_noise_of_all_of_them() -> None:
+    one = gates(torch.zeros(3, 4))
+    whole = one.draw(one(), seed=3)
+    one.heads = slice(2, 4)
+    part = one.draw(one(), seed=3)
+    assert torch.equal(part.z, whole.z)
+    assert torch.equal(torch.stack([layer.z for layer in part.mix.layers]), whole.z[:, 2:])
+
+
+def test_gates_that_do_not_train_and_evaluation_are_settled_without_noise() -> None:
+    values = torch.tensor([[9.0, -9, 3, -3], [9, 9, -9, -9], [-9, -9, -9, 8]])
+    one = gates(values)
+    settled = one.draw(one(), seed=None).z
+    assert settled.tolist() == [[1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 0, 1]]
+    one.log_alpha.requires_grad_(False)
+    assert torch.equal(one.draw(one(), seed=3).z, settled)
+
+
+def test_settling_streams_as_many_heads_as_the_gates_expect_the_lowest_first() -> None:
+    alpha = torch.tensor([[0.3, 0.2, 0.1, 0.0], [-0.1, -0.2, -0.3, -0.4]])
+    assert settle(alpha).tolist() == [[True] * 4, [False] * 4]
+    assert settle(torch.full((2, 4), 4.0)).all()
+    masks = HeadMasks(((True, False), (False, False)), 64, 4)
+    assert settled_masks(decided_log_alpha(masks), 64, 4) == masks
+
+
+def test_gates_begin_nearly_full_or_striped_and_belong_to_the_model() -> None:
+    first = initial_value(GATES, (30, 40), CONFIG, 0)
+    assert float(first.mean()) == pytest.approx(4.0, abs=2e-3)
+    assert float(first.std()) == pytest.approx(0.01, rel=0.1)
+    striped = initial_value(GATES, (3, 4), CONFIG.with_(head_gates=HeadGatesConfig(stripe=True)), 0)
+    assert striped.tolist() == [[10.0] * 4, [-10.0] * 4, [10.0] * 4]
+    with torch.device("meta"):
+        names = [(name, tuple(p.shape)) for name, p in Transformer(CONFIG).named_parameters()]
+    assert names == [(spec.name, spec.shape) for spec in param_specs(CONFIG)]
+    assert names[0] == (GATES, (3, 4))
+
+
+def test_gates_and_sliding_windows_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="head_gates is given with sliding_window=4"):
+        CONFIG.with_(sliding_window=4)
