@@ -56,6 +56,8 @@ def overrides(path: Path, text: Path) -> list[str]:
     if path.stem in ("sft", "dpo"):
         raw = {"sft": "chat", "dpo": "pairs"}[path.stem]
         return [f"init.from={text}/base", f"data.train.0.path={text}/{raw}.jsonl", "epochs=null", "batch={rows: 2, micro_rows: 1}"]
+    if path.stem == "sparsify":
+        return [f"init.from={text}/base", f"data.train=[{text}/store]", "batch={tokens: 2048, micro_rows: 2}"]
     return [
         f"tokenizer={text}/tokenizer",
         f"data.train=[{text}/store]",

@@ -1,0 +1,1 @@
+"""Which heads see everything: masks of trained gates."""
