@@ -11,8 +11,8 @@ import triton.language as tl
 if TYPE_CHECKING:
     from headway.kernels.decode_attention import DecodePlan
 
-BLOCK = 128
-"""Slots that one program reads at a time."""
+BLOCK, WARPS, STAGES = 128, 4, 3
+"""Slots that one program reads at a time, its warps, and how many reads are under way."""
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def attend(
     attend_stretch[(items, rows)](
         q, k, v, keys, values, position, plan.items, plan.partial, q.stride(0), k.stride(0), v.stride(0), items, hd**-0.5,
         G=groups, GP=max(16, _power(groups)), HD=hd, HP=max(16, _power(hd)), STRETCH=plan.stretch, BLOCK=min(BLOCK, plan.stretch),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
 
 

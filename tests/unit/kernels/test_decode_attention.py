@@ -8,51 +8,22 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+from support.decode_case import case
 
-from headway.kernels.decode_attention import DecodePlan, decode_attention, decode_reference
-
-REGIONS = {
-    "full": [(0, 40, 1 << 30)] * 2,
-    "mixed": [(0, 700, 1 << 30), (4, 12, 1 << 30)],
-    "reach": [(4, 12, 20), (0, 40, 1 << 30)],
-    "short": [(1, 1, 1 << 30), (0, 3, 1 << 30)],
-}
-
-
-def case(name: str, head_size: int, groups: int, device: str = "cpu", dtype: torch.dtype = torch.float32, positions=(0, 5, 39, 650)):
-    """Regions filled with numbers, and one new token in each row."""
-    generator = torch.Generator().manual_seed(1)
-    rows, begin, regions = len(positions), 0, []
-    for head, (sinks, window, reach) in enumerate(REGIONS[name]):
-        regions.append((begin, head, sinks, window, reach))
-        begin += rows * (sinks + window) * head_size
-    keys, values = (torch.randn(begin, generator=generator).to(device, dtype) for _ in range(2))
-    q = torch.randn(rows, 2 * groups, head_size, generator=generator).to(device, dtype)
-    k, v = (torch.randn(rows, 2, head_size, generator=generator).to(device, dtype) for _ in range(2))
-    plan = DecodePlan.of(regions, rows, groups, head_size, torch.device(device))
-    return q, k, v, keys, values, torch.tensor(positions, device=device), plan
-
-
-def gaps(name: str, head_size: int, groups: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[float, bool]:
-    """How far the kernel is from the reference, and whether both kept the same."""
-    q, k, v, keys, values, position, plan = case(name, head_size, groups, device, dtype)
-    kept_k, kept_v = keys.clone(), values.clone()
-    expected = decode_reference(q, k, v, kept_k, kept_v, position, plan)
-    found = decode_attention(q, k, v, keys, values, position, plan)
-    return (found.float() - expected.float()).abs().max().item(), torch.equal(keys, kept_k) and torch.equal(values, kept_v)
+from headway.kernels.decode_attention import DecodePlan, decode_reference
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) >= "2.4.0", reason="triton's interpreter cannot loop with numpy 2.4")
 def test_the_kernel_equals_the_reference_in_the_interpreter() -> None:
-    code = "from test_decode_attention import REGIONS, gaps\n" + (
+    code = "from support.decode_case import REGIONS, gaps\n" + (
         "for name in REGIONS:\n"
         "    for head_size, groups in ((16, 1), (24, 3), (64, 4)):\n"
         "        gap, same = gaps(name, head_size, groups)\n"
         "        assert gap < 1e-5 and same, (name, head_size, groups, gap, same)\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -1,0 +1,163 @@
+"""Prefill and decode speed and the size of the cache, dense and with head masks, on one device.
+
+Random weights and random masks: neither changes what is computed, only what it means. Decoding starts from a cache filled with random
+numbers up to the context (prefilling 8 rows of 128K would take longer than all the rest); prefill is timed on one row, in chunks. A step
+is one token in each row: the recorded graph, the greedy choice and feeding it back.
+
+    python benchmarks/decode.py --out decode.json          # 1b shape, 32K and 128K, batch 8, sparsities 0, 0.5, 0.7; and 2K, batch 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.infer.decode import Decoder
+from headway.infer.masks import random_masks
+from headway.infer.prefill import CHUNK_TOKENS, chunks
+from headway.model.config import ModelConfig
+from headway.model.head_masks import HeadMasks, heads_kept
+from headway.model.kv_cache import KVCache
+from headway.model.transformer import Transformer
+
+SHAPES = {
+    "1b": {"preset": "llama-1b", "vocab_size": 128256, "max_seq_len": 140000},
+    "tiny": {"preset": "laptop", "vocab_size": 1024, "max_seq_len": 4096},
+}
+
+
+def build(shape: str, device: str) -> Transformer:
+    """A model with random weights in the dtype of its device."""
+    config = ModelConfig.model_validate(SHAPES[shape])
+    with torch.device("meta"):
+        model = Transformer(config)
+    model = model.to(torch.bfloat16 if device == "cuda" else torch.float32).to_empty(device=device).requires_grad_(False).eval()
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        parameter.fill_(1.0) if "norm" in name else parameter.normal_(std=0.02)
+    return model
+
+
+def masks_at(config: ModelConfig, sparsity: float, window: int, sinks: int) -> HeadMasks | None:
+    """Masks with as many streaming heads as a sparsity says, at random places."""
+    if sparsity == 0:
+        return None
+    kept, heads = heads_kept(config.num_layers * config.kv_heads, sparsity), config.kv_heads
+    flat = [index < kept for index in range(config.num_layers * heads)]
+    rows = tuple(tuple(flat[layer * heads : (layer + 1) * heads]) for layer in range(config.num_layers))
+    return random_masks(HeadMasks(rows, window, sinks), seed=0)
+
+
+def wait(device: str) -> float:
+    """Now, with nothing under way on the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def time_prefill(model: Transformer, context: int, masks: HeadMasks | None, device: str) -> float:
+    """Seconds for one row."""
+    dtype = model.head_weight.dtype
+    tokens = torch.randint(0, model.config.vocab, (1, context), device=device)
+    cache = KVCache(model.config, 1, context, device=device, dtype=dtype, masks=masks, lengths=[context])
+    began = wait(device)
+    for _ in chunks(model, tokens, cache, CHUNK_TOKENS):
+        pass
+    return wait(device) - began
+
+
+def time_decode(model: Transformer, context: int, rows: int, masks: HeadMasks | None, device: str, options: argparse.Namespace) -> Any:
+    """Seconds of a step, and the cache it ran on."""
+    steps, tries = options.steps, 3
+    slots, dtype = context + tries * steps + 8, model.head_weight.dtype
+    cache = KVCache(model.config, rows, slots, device=device, dtype=dtype, masks=masks, lengths=[context] * rows)
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+    cache.advance(context)
+    decoder = Decoder(model, cache, steps=1, compile_blocks=device == "cuda" and not options.eager)
+    token = torch.zeros(rows, dtype=torch.int64, device=device)
+    position = torch.full((rows,), context, device=device)
+    for _ in range(4):
+        token, position = decoder.step(token, position).argmax(-1), position + 1
+    best = math.inf
+    for _ in range(tries):
+        began = wait(device)
+        for _ in range(steps):
+            token, position = decoder.step(token, position).argmax(-1), position + 1
+        best = min(best, (wait(device) - began) / steps)
+    return best, cache.num_bytes
+
+
+def measure(model: Transformer, context: int, rows: int, sparsity: float, device: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One line of the table."""
+    masks = masks_at(model.config, sparsity, options.window, options.sinks)
+    began = time.perf_counter()
+    with torch.inference_mode():
+        seconds, num_bytes = time_decode(model, context, rows, masks, device, options)
+        prefill = time_prefill(model, context, masks, device) if options.prefill else None
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    return {
+        "context": context,
+        "rows": rows,
+        "sparsity": sparsity,
+        "cache_bytes": num_bytes,
+        "step_ms": round(1000 * seconds, 3),
+        "decode_tok_s": round(rows / seconds, 1),
+        "read_gb_s": round((weights + num_bytes) / seconds / 1e9),
+        "prefill_tok_s": None if prefill is None else round(context / prefill),
+        "took_s": round(time.perf_counter() - began, 1),
+    }
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="1b")
+    parser.add_argument("--cases", default="2048x1,32768x8,131072x8", help="context x rows, comma separated")
+    parser.add_argument("--sparsities", default="0,0.5,0.7")
+    parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--sinks", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=48, help="steps of one timing; the best of three counts")
+    parser.add_argument("--eager", action="store_true", help="do not compile the blocks")
+    parser.add_argument("--no-prefill", dest="prefill", action="store_false")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build(options.shape, device)
+    if options.prefill:
+        with torch.inference_mode():
+            time_prefill(model, min(2 * CHUNK_TOKENS, 2048 if device == "cpu" else 1 << 20), None, device)  # warm-up
+    results: list[dict[str, Any]] = []
+    for case in options.cases.split(","):
+        context, rows = map(int, case.split("x"))
+        # Where all positions fit a streaming head, masks change nothing.
+        wanted = [float(sparsity) for sparsity in options.sparsities.split(",")]
+        for sparsity in wanted if context > 2 * (options.window + options.sinks) else wanted[:1]:
+            results.append(measure(model, context, rows, sparsity, device, options))
+            base = next(one for one in results if (one["context"], one["rows"]) == (context, rows))
+            results[-1] |= {
+                "cache_ratio": round(base["cache_bytes"] / results[-1]["cache_bytes"], 2),
+                "decode_ratio": round(base["step_ms"] / results[-1]["step_ms"], 2),
+            }
+            print(json.dumps(results[-1]), flush=True)
+    print("\n| context, batch | sparsity | cache GiB | smaller | ms/step | decode tok/s | faster | prefill tok/s |\n|" + "---|" * 8)
+    for one in results:
+        prefill = "" if one["prefill_tok_s"] is None else f"{one['prefill_tok_s']:,}"
+        print(
+            f"| {one['context']}, {one['rows']} | {one['sparsity']} | {one['cache_bytes'] / 2**30:.3f} | {one['cache_ratio']}x | "
+            f"{one['step_ms']} | {one['decode_tok_s']:,} | {one['decode_ratio']}x | {prefill} |"
+        )
+    if options.out:
+        name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+        options.out.write_text(json.dumps({"device": name, "torch": torch.__version__, "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""On CUDA: the decode kernel equals the plain reference, prefill in chunks and recorded steps equal the forward under the same masks."""
+
+import pytest
+import torch
+from support.decode_case import REGIONS, gaps
+
+from headway.infer.decode import Decoder
+from headway.infer.prefill import chunks
+from headway.kernels.attention import causal_mask
+from headway.model.config import ModelConfig
+from headway.model.head_masks import HeadMasks
+from headway.model.init import initialize
+from headway.model.kv_cache import KVCache
+from headway.model.transformer import Transformer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+CONFIG = ModelConfig(
+    hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=64, ffn_size=384, vocab_size=512, max_seq_len=4096
+)
+MASKS = HeadMasks(((True, False, False, True), (False,) * 4, (True,) * 4), 96, 16)
+T, PROMPT = 700, 640
+
+
+@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_the_kernel_equals_the_reference(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    for head_size, groups in ((64, 4), (128, 1), (24, 3)):
+        gap, same = gaps(name, head_size, groups, "cuda", dtype)
+        assert gap < tolerance and same, (head_size, groups, gap)
+
+
+def build(dtype: torch.dtype) -> Transformer:
+    model = Transformer(CONFIG)
+    initialize(model, 0)
+    return model.to("cuda", dtype).requires_grad_(False)
+
+
+def decoded(dtype: torch.dtype, device: str, masks: HeadMasks | None, chunk: int, **how: bool) -> torch.Tensor:
+    """Hidden-state logits of a prompt in chunks, then step by step."""
+    model = build(dtype).to(device)
+    ids = torch.randint(0, 512, (2, T), generator=torch.Generator().manual_seed(2)).to(device)
+    cache = KVCache(CONFIG, 2, T, device=device, dtype=dtype, masks=masks, lengths=[PROMPT, PROMPT])
+    with torch.inference_mode():
+        found = [model.logits(hidden).float() for hidden in chunks(model, ids[:, :PROMPT], cache, chunk)]
+        decoder = Decoder(model, cache, steps=1, **how)
+        for at in range(PROMPT, T):
+            found.append(decoder.step(ids[:, at], torch.full((2,), at, device=device)).clone()[:, None])
+    return torch.cat(found, 1).cpu()
+
+
+@pytest.mark.parametrize("masks", [None, MASKS])
+def test_chunks_and_steps_on_the_gpu_equal_those_on_the_cpu(masks: HeadMasks | None) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    expected = decoded(torch.float32, "cpu", masks, 200)
+    for how in ({"record": False}, {"record": True}):
+        assert (decoded(torch.float32, "cuda", masks, 200, **how) - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("masks", [None, MASKS])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bf16_chunks_and_recorded_steps_stay_close(masks: HeadMasks | None, compiled: bool) -> None:
+    expected = decoded(torch.float32, "cpu", masks, T)
+    found = decoded(torch.bfloat16, "cuda", masks, 200, compile_blocks=compiled)
+    assert (found - expected).abs().mean() < 0.02 * expected.abs().mean()
+
+
+def test_rows_of_different_length_decode_as_they_do_alone() -> None:
+    model = build(torch.float32)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    ids = torch.randint(0, 512, (3, T), generator=torch.Generator().manual_seed(2)).cuda()
+    lengths = [300, 20, 131]
+    cache = KVCache(CONFIG, 3, T, device="cuda", dtype=torch.float32, masks=MASKS, lengths=lengths)
+    with torch.inference_mode():
+        for _ in chunks(model, ids[:, :300], cache, 64):
+            pass
+        decoder, at = Decoder(model, cache, steps=1), torch.tensor(lengths, device="cuda")
+        for _ in range(40):
+            found = decoder.step(ids.gather(1, at[:, None])[:, 0], at).clone()
+            at = at + 1
+        for row in range(3):
+            alone = KVCache(CONFIG, 1, T, device="cuda", dtype=torch.float32, masks=MASKS, lengths=[lengths[row] + 40])
+            hidden = torch.cat(list(chunks(model, ids[row : row + 1, : lengths[row] + 40], alone, T)), 1)
+            assert (model.logits(hidden[0, -1]).float() - found[row]).abs().max() < 1e-3
+
+
+def test_a_plain_forward_is_untouched_by_a_decoder() -> None:
+    model = build(torch.float32)
+    ids, position = torch.arange(64, device="cuda")[None], torch.arange(64, device="cuda")[None]
+    before = model(ids, position, causal_mask(1, 64, "cuda"))
+    Decoder(model, KVCache(CONFIG, 1, 64, device="cuda", dtype=torch.float32), steps=1)
+    assert (model(ids, position, causal_mask(1, 64, "cuda")) - before).abs().max() < 1e-3
