@@ -11,7 +11,7 @@ from headway import __version__
 from headway.errors import ConfigError
 from headway.eval.evaluate import Evaluation, share_a_tokenizer
 from headway.eval.plots import LOSS_BY_POSITION, RELIABILITY, draw_plots
-from headway.eval.tables import NUMBERS, OTHER_TOKENIZERS, PART_NUMBERS, numbers, part_numbers
+from headway.eval.tables import NUMBERS, OTHER_TOKENIZERS, PART_NUMBERS, markdown_table, numbers, part_numbers
 from headway.runtime.storage import write_atomic
 
 RESULTS = "results.json"
@@ -37,7 +37,7 @@ def _lines(evaluations: Sequence[Evaluation]) -> Iterable[str]:
         first = one.datasets[datasets[0]]
         yield f"- `{one.model}`: windows of {first.window} tokens, one every {first.stride}"
     yield ""
-    yield from _table(
+    yield from markdown_table(
         ["dataset", "model", *NUMBERS], ([name, one.model, *numbers(one.datasets[name])] for name in datasets for one in evaluations)
     )
     if not share_a_tokenizer(evaluations):
@@ -60,7 +60,7 @@ def _parts(evaluations: Sequence[Evaluation], datasets: Sequence[str]) -> Iterab
         if rows:
             yield f"## Parts of {name}"
             yield ""
-            yield from _table(["part", "model", *PART_NUMBERS], sorted(rows, key=lambda row: row[0]))
+            yield from markdown_table(["part", "model", *PART_NUMBERS], sorted(rows, key=lambda row: row[0]))
 
 
 def _positions(evaluations: Sequence[Evaluation], datasets: Sequence[str]) -> Iterable[str]:
@@ -74,7 +74,7 @@ def _positions(evaluations: Sequence[Evaluation], datasets: Sequence[str]) -> It
         yield f"### {name}"
         yield ""
         cells = ([f"{first}-{last}", *(_loss_and_perplexity(buckets.get((first, last))) for buckets in found)] for first, last in spans)
-        yield from _table(["context", *(one.model for one in evaluations)], cells)
+        yield from markdown_table(["context", *(one.model for one in evaluations)], cells)
 
 
 def _loss_and_perplexity(loss: float | None) -> str:
@@ -91,11 +91,3 @@ def _samples(evaluations: Sequence[Evaluation]) -> Iterable[str]:
             yield ""
             # Indented, so that whatever a model writes stays text.
             yield from (f"    {line}" for line in (sample.prompt + sample.text).splitlines())
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
-    yield "| " + " | ".join(column.replace("|", r"\|") for column in columns) + " |"
-    yield "|" + "---|" * len(columns)
-    for row in rows:
-        yield "| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |"
-    yield ""

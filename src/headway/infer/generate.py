@@ -23,6 +23,8 @@ from headway.model.kv_cache import KVCache
 from headway.runtime.progress import progress
 from headway.tokenizer.load import Tokenizer
 
+DECODED_BEFORE = 16
+"""Tokens of the prompt that are decoded with what was chosen; all of a long prompt at each token would cost more than the model."""
 StoppedBy = Literal["eos", "stop", "length", "context"]
 
 
@@ -163,9 +165,10 @@ class _Row:
             self.stopped_by = "context"
 
     def _text(self) -> str:
-        # Decoded with the prompt before it, so that no tokenizer takes the first space for the start of a text.
-        before = self.tokenizer.decode_bytes(self.prompt, skip_special=True)
-        whole = self.tokenizer.decode_bytes([*self.prompt, *self.new], skip_special=True)
+        # Decoded with the prompt's end before it, so that no tokenizer takes the first space for the start of a text.
+        end = self.prompt[-DECODED_BEFORE:]
+        before = self.tokenizer.decode_bytes(end, skip_special=True)
+        whole = self.tokenizer.decode_bytes([*end, *self.new], skip_special=True)
         return whole[len(before) :].decode("utf-8", errors="replace")
 
     def _cut(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Head masks for a model, from a file: checked, rounded if asked for, their window and sinks settled. Imports without torch."""
+"""Head masks for a model, from a file or from the gates it was trained with: checked, rounded if asked for, window and sinks settled."""
 
 from __future__ import annotations
 
@@ -51,6 +51,5 @@ def random_masks(like: HeadMasks, seed: int) -> HeadMasks:
     """As many full heads, at random places: what a choice of heads is compared with."""
     places = [(layer, head) for layer in range(like.num_layers) for head in range(like.num_kv_heads)]
     chosen = set(random.Random(seed).sample(places, like.num_full))
-    return replace(
-        like, full=tuple(tuple((layer, head) in chosen for head in range(like.num_kv_heads)) for layer in range(like.num_layers))
-    )
+    rows = range(like.num_layers)
+    return replace(like, full=tuple(tuple((layer, head) in chosen for head in range(like.num_kv_heads)) for layer in rows))

@@ -1,0 +1,76 @@
+"""How much of the past is kept: cells (query step, KV entry) that are not evicted, as a share of full causal attention.
+
+A prompt of n tokens is read in chunks, then m tokens are decoded. A streaming head with k sinks and window w keeps, before a chunk [a, b),
+min(a, k + w) entries, and all of the chunk until it ends; a full head keeps everything.
+
+    chunk of c tokens from a:   c (c + 1) / 2 + c * kept(a)          decode step at position a:   1 + kept(a)
+    kept(a) = a of a full head, min(a, k + w) of a streaming one;     the whole: (n + m)(n + m + 1) / 2
+
+Critical footprint: the smallest at which a score is still at least 90 % of the full model's, on straight lines between what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headway.model.head_masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks
+
+ENOUGH = 0.9
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Of one prompt and its answer, averaged over heads."""
+
+    share: float
+    """Cells kept, as a share of full causal attention."""
+    peak: float
+    """Most entries kept at one step, as a share of all tokens; heads peak together."""
+
+
+def footprint(masks: HeadMasks | None, prompt: int, new: int, chunk: int) -> Footprint:
+    """What a model under masks keeps for a prompt read in chunks and an answer."""
+    total = prompt + new
+    cells = total * (total + 1) / 2
+    full_cells, full_peak = _cells(prompt, new, chunk, total)
+    if masks is None:
+        return Footprint(full_cells / cells, full_peak / total)
+    slots = (DEFAULT_SINKS if masks.sinks is None else masks.sinks) + (DEFAULT_WINDOW if masks.window is None else masks.window)
+    kept_cells, kept_peak = _cells(prompt, new, chunk, slots)
+    streaming = masks.sparsity
+    share = (streaming * kept_cells + (1 - streaming) * full_cells) / cells
+    return Footprint(share, (streaming * kept_peak + (1 - streaming) * full_peak) / total)
+
+
+def _cells(prompt: int, new: int, chunk: int, slots: int) -> tuple[int, int]:
+    """Cells kept by one head that has room for `slots` entries between chunks, and the most at one step."""
+    cells = most = 0
+    for begin in range(0, prompt, chunk):
+        size = min(chunk, prompt - begin)
+        kept = min(begin, slots)
+        cells += size * (size + 1) // 2 + size * kept
+        most = max(most, kept + size)
+    for at in range(prompt, prompt + new):
+        kept = min(at, slots)
+        cells += 1 + kept
+        most = max(most, 1 + kept)
+    return cells, most
+
+
+def critical_footprint(full_score: float, points: Sequence[tuple[float, float]], enough: float = ENOUGH) -> float | None:
+    """The smallest footprint at which the score is enough; points are (footprint, score), the full model's among them.
+
+    None where the full model itself scores nothing, so that there is nothing to keep.
+    """
+    if full_score <= 0:
+        return None
+    wanted = enough * full_score
+    before: tuple[float, float] | None = None
+    for share, score in sorted(points):
+        if score >= wanted:
+            if before is None or score == before[1]:
+                return share
+            return before[0] + (share - before[0]) * (wanted - before[1]) / (score - before[1])
+        before = (share, score)
+    return None
