@@ -69,6 +69,14 @@ def test_ranks_train_gates_like_one_process(layout: str, freeze: tuple[str, ...]
             torch.testing.assert_close(got[name], weights[name], rtol=1e-3, atol=1e-4)
 
 
+def test_blocks_that_are_computed_again_see_the_same_gates() -> None:
+    right, weights, _ = alone(("layers.0",))
+    one = setup("ddp", ("layers.0",))
+    again = trained(Setup(one.parallel, freeze=one.freeze, config=one.config, objective=one.objective, memory={"recompute": 1.0}), Group())
+    assert again[0] == right
+    assert all(torch.equal(again[1][name], weights[name]) for name in weights)
+
+
 def test_frozen_weights_have_neither_gradient_nor_state_and_lie_in_the_compute_dtype() -> None:
     engine = make_engine(Group(), setup("ddp", ("weights",), torch.bfloat16))
     train_steps(engine, Group(), 4, 0, 1)

@@ -107,6 +107,23 @@ def test_later_stages_go_on_from_the_gates_and_fine_tuning_keeps_them(world: Pat
     assert read_masks(world / "sft" / "final") == read_masks(world / "weights" / "final")
 
 
+def test_the_three_modes_are_stages_of_one_recipe(world: Path) -> None:
+    stages = [
+        "{name: masks, objective: {kind: head_sparsity, window: 6, sinks: 2, start: 0.5, target: 0.5}, freeze: [weights]}",
+        "{name: weights, objective: {kind: head_sparsity, window: 9, start: 0.5, target: 0.5}}",
+        "{name: sft, freeze: [gates]}",
+    ]
+    run(world, "staged", ["steps=2", f"init.from={world}/dense", f"stages=[{', '.join(stages)}]"])
+    shape = find_model(world / "staged").config.head_gates
+    assert shape is not None
+    assert (shape.window, shape.sinks) == (9, 2)
+    kept = [stored(world / "staged" / "stages" / name)[GATES] for name in ("01-masks", "02-weights", "03-sft")]
+    assert not torch.equal(kept[0], kept[1])
+    assert torch.equal(kept[1], kept[2])
+    with pytest.raises(ConfigError, match="stage sft: the model has head gates"):
+        run(world, "mistaken", ["steps=2", f"init.from={world}/dense", f"stages=[{stages[0]}, {{name: sft}}]"])
+
+
 def test_frozen_masks_decide_what_training_sees(world: Path) -> None:
     losses = {}
     for name, full in (("all-full", True), ("all-streaming", False)):

@@ -82,7 +82,7 @@ def _check(out: Path) -> None:
 
 
 def draw_masks(masks: HeadMasks, out: Path, log_alpha: torch.Tensor | None = None) -> None:
-    """A PNG of layers x KV heads: full heads filled, streaming ones empty, or log_alpha in colour with a ring around full heads."""
+    """A PNG of layers x KV heads: full heads dark, streaming ones light, or log_alpha in colour with a dot in full heads."""
     # The figure itself instead of pyplot, which keeps figures and a choice of screen for the whole process.
     from matplotlib.figure import Figure
 
@@ -97,13 +97,13 @@ def draw_masks(masks: HeadMasks, out: Path, log_alpha: torch.Tensor | None = Non
         figure.colorbar(image, ax=axes, label="log_alpha")
         places = [(head, layer) for layer, row in enumerate(masks.full) for head, keeps in enumerate(row) if keeps]
         axes.scatter(
-            [x for x, _ in places], [y for _, y in places], s=14, marker="o", facecolors="none", edgecolors="black", linewidths=0.8
+            [x for x, _ in places], [y for _, y in places], s=12, marker="o", facecolors="white", edgecolors="black", linewidths=0.8
         )
     axes.set_xlabel("KV head")
     axes.set_ylabel("layer")
     axes.set_xticks(range(0, heads, max(1, heads // 16)))
     axes.set_yticks(range(0, layers, max(1, layers // 16)))
-    what = "filled" if log_alpha is None else "ring"
+    what = "dark" if log_alpha is None else "dots"
     axes.set_title(f"{masks.num_full} of {layers * heads} heads full ({what}), sparsity {masks.sparsity:.3f}", fontsize=9)
     picture = BytesIO()
     figure.savefig(picture, format="png")

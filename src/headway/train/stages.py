@@ -39,7 +39,7 @@ def check_stage(stage: Stage, resolved: Resolved, world: Group) -> None:
         module = recipe.objective.build().module
         if module is not None:
             shapes |= {OBJECTIVE + name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        make_groups(recipe.optim, shapes, trainable(shapes, recipe.freeze, recipe.train))
+        make_groups(recipe.optim, shapes, trainable(shapes, recipe.freeze, recipe.train), recipe.objective.rules)
         open_data(recipe.data, tokenizer=resolved.tokenizer_path, vocab_size=model.vocab, seed=recipe.seed)
     except HeadwayError as problem:
         _raise_of(stage, problem)
