@@ -83,7 +83,7 @@ def step_of(tokens: int, documents: int, vocab: int, seed: int) -> StepBatch:
     return StepBatch((batch,), {"targets": float(tokens), "rows": 1.0}, StepStats(tokens, documents, each, documents, documents, 0))
 
 
-def measure(engine: FlatEngine, case: dict[str, Any], share: float, *, skip: bool, steps: int, documents: int) -> dict[str, Any]:
+def measure(engine: FlatEngine, case: dict[str, Any], share: float, options: argparse.Namespace, *, skip: bool) -> dict[str, Any]:
     """Seconds of a step (median), tokens per second and peak memory at one sparsity."""
     device, optim = engine.settings.device, AdamW(lr=0.0)
     gates = engine.model.head_gates
@@ -94,20 +94,22 @@ def measure(engine: FlatEngine, case: dict[str, Any], share: float, *, skip: boo
         torch.cuda.reset_peak_memory_stats()
     seconds: list[float] = []
     streaming = 0.0
-    for index in range(steps + 1):
+    for index in range(options.warm + options.steps):
         streaming = set_sparsity(engine, share)
-        step = step_of(case["tokens"], documents, vocab, index)
+        step = step_of(case["tokens"], options.documents, vocab, index)
         wait(device)
         began = time.perf_counter()
         engine.forward_backward(step, StepInfo(index, 1000))
         engine.update(hypers(optim, engine.groups, index, 1000))
         wait(device)
         seconds.append(time.perf_counter() - began)
-    median = statistics.median(seconds[1:])
+    median = statistics.median(seconds[options.warm :])
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     return {
         "sparsity": round(streaming, 3), "branches": "needed" if skip else "both", "step_ms": round(median * 1000, 1),
-        "tok_s": round(case["tokens"] / median), "peak_gib": None if peak is None else round(peak, 1), "first_step_s": round(seconds[0], 1),
+        "tok_s": round(case["tokens"] / median), "peak_gib": None if peak is None else round(peak, 1),
+        "all_ms": [round(one * 1000) for one in seconds], "tokens": case["tokens"], "documents": options.documents,
+        "memory": case["memory"],
     }  # fmt: skip
 
 
@@ -122,15 +124,12 @@ def run(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     case, device = CASES[name], torch.device(options.device)
     engine = make_engine(case, device)
     rows: list[dict[str, Any]] = []
-    naive = None
-    if case["naive"]:
-        rows.append(measure(engine, case, case["shares"][0], skip=False, steps=options.steps, documents=options.documents))
-        naive = rows[0]["step_ms"]
-    for share in case["shares"]:
-        row = measure(engine, case, share, skip=True, steps=options.steps, documents=options.documents)
-        rows.append(row | ({} if naive is None else {"speedup": round(naive / row["step_ms"], 2)}))
-    for row in rows:
-        row |= {"case": name, "tokens": case["tokens"], "documents": options.documents, "memory": case["memory"]}
+    plans = [(case["shares"][0], False)] if case["naive"] else []
+    for share, skip in [*plans, *((share, True) for share in case["shares"])]:
+        row = {"case": name, **measure(engine, case, share, options, skip=skip)}
+        if rows and rows[0]["branches"] == "both":
+            row["speedup"] = round(rows[0]["step_ms"] / row["step_ms"], 2)
+        rows.append(row)
         print(json.dumps(row), flush=True)
     del engine
     gc.collect()
@@ -142,7 +141,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=list(CASES), default=[])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps, after one that is not")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps")
+    parser.add_argument("--warm", type=int, default=2, help="steps before them: kernels are chosen for each number of heads they meet")
     parser.add_argument("--documents", type=int, default=1, help="documents in the row")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
