@@ -106,6 +106,20 @@ class Loader:
         states = (state for _, state in planner.drawn())
         return next(islice(states, batch - 1, None)) if batch else LoaderState(0, Mixture(self._sources, self._streams).place)
 
+    def documents_of(self, state: LoaderState, first: int, last: int) -> dict[str, list[int]]:
+        """The documents of the batches `first` to `last`, by source, found from a state before them; no token is read."""
+        mixture = Mixture(self._sources, self._streams, state.place)
+        found: dict[str, set[int]] = {}
+        for rows, after in StepPlanner(self._config, self._shape, mixture, state.batch, self._epochs).drawn():
+            if after.batch - 1 > last:
+                break
+            for row in rows if after.batch - 1 >= first else ():
+                if row is not None:
+                    found.setdefault(self._streams[row.source].source.name, set()).update(row.documents)
+            if after.batch - 1 == last:
+                break
+        return {name: sorted(documents) for name, documents in found.items()}
+
     def _planner_from_start(self, epochs: int | None) -> StepPlanner:
         return StepPlanner(self._config, self._shape, Mixture(self._sources, self._streams), 0, epochs)
 

@@ -46,6 +46,12 @@ class Row:
         return self.block.segments[self.number]
 
     @property
+    def documents(self) -> list[int]:
+        """Which documents they are."""
+        plan = self.block.plan
+        return plan.document[int(plan.first[self.number]) : int(plan.first[self.number + 1])].tolist()
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest of them."""
         return self.block.longest[self.number]

@@ -25,6 +25,8 @@ class StepResult:
 
     loss: Tensor
     metrics: MetricSums
+    verdict: Tensor | None = None
+    """What the run thinks of the loss, as a number: see headway.train.watch."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Update:
 
     norm: Tensor
     skipped: Tensor
-    """1 where the gradients were not finite and nothing was changed, else 0."""
+    """1 where nothing was changed: the gradients were not finite, or it was asked for. Else 0."""
     loss_scale: Tensor
     """What the loss of this step was multiplied by; 1 unless the precision is fp16."""
 
@@ -53,8 +55,8 @@ class Engine(Protocol):
         """Metric sums without gradients, in evaluation mode."""
         ...
 
-    def update(self, hypers: dict[str, Hyper]) -> Update:
-        """Clip, step, and clear the gradients."""
+    def update(self, hypers: dict[str, Hyper], skip: Tensor | None = None) -> Update:
+        """Clip, step, and clear the gradients; nothing changes where the norm is not finite or `skip` (on the device) is 1."""
         ...
 
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> list[str]:

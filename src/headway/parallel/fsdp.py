@@ -136,7 +136,7 @@ class ShardedEngine:
         return self.passes.evaluate(batches, at)
 
     @torch.no_grad()
-    def update(self, hypers: dict[str, Hyper]) -> Update:
+    def update(self, hypers: dict[str, Hyper], skip: Tensor | None = None) -> Update:
         """Clip by the exact global norm and step this rank's parts. A step with a non-finite norm changes nothing."""
         parts = self._training()
         grads = {part.name: _grad(part) for part in parts}
@@ -147,7 +147,7 @@ class ShardedEngine:
             if part.is_whole:
                 square = square + torch.linalg.vector_norm(grads[part.name]).square()
         scale = self._one if self.scaler is None else self.scaler.scale.clone()
-        norm, guard = clip_guard(square.sqrt(), self.settings.clip, scale)
+        norm, guard, overflow = clip_guard(square.sqrt(), self.settings.clip, scale, skip)
         for group in self.groups:
             mine = [part for part in parts if part.group == group.name]
             held = [part for part in mine if part.master.numel()]
@@ -165,7 +165,7 @@ class ShardedEngine:
                 part.parameter.grad = None
         self.skipped += guard.found_inf
         if self.scaler is not None:
-            self.scaler.update(guard.found_inf)
+            self.scaler.update(overflow)
         return Update(norm, guard.found_inf, scale)
 
     @torch.no_grad()

@@ -7,9 +7,13 @@ from torch import Tensor
 from headway.optim.base import Guard
 
 
-def clip_guard(scaled_norm: Tensor, clip: float | None, loss_scale: Tensor) -> tuple[Tensor, Guard]:
-    """(norm, guard) from the global norm of gradients that still carry the loss scale; a norm that is not finite skips the step."""
+def clip_guard(scaled_norm: Tensor, clip: float | None, loss_scale: Tensor, skip: Tensor | None = None) -> tuple[Tensor, Guard, Tensor]:
+    """(norm, guard, overflow) from the global norm of gradients that still carry the loss scale.
+
+    A norm that is not finite skips the step, and so does `skip` where it is 1; only the first is an overflow.
+    """
     norm = scaled_norm / loss_scale
-    found_inf = norm.isfinite().logical_not().float()
+    overflow = norm.isfinite().logical_not().float()
+    found_inf = overflow if skip is None else overflow.maximum(skip)
     divisor = loss_scale if clip is None else loss_scale * ((norm + 1e-6) / clip).clamp(min=1.0)
-    return norm, Guard(divisor.nan_to_num(1.0, 1.0, 1.0), found_inf)
+    return norm, Guard(divisor.nan_to_num(1.0, 1.0, 1.0), found_inf), overflow

@@ -138,17 +138,17 @@ class FlatEngine:
         return self.passes.evaluate(batches, at)
 
     @torch.no_grad()
-    def update(self, hypers: dict[str, Hyper]) -> Update:
+    def update(self, hypers: dict[str, Hyper], skip: Tensor | None = None) -> Update:
         """Clip by the exact global norm, step this rank's parts, send them to the others. A step with a non-finite norm changes nothing."""
         norms = self._norms or torch._foreach_norm([bucket.own for bucket in self.reducer.buckets], 2, dtype=torch.float32)
         square = torch.stack(list(norms)).square().sum()
         self.ranks.shard.all_reduce(square).wait()
         scale = self._one if self.scaler is None else self.scaler.scale.clone()
-        norm, guard = clip_guard(square.sqrt(), self.settings.clip, scale)
+        norm, guard, overflow = clip_guard(square.sqrt(), self.settings.clip, scale, skip)
         self._step_all(hypers, guard)
         self.skipped += guard.found_inf
         if self.scaler is not None:
-            self.scaler.update(guard.found_inf)
+            self.scaler.update(overflow)
         return Update(norm, guard.found_inf, scale)
 
     def _step_all(self, hypers: dict[str, Hyper], guard: Guard) -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import islice
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,6 +40,7 @@ from headway.track.jsonl import MetricsFile
 from headway.track.outside import append_event
 from headway.train.config import Recipe
 from headway.train.folder import CHECKPOINTS, METRICS, Start
+from headway.train.heal import Healer, with_healed
 from headway.train.meter import Facts, Meter
 from headway.train.orders import Orders
 from headway.train.place import Place, StageMetrics
@@ -47,6 +48,7 @@ from headway.train.quiet import QuietMetrics
 from headway.train.reference_model import Reference, Scoring, make_reference
 from headway.train.resolve import Resolved, leaves_gates
 from headway.train.state import TrainState
+from headway.train.watch import Watch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,6 +75,8 @@ class Run:
     state: TrainState
     meter: Meter
     saver: Saver
+    watch: Watch
+    healer: Healer
     place: Place | None = None
     """Where it stands in a run of several stages."""
     stop: StopSignal = field(default_factory=StopSignal)
@@ -112,10 +116,10 @@ class Run:
         """What all ranks agree on between steps."""
         return Orders(self.ranks.world, self.home, self.stop)
 
-    def tell(self, event: Event, text: str) -> None:
+    def tell(self, event: Event, text: str, **facts: Any) -> None:
         """Tell every tracker of something that happened. Any rank and thread may call it; the first rank's trackers are all there are."""
         if self.process.is_first:
-            append_event(self.home, event, text, self.state.step)
+            append_event(self.home, event, text, self.state.step, **facts)
         for tracker in self.trackers:
             tracker.event(event, text, self.state.step)
 
@@ -147,8 +151,8 @@ class Run:
 
 def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process: Process = Process()) -> Run:
     """Put a run together and bring it to where it starts: initial weights, given weights, or a checkpoint."""
-    recipe, model = resolved.recipe, resolved.model
-    ranks = ranks or alone()
+    recipe = resolved.recipe if start.set_aside is not None else with_healed(resolved.recipe, start.folder)
+    model, ranks = resolved.model, ranks or alone()
     compute = choose_compute(recipe.device, recipe.precision, process.local_rank)
     set_arithmetic(tf32=recipe.kernels.tf32, deterministic=recipe.deterministic)
     batch = recipe.batch.resolve(recipe.data.seq_len, ranks.data.size)
@@ -167,7 +171,8 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
     engine = make_engine(recipe, model, compute, ranks, settings)
     loader = make_loader(recipe, data, batch, None, ranks)
     total_steps = count_steps(recipe, loader, batch)
-    state = TrainState(engine, model, loader.state, adapter=recipe.adapter, adapter_base=resolved.base)
+    watch = Watch(recipe.heal, compute.device)
+    state = TrainState(engine, model, loader.state, adapter=recipe.adapter, adapter_base=resolved.base, watch=watch)
     if start.checkpoint is not None:
         state.restore(start.checkpoint)
         loader.close()
@@ -188,6 +193,8 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
         engine=engine,
         loader=loader,
         state=state,
+        watch=watch,
+        healer=Healer(recipe.heal, scales_loss=compute.precision == "fp16"),
         meter=make_meter(recipe, model, compute, state, (batch.micro_rows, total_steps, tuple(data.names))),
         targets=targets,
         reference=reference,

@@ -23,6 +23,7 @@ from headway.parallel.config import ParallelConfig
 from headway.parallel.memory import MemoryConfig
 from headway.track.base import TrackerConfig
 from headway.train.overlay import NOT_A_STAGES, StageConfig, overlay
+from headway.train.watch import HealConfig
 
 
 class RunConfig(Section):
@@ -161,6 +162,7 @@ class Recipe(Section):
     kernels: KernelConfig = setting(KernelConfig, "How operations are computed.")
     memory: MemoryConfig = setting(MemoryConfig, "Memory against time.")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "When to save, what to keep.")
+    heal: HealConfig = setting(HealConfig, "What to do about a loss that is not finite or jumps.")
     eval: EvalConfig = setting(EvalConfig, "Validation inside the run.")
     log: LogConfig = setting(LogConfig, "What is shown while training.")
     track: tuple[Tracker, ...] = setting((), "Where else metrics go.")

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import time
+from dataclasses import replace
 from typing import Any
 
 from torch.profiler import record_function
 
+from headway.checkpoint.load import step_folders
 from headway.data.loader import Loader
+from headway.errors import GaveUpError
 from headway.objective.base import StepInfo
 from headway.optim.groups import hypers
 from headway.train.build import Run
 from headway.train.clock import Clock
 from headway.train.evaluate import validate
 from headway.train.finish import finish
+from headway.train.heal import roll_back
 from headway.train.probe import DATA, FORWARD_BACKWARD, OPTIMIZER
 from headway.train.report import report
 from headway.train.saving import all_saved, due_after, save
@@ -32,14 +36,21 @@ def run_loop(run: Run) -> dict[str, Any]:
     gc.disable()
     run.stop.starting = False
     try:
-        with all_saved(run), run.loader as batches:
-            while state.step < run.total_steps:
-                order = run.orders.look(state.step)
+        with all_saved(run):
+            if run.recipe.heal.rolls_back and not step_folders(run.checkpoints):
+                save(run, clock)  # there must be something to go back to
+            while goes_on(run):
+                order = run.orders.look(state.step, run.healer.bad[0] if run.healer.bad else None, is_hopeless=bool(run.healer.hopeless))
+                if order.is_hopeless:
+                    raise GaveUpError(run.healer.hopeless or "another rank gave up")
+                if order.bad_step is not None:
+                    roll_back(run, order.bad_step)
+                    continue
                 if (asked := order.stopped_by) is not None:
                     break
                 if order.save and state.step > run.saver.started_step:
                     save(run, clock)
-                train_step(run, batches)
+                train_step(run, run.loader)
                 run.after_step(state.step)
                 clock.epoch_lines()
                 if state.step < run.total_steps and (due := due_after(run)):
@@ -53,8 +64,16 @@ def run_loop(run: Run) -> dict[str, Any]:
             if state.step > run.saver.saved_step and wanted:
                 save(run, clock)
     finally:
+        run.loader.close()
         gc.enable()
     return finish(run, asked)
+
+
+def goes_on(run: Run) -> bool:
+    """Whether there is anything left to do: steps, or the undoing of the last ones."""
+    if run.state.step >= run.total_steps:
+        report(run, everything=True)
+    return run.state.step < run.total_steps or run.healer.bad is not None or run.healer.hopeless is not None
 
 
 def train_step(run: Run, batches: Loader, *, quiet: bool = False) -> None:
@@ -69,12 +88,14 @@ def train_step(run: Run, batches: Loader, *, quiet: bool = False) -> None:
     with record_function(FORWARD_BACKWARD):
         result = run.engine.forward_backward(batch, StepInfo(state.step, run.total_steps, len(run.data.names)))
     between = meter.mark()
+    verdict = run.watch.judge(result.loss)
     with record_function(OPTIMIZER):
-        update = run.engine.update(numbers)
+        update = run.engine.update(numbers, run.watch.skips(verdict))
+    run.healer.remember(state.step + 1, state.cursor, cursor)
     state.step, state.cursor, state.epoch, state.valid = state.step + 1, cursor, batch.stats.epoch, None
     main = next(iter(numbers.values()))
     host = {"lr": main.lr, "adam_beta2": main.betas[1]}
-    pending = meter.add(state.step, batch, host, result, update, (begin, between, data_wait))
+    pending = meter.add(state.step, batch, host, replace(result, verdict=verdict), update, (begin, between, data_wait))
     state.consumed_tokens = meter.consumed_tokens
     if quiet:
         return

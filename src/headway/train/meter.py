@@ -19,6 +19,7 @@ from headway.model.config import ModelConfig
 from headway.model.layout import num_matmul_parameters
 from headway.parallel.engine import StepResult, Update
 from headway.runtime.machine import gpu_load, peak_flops, resident_bytes
+from headway.train.watch import NAMES
 
 MAX_PENDING = 2
 WARM_STEPS = 5
@@ -176,6 +177,8 @@ class Meter:
         self.seen += 1
         record: dict[str, Any] = {"step": pending.step, **_divide(numbers, self.sources), **pending.host, **pending.valid}
         self.skipped += record.pop("skipped")
+        if verdict := int(record.pop("verdict")):
+            record["anomaly"] = NAMES[verdict]
         record["inf_nan_skip_batches"] = self.skipped
         record["time"] = self._timing(pending, seconds)
         return record
@@ -209,8 +212,9 @@ def short_names(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _flatten(result: StepResult, update: Update) -> tuple[list[str], list[Tensor]]:
-    names = ["loss", "grad_norm", "skipped", "loss_scale"]
-    tensors = [result.loss, update.norm, update.skipped, update.loss_scale]
+    names = ["loss", "grad_norm", "skipped", "loss_scale", "verdict"]
+    verdict = torch.zeros_like(result.loss) if result.verdict is None else result.verdict
+    tensors = [result.loss, update.norm, update.skipped, update.loss_scale, verdict]
     for name, (total, weight) in result.metrics.items():
         for part, tensor in (("sum", total), ("weight", weight)):
             names += [f"{name}|{index}|{part}" for index in range(tensor.numel())] if tensor.dim() else [f"{name}||{part}"]

@@ -1,4 +1,4 @@
-"""What the ranks of a run agree on between two steps: go on, save, stop, or go back. One exchange of three numbers."""
+"""What the ranks of a run agree on between two steps: go on, save, stop, go back or give up. One exchange of four numbers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class Order:
     save: bool = False
     bad_step: int | None = None
     """A step that is to be undone."""
+    is_hopeless: bool = False
+    """The run should end: healing does not help."""
 
 
 class Orders:
@@ -32,19 +34,20 @@ class Orders:
         self.world, self.stop = world, stop
         self.mailbox = Mailbox(run_dir) if world.rank == 0 else None
 
-    def look(self, step: int, bad_step: int | None = None) -> Order:
+    def look(self, step: int, bad_step: int | None = None, *, is_hopeless: bool = False) -> Order:
         """What to do after this step."""
         asked = self.mailbox.due(step) if self.mailbox is not None else None
         mine = [
             0 if self.stop.requested is None else signal.Signals[self.stop.requested].value,
             0 if asked is None else SAVE if asked.save_only else LEAVE,
             0 if bad_step is None else bad_step,
+            int(is_hopeless),
         ]
-        number, wish, bad = self.world.most_each(mine)
+        number, wish, bad, hopeless = self.world.most_each(mine)
         if asked is not None and self.mailbox is not None:
             self.mailbox.heeded()
         stopped_by = signal.Signals(number).name if number else REQUEST if wish == LEAVE else None
-        return Order(stopped_by, wish == SAVE, bad or None)
+        return Order(stopped_by, wish == SAVE, bad or None, bool(hopeless))
 
     def in_hurry(self) -> bool:
         """Whether any rank has little time left to save."""

@@ -12,6 +12,7 @@ def report(run: Run, *, everything: bool = False) -> None:
     """Write the records that have arrived: every step to metrics.jsonl, some to the console and the trackers."""
     for record in run.meter.collect(everything=everything):
         run.metrics.write(record)
+        run.healer.see(run, record)
         if record["step"] % run.recipe.log.every == 0 or record["step"] in (1, run.total_steps) or "valid" in record:
             for tracker in run.trackers:
                 tracker.log(record["step"], record)

@@ -45,6 +45,8 @@ def save(run: Run, clock: Clock, *, snapshot: bool = False) -> None:
     """Save a checkpoint; the metrics of all steps up to it are on disk first, so that a resumed run finds them."""
     run.heart.beat("save", run.state.step)
     report(run, everything=True)
+    if run.healer.bad is not None:
+        return  # a state that is about to be undone must not push out a good one
     begun = time.perf_counter()
     run.metrics.sync()
     run.state.seconds = clock.seconds()

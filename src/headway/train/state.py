@@ -16,6 +16,7 @@ from headway.errors import CheckpointError
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.parallel.engine import Engine
+from headway.train.watch import Watch
 
 
 @dataclass
@@ -34,6 +35,8 @@ class TrainState:
     adapter: AdapterConfig | None = None
     adapter_base: str | None = None
     """Where the model lies that the adapter belongs to."""
+    watch: Watch | None = None
+    """The last good losses."""
     valid: dict[str, Any] | None = None
     """The numbers of the validation after this very step; None if there was none."""
 
@@ -52,6 +55,7 @@ class TrainState:
             "consumed_tokens": self.consumed_tokens,
             "epoch": self.epoch,
             "seconds": self.seconds,
+            "watch": None if self.watch is None else self.watch.scalars(),
             VALID: finite(self.valid),
         }
 
@@ -67,6 +71,8 @@ class TrainState:
         self.consumed_tokens = scalars["consumed_tokens"]
         self.epoch = scalars["epoch"]
         self.seconds = scalars["seconds"]
+        if self.watch is not None:
+            self.watch.load(scalars.get("watch"))
 
     def _check_adapter(self, reader: Reader) -> None:
         form: Any = reader.scalars.get("adapter")

@@ -5,7 +5,7 @@ from typing import Any
 from headway.config.load import load
 from headway.train.config import Recipe
 from support.alerts import alert, alert_lines
-from support.observe import Row, observed, refused
+from support.observe import Row, numbers, observed, refused
 
 
 def recipe(overrides: tuple[str, ...]) -> Any:
@@ -20,6 +20,12 @@ def tracker(name: str) -> Any:
     return lambda overrides: getattr(recipe(overrides).track[0], name)
 
 
+def spikes(overrides: tuple[str, ...]) -> Any:
+    return [record["step"] for record in observed(overrides).records if "anomaly" in record]
+
+
+NAN = ("steps=8", "optim.lr=1e30", "optim.clip=null")
+SPIKES = ("steps=12", "optim.lr=0.1", "heal.window=4", "heal.sigma=0.5")
 POST = "{kind: heartbeat, url_env: "
 
 ROWS: dict[str, Row] = {
@@ -27,6 +33,12 @@ ROWS: dict[str, Row] = {
     "supervise.max_restarts": ((), 5, 0, lambda o: recipe(o).supervise),
     "supervise.backoff_seconds": ((), 10.0, 0.0, lambda o: recipe(o).supervise),
     "supervise.hang_seconds": ((), 900.0, 5.0, lambda o: recipe(o).supervise),
+    "heal.on_nan": (NAN, "skip", "rollback", refused),
+    "heal.on_spike": (SPIKES, "alert", "skip", numbers),
+    "heal.sigma": (SPIKES, 0.5, None, spikes),
+    "heal.window": (SPIKES, 4, 60, spikes),
+    "heal.skip_before": ((*SPIKES, "heal.on_spike=rollback", "checkpoint.every=1", "heal.limit=30"), 0, 1, numbers),
+    "heal.limit": ((*SPIKES, "heal.on_spike=skip"), 30, 0, refused),
     "run.grace_seconds": ((), 120.0, 1.0, lambda o: recipe(o).run.grace_seconds),
     "track[alert].kind": ((), [], alert(), told),
     "track[alert].form": ((), alert(), alert("form: webhook, url_env: NO_SUCH"), refused),

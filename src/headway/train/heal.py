@@ -1,0 +1,162 @@
+"""Healing: what a run does about steps whose loss is not finite or jumps. It is told; or the step was skipped; or the run goes back to the
+newest checkpoint before it and leaves out exactly its batch.
+
+    step   100   101   102 (bad)            checkpoint of 100 is read again, batch 101 (that of step 102) is never trained on
+    batch   99   100   101      ──▶   step 101: batch 100    step 102: batch 102    ...
+
+Which batches are left out stands in RUN/heal.json, so that every later start leaves them out too: a run that heals resumes exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from headway.checkpoint.load import newest_good, open_checkpoint
+from headway.checkpoint.retention import set_aside_later
+from headway.data.config import skipped_batches
+from headway.data.loader import LoaderState
+from headway.errors import GaveUpError
+from headway.runtime.storage import write_atomic
+from headway.train.config import Recipe
+from headway.train.report import report
+from headway.train.watch import HealConfig
+
+if TYPE_CHECKING:
+    from headway.train.build import Run
+
+log = logging.getLogger("headway")
+
+FILE = "heal.json"
+KEPT_CURSORS = 8
+Bad = Literal["nan", "spike"]
+
+
+class Healer:
+    """Sees every record of this rank and says what is to be done. Records are the same on all ranks, but may come a step earlier on one."""
+
+    def __init__(self, config: HealConfig, *, scales_loss: bool) -> None:
+        self.config, self.scales_loss = config, scales_loss
+        self.bad: tuple[int, str] | None = None
+        """The first step that is to be undone, and why."""
+        self.hopeless: str | None = None
+        """Why the run should end."""
+        self._in_a_row = 0
+        self._cursors: deque[tuple[int, LoaderState, LoaderState]] = deque(maxlen=KEPT_CURSORS + config.skip_before)
+
+    def remember(self, step: int, before: LoaderState, after: LoaderState) -> None:
+        """Which batch a step trains on."""
+        self._cursors.append((step, before, after))
+
+    def batch_of(self, step: int) -> int:
+        """The number of the batch a recent step trained on."""
+        return next(after.batch for number, _, after in self._cursors if number == step) - 1
+
+    def before(self, batch: int) -> LoaderState:
+        """The latest cursor that still has this batch before it."""
+        return next(before for _, before, _ in reversed(self._cursors) if before.batch <= batch)
+
+    def see(self, run: Run, record: dict[str, Any]) -> None:
+        """Look at a step's record."""
+        kind = self._kind(record)
+        if kind is None:
+            self._in_a_row = 0
+            return
+        step = record["step"]
+        action = self.config.on_nan if kind == "nan" else self.config.on_spike
+        what = f"the loss of step {step} is {record['loss']:.4g}, the norm of its gradients {record['grad_norm']:.4g}"
+        if action == "rollback":
+            self.bad = self.bad or (step, f"{kind}: {what}")
+            return
+        if action == "alert":
+            run.tell(kind, what)
+            return
+        self._in_a_row += 1
+        batch = self.batch_of(step)
+        documents = run.loader.documents_of(self.before(batch), batch, batch) if run.process.is_first else {}
+        run.tell(kind, f"{what}; the step was skipped", batches=[batch, batch], documents=documents)
+        if self._in_a_row > self.config.limit:
+            self.hopeless = f"{self._in_a_row} steps in a row were skipped, the last one {step} ({what}); heal.limit is {self.config.limit}"
+
+    def _kind(self, record: dict[str, Any]) -> Bad | None:
+        if record.get("anomaly") is not None:
+            return record["anomaly"]
+        # with a loss scale an overflow is business as usual; without one a gradient that is not finite is trouble though the loss is none
+        return "nan" if not self.scales_loss and not math.isfinite(record["grad_norm"]) else None
+
+
+def roll_back(run: Run, bad_step: int) -> None:
+    """Go back before a bad step and leave out its batch; all ranks together."""
+    from headway.train.build import count_steps, make_loader, make_meter
+
+    report(run, everything=True)
+    run.saver.wait()
+    healer, config = run.healer, run.recipe.heal
+    batch = healer.batch_of(bad_step)
+    first = max(0, batch - config.skip_before)
+    reason = healer.bad[1] if healer.bad is not None else "another rank saw it"
+    plan = _decide(run, bad_step, (first, batch), reason) if run.process.is_first else {}
+    plan = run.ranks.world.gather(plan)[0]
+    if "gave_up" in plan:
+        raise GaveUpError(plan["gave_up"])
+    run.state.restore(open_checkpoint(Path(plan["checkpoint"]), verify=False))
+    run.state.valid = None
+    run.recipe = leave_out(run.recipe, [(first, batch)])
+    run.loader.close()
+    run.loader = make_loader(run.recipe, run.data, run.batch, run.state, run.ranks)
+    run.total_steps = count_steps(run.recipe, run.loader, run.batch)
+    counts = (run.batch.micro_rows, run.total_steps, tuple(run.data.names))
+    run.meter = make_meter(run.recipe, run.model, run.compute, run.state, counts)
+    run.saver.saved_step = run.saver.started_step = run.state.step
+    run.metrics.cut_to(run.state.step)
+    run.heart.beat("step", run.state.step)
+    healer.bad = None
+    text = f"{reason}; back to step {run.state.step}, without batches {first} to {batch}"
+    run.tell("nan" if reason.startswith("nan") else "spike", text, batches=[first, batch], documents=plan["documents"])
+
+
+def _decide(run: Run, bad_step: int, batches: tuple[int, int], reason: str) -> dict[str, Any]:
+    """Where to go back to, written down for every later start; by the first rank."""
+    set_aside_later(run.checkpoints, bad_step - 1)
+    found = newest_good(run.checkpoints)
+    if found.reader is None or found.path is None:
+        return {"gave_up": f"{reason}; there is no checkpoint before step {bad_step} to go back to."}
+    healed = read_healed(run.start.folder)
+    to_step, limit = found.reader.step, run.recipe.heal.limit
+    if sum(one["to_step"] == to_step for one in healed) >= limit:
+        return {"gave_up": f"{reason}; the run went back to step {to_step} {limit} times already (heal.limit). See {FILE}."}
+    documents = run.loader.documents_of(run.healer.before(batches[0]), *batches)
+    entry = {"batches": list(batches), "bad_step": bad_step, "to_step": to_step, "reason": reason, "documents": documents}
+    write_atomic(run.start.folder / FILE, json.dumps([*healed, entry], indent=1, ensure_ascii=False) + "\n")
+    return {"checkpoint": str(found.path), "documents": documents}
+
+
+def read_healed(run_dir: Path) -> list[dict[str, Any]]:
+    """What a run was healed of so far."""
+    try:
+        return json.loads((run_dir / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+
+
+def with_healed(recipe: Recipe, run_dir: Path) -> Recipe:
+    """The recipe without the batches that a run was healed of."""
+    return leave_out(recipe, [(one["batches"][0], one["batches"][1]) for one in read_healed(run_dir)])
+
+
+def leave_out(recipe: Recipe, ranges: list[tuple[int, int]]) -> Recipe:
+    """A recipe that skips these batches beside those it skips already."""
+    if not ranges:
+        return recipe
+    joined: list[list[int]] = []
+    for first, last in sorted([*skipped_batches(recipe.data.skip_batches), *ranges]):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1][1] = max(joined[-1][1], last)
+        else:
+            joined.append([first, last])
+    text = ",".join(f"{first}-{last}" for first, last in joined)
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"skip_batches": text})})
