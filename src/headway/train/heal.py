@@ -56,9 +56,19 @@ class Healer:
         """The number of the batch a recent step trained on."""
         return next(after.batch for number, _, after in self._cursors if number == step) - 1
 
+    def step_of(self, batch: int, bad_step: int) -> int:
+        """The first recent step that trained on this batch or a later one."""
+        return min([step for step, _, after in self._cursors if after.batch > batch and step <= bad_step], default=bad_step)
+
     def before(self, batch: int) -> LoaderState:
-        """The latest cursor that still has this batch before it."""
-        return next(before for _, before, _ in reversed(self._cursors) if before.batch <= batch)
+        """The latest cursor that still has this batch before it, or the earliest that is known."""
+        return next((before for _, before, _ in reversed(self._cursors) if before.batch <= batch), self._cursors[0][1])
+
+    def went_back(self, step: int) -> None:
+        """What came after this step never happened."""
+        self.bad = None
+        while self._cursors and self._cursors[-1][0] > step:
+            self._cursors.pop()
 
     def see(self, run: Run, record: dict[str, Any]) -> None:
         """Look at a step's record."""
@@ -114,14 +124,14 @@ def roll_back(run: Run, bad_step: int) -> None:
     run.saver.saved_step = run.saver.started_step = run.state.step
     run.metrics.cut_to(run.state.step)
     run.heart.beat("step", run.state.step)
-    healer.bad = None
+    healer.went_back(run.state.step)
     text = f"{reason}; back to step {run.state.step}, without batches {first} to {batch}"
     run.tell("nan" if reason.startswith("nan") else "spike", text, batches=[first, batch], documents=plan["documents"])
 
 
 def _decide(run: Run, bad_step: int, batches: tuple[int, int], reason: str) -> dict[str, Any]:
     """Where to go back to, written down for every later start; by the first rank."""
-    set_aside_later(run.checkpoints, bad_step - 1)
+    set_aside_later(run.checkpoints, run.healer.step_of(batches[0], bad_step) - 1)
     found = newest_good(run.checkpoints)
     if found.reader is None or found.path is None:
         return {"gave_up": f"{reason}; there is no checkpoint before step {bad_step} to go back to."}
