@@ -77,6 +77,7 @@ def run_recipe(recipe: Recipe, resume: str = "auto", probe: Probe = nullcontext)
 
 def _run(session: Session, resolved: Resolved, resume: str, place: Place | None = None) -> dict[str, Any]:
     process, world, stop = session.process, session.world, session.stop
+    stop.starting = True
     run = _build(resolved, resume, process, world)
     recipe, start = resolved.recipe, run.start
     run.stop, run.place = stop, place
