@@ -59,7 +59,7 @@ class GatedCore:
         return mix_heads(q, k, v, mask, mask.mix, self.layer, full=full, backend=STREAMING[self.backend])
 
 
-STREAMING = {"auto": "auto", "reference": "reference", "sdpa": "blocks", "varlen": "pieces"}
+STREAMING = {"auto": "auto", "reference": "reference", "sdpa": "blocks", "varlen": "pieces", "fa4": "pieces"}
 """The backend of streaming attention that goes with one of full attention."""
 
 

@@ -125,6 +125,14 @@ def test_gates_begin_nearly_full_or_striped_and_belong_to_the_model() -> None:
     assert names[0] == (GATES, (3, 4))
 
 
+def test_every_attention_kernel_has_one_of_streaming_to_go_with_it() -> None:
+    from headway.kernels import attention, streaming
+    from headway.model.transformer import STREAMING
+
+    assert set(STREAMING) == {"auto", *attention.BACKENDS}
+    assert set(STREAMING.values()) == {"auto", *streaming.BACKENDS}
+
+
 def test_gates_and_sliding_windows_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="head_gates is given with sliding_window=4"):
         CONFIG.with_(sliding_window=4)
