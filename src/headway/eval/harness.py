@@ -68,7 +68,7 @@ class Metric:
 
     def cells(self) -> list[str]:
         """As a row under `COLUMNS`."""
-        value = f"{self.value:.4f}" if isinstance(self.value, float) else str(self.value)
+        value = str(self.value) if isinstance(self.value, str) else f"{self.value:.4f}" if abs(self.value) < 1e6 else f"{self.value:.4e}"
         texts = ("" if one is None else str(one) for one in (self.shots, self.filter, self.name))
         return [self.task, *texts, value, "" if self.stderr is None else f"{self.stderr:.4f}", str(self.samples or "")]
 
