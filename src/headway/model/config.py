@@ -113,7 +113,8 @@ class ModelConfig(Section):
             raise ValueError(f"num_kv_heads is {self.kv_heads}; it must divide num_heads={self.num_heads}")
         for key in ("no_rope_layers", "window_layers"):
             too_high = [i for i in getattr(self, key) or () if i >= self.num_layers]
-            if too_high:
+            # A recipe that does not say how many layers there are may take them from given weights; it is looked at again with them.
+            if too_high and "num_layers" in self.model_fields_set:
                 raise ValueError(f"{key} holds {too_high[0]}; layers are numbered 0 to {self.num_layers - 1}")
         if self.window_layers is not None and self.sliding_window is None:
             raise ValueError("window_layers is given without sliding_window; give the window's width too")

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from headway.errors import ConfigError, DataError
 from headway.infer.adapted import Carried
@@ -101,7 +104,7 @@ def _shape(recipe: Recipe, weights: StoredModel | None, tokenizer: Tokenizer | N
     model = recipe.model
     if weights is not None:
         given = {name: getattr(model, name) for name in model.model_fields_set if getattr(model, name) is not None}
-        model = weights.config.with_(**given)
+        model = _with(weights.config, **given)
         changed = [
             n
             for n in ("hidden_size", "num_layers", "num_heads", "kv_heads", "head_size", "ffn_size", "vocab_size")
@@ -110,8 +113,8 @@ def _shape(recipe: Recipe, weights: StoredModel | None, tokenizer: Tokenizer | N
         if changed:
             pairs = ", ".join(f"{name} is {getattr(model, name)} and the weights have {getattr(weights.config, name)}" for name in changed)
             raise ConfigError(f"model does not fit init.from={recipe.init.source}: {pairs}. Leave these settings out.")
-    if model.vocab_size is None:
-        model = model.with_(vocab_size=tokenizer.model_vocab_size if tokenizer is not None else GENERATED_VOCAB)
+    vocab = tokenizer.model_vocab_size if tokenizer is not None else GENERATED_VOCAB
+    model = _with(model, vocab_size=vocab if model.vocab_size is None else model.vocab_size)
     if tokenizer is not None and model.vocab < tokenizer.vocab_size:
         raise ConfigError(
             f"model.vocab_size is {model.vocab}; the tokenizer has {tokenizer.vocab_size} ids. Leave it out, or give at least that."
@@ -154,6 +157,15 @@ def _head_gates(recipe: Recipe, weights: StoredModel | None, masks: HeadMasks | 
 def leaves_gates(recipe: Recipe) -> bool:
     """Whether a recipe says `head_gates: null`: the gates of init.from stay behind."""
     return recipe.model.head_gates is None and "head_gates" in recipe.model.model_fields_set
+
+
+def _with(model: ModelConfig, **changes: Any) -> ModelConfig:
+    """A shape with some numbers changed; what does not fit together is the user's mistake."""
+    try:
+        return model.with_(**changes)
+    except ValidationError as error:
+        reasons = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
+        raise ConfigError(f"model: {reasons}.") from None
 
 
 def _differs(model: ModelConfig, weights: StoredModel, name: str) -> bool:
