@@ -165,7 +165,8 @@ def _encoded(raw: Sequence[str], dataset: Dataset, loaded: LoadedModel, reading:
         raise ConfigError(f"{loaded.path} has no tokenizer, so text cannot be scored. Give a token store as --data.")
     if reading.bos and tokenizer.bos_id is None:
         raise ConfigError("--bos was given; the model's tokenizer has no token that begins a document. Leave it out.")
-    prefix = [tokenizer.bos_id] if reading.bos and tokenizer.bos_id is not None else []
+    # Before every window, not only the first: a model that needs it falls apart in the later ones.
+    lead = (tokenizer.bos_id,) if reading.bos and tokenizer.bos_id is not None else ()
     documents = read_documents(raw, text_key=dataset.text_key, split="line" if reading.split == "line" else "file")
     texts: Iterable[tuple[str, str | None]] = ((document.text, _part(document, reading.by)) for document in documents)
     if dataset.join is not None:
@@ -173,7 +174,7 @@ def _encoded(raw: Sequence[str], dataset: Dataset, loaded: LoadedModel, reading:
             raise ConfigError(f"--by is {reading.by!r}; {dataset.name} is scored as one text. Leave --by or --suite out.")
         texts = [(dataset.join.join(text for text, _ in islice(texts, reading.max_samples)), None)]
     for text, part in texts:
-        yield Piece([*prefix, *tokenizer.encode(text)], len(text.encode()), part)
+        yield Piece(tokenizer.encode(text), len(text.encode()), part, lead)
 
 
 def _part(document: Document, by: str | None) -> str | None:

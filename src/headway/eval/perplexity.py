@@ -29,6 +29,8 @@ class Piece:
     num_bytes: int | None
     part: str | None = None
     """Which part of its dataset it belongs to, where the dataset is split."""
+    lead: tuple[int, ...] = ()
+    """Ids that stand before each of its windows and are not scored."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,9 @@ class _Seen:
             self.count(piece)
             if piece.part is not None:
                 self.parts.setdefault(piece.part, _Seen()).count(piece)
-            for begin, end, first in windows(len(piece.ids), window, stride):
-                yield Row(piece.ids[begin:end], first - begin, piece.part)
+            lead = len(piece.lead)
+            for begin, end, first in windows(len(piece.ids), window, stride, lead):
+                yield Row([*piece.lead, *piece.ids[begin:end]], lead + first - begin, piece.part)
 
     def bits_per_byte(self, nll: float) -> float | None:
         return nll / math.log(2) / self.num_bytes if self.bytes_known and self.num_bytes else None

@@ -48,12 +48,16 @@ class TokenScores:
     """Which window of the batch the token is in."""
 
 
-def windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, first scored) of every window over `length` tokens; token i is scored from the tokens before it in its window."""
-    scored = 1
-    for begin in range(0, length, stride):
-        end = min(begin + window, length)
-        first = max(scored, begin + 1)
+def windows(length: int, window: int, stride: int, lead: int = 0) -> Iterator[tuple[int, int, int]]:
+    """(begin, end, first scored) of every window over `length` tokens; token i is scored from the tokens before it in its window.
+
+    `lead` tokens stand before each window and take their room from it; with them even a window's first token has a context.
+    """
+    alone = 0 if lead else 1
+    scored = alone
+    for begin in range(0, length, min(stride, window - lead)):
+        end = min(begin + window - lead, length)
+        first = max(scored, begin + alone)
         if first < end:
             yield begin, end, first
         scored = end

@@ -82,6 +82,25 @@ def test_everything_measured_equals_brute_force_with_transformers(
     assert result.calibration_error == pytest.approx(error, rel=1e-4)
 
 
+@pytest.mark.parametrize(("window", "stride"), [(32, 32), (16, 5)])
+def test_a_begin_token_stands_before_every_window(folder: Path, loaded: LoadedModel, data: Path, window: int, stride: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert loaded.tokenizer is not None and loaded.tokenizer.bos_id is not None
+    bos = loaded.tokenizer.bos_id
+    result = perplexity(loaded, read_pieces(Dataset("held-out", (str(data),)), loaded, Reading(bos=True)), window=window, stride=stride)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    expected: list[float] = []
+    for ids in map(loaded.tokenizer.encode, TEXTS):
+        for at in range(len(ids)):
+            begin = next(b for b in range(0, len(ids), min(stride, window - 1)) if at < b + window - 1)
+            with torch.no_grad():
+                chance = model(torch.tensor([[bos, *ids[begin:at]]])).logits[0, -1].double().log_softmax(-1)
+            expected.append(-float(chance[ids[at]]))
+    assert result.tokens == len(expected)
+    assert result.loss == pytest.approx(np.mean(expected), rel=1e-5)
+
+
 def test_positions_and_bins_add_up_to_the_whole(loaded: LoadedModel, pieces: list[Piece]) -> None:
     result = perplexity(loaded, pieces, stride=8)
     assert sum(bucket.tokens for bucket in result.positions) == sum(bin.tokens for bin in result.bins) == result.tokens

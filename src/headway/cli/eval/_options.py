@@ -27,7 +27,7 @@ BY = typer.Option(None, help="Also split each dataset: by file, or by this key o
 MAX_SAMPLES = typer.Option(None, help="Score only this many documents of each dataset, from its beginning.")
 SPLIT = typer.Option("file", help="A .txt file is one document (file), or each line is one (line).")
 TEXT_KEY = typer.Option(None, help="Key that holds the text of a record; if not given 'text', or what the suite knows.")
-BOS = typer.Option(False, "--bos", help="Put the tokenizer's begin token before each text.")
+BOS = typer.Option(False, "--bos", help="Put the tokenizer's begin token before each window.")
 PROMPT = typer.Option([], help="Also continue this text; may be given several times.")
 SAMPLES = typer.Option(None, help="Continuations of each prompt; 1 if not given.")
 MAX_NEW_TOKENS = typer.Option(64, help="Tokens of a continuation at most.")
