@@ -32,10 +32,10 @@ data:
   cache_dir: {dir}/cache
 objective: {{kind: dpo}}
 batch: {{rows: 8, micro_rows: 2}}
-optim: {{lr: 3e-3}}
-steps: 8
-eval: {{every: 4, rows: 8}}
-checkpoint: {{every: 4}}
+optim: {{lr: 5e-3}}
+steps: 4
+eval: {{every: 2, rows: 8}}
+checkpoint: {{every: 2}}
 device: cpu
 """
 SAME = (
@@ -88,7 +88,7 @@ def plain(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_run_starts_at_ln_2_learns_and_reports_rewards(plain: list[dict[str, Any]], folder: Path) -> None:
     assert plain[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert plain[-1]["loss"] < 0.6
+    assert plain[-1]["loss"] < 0.65
     assert set(SAME) <= set(plain[0])
     valid = plain[-1]["valid"]["valid"]
     assert valid["rewards/accuracies"] > 0.8
@@ -98,15 +98,16 @@ def test_a_run_starts_at_ln_2_learns_and_reports_rewards(plain: list[dict[str, A
     assert "reference of random weights" in log
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "kto_pair"])
-@pytest.mark.parametrize("overrides", [("parallel.zero1.size=1",), (), ("parallel.strategy=fsdp",)], ids=["ddp", "zero1", "fsdp"])
-def test_two_ranks_leave_what_one_process_leaves(
-    folder: Path, plain: list[dict[str, Any]], overrides: tuple[str, ...], loss_type: str
-) -> None:
+LAYOUTS = {"ddp": ("parallel.zero1.size=1",), "zero1": (), "fsdp": ("parallel.strategy=fsdp",)}
+QUICK = [("zero1", "sigmoid"), ("fsdp", "kto_pair")]
+REST = [(layout, loss) for layout in LAYOUTS for loss in ("sigmoid", "kto_pair") if (layout, loss) not in QUICK]
+
+
+@pytest.mark.parametrize(("layout", "loss_type"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.drill) for one in REST)])
+def test_two_ranks_leave_what_one_process_leaves(folder: Path, plain: list[dict[str, Any]], layout: str, loss_type: str) -> None:
     kind = f"objective.loss_type={loss_type}"
-    one = f"one-{loss_type}"
-    right = plain if loss_type == "sigmoid" else run(folder, one, kind, "batch.micro_rows=8")  # the whole step at once
-    assert_same(run(folder, f"two-{loss_type}-{''.join(overrides).replace('.', '-')}", kind, *overrides, world=2), right)
+    right = plain if loss_type == "sigmoid" else run(folder, "one-kto", kind, "batch.micro_rows=8")  # the whole step at once
+    assert_same(run(folder, f"two-{loss_type}-{layout}", kind, *LAYOUTS[layout], world=2), right)
 
 
 def test_pairs_packed_into_rows_are_pairs_on_their_own(folder: Path) -> None:
@@ -126,7 +127,7 @@ def test_cached_log_probabilities_are_the_live_ones_and_are_made_once(folder: Pa
     assert deterministic(folder / "runs" / "cached" / "metrics.jsonl") == run_without_time(folder, "cached-again", cached)
     assert sorted((folder / "cache" / "reference").iterdir()) == files
     assert files[0].stat().st_mtime_ns == before
-    run(folder, "other-weights", cached, "seed=7")
+    run(folder, "other-weights", cached, "seed=7", "steps=1")
     assert len(list((folder / "cache" / "reference").iterdir())) == 2
     shutil.rmtree(folder / "cache" / "reference")
     assert_same(run(folder, "cached-two", cached, world=2), plain)
@@ -140,7 +141,7 @@ def run_without_time(folder: Path, name: str, *overrides: str) -> list[dict[str,
 
 def test_a_damaged_cache_of_log_probabilities_is_made_again(folder: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
     cached = ("objective.reference_logps=cached", f"data.cache_dir={tmp_path}")
-    run(folder, "whole-cache", *cached)
+    run(folder, "whole-cache", *cached, "steps=1")
     (file,) = (tmp_path / "reference").iterdir()
     file.write_bytes(file.read_bytes()[:60])
     assert_same(run(folder, "damaged-cache", *cached), plain)
@@ -151,12 +152,12 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(folder: Path, overri
     make_pair_store(tmp_path / "pairs", pairs=80)
     run(tmp_path, "straight", *overrides)
     loaded = recipe(tmp_path, "again", *overrides)
-    train(loaded, resume=str(tmp_path / "runs" / "straight" / "checkpoints" / "step-00000004"))
+    train(loaded, resume=str(tmp_path / "runs" / "straight" / "checkpoints" / "step-00000002"))
     assert (
-        deterministic(tmp_path / "runs" / "again" / "metrics.jsonl") == deterministic(tmp_path / "runs" / "straight" / "metrics.jsonl")[4:]
+        deterministic(tmp_path / "runs" / "again" / "metrics.jsonl") == deterministic(tmp_path / "runs" / "straight" / "metrics.jsonl")[2:]
     )
     shutil.copyfile(tmp_path / "runs" / "straight" / "metrics.jsonl", tmp_path / "runs" / "again" / "metrics.jsonl")
-    assert_same_run(tmp_path / "runs" / "straight", tmp_path / "runs" / "again", 8)
+    assert_same_run(tmp_path / "runs" / "straight", tmp_path / "runs" / "again", 4)
 
 
 def test_another_reference_than_the_run_began_with_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -165,12 +166,12 @@ def test_another_reference_than_the_run_began_with_is_refused(folder: Path, tmp_
         run(folder, f"base-{name}", *base, f"seed={seed}")
     weights = folder / "runs" / "weights"
     shutil.copytree(folder / "runs" / "base-one" / "final", weights)
-    start = (f"init.from={weights}", f"objective.reference={weights}", "steps=4")
+    start = (f"init.from={weights}", f"objective.reference={weights}", "steps=2")
     run(folder, "moved", *start)
     shutil.rmtree(weights)
     shutil.copytree(folder / "runs" / "base-two" / "final", weights)
     with pytest.raises(HeadwayError, match="other reference weights"):
-        run(folder, "moved", *start, "steps=6")
+        run(folder, "moved", *start, "steps=3")
 
 
 def test_a_reference_of_its_own_is_the_margin_to_beat(folder: Path, tmp_path: Path) -> None:

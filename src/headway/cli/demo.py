@@ -11,7 +11,7 @@ def command(
     out: Path = typer.Option(Path("demo"), "--out", help="Folder for everything the demo makes."),
     json: bool = JSON_FLAG,
 ) -> None:
-    """The main job in small: tokenizer, data, training, evaluation, export, a sample; on a CPU, offline, in minutes."""
+    """The main job in small: tokenizer, data, pretraining, evaluation, fine-tuning, preference, export; on a CPU, offline, in minutes."""
     from headway.demo.run import run_demo
     from headway.runtime.log import start_logging
 
@@ -31,10 +31,24 @@ def command(
             f"{summary['bits_per_byte']:.3f} bits per byte (bigram {summary['bigram_bits_per_byte']:.3f})",
             out / "summary.json",
         ),
+        (
+            "fine-tuning",
+            f"loss on held-out answers {summary['sft_first_valid_loss']:.3f} -> {summary['sft_last_valid_loss']:.3f}",
+            out / "runs" / "sft",
+        ),
+        (
+            "preference",
+            f"reward accuracy {summary['reward_accuracy']:.2f} on {summary['valid_pairs']} held-out pairs",
+            out / "runs" / "dpo",
+        ),
         ("Hugging Face", "loads with AutoModelForCausalLM and AutoTokenizer", summary["export"]),
     ]
     typer.echo(f"\nThe demo took {summary['seconds']:.0f} s and made:")
     print_table(["what", "result", "where"], rows)
-    typer.echo(f"\nA sample:\n{summary['sample']}\n\nTry next:")
+    one = summary["answers"][0]
+    typer.echo(f"\nA sample:\n{summary['sample']}\n\nAn answer, before and after ({summary['report']} has more):\n  {one['question']}")
+    for name in ("pretrain", "sft", "dpo"):
+        typer.echo(f"  {name + ':':10}{' '.join(one[name].split())}")
+    typer.echo("\nTry next:")
     for line in summary["next"]:
         typer.echo(f"  {line}")

@@ -1,4 +1,4 @@
-"""The main job in small: text -> tokenizer -> store -> pretrain -> evaluate -> export -> generate, on a CPU, offline, in minutes.
+"""The main job in small: text -> tokenizer -> store -> pretrain -> evaluate -> fine-tune -> prefer -> export, on a CPU, in minutes.
 
 Every stage leaves its result in the demo's folder and is not done twice; a second call only reports.
 """
@@ -16,6 +16,8 @@ from typing import Any
 
 from headway.demo.bigram import bigram_loss
 from headway.demo.corpus import write_corpus, write_instructions
+from headway.demo.post_training import VALID_FRACTION as VALID_QUESTIONS
+from headway.demo.post_training import compare_answers, fine_tune, prefer
 
 log = logging.getLogger("headway")
 
@@ -70,6 +72,11 @@ class Demo:
         return self.out / "instructions"
 
     @property
+    def pairs(self) -> Path:
+        """Right and wrong answers."""
+        return self.out / "pairs"
+
+    @property
     def recipe(self) -> Path:
         """The recipe of the pretraining run."""
         return self.out / "pretrain.yaml"
@@ -97,12 +104,15 @@ def run_demo(out: Path, steps: int = 1000) -> dict[str, Any]:
         ("instruction data", make_instructions),
         ("pretrain", pretrain),
         ("evaluate", evaluate),
+        ("fine-tune on questions", fine_tune),
+        ("prefer right answers", prefer),
         ("export and generate", export_and_generate),
     ]
     summary: dict[str, Any] = {"out": str(out)}
     for number, (name, stage) in enumerate(stages, start=1):
         log.info("[%d/%d] %s", number, len(stages), name)
         summary |= stage(demo)
+    summary |= compare_answers(demo, summary)
     summary["seconds"] = time.perf_counter() - began
     summary["next"] = next_commands(demo)
     (out / "summary.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -148,7 +158,7 @@ def make_instructions(demo: Demo) -> dict[str, Any]:
     if not raw.exists():
         write_instructions(raw)
     if not (is_store(stores / "train") and is_store(stores / "valid")):
-        tokenize_chat([raw], demo.tokenizer, stores, ChatOptions(template="chatml", valid_fraction=0.1))
+        tokenize_chat([raw], demo.tokenizer, stores, ChatOptions(template="chatml", valid_fraction=VALID_QUESTIONS))
     train, valid = open_store(stores / "train"), open_store(stores / "valid")
     return {"conversations": train.num_documents, "valid_conversations": valid.num_documents, "conversation_tokens": train.num_tokens}
 
@@ -213,4 +223,5 @@ def next_commands(demo: Demo) -> list[str]:
         f"headway generate --model {demo.run} --prompt 'import os' --max-new-tokens 80 --temperature 0.8",
         f"headway eval ppl --model {demo.run} --data README.md",
         f"headway train {demo.recipe} run.name=longer steps={demo.steps * 4}",
+        f"headway train {demo.out / 'dpo.yaml'} run.name=ipo objective.loss_type=ipo",
     ]

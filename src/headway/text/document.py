@@ -92,7 +92,7 @@ class TextOf:
         if value is MISSING:
             have = ", ".join(map(str, record.data)) or "none"
             flag = "text_key" if self.template is None else "template"
-            raise DataError(f"{record.place}: the record has no key {key!r} ({flag}); its keys are {have}.")
+            raise DataError(f"{record.place}: the record has no key {key!r} ({flag}); its keys are {have}.{_other_kind(record.data)}")
         if value is None and self.template is not None:
             return ""
         if isinstance(value, (int, float)) and not isinstance(value, bool) and self.template is not None:
@@ -119,3 +119,12 @@ def look_up(data: Mapping[str, Any], key: str) -> Any:
 
 def _kind(value: Any) -> str:
     return "null" if value is None else f"of type {type(value).__name__}"
+
+
+def _other_kind(data: Mapping[str, Any]) -> str:
+    """What to say of a record that is no text but answers or pairs of them."""
+    if {"chosen", "rejected"} <= data.keys():
+        return " These look like preference pairs: say kind: preference in a recipe, --kind preference on the command line."
+    if data.keys() & {"messages", "conversations", "conversation", "instruction"}:
+        return " These look like conversations: say kind: chat in a recipe, --kind chat on the command line."
+    return ""

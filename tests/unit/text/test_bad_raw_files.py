@@ -161,6 +161,10 @@ def test_a_record_without_the_key_is_reported_with_the_keys_it_has(tmp_path: Pat
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"content": "y", "id": 3}\n', encoding="utf-8")
     expect(tmp_path / "a.jsonl", r"a.jsonl:2: the record has no key 'text' \(text_key\); its keys are content, id\.")
     expect(tmp_path / "a.jsonl", r"a.jsonl:1: the record has no key 'title' \(template\)", template="{title}")
+    (tmp_path / "chat.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
+    expect(tmp_path / "chat.jsonl", r"no key 'text'.*look like conversations: say kind: chat")
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    expect(tmp_path / "pairs.jsonl", r"no key 'text'.*look like preference pairs: say kind: preference")
     pq.write_table(pa.Table.from_pylist([{"content": "y"}]), tmp_path / "a.parquet")
     expect(tmp_path / "a.parquet", r"a.parquet:1: the record has no key 'text' .*keys are content")
 
