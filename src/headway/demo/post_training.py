@@ -42,9 +42,9 @@ data:
   valid: {{sets: {{pairs: {out}/pairs/store/valid}}}}
   seq_len: 256
   cache_dir: {out}/cache
-objective: {{kind: dpo, beta: 0.1, reference_logps: cached}}
+objective: {{kind: dpo, beta: 0.3, reference_logps: cached}}
 batch: {{rows: 8, micro_rows: 8}}
-optim: {{lr: 5e-4, weight_decay: 0.0, schedule: {{kind: cosine, warmup: 0.1, floor: 0.05}}}}
+optim: {{lr: 3e-4, weight_decay: 0.0, schedule: {{kind: cosine, warmup: 0.1, floor: 0.05}}}}
 steps: {steps}
 eval: {{every: 45, rows: 128}}
 checkpoint: {{every: null}}
