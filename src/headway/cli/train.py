@@ -142,7 +142,8 @@ def work(arguments: list[str], options: Options) -> int:
 
     from headway.cli._recipe import read_recipe
     from headway.launch.profile import plan_profile, profiled
-    from headway.runtime.process import from_environment, set_environment
+    from headway.launch.proof import killed_at
+    from headway.runtime.process import from_environment, kill_at_step, set_environment
     from headway.train import dry_run as try_recipe
     from headway.train import train
 
@@ -150,6 +151,8 @@ def work(arguments: list[str], options: Options) -> int:
     if options.profile:
         set_environment({"KINETO_LOG_LEVEL": "99"})  # read when torch loads; else the profiler announces itself on the screen
     probe = profiled(plan_profile(**options.numbers)) if options.profile else nullcontext
+    if (step := kill_at_step()) is not None:
+        probe = killed_at(step)
     outcome: dict[str, Any] = (
         try_recipe(recipe, resume=options.resume) if options.dry_run else train(recipe, resume=options.resume, probe=probe)
     )

@@ -14,6 +14,8 @@ PR_SET_PDEATHSIG = 1
 LAUNCHER_PID = "HEADWAY_LAUNCHER_PID"
 FAILURE_FILE = "HEADWAY_FAILURE_FILE"
 """Set by headway's own launcher for each rank it starts: its process id, and where a rank says why it failed."""
+KILL_AT_STEP = "HEADWAY_KILL_AT_STEP"
+"""Set by `headway verify resume`: the last rank kills itself after this step."""
 SUPERVISOR = "HEADWAY_SUPERVISOR"
 RESTARTS = "HEADWAY_RESTARTS"
 OUTCOME_FILE = "HEADWAY_OUTCOME_FILE"
@@ -110,6 +112,12 @@ def end_with_launcher() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(given):  # it was gone before the request stood
         os._exit(1)
+
+
+def kill_at_step() -> int | None:
+    """After which step this process is to be killed; None = never."""
+    given = os.environ.get(KILL_AT_STEP)
+    return int(given) if given else None
 
 
 def supervisor() -> str | None:

@@ -1,0 +1,1 @@
+"""Prove it: that a run resumes exactly, that a checkpoint is whole."""

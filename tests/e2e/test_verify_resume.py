@@ -1,0 +1,87 @@
+"""The proof of exact resume holds where it should, and says tensor by tensor where it does not."""
+
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ranks import start_processes
+from support.runs import headway, make_stores, write_recipe
+
+from headway.cli.verify.resume import show
+from headway.config.load import load
+from headway.errors import ConfigError
+from headway.launch.proof import Trial, killed_at, prove_resume
+from headway.train import train
+from headway.train.config import Recipe
+
+
+def forked(arguments: list[str], nproc: int | None, kill_at: int | None) -> None:
+    """Train in processes forked from this one, which has everything loaded."""
+    recipe = load(Recipe, Path(arguments[0]), arguments[1:])
+    if kill_at is None and nproc in (None, 1):
+        train(recipe)
+    elif kill_at is None:
+        start_processes(lambda: train(recipe), nproc or 1)
+    elif nproc in (None, 1):
+        child = multiprocessing.get_context("fork").Process(target=lambda: train(recipe, probe=killed_at(kill_at)))
+        child.start()
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL
+    else:
+        with pytest.raises(AssertionError, match=r"rank 0|did not finish"):
+            start_processes(lambda: train(recipe, probe=killed_at(kill_at)), nproc or 1)
+
+
+def proof(folder: Path, *overrides: str, trainer: Any = forked, **changes: Any) -> dict[str, Any]:
+    recipe = write_recipe(folder, make_stores(folder), steps=12)
+    arguments = (str(recipe), *overrides)
+    trial = Trial(arguments, **{"steps": 10, "kill_at": 6, **changes})
+    return prove_resume(trial, load(Recipe, recipe, list(overrides)), folder / "trial", trainer)
+
+
+def test_a_killed_run_is_certified_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = proof(tmp_path)
+    assert found["holds"] and found["rule"] == "bit for bit" and found["unequal"] == []
+    assert found["killed_after_step"] == 6 and found["resumed_from_step"] in (0, 3)
+    assert found["whole"] == found["resumed"] and found["whole"]["next_batch_documents"]
+    show(found)
+    assert "the resume is exact" in capsys.readouterr().out
+
+
+def test_another_number_of_ranks_keeps_the_order_and_stays_within_the_bound(tmp_path: Path) -> None:
+    found = proof(tmp_path, "batch.micro_rows=1", nproc=2, resume_nproc=1)
+    assert found["holds"] and found["same_sample_order"] and found["parameter_difference"] <= found["bound"] == 1e-3
+
+
+def test_a_resume_that_differs_is_told_tensor_by_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def changed(arguments: list[str], nproc: int | None, kill_at: int | None) -> None:
+        again = (tmp_path / "trial" / "killed").exists()
+        forked([*arguments, *(["optim.lr=2e-2"] if again else [])], nproc, kill_at)
+
+    found = proof(tmp_path, trainer=changed)
+    assert not found["holds"] and found["same_sample_order"]
+    names = {(one["name"], one["role"]) for one in found["unequal"]}
+    assert ("model.norm.weight", "master") in names and ("model.norm.weight", "exp_avg") in names
+    show(found)
+    said = capsys.readouterr().out
+    assert "NOT the same run" in said and "model.norm.weight" in said and "DIFFERS" in said
+
+
+def test_a_kill_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--kill-at is 9"):
+        Trial((), steps=9, kill_at=9)
+
+
+@pytest.mark.drill
+def test_the_verb_prints_a_certificate(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, make_stores(tmp_path), steps=12)
+    done = headway("verify", "resume", str(recipe), "--steps", "8", "--kill-at", "5", "--json", timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["holds"]
+    assert not [name for name in os.listdir(tmp_path) if name == "runs"]
+    mistaken = headway("verify", "resume", str(recipe), "--steps", "8", "--kill-at", "5", "model.hidden_size=7")
+    assert mistaken.returncode == 2 and "Traceback" not in mistaken.stderr
