@@ -5,8 +5,8 @@
     resumed          └───(newest checkpoint)──────────▶ step N      must be the same: every tensor, the data cursor, the next batch
 
 On a GPU without `deterministic: true` two undisturbed runs differ too; then the recipe runs a fourth time, and the difference after the
-kill is held against that spread. Where the number of ranks changes, sums are taken in another order: the order of samples must be the same, and
-the parameters within a bound.
+kill is held against that spread. Where the number of ranks changes, sums are taken in another order: the order of samples must be the
+same, and the parameters within a bound.
 """
 
 from __future__ import annotations
