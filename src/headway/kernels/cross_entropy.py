@@ -10,7 +10,7 @@ Shapes: N tokens, D hidden, V vocabulary. Logits live as [chunk, V] in the compu
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,18 @@ class NLL(NamedTuple):
     """[N] log of the sum of exponentials."""
     correct: Tensor
     """[N] 1 where the target has the highest logit, else 0."""
+
+
+class Place(Protocol):
+    """Where the gradient of the weight may be computed at once, instead of travelling through autograd as a tensor of its own."""
+
+    def take(self) -> Tensor | None:
+        """fp32 [V, D], to be overwritten; None where the gradient must travel."""
+        ...
+
+    def done(self) -> None:
+        """What was taken holds the gradient now."""
+        ...
 
 
 class Shaping(NamedTuple):
@@ -74,13 +86,24 @@ def softmax_gradient_reference(
 class _LinearNLL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        coefficients: Tensor,
+        shaping: Shaping,
+        chunk: int,
+        place: Place | None,
+        taken: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        ctx.place = place
         size = hidden.shape[0]
         per_token = [torch.empty(size, dtype=torch.float32, device=hidden.device) for _ in range(4)]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        if taken is not None:
+            d_weight = taken.zero_()
         for start in range(0, size, chunk):
             part = slice(start, min(start + chunk, size))
             logits = hidden[part] @ weight.t()
@@ -91,7 +114,7 @@ class _LinearNLL(torch.autograd.Function):
             if d_weight is not None:
                 _accumulate_outer(d_weight, logits, hidden[part])
             del logits  # or two chunks would stand beside each other
-        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.gradients = d_hidden, d_weight  # not inputs or outputs, and changed in place below
         loss, nll, lse, correct = per_token
         total = torch.dot(loss, coefficients)
         ctx.mark_non_differentiable(nll, lse, correct)
@@ -99,14 +122,17 @@ class _LinearNLL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        d_hidden, d_weight = ctx.saved_tensors
+        (d_hidden, d_weight), ctx.gradients = ctx.gradients, None
         scale = grads[0]
         # In place: a loss is back-propagated once, and the weight's gradient is among the largest tensors of a step.
         if d_hidden is not None:
             d_hidden.mul_(scale.to(d_hidden.dtype))
         if d_weight is not None:
             d_weight.mul_(scale)
-        return d_hidden, d_weight, None, None, None, None
+        if ctx.place is not None:
+            ctx.place.done()
+            d_weight = None
+        return d_hidden, d_weight, *(None,) * 6
 
 
 def _accumulate_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -155,10 +181,16 @@ class _LinearScores(torch.autograd.Function):
 
 
 def linear_nll(
-    hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping = Shaping(), chunk_tokens: int = 2048
-) -> NLL:
+    hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping = Shaping(), chunk_tokens: int = 2048,
+    place: Place | None = None,
+) -> NLL:  # fmt: skip
     """Weighted negative log-likelihood of targets [N]; gradients of hidden and weight are taken in the same pass."""
-    return NLL(*_LinearNLL.apply(hidden, weight, targets, coefficients, shaping, chunk_tokens))
+    taken = None
+    if place is not None and torch.is_grad_enabled() and hidden.requires_grad and weight.requires_grad:
+        taken = place.take()
+    if taken is None:
+        return NLL(*_LinearNLL.apply(hidden, weight, targets, coefficients, shaping, chunk_tokens, None, None))
+    return NLL(*_LinearNLL.apply(hidden, weight.detach(), targets, coefficients, shaping, chunk_tokens, place, taken))
 
 
 def linear_scores(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int = 2048) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from headway.kernels.cross_entropy import NLL, Shaping, linear_nll, linear_scores
+from headway.kernels.cross_entropy import NLL, Place, Shaping, linear_nll, linear_scores
 
 if TYPE_CHECKING:
     from headway.model.head_gates import GateDraw
@@ -26,10 +26,14 @@ class Head:
     weight: Tensor
     """[V, D]"""
     chunk_tokens: int
+    place: Place | None = None
+    """Where the weight's gradient may be computed at once."""
 
     def nll(self, targets: Tensor, coefficients: Tensor, shaping: Shaping = Shaping()) -> NLL:
         """Weighted negative log-likelihood of targets [B, T] in one pass; per-token results have shape [B, T]."""
-        out = linear_nll(self.hidden.flatten(0, 1), self.weight, targets.flatten(), coefficients.flatten(), shaping, self.chunk_tokens)
+        out = linear_nll(
+            self.hidden.flatten(0, 1), self.weight, targets.flatten(), coefficients.flatten(), shaping, self.chunk_tokens, self.place
+        )
         return NLL(out.total, *(per_token.view(targets.shape) for per_token in out[1:]))
 
     def scores(self, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,11 +83,7 @@ class Reducer:
     def take(self, name: str, total: Tensor, parameter: Tensor) -> None:
         """Add one microbatch's gradient to the flat buffer; the first of a step overwrites what the last step left."""
         assert parameter.grad is not None
-        if self._last and len(self._handles) > self.bucket_of[name].index:
-            raise ParallelError(
-                f"{name} got a gradient after its bucket was exchanged: it takes part in this step but not in the first, or more often. "
-                "Use parallel.overlap.reduce=false for models whose parameters take turns."
-            )
+        self._check(name)
         if name in self.touched:
             total.add_(parameter.grad)
         else:
@@ -96,6 +92,20 @@ class Reducer:
         parameter.grad = None
         if self._last:
             self._report(name)
+
+    def taken(self, name: str) -> None:
+        """A parameter's gradient has been computed where it belongs, as the first of the step."""
+        self._check(name)
+        self.touched.add(name)
+        if self._last:
+            self._report(name)
+
+    def _check(self, name: str) -> None:
+        if self._last and len(self._handles) > self.bucket_of[name].index:
+            raise ParallelError(
+                f"{name} got a gradient after its bucket was exchanged: it takes part in this step but not in the first, or more often. "
+                "Use parallel.overlap.reduce=false for models whose parameters take turns."
+            )
 
     def _report(self, name: str) -> None:
         self._counts[name] += 1
@@ -133,3 +143,27 @@ class Reducer:
         self.expected = {name: max(count, before.get(name, 0)) for name, count in self._counts.items()}
         self._handles, self._last = [], False
         self.touched.clear()
+
+
+class InPlace:
+    """Lets one parameter's gradient be computed in the flat buffer itself: once per step, before anything else has been added there."""
+
+    def __init__(self, reducer: Reducer, name: str, total: Tensor) -> None:
+        self.reducer, self.name, self.total = reducer, name, total
+        self._given = False
+
+    def take(self) -> Tensor | None:
+        """The parameter's place, unless something is or will be there already."""
+        if self._given or self.name in self.reducer.touched:
+            return None
+        self._given = True
+        return self.total
+
+    def done(self) -> None:
+        """The gradient is in its place."""
+        self._given = False
+        self.reducer.taken(self.name)
+
+    def reset(self) -> None:
+        """Forget a pass that was never back-propagated."""
+        self._given = False

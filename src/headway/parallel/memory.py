@@ -15,7 +15,7 @@ Offload = Literal["activations", "optimizer"]
 class MemoryConfig(Section):
     """Memory against time."""
 
-    loss_chunk_tokens: int | Literal["auto"] = setting("auto", "Tokens whose logits exist at one time; auto = 8192 on CUDA, else 2048.")
+    loss_chunk_tokens: int | Literal["auto"] = setting("auto", "Tokens whose logits exist at one time; auto = 4096 on CUDA, else 2048.")
     recompute: float | str = setting(
         "none",
         "Activations computed again in backward instead of kept: none, a fraction of the blocks (0 to 1, the first ones), every-k "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headway.data.batch import Batch, StepBatch
 from headway.kernels.attention import mask_of
+from headway.kernels.cross_entropy import Place
 from headway.model.head import Head, ModelOut
 from headway.model.transformer import Transformer
 from headway.objective.base import MetricSums, Objective, StepInfo, StepObjective
@@ -37,6 +38,8 @@ class Passes:
     def __init__(self, model: Transformer, objective: Objective, settings: Settings, data: Group) -> None:
         self.model, self.objective, self.settings, self.data = model, objective, settings, data
         self.exchange = Exchange(data)
+        self.head_place: Place | None = None
+        """Where an engine wants the gradient of the head."""
         self._log_alpha: Tensor | None = None
 
     def backward(self, batch: StepBatch, at: StepInfo, scale: Tensor | None, before_last: Callable[[], None]) -> StepResult:
@@ -109,7 +112,7 @@ class Passes:
             draw = self.model.head_gates.draw(self._log_alpha, noise)
             mask = replace(mask, mix=draw.mix)
         hidden = self.model(batch.tokens, batch.position, mask)
-        return ModelOut(Head(hidden, self.model.head_weight, self.settings.chunk_tokens), gates=draw)
+        return ModelOut(Head(hidden, self.model.head_weight, self.settings.chunk_tokens, self.head_place), gates=draw)
 
     @torch.no_grad()
     def over_ranks(self, result: StepResult) -> StepResult:

@@ -25,7 +25,7 @@ from headway.optim.base import Guard, Hyper, Optimizer
 from headway.optim.groups import OBJECTIVE, Group, is_wide
 from headway.optim.scaler import Scaler
 from headway.optim.state import storage_of
-from headway.parallel.bucket import Bucket, Reducer, make_buckets
+from headway.parallel.bucket import Bucket, InPlace, Reducer, make_buckets
 from headway.parallel.buffer import Cut, FrozenBuffer, Held, Keep, Slot, Span, TrainBuffer, boxes_of
 from headway.parallel.collectives import Ranks
 from headway.parallel.config import OverlapConfig
@@ -76,6 +76,7 @@ class FlatEngine:
         self.reducer = Reducer(buckets, exchanged.hook, overlap=self.overlap.reduce)
         self.gather = ParameterGather(buckets, self.ranks.shard)
         self._register_all()
+        self._place_head()
         if self.ranks.shard.size > 1 and self.overlap.gather:
             self.gather.watch(model)
         self.skipped = torch.zeros((), dtype=torch.float32, device=settings.device)
@@ -120,8 +121,17 @@ class FlatEngine:
             owner._parameters[leaf] = parameter
         self.fill(given)
 
+    def _place_head(self) -> None:
+        """The head's gradient, one of the largest, is computed where it will be reduced."""
+        name = "model.embed_tokens.weight" if self.model.lm_head is None else "lm_head.weight"
+        if name in self._places and self._places[name][0].grad.dtype == torch.float32:
+            buffer, _, slot = self._places[name]
+            self.passes.head_place = InPlace(self.reducer, name, slot.view(buffer.grad))
+
     def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
         """Accumulate the gradients of one step and exchange them."""
+        if isinstance(self.passes.head_place, InPlace):
+            self.passes.head_place.reset()
         scale = None if self.scaler is None else self.scaler.scale
         result = self.passes.backward(batch, at, scale, self.reducer.begin_last)
         with torch.no_grad():

@@ -201,3 +201,31 @@ def test_a_parameter_without_a_part_in_the_step_gets_no_gradient() -> None:
     engine.update(hypers(AdamW(lr=0.0), engine.groups, 0, 10))
     view = next(s.view(b.grad) for b in engine.buffers for s in b.slots if s.name == "model.norm.weight")
     assert view.abs().max() == 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("num_micro", [1, 4])
+@pytest.mark.parametrize("freeze", [(), ("layers.0-1", "norms")])
+def test_the_heads_gradient_in_its_place_equals_the_one_that_travels(tied: bool, num_micro: int, freeze: tuple[str, ...]) -> None:
+    config = CONFIG.model_copy(update={"tie_embeddings": tied})
+    found = []
+    for in_place in (True, False):
+        engine = engine_for(config, freeze=freeze)
+        assert engine.passes.head_place is not None
+        if not in_place:
+            engine.passes.head_place = None
+        for _ in range(2):  # the second step finds the first one's gradients in the buffer
+            seen = gradients(engine, make_step(uneven_batch(), num_micro))
+        found.append(seen)
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name], rtol=1e-6, atol=1e-8, msg=name)
+
+
+def test_a_pass_that_was_never_back_propagated_leaves_the_heads_place_free() -> None:
+    engine, plain = engine_for(), engine_for()
+    batch = uneven_batch()
+    unused = engine.passes.objective.loss(engine.passes._forward(batch), batch, AT, engine.passes.exchange)
+    assert unused.terms
+    one, other = gradients(engine, make_step(batch, 1)), gradients(plain, make_step(batch, 1))
+    assert all(torch.equal(one[name], other[name]) for name in one)
