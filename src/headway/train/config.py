@@ -113,11 +113,20 @@ class Fp8Config(Section):
     )
 
 
+class StopConfig(Section):
+    """When a run ends early. What better means: checkpoint.metric and checkpoint.goal."""
+
+    patience: int = setting(3, "Validations in a row without a better one that end the run.", gt=0)
+    min_delta: float = setting(0.0, "A validation is better if it beats the best by more than this.", ge=0)
+    restore_best: bool = setting(True, "Make final/ from the best checkpoint; every validation that is best saves one.")
+
+
 class EvalConfig(Section):
     """Validation inside the run."""
 
     every: int | None = setting(100, "Steps between validations; null = only at the end.", gt=0)
     rows: int = setting(64, "Rows of each validation set that are read, at most.", gt=0)
+    stop: StopConfig | None = setting(None, "End the run when validations get no better; null = never.")
 
 
 class LogConfig(Section):
@@ -194,6 +203,19 @@ class Recipe(Section):
     def stage_settings(self, index: int) -> dict[str, Any]:
         """What one stage's recipe says: its own settings over this recipe's."""
         return overlay(self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"stages"}), self.stages[index].settings)
+
+    @model_validator(mode="after")
+    def _stops_by_validations(self) -> Recipe:
+        stop = self.eval.stop
+        if stop is None:
+            return self
+        if self.data.valid is None or self.eval.every is None:
+            missing = "data.valid" if self.data.valid is None else "eval.every"
+            raise ValueError(f"eval.stop is given, but {missing} is null, so nothing is validated. Set it, or leave eval.stop out")
+        if stop.restore_best and (self.checkpoint.keep_best == 0 or not self.checkpoint.at_end):
+            needed = "checkpoint.keep_best is 0" if self.checkpoint.keep_best == 0 else "checkpoint.at_end is false"
+            raise ValueError(f"eval.stop.restore_best is true, but {needed}, so no best checkpoint is there. Change one of them")
+        return self
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> Recipe:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from headway.checkpoint.save import step_folder
 from headway.errors import ConfigError
 from headway.export.adapter import FOLDER, write_adapter
 from headway.export.huggingface import export_huggingface
@@ -21,6 +22,7 @@ from headway.track.jsonl import read_metrics
 from headway.train.folder import METRICS, SUMMARY, write_json
 from headway.train.meter import WARM_STEPS, flops_per_token
 from headway.train.orders import exit_code
+from headway.train.patience import restore_best, stopped_early
 
 if TYPE_CHECKING:
     from headway.train.build import Run
@@ -39,7 +41,14 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
         )
         leave_outcome(exit_code(stopped_by))
         return {**summary, "stopped_by": stopped_by, "exit_code": exit_code(stopped_by)}
-    summary["final"] = write_final(run) if run.recipe.checkpoint.at_end else None
+    summary["stopped_early"] = early = stopped_early(run)
+    if early is not None:
+        log.info(
+            "stopped early after step %d of %d: %s has not improved by more than %g in %d validations; the best is %s, at step %s",
+            run.state.step, run.total_steps, early["metric"], run.recipe.eval.stop.min_delta if run.recipe.eval.stop else 0.0,
+            early["used"], _number(early["best"]), early["best_step"],
+        )  # fmt: skip
+    summary |= keep_model(run) if run.recipe.checkpoint.at_end else {"final": None, "checkpoint": None}
     if run.process.is_first:
         write_json(folder / SUMMARY, summary)
     if (summary["data_wait_share"] or 0) > DATA_WAIT_SHOWN:
@@ -47,9 +56,15 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
             "training waited for data %.0f %% of the time; raise data.workers or data.prefetch, or set data.stage_to",
             100 * summary["data_wait_share"],
         )
-    run.tell("finish", f"done: {run.state.step} steps, loss {_number(summary['last_loss'])}")
+    run.tell("finish", f"{'done' if early is None else 'stopped early'}: {run.state.step} steps, loss {_number(summary['last_loss'])}")
     log.info("done: %d steps in %.0f s, loss %s; %s", run.state.step, run.state.seconds, _number(summary["last_loss"]), folder)
     return summary
+
+
+def keep_model(run: Run) -> dict[str, Any]:
+    """Export the trained model, or the best one where the recipe asks for it, and say which checkpoint holds it."""
+    step = restore_best(run)
+    return {"final": write_final(run), "checkpoint": str(step_folder(run.checkpoints, step)), "final_step": step}
 
 
 def write_final(run: Run) -> str | None:

@@ -19,6 +19,7 @@ from headway.train.clock import Clock
 from headway.train.evaluate import validate
 from headway.train.finish import finish
 from headway.train.heal import roll_back
+from headway.train.patience import take_validation
 from headway.train.probe import DATA, FORWARD_BACKWARD, OPTIMIZER
 from headway.train.report import report
 from headway.train.saving import all_saved, due_after, save
@@ -53,6 +54,7 @@ def run_loop(run: Run) -> dict[str, Any]:
                 train_step(run, run.loader)
                 run.after_step(state.step)
                 clock.epoch_lines()
+                take_validation(run)
                 if state.step < run.total_steps and (due := due_after(run)):
                     save(run, clock, snapshot=due == "snapshot")
                 if state.step % COLLECT_EVERY == 0:
@@ -71,9 +73,10 @@ def run_loop(run: Run) -> dict[str, Any]:
 
 def goes_on(run: Run) -> bool:
     """Whether there is anything left to do: steps, or the undoing of the last ones."""
-    if run.state.step >= run.total_steps:
+    ended = run.state.step >= run.total_steps or run.state.patience.is_over(run.recipe.eval.stop)
+    if ended:
         report(run, everything=True)
-    return run.state.step < run.total_steps or run.healer.bad is not None or run.healer.hopeless is not None
+    return not ended or run.healer.bad is not None or run.healer.hopeless is not None
 
 
 def train_step(run: Run, batches: Loader, *, quiet: bool = False) -> None:

@@ -23,7 +23,8 @@ def due_after(run: Run) -> str | None:
     due = config.due(state.step)
     if state.valid and config.keep_best:
         require_metric(state.valid, config.metric)
-        if due != "checkpoint" and config.on_best:
+        stop = run.recipe.eval.stop
+        if due != "checkpoint" and (config.on_best or (stop is not None and stop.restore_best)):
             run.saver.wait()  # what is under way counts
             value = metric_value(state.valid, config.metric)
             best = run.process.is_first and is_among_best(value, run.checkpoints, config)

@@ -109,7 +109,8 @@ def _train(run: Run, probe: Probe) -> dict[str, Any]:
         log.warning("there will be no %s at the end: %s", FINAL, reason)
     for change in start.changes:
         log.info("changed since the run began: %s", change)
-    if run.state.step >= run.total_steps and (start.folder / SUMMARY).exists():
+    ended = run.state.step >= run.total_steps or run.state.patience.is_over(recipe.eval.stop)
+    if ended and (start.folder / SUMMARY).exists():
         log.info("%s is complete: %d steps were done before", start.folder, run.state.step)
         run.loader.close()
         return summarize(run)

@@ -16,6 +16,7 @@ from headway.errors import CheckpointError
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.parallel.engine import Engine
+from headway.train.patience import Patience
 from headway.train.watch import Watch
 
 
@@ -37,6 +38,8 @@ class TrainState:
     """Where the model lies that the adapter belongs to."""
     watch: Watch | None = None
     """The last good losses."""
+    patience: Patience = Patience()
+    """How long the run has waited for a better validation."""
     valid: dict[str, Any] | None = None
     """The numbers of the validation after this very step; None if there was none."""
 
@@ -57,6 +60,7 @@ class TrainState:
             "seconds": self.seconds,
             "watch": None if self.watch is None else self.watch.scalars(),
             VALID: finite(self.valid),
+            "patience": self.patience.to_json(),
         }
 
     def restore(self, reader: Reader) -> None:
@@ -73,6 +77,7 @@ class TrainState:
         self.seconds = scalars["seconds"]
         if self.watch is not None:
             self.watch.load(scalars.get("watch"))
+        self.patience = Patience(**scalars.get("patience", {}))
 
     def _check_adapter(self, reader: Reader) -> None:
         form: Any = reader.scalars.get("adapter")
