@@ -18,6 +18,7 @@ from headway.model.layout import param_specs
 from headway.tokenizer.train_bpe import train_bpe
 from headway.train import train
 from headway.train.config import Recipe
+from headway.train.expand import expand
 
 ROOT = Path(__file__).parents[2] / "recipes"
 ALL = sorted(ROOT.rglob("*.yaml"))
@@ -53,8 +54,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def overrides(path: Path, text: Path) -> list[str]:
     """What a recipe needs to run here: where things lie, and small numbers."""
-    if path.stem in ("sft", "dpo"):
-        raw = {"sft": "chat", "dpo": "pairs"}[path.stem]
+    if path.stem == "stages":
+        layers = ["model.no_rope_layers=[1]", "stages.0.train=[layers.1]", f"stages.2.data.train.0.path={text}/chat.jsonl"]
+        short = [f"stages.{number}.steps=1" for number in range(3)]
+        where = [f"init.from={text}/base", f"data.train=[{text}/store]", "batch={tokens: 2048, micro_rows: 2}"]
+        return [*where, *layers, *short, "stages.2.epochs=null"]
+    if path.stem in ("sft", "dpo", "lora"):
+        raw = {"sft": "chat", "dpo": "pairs", "lora": "chat"}[path.stem]
         return [f"init.from={text}/base", f"data.train.0.path={text}/{raw}.jsonl", "epochs=null", "batch={rows: 2, micro_rows: 1}"]
     if path.stem == "sparsify":
         return [f"init.from={text}/base", f"data.train=[{text}/store]", "batch={tokens: 2048, micro_rows: 2}"]
@@ -80,7 +86,11 @@ def test_a_laptop_recipe_runs_and_every_setting_it_gives_is_read(
 
     small = [f"run.dir={tmp_path}", f"data.cache_dir={tmp_path}/cache", "steps=3", "eval.rows=4", "device=cpu"]
     recipe = load(Recipe, path, [*overrides(path, text), *small])
-    given = set(fields_given(recipe, read_yaml(path))) - {("ModelConfig", "preset"), ("Config", "kind")}  # read while loading
+    raw = read_yaml(path)
+    given = set(fields_given(recipe, raw))
+    for stage, says in zip(expand(recipe), raw.get("stages", ()), strict=True):
+        given |= set(fields_given(stage.recipe, {key: value for key, value in says.items() if key != "name"}))
+    given -= {("ModelConfig", "preset"), ("Config", "kind")}  # read while loading
     monkeypatch.setattr(Section, "__getattribute__", watched)
     summary = train(recipe)
     monkeypatch.undo()

@@ -133,10 +133,10 @@ def test_a_run_stopped_in_stage_two_goes_on_there_and_ends_like_the_undisturbed_
 
 
 def _die_after(work: Any, name: str) -> Any:
-    def wrapped(stage: Any, home: Path) -> Any:
+    def wrapped(stage: Any) -> Any:
         if stage.name == name:
             raise SystemExit(9)
-        return work(stage, home)
+        return work(stage)
 
     return wrapped
 

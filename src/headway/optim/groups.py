@@ -30,7 +30,7 @@ OBJECTIVE = "objective."
 ADAPTER = ".lora_"
 """Stands in the name of every parameter of an adapter, behind the path of its linear."""
 _LAYERS = re.compile(r"layers\.(\d+)(?:-(\d+))?")
-NAMED = ("weights", "objective", "adapter", "embeddings", "matrices", "norms", "biases")
+NAMED = ("weights", "gates", "objective", "adapter", "embeddings", "matrices", "norms", "biases")
 _LAYER_OF = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 

@@ -1,7 +1,7 @@
 """Early stopping: each validation comes in, and whether the run has waited long enough for a better one goes out, the same on every rank.
 
-The first validation sets the mark; a later one that beats the mark by more than min_delta moves it, any other uses up patience. The mark and
-what is used up are part of a checkpoint, so that a resumed run stops where the undisturbed one does.
+The first validation sets the mark; a later one that beats the mark by more than min_delta moves it, any other uses up patience. The mark
+and what is used up are part of a checkpoint, so that a resumed run stops where the undisturbed one does.
 """
 
 from __future__ import annotations

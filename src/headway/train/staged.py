@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.checkpoint.load import locate
 from headway.config.load import dump_yaml, load
 from headway.errors import ConfigError
 from headway.infer.load import FINAL, STAGES, StoredModel, find_model
@@ -24,7 +23,7 @@ from headway.parallel.collectives import Group
 from headway.runtime.storage import check_writable, link_atomic, write_atomic
 from headway.train.config import Recipe
 from headway.train.expand import FOLDER, Stage, changes_of_finished, expand
-from headway.train.folder import RECIPE, SUMMARY, begin_in, first_decides, is_restart, unused_name, write_json
+from headway.train.folder import CHECKPOINTS, RECIPE, SUMMARY, begin_in, first_decides, is_restart, unused_name, write_json
 from headway.train.place import Place
 from headway.train.resolve import Resolved
 from headway.train.stages import check_stage, foreseen, resolve_stage
@@ -69,7 +68,7 @@ def run_stages(recipe: Recipe, resume: str, world: Group, train: TrainOne) -> di
         _free()
         if "stopped_by" in stopped:
             return {**stopped, "run": str(home), "stage": stage.name}
-        done.append(first_decides(world, lambda stage=stage: _entry(stage, home)))
+        done.append(first_decides(world, lambda stage=stage: _entry(stage)))
         if world.rank == 0:
             _write_ledger(home, stages, done)
     summary = whole_summary(home, done)
@@ -179,12 +178,13 @@ def _resolved(stage: Stage, done: list[dict[str, Any]], home: Path) -> Resolved:
     return resolve_stage(stage.starting_from(told), _left_by(done, home))
 
 
-def _entry(stage: Stage, home: Path) -> dict[str, Any]:
+def _entry(stage: Stage) -> dict[str, Any]:
     """What stages.json keeps of a stage that is done."""
     summary = json.loads((stage.folder / SUMMARY).read_text(encoding="utf-8"))
-    kept = summary.get("checkpoint") or (str(locate(stage.folder)) if stage.recipe.checkpoint.at_end else None)
-    checkpoint = None if kept is None else str(Path(kept).resolve().relative_to(home.resolve()))
-    return {"name": stage.name, "folder": f"{FOLDER}/{stage.label}", "state": "done", **summary, "checkpoint": checkpoint}
+    folder = f"{FOLDER}/{stage.label}"
+    kept = summary.get("checkpoint")
+    checkpoint = None if kept is None else f"{folder}/{CHECKPOINTS}/{Path(kept).name}"
+    return {"name": stage.name, "folder": folder, "state": "done", **summary, "checkpoint": checkpoint}
 
 
 def whole_summary(home: Path, done: list[dict[str, Any]]) -> dict[str, Any]:
