@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.eval.long_context import LongResult, VariantResult
-from headway.runtime.progress import quantity
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:
@@ -49,9 +48,10 @@ def heat_map(result: LongResult) -> Figure:
         image = axes.imshow(table, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         for y, row in enumerate(table):
             for x, value in enumerate(row):
-                axes.text(x, y, "" if math.isnan(value) else f"{value:.2f}", ha="center", va="center", fontsize=8)
+                told, colour = "" if math.isnan(value) else f"{value:.2f}", "white" if abs(value - 0.5) > 0.38 else "black"
+                axes.text(x, y, told, ha="center", va="center", fontsize=8, color=colour)
         axes.set_title(variant.name, fontsize=10)
-        axes.set_xticks(range(len(lengths)), [quantity(length) for length in lengths])
+        axes.set_xticks(range(len(lengths)), [f"{length // 1024}K" if length % 1024 == 0 else str(length) for length in lengths])
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     for axes in grid[len(variants) :]:
         axes.remove()
