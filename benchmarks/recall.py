@@ -23,7 +23,6 @@ from headway.data.tokenize import tokenize
 from headway.eval.long_tasks.key_value import pairs, table
 from headway.infer.load import load_model
 from headway.runtime.log import start_logging
-from headway.text.read import read_documents
 from headway.tokenizer.train_bpe import train_bpe
 from headway.train import train
 from headway.train.config import Recipe
@@ -85,8 +84,8 @@ def prepare(out: Path, size: Size) -> None:
     if not (out / "store").exists():
         out.mkdir(parents=True, exist_ok=True)
         write_documents(raw, size)
-        texts = (document.text for document, _ in zip(read_documents([raw]), range(4000), strict=False))
-        train_bpe(texts, vocab_size=1536, out=out / "tokenizer")
+        rng = random.Random("tokenizer")
+        train_bpe((table(pairs(rng, 40)) for _ in range(1500)), vocab_size=1536, out=out / "tokenizer")
         tokenize([raw], out / "tokenizer", out / "store")
 
 
@@ -116,7 +115,7 @@ def main() -> None:
         told |= {"trained_s": round(time.perf_counter() - began, 1), "valid_loss": first["last_valid_loss"]}
         gates = (
             f"objective: {{kind: head_sparsity, target: {options.sparsity}, window: {size.window}, sinks: {size.sinks}, mask_lr: 0.3}}\n"
-            "train: [gates]\n"
+            "freeze: [weights]\n"
         )
         source = f"init: {{from: {out.as_posix()}/runs/recall}}"
         sparse = recipe(out, size, "sparse", source, size.gate_steps, size.lr, gates)

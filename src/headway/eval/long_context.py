@@ -31,6 +31,7 @@ class LongPlan:
     """What is asked."""
 
     tasks: tuple[str, ...]
+    """May be empty where texts are scored."""
     lengths: tuple[int, ...]
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     samples: int = 2
@@ -42,7 +43,7 @@ class LongPlan:
 
     def __post_init__(self) -> None:
         for name, values in (("--tasks", self.tasks), ("--lengths", self.lengths), ("--depths", self.depths)):
-            if not values or len(set(values)) < len(values):
+            if (not values and name != "--tasks") or len(set(values)) < len(values):
                 raise ConfigError(f"{name} is {', '.join(map(str, values)) or 'empty'}; give one or more different values.")
         for task in self.tasks:
             find_task(task)
@@ -171,7 +172,7 @@ def evaluate_long(
         raise ConfigError(
             f"--lengths holds {max(plan.lengths)}; the model's max_seq_len is {loaded.config.max_seq_len}. Give lengths up to that."
         )
-    cases = make_cases(loaded.tokenizer, plan)
+    cases = make_cases(loaded.tokenizer, plan) if loaded.tokenizer is not None else []
     results: list[VariantResult] = []
     for variant in variants:
         results.append(_kept(loaded, variant, plan, cases, texts, keep))
@@ -229,17 +230,21 @@ def _measure(
         shares[asked.task].append(found.share)
         peaks.append(found.peak)
     longest = max(plan.lengths)
+    if not cases:
+        found = footprint(masks, longest, 0, plan.chunk_tokens)
+        shares, peaks = {"": [found.share]}, [found.peak]
     speed = measure_speed(loaded, longest, rows=plan.rows, chunk_tokens=plan.chunk_tokens)
     told = None if texts is None else perplexity(loaded, texts(), window=longest, batch_tokens=plan.rows * longest).to_json()
     means = {task: sum(values) / len(values) for task, values in shares.items()}
+    mean = sum(means.values()) / len(means)
     return VariantResult(
         variant.name,
         0.0 if masks is None else masks.sparsity,
         None if masks is None else masks.window,
         None if masks is None else masks.sinks,
         [Cell(*place, sum(scores) / len(scores), len(scores)) for place, scores in groups.items()],
-        means,
-        sum(means.values()) / len(means),
+        means if cases else {},
+        mean,
         sum(peaks) / len(peaks),
         longest,
         speed.cache_bytes,

@@ -24,7 +24,7 @@ def draw_long_plots(folder: Path, result: LongResult) -> list[str]:
     if any(cell.depth is not None for cell in result.variants[0].cells):
         write_atomic(folder / HEAT_MAP, _png(heat_map(result)))
         written.append(HEAT_MAP)
-    if len(result.variants) > 1:
+    if len(result.variants) > 1 and result.plan.tasks:
         write_atomic(folder / SCORES, _png(scores(result)))
         written.append(SCORES)
     return written

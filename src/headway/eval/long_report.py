@@ -61,14 +61,15 @@ def _lines(result: LongResult, pictures: Sequence[str], preface: Sequence[str]) 
     yield "# Long context"
     yield ""
     yield from preface
-    lengths = ", ".join(map(str, plan.lengths))
-    yield f"`{result.model}`: {cases} questions at {lengths} tokens, seed {plan.seed}; the same for every variant."
-    yield ""
-    yield "Share of the answers found:"
-    yield ""
-    yield from markdown_table(*score_table(result))
-    yield "Critical footprint: the smallest KV footprint that keeps 90 % of the full score, on straight lines between the variants."
-    yield ""
+    if plan.tasks:
+        lengths = ", ".join(map(str, plan.lengths))
+        yield f"`{result.model}`: {cases} questions at {lengths} tokens, seed {plan.seed}; the same for every variant."
+        yield ""
+        yield "Share of the answers found:"
+        yield ""
+        yield from markdown_table(*score_table(result))
+        yield "Critical footprint: the smallest KV footprint that keeps 90 % of the full score, on straight lines between the variants."
+        yield ""
     if SCORES in pictures:
         yield f"![score by footprint]({SCORES})"
         yield ""
@@ -92,7 +93,7 @@ def _lines(result: LongResult, pictures: Sequence[str], preface: Sequence[str]) 
 
 
 def _by_length(result: LongResult) -> Iterable[str]:
-    if len(result.plan.lengths) < 2:
+    if len(result.plan.lengths) < 2 or not result.plan.tasks:
         return
     yield "## By length"
     yield ""

@@ -76,8 +76,9 @@ def show(result: LongResult) -> None:
     """The tables of a report, for people."""
     from headway.eval.long_report import KV_COLUMNS, kv_rows, score_table
 
-    print_table(*score_table(result))
-    typer.echo()
+    if result.plan.tasks:
+        print_table(*score_table(result))
+        typer.echo()
     print_table(KV_COLUMNS, kv_rows(result.variants))
 
 
