@@ -18,6 +18,7 @@ from headway.demo.bigram import bigram_loss
 from headway.demo.corpus import write_corpus, write_instructions
 from headway.demo.post_training import VALID_FRACTION as VALID_QUESTIONS
 from headway.demo.post_training import compare_answers, fine_tune, prefer
+from headway.demo.sparsify import STEPS, sparsify_demo
 
 log = logging.getLogger("headway")
 
@@ -106,6 +107,7 @@ def run_demo(out: Path, steps: int = 1000) -> dict[str, Any]:
         ("evaluate", evaluate),
         ("fine-tune on questions", fine_tune),
         ("prefer right answers", prefer),
+        ("sparsify", sparsify),
         ("export and generate", export_and_generate),
     ]
     summary: dict[str, Any] = {"out": str(out)}
@@ -200,6 +202,11 @@ def evaluate(demo: Demo) -> dict[str, Any]:
         "bits_per_byte": result.loss * scale,
         "bigram_bits_per_byte": baseline * scale,
     }
+
+
+def sparsify(demo: Demo) -> dict[str, Any]:
+    """Which heads need the whole past, and what a smaller cache saves and costs."""
+    return sparsify_demo(demo.out, demo.run, demo.store, VALID_FRACTION, steps=min(STEPS, demo.steps))
 
 
 def export_and_generate(demo: Demo) -> dict[str, Any]:

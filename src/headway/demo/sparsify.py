@@ -61,7 +61,9 @@ def sparsify_demo(out: Path, model: Path, store: Path, fraction: float, steps: i
     write_long_report(folder, result)
     losses = {one.name: one.perplexity["loss"] for one in result.variants if one.perplexity is not None}
     table = kv_rows(result.variants)
-    return {"sparse": {"run": str(run), "masks": str(folder / files[0]), "losses": losses, "kv": table, "report": str(folder / "report.md")}}
+    return {
+        "sparse": {"run": str(run), "masks": str(folder / files[0]), "losses": losses, "kv": table, "report": str(folder / "report.md")}
+    }
 
 
 def _held_out(store: Path, fraction: float) -> Iterator[Piece]:
