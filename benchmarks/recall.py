@@ -28,7 +28,7 @@ from headway.train import train
 from headway.train.config import Recipe
 from headway.train.sparsify import SparsifyPlan, sparsify
 
-TOKENS_PER_LINE = 6
+TOKENS_PER_LINE = 7
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,11 @@ class Size:
     lr: float
     window: int
     sinks: int
-    heads_total: int = 32
 
 
 SIZES = {
-    "gpu": Size("hidden_size: 256, num_layers: 4, num_heads: 8, num_kv_heads: 8, ffn_size: 512", 1024, 60_000, 64, 3000, 400, 2e-3, 64, 4),
-    "cpu": Size("hidden_size: 128, num_layers: 3, num_heads: 8, num_kv_heads: 8, ffn_size: 256", 256, 30_000, 16, 3000, 250, 3e-3, 32, 4),
+    "gpu": Size("hidden_size: 256, num_layers: 4, num_heads: 8, num_kv_heads: 8, ffn_size: 512", 1024, 20_000, 32, 3000, 300, 2e-3, 64, 4),
+    "cpu": Size("hidden_size: 128, num_layers: 3, num_heads: 8, num_kv_heads: 8, ffn_size: 256", 256, 20_000, 16, 3000, 250, 3e-3, 32, 4),
     "tiny": Size("hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 4, ffn_size: 128", 128, 300, 4, 12, 12, 3e-3, 16, 4),
 }
 RECIPE = """\
@@ -72,7 +71,7 @@ def write_documents(path: Path, size: Size, seed: int = 0) -> None:
     most = size.seq_len // TOKENS_PER_LINE - 4
     with path.open("w", encoding="utf-8") as file:
         for _ in range(size.documents):
-            # Short tables first make the rule easy to see; long ones make it reach.
+            # Short tables make the rule easy to see, long ones make it reach.
             lines = pairs(rng, max(2, round(most * rng.random() ** 2)))
             asked = rng.sample(lines, min(len(lines), max(1, min(most - len(lines), 2 * len(lines)))))
             file.write(json.dumps({"text": table(lines) + table(asked)}) + "\n")
@@ -119,7 +118,9 @@ def main() -> None:
         )
         source = f"init: {{from: {out.as_posix()}/runs/recall}}"
         sparse = recipe(out, size, "sparse", source, size.gate_steps, size.lr, gates)
-        plan = SparsifyPlan((0.5, options.sparsity, 0.7), ("key_value",), (size.seq_len,), samples=options.samples, rows=16)
+        plan = SparsifyPlan(
+            (0.5, options.sparsity, 0.7), ("key_value",), (size.seq_len,), samples=options.samples, rows=16, chunk_tokens=2 * size.window
+        )
         done = sparsify(sparse, plan)
     assert not isinstance(done, int), "training was stopped"
     told["seconds"] = round(time.perf_counter() - began, 1)

@@ -28,6 +28,7 @@ def command(
     random_masks: bool = typer.Option(True, help="Also measure random masks with as many heads."),
     equal_per_layer: bool = typer.Option(False, "--equal-per-layer", help="As many full heads in every layer."),
     data: list[str] = typer.Option([], "--data", "--input", help="Also score this text by tokens of context; may be given several times."),
+    chunk_tokens: int = typer.Option(4096, help="Tokens of each prompt that go through the model at once."),
     rows: int = typer.Option(4, help="Prompts that are computed at once."),
     nproc: int | None = typer.Option(None, help="Train in this many ranks of this machine."),
     gpus: str | None = typer.Option(None, help="Train on these GPUs, as `headway train --gpus`."),
@@ -50,6 +51,7 @@ def command(
         tuple(data),
         rows,
         seed,
+        chunk_tokens,
     )
     flags = [text for flag, value in (("--nproc", nproc), ("--gpus", gpus)) if value is not None for text in (flag, str(value))]
 

@@ -145,7 +145,7 @@ class KVCache:
             at.write(part, one, self._row)
             keys, values = at.read(part, one.start + one.q.shape[1])
             return attend_chunk(one.q, keys, values, start=one.start if self._aligned(one) else None, position=one.position)
-        o = _windowed(at, part, one)
+        o = _windowed(at, part, one, alike=one.limit is None and self._aligned(one))
         at.write(part, one, self._row)
         return o
 
@@ -248,10 +248,11 @@ class _Layer:
         return found
 
 
-def _windowed(at: _Layer, part: Part, one: _Chunk) -> torch.Tensor:
+def _windowed(at: _Layer, part: Part, one: _Chunk, alike: bool) -> torch.Tensor:
     """Heads that forget: each block of queries meets what the ring held before the chunk and the tokens of the chunk it can reach."""
     tokens, window = one.q.shape[1], part.window
-    held = one.held()
+    # Rows that stand alike share one mask.
+    position, held = (one.position[:1], one.held()[:1]) if alike else (one.position, one.held())
     stop = min(one.start, part.slots)
     old_k, old_v = at.read(part, stop)
     old_position = part.positions(held, stop)
@@ -264,8 +265,8 @@ def _windowed(at: _Layer, part: Part, one: _Chunk) -> torch.Tensor:
         pieces = [slice(0, lead), slice(first, end)]
         k = torch.cat([old_k, *(one.k[:, piece] for piece in pieces)], dim=1)
         v = torch.cat([old_v, *(one.v[:, piece] for piece in pieces)], dim=1)
-        key = torch.cat([old_position, *(one.position[:, piece] for piece in pieces)], dim=1)[:, None]
-        query = one.position[:, begin:end, None]
+        key = torch.cat([old_position, *(position[:, piece] for piece in pieces)], dim=1)[:, None]
+        query = position[:, begin:end, None]
         distance = query - key
         near = distance < window
         if part.sinks:

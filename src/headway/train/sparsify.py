@@ -49,6 +49,7 @@ class SparsifyPlan:
     """Texts or stores to score by tokens of context."""
     rows: int = 4
     seed: int = 0
+    chunk_tokens: int = 4096
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
     sparsities = plan.sparsities or (objective.target,)
     wish = MaskWish(None, sparsities, plan.equal_per_layer, random=plan.random, seed=plan.seed)
     lengths = plan.lengths or (recipe.data.seq_len,)
-    long = LongPlan(plan.tasks, lengths, plan.depths, plan.samples, plan.seed, rows=plan.rows)
+    long = LongPlan(plan.tasks, lengths, plan.depths, plan.samples, plan.seed, plan.chunk_tokens, plan.rows)
     resolved = resolve(recipe)
     longest = resolved.model.max_seq_len
     if max(lengths) > longest:

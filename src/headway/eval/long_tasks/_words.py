@@ -36,10 +36,12 @@ NOISE = (
 
 def keys(rng: random.Random, number: int) -> list[str]:
     """Different names, `amber-anchor` and the like."""
-    pairs = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
-    rng.shuffle(pairs)
-    rounds = -(-number // len(pairs))
-    return [f"{pair}-{turn}" if turn else pair for turn in range(rounds) for pair in pairs][:number]
+    size, found = len(ADJECTIVES) * len(NOUNS), []
+    for turn in range(-(-number // size)):
+        for index in rng.sample(range(size), min(size, number - len(found))):
+            pair = f"{ADJECTIVES[index // len(NOUNS)]}-{NOUNS[index % len(NOUNS)]}"
+            found.append(f"{pair}-{turn}" if turn else pair)
+    return found
 
 
 def numbers(rng: random.Random, number: int, digits: int = 7) -> list[str]:

@@ -1,0 +1,83 @@
+"""`headway sparsify`: training, masks, questions and KV report in one folder; started again, nothing is done twice."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from support.byte_model import CONFIG, write_model
+
+from headway.cli import main
+from headway.data.tokenize import tokenize
+from headway.eval.long_tasks.key_value import pairs, table
+from headway.model.head_masks import read_masks
+
+RECIPE = """\
+run: {{name: sparse, dir: {out}/runs}}
+init: {{from: {model}}}
+data: {{train: [{out}/store], valid: {{fraction: 0.1}}, seq_len: 128, cache_dir: {out}/cache}}
+objective: {{kind: head_sparsity, target: 0.5, window: 16, sinks: 4}}
+freeze: [weights]
+batch: {{rows: 2, micro_rows: 2}}
+optim: {{schedule: {{kind: cosine, warmup: 0.1, floor: 0.1}}}}
+steps: 4
+eval: {{every: null, rows: 2}}
+checkpoint: {{every: null}}
+device: cpu
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    model = write_model(tmp_path / "model", CONFIG.with_(max_seq_len=160))
+    rng = random.Random(0)
+    (tmp_path / "tables.jsonl").write_text("".join(json.dumps({"text": table(pairs(rng, 9))}) + "\n" for _ in range(30)))
+    tokenize([tmp_path / "tables.jsonl"], tmp_path / "model" / "tokenizer", tmp_path / "store")
+    file = tmp_path / "sparse.yaml"
+    file.write_text(RECIPE.format(out=tmp_path, model=model))
+    return file
+
+
+def test_one_command_trains_exports_asks_and_reports_and_does_nothing_twice(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["sparsify", str(recipe), "--sparsities", "0.25,0.5", "--samples", "1", "--depths", "0,1", "--json"]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    run = tmp_path / "runs" / "sparse"
+    folder = run / "sparsify"
+    assert [one["name"] for one in found["variants"]] == ["full", "s=0.25", "random s=0.25", "s=0.5", "random s=0.5"]
+    for sparsity, full in ((0.25, 3), (0.5, 2)):
+        masks = read_masks(folder / f"masks_sp{sparsity}.tsv")
+        assert (masks.num_full, masks.window, masks.sinks) == (full, 16, 4)
+    sizes = [one["cache_bytes"] for one in found["variants"]]
+    assert sizes[0] > sizes[1] == sizes[2] > sizes[3] == sizes[4]
+    report = (folder / "report.md").read_text()
+    assert "Training: steps 4" in report and "![gates of all heads](heads.png)" in report and "## Keys and values" in report
+    assert json.loads((folder / "results.json").read_text())["variants"] == found["variants"]
+    assert {path.name for path in folder.iterdir()} >= {"heads.png", "heat-map.png", "score-by-footprint.png", "parts", "masks_sp0.5.json"}
+
+    monkeypatch.setattr("headway.eval.long_context._measure", lambda *_: pytest.fail("asked again"))
+    steps = (run / "metrics.jsonl").read_text()
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["variants"] == found["variants"]
+    assert (run / "metrics.jsonl").read_text() == steps
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["objective.kind=next_token"], "objective"),
+        (["--lengths", "4k"], "--lengths holds 4096; the model's max_seq_len is 160"),
+        (["--tasks", "needle_single"], "--lengths holds 128; needle_single needs at least"),
+        (["--tasks", "haystack"], "--tasks holds 'haystack'"),
+        (["--sparsities", "1.5"], "--sparsities is 1.5"),
+        (["checkpoint.at_end=false"], "checkpoint.at_end is false"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(
+    recipe: Path, tmp_path: Path, wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sparsify", str(recipe), *wrong]) == 2
+    told = capsys.readouterr().err
+    assert said in told and not (tmp_path / "runs").exists()
