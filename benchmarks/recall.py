@@ -28,7 +28,7 @@ from headway.train import train
 from headway.train.config import Recipe
 from headway.train.sparsify import SparsifyPlan, sparsify
 
-TOKENS_PER_LINE = 7
+TOKENS_PER_LINE = 6
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Size:
 
 
 SIZES = {
-    "gpu": Size("hidden_size: 256, num_layers: 4, num_heads: 8, num_kv_heads: 8, ffn_size: 512", 1024, 20_000, 32, 3000, 300, 2e-3, 64, 4),
+    "gpu": Size("hidden_size: 256, num_layers: 4, num_heads: 8, num_kv_heads: 8, ffn_size: 512", 1024, 20_000, 32, 3000, 300, 1e-3, 64, 4),
     "cpu": Size("hidden_size: 128, num_layers: 3, num_heads: 8, num_kv_heads: 8, ffn_size: 256", 256, 20_000, 16, 3000, 250, 3e-3, 32, 4),
+    "probe": Size("hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 4, ffn_size: 128", 128, 8000, 32, 1200, 150, 3e-3, 16, 4),
     "tiny": Size("hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 4, ffn_size: 128", 128, 300, 4, 12, 12, 3e-3, 16, 4),
 }
 RECIPE = """\
@@ -73,7 +74,7 @@ def write_documents(path: Path, size: Size, seed: int = 0) -> None:
         for _ in range(size.documents):
             # Short tables make the rule easy to see, long ones make it reach.
             lines = pairs(rng, max(2, round(most * rng.random() ** 2)))
-            asked = rng.sample(lines, min(len(lines), max(1, min(most - len(lines), 2 * len(lines)))))
+            asked = rng.choices(lines, k=max(1, min(most - len(lines), 3 * len(lines))))
             file.write(json.dumps({"text": table(lines) + table(asked)}) + "\n")
 
 
@@ -84,7 +85,7 @@ def prepare(out: Path, size: Size) -> None:
         out.mkdir(parents=True, exist_ok=True)
         write_documents(raw, size)
         rng = random.Random("tokenizer")
-        train_bpe((table(pairs(rng, 40)) for _ in range(1500)), vocab_size=1536, out=out / "tokenizer")
+        train_bpe((table(pairs(rng, 40)) for _ in range(1500)), vocab_size=1344, out=out / "tokenizer")
         tokenize([raw], out / "tokenizer", out / "store")
 
 

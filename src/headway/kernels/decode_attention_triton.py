@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 BLOCK, WARPS, STAGES = 128, 4, 3
 """Slots that one program reads at a time, its warps, and how many reads are under way."""
+SHARED_BYTES = 96 * 1024
+"""What the reads under way may take of a processor's shared memory."""
 
 
 @triton.jit
@@ -112,10 +114,12 @@ def attend(
     rows, num_heads, hd = q.shape
     groups = num_heads // k.shape[1]
     assert all(x.stride()[1:] == (hd, 1) for x in (q, k, v))
-    items = plan.items.shape[0]
+    items, block = plan.items.shape[0], min(BLOCK, plan.stretch)
+    while 2 * STAGES * block * max(16, _power(hd)) * q.element_size() > SHARED_BYTES and block > 16:
+        block //= 2
     attend_stretch[(items, rows)](
         q, k, v, keys, values, position, plan.items, plan.partial, q.stride(0), k.stride(0), v.stride(0), items, hd**-0.5,
-        G=groups, GP=max(16, _power(groups)), HD=hd, HP=max(16, _power(hd)), STRETCH=plan.stretch, BLOCK=min(BLOCK, plan.stretch),
+        G=groups, GP=max(16, _power(groups)), HD=hd, HP=max(16, _power(hd)), STRETCH=plan.stretch, BLOCK=block,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
 

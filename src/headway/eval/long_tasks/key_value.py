@@ -2,15 +2,17 @@
 
 import random
 
-from headway.eval.long_tasks._words import keys
+from headway.eval.long_tasks._words import ADJECTIVES, NOUNS, keys
 from headway.eval.long_tasks.base import Case
 
 VALUE_DIGITS = 3
 
 
 def pairs(rng: random.Random, number: int) -> list[tuple[str, str]]:
-    """Different keys, each with a number."""
-    return [(key, str(rng.randrange(10 ** (VALUE_DIGITS - 1), 10**VALUE_DIGITS))) for key in keys(rng, number)]
+    """Different keys, each with a number; the keys of a short table are single words."""
+    words = [*ADJECTIVES, *NOUNS]
+    names = rng.sample(words, number) if number <= len(words) else keys(rng, number)
+    return [(name, str(rng.randrange(10 ** (VALUE_DIGITS - 1), 10**VALUE_DIGITS))) for name in names]
 
 
 def table(lines: list[tuple[str, str]]) -> str:
