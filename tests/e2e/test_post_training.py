@@ -227,3 +227,33 @@ def test_packed_conversations_are_conversations_on_their_own_and_the_result_stop
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     assert ends == [tokenizer.eos_id, tokenizer.token_to_id("<|im_end|>")]
     assert "each of 40 samples has a target" in (tmp_path / "runs" / "packed" / "train.log").read_text()
+
+
+STAGED = """\
+run: {{name: staged, dir: {dir}/runs}}
+model: {{hidden_size: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn_size: 48, vocab_size: 64, max_seq_len: 64}}
+data: {{train: [{dir}/text], seq_len: 64, tokenizer_unchecked: true, cache_dir: {dir}/cache}}
+batch: {{rows: 4, micro_rows: 2}}
+steps: 3
+checkpoint: {{every: 1}}
+device: cpu
+stages:
+  - {{name: learn, optim: {{lr: 1e-2}}}}
+  - {{name: prefer, data: {{train: [{dir}/pairs]}}, objective: {{kind: dpo, reference: {reference}}}}}
+"""
+
+
+def test_a_preference_stage_compares_with_what_the_stage_before_it_left(tmp_path: Path) -> None:
+    make_pair_store(tmp_path / "pairs")
+    text_store(tmp_path)
+    path = tmp_path / "staged.yaml"
+    path.write_text(STAGED.format(dir=tmp_path, reference=tmp_path / "nowhere"))
+    with pytest.raises(HeadwayError, match=r"stage prefer: objective\.reference"):
+        train(load(Recipe, path))
+    path.write_text(STAGED.format(dir=tmp_path, reference="null"))
+    train(load(Recipe, path))
+    (prefer,) = (tmp_path / "runs" / "staged" / "stages").glob("*prefer")
+    records = read_metrics(prefer / "metrics.jsonl")
+    assert len(records) == 3
+    assert records[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert records[0]["logps/chosen"] != pytest.approx(records[1]["logps/chosen"])

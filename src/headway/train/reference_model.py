@@ -117,6 +117,13 @@ def make_reference(resolved: Resolved, data: OpenData, scoring: Scoring) -> Refe
     return Reference(prepare, digest.sha256, f"reference {wanted.name} ({digest.sha256[:12]}), {how}")
 
 
+def check_reference(resolved: Resolved) -> None:
+    """Refuse a reference that is not there or does not fit, before anything is read."""
+    wish = resolved.recipe.objective.reference_wish
+    if wish is not None:
+        _find(resolved, wish.path)
+
+
 def _find(resolved: Resolved, path: str | None) -> _Wanted:
     model = resolved.model
     if path is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from headway.data.sources import open_data
+from headway.data.targets import check_targets
 from headway.errors import HeadwayError
 from headway.infer.adapted import Carried
 from headway.infer.load import StoredModel
@@ -14,6 +15,7 @@ from headway.model.layout import param_specs
 from headway.optim.groups import OBJECTIVE, make_groups, trainable
 from headway.parallel.collectives import Group
 from headway.train.expand import Stage
+from headway.train.reference_model import check_reference
 from headway.train.resolve import Resolved, resolve
 
 if TYPE_CHECKING:
@@ -40,7 +42,10 @@ def check_stage(stage: Stage, resolved: Resolved, world: Group) -> None:
         if module is not None:
             shapes |= {OBJECTIVE + name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         make_groups(recipe.optim, shapes, trainable(shapes, recipe.freeze, recipe.train), recipe.objective.rules)
-        open_data(recipe.data, tokenizer=resolved.tokenizer_path, vocab_size=model.vocab, seed=recipe.seed)
+        pairs = recipe.objective.PAIRS
+        data = open_data(recipe.data, tokenizer=resolved.tokenizer_path, vocab_size=model.vocab, seed=recipe.seed, pairs=pairs)
+        check_targets(data, resolved.tokenizer)
+        check_reference(resolved)
     except HeadwayError as problem:
         _raise_of(stage, problem)
 
