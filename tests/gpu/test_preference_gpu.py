@@ -16,8 +16,8 @@ from headway.train.config import Recipe
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPE = (
     "model.hidden_size=128", "model.num_layers=2", "model.num_heads=4", "model.ffn_size=256", "model.vocab_size=64",
-    "model.max_seq_len=128", "data.seq_len=128", "data.tokenizer_unchecked=true", "batch.rows=8", "batch.micro_rows=4", "steps=6", "optim.lr=1e-3",
-    "objective.kind=dpo", "data.valid.fraction=0.2", "eval.rows=8",
+    "model.max_seq_len=128", "data.seq_len=128", "data.tokenizer_unchecked=true", "batch.rows=8", "batch.micro_rows=4", "steps=6",
+    "optim.lr=1e-3", "objective.kind=dpo", "data.valid.fraction=0.2", "eval.rows=8",
 )  # fmt: skip
 
 
