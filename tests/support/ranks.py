@@ -38,7 +38,7 @@ def run_ranks(function: Callable[[Group], Any], world: int, *, timeout: float = 
 
 def _run(function: Callable[[int], Any], world: int, timeout: float) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="headway-ranks-") as folder:
-        port = _free_port()
+        port = free_port()
         context = multiprocessing.get_context("fork")
         children = [context.Process(target=_child, args=(function, rank, world, port, Path(folder))) for rank in range(world)]
         for child in children:
@@ -79,7 +79,7 @@ def _child(function: Callable[[int], Any], rank: int, world: int, port: int, fol
     os._exit(0)  # not through the parent's exit handlers, which are not this process's business
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

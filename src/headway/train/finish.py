@@ -101,7 +101,8 @@ def _keeping(weights: Iterator[tuple[str, Tensor]], run: Run, kept: dict[str, Te
 
 def summarize(run: Run) -> dict[str, Any]:
     """What a run came to, from its metrics file."""
-    records = read_metrics(run.start.folder / METRICS)
+    metrics = run.start.folder / METRICS
+    records = read_metrics(metrics) if metrics.exists() else []  # stopped before the first step
     losses = [record["loss"] for record in records if record["loss"] is not None]
     valid = [(values["loss"], record["step"]) for record in records for values in record.get("valid", {}).values() if "loss" in values]
     seconds = sum(record["time"]["step_seconds"] for record in records) or run.state.seconds
