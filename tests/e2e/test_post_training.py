@@ -181,6 +181,14 @@ def test_a_reference_of_its_own_is_the_margin_to_beat(folder: Path, tmp_path: Pa
     assert got[0]["loss"] != pytest.approx(math.log(2), abs=1e-6)
 
 
+def test_the_reference_of_an_adapter_is_the_model_without_it(folder: Path) -> None:
+    got = run(folder, "adapter", "adapter={kind: lora, rank: 4}", "steps=2", "optim.lr=0.05")
+    assert got[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert got[1]["loss"] != got[0]["loss"]
+    line = next(line for line in (folder / "runs" / "adapter" / "train.log").read_text().splitlines() if "frozen" in line)
+    assert "train," in line
+
+
 def text_store(folder: Path) -> Path:
     rng = np.random.default_rng(3)
     writer = StoreWriter(folder / "text", dtype="uint16", tokenizer_fingerprint=None)
