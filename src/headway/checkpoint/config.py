@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from headway.config.section import Section, setting
+from headway.runtime.places import S3Path, place_of
+
+CHECKPOINTS = "checkpoints"
+STAGES = "stages"
 
 HIGHER_IS_BETTER = ("accuracy", "acc", "reward", "win_rate", "f1")
 
@@ -27,12 +32,25 @@ class CheckpointConfig(Section):
         "Write beside training, from a copy in host memory; auto = where the copy takes at most half of what is free.",
         alias="async",
     )
+    to: str | None = setting(
+        None, "Where checkpoints lie: s3://bucket/prefix or a folder, under it one of the run's name; null = the run folder.", min_length=1
+    )
+    retry_seconds: float = setting(120.0, "How long a call to S3 is made again while the store is down, before the save fails.", ge=0)
     at_end: bool = setting(True, "Save at the end: a checkpoint and final/, a Hugging Face folder. Benchmarks turn it off.")
 
     @property
     def higher_is_better(self) -> bool:
         """Whether more of the metric is better."""
         return self.goal == "max" or (self.goal == "auto" and self.metric.rsplit("/", 1)[-1] in HIGHER_IS_BETTER)
+
+    def place(self, run_folder: Path) -> tuple[Path, S3Path | None]:
+        """The local folder of a run's checkpoints, and the place in S3 they go to from there, if any. A stage lies below its run."""
+        if self.to is None:
+            return run_folder / CHECKPOINTS, None
+        where = place_of(self.to)
+        for part in run_folder.parts[-3:] if run_folder.parent.name == STAGES else [run_folder.name]:
+            where = where / part
+        return (run_folder / CHECKPOINTS, where) if isinstance(where, S3Path) else (where, None)
 
     def due(self, step: int) -> Literal["checkpoint", "snapshot"] | None:
         """What is saved after a step by the calendar alone; a checkpoint makes the snapshot of its step unnecessary."""

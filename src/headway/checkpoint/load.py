@@ -12,33 +12,33 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headway.checkpoint.box import Ints, Span, take_away, uncovered
-from headway.checkpoint.manifest import MANIFEST, Box, Json, StoredFile, read_manifest, tensor_key
+from headway.checkpoint.manifest import MANIFEST, Box, Json, StoredFile, parse_manifest, tensor_key
 from headway.checkpoint.save import REPLACED_PREFIX, STEP_FOLDER, TOKENIZER, dtype_name, tensor_bytes
+from headway.checkpoint.source import REMEDY, source_of
 from headway.errors import CheckpointError
-from headway.runtime.storage import sha256_file
+from headway.runtime.places import Place, S3Path, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
-REMEDY = "Use another checkpoint."
-
 
 class Reader:
     """One open checkpoint. Tensors are read one at a time; nothing stays in memory."""
 
-    def __init__(self, path: Path, *, verify: bool = True) -> None:
+    def __init__(self, path: Place, *, verify: bool = True) -> None:
         self.path = path
-        self._manifest = read_manifest(path)
+        self._source = source_of(path)
+        self._manifest = parse_manifest(path, self._source.read(MANIFEST))
         self._boxes: dict[str, list[Box]] = {key: [] for key in self._manifest.shapes}
         for box in self._manifest.boxes:
             self._boxes[tensor_key(box.role, box.name)].append(box)
         self._files = {file.path: file for file in self._manifest.files}
-        self._open: dict[str, Any] = {}
+        self._headers: dict[str, bytes] = {}
         self._unverified = {(box.file, box.key) for box in self._manifest.boxes} if verify else set[tuple[str, str]]()
         self._check_sizes()
 
@@ -60,7 +60,7 @@ class Reader:
         files = [file for file in self._files.values() if file.path.startswith(TOKENIZER + "/")]
         for file in files:
             self._check_whole(file)
-        return self.path / TOKENIZER if files else None
+        return self._source.folder([file.path for file in files], TOKENIZER) if files else None
 
     def names(self, role: str | None = None) -> list[str]:
         """The names of all tensors, or of those that have a role."""
@@ -128,7 +128,7 @@ class Reader:
 
     def close(self) -> None:
         """Let go of the files."""
-        self._open.clear()
+        self._source = source_of(self.path)
 
     def __enter__(self) -> Reader:
         return self
@@ -151,50 +151,26 @@ class Reader:
 
     def _check_sizes(self) -> None:
         for file in self._files.values():
-            path = self.path / file.path
-            try:
-                size = path.stat().st_size
-            except OSError as problem:
-                raise CheckpointError(f"{path}: cannot be read: {problem.strerror}. {REMEDY}") from None
+            size = self._source.size(file.path)
             if size != file.size:
-                raise CheckpointError(f"{path}: has {size} bytes; {file.size} were written. {REMEDY}")
+                raise CheckpointError(f"{self.path / file.path}: has {size} bytes; {file.size} were written. {REMEDY}")
 
     def _check_whole(self, file: StoredFile) -> None:
-        if file.sha256 is None:
-            return
-        path = self.path / file.path
-        try:
-            found = sha256_file(path)
-        except OSError as problem:
-            raise CheckpointError(f"{path}: cannot be read: {problem.strerror}. {REMEDY}") from None
-        if found != file.sha256:
-            raise CheckpointError(f"{path}: damaged: its checksum does not match. {REMEDY}")
+        if file.sha256 is not None and self._source.sha256(file.path) != file.sha256:
+            raise CheckpointError(f"{self.path / file.path}: damaged: its checksum does not match. {REMEDY}")
 
-    def _handle(self, name: str) -> Any:
-        """The memory-mapped file, its header checked before it is parsed."""
-        if name not in self._open:
-            from safetensors import SafetensorError, safe_open
-
-            path = self.path / name
-            try:
-                with open(path, "rb") as file:
-                    length = file.read(8)
-                    header = length + file.read(min(int.from_bytes(length, "little"), self._files[name].size))
-                if hashlib.sha256(header).hexdigest() != self._files[name].sha256_header:
-                    raise CheckpointError(f"{path}: damaged: its header's checksum does not match. {REMEDY}")
-                self._open[name] = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as problem:
-                raise CheckpointError(f"{path}: cannot be read: {problem}. {REMEDY}") from None
-        return self._open[name]
+    def _header(self, name: str) -> bytes:
+        """The head of a file, checked before it is parsed."""
+        if name not in self._headers:
+            header = self._source.header(name, self._files[name].size)
+            if hashlib.sha256(header).hexdigest() != self._files[name].sha256_header:
+                raise CheckpointError(f"{self.path / name}: damaged: its header's checksum does not match. {REMEDY}")
+            self._headers[name] = header
+        return self._headers[name]
 
     def _load(self, box: Box) -> torch.Tensor:
-        from safetensors import SafetensorError
-
         path = self.path / box.file
-        try:
-            tensor: torch.Tensor = self._handle(box.file).get_tensor(box.key)
-        except (OSError, SafetensorError) as problem:
-            raise CheckpointError(f"{path}: cannot be read: {problem}. {REMEDY}") from None
+        tensor = self._source.tensor(box.file, box.key, self._header(box.file))
         if tuple(tensor.shape) != box.shape or dtype_name(tensor) != box.dtype:
             raise CheckpointError(f"{path}: {box.key} is not as the manifest says. {REMEDY}")
         if (box.file, box.key) in self._unverified:
@@ -204,32 +180,48 @@ class Reader:
         return tensor
 
 
-def open_checkpoint(path: Path, *, verify: bool = True) -> Reader:
-    """Open one checkpoint folder (a link such as `latest` is followed)."""
-    return Reader(Path(path).resolve(), verify=verify)
+def open_checkpoint(path: Place | str, *, verify: bool = True) -> Reader:
+    """Open one checkpoint: a folder (a link such as `latest` is followed) or a place in S3."""
+    place = place_of(path)
+    return Reader(place if isinstance(place, S3Path) else place.resolve(), verify=verify)
 
 
 @dataclass(frozen=True)
 class Found:
     """The newest checkpoint that is whole, open and verified, and the newer ones that are not, with one line each that says why."""
 
-    path: Path | None = None
+    path: Place | None = None
     reader: Reader | None = None
-    rejected: list[tuple[Path, str]] = field(default_factory=list)
+    rejected: list[tuple[Place, str]] = field(default_factory=list)
 
 
-def newest_good(checkpoints: Path) -> Found:
-    """Look from the newest step back for a checkpoint of which every byte is as it was written."""
-    rejected: list[tuple[Path, str]] = []
-    for path in reversed(step_folders(checkpoints)):
+def newest_good(checkpoints: Place) -> Found:
+    """Look from the newest step back for a checkpoint that is as it was written: every byte of it, in S3 every size.
+
+    The store keeps its own checksums, and every box is checked when it is read.
+    """
+    rejected: list[tuple[Place, str]] = []
+    is_remote = isinstance(checkpoints, S3Path)
+    for path in reversed(remote_folders(checkpoints) if isinstance(checkpoints, S3Path) else step_folders(checkpoints)):
         try:
             reader = open_checkpoint(path)
-            reader.verify(deep=True)
+            reader.verify(deep=not is_remote)
         except CheckpointError as problem:
             rejected.append((path, str(problem)))
         else:
             return Found(path, reader, rejected)
     return Found(rejected=rejected)
+
+
+def remote_folders(checkpoints: S3Path) -> list[S3Path]:
+    """The checkpoints and snapshots below a place in S3 that have a manifest, oldest first."""
+    from headway.runtime.s3 import S3
+
+    names = {
+        name.split("/")[0] for name in S3(checkpoints.endpoint).sizes(checkpoints) if name.count("/") == 1 and name.endswith("/" + MANIFEST)
+    }
+    found = {int(match.group(2)): name for name in sorted(names) if (match := STEP_FOLDER.fullmatch(name))}
+    return [checkpoints / found[step] for step in sorted(found)]
 
 
 def step_folders(checkpoints: Path, *, snapshots: bool = True) -> list[Path]:
@@ -244,18 +236,24 @@ def step_folders(checkpoints: Path, *, snapshots: bool = True) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
-def step_of(path: Path) -> int:
+def step_of(path: Place) -> int:
     """The step in the name of a checkpoint's folder."""
     match = STEP_FOLDER.fullmatch(path.name.removeprefix(REPLACED_PREFIX))
     assert match is not None
     return int(match.group(2))
 
 
-def locate(path: Path) -> Path:
-    """The checkpoint that a path means: a checkpoint folder itself, or the newest good one of a run or checkpoints folder."""
-    if (path / MANIFEST).is_file():
-        return path
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+def locate(path: Place | str) -> Place:
+    """The checkpoint that a path means: a checkpoint itself, or the newest good one of a run or checkpoints folder."""
+    place = place_of(path)
+    if source_of(place).read(MANIFEST) is not None:
+        return place
+    folder = place
+    if isinstance(place, S3Path):
+        if STEP_FOLDER.fullmatch(link := (source_of(place.parent).read(place.name) or b"")[:64].decode(errors="replace")):
+            return place.parent / link
+    elif (place / "checkpoints").is_dir():
+        folder = place / "checkpoints"
     found = newest_good(folder)
     for _, reason in found.rejected:
         logging.getLogger("headway").warning("%s", reason)

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from headway.checkpoint.box import Ints, Span
 from headway.errors import CheckpointError
+from headway.runtime.places import Place
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -83,10 +84,21 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check manifest.json; any damage is a CheckpointError that names it."""
+    """Read and check a folder's manifest.json; any damage is a CheckpointError that names it."""
     path = folder / MANIFEST
     try:
-        content = path.read_bytes()
+        content = path.read_bytes() if path.exists() else None
+    except OSError as problem:
+        raise CheckpointError(f"{path}: cannot be read: {problem.strerror}. Use another checkpoint.") from None
+    return parse_manifest(folder, content)
+
+
+def parse_manifest(folder: Place, content: bytes | None) -> Manifest:
+    """Check the content of a manifest.json; None = there is no such file."""
+    path = folder / MANIFEST
+    if content is None:
+        raise CheckpointError(f"{path}: no such file, so this is not a complete checkpoint. Use another one.")
+    try:
         rest = content[len(CHECKSUM_LINE.format("0" * 64)) :]
         if content != CHECKSUM_LINE.format(hashlib.sha256(rest).hexdigest()).encode() + rest:
             raise ValueError("its checksum does not match")
@@ -94,10 +106,6 @@ def read_manifest(folder: Path) -> Manifest:
         if body["version"] != VERSION:
             raise CheckpointError(f"{path}: format version {body['version']}; this headway reads {VERSION}. Use the headway that wrote it.")
         return _parse(body)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file, so this is not a complete checkpoint. Use another one.") from None
-    except OSError as problem:
-        raise CheckpointError(f"{path}: cannot be read: {problem.strerror}. Use another checkpoint.") from None
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise CheckpointError(f"{path}: damaged: {problem}. Use another checkpoint.") from None
 

@@ -3,13 +3,18 @@
 Nothing goes before as many newer ones as should stay are known to be whole.
 """
 
-import re
-from pathlib import Path
+from __future__ import annotations
 
-from headway.checkpoint.best import best_checkpoints
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.checkpoint.best import VALID, metric_value
 from headway.checkpoint.config import CheckpointConfig
-from headway.checkpoint.load import open_checkpoint, step_folders, step_of
-from headway.checkpoint.save import LATEST
+from headway.checkpoint.load import Reader, open_checkpoint, step_folders, step_of
+from headway.checkpoint.save import LATEST, REPLACED_PREFIX, STEP_FOLDER
 from headway.errors import CheckpointError
 from headway.runtime.storage import link_atomic, remove_folder, rename_folder, writing
 
@@ -18,27 +23,67 @@ BEST_LINK = re.compile(r"best-(\d+)")
 SNAPSHOTS_KEPT = 2
 
 
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint or snapshot, wherever it lies."""
+
+    name: str
+    step: int
+    is_snapshot: bool
+    is_whole: bool
+    value: float | None
+    """What its validation came to."""
+
+    @classmethod
+    def of(cls, name: str, reader: Reader | None, metric: str) -> Entry:
+        """What a reader says, None for one that cannot be read."""
+        match = STEP_FOLDER.fullmatch(name.removeprefix(REPLACED_PREFIX))
+        assert match is not None
+        valid: Any = None if reader is None else reader.scalars.get(VALID)
+        return cls(name, int(match.group(2)), match.group(1) == "snapshot", reader is not None, metric_value(valid, metric))
+
+
+def choose(entries: Sequence[Entry], config: CheckpointConfig) -> tuple[list[str], list[str]]:
+    """The names of the best, best first, and of those that need not stay."""
+    full = sorted((one for one in entries if not one.is_snapshot), key=lambda one: one.step)
+    snapshots = sorted((one for one in entries if one.is_snapshot), key=lambda one: one.step)
+    sign = -1.0 if config.higher_is_better else 1.0
+    ranked = sorted((sign * one.value, one.step, one.name) for one in full if one.is_whole and one.value is not None)
+    best = [name for _, _, name in ranked[: config.keep_best]]
+    older = [one for one in _older_than(full, config.keep_last) if one.name not in best]
+    if config.keep_every:
+        older = [one for one in older if one.step % config.keep_every]
+    return best, [one.name for one in [*older, *_older_than(snapshots, SNAPSHOTS_KEPT)]]
+
+
+def _older_than(entries: list[Entry], keep: int) -> list[Entry]:
+    """All but the newest `keep` whole ones and what is newer than those."""
+    left, kept = list(entries), 0
+    while left and kept < keep:
+        kept += left.pop().is_whole
+    return left
+
+
 def retain(checkpoints: Path, config: CheckpointConfig) -> list[Path]:
     """Point best-1, best-2, ... at the best, delete what need not stay, and return what was deleted."""
-    folders = step_folders(checkpoints, snapshots=False)
-    snapshots = [path for path in step_folders(checkpoints) if path not in folders]
-    link_best(checkpoints, config)
+    best, unneeded = choose([Entry.of(path.name, _whole(path), config.metric) for path in _all_folders(checkpoints)], config)
+    _link_best(checkpoints, best)
     linked = {path.resolve() for path in checkpoints.iterdir() if path.is_symlink()}
-    doomed = [
-        path
-        for path in [*_older_than(folders, config.keep_last), *_older_than(snapshots, SNAPSHOTS_KEPT)]
-        if path.resolve() not in linked and not (path in folders and config.keep_every and step_of(path) % config.keep_every == 0)
-    ]
+    doomed = [path for name in unneeded if (path := checkpoints / name).resolve() not in linked]
     for path in doomed:
         with writing(path, error=CheckpointError):
             remove_folder(path)
     return doomed
 
 
-def link_best(checkpoints: Path, config: CheckpointConfig) -> None:
-    """Make the links best-1 ... best-N right."""
-    best = best_checkpoints(checkpoints, config)[: config.keep_best]
-    wanted = {f"best-{place}": one.path.name for place, one in enumerate(best, 1)}
+def _all_folders(checkpoints: Path) -> list[Path]:
+    """Checkpoints and snapshots, a snapshot of the same step as a checkpoint too."""
+    full = step_folders(checkpoints, snapshots=False)
+    return [*full, *(path for path in checkpoints.glob("snapshot-*") if STEP_FOLDER.fullmatch(path.name))]
+
+
+def _link_best(checkpoints: Path, best: list[str]) -> None:
+    wanted = {f"best-{place}": name for place, name in enumerate(best, 1)}
     for path in checkpoints.iterdir():
         if BEST_LINK.fullmatch(path.name) and path.is_symlink() and path.name not in wanted:
             path.unlink()
@@ -49,22 +94,14 @@ def link_best(checkpoints: Path, config: CheckpointConfig) -> None:
                 link_atomic(link, target)
 
 
-def _older_than(folders: list[Path], keep: int) -> list[Path]:
-    """All but the newest `keep` whole ones and what is newer than those."""
-    left = list(folders)
-    kept = 0
-    while left and kept < keep:
-        kept += _is_whole(left.pop())
-    return left
-
-
-def _is_whole(path: Path) -> bool:
-    """Manifest, sizes and coverage are right; the bytes are not read."""
+def _whole(path: Path) -> Reader | None:
+    """The checkpoint, if manifest, sizes and coverage are right; the bytes are not read."""
     try:
-        open_checkpoint(path).verify(deep=False)
+        reader = open_checkpoint(path)
+        reader.verify(deep=False)
     except CheckpointError:
-        return False
-    return True
+        return None
+    return reader
 
 
 def set_aside_later(checkpoints: Path, step: int) -> list[Path]:

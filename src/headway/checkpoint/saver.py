@@ -18,9 +18,11 @@ from pathlib import Path
 
 from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.host import HostCopy
+from headway.checkpoint.load import step_folders, step_of
 from headway.checkpoint.manifest import Json
+from headway.checkpoint.remote import Remote
 from headway.checkpoint.retention import retain
-from headway.checkpoint.save import ALONE, TensorRecord, Writers, save_checkpoint
+from headway.checkpoint.save import ALONE, TensorRecord, Writers, clean, save_checkpoint
 from headway.errors import CheckpointError
 from headway.runtime.machine import ram_bytes
 from headway.runtime.storage import writing
@@ -29,6 +31,8 @@ log = logging.getLogger("headway")
 
 MEMORY_SHARE = 0.5
 """Of the free host memory, what copies of all ranks on a machine may take before `async: auto` writes without a copy."""
+LOCAL_COPY = CheckpointConfig(keep_last=1, keep_best=0)
+"""What stays on the local disk of what is in the store."""
 ABANDON_SECONDS = 60.0
 """How long a failing run still waits for the save under way."""
 
@@ -60,6 +64,8 @@ class Saver:
         """Why the newest save failed; None once one succeeds."""
         self.tell: Callable[[str], None] = lambda text: None
         """Told of every save that fails, on the first rank, from any thread."""
+        self.remote: Remote | None = None
+        """Where checkpoints go once they are complete here."""
         self.ranks_here = 1
         """Ranks on this machine, which share its memory."""
         self._failures = 0
@@ -67,6 +73,17 @@ class Saver:
         self._copies: bool | None = None
         self._thread: threading.Thread | None = None
         self._bug: BaseException | None = None
+
+    def on_failure(self, tell: Callable[[str], None]) -> None:
+        """Whom to tell of saves that fail, and of a store that does not answer."""
+        self.tell = tell
+        if self.remote is not None:
+
+            def trouble(text: str) -> None:
+                log.warning("%s", text)
+                tell(text)
+
+            self.remote.store.on_trouble = trouble
 
     @property
     def is_busy(self) -> bool:
@@ -134,12 +151,49 @@ class Saver:
         begun = time.perf_counter()
         try:
             path = save_checkpoint(self.checkpoints, job.step, records, job.scalars, self.tokenizer, self.writers, snapshot=job.snapshot)
-            self.failed, self._failures = None, 0
             if not job.snapshot:
                 self.saved_step = job.step
             if self.writers.rank == 0:
                 log.info("saved %s in %.1f s", path, time.perf_counter() - begun)
             self._retain()
+            self._publish(path)
+            self.failed, self._failures = None, 0
+        except CheckpointError as problem:
+            self._failed(job, problem)
+        except BaseException as bug:  # raised by the next wait
+            self._bug = bug
+
+    def _publish(self, path: Path) -> None:
+        """Send a checkpoint to the store; where that fails, the local one stays and the next save or start tries again."""
+        if self.remote is None:
+            return
+        begun = time.perf_counter()
+        self.remote.publish(path, self.writers)
+        if self.writers.rank == 0:
+            log.info("sent %s to %s in %.1f s", path.name, self.remote.place, time.perf_counter() - begun)
+        self._quietly(self.remote.retain, "older checkpoints in the store")
+        self._quietly(lambda: retain(self.checkpoints, LOCAL_COPY), "older local checkpoints")
+
+    def resume_upload(self) -> None:
+        """At the start of a run: what an earlier start left complete on the disk, but not in the store, goes up beside training."""
+        if self.remote is None:
+            return
+        folders: list[Path] = []
+        if self.writers.rank == 0 and self.checkpoints.is_dir():
+            clean(self.checkpoints)
+            folders = step_folders(self.checkpoints, snapshots=False)
+            there = self.remote.names() if folders else []
+            folders = [path for path in folders if path.name not in there]
+        name = self.writers.gather(folders[-1].name if folders else None)[0]
+        if name is not None:
+            job = Job(step_of(self.checkpoints / name), {})
+            self._thread = threading.Thread(target=self._send, args=(job, self.checkpoints / name), name="headway-save", daemon=True)
+            self._thread.start()
+
+    def _send(self, job: Job, path: Path) -> None:
+        try:
+            self._publish(path)
+            self.failed, self._failures = None, 0
         except CheckpointError as problem:
             self._failed(job, problem)
         except BaseException as bug:  # raised by the next wait
@@ -151,20 +205,25 @@ class Saver:
         self._failures += 1
         if self.writers.rank == 0:
             times = "" if self._failures == 1 else f" ({self._failures} saves in a row)"
-            text = f"{job.name} was not saved{times}: {problem} Training goes on; {self._newest()}."
+            what = "was not sent" if self.remote is not None and self.saved_step == job.step else "was not saved"
+            text = f"{job.name} {what}{times}: {problem} Training goes on; {self._newest()}."
             log.error("%s", text)
             self.tell(text)
 
     def _retain(self) -> None:
         """Let go what need not stay; the new checkpoint is whole even if this fails."""
+        self._quietly(lambda: retain(self.checkpoints, self.config), "older checkpoints")
+
+    def _quietly(self, work: Callable[[], object], what: str) -> None:
+        """Tidy up on the first rank; a failure is told and fails nothing."""
         if self.writers.rank == 0:
             try:
                 with writing(self.checkpoints, error=CheckpointError):
-                    retain(self.checkpoints, self.config)
+                    work()
             except CheckpointError as problem:
-                text = f"older checkpoints cannot be removed: {problem}"
+                text = f"{what} cannot be removed: {problem}"
                 log.error("%s", text)
                 self.tell(text)
 
     def _newest(self) -> str:
-        return f"the newest checkpoint is of step {self.saved_step}" if self.saved_step else "there is no checkpoint yet"
+        return f"the newest checkpoint on the disk is of step {self.saved_step}" if self.saved_step else "there is no checkpoint yet"

@@ -3,6 +3,7 @@
 runs/NAME              its final/ if training ended, else its newest good checkpoint; of several stages, the last that has one
 .../step-00000500      a checkpoint: has manifest.json
 .../adapter            a PEFT adapter: has adapter_config.json, which names its base
+s3://bucket/prefix     a checkpoint there, or the newest of several: read in ranges, no local copy
 anything else          a Hugging Face folder: has config.json
 
 An adapter is merged: whoever loads a model sees one without updates.
@@ -26,6 +27,7 @@ from headway.model.config import ModelConfig
 from headway.model.gates_file import read_gates
 from headway.model.layout import GATES, param_specs
 from headway.model.pretrained import is_pretrained, read_config, read_end_ids, read_weights
+from headway.runtime.places import Place, S3Path, place_of
 from headway.text.hub import is_hub_id, local_or_hub
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 class StoredModel:
     """A model on disk: its shape is known, its weights are read when they are asked for."""
 
-    path: Path
+    path: Place
     config: ModelConfig
     tokenizer_folder: Path | None
     weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -68,7 +70,7 @@ class LoadedModel:
     model: Transformer
     config: ModelConfig
     tokenizer: Tokenizer | None
-    path: Path
+    path: Place
     end_ids: frozenset[int] = frozenset()
     """Ids that end a text."""
     masks: HeadMasks | None = None
@@ -86,9 +88,12 @@ class LoadedModel:
         return self.model.head_weight.device
 
 
-def find_model(path: Path | str) -> StoredModel:
+def find_model(path: Place | str) -> StoredModel:
     """The model a path means, opened but not read."""
-    path = Path(path)
+    place = place_of(path)
+    if isinstance(place, S3Path):
+        return _checkpoint(locate(place))
+    path = place
     if not path.is_dir():
         raise ConfigError(f"model is {str(path)!r}, which is no folder. Give a run folder, a checkpoint folder or a Hugging Face folder.")
     if not (path / MANIFEST).is_file():
@@ -135,7 +140,7 @@ def _pretrained(folder: Path) -> StoredModel:
     return StoredModel(folder, gated, folder if has_tokenizer else None, weights, read_end_ids(folder))
 
 
-def _checkpoint(folder: Path) -> StoredModel:
+def _checkpoint(folder: Place) -> StoredModel:
     reader = open_checkpoint(folder)
     shape: Any = reader.scalars.get("model")
     if not isinstance(shape, dict):
@@ -162,7 +167,7 @@ def _checkpoint(folder: Path) -> StoredModel:
     return replace(found, weights=lambda: carried.merged(config), carried=carried)
 
 
-def load_model(path: Path | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:
+def load_model(path: Place | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:
     """Read a model onto a device; without a dtype it computes in fp32 on the CPU and in bf16 elsewhere."""
     import torch
 

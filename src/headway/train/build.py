@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headway.checkpoint.remote import Remote
 from headway.checkpoint.save import Writers
 from headway.checkpoint.saver import Saver
 from headway.data.batch import Batch
@@ -39,7 +40,7 @@ from headway.track.base import Event, Tracker
 from headway.track.jsonl import MetricsFile
 from headway.track.outside import append_event
 from headway.train.config import Recipe
-from headway.train.folder import CHECKPOINTS, METRICS, Start
+from headway.train.folder import METRICS, Start
 from headway.train.heal import Healer, with_healed
 from headway.train.meter import Facts, Meter
 from headway.train.orders import Orders
@@ -96,7 +97,7 @@ class Run:
     @property
     def checkpoints(self) -> Path:
         """Where checkpoints lie."""
-        return self.start.folder / CHECKPOINTS
+        return self.recipe.checkpoint.place(self.start.folder)[0]
 
     @property
     def metrics(self) -> MetricsFile | StageMetrics | QuietMetrics:
@@ -198,10 +199,10 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
         meter=make_meter(recipe, model, compute, state, (batch.micro_rows, total_steps, tuple(data.names))),
         targets=targets,
         reference=reference,
-        saver=make_saver(recipe, start.folder / CHECKPOINTS, resolved.tokenizer_path, ranks, process),
+        saver=make_saver(resolved, start, ranks, process),
     )
     run.saver.saved_step = run.saver.started_step = state.step
-    run.saver.tell = lambda text: run.tell("save_failure", text)
+    run.saver.on_failure(lambda text: run.tell("save_failure", text))
     return run
 
 
@@ -213,11 +214,14 @@ def make_meter(recipe: Recipe, model: ModelConfig, compute: Compute, state: Trai
     return Meter(facts, state.consumed_tokens, state.engine.scalars()["skipped"])
 
 
-def make_saver(recipe: Recipe, checkpoints: Path, tokenizer: Path | None, ranks: Ranks, process: Process) -> Saver:
+def make_saver(resolved: Resolved, start: Start, ranks: Ranks, process: Process) -> Saver:
     """What writes checkpoints; its ranks talk over a group of their own, because it works while training exchanges."""
-    group = ranks.world.beside(recipe.parallel.timeout_seconds)
-    saver = Saver(checkpoints, recipe.checkpoint, Writers(group.rank, group.size, group.gather), tokenizer)
+    config = resolved.recipe.checkpoint
+    local, place = config.place(start.folder)
+    group = ranks.world.beside(resolved.recipe.parallel.timeout_seconds)
+    saver = Saver(local, config, Writers(group.rank, group.size, group.gather), resolved.tokenizer_path)
     saver.ranks_here = -(-process.world // process.num_nodes)
+    saver.remote = None if place is None else Remote(place, config)
     return saver
 
 

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.checkpoint.load import Reader, newest_good, open_checkpoint, step_folders
+from headway.checkpoint.load import Found, Reader, locate, newest_good, open_checkpoint, step_folders
+from headway.checkpoint.remote import Remote
 from headway.checkpoint.retention import set_aside_later
+from headway.checkpoint.source import source_of
 from headway.config.load import dump_yaml, load
 from headway.config.section import differences
 from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.parallel.collectives import Group
 from headway.runtime.heartbeat import clear_beats
 from headway.runtime.machine import environment
+from headway.runtime.places import Place, place_of
 from headway.runtime.process import restarted_job, supervisor
 from headway.runtime.storage import check_writable, write_atomic
 from headway.track.outside import begin_claims
@@ -32,7 +35,6 @@ log = logging.getLogger("headway")
 RECIPE = "recipe.yaml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
-CHECKPOINTS = "checkpoints"
 JOB = Path("logs") / "job.txt"
 
 
@@ -45,31 +47,56 @@ class Start:
     """The checkpoint to continue from; None = from the beginning."""
     set_aside: Path | None = None
     """Where an older run of the same name is to be moved first."""
+    anew: bool = False
+    """Begin from the start whatever lies there."""
     changes: tuple[str, ...] = ()
     """Free settings that differ from the run that is continued."""
 
 
 def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
-    """Look at the run folder and decide; a run of another model or data is refused with what differs. `resume`: auto, never or a path."""
+    """Look at the run folder and decide; a run of another model or data is refused with what differs. `resume`: auto, never or a place."""
     folder = recipe.run.folder
-    check_writable(folder)
+    local, place = recipe.checkpoint.place(folder)
+    for here in (folder, local):
+        check_writable(here)
+    remote = None if place is None else Remote(place, recipe.checkpoint)
+    if remote is not None:
+        _probe(remote)
     if resume not in ("auto", "never"):
-        path = Path(resume)
-        return Start(folder, open_checkpoint(path), changes=tuple(_allowed_changes(path.parent.parent / RECIPE, recipe)))
-    old = folder / RECIPE
-    if not old.exists():
-        return Start(folder, None)
+        path = locate(resume)
+        old = path.parent.parent / RECIPE if isinstance(path, Path) else path.parent / RECIPE
+        return Start(folder, open_checkpoint(path), changes=tuple(_allowed_changes(old, recipe)))
     if resume == "never":
-        return Start(folder, None, set_aside=unused_name(folder))
+        return Start(folder, None, set_aside=unused_name(folder) if (folder / RECIPE).exists() else None, anew=True)
+    places = [folder, *([remote.place] if remote is not None else [])]  # a disk may be new where the store is not
+    old = next((place / RECIPE for place in places if source_of(place).read(RECIPE) is not None), None)
+    if old is None:
+        return Start(folder, None)
     changes = _allowed_changes(old, recipe)
-    found = newest_good(folder / CHECKPOINTS)
+    found = max((newest_good(here) for here in (remote.place if remote else None, local) if here is not None), key=_step_found)
     for path, reason in found.rejected:
         log.warning("%s cannot be used: %s", path, reason)
     if found.path is None and found.rejected:
-        raise CheckpointError(
-            f"{folder / CHECKPOINTS}: no checkpoint there can be read. Use --resume never to begin anew beside them, or --resume PATH."
-        )
+        raise CheckpointError(f"{local}: no checkpoint there can be read. Use --resume never to begin anew beside them, or --resume PATH.")
     return Start(folder, found.reader, changes=tuple(changes))
+
+
+def _step_found(found: Found) -> int:
+    """Which of two finds is the newer; one with nothing but damage is still better to hear of than nothing."""
+    return found.reader.step if found.reader is not None else 0 if found.rejected else -1
+
+
+def _probe(remote: Remote) -> None:
+    try:
+        remote.probe()
+    except CheckpointError as problem:
+        raise ConfigError(f"checkpoint.to: {problem}") from None
+
+
+def open_told(text: str, resume: str) -> Reader:
+    """What the first rank has chosen; a folder that `auto` found it has read to the last byte, so that here nothing is checked again."""
+    place = place_of(text)
+    return open_checkpoint(place, verify=resume != "auto" or not isinstance(place, Path))
 
 
 def is_restart(folder: Path) -> bool:
@@ -102,28 +129,29 @@ def agree_on_start(recipe: Recipe, resume: str, world: Group) -> Start:
 
     def decided() -> dict[str, Any]:
         nonlocal start
-        goes_on = is_restart(recipe.run.folder) and (resume == "never" or bool(step_folders(recipe.run.folder / CHECKPOINTS)))
+        goes_on = is_restart(recipe.run.folder) and (resume == "never" or bool(step_folders(recipe.checkpoint.place(recipe.run.folder)[0])))
         start = decide_start(recipe, "auto" if goes_on else resume)
         return {
             "checkpoint": None if start.checkpoint is None else str(start.checkpoint.path),
             "set_aside": None if start.set_aside is None else str(start.set_aside),
+            "anew": start.anew,
             "changes": list(start.changes),
         }
 
     told = first_decides(world, decided)
     if start is None:
-        # found by `auto`, the first rank has read every byte of it
-        checkpoint = None if told["checkpoint"] is None else open_checkpoint(Path(told["checkpoint"]), verify=resume != "auto")
+        checkpoint = None if told["checkpoint"] is None else open_told(told["checkpoint"], resume)
         set_aside = None if told["set_aside"] is None else Path(told["set_aside"])
-        start = Start(recipe.run.folder, checkpoint, set_aside, tuple(told["changes"]))
+        start = Start(recipe.run.folder, checkpoint, set_aside, told["anew"], tuple(told["changes"]))
     return start
 
 
-def _allowed_changes(old: Path, recipe: Recipe) -> list[str]:
+def _allowed_changes(old: Place, recipe: Recipe) -> list[str]:
     """The free settings that differ from an earlier recipe; a fixed one that differs is refused."""
-    if not old.exists():
+    source = source_of(old.parent)
+    if source.read(old.name) is None:
         return []
-    fixed, free = differences(load(Recipe, old), recipe)
+    fixed, free = differences(load(Recipe, source.folder([old.name], ".") / old.name), recipe)
     if fixed:
         raise ConfigError(
             f"{old.parent} is a run with other settings that a resumed run may not change: {'; '.join(fixed)}. "
@@ -142,11 +170,16 @@ def prepare_folder(start: Start, recipe: Recipe) -> None:
     if start.set_aside is not None:
         start.folder.rename(start.set_aside)
         log.info("the run that was there is now %s", start.set_aside)
-    elif start.checkpoint is not None:
-        for path in set_aside_later(start.folder / CHECKPOINTS, start.checkpoint.step):
-            log.info("a later checkpoint was set aside: %s", path)
+    local, place = recipe.checkpoint.place(start.folder)
+    remote = None if place is None else Remote(place, recipe.checkpoint)
+    if start.checkpoint is not None or start.anew:
+        step = -1 if start.checkpoint is None else start.checkpoint.step
+        for later in [*set_aside_later(local, step), *(remote.set_aside_later(step) if remote is not None else [])]:
+            log.info("a later checkpoint was set aside: %s", later)
     begin_in(start.folder)
     write_atomic(start.folder / RECIPE, dump_yaml(recipe))
+    if remote is not None:
+        remote.store.write(remote.place / RECIPE, dump_yaml(recipe).encode())
 
 
 def begin_in(folder: Path) -> None:

@@ -55,7 +55,11 @@ class Resolved:
         if self.weights is None or any(getattr(self.model, n) != getattr(self.weights.config, n) for n in COMPUTES):
             return None
         carried = self.continued
-        return carried.base if carried is not None else str(self.weights.path.resolve())
+        return (
+            carried.base
+            if carried is not None
+            else str(self.weights.path.resolve() if isinstance(self.weights.path, Path) else self.weights.path)
+        )
 
 
 def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:

@@ -116,6 +116,7 @@ def _train(run: Run, probe: Probe) -> dict[str, Any]:
         return summarize(run)
     run.metrics.cut_to(run.state.step)
     run.tell("start", f"{'begins' if start.checkpoint is None else 'goes on'} at step {run.state.step} of {run.total_steps}")
+    run.saver.resume_upload()
     with probe(run):
         return run_loop(run)
 

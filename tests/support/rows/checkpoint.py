@@ -1,6 +1,9 @@
 """Settings of checkpoints."""
 
-from support.observe import STORES, Row, engine, files, observed, refused
+from headway.checkpoint.remote import Remote
+from headway.runtime.places import S3Path
+from headway.train.config import Recipe
+from support.observe import STORES, Row, engine, files, load, observed, refused
 
 VALIDATED = (*STORES, "data.valid.fraction=0.4", "eval.every=1", "eval.rows=8", "checkpoint.every=1", "checkpoint.keep_last=1", "steps=4")
 WORSE = (*VALIDATED, "optim.lr=3")
@@ -13,6 +16,8 @@ ROWS: dict[str, Row] = {
     "checkpoint.goal": (WORSE, "min", "max", lambda o: str((observed(o).folder / "checkpoints" / "best-1").readlink())),
     "checkpoint.snapshot_every": ((), None, 2, files("checkpoints/snapshot-*")),
     "checkpoint.every": ((), None, 1, files("checkpoints/step-*")),
+    "checkpoint.to": ((), None, "$/elsewhere", files("checkpoints/step-*")),
+    "checkpoint.retry_seconds": (("checkpoint.to=s3://bucket/x",), 120.0, 5.0, lambda o: Remote(S3Path("bucket", "x"), load(Recipe, None, list(o)).checkpoint).store.patience_seconds),
     "checkpoint.async": ((), True, False, engine(lambda run: run.saver._is_beside([]))),
     "checkpoint.at_end": ((), True, False, files("*")),
 }  # fmt: skip

@@ -96,7 +96,7 @@ def test_a_failed_save_is_told_every_time_keeps_the_old_one_and_is_forgotten_aft
         for step in (2, 3):
             saver.save(Job(step, {}), state())
             saver.wait()
-        with pytest.raises(CheckpointError, match=r"the last save failed: .*disk is full.* the newest checkpoint is of step 1"):
+        with pytest.raises(CheckpointError, match=r"the last save failed: .*disk is full.* the newest checkpoint on the disk is of step 1"):
             saver.require()
     assert len(told) == 2 and "step 2 was not saved: " in told[0] and "step 3 was not saved (2 saves in a row)" in told[1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"] and saver.saved_step == 1

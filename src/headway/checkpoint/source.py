@@ -1,0 +1,182 @@
+"""Where the bytes of a checkpoint come from: files that are mapped, or objects in S3 of which only the ranges asked for are fetched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headway.errors import CheckpointError
+from headway.runtime.places import Place, S3Path
+from headway.runtime.storage import sha256_file
+
+if TYPE_CHECKING:
+    import torch
+
+    from headway.runtime.s3 import S3
+
+REMEDY = "Use another checkpoint."
+TORCH_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
+
+class Source(Protocol):
+    """The files of one checkpoint."""
+
+    def read(self, name: str) -> bytes | None:
+        """A whole file; None where there is none."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Bytes of a file; a CheckpointError where it cannot be read."""
+        ...
+
+    def sha256(self, name: str) -> str:
+        """The checksum of a whole file."""
+        ...
+
+    def header(self, name: str, limit: int) -> bytes:
+        """The head of a safetensors file with the 8 bytes of its length, `limit` bytes at most."""
+        ...
+
+    def tensor(self, name: str, key: str, header: bytes) -> torch.Tensor:
+        """One tensor of a safetensors file whose header was checked."""
+        ...
+
+    def folder(self, names: list[str], below: str) -> Path:
+        """A local folder with these files of the folder `below`."""
+        ...
+
+
+def source_of(place: Place) -> Source:
+    """The source of a checkpoint's place."""
+    if isinstance(place, S3Path):
+        from headway.runtime.s3 import S3
+
+        return S3Source(place, S3(place.endpoint))
+    return LocalSource(place)
+
+
+class LocalSource:
+    """A folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open: dict[str, Any] = {}
+
+    def read(self, name: str) -> bytes | None:
+        """A whole file."""
+        try:
+            return (self.path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as problem:
+            raise self._unreadable(name, problem.strerror) from None
+
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+        try:
+            return (self.path / name).stat().st_size
+        except OSError as problem:
+            raise self._unreadable(name, problem.strerror) from None
+
+    def sha256(self, name: str) -> str:
+        """The checksum of a file."""
+        try:
+            return sha256_file(self.path / name)
+        except OSError as problem:
+            raise self._unreadable(name, problem.strerror) from None
+
+    def header(self, name: str, limit: int) -> bytes:
+        """The head of a file."""
+        try:
+            with open(self.path / name, "rb") as file:
+                length = file.read(8)
+                return length + file.read(min(int.from_bytes(length, "little"), limit))
+        except OSError as problem:
+            raise self._unreadable(name, problem.strerror) from None
+
+    def tensor(self, name: str, key: str, header: bytes) -> torch.Tensor:
+        """A view of the mapped file."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            if name not in self._open:
+                self._open[name] = safe_open(self.path / name, framework="pt")
+            return self._open[name].get_tensor(key)
+        except (OSError, SafetensorError) as problem:
+            raise self._unreadable(name, problem) from None
+
+    def folder(self, names: list[str], below: str) -> Path:
+        """Where they lie."""
+        return self.path / below
+
+    def _unreadable(self, name: str, why: object) -> CheckpointError:
+        return CheckpointError(f"{self.path / name}: cannot be read: {why}. {REMEDY}")
+
+
+class S3Source:
+    """Objects below a prefix. One tensor is in memory at a time, and the last one stays for the next box cut from it."""
+
+    def __init__(self, place: S3Path, store: S3) -> None:
+        self.place, self.store = place, store
+        self._sizes: dict[str, int] | None = None
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._last: tuple[tuple[str, str], torch.Tensor] | None = None
+        self._downloaded: dict[str, Path] = {}
+
+    def read(self, name: str) -> bytes | None:
+        """A whole object."""
+        return self.store.read(self.place / name)
+
+    def size(self, name: str) -> int:
+        """Bytes of an object, from one listing of all."""
+        if self._sizes is None:
+            self._sizes = self.store.sizes(self.place)
+        if name not in self._sizes:
+            raise CheckpointError(f"{self.place / name}: cannot be read: there is no such object. {REMEDY}")
+        return self._sizes[name]
+
+    def sha256(self, name: str) -> str:
+        """The checksum of a small object."""
+        return hashlib.sha256(self.read(name) or b"").hexdigest()
+
+    def header(self, name: str, limit: int) -> bytes:
+        """The head of an object."""
+        length = self.store.read_range(self.place / name, 0, min(8, self.size(name)))
+        return length + self.store.read_range(self.place / name, 8, min(int.from_bytes(length, "little"), limit - 8))
+
+    def tensor(self, name: str, key: str, header: bytes) -> torch.Tensor:
+        """One range of an object."""
+        import torch
+
+        if self._last is not None and self._last[0] == (name, key):
+            return self._last[1]
+        if name not in self._entries:
+            self._entries[name] = json.loads(header[8:])
+        entry = self._entries[name].get(key)
+        if entry is None:
+            raise CheckpointError(f"{self.place / name}: holds no {key}. {REMEDY}")
+        start, end = entry["data_offsets"]
+        content = bytearray(self.store.read_range(self.place / name, len(header) + start, end - start))
+        flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        tensor = flat.view(getattr(torch, TORCH_DTYPES[entry["dtype"]])).view(entry["shape"])
+        self._last = ((name, key), tensor)
+        return tensor
+
+    def folder(self, names: list[str], below: str) -> Path:
+        """A temporary folder with copies; it goes with this object."""
+        if below not in self._downloaded:
+            local = self._downloaded[below] = Path(tempfile.mkdtemp(prefix="headway-"))
+            weakref.finalize(self, shutil.rmtree, local, ignore_errors=True)
+            for name in names:
+                target = local / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(self.read(name) or b"")
+        return self._downloaded[below] / below

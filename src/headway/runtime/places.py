@@ -1,0 +1,61 @@
+"""Where something lies: a local path or a prefix in S3. InternLM's `local:PATH` and `boto3:s3://bucket.ENDPOINT/dir` are read too."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from headway.errors import ConfigError
+
+LOCAL, BOTO3 = "local:", "boto3:"
+S3_TEXT = re.compile(r"s3:/{1,2}([^/]+)(?:/(.*))?")
+"""One slash too: a command line's Path swallows the other."""
+
+
+@dataclass(frozen=True, order=True)
+class S3Path:
+    """A key or a prefix in a bucket; `/` goes down like in a Path."""
+
+    bucket: str
+    key: str
+    endpoint: str | None = None
+    """Where the store answers; None = as the environment says."""
+
+    def __truediv__(self, name: str) -> S3Path:
+        return S3Path(self.bucket, f"{self.key}/{name}".strip("/"), self.endpoint)
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> S3Path:
+        """One level up."""
+        return S3Path(self.bucket, self.key.rpartition("/")[0], self.endpoint)
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.key}"
+
+
+Place: TypeAlias = Path | S3Path
+
+
+def place_of(text: str | Place) -> Place:
+    """What a text or a path means."""
+    if isinstance(text, S3Path):
+        return text
+    given = str(text)
+    plain = given.removeprefix(LOCAL).removeprefix(BOTO3)
+    match = S3_TEXT.fullmatch(plain)
+    if match is None:
+        if given.startswith(BOTO3) or plain.startswith("s3:"):
+            raise ConfigError(f"{given}: no place in S3. Write s3://bucket/prefix.")
+        return Path(plain) if isinstance(text, str) else Path(plain) if given.startswith(LOCAL) else text
+    bucket, endpoint = match.group(1), None
+    if given.startswith(BOTO3) and "." in bucket:
+        bucket, _, host = bucket.partition(".")
+        endpoint = f"http://{host}"
+    return S3Path(bucket, (match.group(2) or "").strip("/"), endpoint)

@@ -1,0 +1,229 @@
+"""S3 through boto3: small objects whole, large files in parts that are not sent twice, ranges read where they lie.
+
+Endpoint, keys and region come from the environment (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, ...). A call
+that fails because the store is down, slow or overloaded is made again until the patience is over; one that can never succeed is not.
+What fails comes out as one line that names the object. Every byte is sent with its MD5, which the server checks.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from headway.errors import CheckpointError, ConfigError
+from headway.runtime.places import S3Path
+
+log = logging.getLogger("headway")
+
+CONNECT_SECONDS = 10.0
+READ_SECONDS = 60.0
+PART_BYTES = 16 << 20
+MOST_PARTS = 9000
+THREADS = 4
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
+PASSING = {"InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout", "RequestTimeTooSkewed", "Throttling", "ThrottlingException"}
+
+
+class S3:
+    """One store."""
+
+    def __init__(self, endpoint: str | None = None, patience_seconds: float = 120.0) -> None:
+        self.endpoint, self.patience_seconds = endpoint, patience_seconds
+        self.on_trouble: Callable[[str], None] = lambda text: None
+        """Told when a call fails and is made again, once until one succeeds."""
+        self._troubled = False
+
+    @property
+    def client(self) -> Any:
+        """boto3's client; it may be used from many threads."""
+        return _client(self.endpoint, READ_SECONDS, tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_"))))
+
+    def call(self, place: S3Path, name: str, **arguments: Any) -> Any:
+        """One request about an object, made again while that can help."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        end, pause = time.monotonic() + self.patience_seconds, FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                answer = getattr(self.client, name)(Bucket=place.bucket, **arguments)
+                self._troubled = False
+                return answer
+            except ClientError as problem:
+                error, status = problem.response.get("Error", {}), problem.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+                code = str(error.get("Code", status))
+                reason = f"{code}: {error.get('Message', '')}".rstrip(": ")
+                passing = status >= 500 or status == 429 or code in PASSING
+                if not passing:
+                    raise S3Refusal(place, code, reason) from None
+            except BotoCoreError as problem:
+                reason = str(problem)
+                if "credentials" in reason.lower():
+                    raise ConfigError(f"{place}: no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.") from None
+            if time.monotonic() + pause > end:
+                raise CheckpointError(f"{place}: the store does not answer: {reason}. Tried for {self.patience_seconds:.0f} s.")
+            if not self._troubled:
+                self._troubled = True
+                self.on_trouble(f"{place}: {reason}; trying again for up to {self.patience_seconds:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def read(self, place: S3Path) -> bytes | None:
+        """A whole object; None where there is none."""
+        try:
+            return self._body(place)
+        except S3Refusal as refusal:
+            if refusal.is_missing:
+                return None
+            raise
+
+    def read_range(self, place: S3Path, start: int, size: int) -> bytes:
+        """Bytes `start` to `start + size` of an object."""
+        content = self._body(place, Range=f"bytes={start}-{start + size - 1}") if size else b""
+        if len(content) != size:
+            raise CheckpointError(f"{place}: gave {len(content)} bytes where {size} were asked for. Use another checkpoint.")
+        return content
+
+    def _body(self, place: S3Path, **arguments: Any) -> bytes:
+        """What an object holds; a connection that breaks on the way is made anew."""
+        from botocore.exceptions import BotoCoreError
+
+        end = time.monotonic() + self.patience_seconds
+        while True:
+            answer = self.call(place, "get_object", Key=place.key, **arguments)
+            try:
+                return answer["Body"].read()
+            except BotoCoreError as problem:
+                if time.monotonic() > end:
+                    raise CheckpointError(f"{place}: the connection breaks: {problem}.") from None
+            time.sleep(FIRST_PAUSE_SECONDS)
+
+    def write(self, place: S3Path, content: bytes) -> None:
+        """A small object, whole."""
+        self.call(place, "put_object", Key=place.key, Body=content, ContentMD5=_md5(content)[1])
+
+    def upload(self, place: S3Path, path: Path) -> None:
+        """A file; parts that an interrupted upload of the same bytes has left there are not sent again."""
+        size = path.stat().st_size
+        if size <= PART_BYTES:
+            self.write(place, path.read_bytes())
+            return
+        step = max(PART_BYTES, -(-size // MOST_PARTS))
+        upload, there = self._unfinished(place)
+        if upload is None:
+            upload = self.call(place, "create_multipart_upload", Key=place.key)["UploadId"]
+
+        def send(number: int) -> dict[str, Any]:
+            with open(path, "rb") as file:
+                file.seek((number - 1) * step)
+                content = file.read(step)
+            checksum, encoded = _md5(content)
+            if there.get(number) == (checksum, len(content)):
+                return {"PartNumber": number, "ETag": f'"{checksum}"'}
+            answer = self.call(place, "upload_part", Key=place.key, UploadId=upload, PartNumber=number, Body=content, ContentMD5=encoded)
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            parts = list(pool.map(send, range(1, -(-size // step) + 1)))
+        self.call(place, "complete_multipart_upload", Key=place.key, UploadId=upload, MultipartUpload={"Parts": parts})
+        if (found := self.size(place)) != size:
+            raise CheckpointError(f"{place}: has {found} bytes after {size} were sent. Check the store.")
+
+    def _unfinished(self, place: S3Path) -> tuple[str | None, dict[int, tuple[str, int]]]:
+        """The newest unfinished upload of an object and its parts: number -> (MD5, size)."""
+        found = [one for one in self._uploads(place) if one["Key"] == place.key]
+        if not found:
+            return None, {}
+        newest = max(found, key=lambda one: one["Initiated"])
+        parts: dict[int, tuple[str, int]] = {}
+        after = 0
+        while True:
+            page = self.call(place, "list_parts", Key=place.key, UploadId=newest["UploadId"], PartNumberMarker=after)
+            parts |= {part["PartNumber"]: (part["ETag"].strip('"'), part["Size"]) for part in page.get("Parts", [])}
+            if not page.get("IsTruncated"):
+                return newest["UploadId"], parts
+            after = page["NextPartNumberMarker"]
+
+    def _uploads(self, place: S3Path) -> list[dict[str, Any]]:
+        return self.call(place, "list_multipart_uploads", Prefix=place.key).get("Uploads", [])
+
+    def abort_uploads(self, place: S3Path) -> int:
+        """Drop all unfinished uploads below a place; returns how many there were."""
+        unfinished = self._uploads(place)
+        for one in unfinished:
+            self.call(place, "abort_multipart_upload", Key=one["Key"], UploadId=one["UploadId"])
+        return len(unfinished)
+
+    def size(self, place: S3Path) -> int | None:
+        """Bytes of an object; None where there is none."""
+        try:
+            return int(self.call(place, "head_object", Key=place.key)["ContentLength"])
+        except S3Refusal as refusal:
+            if refusal.is_missing:
+                return None
+            raise
+
+    def sizes(self, place: S3Path) -> dict[str, int]:
+        """Every object below a place, by its name from there on."""
+        prefix = f"{place.key}/" if place.key else ""
+        return {entry["Key"].removeprefix(prefix): int(entry["Size"]) for entry in self._entries(place, prefix)}
+
+    def _entries(self, place: S3Path, prefix: str) -> Iterator[dict[str, Any]]:
+        more: dict[str, Any] = {}
+        while True:
+            page = self.call(place, "list_objects_v2", Prefix=prefix, **more)
+            yield from page.get("Contents", [])
+            if not page.get("IsTruncated"):
+                return
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def remove(self, place: S3Path, names: Iterable[str]) -> None:
+        """Delete objects below a place, one after another in the order given."""
+        for name in names:
+            self.call(place, "delete_object", Key=(place / name).key)
+
+
+@cache
+def _client(endpoint: str | None, read_seconds: float, environment: tuple[tuple[str, str], ...]) -> Any:
+    """One client for all who say the same; making one takes half a second."""
+    try:
+        import boto3
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
+    except ImportError:
+        raise ConfigError("s3:// places need boto3. Install it: pip install 'headway[s3]'.") from None
+    own = endpoint or dict(environment).get("AWS_ENDPOINT_URL_S3") or dict(environment).get("AWS_ENDPOINT_URL")
+    settings = Config(
+        connect_timeout=CONNECT_SECONDS,
+        read_timeout=read_seconds,
+        retries={"total_max_attempts": 1},  # tried again here, where it can be told and the pause can be long
+        max_pool_connections=2 * THREADS,
+        request_checksum_calculation="when_required",  # stores other than Amazon's do not all know the newer ones
+        response_checksum_validation="when_required",
+        s3={"addressing_style": "path"} if own else None,
+    )
+    try:
+        return boto3.Session().client("s3", endpoint_url=endpoint, config=settings)
+    except (BotoCoreError, ValueError) as problem:
+        raise ConfigError(f"s3: {problem}. Check AWS_ENDPOINT_URL and AWS_REGION.") from None
+
+
+class S3Refusal(CheckpointError):
+    """The store understood and said no."""
+
+    def __init__(self, place: S3Path, code: str, reason: str) -> None:
+        super().__init__(f"{place}: the store refuses: {reason}. Check the bucket, the keys and their permissions.")
+        self.is_missing = code in ("404", "NoSuchKey", "NotFound")
+
+
+def _md5(content: bytes) -> tuple[str, str]:
+    """In hexadecimal and as Content-MD5 has it; a checksum against accidents, not a secret."""
+    digest = hashlib.md5(content, usedforsecurity=False)
+    return digest.hexdigest(), base64.b64encode(digest.digest()).decode()

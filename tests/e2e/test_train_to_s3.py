@@ -1,0 +1,119 @@
+"""A run whose checkpoints go to S3 is the run it would be: also after its disk is gone, and with a store that is down for a while."""
+
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.runs import assert_same_run, make_stores, write_recipe
+from support.s3_server import Store, serve_s3
+
+from headway.checkpoint.load import newest_good, open_checkpoint
+from headway.config.load import load
+from headway.errors import ConfigError
+from headway.infer.load import load_model
+from headway.runtime import s3 as s3_module
+from headway.runtime.places import S3Path
+from headway.train import train
+from headway.train.config import Recipe
+
+PLACE = S3Path("bucket", "runs/run")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    monkeypatch.setattr(s3_module, "FIRST_PAUSE_SECONDS", 0.02)
+    with serve_s3(monkeypatch) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that never heard of S3, and the folder of its stores."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(load(Recipe, write_recipe(folder, make_stores(folder), name="whole", steps=20)))
+    return folder
+
+
+@pytest.fixture
+def recipe(whole: Path, tmp_path: Path) -> Any:
+    path = write_recipe(tmp_path, [whole / "store0", whole / "store1"], name="run", steps=20)
+    return lambda *more: load(Recipe, path, ["checkpoint.to=s3://bucket/runs", "checkpoint.retry_seconds=20", *more])
+
+
+class Cut(Exception):
+    """The run ends here."""
+
+
+def cut_after(step: int) -> Any:
+    def probe(run: Any) -> Any:
+        def after_step(done: int) -> None:
+            if done == step:
+                run.saver.wait()
+                raise Cut
+
+        run.after_step = after_step
+        return nullcontext()
+
+    return probe
+
+
+def test_a_run_goes_on_from_the_store_when_its_disk_is_gone(store: Store, tmp_path: Path, whole: Path, recipe: Any) -> None:
+    with pytest.raises(Cut):
+        train(recipe(), probe=cut_after(12))
+    assert newest_good(PLACE).path == PLACE / "step-00000010"
+    shutil.rmtree(tmp_path / "runs" / "run")
+    train(recipe())
+    with open_checkpoint(f"{PLACE}/step-00000020") as ours, open_checkpoint(whole / "runs/whole/checkpoints/step-00000020") as theirs:
+        for name in theirs.names():
+            for role in theirs.roles(name):
+                assert torch.equal(ours.read(name, role), theirs.read(name, role)), f"{role} of {name} differs"
+    loaded = load_model(Path("s3://bucket/runs/run"))
+    expected = load_model(whole / "runs" / "whole" / "checkpoints" / "latest")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), expected.model.parameters(), strict=True))
+    with pytest.raises(ConfigError, match="may not change"):
+        train(recipe("seed=7"))
+
+
+def test_a_store_that_is_down_for_a_while_loses_nothing_and_is_told(store: Store, tmp_path: Path, whole: Path, recipe: Any) -> None:
+    down = threading.Event()
+    store.fault = lambda method, path: -1 if down.is_set() else None
+
+    def probe(run: Any) -> Any:
+        def after_step(step: int) -> None:
+            if step == 7:
+                down.set()
+                threading.Timer(1.0, down.clear).start()
+
+        run.after_step = after_step
+        return nullcontext()
+
+    train(recipe(), probe=probe)
+    assert_same_run(whole / "runs" / "whole", tmp_path / "runs" / "run", 20)
+    assert newest_good(PLACE).path == PLACE / "step-00000020"
+    assert "trying again for up to 20 s" in (tmp_path / "runs" / "run" / "train.log").read_text()
+
+
+def test_beginning_anew_leaves_the_old_ones_out(store: Store, tmp_path: Path, recipe: Any) -> None:
+    train(recipe("steps=10"))
+    with pytest.raises(Cut):
+        train(recipe("seed=8"), resume="never", probe=cut_after(6))
+    assert newest_good(PLACE).path == PLACE / "step-00000005"
+
+
+def test_weights_may_start_from_the_store(store: Store, tmp_path: Path, recipe: Any) -> None:
+    train(recipe("steps=6"))
+    again = load(
+        Recipe, None, ["init.from=s3://bucket/runs/run/latest", "steps=1", f"run.dir={tmp_path}/more", "data.seq_len=32", "device=cpu"]
+    )
+    assert train(again)["steps"] == 1
+
+
+def test_a_store_that_cannot_be_written_is_refused_before_work_starts(store: Store, tmp_path: Path, recipe: Any) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.to: s3://no-such/.*NoSuchBucket"):
+        train(recipe("checkpoint.to=s3://no-such/x"))
+    assert not (tmp_path / "runs" / "run").exists()
