@@ -113,7 +113,7 @@ def roll_back(run: Run, bad_step: int) -> None:
     plan = run.ranks.world.gather(plan)[0]
     if "gave_up" in plan:
         raise GaveUpError(plan["gave_up"])
-    run.state.restore(open_checkpoint(Path(plan["checkpoint"]), verify=False))
+    run.state.restore(open_checkpoint(plan["checkpoint"], verify=plan["checkpoint"].startswith("s3:")))
     run.state.valid = None
     run.recipe = leave_out(run.recipe, [(first, batch)])
     run.loader.close()
@@ -131,8 +131,12 @@ def roll_back(run: Run, bad_step: int) -> None:
 
 def _decide(run: Run, bad_step: int, batches: tuple[int, int], reason: str) -> dict[str, Any]:
     """Where to go back to, written down for every later start; by the first rank."""
-    set_aside_later(run.checkpoints, run.healer.step_of(batches[0], bad_step) - 1)
+    before = run.healer.step_of(batches[0], bad_step) - 1
+    set_aside_later(run.checkpoints, before)
     found = newest_good(run.checkpoints)
+    if run.saver.remote is not None:
+        run.saver.remote.set_aside_later(before)
+        found = found if found.reader is not None else newest_good(run.saver.remote.place)
     if found.reader is None or found.path is None:
         return {"gave_up": f"{reason}; there is no checkpoint before step {bad_step} to go back to."}
     healed = read_healed(run.start.folder)
