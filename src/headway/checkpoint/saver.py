@@ -31,8 +31,6 @@ log = logging.getLogger("headway")
 
 MEMORY_SHARE = 0.5
 """Of the free host memory, what copies of all ranks on a machine may take before `async: auto` writes without a copy."""
-LOCAL_COPY = CheckpointConfig(keep_last=1, keep_best=0)
-"""What stays on the local disk of what is in the store."""
 ABANDON_SECONDS = 60.0
 """How long a failing run still waits for the save under way."""
 
@@ -172,7 +170,8 @@ class Saver:
         if self.writers.rank == 0:
             log.info("sent %s to %s in %.1f s", path.name, self.remote.place, time.perf_counter() - begun)
         self._quietly(self.remote.retain, "older checkpoints in the store")
-        self._quietly(lambda: retain(self.checkpoints, LOCAL_COPY), "older local checkpoints")
+        here = self.config.model_copy(update={"keep_last": 1, "keep_best": min(1, self.config.keep_best), "keep_every": None})
+        self._quietly(lambda: retain(self.checkpoints, here), "older local checkpoints")
 
     def resume_upload(self) -> None:
         """At the start of a run: what an earlier start left complete on the disk, but not in the store, goes up beside training."""

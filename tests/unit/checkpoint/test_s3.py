@@ -84,7 +84,7 @@ def test_what_went_up_is_read_back_in_ranges_bit_for_bit(store: Store, tmp_path:
     assert newest_good(PLACE).path == PLACE / "step-00000005"
 
 
-def test_the_store_keeps_what_retention_says_and_the_disk_the_newest(store: Store, tmp_path: Path) -> None:
+def test_the_store_keeps_what_retention_says_and_the_disk_the_newest_and_the_best(store: Store, tmp_path: Path) -> None:
     one = saver(tmp_path, keep_best=1, keep_every=30)
     for step, loss in ((10, 0.9), (20, 0.1), (30, 0.5), (40, 0.6), (50, 0.7)):
         save(one, step, loss)
@@ -92,7 +92,7 @@ def test_the_store_keeps_what_retention_says_and_the_disk_the_newest(store: Stor
     names = sorted(set(Remote(PLACE, config()).names()))
     assert names == [f"step-{step:08}" for step in (20, 30, 40, 50)]
     assert locate(f"{PLACE}/best-1") == PLACE / "step-00000020"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000050"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best-1", "latest", "step-00000020", "step-00000050"]
 
 
 def test_errors_and_cut_lines_cost_time_alone(store: Store, tmp_path: Path) -> None:
