@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headway.checkpoint.config import CHECKPOINTS
 from headway.config.load import dump_yaml, load
 from headway.errors import ConfigError
 from headway.infer.load import FINAL, STAGES, StoredModel, find_model
@@ -23,7 +24,7 @@ from headway.parallel.collectives import Group
 from headway.runtime.storage import check_writable, link_atomic, write_atomic
 from headway.train.config import Recipe
 from headway.train.expand import FOLDER, Stage, changes_of_finished, expand
-from headway.train.folder import CHECKPOINTS, RECIPE, SUMMARY, begin_in, first_decides, is_restart, unused_name, write_json
+from headway.train.folder import RECIPE, SUMMARY, begin_in, first_decides, is_restart, unused_name, write_json
 from headway.train.place import Place
 from headway.train.resolve import Resolved
 from headway.train.stages import check_stage, foreseen, resolve_stage
