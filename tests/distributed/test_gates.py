@@ -32,8 +32,8 @@ def gradient(one: Setup, group: Group) -> torch.Tensor:
     engine.forward_backward(share_of_step(0, one.micro, group.rank, group.size), StepInfo(0, 20))
     if one.parallel.get("strategy") == "fsdp" and group.size > 1:
         return engine.parts[GATES].parameter.grad.clone()
-    buffer, _, slot = engine._places[GATES]
-    return slot.view(buffer.grad).clone()
+    buffer, span, slot = engine._places[GATES]
+    return buffer.gradient(span, slot).clone()
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])

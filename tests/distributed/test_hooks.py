@@ -27,7 +27,7 @@ def gradients(parallel: dict[str, Any], group: Group, steps: int = 1) -> list[di
     found = []
     for index in range(steps):
         engine.forward_backward(share_of_step(index, 2, group.rank, group.size), StepInfo(index, 20))
-        found.append({s.name: s.view(b.grad).clone() for b in engine.buffers for s in b.slots})
+        found.append({name: view.clone() for b in engine.buffers for name, view in b.gradients.items()})
     return found
 
 
@@ -101,8 +101,8 @@ def test_error_feedback_loses_nothing_for_good() -> None:
             for index in range(5):
                 one.forward_backward(share_of_step(index, 2, group.rank, group.size), StepInfo(index, 20))
                 for buffer in one.buffers:
-                    for slot in buffer.slots:
-                        total[slot.name] = total.get(slot.name, 0) + slot.view(buffer.grad)
+                    for name, gradient in buffer.gradients.items():
+                        total[name] = total.get(name, 0) + gradient
             sums.append(total)
         return sums[0], sums[1], engine.reducer.hook.residuals
 

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch._dynamo  # noqa: F401  checkpointing loads it; here once, before ranks are forked
-from support.engines import Setup, make_engine, train_steps
+from support.engines import Setup, make_engine, share_of_step, train_steps
 from support.ranks import run_ranks
 
+from headway.objective.base import StepInfo
 from headway.parallel.collectives import Group
 
 STRATEGIES = {"zero1": {}, "fsdp": {"strategy": "fsdp"}}
@@ -35,3 +36,14 @@ def test_ranks_that_recompute_train_as_one_process_that_keeps_everything(strateg
     assert run_ranks(lambda group: steps(group, STRATEGIES[strategy], memory), 2) == plain
     for one, other in zip(steps(Group(), {}, {}), plain[0], strict=True):
         assert other == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rehearsal_of_ranks_leaves_nothing_behind(strategy: str) -> None:
+    def steps(group: Group, rehearse: bool) -> list[Any]:
+        engine = make_engine(group, Setup(STRATEGIES[strategy]))
+        if rehearse:
+            engine.rehearse(share_of_step(9, 4, group.rank, group.size), StepInfo(0, 1))
+        return train_steps(engine, group, 4, 0, 2)
+
+    assert run_ranks(lambda group: steps(group, True), 2) == run_ranks(lambda group: steps(group, False), 2)

@@ -90,9 +90,9 @@ def trace(overlap: bool, group: Group) -> tuple[list[str], float]:
 
     for name, (owner, leaf) in engine.homes.items():
         parameter = owner._parameters[leaf]
-        buffer, _, slot = engine._places[name]
+        buffer, span, slot = engine._places[name]
         parameter._post_accumulate_grad_hooks.clear()
-        parameter.register_post_accumulate_grad_hook(partial(slow_take, name, slot.view(buffer.grad)))
+        parameter.register_post_accumulate_grad_hook(partial(slow_take, name, buffer.gradient(span, slot)))
     engine.reducer.finish = timed_finish
     for index in range(3):
         events.clear()

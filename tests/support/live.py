@@ -25,4 +25,9 @@ class LiveBytes(TorchDispatchMode):
     @property
     def now(self) -> int:
         """Bytes alive."""
-        return sum(size for weak, size in self._storages.values() if weak() is not None)
+        return self.without([])
+
+    def without(self, others: list[torch.Tensor]) -> int:
+        """Bytes alive that are not part of some tensors that were there before."""
+        there = {tensor.untyped_storage()._cdata for tensor in others}
+        return sum(size for key, (weak, size) in self._storages.items() if weak() is not None and key not in there)

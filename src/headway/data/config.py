@@ -230,10 +230,10 @@ class BatchConfig(Section):
         None, f"Rows of one microbatch on each rank; with no form given {DEFAULT_ROWS}.", gt=0, on_resume="fixed"
     )
     accumulate: int | None = setting(None, "Microbatches of one step, with rows_per_rank; null = 1.", gt=0, on_resume="fixed")
-    micro_rows: int | None = setting(
+    micro_rows: int | Literal["auto"] | None = setting(
         None,
-        f"Rows that go through the model at once; null = the most up to {DEFAULT_ROWS} that divides a rank's rows.",
-        gt=0,
+        f"Rows that go through the model at once; null = the most up to {DEFAULT_ROWS} that divides a rank's rows; "
+        "auto = the most that fit into memory, with the same batch.",
         on_resume="free",
     )
     rampup: Rampup | None = setting(None, "Start with a smaller batch and let it grow.", on_resume="fixed")
@@ -253,16 +253,31 @@ class BatchConfig(Section):
             )
         return self
 
+    @field_validator("micro_rows")
+    @classmethod
+    def _positive(cls, value: int | str | None) -> int | str | None:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"is {value}; it must be at least 1, or auto")
+        return value
+
+    @property
+    def given_micro_rows(self) -> int | None:
+        """The rows of a microbatch, where they are given as a number."""
+        return self.micro_rows if isinstance(self.micro_rows, int) else None
+
     def resolve(self, seq_len: int, ranks: int) -> ResolvedBatch:
-        """The batch in numbers for this many data-parallel ranks, or a ConfigError that names numbers that would do."""
+        """The batch in numbers for this many data-parallel ranks, or a ConfigError that names numbers that would do.
+
+        With micro_rows=auto microbatches are of one row until it is known how many fit.
+        """
         if self.tokens is not None:
             rows = self._rows_of("tokens", self.tokens, seq_len, ranks)
         elif self.rows is not None:
             rows = self._rows_of("rows", self.rows, 1, ranks)
         else:
-            rows = (self.rows_per_rank or self.micro_rows or DEFAULT_ROWS) * (self.accumulate or 1) * ranks
+            rows = (self.rows_per_rank or self.given_micro_rows or DEFAULT_ROWS) * (self.accumulate or 1) * ranks
         each = rows // ranks
-        wanted = self.micro_rows or self.rows_per_rank
+        wanted = 1 if self.micro_rows == "auto" else self.micro_rows or self.rows_per_rank
         micro_rows = wanted or max(n for n in range(1, min(DEFAULT_ROWS, each) + 1) if each % n == 0)
         if self.tokens is None and self.rows is None and wanted is None:
             micro_rows = DEFAULT_ROWS
@@ -271,12 +286,11 @@ class BatchConfig(Section):
         return ResolvedBatch(rows, micro_rows, each // micro_rows, rows * seq_len)
 
     def _rows_of(self, key: str, value: int, unit: int, ranks: int) -> int:
-        step = unit * (self.micro_rows or 1) * ranks
+        micro_rows = self.given_micro_rows
+        step = unit * (micro_rows or 1) * ranks
         if value % step == 0:
             return value // unit
-        parts = (
-            ([f"seq_len={unit}"] if unit > 1 else []) + ([f"micro_rows={self.micro_rows}"] if self.micro_rows else []) + [f"ranks={ranks}"]
-        )
+        parts = ([f"seq_len={unit}"] if unit > 1 else []) + ([f"micro_rows={micro_rows}"] if micro_rows else []) + [f"ranks={ranks}"]
         near = sorted({n for n in (value // step * step, -(-value // step) * step) if n})
         raise ConfigError(
             f"batch.{key} is {value}; it must be a multiple of {' * '.join(parts)}, which is {step}. Try {' or '.join(map(str, near))}."

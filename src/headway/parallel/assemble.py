@@ -87,9 +87,11 @@ def assemble(
     return engine
 
 
-def dress(model: Transformer, attention: str, compile_blocks: bool, memory: MemoryConfig, device: torch.device) -> None:
+def dress(
+    model: Transformer, attention: str, compile_blocks: bool, memory: MemoryConfig = MemoryConfig(), device: torch.device | None = None
+) -> None:
     """Kernels in the seams of every block, compiled halves, recompute and offload, from the inside of a block to its outside."""
-    away = ActivationOffload(device) if "activations" in memory.offload else None
+    away = ActivationOffload(device) if device is not None and "activations" in memory.offload else None
     again = memory.recomputed_blocks(len(model.model.layers))
     for index, block in enumerate(model.model.layers.values()):
         assert isinstance(block, Block)

@@ -35,11 +35,23 @@ class Bucket:
 
     def gradients(self) -> dict[str, Tensor]:
         """Views of the gradients by parameter."""
-        return {slot.name: slot.view(self.buffer.grad) for slot in self.span.slots}
+        return {slot.name: self.buffer.gradient(self.span, slot) for slot in self.span.slots}
 
     def parameters(self) -> dict[str, Tensor]:
         """Views of the compute parameters."""
         return {slot.name: slot.view(self.buffer.param) for slot in self.span.slots}
+
+    def hold(self) -> None:
+        """Have memory for the gradients."""
+        storage = self.flat.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.flat.nbytes)
+            for start, stop in self.span.gaps():  # padding counts in norms and sums
+                self.flat[start:stop].zero_()
+
+    def let_go(self) -> None:
+        """Give the memory of the gradients back until they come again."""
+        self.flat.untyped_storage().resize_(0)
 
     def part_of(self, flat: Tensor) -> Tensor:
         """The part of another tensor shaped like `flat` that is this rank's own."""
@@ -52,10 +64,13 @@ def make_buckets(buffers: list[TrainBuffer], order: list[str], ranks: Ranks) -> 
     place = {name: index for index, name in enumerate(order)}
     found = [(min(place[slot.name] for slot in span.slots), span, buffer) for buffer in buffers for span in buffer.spans]
     found.sort(key=lambda entry: -entry[0])
-    return [
-        Bucket(index, index == len(found) - 1, ranks, buffer.grad[span.start : span.stop], buffer.own(span, buffer.grad), span, buffer)
-        for index, (_, span, buffer) in enumerate(found)
-    ]
+    buckets: list[Bucket] = []
+    for index, (_, span, buffer) in enumerate(found):
+        flat = buffer.grads[span.index]
+        start, stop = span.part(buffer.cut)
+        own = flat[start - span.start : stop - span.start]
+        buckets.append(Bucket(index, index == len(found) - 1, ranks, flat, own, span, buffer))
+    return buckets
 
 
 class Reducer:
@@ -87,6 +102,7 @@ class Reducer:
         if name in self.touched:
             total.add_(parameter.grad)
         else:
+            self.bucket_of[name].hold()
             total.copy_(parameter.grad)
             self.touched.add(name)
         parameter.grad = None
@@ -123,9 +139,16 @@ class Reducer:
 
     def _clear(self, bucket: Bucket) -> None:
         """Parameters that had no part in this step have no gradient, whatever the last step left in the buffer."""
+        bucket.hold()
         for slot in bucket.span.slots:
             if slot.name not in self.touched:
-                slot.view(bucket.buffer.grad).zero_()
+                bucket.buffer.gradient(bucket.span, slot).zero_()
+
+    def forget(self) -> None:
+        """Gradients that have arrived do not count; nothing may be under way."""
+        assert not self._handles, "an exchange is under way"
+        self._last = False
+        self.touched.clear()
 
     def finish(self) -> Iterator[Bucket]:
         """Start what has not left yet, then yield each bucket as its sum is there."""
@@ -157,6 +180,7 @@ class InPlace:
         if self._given or self.name in self.reducer.touched:
             return None
         self._given = True
+        self.reducer.bucket_of[self.name].hold()
         return self.total
 
     def done(self) -> None:

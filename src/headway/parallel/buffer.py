@@ -4,7 +4,7 @@ buffer   [ norm.weight | layers.3.mlp.down | pad ][ ... | embed_tokens | pad ]  
          '------------- bucket 0 ---------------''--------- bucket 1 ---------'     lengths a multiple of shards * ALIGN
 own      of every bucket the s-th of `shards` equal parts
 param    compute dtype, whole: what the model reads
-grad     fp32 (or the compute dtype), whole: where the gradients of all microbatches are added up
+grads    fp32 (or the compute dtype), whole, bucket by bucket: where the gradients of all microbatches are added up
 master   fp32, the own parts one after another: what the optimizer changes (the same tensor as param where that is fp32 and not cut)
 state    the optimizer's slots, the own parts, in the form its storage has; it and master may lie in host memory
 """
@@ -37,9 +37,9 @@ class Slot:
         """Number of elements."""
         return torch.Size(self.shape).numel()
 
-    def view(self, flat: Tensor) -> Tensor:
-        """This parameter's part of a flat tensor."""
-        return flat[self.start : self.start + self.size].view(self.shape)
+    def view(self, flat: Tensor, begin: int = 0) -> Tensor:
+        """This parameter's part of a flat tensor that begins at `begin`."""
+        return flat[self.start - begin : self.start - begin + self.size].view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,12 @@ class Span:
         """Which elements of the buffer are this rank's own."""
         each = (self.stop - self.start) // cut.shards
         return self.start + cut.shard * each, self.start + (cut.shard + 1) * each
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Elements between and after the parameters, counted from the bucket's start."""
+        ends = [self.start, *(slot.start + slot.size for slot in self.slots)]
+        starts = [*(slot.start for slot in self.slots), self.stop]
+        return [(end - self.start, start - self.start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
 def lay_out(names: Sequence[str], shapes: dict[str, Ints], cut: Cut) -> tuple[list[Span], int]:
@@ -123,7 +129,8 @@ class TrainBuffer:
     spans: list[Span]
     param: Tensor
     master: Tensor
-    grad: Tensor
+    grads: list[Tensor]
+    """One for each bucket, with a storage of its own, so that it can be let go between steps."""
     state: dict[str, Tensor]
     steps: Tensor
     """fp32, one per bucket: updates that were really done."""
@@ -136,14 +143,24 @@ class TrainBuffer:
         home, pin = (torch.device("cpu"), device.type == "cuda") if keep.on_host else (device, False)
         shares = dtype == torch.float32 and cut.shards == 1
         master = param if shares else torch.zeros(length // cut.shards, dtype=torch.float32, device=home, pin_memory=pin)
-        grad = torch.zeros(length, dtype=keep.grad_dtype if dtype != torch.float32 else dtype, device=device)
+        narrow = keep.grad_dtype if dtype != torch.float32 else dtype
+        grads = [torch.zeros(span.stop - span.start, dtype=narrow, device=device) for span in spans]
         state = keep.storage.allocate(keep.slots, master.numel(), home, pin=pin)
-        return cls(group, cut, spans, param, master, grad, state, torch.zeros(len(spans), dtype=torch.float32, device=device))
+        return cls(group, cut, spans, param, master, grads, state, torch.zeros(len(spans), dtype=torch.float32, device=device))
 
     @property
     def slots(self) -> list[Slot]:
         """Every parameter's place, in the order of the buffer."""
         return [slot for span in self.spans for slot in span.slots]
+
+    def gradient(self, span: Span, slot: Slot) -> Tensor:
+        """Where the gradient of a parameter is added up."""
+        return slot.view(self.grads[span.index], span.start)
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Views of all gradients by parameter."""
+        return {slot.name: self.gradient(span, slot) for span in self.spans for slot in span.slots}
 
     def own(self, span: Span, whole: Tensor) -> Tensor:
         """This rank's part of one bucket in a tensor as long as the buffer."""

@@ -51,6 +51,14 @@ class Engine(Protocol):
         """Accumulate the gradients of one step; each microbatch adds its share of one global loss."""
         ...
 
+    def rehearse(self, batch: StepBatch, at: StepInfo) -> None:
+        """Forward and backward that leave nothing behind: no gradient, no change of state. All ranks call it together."""
+        ...
+
+    def forget(self) -> None:
+        """Drop what a forward and backward that did not come to its end has left."""
+        ...
+
     def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
         """Metric sums without gradients, in evaluation mode."""
         ...

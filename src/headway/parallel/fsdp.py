@@ -123,6 +123,17 @@ class ShardedEngine:
                 self.ranks.data.all_reduce(part.parameter.grad).wait()
         return self.passes.over_ranks(result)
 
+    def rehearse(self, batch: StepBatch, at: StepInfo) -> None:
+        """Forward and backward that leave nothing behind; FSDP2 exchanges gradients all the same."""
+        self._synchronize(False)
+        self.passes.backward(batch, at, None, lambda: self._synchronize(True))
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop gradients that were not brought to an end."""
+        for part in self._training():
+            part.parameter.grad = None
+
     def _synchronize(self, on: bool) -> None:
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(on)

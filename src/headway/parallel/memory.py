@@ -25,6 +25,12 @@ class MemoryConfig(Section):
         (), "What waits in host memory: activations (large ones, between forward and backward), optimizer (its state and fp32 masters)."
     )
 
+    limit_gib: float | None = setting(
+        None,
+        "Memory a rank may use, in GiB; null = what the device has, on CPU most of what is free. batch.micro_rows=auto fits into it.",
+        gt=0,
+    )
+
     @field_validator("loss_chunk_tokens")
     @classmethod
     def _positive(cls, value: int | str) -> int | str:

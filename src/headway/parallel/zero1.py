@@ -81,6 +81,8 @@ class FlatEngine:
             self.gather.watch(model)
         self.skipped = torch.zeros((), dtype=torch.float32, device=settings.device)
         self._one = torch.ones((), dtype=torch.float32, device=settings.device)
+        self.lets_go = settings.device.type == "cuda"
+        """Gradients have no memory between an update and the backward that brings the next ones, when activations need it most."""
         self._norms: list[Tensor] = []
         """Norms of buckets that were taken while others were still under way."""
 
@@ -112,21 +114,21 @@ class FlatEngine:
             if place is None:
                 owner._parameters[leaf] = nn.Parameter(self.frozen.values[name], requires_grad=False)
                 continue
-            buffer, _, slot = place
+            buffer, span, slot = place
             parameter = nn.Parameter(slot.view(buffer.param))
             # Gradients come in whatever precision they were computed in and are added up in fp32. They are taken over by a hook rather than
             # accumulated in `.grad` of another dtype, which torch.compile refuses to trace.
             parameter.grad_dtype = None
-            parameter.register_post_accumulate_grad_hook(torch.no_grad()(partial(self.reducer.take, name, slot.view(buffer.grad))))
+            parameter.register_post_accumulate_grad_hook(torch.no_grad()(partial(self.reducer.take, name, buffer.gradient(span, slot))))
             owner._parameters[leaf] = parameter
         self.fill(given)
 
     def _place_head(self) -> None:
         """The head's gradient, one of the largest, is computed where it will be reduced."""
         name = "model.embed_tokens.weight" if self.model.lm_head is None else "lm_head.weight"
-        if name in self._places and self._places[name][0].grad.dtype == torch.float32:
-            buffer, _, slot = self._places[name]
-            self.passes.head_place = InPlace(self.reducer, name, slot.view(buffer.grad))
+        if name in self._places and self._places[name][0].grads[0].dtype == torch.float32:
+            buffer, span, slot = self._places[name]
+            self.passes.head_place = InPlace(self.reducer, name, buffer.gradient(span, slot))
 
     def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
         """Accumulate the gradients of one step and exchange them."""
@@ -141,6 +143,19 @@ class FlatEngine:
                 if ahead:
                     self._norms.append(torch.linalg.vector_norm(bucket.own, dtype=torch.float32))
         return self.passes.over_ranks(result)
+
+    def rehearse(self, batch: StepBatch, at: StepInfo) -> None:
+        """Forward and backward that leave nothing behind; gradients are not exchanged."""
+        self.passes.backward(batch, at, None, lambda: None)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop gradients that were not brought to an end."""
+        self.reducer.forget()
+        if isinstance(self.passes.head_place, InPlace):
+            self.passes.head_place.reset()
+        for home in self.homes.values():
+            parameter_at(home).grad = None
 
     def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
         """Metric sums over all ranks' batches, without gradients or dropout."""
@@ -159,6 +174,9 @@ class FlatEngine:
         self.skipped += guard.found_inf
         if self.scaler is not None:
             self.scaler.update(overflow)
+        if self.lets_go:
+            for bucket in self.reducer.buckets:
+                bucket.let_go()
         return Update(norm, guard.found_inf, scale)
 
     def _step_all(self, hypers: dict[str, Hyper], guard: Guard) -> None:
@@ -182,6 +200,10 @@ class FlatEngine:
     def _step(self, buckets: list[Bucket], hypers: dict[str, Hyper], guard: Guard) -> None:
         """Update the own parts of some buckets of one buffer, in one call."""
         buffer, spans = buckets[0].buffer, [bucket.span for bucket in buckets]
+        if len(buckets) > 1 and buckets[0].own.dtype != torch.float32:  # one fp32 copy at a time
+            for bucket in buckets:
+                self._step([bucket], hypers, guard)
+            return
         state = {role: [buffer.mine(span, flat) for span in spans] for role, flat in buffer.state.items()}
         steps = [buffer.steps[span.index] for span in spans]
         masters = [buffer.mine(span, buffer.master) for span in spans]

@@ -17,7 +17,7 @@ import torch
 from headway.checkpoint.remote import Remote
 from headway.checkpoint.save import Writers
 from headway.checkpoint.saver import Saver
-from headway.data.batch import Batch
+from headway.data.batch import Batch, StepBatch
 from headway.data.config import ResolvedBatch
 from headway.data.loader import Loader
 from headway.data.sources import OpenData, open_data
@@ -48,6 +48,7 @@ from headway.train.place import Place, StageMetrics
 from headway.train.quiet import QuietMetrics
 from headway.train.reference_model import Reference, Scoring, make_reference
 from headway.train.resolve import Resolved, leaves_gates
+from headway.train.shortage import describe_job, fit_micro_rows, keep_limit
 from headway.train.state import TrainState
 from headway.train.watch import Watch
 
@@ -170,6 +171,8 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
         reference.check_same(start)
         settings = replace(settings, prepare=reference.prepare)
     engine = make_engine(recipe, model, compute, ranks, settings)
+    if recipe.memory.limit_gib is not None:
+        keep_limit(recipe, describe_job(recipe, model, compute, batch, ranks.data.size), compute.device)
     loader = make_loader(recipe, data, batch, None, ranks)
     total_steps = count_steps(recipe, loader, batch)
     watch = Watch(recipe.heal, compute.device)
@@ -180,6 +183,10 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
         loader = make_loader(recipe, data, batch, state, ranks)
     else:
         fill(engine, resolved)
+    if recipe.batch.micro_rows == "auto":
+        loader.close()
+        batch = fitted(resolved, compute, batch, engine, data, ranks)
+        loader = make_loader(recipe, data, batch, state if start.checkpoint is not None else None, ranks)
     run = Run(
         recipe=recipe,
         start=start,
@@ -204,6 +211,22 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
     run.saver.saved_step = run.saver.started_step = state.step
     run.saver.on_failure(lambda text: run.tell("save_failure", text))
     return run
+
+
+def fitted(resolved: Resolved, compute: Compute, batch: ResolvedBatch, engine: Engine, data: OpenData, ranks: Ranks) -> ResolvedBatch:
+    """The same batch in the largest microbatches that fit."""
+    recipe, job = resolved.recipe, describe_job(resolved.recipe, resolved.model, compute, batch, ranks.data.size)
+    each = batch.micro_rows * batch.accumulate
+
+    def sized(rows: int) -> ResolvedBatch:
+        return replace(batch, micro_rows=rows, accumulate=each // rows)
+
+    def first_step(rows: int) -> StepBatch:
+        with make_loader(recipe, data, sized(rows), None, ranks) as loader:
+            step, _ = next(loader)
+        return replace(step, microbatches=step.microbatches[:2])
+
+    return sized(fit_micro_rows(recipe, job, engine, ranks.world, compute.device, first_step))
 
 
 def make_meter(recipe: Recipe, model: ModelConfig, compute: Compute, state: TrainState, counts: tuple[int, int, tuple[str, ...]]) -> Meter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -14,7 +14,8 @@ from headway.infer.load import FINAL
 from headway.model.families.base import published
 from headway.optim.groups import count
 from headway.parallel.collectives import Group, form_groups, start_group
-from headway.runtime.device import backend_of
+from headway.plan.memory import Job
+from headway.runtime.device import Compute, backend_of, choose_compute
 from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.log import start_logging
 from headway.runtime.process import Process, from_environment, set_environment
@@ -30,6 +31,7 @@ from headway.train.orders import exit_code
 from headway.train.place import Place
 from headway.train.probe import Probe
 from headway.train.resolve import Resolved, resolve
+from headway.train.shortage import describe_job, explaining_shortage
 from headway.train.staged import Begin, decide, look_ahead, run_stages
 from headway.train.trouble import explained, flight_recorder, tell_of_crash
 
@@ -78,7 +80,8 @@ def run_recipe(recipe: Recipe, resume: str = "auto", probe: Probe = nullcontext)
 def _run(session: Session, resolved: Resolved, resume: str, place: Place | None = None) -> dict[str, Any]:
     process, world, stop = session.process, session.world, session.stop
     stop.starting = True
-    run = _build(resolved, resume, process, world)
+    with _explaining(resolved, process):
+        run = _build(resolved, resume, process, world)
     recipe, start = resolved.recipe, run.start
     run.stop, run.place = stop, place
     stop.is_saving = lambda: run.heart.phase == "save" or run.saver.is_busy
@@ -95,7 +98,8 @@ def _run(session: Session, resolved: Resolved, resume: str, place: Place | None 
     run.heart.beat("start", run.state.step)
     run.heart.write_to(run.home)
     try:
-        with start_logging(start.folder, rank=process.rank, also=None if place is None else place.home), closing(run):
+        also = None if place is None else place.home
+        with start_logging(start.folder, rank=process.rank, also=also), closing(run), _explaining(resolved, process, run):
             return _train(run, session.probe)
     finally:
         stop.is_saving = stop.has_something_to_save = lambda: False  # lets go of the run
@@ -137,8 +141,9 @@ def try_recipe(recipe: Recipe, resume: str = "auto") -> dict[str, Any]:
 
 
 def _try(resolved: Resolved, resume: str, process: Process, world: Group) -> dict[str, Any]:
-    run = _build(resolved, resume, process, world)
-    with run.loader as batches:
+    with _explaining(resolved, process):
+        run = _build(resolved, resume, process, world)
+    with run.loader as batches, _explaining(resolved, process, run):
         train_step(run, batches, quiet=True)
     record = run.meter.collect(everything=True)[0]
     lines = describe(run)
@@ -147,6 +152,20 @@ def _try(resolved: Resolved, resume: str, process: Process, world: Group) -> dic
     seconds = record["time"]["step_seconds"]
     log.info("one step: loss %.4f in %.2f s (first steps are slower); nothing was written", record["loss"], seconds)
     return {"would": lines, "first_step": record, "total_steps": run.total_steps}
+
+
+def _explaining(resolved: Resolved, process: Process, run: Run | None = None) -> AbstractContextManager[None]:
+    """Running out of memory ends in one error that says what needed it, and what would need less."""
+    recipe = resolved.recipe
+
+    def compute() -> Compute:
+        return choose_compute(recipe.device, recipe.precision, process.local_rank)
+
+    def job() -> Job:
+        batch = recipe.batch.resolve(recipe.data.seq_len, process.world) if run is None else run.batch
+        return describe_job(recipe, resolved.model, compute(), batch, process.world)
+
+    return explaining_shortage(job, lambda: compute().device)
 
 
 def _build(resolved: Resolved, resume: str, process: Process, world: Group) -> Run:

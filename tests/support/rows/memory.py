@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from support.observe import BASE, Row, engine, numbers
+from support.observe import BASE, Row, engine, numbers, refused
 
 
 def eight_bit(overrides: tuple[str, ...]) -> Any:
@@ -25,4 +25,5 @@ ROWS: dict[str, Row] = {
     "fp8.scaling": ((), "tensorwise", "rowwise", eight_bit),
     "memory.offload": ((), [], ["optimizer"], engine(lambda run: run.engine.streamed is None)),
     "memory.recompute": ((), "none", 0.5, engine(lambda run: [block.forward.__qualname__ for block in run.engine.model.model.layers.values()])),
+    "memory.limit_gib": ((), None, 1e-4, refused),
 }  # fmt: skip

@@ -49,7 +49,7 @@ def scored(config: Config, micro: list[Batch], *, reference_shift: float = 0.1) 
     engine.fill(wave(0.0).items())
     totals = {"pairs": float(len(PAIRS)), "targets": 1.0, "rows": 1.0}
     result = engine.forward_backward(StepBatch(tuple(micro), totals, StepStats(1, 1, 1, 1, 1, 0)), StepInfo(0, 1))
-    grads = {name: slot.view(buffer.grad).clone() for name, (buffer, _, slot) in engine._places.items()}
+    grads = {name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()}
     norm = torch.stack([grad.double().norm() for grad in grads.values()]).norm()
     metrics = {name: float(total) / float(weight) for name, (total, weight) in result.metrics.items()}
     return float(result.loss), float(norm), metrics, grads

@@ -35,7 +35,7 @@ def gradients(memory: dict[str, Any], dtype: torch.dtype, config: ModelConfig = 
     alone = Group()
     engine = make_engine(alone, Setup(dtype=dtype, config=config, memory=memory))
     seen = train_steps(engine, alone, 2, 0, 3)
-    return seen, {slot.name: slot.view(buffer.grad).clone() for buffer in engine.buffers for slot in buffer.slots}
+    return seen, {name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()}
 
 
 @pytest.mark.parametrize(

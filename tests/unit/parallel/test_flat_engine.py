@@ -49,7 +49,7 @@ def mean_loss(model: Transformer, batch: Batch) -> torch.Tensor:
 
 def gradients(engine: FlatEngine, step: StepBatch) -> dict[str, torch.Tensor]:
     engine.forward_backward(step, AT)
-    return {slot.name: slot.view(buffer.grad).clone() for buffer in engine.buffers for slot in buffer.slots}
+    return {name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()}
 
 
 def uneven_batch() -> Batch:
@@ -103,14 +103,14 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing_and_is_counted() -> N
     engine = engine_for()
     engine.forward_backward(make_step(uneven_batch(), 2), AT)
     before = {name: value.clone() for name, value in engine.masters.items()}
-    engine.buffers[0].grad[5] = float("nan")
+    engine.buffers[0].grads[0][5] = float("nan")
     update = engine.update(hypers(AdamW(), engine.groups, 0, 10))
     assert update.skipped.item() == 1
     assert all(torch.equal(before[name], value) for name, value in engine.masters.items())
     assert engine.scalars()["skipped"] == 1
     assert set(engine.scalars()["steps"].values()) == {0}
     engine.forward_backward(make_step(uneven_batch(), 2), AT)
-    assert all(bool(buffer.grad.isfinite().all()) for buffer in engine.buffers), "the next step starts clean"
+    assert all(bool(grad.isfinite().all()) for buffer in engine.buffers for grad in buffer.grads), "the next step starts clean"
 
 
 def test_frozen_parameters_take_no_gradient_and_no_optimizer_state_and_stay() -> None:
@@ -132,7 +132,7 @@ def test_groups_follow_their_own_numbers() -> None:
     assert numbers[norms.name].lr == pytest.approx(0.5)
     assert numbers[norms.name].maximize
     engine.forward_backward(make_step(uneven_batch(), 1), AT)
-    grad = next(s.view(b.grad) for b in engine.buffers for s in b.slots if s.name == "model.norm.weight").clone()
+    grad = next(b.gradients["model.norm.weight"] for b in engine.buffers if "model.norm.weight" in b.gradients).clone()
     engine.update(numbers)
     moved = engine.masters["model.norm.weight"] - 1
     assert torch.equal(torch.sign(moved), torch.sign(grad))
@@ -145,7 +145,7 @@ def test_bf16_keeps_fp32_masters_and_gradients() -> None:
     low = engine.forward_backward(step, AT)
     high = exact.forward_backward(step, AT)
     assert engine.model.model.norm.weight.dtype == torch.bfloat16
-    assert all(b.grad.dtype == b.master.dtype == torch.float32 for b in engine.buffers)
+    assert all(g.dtype == b.master.dtype == torch.float32 for b in engine.buffers for g in b.grads)
     torch.testing.assert_close(low.loss, high.loss, rtol=1e-2, atol=1e-2)
     engine.update(hypers(AdamW(), engine.groups, 5, 10))
     for buffer in engine.buffers:
@@ -199,7 +199,7 @@ def test_a_parameter_without_a_part_in_the_step_gets_no_gradient() -> None:
     owner._parameters[leaf] = nn.Parameter(kept.detach().clone(), requires_grad=False)  # pyright: ignore[reportOptionalMemberAccess]
     engine.forward_backward(make_step(uneven_batch(), 2), AT)
     engine.update(hypers(AdamW(lr=0.0), engine.groups, 0, 10))
-    view = next(s.view(b.grad) for b in engine.buffers for s in b.slots if s.name == "model.norm.weight")
+    view = next(b.gradients["model.norm.weight"] for b in engine.buffers if "model.norm.weight" in b.gradients)
     assert view.abs().max() == 0
 
 

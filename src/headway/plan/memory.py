@@ -1,0 +1,221 @@
+"""How many bytes a rank needs for a step, by kind, before anything is allocated. Numbers come in, numbers go out; nothing imports torch.
+
+    kept throughout   weights (what the model computes with), masters (fp32, where they are not the weights themselves), optimizer state
+    during a step     gradients, activations (what autograd saves between forward and backward), logits (one chunk, the head's gradients)
+
+The peak is where the head runs: all activations are there, and the logits. Gradients count there only if they are kept across microbatches;
+on CUDA a step of one microbatch brings them while activations go. Widths: D stream, A query heads, K key heads, F feed-forward.
+
+What a block keeps per token, in elements of the compute dtype (seen in what torch saves; tests hold these to it):
+
+    compiled             x, norm, q, k, v, o, stream, norm, gate, up, product     4 D + 2 A + 2 K + 3 F
+    compiled, selective  x, q, k, v, o, projection, gate, up                      2 D + 2 A + 2 K + 2 F
+    eager                x and norms three times (five in 16 bits), silu          6 D (10 D) + 2 A + 2 K + 4 F
+    eager, selective     matrix products kept apart                               3 D + 3 A + 3 K + 2 F
+    recomputed           x                                                        D
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from headway.model.config import ModelConfig
+from headway.parallel.memory import MemoryConfig
+
+GIB = 1 << 30
+STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.125}
+"""Bytes of AdamW's moments per parameter."""
+OUTSIDE = 3
+"""Blocks whose activations are on the device at once when they are offloaded: one at work, two on their way."""
+ROUND = 1.02
+"""What allocators round up, on the average."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What decides the memory of one rank."""
+
+    model: ModelConfig
+    trained: int
+    """Parameters that train."""
+    frozen: int
+    rows: int
+    """Rows of a microbatch."""
+    seq_len: int
+    accumulate: int
+    compute_bytes: int
+    """Bytes of an element of the compute dtype."""
+    grad_bytes: int = 4
+    state_dtype: str = "fp32"
+    other_state_bytes: float | None = None
+    """Bytes of state per parameter, for an optimizer other than AdamW."""
+    shards: int = 1
+    """Ranks that share masters and optimizer state, or everything (fsdp)."""
+    fsdp: bool = False
+    memory: MemoryConfig = MemoryConfig()
+    compiled: bool = False
+    on_cuda: bool = False
+    chunk_tokens: int = 2048
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch."""
+        return self.rows * self.seq_len
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes by kind on one rank at the peak of a step, and what waits in host memory."""
+
+    kinds: dict[str, int]
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return sum(self.kinds.values())
+
+    def describe(self) -> str:
+        """`weights 2.3 GiB, masters 4.6 GiB, ...`, without what is nothing."""
+        return ", ".join(f"{kind} {amount(size)}" for kind, size in self.kinds.items() if size)
+
+
+def amount(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / GIB:.1f} GiB" if size >= 0.05 * GIB else f"{size / (1 << 20):.1f} MiB"
+
+
+def estimate(job: Job) -> Estimate:
+    """Bytes by kind."""
+    on_host = "optimizer" in job.memory.offload
+    shares = job.compute_bytes == 4 and job.shards == 1
+    masters = 0 if shares else 4 * job.trained // job.shards
+    per_state = STATE_BYTES[job.state_dtype] if job.other_state_bytes is None else job.other_state_bytes
+    state = int(per_state * job.trained / job.shards)
+    activations, logits = _activations(job), _logits(job)
+    gradients = _gradients(job)
+    if job.on_cuda and not job.fsdp and job.accumulate == 1:
+        # they grow while activations go, and are all there at the end of backward
+        gradients = max(0, gradients - activations - logits)
+    kinds = {
+        "weights": _weights(job),
+        "masters": 0 if on_host and not job.fsdp else masters,
+        "gradients": gradients,
+        "optimizer state": 0 if on_host else state,
+        "activations": activations,
+        "logits and head": logits,
+    }
+    host = (state + (0 if job.fsdp else masters)) if on_host else 0
+    if "activations" in job.memory.offload:
+        host += int(_per_block(job) * job.model.num_layers)
+    return Estimate({kind: int(size * ROUND) for kind, size in kinds.items()}, host)
+
+
+def _weights(job: Job) -> int:
+    """What the model computes with."""
+    count = job.trained + job.frozen
+    if not job.fsdp:
+        return job.compute_bytes * count
+    model = job.model
+    ends = model.vocab * model.hidden_size * (1 if model.tie_embeddings else 2)
+    block = (count - ends) // max(1, model.num_layers)
+    return job.compute_bytes * (ends + 2 * block) + 4 * job.frozen // job.shards
+
+
+def _gradients(job: Job) -> int:
+    if job.fsdp:
+        return 4 * job.trained // job.shards + (4 * job.trained if job.accumulate > 1 else 0)
+    return (4 if job.compute_bytes == 4 else job.grad_bytes) * job.trained
+
+
+def _per_token(job: Job, *, selective: bool) -> float:
+    """Elements of the compute dtype that one block keeps for one token."""
+    model = job.model
+    width, ffn = model.hidden_size, model.ffn_size
+    query, key = model.num_heads * model.head_size, model.kv_heads * model.head_size
+    if job.compiled:
+        kept = 2 * (width + query + key + ffn) if selective else 4 * width + 2 * query + 2 * key + 3 * ffn
+    elif selective:
+        kept = 3 * width + 3 * query + 3 * key + 2 * ffn
+    else:
+        norms = 6 if job.compute_bytes == 4 else 10
+        kept = norms * width + 2 * query + 2 * key + 4 * ffn
+    if model.qk_norm:
+        kept += query + key
+    # the attention's sums and the norms' scales are fp32; dropout keeps a byte for each element
+    small = 4 * (model.num_heads + 4) + (2 * width if model.dropout else 0)
+    return kept + small / job.compute_bytes
+
+
+def _per_block(job: Job) -> float:
+    """Bytes an average block keeps for a microbatch."""
+    model = job.model
+    again = len(job.memory.recomputed_blocks(model.num_layers)) / model.num_layers
+    kept = _per_token(job, selective=job.memory.recompute == "selective")
+    return job.tokens * job.compute_bytes * ((1 - again) * kept + again * model.hidden_size)
+
+
+def _activations(job: Job) -> int:
+    model, blocks = job.model, job.model.num_layers
+    saved = _per_block(job) * (min(blocks, OUTSIDE) if "activations" in job.memory.offload else blocks)
+    again = job.memory.recomputed_blocks(blocks)
+    # one recomputed block is whole while its backward runs
+    working = job.tokens * job.compute_bytes * _per_token(job, selective=False) if again else 0
+    # the last norm is never compiled: its input, twice in fp32, and its result; the angles of positions are fp32 too
+    ends = job.tokens * ((3 if job.compute_bytes == 4 else 5) * model.hidden_size * job.compute_bytes + 4 * model.head_size)
+    return int(saved + working + ends)
+
+
+def _logits(job: Job) -> int:
+    """One chunk of logits, the gradient of hidden, and that of the head's matrix in fp32."""
+    model = job.model
+    chunk = min(job.chunk_tokens, job.tokens) * model.vocab
+    # the fused kernel overwrites the logits; plain torch works in fp32 copies
+    logits = chunk * job.compute_bytes if job.on_cuda else chunk * (4 if job.compute_bytes == 4 else 4 + 2 * job.compute_bytes)
+    head = 4 * model.vocab * model.hidden_size if job.trained > model.vocab * model.hidden_size else 0
+    return logits + head + job.tokens * (model.hidden_size * job.compute_bytes + 16)
+
+
+Change = tuple[str, Callable[[Job], Job | None]]
+
+
+def _memory(**changes: object) -> Callable[[Job], Job | None]:
+    def apply(job: Job) -> Job | None:
+        changed = job.memory.model_copy(update=changes)
+        return None if changed == job.memory else replace(job, memory=changed)
+
+    return apply
+
+
+def _offload(what: str) -> Callable[[Job], Job | None]:
+    def apply(job: Job) -> Job | None:
+        if what in job.memory.offload:
+            return None
+        return replace(job, memory=job.memory.model_copy(update={"offload": (*job.memory.offload, what)}))
+
+    return apply
+
+
+def _fewer_rows(job: Job) -> Job | None:
+    rows = max((n for n in range(1, job.rows) if job.rows % n == 0), default=None)
+    return None if rows is None else replace(job, rows=rows, accumulate=job.accumulate * job.rows // rows)
+
+
+def suggestions(job: Job) -> list[tuple[str, int]]:
+    """Settings that would need less, with the bytes each would free alone, most first."""
+    now = estimate(job).total
+    fewer = _fewer_rows(job)
+    changes: list[Change] = [
+        ("memory.recompute=selective", _memory(recompute="selective") if job.memory.recompute == "none" else lambda _: None),
+        ("memory.recompute=1", _memory(recompute=1.0)),
+        ("memory.offload=[activations]", _offload("activations")),
+        ("optim.state_dtype=8bit", lambda j: replace(j, state_dtype="8bit") if j.other_state_bytes is None else None),
+        ("parallel.accumulate_dtype=compute", lambda j: None if j.fsdp else replace(j, grad_bytes=j.compute_bytes)),
+        (f"batch.micro_rows={fewer.rows if fewer else 1}", lambda _: fewer),
+        (f"memory.loss_chunk_tokens={max(1, job.chunk_tokens // 4)}", lambda j: replace(j, chunk_tokens=max(1, j.chunk_tokens // 4))),
+    ]
+    if job.on_cuda:
+        changes.append(("memory.offload=[optimizer]", _offload("optimizer")))
+    found = [(name, now - estimate(other).total) for name, change in changes if (other := change(job)) is not None]
+    return sorted(((name, freed) for name, freed in found if freed > 0.01 * now), key=lambda one: -one[1])

@@ -1,0 +1,201 @@
+"""Memory of a run: what it needs by kind, what to say when it runs out, and the largest microbatch that fits."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from headway.errors import TrainingError
+from headway.model.adapter.linear import adapt
+from headway.model.transformer import Transformer
+from headway.objective.base import StepInfo
+from headway.optim.adamw import Config as AdamWConfig
+from headway.parallel.assemble import group_parameters
+from headway.plan.memory import GIB, Job, amount, estimate, suggestions
+from headway.runtime.machine import ram_bytes
+
+if TYPE_CHECKING:
+    from headway.data.batch import StepBatch
+    from headway.data.config import ResolvedBatch
+    from headway.model.config import ModelConfig
+    from headway.parallel.collectives import Group
+    from headway.parallel.engine import Engine
+    from headway.runtime.device import Compute
+    from headway.train.config import Recipe
+
+log = logging.getLogger("headway")
+
+USABLE = 0.94
+"""Share of the device's memory that a run is planned into; the rest goes to fragmentation and the driver."""
+SPARE_RAM = 0.8
+"""Share of the free RAM that a run on the CPU is planned into."""
+
+
+class OutOfMemoryError(TrainingError):
+    """Memory ran out; says what needed it and what would need less."""
+
+
+def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: ResolvedBatch, data_ranks: int) -> Job:
+    """What decides the memory of one rank of a run."""
+    with torch.device("meta"):
+        shape = Transformer(model)
+        if recipe.adapter is not None:
+            adapt(shape, recipe.adapter, recipe.adapter.modules(model))
+    groups = group_parameters(shape, recipe.objective.build(), recipe.optim, recipe.freeze, recipe.train)
+    sizes = {name: prod(parameter.shape) for name, parameter in shape.named_parameters()}
+    trained = sum(sizes.get(name, 0) for group in groups for name in group.names)
+    on_cuda, chunk = compute.device.type == "cuda", recipe.memory.loss_chunk_tokens
+    mesh = recipe.parallel.mesh(0, data_ranks)
+    size = compute.dtype.itemsize
+    return Job(
+        model=model,
+        trained=trained,
+        frozen=sum(sizes.values()) - trained,
+        rows=batch.micro_rows,
+        seq_len=recipe.data.seq_len,
+        accumulate=batch.accumulate,
+        compute_bytes=size,
+        grad_bytes=4 if recipe.parallel.accumulate_dtype == "fp32" else size,
+        state_dtype=recipe.optim.state_dtype if isinstance(recipe.optim, AdamWConfig) else "fp32",
+        other_state_bytes=None if isinstance(recipe.optim, AdamWConfig) else 4.0 * len(recipe.optim.build().slots),
+        shards=mesh.shard,
+        fsdp=recipe.parallel.strategy == "fsdp" and mesh.shard > 1,
+        memory=recipe.memory,
+        compiled=on_cuda if recipe.kernels.compile == "auto" else recipe.kernels.compile,
+        on_cuda=on_cuda,
+        chunk_tokens=(8192 if on_cuda else 2048) if chunk == "auto" else chunk,
+    )
+
+
+def limit_of(recipe: Recipe, device: torch.device) -> int | None:
+    """Bytes this rank may use: what the recipe says, else what the device has; None where that is not known."""
+    if recipe.memory.limit_gib is not None:
+        return int(recipe.memory.limit_gib * GIB)
+    if device.type == "cuda":
+        return int(USABLE * torch.cuda.get_device_properties(device).total_memory)
+    free = ram_bytes()[1]
+    return None if free is None else int(SPARE_RAM * free)
+
+
+def keep_limit(recipe: Recipe, job: Job, device: torch.device) -> None:
+    """Hold a run to the limit its recipe sets: the allocator on CUDA, the estimate on the CPU."""
+    if recipe.memory.limit_gib is None:
+        return
+    wanted = recipe.memory.limit_gib * GIB
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(min(1.0, wanted / torch.cuda.get_device_properties(device).total_memory), device)
+    elif estimate(job).total > wanted:
+        raise OutOfMemoryError(f"memory.limit_gib is {recipe.memory.limit_gib:g}. {explain(job)}")
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on any device."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "out of memory" in str(error).lower())
+
+
+def explain(job: Job) -> str:
+    """What a step needs by kind, and what would need less; one line."""
+    found = estimate(job)
+    less = [f"{name} would free {amount(freed)}" for name, freed in suggestions(job)]
+    advice = f" {'; '.join(less)}." if less else " No setting would free much; use a smaller model or more ranks."
+    return f"By estimate a step of this rank needs {amount(found.total)}: {found.describe()}.{advice}"
+
+
+@contextmanager
+def explaining_shortage(job: Callable[[], Job], device: Callable[[], torch.device]) -> Iterator[None]:
+    """Turn running out of memory, wherever it happens, into one error that says bytes by kind and what would free how much."""
+    try:
+        yield
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        place = device()
+        held = ""
+        if place.type == "cuda":
+            free, whole = torch.cuda.mem_get_info(place)
+            held = f" ({amount(torch.cuda.max_memory_allocated(place))} held at most, {amount(free)} of {amount(whole)} free)"
+        message = f"out of memory on {place.type}{held}: {str(error).splitlines()[0][:160]} {explain(job())}"
+    else:
+        return
+    raise OutOfMemoryError(message)
+
+
+def choices(rows_per_rank: int) -> list[int]:
+    """The microbatches that leave the global batch as it is, smallest first."""
+    return [n for n in range(1, rows_per_rank + 1) if rows_per_rank % n == 0]
+
+
+def fit_by_estimate(job: Job, sizes: Sequence[int], limit: int | None) -> int:
+    """The largest microbatch whose estimate stays under a limit; the smallest if none does."""
+    whole = job.rows * job.accumulate
+    fitting = [n for n in sizes if limit is None or estimate(replace(job, rows=n, accumulate=whole // n)).total <= limit]
+    return max(fitting, default=sizes[0])
+
+
+def fit_micro_rows(
+    recipe: Recipe, job: Job, engine: Engine, ranks: Group, device: torch.device, step_of: Callable[[int], StepBatch]
+) -> int:
+    """Rows of the largest microbatch that fits, the same on all ranks: on CUDA by trying, on the CPU by the estimate. Changes no state."""
+    sizes, limit = choices(job.rows * job.accumulate), limit_of(recipe, device)
+    if device.type == "cuda":
+        assert limit is not None
+        chosen = _Search(engine, ranks, device).run(sizes, limit, step_of)
+        how = "by trying"
+    else:
+        chosen, how = min(ranks.gather(fit_by_estimate(job, sizes, limit))), "by estimate"
+    within = "" if limit is None else f" into {amount(limit)}"
+    log.info("batch.micro_rows=auto: %d rows at once fit%s (%s); batches of %d rows stay as they are", chosen, within, how, sizes[-1])
+    return chosen
+
+
+class _Search:
+    """Looks for the largest microbatch that fits on a device, by forwards and backwards that leave nothing behind."""
+
+    def __init__(self, engine: Engine, ranks: Group, device: torch.device) -> None:
+        self.engine, self.ranks, self.device = engine, ranks, device
+
+    def run(self, sizes: Sequence[int], limit: int, step_of: Callable[[int], StepBatch]) -> int:
+        """Measure the two smallest, which are cheap, go to the largest that a straight line through them allows, and try that one."""
+        low = self._peak(step_of(sizes[0]))
+        if len(sizes) == 1:
+            return sizes[0]
+        high = self._peak(step_of(sizes[1]))
+        slope = max(1.0, (high - low) / (sizes[1] - sizes[0]))
+        chosen = self._agree(max((n for n in sizes if low + slope * (n - sizes[0]) <= limit), default=sizes[0]))
+        while chosen > sizes[1] and not self._fits(step_of(chosen)):
+            chosen = max(n for n in sizes if n < chosen)
+        return self._agree(chosen)
+
+    def _fits(self, step: StepBatch) -> bool:
+        try:
+            self._peak(step)
+        except torch.OutOfMemoryError:
+            if self.ranks.size > 1:
+                raise  # the others wait in an exchange that this rank will not reach
+            fits = False
+        else:
+            return True
+        self.engine.forget()  # outside of the handler, whose traceback holds the tensors
+        return fits
+
+    def _peak(self, step: StepBatch) -> int:
+        """Bytes at the peak of forward and backward."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.engine.rehearse(step, StepInfo(0, 1))
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def _agree(self, size: int) -> int:
+        """What the rank with the least room can take."""
+        return min(self.ranks.gather(size))

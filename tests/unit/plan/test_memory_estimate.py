@@ -1,0 +1,108 @@
+"""The estimate of memory against bytes that torch really holds."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.batches import make_batch
+from support.engines import Setup, make_engine
+from support.live import LiveBytes
+
+from headway.kernels.attention import causal_mask, mask_of
+from headway.model.config import ModelConfig
+from headway.model.rope import Rotation
+from headway.model.transformer import Block
+from headway.parallel.collectives import Group
+from headway.parallel.memory import MemoryConfig
+from headway.plan.memory import ROUND, Job, estimate, suggestions
+
+WIDE = ModelConfig(hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=512, vocab_size=96, max_seq_len=256)
+
+
+def job_of(engine: Any, **changes: Any) -> Job:
+    trained = sum(slot.size for buffer in engine.buffers for slot in buffer.slots)
+    frozen = sum(value.numel() for value in engine.frozen.values.values())
+    start = Job(WIDE, trained, frozen, rows=2, seq_len=256, accumulate=2, compute_bytes=engine.settings.dtype.itemsize)
+    return replace(start, **changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
+def test_what_is_kept_between_steps_is_what_the_engine_allocates(dtype: torch.dtype, state: str) -> None:
+    engine = make_engine(Group(), Setup(config=WIDE, dtype=dtype, state_dtype=state, freeze=("layers.1",)))
+    found = estimate(job_of(engine, state_dtype=state)).kinds
+    shares = engine.buffers[0].master is engine.buffers[0].param
+    held = {
+        "weights": sum(buffer.param.nbytes for buffer in engine.buffers) + sum(value.nbytes for value in engine.frozen.values.values()),
+        "masters": 0 if shares else sum(buffer.master.nbytes for buffer in engine.buffers),
+        "gradients": sum(grad.nbytes for buffer in engine.buffers for grad in buffer.grads),
+        "optimizer state": sum(part.nbytes for buffer in engine.buffers for part in buffer.state.values()),
+    }
+    assert {kind: found[kind] / ROUND for kind in held} == pytest.approx(held, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("memory", [{}, {"recompute": 0.5}, {"recompute": 1}, {"recompute": "selective"}])
+def test_activations_are_those_that_live_after_an_eager_forward(dtype: torch.dtype, memory: dict[str, Any]) -> None:
+    engine = make_engine(Group(), Setup(config=WIDE, dtype=dtype, freeze=(), memory=memory))
+    batch = make_batch([[256], [256]], seq_len=256, vocab=96)
+    mask = mask_of(batch)
+    with LiveBytes() as live:
+        hidden = engine.model(batch.tokens, batch.position, mask)
+    kept = live.without([buffer.param for buffer in engine.buffers])
+    assert hidden.requires_grad
+    found = job_of(engine, memory=MemoryConfig.model_validate(memory))
+    expected = estimate(found).kinds["activations"] / ROUND
+    # of recomputed blocks the estimate also counts the one whose backward runs, which no forward shows
+    if memory.get("recompute") in (0.5, 1):
+        five = replace(found, model=WIDE.with_(num_layers=5), memory=MemoryConfig())
+        expected -= (estimate(five).total - estimate(replace(five, model=WIDE)).total) / ROUND
+    assert kept == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_a_compiled_block_keeps_what_the_estimate_says(selective: bool) -> None:
+    from headway.parallel.recompute import recompute_in_halves
+
+    torch.compiler.reset()
+    block = Block(WIDE, 0)
+    memory = MemoryConfig(recompute="selective" if selective else "none")
+    recompute_in_halves(block, memory, compiled=True)
+    for half in ("before", "after"):
+        setattr(block, half, torch.compile(getattr(block, half), fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition"))
+    x = torch.randn(2, 256, 128, requires_grad=True)
+    turn, mask = Rotation(WIDE)(torch.arange(256)[None].expand(2, -1)), causal_mask(2, 256)
+    outside = {t.untyped_storage().data_ptr() for t in (*turn, *block.parameters())}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in outside:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = block(x, *turn, mask)
+    job = Job(WIDE, 10**6, 0, rows=2, seq_len=256, accumulate=1, compute_bytes=4, memory=memory, compiled=True)
+    more = estimate(replace(job, model=WIDE.with_(num_layers=5))).kinds["activations"] - estimate(job).kinds["activations"]
+    assert sum(saved.values()) == pytest.approx(more / ROUND, rel=0.05)
+    assert out.requires_grad
+
+
+def test_suggestions_say_what_each_frees_and_none_that_is_in_use() -> None:
+    config = WIDE.with_(vocab_size=2000)
+    job = Job(config, 10**6, 0, rows=8, seq_len=256, accumulate=2, compute_bytes=2, compiled=True, on_cuda=True, chunk_tokens=512)
+    found = dict(suggestions(job))
+    assert found["memory.recompute=1"] > found["memory.recompute=selective"] > 0
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    now = estimate(job).total
+    for name, change in {
+        "memory.recompute=1": {"memory": MemoryConfig(recompute=1.0)},
+        "optim.state_dtype=8bit": {"state_dtype": "8bit"},
+        "batch.micro_rows=4": {"rows": 4, "accumulate": 4},
+        "memory.offload=[optimizer]": {"memory": MemoryConfig(offload=("optimizer",))},
+    }.items():
+        assert found[name] == now - estimate(replace(job, **change)).total, name
+    used = replace(job, memory=MemoryConfig(recompute=1.0, offload=("activations", "optimizer")), state_dtype="8bit", rows=1)
+    assert not {name for name, _ in suggestions(used)} & {"memory.recompute=1", "optim.state_dtype=8bit", "memory.offload=[optimizer]"}
