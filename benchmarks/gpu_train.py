@@ -96,6 +96,7 @@ def run_headway(case: dict[str, Any], steps: int, extra: list[str]) -> dict[str,
         "mfu_full": middle["mfu_full"],
         "mfu_causal": middle["mfu_causal"],
         "peak_gib": round(max(record["memory_bytes"] for record in timed) / 2**30, 1),
+        "update_ms": round(1000 * statistics.median(record["step_seconds"] - record["fwd_bwd_time"] for record in timed), 2),
         "data_wait_share": sum(record["data_wait_seconds"] for record in timed) / sum(record["step_seconds"] for record in timed),
         "first_step_seconds": round(records[0]["time"]["step_seconds"], 1),
         "startup_seconds": round(seconds - sum(record["time"]["step_seconds"] for record in records), 1),
@@ -123,11 +124,13 @@ def percent(share: Any) -> Any:
 def table(results: list[dict[str, Any]]) -> str:
     """One line per measurement; ratios are headway's rate over the peer's in the same case."""
     ours = {one["case"]: one.get("tok_s") for one in results if one["framework"] == "headway"}
-    lines = ["| case | framework | tokens/s | ms/step | MFU full | MFU causal | peak GiB | start s | first step s | headway is |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    lines = [
+        "| case | framework | tokens/s | ms/step | MFU full | MFU causal | clip + AdamW ms | peak GiB | start s | first step s | ratio |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|---|---|---|")
     for one in results:
         if "tok_s" not in one:
-            lines.append(f"| {one['case']} | {one['framework']} | failed: {str(one.get('error', one))[-200:]!r} | | | | | | | |")
+            lines.append(f"| {one['case']} | {one['framework']} | failed: {str(one.get('error', one))[-200:]!r} | | | | | | | | |")
             continue
         mine = one["framework"] == "headway"
         full, causal = (percent(one["mfu_full"]), percent(one["mfu_causal"])) if mine else (one.get("mfu_full"), one.get("mfu_half"))
@@ -136,7 +139,7 @@ def table(results: list[dict[str, Any]]) -> str:
         start, first = one.get("startup_seconds", ""), one.get("first_step_seconds", one.get("compile_s", ""))
         lines.append(
             f"| {one['case']} | {one['framework']} | {one['tok_s']:,} | {one['step_ms']:.1f} | {full} % | {causal} % "
-            f"| {one['peak_gib']} | {start} | {first} | {ratio} |"
+            f"| {one.get('update_ms', '')} | {one['peak_gib']} | {start} | {first} | {ratio} |"
         )
     return "\n".join(lines)
 
