@@ -81,7 +81,8 @@ def time_decode(model: Transformer, context: int, rows: int, masks: HeadMasks | 
         layer.keys.normal_()
         layer.values.normal_()
     cache.advance(context)
-    decoder = Decoder(model, cache, steps=1, compile_blocks=device == "cuda" and not options.eager)
+    compiled = device == "cuda" and not options.eager
+    decoder = Decoder(model, cache, steps=steps, compile_blocks=compiled, search_kernels=options.search_kernels)
     token = torch.zeros(rows, dtype=torch.int64, device=device)
     position = torch.full((rows,), context, device=device)
     for _ in range(4):
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--sinks", type=int, default=128)
     parser.add_argument("--steps", type=int, default=48, help="steps of one timing; the best of three counts")
     parser.add_argument("--eager", action="store_true", help="do not compile the blocks")
+    parser.add_argument("--search-kernels", action="store_true", help="let the compiler search for the best kernels")
     parser.add_argument("--no-prefill", dest="prefill", action="store_false")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

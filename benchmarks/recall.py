@@ -47,9 +47,8 @@ class Size:
 
 
 SIZES = {
-    "gpu": Size("hidden_size: 256, num_layers: 4, num_heads: 8, num_kv_heads: 8, ffn_size: 512", 1024, 20_000, 32, 3000, 300, 1e-3, 64, 4),
+    "gpu": Size("hidden_size: 256, num_layers: 4, num_heads: 8, num_kv_heads: 8, ffn_size: 512", 512, 40_000, 64, 3000, 300, 1e-3, 32, 4),
     "cpu": Size("hidden_size: 128, num_layers: 3, num_heads: 8, num_kv_heads: 8, ffn_size: 256", 256, 20_000, 16, 3000, 250, 3e-3, 32, 4),
-    "probe": Size("hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 4, ffn_size: 128", 128, 8000, 32, 1200, 150, 3e-3, 16, 4),
     "tiny": Size("hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 4, ffn_size: 128", 128, 300, 4, 12, 12, 3e-3, 16, 4),
 }
 RECIPE = """\
@@ -112,9 +111,11 @@ def main() -> None:
         shape = f"model: {{{size.model}, max_seq_len: {size.seq_len}}}"
         told: dict[str, Any] = {"prepared_s": round(time.perf_counter() - began, 1)}
         first = train(recipe(out, size, "recall", shape, options.steps or size.steps, size.lr))
+        if first.get("exit_code"):
+            raise SystemExit(first["exit_code"])
         told |= {"trained_s": round(time.perf_counter() - began, 1), "valid_loss": first["last_valid_loss"]}
         gates = (
-            f"objective: {{kind: head_sparsity, target: {options.sparsity}, window: {size.window}, sinks: {size.sinks}, mask_lr: 0.3}}\n"
+            f"objective: {{kind: head_sparsity, target: {options.sparsity}, window: {size.window}, sinks: {size.sinks}}}\n"
             "freeze: [weights]\n"
         )
         source = f"init: {{from: {out.as_posix()}/runs/recall}}"
@@ -123,7 +124,8 @@ def main() -> None:
             (0.5, options.sparsity, 0.7), ("key_value",), (size.seq_len,), samples=options.samples, rows=16, chunk_tokens=2 * size.window
         )
         done = sparsify(sparse, plan)
-    assert not isinstance(done, int), "training was stopped"
+    if isinstance(done, int):
+        raise SystemExit(done)
     told["seconds"] = round(time.perf_counter() - began, 1)
     told["recall"] = {one.name: round(one.score("key_value"), 3) for one in done.result.variants}
     told["footprint"] = {one.name: round(one.footprint, 3) for one in done.result.variants}

@@ -43,7 +43,7 @@ def decoded(dtype: torch.dtype, device: str, masks: HeadMasks | None, chunk: int
     cache = KVCache(CONFIG, 2, T, device=device, dtype=dtype, masks=masks, lengths=[PROMPT, PROMPT])
     with torch.inference_mode():
         found = [model.logits(hidden).float() for hidden in chunks(model, ids[:, :PROMPT], cache, chunk)]
-        decoder = Decoder(model, cache, steps=1, **how)
+        decoder = Decoder(model, cache, steps=60, **how)
         for at in range(PROMPT, T):
             found.append(decoder.step(ids[:, at], torch.full((2,), at, device=device)).clone()[:, None])
     return torch.cat(found, 1).cpu()
@@ -74,7 +74,7 @@ def test_rows_of_different_length_decode_as_they_do_alone() -> None:
     with torch.inference_mode():
         for _ in chunks(model, ids[:, :300], cache, 64):
             pass
-        decoder, at = Decoder(model, cache, steps=1), torch.tensor(lengths, device="cuda")
+        decoder, at = Decoder(model, cache, steps=40), torch.tensor(lengths, device="cuda")
         for _ in range(40):
             found = decoder.step(ids.gather(1, at[:, None])[:, 0], at).clone()
             at = at + 1

@@ -55,7 +55,7 @@ def sparsify_demo(out: Path, model: Path, store: Path, fraction: float, steps: i
     folder.mkdir(exist_ok=True)
     files = write_mask_files(run, wish, folder)
     loaded = load_model(run)
-    plan = LongPlan((), (256,), rows=8)
+    plan = LongPlan((), (256,), chunk_tokens=64, rows=8)
     texts = lambda: _held_out(store, fraction)  # noqa: E731
     result = evaluate_long(loaded, wish.variants(run), plan, name=str(run), texts=texts, keep=folder / "parts")
     write_long_report(folder, result)

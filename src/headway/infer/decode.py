@@ -19,6 +19,8 @@ from headway.model.transformer import Block, Transformer
 
 COMPILE_FROM_STEPS = 512
 """A decoder that takes fewer steps would wait longer for the compiler than it gains."""
+RECORD_FROM_STEPS = 8
+"""As many plain steps take less time than recording one."""
 WARM_UP = 2
 
 
@@ -33,10 +35,12 @@ class Decoder:
         steps: int,
         compile_blocks: bool | Literal["auto"] = "auto",
         record: bool | Literal["auto"] = "auto",
+        search_kernels: bool = False,
     ) -> None:
+        """`search_kernels` lets the compiler look for the best kernels, which one row of a small model gains from; it takes a minute."""
         on_cuda = model.head_weight.is_cuda
         self.model, self.cache = model, cache
-        self._record = on_cuda if record == "auto" else record
+        self._record = on_cuda and steps >= RECORD_FROM_STEPS if record == "auto" else record
         compiled = on_cuda and steps >= COMPILE_FROM_STEPS if compile_blocks == "auto" else compile_blocks
         if on_cuda:
             fuse_projections(model)
@@ -44,7 +48,10 @@ class Decoder:
         for block in model.model.layers.values():
             assert isinstance(block, Block)
             halves = (block.before, block.after)
-            self._halves.append(tuple(torch.compile(half, fullgraph=True, dynamic=False) for half in halves) if compiled else halves)
+            options = {"coordinate_descent_tuning": True} if search_kernels else None
+            if compiled:
+                halves = tuple(torch.compile(half, fullgraph=True, dynamic=False, options=options) for half in halves)
+            self._halves.append(halves)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._token = self._position = self._logits = torch.empty(0)
 

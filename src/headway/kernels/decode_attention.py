@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import torch
 
-WANTED_PROGRAMS = 1024
-"""Stretches are cut so that about this many programs exist: several per processor of a large GPU."""
-LEAST_STRETCH = 128
+WANTED_PROGRAMS = 4096
+"""Stretches are cut so that about this many programs exist: many rounds on a large GPU, so that the last one, half empty, costs little."""
+STRETCH_STEP = 128
 
 
 @dataclass(frozen=True)
@@ -29,35 +29,36 @@ class DecodePlan:
     """How the regions of one layer are cut, as tensors on the device."""
 
     items: torch.Tensor
-    """int64 [items, 6]: begin of the region, KV head, sinks, window, reach, first slot of the stretch"""
+    """int64 [items, 6]: begin of the region in heads' widths, KV head, sinks, window, reach, first slot of the stretch"""
     heads: torch.Tensor
     """int32 [KV, 4]: first item, number of items, slots, unused"""
     stretch: int
     most_items: int
     """Of one head."""
     partial: torch.Tensor
-    """fp32 [B, items, G, hd + 1], made at the first use."""
+    """fp32 [B, items, G, hd]: o of each stretch"""
+    lses: torch.Tensor
+    """fp32 [B, items, G]"""
 
     @staticmethod
     def of(regions: Sequence[tuple[int, int, int, int, int]], rows: int, groups: int, head_size: int, device: torch.device) -> DecodePlan:
-        """Cut regions (begin, KV head, sinks, window, reach)."""
+        """Cut regions (begin, KV head, sinks, window, reach); a region begins at a multiple of a head's width."""
         total = rows * sum(sinks + window for _, _, sinks, window, _ in regions)
-        stretch = LEAST_STRETCH
-        while stretch * WANTED_PROGRAMS < total:
-            stretch *= 2
+        stretch = STRETCH_STEP * max(1, -(-total // (WANTED_PROGRAMS * STRETCH_STEP)))
         items: list[tuple[int, int, int, int, int, int]] = []
         heads = [(0, 0, 0, 0)] * len(regions)
         for begin, head, sinks, window, reach in regions:
             first = len(items)
-            items += [(begin, head, sinks, window, reach, start) for start in range(0, sinks + window, stretch)]
+            items += [(begin // head_size, head, sinks, window, reach, start) for start in range(0, sinks + window, stretch)]
             heads[head] = (first, len(items) - first, sinks + window, 0)
-        partial = torch.empty(rows, len(items), groups, head_size + 1, dtype=torch.float32, device=device)
+        partial = torch.empty(rows, len(items), groups, head_size, dtype=torch.float32, device=device)
         return DecodePlan(
             torch.tensor(items, dtype=torch.int64, device=device),
             torch.tensor(heads, dtype=torch.int32, device=device),
             stretch,
             max(count for _, count, _, _ in heads),
             partial,
+            torch.empty(partial.shape[:-1], dtype=torch.float32, device=device),
         )
 
 
@@ -94,7 +95,7 @@ def decode_reference(
         if start:
             continue
         slots = sinks + window
-        region_k, region_v = (x[begin : begin + rows * slots * hd].view(rows, slots, hd) for x in (keys, values))
+        region_k, region_v = (x.view(-1, hd)[begin : begin + rows * slots].view(rows, slots, hd) for x in (keys, values))
         for row, p in enumerate(position.tolist()):
             slot = p if p < sinks else sinks + (p - sinks) % window
             region_k[row, slot], region_v[row, slot] = k[row, head], v[row, head]

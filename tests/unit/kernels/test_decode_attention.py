@@ -31,9 +31,9 @@ def test_the_kernel_equals_the_reference_in_the_interpreter() -> None:
 def test_a_plan_covers_every_slot_once_and_cuts_long_regions() -> None:
     regions = [(0, 1, 4, 1000, 1 << 30), (8000, 0, 0, 300_000, 1 << 30)]
     plan = DecodePlan.of(regions, 8, 2, 4, torch.device("cpu"))
-    assert plan.stretch == 4096
-    assert plan.heads.tolist() == [[1, 74, 300_000, 0], [0, 1, 1004, 0]]
-    assert plan.items[:, 5].tolist() == [0, *range(0, 300_000, 4096)]
+    assert plan.stretch == 640
+    assert plan.heads.tolist() == [[2, 469, 300_000, 0], [0, 2, 1004, 0]]
+    assert plan.items[:, 5].tolist() == [0, 640, *range(0, 300_000, 640)]
 
 
 def test_the_reference_sees_what_a_ring_keeps() -> None:
