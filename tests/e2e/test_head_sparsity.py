@@ -124,6 +124,17 @@ def test_the_three_modes_are_stages_of_one_recipe(world: Path) -> None:
         run(world, "mistaken", ["steps=2", f"init.from={world}/dense", f"stages=[{stages[0]}, {{name: sft}}]"])
 
 
+def test_gates_train_beside_adapters_and_stay_out_of_the_adapter_folder(world: Path) -> None:
+    from safetensors import safe_open
+
+    run(world, "adapted", [*SPARSE, "adapter.rank=2", "steps=2", f"init.from={world}/dense"])
+    final = world / "adapted" / "final"
+    with safe_open(final / "adapter" / "adapter_model.safetensors", framework="pt") as file:
+        assert not [name for name in file.keys() if "head_gates" in name]  # noqa: SIM118
+    assert (stored(world / "adapted")[GATES] != 4.0).all()
+    run(world, "adapted-on", [*SPARSE, "adapter.rank=2", "steps=1", f"init.from={world}/adapted/checkpoints/latest"])
+
+
 def test_frozen_masks_decide_what_training_sees(world: Path) -> None:
     losses = {}
     for name, full in (("all-full", True), ("all-streaming", False)):

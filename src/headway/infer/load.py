@@ -162,7 +162,7 @@ def _checkpoint(folder: Place) -> StoredModel:
         form["base"],
         weights,
         lambda: {name: reader.weight(name) for name in names},
-        lambda: [spec.name for spec in param_specs(config) if "master" in reader.roles(spec.name)],
+        lambda: [spec.name for spec in param_specs(config) if spec.name != GATES and "master" in reader.roles(spec.name)],
     )
     return replace(found, weights=lambda: carried.merged(config), carried=carried)
 

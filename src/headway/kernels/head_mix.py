@@ -57,7 +57,8 @@ class HeadMix:
         if z.is_cuda:
             order = order.pin_memory().to(z.device, non_blocking=True)
         counts = torch.stack([(kind == number).sum(1) for number in range(3)], dim=1).tolist()
-        return cls(tuple(LayerMix(*parts, *count) for *parts, count in zip(z, order, counts, strict=True)), reach)
+        layers = (LayerMix(one, places, *count) for one, places, count in zip(z.unbind(), order.unbind(), counts, strict=True))
+        return cls(tuple(layers), reach)
 
 
 Full = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -15,6 +15,7 @@ from headway.export.adapter import FOLDER, write_adapter
 from headway.export.huggingface import export_huggingface
 from headway.infer.load import FINAL
 from headway.model.adapter.values import merged
+from headway.model.layout import GATES
 from headway.optim.groups import ADAPTER
 from headway.runtime.process import leave_outcome
 from headway.track.console import DATA_WAIT_SHOWN
@@ -91,10 +92,10 @@ def write_final(run: Run) -> str | None:
 
 
 def _keeping(weights: Iterator[tuple[str, Tensor]], run: Run, kept: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Weights as they come, and copies of those that trained."""
+    """Weights as they come, and copies of those that trained; gates are no part of an adapter and lie beside the model."""
     training = {name for group in run.engine.groups for name in group.names}
     for name, value in weights:
-        if name in training or ADAPTER in name:
+        if (name in training or ADAPTER in name) and name != GATES:
             kept[name] = value.detach().to("cpu", copy=True)
         yield name, value
 
