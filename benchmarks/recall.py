@@ -47,7 +47,7 @@ class Size:
 
 
 SIZES = {
-    "gpu": Size("hidden_size: 256, num_layers: 4, num_heads: 8, num_kv_heads: 8, ffn_size: 512", 512, 40_000, 64, 3000, 300, 1e-3, 32, 4),
+    "gpu": Size("hidden_size: 256, num_layers: 4, num_heads: 8, num_kv_heads: 8, ffn_size: 512", 512, 40_000, 64, 4000, 300, 1e-3, 32, 4),
     "cpu": Size("hidden_size: 128, num_layers: 3, num_heads: 8, num_kv_heads: 8, ffn_size: 256", 256, 20_000, 16, 3000, 250, 3e-3, 32, 4),
     "tiny": Size("hidden_size: 64, num_layers: 2, num_heads: 4, num_kv_heads: 4, ffn_size: 128", 128, 300, 4, 12, 12, 3e-3, 16, 4),
 }
@@ -72,7 +72,7 @@ def write_documents(path: Path, size: Size, seed: int = 0) -> None:
     with path.open("w", encoding="utf-8") as file:
         for _ in range(size.documents):
             # Short tables make the rule easy to see, long ones make it reach.
-            lines = pairs(rng, max(2, round(most * rng.random() ** 2)))
+            lines = pairs(rng, max(2, round(most * rng.random() ** rng.choice((1, 3)))))
             asked = rng.choices(lines, k=max(1, min(most - len(lines), 3 * len(lines))))
             file.write(json.dumps({"text": table(lines) + table(asked)}) + "\n")
 

@@ -20,7 +20,9 @@ def fuse_projections(model: Transformer) -> None:
             mlp.joined = _join([mlp.gate_proj, mlp.up_proj])
 
 
-def _join(parts: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _join(parts: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    if any(type(part) is not nn.Linear for part in parts):
+        return None  # an adapter computes more than a product
     weight = torch.cat([part.weight.detach() for part in parts])
     bias = torch.cat([part.bias.detach() for part in parts]) if parts[0].bias is not None else None
     begin = 0
