@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -154,9 +155,10 @@ class Heartbeat:
 
 
 def first_line(problem: BaseException) -> str:
-    """The first line of an error, or its name."""
+    """The first sentence of an error, or its name, without the place in torch's sources."""
     lines = str(problem).strip().splitlines()
-    return lines[0] if lines else type(problem).__name__
+    text = re.sub(r"^(\[[^\]]*:\d+\] )+", "", lines[0]) if lines else ""
+    return text.split(". ")[0].rstrip(".") or type(problem).__name__
 
 
 def is_lost(problem: BaseException) -> bool:

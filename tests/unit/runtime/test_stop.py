@@ -1,13 +1,16 @@
 """The first signal is a request, a second Ctrl-C is not; the old handlers come back."""
 
+import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from headway.runtime.stop import SIGNALS, StopSignal
+from headway.runtime import stop as stop_module
+from headway.runtime.stop import SIGNALS, Interrupted, StopSignal
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +63,46 @@ def test_a_signal_the_parent_ignores_stays_ignored() -> None:
     with StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.requested is None
+
+
+def test_while_starting_a_signal_ends_at_once() -> None:
+    with StopSignal(starting=True) as stop, pytest.raises(Interrupted) as caught:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert caught.value.signal_name == stop.requested == "SIGTERM"
+
+
+def blocked(numbers: list[int], stop: StopSignal) -> int:
+    """The exit code of a process that gets signals while its main thread is in a call that never comes back."""
+    child = os.fork()
+    if child == 0:
+        library = ctypes.CDLL(None)
+        mutex = ctypes.create_string_buffer(128)
+        with stop:
+            library.pthread_mutex_lock(mutex)
+            library.pthread_mutex_lock(mutex)  # deadlock: no signal interrupts it
+        os._exit(99)
+    for number in numbers:
+        time.sleep(0.3)
+        os.kill(child, number)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_a_second_ctrl_c_works_while_the_main_thread_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_module, "AT_ONCE_SECONDS", 0.1)
+    assert blocked([signal.SIGTERM, signal.SIGINT], StopSignal()) == 130
+
+
+def test_the_grace_period_ends_a_blocked_process_unless_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocked([signal.SIGUSR1], StopSignal(grace_seconds=0.2)) == 138
+    monkeypatch.setattr(stop_module, "AT_ONCE_SECONDS", 0.1)
+    saving = StopSignal(grace_seconds=0.2)
+    saving.is_saving = lambda: True
+    assert blocked([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], saving) == 130  # neither of the first two ended it
+
+
+def test_who_has_nothing_to_save_leaves_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_module, "EMPTY_HANDED_SECONDS", 0.1)
+    stop = StopSignal(grace_seconds=600.0)
+    stop.has_something_to_save = lambda: False
+    assert blocked([signal.SIGTERM], stop) == 143

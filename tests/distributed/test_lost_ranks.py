@@ -1,0 +1,89 @@
+"""When ranks lose each other, the error names who waited, in which exchange, and for whom; a crash is told once over all ranks."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.drill import small, started
+from support.ranks import start_processes
+from support.runs import make_stores, write_recipe
+
+from headway.errors import CommunicationError
+from headway.runtime.heartbeat import Beat, suspects
+from headway.train import train
+from headway.train.config import Recipe
+
+
+def disturbed(recipe: Recipe, rank: int, what: Callable[[], None]) -> list[Any]:
+    """Train on two ranks, one of which does something else after step 3; returns what each ended with."""
+
+    @contextmanager
+    def probe(run: Any) -> Iterator[None]:
+        run.after_step = lambda step: what() if step == 3 and run.process.rank == rank else None
+        yield
+
+    def work() -> str:
+        try:
+            train(recipe, probe=probe)
+        except CommunicationError as error:
+            return str(error)
+        except ValueError as error:
+            return repr(error)
+        return "done"
+
+    return start_processes(work, 2)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path, make_stores(tmp_path))
+
+
+def test_a_rank_that_stops_is_named_with_the_exchange_the_other_waited_in(recipe: Path) -> None:
+    plan = small(recipe, "late", "parallel.timeout_seconds=1.5", "checkpoint.every=null")
+    said, _ = disturbed(plan, 1, lambda: time.sleep(3.5))
+    assert said.startswith("rank 0 waited ") and "in agreement of 2 ranks (exchange " in said and "step after step 3" in said, said
+    assert "The others wait for rank 1" in said and "after step 3" in said.partition("The others")[2], said
+    exchanges = json.loads((plan.run.folder / "logs" / "exchanges-rank-00000.json").read_text())
+    assert exchanges[-1]["name"] == "agreement" and len(exchanges) > 10
+
+
+def test_a_rank_that_is_gone_is_named(recipe: Path) -> None:
+    plan = small(recipe, "gone", "steps=100000")
+    with started(plan, 2) as attempt:
+        while not attempt.has_begun():
+            time.sleep(0.01)
+        attempt.ranks[1].kill()
+        attempt.ranks[0].join(30)
+        assert attempt.ranks[0].exitcode == 1
+    said = (plan.run.folder.parent / "error-0.txt").read_text().splitlines()[-1]
+    assert "CommunicationError: rank 0 waited" in said and "Gone: rank 1" in said and "[/" not in said, said
+
+
+def test_a_crash_of_one_rank_is_told_once_with_its_traceback(recipe: Path, tmp_path: Path) -> None:
+    target = tmp_path / "alerts.jsonl"
+    script = tmp_path / "tell"
+    script.write_text(f"#!/bin/sh\n(cat; echo) >> {target}\n")
+    script.chmod(0o755)
+    plan = small(recipe, "crashed", f"track=[{{kind: alert, form: command, command: [{script}], events: [crash]}}]")
+
+    def fail() -> None:
+        raise ValueError("broken by the test")
+
+    said = disturbed(plan, 1, fail)
+    assert (said[1] == "ValueError('broken by the test')" and "Gone: rank 1" in said[0]) or "waited" in said[0]
+    (message,) = [json.loads(line) for line in target.read_text().splitlines()]
+    assert message["event"] == "crash" and message["text"].endswith("ValueError: broken by the test") and "in fail" in message["text"]
+
+
+def test_who_holds_the_others_up_is_who_is_in_no_exchange_or_behind() -> None:
+    def beat(rank: int, collective: str | None, number: int) -> Beat:
+        return Beat(rank, 1, "a", 3, "step", 0.0, 0.0, collective, number, 0.0)
+
+    assert "rank 1 on a" in suspects([beat(0, "all_reduce", 7), beat(1, None, 6)], 1.0)
+    assert "rank 0 on a" in suspects([beat(0, "all_reduce", 6), beat(1, "all_gather", 7)], 1.0)
+    assert suspects([beat(0, "all_reduce", 7), beat(1, "all_reduce", 7)], 1.0) == ""

@@ -1,0 +1,62 @@
+"""`headway stop` from another shell: all ranks save after the same step, and leave or go on."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.drill import small, started
+from support.runs import make_stores, write_recipe
+
+from headway.checkpoint.load import newest_good, step_folders
+from headway.cli import main
+from headway.errors import ConfigError, LaunchError
+from headway.track.jsonl import read_metrics
+from headway.train.request import Request, ask
+
+LONG = ("steps=100000", "checkpoint.every=null", "data.workers=0")
+
+
+def wait(condition: Any, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_request_saves_goes_on_and_then_leaves_at_the_step_that_was_named(
+    world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.train.request.LOOK_SECONDS", 0.0)  # these runs take a step in no time
+    plan = small(write_recipe(tmp_path, make_stores(tmp_path)), "asked", *LONG)
+    run = plan.run.folder
+    with started(plan, world) as attempt:
+        wait(lambda: (run / "metrics.jsonl").exists() and attempt.has_begun())
+        ask(run, Request(save_only=True))
+        wait(lambda: len(step_folders(run / "checkpoints")) == 1)
+        assert attempt.is_alive() and not (run / "stop.json").exists()
+        target = len(read_metrics(run / "metrics.jsonl")) + 100
+        assert ask(run, Request(at_step=target))["ranks"] == world
+        wait(lambda: not attempt.is_alive())
+    assert attempt.codes == [143] * world
+    found = newest_good(run / "checkpoints")
+    assert found.reader is not None and found.reader.step == target == len(read_metrics(run / "metrics.jsonl"))
+    assert not list((run / "logs" / "heartbeat").glob("*.json"))
+    with pytest.raises(LaunchError, match="no rank of it runs"):
+        ask(run, Request())
+
+
+def test_the_verb_says_what_it_asked_for_or_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = small(write_recipe(tmp_path, make_stores(tmp_path)), "asked", *LONG)
+    with started(plan, 1) as attempt:
+        wait(lambda: (plan.run.folder / "metrics.jsonl").exists() and attempt.has_begun())
+        assert main(["stop", str(plan.run.folder), "--json"]) == 0
+        wait(lambda: not attempt.is_alive())
+    said = json.loads(capsys.readouterr().out)
+    assert said["ranks"] == 1 and said["at_step"] is None and not said["save_only"]
+    assert attempt.codes == [143]
+    assert main(["stop", str(tmp_path)]) == 2
+    with pytest.raises(ConfigError, match="--at-step is -1"):
+        ask(plan.run.folder, Request(at_step=-1))
