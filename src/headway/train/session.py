@@ -14,7 +14,7 @@ from headway.infer.load import FINAL
 from headway.model.families.base import published
 from headway.optim.groups import count
 from headway.parallel.collectives import Group, form_groups, start_group
-from headway.plan.memory import Job
+from headway.plan.memory import Job, amount, estimate
 from headway.runtime.device import Compute, backend_of, choose_compute
 from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.log import start_logging
@@ -201,7 +201,14 @@ def describe(run: Run) -> list[str]:
         *run.targets.lines,
         *([run.reference.line] if run.reference is not None else []),
         *run.ranks.mesh.describe(run.recipe.parallel.strategy),
+        _memory_line(run),
     ]
+
+
+def _memory_line(run: Run) -> str:
+    found = estimate(describe_job(run.recipe, run.model, run.compute, run.batch, run.ranks.data.size))
+    host = f"; {amount(found.host)} in host memory" if found.host else ""
+    return f"memory of a rank by estimate: {amount(found.total)} ({found.describe()}){host}"
 
 
 def _matched(run: Run) -> list[str]:
