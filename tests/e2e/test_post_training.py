@@ -139,6 +139,7 @@ def run_without_time(folder: Path, name: str, *overrides: str) -> list[dict[str,
     return deterministic(folder / "runs" / name / "metrics.jsonl")
 
 
+@pytest.mark.drill
 def test_a_damaged_cache_of_log_probabilities_is_made_again(folder: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
     cached = ("objective.reference_logps=cached", f"data.cache_dir={tmp_path}")
     run(folder, "whole-cache", *cached, "steps=1")
@@ -174,6 +175,7 @@ def test_another_reference_than_the_run_began_with_is_refused(folder: Path, tmp_
         run(folder, "moved", *start, "steps=3")
 
 
+@pytest.mark.drill
 def test_a_reference_of_its_own_is_the_margin_to_beat(folder: Path, tmp_path: Path) -> None:
     base = ("objective.kind=next_token", f"data.train=[{text_store(tmp_path)}]", "steps=1", "data.valid=null", "seed=9")
     run(folder, "other", *base)
