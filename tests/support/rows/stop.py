@@ -13,7 +13,7 @@ def steps(overrides: tuple[str, ...]) -> int:
 
 ROWS: dict[str, Row] = {
     "eval.stop.patience": (WORSE, 1, 2, steps),
-    "eval.stop.min_delta": ((*WORSE, "optim.lr=1e-3", "eval.stop.patience=1"), 0.0, 100.0, steps),
+    "eval.stop.min_delta": ((*WORSE, "optim.lr=1e-2", "eval.stop.patience=3"), 0.0, 100.0, steps),
     "eval.stop.restore_best": (
         (*WORSE, "eval.stop.patience=2"),
         True,
