@@ -20,6 +20,7 @@ from headway.train import dry_run, train
 from headway.train.compare import compare_recipes
 from headway.train.config import Recipe
 from headway.train.expand import expand
+from headway.train.place import steps_saved
 
 RECIPE = """\
 run: {{name: {name}, dir: {dir}}}
@@ -94,6 +95,28 @@ def test_the_run_folder_reads_as_one_run(whole: Path) -> None:
     found = find_model(whole)
     assert found.config.no_rope_layers == (1,)
     assert found.config.rope_theta == 500.0
+
+
+def test_steps_are_counted_over_all_stages_by_whoever_looks_from_outside(whole: Path, tmp_path: Path) -> None:
+    assert steps_saved(whole) == 14
+    assert steps_saved(whole / "stages" / STAGES[1]) == 6
+    shutil.copytree(whole, tmp_path / "half", symlinks=True)
+    ledger = json.loads((whole / "stages.json").read_text())["stages"]
+    ledger[1]["state"], ledger[2]["state"] = "running", "waiting"
+    (tmp_path / "half" / "stages.json").write_text(json.dumps({"stages": ledger}))
+    shutil.rmtree(tmp_path / "half" / "stages" / STAGES[1] / "checkpoints" / "step-00000006")
+    assert steps_saved(tmp_path / "half") == 4 + 4
+    assert steps_saved(tmp_path) == -1
+
+
+def test_a_run_asked_to_stop_at_a_step_of_the_whole_stops_there(stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.train import request
+
+    monkeypatch.setattr(request, "LOOK_SECONDS", 0.0)
+    recipe = load(Recipe, recipe_of(tmp_path, stores), ["eval.every=null"])
+    monkeypatch.setattr(request, "read_request", lambda folder: request.Request(at_step=7) if folder == tmp_path / "run" else None)
+    summary = train(recipe)
+    assert (summary["stopped_by"], summary["stage"], summary["steps"]) == ("headway stop", "everything", 3)
 
 
 def test_a_stage_trains_only_what_it_says_and_begins_where_the_last_one_ended(whole: Path) -> None:

@@ -31,6 +31,7 @@ from headway.runtime.progress import duration
 from headway.runtime.storage import write_atomic
 from headway.track.base import Event
 from headway.track.outside import claim_crash
+from headway.train.place import steps_saved
 from headway.train.request import read_request, withdraw
 
 log = logging.getLogger("headway")
@@ -145,8 +146,7 @@ class Supervisor:
         self.furthest = max(self.furthest, step)
 
     def _newest_step(self) -> int:
-        found = (self.run_dir / "checkpoints").glob("step-*") if self.run_dir is not None else ()
-        return max((int(path.name[5:]) for path in found if path.name[5:].isdecimal()), default=-1)
+        return -1 if self.run_dir is None else steps_saved(self.run_dir)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)

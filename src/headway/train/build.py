@@ -116,7 +116,7 @@ class Run:
     @cached_property
     def orders(self) -> Orders:
         """What all ranks agree on between steps."""
-        return Orders(self.ranks.world, self.home, self.stop)
+        return Orders(self.ranks.world, self.home, self.stop, 0 if self.place is None else self.place.steps_before)
 
     def tell(self, event: Event, text: str, **facts: Any) -> None:
         """Tell every tracker of something that happened. Any rank and thread may call it; the first rank's trackers are all there are."""

@@ -30,13 +30,13 @@ class Order:
 class Orders:
     """Asks all ranks, between steps."""
 
-    def __init__(self, world: Group, run_dir: Path, stop: StopSignal) -> None:
-        self.world, self.stop = world, stop
+    def __init__(self, world: Group, run_dir: Path, stop: StopSignal, steps_before: int = 0) -> None:
+        self.world, self.stop, self.steps_before = world, stop, steps_before
         self.mailbox = Mailbox(run_dir) if world.rank == 0 else None
 
     def look(self, step: int, bad_step: int | None = None, *, is_hopeless: bool = False) -> Order:
         """What to do after this step."""
-        asked = self.mailbox.due(step) if self.mailbox is not None else None
+        asked = self.mailbox.due(self.steps_before + step) if self.mailbox is not None else None
         mine = [
             0 if self.stop.requested is None else signal.Signals[self.stop.requested].value,
             0 if asked is None else SAVE if asked.save_only else LEAVE,

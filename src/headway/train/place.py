@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headway.infer.load import STAGES
 from headway.track.jsonl import MetricsFile
 
 
@@ -47,3 +49,15 @@ class StageMetrics:
         """Drop the lines of later steps of this stage, and of later stages."""
         self.own.cut_to(step)
         self.whole.cut_to(self.place.steps_before + step)
+
+
+def steps_saved(run: Path) -> int:
+    """Up to which step a run's checkpoints reach, counted over all its stages; -1 where there is none. Reads names only, not files."""
+    found = [int(path.name[5:]) for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
+    try:
+        listed = json.loads((run / STAGES).read_text(encoding="utf-8"))["stages"]
+    except (OSError, ValueError, KeyError):
+        return max(found, default=-1)
+    done = sum(stage["steps"] for stage in listed if stage["state"] == "done")
+    under_way = [steps_saved(run / stage["folder"]) for stage in listed if stage["state"] == "running"]
+    return done + max([0, *under_way]) if done or under_way else -1
