@@ -9,7 +9,7 @@ have few kernels. Compiling takes seconds, so a decoder that will take few steps
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -47,11 +47,12 @@ class Decoder:
         self._halves: list[tuple[Callable[..., tuple[torch.Tensor, ...]], Callable[..., torch.Tensor]]] = []
         for block in model.model.layers.values():
             assert isinstance(block, Block)
-            halves = (block.before, block.after)
-            options = {"coordinate_descent_tuning": True} if search_kernels else None
+            before, after = block.before, block.after
             if compiled:
-                halves = tuple(torch.compile(half, fullgraph=True, dynamic=False, options=options) for half in halves)
-            self._halves.append(halves)
+                options: Any = {"coordinate_descent_tuning": True} if search_kernels else None
+                before = torch.compile(before, fullgraph=True, dynamic=False, options=options)
+                after = torch.compile(after, fullgraph=True, dynamic=False, options=options)
+            self._halves.append((before, after))
         self._graph: torch.cuda.CUDAGraph | None = None
         self._token = self._position = self._logits = torch.empty(0)
 

@@ -117,7 +117,7 @@ def attend(
     items, block = plan.items.shape[0], min(BLOCK, plan.stretch)
     while 2 * STAGES * block * max(16, _power(hd)) * q.element_size() > SHARED_BYTES and block > 16:
         block //= 2
-    attend_stretch[(items, rows)](
+    attend_stretch[(items, rows)](  # pyright: ignore
         q, k, v, keys, values, position, plan.items, plan.partial, plan.lses,
         q.stride(0), k.stride(0), v.stride(0), items, plan.stretch, hd**-0.5,
         G=groups, GP=max(16, _power(groups)), HD=hd, HP=max(16, _power(hd)), BLOCK=block,
@@ -130,7 +130,7 @@ def combine(q: torch.Tensor, position: torch.Tensor, plan: DecodePlan) -> torch.
     rows, num_heads, hd = q.shape
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     groups = num_heads // plan.heads.shape[0]
-    combine_stretches[(num_heads, rows)](
+    combine_stretches[(num_heads, rows)](  # pyright: ignore
         position, plan.heads, plan.partial, plan.lses, o, plan.items.shape[0], plan.stretch,
         G=groups, HD=hd, HP=max(16, _power(hd)), MOST=_power(plan.most_items), num_warps=4,
     )  # fmt: skip

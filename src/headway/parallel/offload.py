@@ -36,8 +36,8 @@ class Record:
         self.moved: list[ref[Moved]] = []
         self.sources: list[Tensor] = []
         """Kept alive until they have been copied."""
-        self.left: torch.cuda.Event | None = None
-        self.arrived: torch.cuda.Event | None = None
+        self.left: torch.Event | None = None
+        self.arrived: torch.Event | None = None
         self.is_back = False
 
 

@@ -41,7 +41,7 @@ class Streamed:
         self.inward = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.outward = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staging: list[dict[str, Tensor]] = [{}, {}]
-        self._free: list[torch.cuda.Event | None] = [None, None]
+        self._free: list[torch.Event | None] = [None, None]
         """When a staging place has been copied out."""
         self._turn = 0
 

@@ -42,7 +42,7 @@ Write = Callable[[random.Random, int, float], Case]
 
 def task_names() -> list[str]:
     """The tasks there are, by file name."""
-    package = importlib.import_module(__package__)
+    package = importlib.import_module(__name__.rpartition(".")[0])
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "base" and not m.name.startswith("_"))
 
 
