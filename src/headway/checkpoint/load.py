@@ -62,6 +62,19 @@ class Reader:
             self._check_whole(file)
         return self._source.folder([file.path for file in files], TOKENIZER) if files else None
 
+    @property
+    def files(self) -> list[str]:
+        """The files the manifest lists."""
+        return list(self._files)
+
+    def check_file(self, name: str) -> None:
+        """Size and checksum of one file, of its head where the boxes carry the rest."""
+        file = self._files[name]
+        self._check_size(file)
+        self._check_whole(file)
+        if file.sha256_header is not None:
+            self._header(name)
+
     def names(self, role: str | None = None) -> list[str]:
         """The names of all tensors, or of those that have a role."""
         pairs = (key.split(":", 1) for key in self._boxes)
@@ -151,9 +164,12 @@ class Reader:
 
     def _check_sizes(self) -> None:
         for file in self._files.values():
-            size = self._source.size(file.path)
-            if size != file.size:
-                raise CheckpointError(f"{self.path / file.path}: has {size} bytes; {file.size} were written. {REMEDY}")
+            self._check_size(file)
+
+    def _check_size(self, file: StoredFile) -> None:
+        size = self._source.size(file.path)
+        if size != file.size:
+            raise CheckpointError(f"{self.path / file.path}: has {size} bytes; {file.size} were written. {REMEDY}")
 
     def _check_whole(self, file: StoredFile) -> None:
         if file.sha256 is not None and self._source.sha256(file.path) != file.sha256:

@@ -3,6 +3,7 @@
 runs/NAME              its final/ if training ended, else its newest good checkpoint; of several stages, the last that has one
 .../step-00000500      a checkpoint: has manifest.json
 .../adapter            a PEFT adapter: has adapter_config.json, which names its base
+.../model_tp*_pp*.pt   a folder with shards of InternLM
 s3://bucket/prefix     a checkpoint there, or the newest of several: read in ranges, no local copy
 anything else          a Hugging Face folder: has config.json
 
@@ -26,6 +27,7 @@ from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.model.gates_file import read_gates
 from headway.model.layout import GATES, param_specs
+from headway.model.old_weights import is_internlm, open_internlm
 from headway.model.pretrained import is_pretrained, read_config, read_end_ids, read_weights
 from headway.runtime.places import Place, S3Path, place_of
 from headway.text.hub import is_hub_id, local_or_hub
@@ -100,6 +102,9 @@ def find_model(path: Place | str) -> StoredModel:
         for folder in (path, path / FINAL):
             if is_pretrained(folder):
                 return _pretrained(folder)
+        if is_internlm(path):
+            config, weights = open_internlm(path)
+            return StoredModel(path, config, None, weights)
         if is_adapter(path):
             return _adapter(path)
         if (path / STAGES).is_file():

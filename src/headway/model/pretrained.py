@@ -1,4 +1,4 @@
-"""A Hugging Face folder comes in, a ModelConfig and our named weights go out; safetensors alone, nothing is unpickled.
+"""A Hugging Face folder comes in, a ModelConfig and our named weights go out: safetensors, or pickles through the restricted loader.
 
 Every parameter of the config must be there in its shape, and every tensor in the files must be a parameter: a gap is an error.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import CheckpointError, ConfigError
 from headway.model.families.base import family_for, family_of
 from headway.model.layout import HEAD, param_specs
+from headway.model.old_weights import open_pickled, zero2all_file
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from headway.model.config import ModelConfig
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def is_pretrained(folder: Path) -> bool:
@@ -54,7 +56,13 @@ def read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
 
     where = _places(folder, config)
     with ExitStack() as opened:
-        files = {name: opened.enter_context(safe_open(folder / name, framework="pt")) for name in {file for file, _ in where.values()}}
+
+        def open_file(name: str) -> Any:
+            if name.endswith(".safetensors"):
+                return opened.enter_context(safe_open(folder / name, framework="pt"))
+            return _Pickled(open_pickled(folder / name))
+
+        files = {name: open_file(name) for name in {file for file, _ in where.values()}}
         for spec in param_specs(config):
             file, theirs = where[spec.name]
             value = _read(files, where[spec.name])
@@ -70,6 +78,22 @@ def read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
 def _read(files: dict[str, Any], place: tuple[str, str]) -> torch.Tensor:
     file, name = place
     return files[file].get_tensor(name)
+
+
+class _Pickled:
+    """A state dict that is read like a safetensors file."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = {plain_name(name): value for name, value in state.items()}
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """One tensor."""
+        return self.state[name]
+
+
+def plain_name(name: str) -> str:
+    """A name without what wrappers of torch put before it."""
+    return name.removeprefix("module.").removeprefix("_orig_mod.")
 
 
 def _places(folder: Path, config: ModelConfig) -> dict[str, tuple[str, str]]:
@@ -95,25 +119,30 @@ def _tensors(folder: Path) -> dict[str, str]:
     """Name of every tensor -> its file."""
     from safetensors import SafetensorError, safe_open
 
-    if (folder / INDEX).is_file():
-        listed = _read_json(folder / INDEX).get("weight_map")
-        if not isinstance(listed, dict):
-            raise CheckpointError(f"{folder / INDEX}: has no weight_map. Fetch the model again.")
-        absent = sorted({str(file) for file in listed.values() if not (folder / str(file)).is_file()})
-        if absent:
-            raise CheckpointError(f"{folder / absent[0]}: no such file, but {INDEX} lists it. Fetch the whole model again.")
-        return {str(name): str(file) for name, file in listed.items()}
+    for index in (INDEX, PICKLED_INDEX):
+        if (folder / index).is_file() and (index == INDEX or not (folder / WEIGHTS).is_file()):
+            return _listed(folder, index)
     path = folder / WEIGHTS
     if not path.is_file():
-        pickled = sorted(p.name for p in folder.glob("*.bin"))
-        if pickled:
-            raise CheckpointError(f"{folder}: weights are only in {pickled[0]}, a pickle, which can run code. Save them as safetensors.")
-        raise CheckpointError(f"{folder}: has neither {WEIGHTS} nor {INDEX}. Give a folder that holds the weights.")
+        pickled = folder / PICKLED if (folder / PICKLED).is_file() else zero2all_file(folder)
+        if pickled is not None:
+            return {plain_name(name): str(pickled.relative_to(folder)) for name in open_pickled(pickled)}
+        raise CheckpointError(f"{folder}: has neither {WEIGHTS} nor {INDEX} nor {PICKLED}. Give a folder that holds the weights.")
     try:
         with safe_open(path, framework="pt") as file:
             return dict.fromkeys(file.keys(), WEIGHTS)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not a safetensors file: {error}. Fetch it again.") from None
+
+
+def _listed(folder: Path, index: str) -> dict[str, str]:
+    listed = _read_json(folder / index).get("weight_map")
+    if not isinstance(listed, dict):
+        raise CheckpointError(f"{folder / index}: has no weight_map. Fetch the model again.")
+    absent = sorted({str(file) for file in listed.values() if not (folder / str(file)).is_file()})
+    if absent:
+        raise CheckpointError(f"{folder / absent[0]}: no such file, but {index} lists it. Fetch the whole model again.")
+    return {str(name): str(file) for name, file in listed.items()}
 
 
 def _some(names: list[str]) -> str:

@@ -1,0 +1,27 @@
+"""`headway verify checkpoint`."""
+
+import typer
+
+from headway.cli._output import JSON_FLAG, print_json
+
+
+def command(
+    path: str = typer.Argument(..., metavar="X", help="A checkpoint, a run (its newest checkpoint) or s3://bucket/prefix."),
+    json: bool = JSON_FLAG,
+) -> None:
+    """Check a checkpoint: files, checksums, shapes, finite numbers, one generation; exit code 1 with the list if something is wrong."""
+    from headway.infer.check import check_checkpoint
+
+    report = check_checkpoint(path)
+    if json:
+        print_json(report.to_json())
+    elif report.problems:
+        for problem in report.problems:
+            typer.echo(problem)
+        typer.echo(f"{report.checkpoint}: {len(report.problems)} problem{'s' if len(report.problems) > 1 else ''} found")
+    else:
+        typer.echo(
+            f"{report.checkpoint}: good: step {report.step}, {report.files} files, {report.tensors} tensors, it generates {report.token_ids}"
+        )
+    if report.problems:
+        raise typer.Exit(1)

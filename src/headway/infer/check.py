@@ -1,0 +1,125 @@
+"""Whether a checkpoint is good: sizes, checksums, shapes, finite numbers, one generation. It does not stop at the first fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.checkpoint.config import CHECKPOINTS
+from headway.checkpoint.load import Reader, locate, open_checkpoint, step_folders
+from headway.checkpoint.manifest import MANIFEST
+from headway.checkpoint.save import STEP_FOLDER
+from headway.config.load import validate
+from headway.errors import CheckpointError, HeadwayError
+from headway.infer.decode import Decoder
+from headway.infer.load import load_model
+from headway.infer.prefill import last_hidden
+from headway.model.config import ModelConfig
+from headway.model.kv_cache import KVCache
+from headway.model.layout import param_specs
+from headway.runtime.places import Place, place_of
+from headway.runtime.progress import progress
+
+NEW_TOKENS = 8
+
+
+@dataclass
+class Report:
+    """What was looked at, and what is wrong."""
+
+    checkpoint: str
+    step: int | None = None
+    files: int = 0
+    tensors: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    """What the model says after a few ids."""
+    problems: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {**asdict(self), "good": not self.problems}
+
+    def found(self, work: Callable[[], Any]) -> Any:
+        """What work gives; what is wrong there goes on the list, and None comes back."""
+        try:
+            return work()
+        except HeadwayError as problem:
+            if str(problem) not in self.problems:
+                self.problems.append(str(problem))
+            return None
+
+
+def check_checkpoint(path: Place | str) -> Report:
+    """Look at everything in a checkpoint; for a run, at its newest."""
+    report = Report(str(path))
+    place = report.found(lambda: _newest(path))
+    reader: Reader | None = None if place is None else report.found(lambda: open_checkpoint(place))
+    if reader is None:
+        return report
+    report.checkpoint, report.step = str(place), reader.step
+    report.files = len(reader.files)
+    for file in reader.files:
+        report.found(lambda name=file: reader.check_file(name))
+    _check_tensors(reader, report)
+    _check_shapes(reader, report)
+    if not report.problems:
+        report.token_ids = report.found(lambda: _generate(report.checkpoint)) or []
+    return report
+
+
+def _newest(path: Place | str) -> Place:
+    """The checkpoint itself, or the newest of a folder, good or not."""
+    place = place_of(path)
+    if isinstance(place, Path) and not (place / MANIFEST).is_file() and not STEP_FOLDER.fullmatch(place.resolve().name):
+        folders = step_folders(place / CHECKPOINTS) or step_folders(place)
+        return folders[-1] if folders else locate(place)
+    return place if isinstance(place, Path) else locate(place)
+
+
+def _check_tensors(reader: Reader, report: Report) -> None:
+    """Every element of every tensor: there, as it was written, and finite."""
+    pairs = [(name, role) for name in reader.names() for role in reader.roles(name)]
+    report.tensors = len(pairs)
+    with progress("verify", total=len(pairs), unit="tensors") as advance:
+        for name, role in pairs:
+            value = report.found(lambda name=name, role=role: reader.read(name, role))
+            if value is not None and value.is_floating_point() and not bool(torch.isfinite(value.float()).all()):
+                bad = int((~torch.isfinite(value.float())).sum())
+                report.problems.append(f"{reader.path}: {role} of {name} has {bad} of {value.numel()} numbers that are not finite.")
+            advance(1)
+
+
+def _check_shapes(reader: Reader, report: Report) -> None:
+    """Every parameter of the model is there in its shape."""
+    shape: Any = reader.scalars.get("model")
+    if not isinstance(shape, dict):
+        report.problems.append(f"{reader.path}: its manifest does not say what shape the model has.")
+        return
+    config = report.found(lambda: validate(ModelConfig, shape))
+    for spec in param_specs(config) if config is not None else []:
+        found = report.found(lambda name=spec.name: reader.shape(name))
+        if found is not None and tuple(found) != spec.shape:
+            report.problems.append(f"{reader.path}: {spec.name} has shape {list(found)}; the model has {list(spec.shape)}.")
+
+
+@torch.inference_mode()
+def _generate(path: str) -> list[int]:
+    """A few ids, each the likeliest; the way every text goes."""
+    loaded = load_model(path)
+    model = loaded.model
+    prompt = [number % loaded.config.vocab for number in range(4)]
+    cache = KVCache(loaded.config, 1, len(prompt) + NEW_TOKENS, device=loaded.device, dtype=model.head_weight.dtype, lengths=[len(prompt)])
+    logits = model.logits(last_hidden(model, torch.tensor([prompt]), [len(prompt)], cache, len(prompt))).float()
+    decoder, ids = Decoder(model, cache, steps=NEW_TOKENS), list[int]()
+    for at in range(NEW_TOKENS):
+        if not bool(torch.isfinite(logits).all()):
+            raise CheckpointError(f"{path}: the model computes numbers that are not finite.")
+        token = logits.argmax(-1)
+        ids.append(int(token))
+        if at + 1 < NEW_TOKENS:
+            logits = decoder.step(token, torch.tensor([len(prompt) + at])).float()
+    return ids
