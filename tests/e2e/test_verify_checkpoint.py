@@ -75,9 +75,8 @@ def test_each_file_damaged_in_turn_is_named_and_the_one_before_is_used(run: Path
                 path.unlink()
             else:
                 middle = len(content) // 2
-                path.write_bytes(
-                    content[:-7] if how == "truncated" else content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-                )
+                flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+                path.write_bytes(content[:-7] if how == "truncated" else flipped)
             problems = check_checkpoint(folder / "step-00000010").problems
             assert problems and all(name in problem for problem in problems), (name, how, problems)
             found = newest_good(folder)

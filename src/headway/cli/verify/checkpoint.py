@@ -20,8 +20,7 @@ def command(
             typer.echo(problem)
         typer.echo(f"{report.checkpoint}: {len(report.problems)} problem{'s' if len(report.problems) > 1 else ''} found")
     else:
-        typer.echo(
-            f"{report.checkpoint}: good: step {report.step}, {report.files} files, {report.tensors} tensors, it generates {report.token_ids}"
-        )
+        counts = f"step {report.step}, {report.files} files, {report.tensors} tensors"
+        typer.echo(f"{report.checkpoint}: good: {counts}, it generates {report.token_ids}")
     if report.problems:
         raise typer.Exit(1)
