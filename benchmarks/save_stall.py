@@ -18,25 +18,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+BATCH = ["batch.rows=8", "batch.micro_rows=8", "checkpoint.every=12"]
 CASES: dict[str, list[str]] = {
-    "demo": ["model.preset=laptop", "data.seq_len=256", "batch.rows=8", "batch.micro_rows=8", "steps=60", "checkpoint.every=12", "device=cpu"],
-    "1b": [
-        "model.preset=llama-1b", "data.seq_len=4096", "batch.rows=8", "batch.micro_rows=8", "steps=40", "checkpoint.every=12", "device=cuda",
-    ],
-}  # fmt: skip
+    "demo": ["model.preset=laptop", "data.seq_len=256", "steps=60", "device=cpu", *BATCH],
+    "1b": ["model.preset=llama-1b", "data.seq_len=4096", "steps=40", "device=cuda", *BATCH],
+}
 EVERY = 500
 
 
 def measure(case: str, folder: Path, extra: list[str]) -> dict[str, Any]:
     """Train and read what the run says about itself."""
-    common = [
-        f"run.dir={folder}",
-        f"run.name={case}",
-        "checkpoint.keep_last=1",
-        "checkpoint.keep_best=0",
-        "checkpoint.at_end=false",
-        "log.every=1000",
-    ]
+    keep = ["checkpoint.keep_last=1", "checkpoint.keep_best=0", "checkpoint.at_end=false"]
+    common = [f"run.dir={folder}", f"run.name={case}", "log.every=1000", *keep]
     begun = time.perf_counter()
     subprocess.run([sys.executable, "-m", "headway", "train", *CASES[case], *common, *extra], check=True, stdout=sys.stderr)
     times = [json.loads(line)["time"] for line in (folder / case / "metrics.jsonl").read_text().splitlines()]
