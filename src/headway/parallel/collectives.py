@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Protocol
@@ -211,7 +211,7 @@ def alone() -> Ranks:
 def form_groups(mesh: Mesh, world: Group) -> Ranks:
     """Make the groups of a mesh; every rank makes all of them, in the same order."""
     if mesh.world == 1:
-        return alone()
+        return replace(alone(), world=world)  # its heartbeat is the run's
     shard = _mine([[r * mesh.shard + s for s in range(mesh.shard)] for r in range(mesh.replicate)], world)
     replicate = _mine([[r * mesh.shard + s for r in range(mesh.replicate)] for s in range(mesh.shard)], world)
     return Ranks(mesh, world, world, shard, replicate)
