@@ -77,7 +77,7 @@ def test_the_sharded_engine_trains_like_the_flat_one(dtype: torch.dtype, tmp_pat
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         group = Group(0, 1, dist.group.WORLD)
-        cut = Sharding.of(ParallelConfig(strategy="fsdp"), Ranks(Mesh(), group, group, group, Group()))
+        cut = Sharding.of(ParallelConfig(strategy="fsdp"), Ranks(Mesh(), group, group, group, group, Group(), Group()))
         with torch.device("meta"):
             model = Transformer(CONFIG)
         objective, optim = NextToken().build(), AdamW(lr=1e-2)

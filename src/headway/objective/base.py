@@ -127,6 +127,9 @@ class ObjectiveConfig(KindConfig):
     PAIRS: ClassVar[bool] = False
     """Whether it compares preference pairs instead of reading documents."""
 
+    BY_TOKEN: ClassVar[bool] = False
+    """Whether its terms and metrics are sums over tokens (or per microbatch), so that ranks may each hold a part of a row's tokens."""
+
     @property
     def reference_wish(self) -> ReferenceWish | None:
         """The reference it needs, if any."""

@@ -9,7 +9,7 @@ are the model's (model/head_gates.py); the lambdas are this objective's own para
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import field_validator, model_validator
 
@@ -30,6 +30,8 @@ Measure = Literal["sampled", "expected_z", "expected_l0"]
 
 class Config(ObjectiveConfig):
     """Settings of head sparsity."""
+
+    BY_TOKEN: ClassVar[bool] = True
 
     kind: str = setting("head_sparsity", "head_sparsity.", on_resume="fixed")
     start: float = setting(0.0, "Share of streaming heads that is aimed at in the first step.", ge=0, le=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from headway.config.section import setting
 from headway.objective.base import Exchange, Loss, ObjectiveConfig, StepInfo, Term
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 class Config(ObjectiveConfig):
     """Settings of next-token prediction."""
+
+    BY_TOKEN: ClassVar[bool] = True
 
     kind: str = setting("next_token", "next_token.", on_resume="fixed")
     label_smoothing: float = setting(0.0, "Share of the target's probability spread over the whole vocabulary.", ge=0, lt=1)

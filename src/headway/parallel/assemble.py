@@ -2,7 +2,7 @@
 
 Order: build on the meta device -> fp8 layers -> adapters -> choose what trains and its groups -> engine allocates buffers and re-registers
 parameters as views -> attention core -> what halves recompute -> compile the halves of every block -> whole blocks recomputed
--> activations offloaded.
+-> activations offloaded -> exchanges around the attention cores where rows lie on several ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from headway.optim.groups import OBJECTIVE, Group, make_groups, trainable
 from headway.optim.scaler import Scaler, ScalerConfig
 from headway.parallel.collectives import Ranks, alone
 from headway.parallel.config import ParallelConfig
+from headway.parallel.context import share_rows
 from headway.parallel.hooks.all_reduce import AllReduce
 from headway.parallel.hooks.base import Hook
 from headway.parallel.hooks.compress import Compress
@@ -84,6 +85,7 @@ def assemble(
         exchanged = Exchanged(ranks, parallel.bucket_bytes, hook, parallel.overlap, kept_in(parallel, settings), on_host)
         engine = FlatEngine(model, objective, groups, optim.build(), settings, exchanged, scaler)
     dress(model, attention, compile_blocks, memory, settings.device)
+    share_rows(model, ranks.context)
     return engine
 
 
@@ -122,7 +124,7 @@ def choose_hook(parallel: ParallelConfig, mesh: Mesh, settings: Settings) -> Hoo
     """The hook of a recipe; without one, the plain sum that fits the layout. None: nothing to exchange."""
     if parallel.hook is not None:
         return parallel.hook.build(settings.device)
-    if mesh.data == 1:
+    if mesh.reduce == 1:
         return None
     if DTYPES[parallel.reduce_dtype] != kept_in(parallel, settings):
         return Compress(parallel.reduce_dtype, settings.device)

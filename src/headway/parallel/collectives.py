@@ -100,6 +100,15 @@ class Group:
         work = _all_gather(whole, part if part.is_cuda else part.clone(), group=self.handle, async_op=True)
         return self._under_way("all_gather", work)
 
+    def all_to_all(self, received: Tensor, given: Tensor) -> Handle:
+        """Part i of `given` (along dim 0, as many parts as ranks) goes to rank i; part i of `received` comes from it."""
+        if self.size == 1:
+            received.copy_(given)
+            return Done()
+        if not given.is_cuda:  # gloo does not know every dtype, but bytes
+            received, given = received.view(torch.uint8), given.view(torch.uint8)
+        return self._under_way("all_to_all", dist.all_to_all_single(received, given, group=self.handle, async_op=True))
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value (plain Python), in rank order, on every rank."""
         if self.size == 1:
@@ -191,21 +200,25 @@ def start_group(process: Process, backend: Literal["gloo", "nccl"], timeout_seco
 
 @dataclass(frozen=True)
 class Ranks:
-    """The groups of a mesh that data parallelism uses, as this rank sees them."""
+    """The groups of a mesh, as this rank sees them."""
 
     mesh: Mesh
     world: Group
     data: Group
-    """All ranks that read different rows."""
+    """Ranks that read different rows: what a loader counts by. Where a row lies on several ranks, those with the same part of theirs."""
+    reduce: Group
+    """All ranks whose gradients, losses and metrics are summed: those with different rows, and those with parts of the same ones."""
     shard: Group
     """The ranks among which the optimizer state is cut."""
     replicate: Group
     """The ranks that hold the same part of it."""
+    context: Group
+    """The ranks that hold parts of the same rows; connections of its own, since it exchanges beside all others."""
 
 
 def alone() -> Ranks:
     """One process."""
-    return Ranks(Mesh(), Group(), Group(), Group(), Group())
+    return Ranks(Mesh(), *(Group() for _ in range(6)))
 
 
 def form_groups(mesh: Mesh, world: Group) -> Ranks:
@@ -214,11 +227,14 @@ def form_groups(mesh: Mesh, world: Group) -> Ranks:
         return replace(alone(), world=world)  # its heartbeat is the run's
     shard = _mine([[r * mesh.shard + s for s in range(mesh.shard)] for r in range(mesh.replicate)], world)
     replicate = _mine([[r * mesh.shard + s for r in range(mesh.replicate)] for s in range(mesh.shard)], world)
-    return Ranks(mesh, world, world, shard, replicate)
+    rows = [[d * mesh.context + c for c in range(mesh.context)] for d in range(mesh.data)]
+    data = _mine([list(column) for column in zip(*rows, strict=True)], world)
+    return Ranks(mesh, world, data, world, shard, replicate, _mine(rows, world, apart=True))
 
 
-def _mine(lists: list[list[int]], world: Group) -> Group:
-    if len(lists) == 1:
+def _mine(lists: list[list[int]], world: Group, *, apart: bool = False) -> Group:
+    """The group of those listed that this rank is in; `apart`: never over the connections of all ranks."""
+    if len(lists) == 1 and not apart:
         return world
     if len(lists[0]) == 1:
         return Group()

@@ -9,6 +9,9 @@ from pydantic import field_validator
 from headway.config.kinds import KindIn
 from headway.config.section import Section, setting
 from headway.errors import ParallelError
+from headway.model.adapter.config import AdapterConfig
+from headway.model.config import ModelConfig
+from headway.objective.base import ObjectiveConfig
 from headway.parallel.hooks.base import HookConfig
 from headway.parallel.mesh import Mesh, plan_mesh
 
@@ -69,13 +72,39 @@ class ParallelConfig(Section):
     hook: Annotated[HookConfig, KindIn("headway.parallel.hooks")] | None = setting(
         None, "How gradients are exchanged; null = a plain sum: reduce_scatter where the optimizer state is cut, else all_reduce."
     )
+    context: int = setting(
+        1,
+        "Ranks that share the tokens of each row (Ulysses); attention sees the whole row. It divides num_kv_heads and data.seq_len.",
+        ge=1,
+    )
     timeout_seconds: float = setting(1800.0, "How long ranks wait for each other before they give up.", gt=0)
 
     def mesh(self, rank: int, world: int) -> Mesh:
         """The layout of the ranks."""
         if self.strategy == "fsdp":
-            return plan_mesh(rank, world, self.fsdp.size, "parallel.fsdp.size")
-        return plan_mesh(rank, world, self.zero1.size, "parallel.zero1.size")
+            return plan_mesh(rank, world, self.fsdp.size, "parallel.fsdp.size", self.context)
+        return plan_mesh(rank, world, self.zero1.size, "parallel.zero1.size", self.context)
+
+    def check_rows(self, model: ModelConfig, seq_len: int, objective: ObjectiveConfig, adapter: AdapterConfig | None) -> None:
+        """Refuse what ranks with parts of rows cannot do exactly."""
+        if self.context == 1:
+            return
+        is_set = f"parallel.context is {self.context}"
+        if model.kv_heads % self.context:
+            fitting = [str(n) for n in range(2, model.kv_heads + 1) if model.kv_heads % n == 0 and n <= self.context]
+            instead = f"Use {' or '.join(fitting)}" if fitting else "Use 1"
+            raise ParallelError(
+                f"{is_set}; it must divide num_kv_heads={model.kv_heads}, since a rank attends with whole KV heads. "
+                f"{instead}, and parallel.strategy=fsdp or memory.recompute where rows must be longer."
+            )
+        if seq_len % self.context:
+            near = seq_len // self.context * self.context or self.context
+            raise ParallelError(f"{is_set}; it must divide data.seq_len={seq_len}. Use seq_len {near}, for example.")
+        if not objective.BY_TOKEN:
+            raise ParallelError(f"objective {objective.kind} needs whole rows: {is_set} and must be 1.")
+        for key, rate in (("model.dropout", model.dropout), ("adapter.dropout", adapter.dropout if adapter else 0.0)):
+            if rate:
+                raise ParallelError(f"{is_set} and {key} is {rate}, which would drop alike on all its ranks. Set the dropout to 0.")
 
     def check(self, mesh: Mesh, precision: str) -> None:
         """Refuse what cannot be right together."""

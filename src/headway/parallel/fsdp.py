@@ -79,7 +79,7 @@ class ShardedEngine:
     ) -> None:
         self.model, self.optimizer, self.settings, self.scaler, self.ranks = model, optimizer, settings, scaler, cut.ranks
         self.groups = list(groups)
-        self.passes = Passes(model, objective, settings, self.ranks.data)
+        self.passes = Passes(model, objective, settings, self.ranks)
         homes = parameter_homes(model, objective)
         self.shapes = {name: tuple(parameter_at(home).shape) for name, home in homes.items()}
         group_of = {name: group.name for group in groups for name in group.names}
@@ -120,7 +120,7 @@ class ShardedEngine:
         for part in self._training():
             if part.is_whole:
                 part.parameter.grad = _grad(part)
-                self.ranks.data.all_reduce(part.parameter.grad).wait()
+                self.ranks.reduce.all_reduce(part.parameter.grad).wait()
         return self.passes.over_ranks(result)
 
     def rehearse(self, batch: StepBatch, at: StepInfo) -> None:
@@ -194,7 +194,7 @@ class ShardedEngine:
         """Master weights and optimizer state of what trains, the parameter itself of what does not; replicas share the writing."""
         replicas, mine = self.ranks.replicate.size, self.ranks.replicate.rank
         for index, part in enumerate(self.parts.values()):
-            writes = self.ranks.data.rank == 0 if part.is_whole else index % replicas == mine
+            writes = self.ranks.reduce.rank == 0 if part.is_whole else index % replicas == mine
             for role in self._roles(part):
                 boxes: list[Box] = [(part.offset, self._read(part, role))] if writes and part.master.numel() else []
                 yield part.name, role, part.shape, boxes

@@ -14,7 +14,8 @@ from headway.kernels.cross_entropy import Place
 from headway.model.head import Head, ModelOut
 from headway.model.transformer import Transformer
 from headway.objective.base import MetricSums, Objective, StepInfo, StepObjective
-from headway.parallel.collectives import Exchange, Group
+from headway.parallel.collectives import Exchange, Ranks
+from headway.parallel.context import part_of
 from headway.parallel.engine import StepResult
 from headway.runtime.seed import derive
 
@@ -35,9 +36,9 @@ class Settings:
 class Passes:
     """Runs a model and an objective over microbatches."""
 
-    def __init__(self, model: Transformer, objective: Objective, settings: Settings, data: Group) -> None:
-        self.model, self.objective, self.settings, self.data = model, objective, settings, data
-        self.exchange = Exchange(data)
+    def __init__(self, model: Transformer, objective: Objective, settings: Settings, ranks: Ranks) -> None:
+        self.model, self.objective, self.settings, self.ranks = model, objective, settings, ranks
+        self.exchange = Exchange(ranks.reduce)
         self.head_place: Place | None = None
         """Where an engine wants the gradient of the head."""
         self._log_alpha: Tensor | None = None
@@ -48,7 +49,7 @@ class Passes:
         loss = torch.zeros((), dtype=torch.float32, device=self.settings.device)
         sums: MetricSums = {}
         last = len(batch.microbatches) - 1
-        totals = {**batch.totals, "microbatches": float(len(batch.microbatches) * self.data.size)}
+        totals = {**batch.totals, "microbatches": float(len(batch.microbatches) * self.ranks.reduce.size)}
         self._read_gates()
         microbatches, at = self._surveyed(batch.microbatches, at, batch.first_microbatch)
         for index, micro in enumerate(microbatches):
@@ -78,9 +79,9 @@ class Passes:
         torch.manual_seed(derive(self.settings.seed, "microbatch", at.step, microbatch))
 
     def _moved(self, micro: Batch) -> Batch:
-        """A microbatch on the device, with every column the objective needs."""
+        """A microbatch on the device, with every column the objective needs; of its tokens, those that are this rank's."""
         moved = micro.to(self.settings.device)
-        return moved if self.settings.prepare is None else self.settings.prepare(moved)
+        return part_of(moved if self.settings.prepare is None else self.settings.prepare(moved), self.ranks.context)
 
     @torch.no_grad()
     def _surveyed(self, batches: Iterable[Batch], at: StepInfo, first: int) -> tuple[Iterable[Batch], StepInfo]:
@@ -89,7 +90,7 @@ class Passes:
         if not isinstance(self.objective, StepObjective):
             return moved, at
         kept = list(moved)
-        if len(kept) * self.data.size == 1:
+        if len(kept) * self.ranks.reduce.size == 1:
             return kept, at
         seen: list[Tensor] = []
         for index, micro in enumerate(kept):
@@ -117,11 +118,11 @@ class Passes:
     @torch.no_grad()
     def over_ranks(self, result: StepResult) -> StepResult:
         """Add loss and metric sums over all ranks, in one exchange."""
-        if self.data.size == 1:
+        if self.ranks.reduce.size == 1:
             return result
         tensors = [result.loss] + [part for pair in result.metrics.values() for part in pair]
         flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
-        self.data.all_reduce(flat).wait()
+        self.ranks.reduce.all_reduce(flat).wait()
         parts = [
             part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)
         ]

@@ -1,7 +1,7 @@
 """The flat-buffer engine: whole parameters and gradients on every rank, fp32 masters and optimizer state cut over the shard group.
 
     shard group of 1      plain data parallelism: gradients all-reduced, every rank steps everything
-    all data ranks        ZeRO-1: gradients reduce-scattered, each rank steps its part, parameters all-gathered
+    all ranks             ZeRO-1: gradients reduce-scattered, each rank steps its part, parameters all-gathered
     between               ZeRO-1.5: as ZeRO-1 inside a group, and the parts all-reduced across groups
 
 One law of gradients: each microbatch and rank back-propagates its additive share of one global loss; a gradient is the plain sum of shares.
@@ -68,7 +68,7 @@ class FlatEngine:
         self.model, self.optimizer, self.settings, self.scaler = model, optimizer, settings, scaler
         self.ranks, self.overlap = exchanged.ranks, exchanged.overlap
         self.groups = list(groups)
-        self.passes = Passes(model, objective, settings, self.ranks.data)
+        self.passes = Passes(model, objective, settings, self.ranks)
         self.homes = parameter_homes(model, objective)
         self.shapes = {name: tuple(parameter_at(home).shape) for name, home in self.homes.items()}
         self._allocate(exchanged)
@@ -242,10 +242,10 @@ class FlatEngine:
                 flat = self._read(buffer, role, held) if boxes and held is not None else buffer.master
                 yield name, role, slot.shape, [(offset, _view(flat, start, shape)) for offset, shape, start in boxes]
         for name, value in self.frozen.values.items():
-            whole: list[Box] = [((0,) * value.dim(), value)] if self.ranks.data.rank == 0 else []
+            whole: list[Box] = [((0,) * value.dim(), value)] if self.ranks.reduce.rank == 0 else []
             yield name, "param", self.shapes[name], whole
         if isinstance(self.reducer.hook, StatefulHook):
-            yield from self.reducer.hook.tensors(self.ranks.data)
+            yield from self.reducer.hook.tensors(self.ranks.reduce)
 
     def _read(self, buffer: TrainBuffer, role: str, held: Held) -> Tensor:
         """What this rank holds of one parameter in one role, flat."""
@@ -276,7 +276,7 @@ class FlatEngine:
             "steps": done,
             "skipped": int(self.skipped),
             "scaler": None if scaler is None else scaler.scalars(),
-            "hook": hook.scalars(self.ranks.data) if isinstance(hook, StatefulHook) else None,
+            "hook": hook.scalars(self.ranks.reduce) if isinstance(hook, StatefulHook) else None,
         }
 
     @torch.no_grad()
@@ -299,7 +299,7 @@ class FlatEngine:
         if self.scaler is not None and scalars.get("scaler") is not None:
             self.scaler.load(scalars["scaler"])
         if isinstance(self.reducer.hook, StatefulHook) and scalars.get("hook") is not None:
-            self.reducer.hook.load(read, scalars["hook"], self.ranks.data, self.settings.device)
+            self.reducer.hook.load(read, scalars["hook"], self.ranks.reduce, self.settings.device)
         self.gather.begin()
         self.gather.flush()
 

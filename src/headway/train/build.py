@@ -233,7 +233,7 @@ def make_meter(recipe: Recipe, model: ModelConfig, compute: Compute, state: Trai
     """What measures the steps, from where a state stands."""
     micro_rows, total_steps, names = counts
     kind, seq_len = peak_kind(recipe, compute), recipe.data.seq_len
-    facts = Facts(model, seq_len, micro_rows, compute.device, compute.name, kind, total_steps, names)
+    facts = Facts(model, seq_len, micro_rows, compute.device, compute.name, kind, total_steps, names, recipe.parallel.context)
     return Meter(facts, state.consumed_tokens, state.engine.scalars()["skipped"])
 
 

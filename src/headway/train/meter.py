@@ -75,6 +75,8 @@ class Facts:
     dtype: str
     total_steps: int
     source_names: tuple[str, ...]
+    context: int = 1
+    """Ranks that share the tokens of a row."""
 
 
 @dataclass
@@ -185,7 +187,7 @@ class Meter:
 
     def _timing(self, pending: Pending, seconds: float) -> dict[str, Any]:
         facts = self.facts
-        rate = pending.host["micro_num"] * facts.micro_rows * facts.seq_len / seconds
+        rate = pending.host["micro_num"] * facts.micro_rows * facts.seq_len / facts.context / seconds
         load = gpu_load(facts.device.index or 0) if facts.device.type == "cuda" else None
         return {
             "step_seconds": seconds,

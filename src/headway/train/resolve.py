@@ -81,6 +81,7 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
         raise ConfigError(f"init.merge is true, but init.from={recipe.init.source} carries no adapter. Leave it out.")
     if recipe.data.seq_len > model.max_seq_len:
         raise ConfigError(f"data.seq_len is {recipe.data.seq_len}; it must not exceed model.max_seq_len={model.max_seq_len}. Lower it.")
+    recipe.parallel.check_rows(model, recipe.data.seq_len, recipe.objective, recipe.adapter)
     changes: dict[str, object] = {"model": model}
     if recipe.steps is None and recipe.epochs is None:
         changes |= {"steps": GENERATED_STEPS} if recipe.data.train is None else {"epochs": 1.0}

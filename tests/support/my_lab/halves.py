@@ -17,5 +17,5 @@ class Config(HookConfig):
 
 def in_halves(bucket: Any) -> Any:
     middle = bucket.flat.numel() // 2
-    bucket.ranks.data.all_reduce(bucket.flat[:middle]).wait()
-    return bucket.ranks.data.all_reduce(bucket.flat[middle:])
+    bucket.ranks.reduce.all_reduce(bucket.flat[:middle]).wait()
+    return bucket.ranks.reduce.all_reduce(bucket.flat[middle:])

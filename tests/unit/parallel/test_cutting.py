@@ -8,6 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import ParallelError
+from headway.model.adapter.config import AdapterConfig
+from headway.model.config import ModelConfig
+from headway.objective.base import ObjectiveConfig
+from headway.objective.dpo import Config as DPO
+from headway.objective.next_token import Config as NextToken
 from headway.optim.groups import Group
 from headway.parallel.buffer import ALIGN, Cut, Keep, TrainBuffer, boxes_of, lay_out
 from headway.parallel.config import ParallelConfig
@@ -67,6 +72,36 @@ def test_shard_groups_are_neighbours(world: int, size: int | str, shard: int, re
     assert [mesh.data_rank for mesh in meshes] == list(range(world))
 
 
+def test_neighbours_share_rows_inside_any_shard_group() -> None:
+    meshes = [plan_mesh(rank, 8, 4, "key", context=2) for rank in range(8)]
+    assert {(mesh.shard, mesh.replicate, mesh.reduce, mesh.data) for mesh in meshes} == {(4, 2, 8, 4)}
+    assert [mesh.data_rank for mesh in meshes] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [mesh.context_rank for mesh in meshes] == [0, 1] * 4
+    assert meshes[0].describe("zero1") == ["8 ranks: zero1 over 4, 2 times; each row's tokens over 2 (context)"]
+
+
+def rows_refusal(seq_len: int = 64, objective: ObjectiveConfig = NextToken(), adapter: AdapterConfig | None = None, **model: float) -> str:
+    shape = ModelConfig.model_validate({"num_heads": 8, "num_kv_heads": 4, **model})
+    config = ParallelConfig(context=4)
+    with pytest.raises(ParallelError) as caught:
+        config.check_rows(shape, seq_len, objective, adapter)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_rows_that_cannot_be_shared_exactly_are_refused_in_one_line() -> None:
+    ParallelConfig(context=4).check_rows(ModelConfig(num_heads=8, num_kv_heads=4), 64, NextToken(), None)
+    ParallelConfig().check_rows(ModelConfig(num_heads=8, num_kv_heads=2, dropout=0.1), 63, DPO(), None)
+    assert "must divide num_kv_heads=2, since a rank attends with whole KV heads. Use 2, and" in rows_refusal(num_kv_heads=2)
+    assert "must divide data.seq_len=62. Use seq_len 60" in rows_refusal(seq_len=62)
+    assert rows_refusal(objective=DPO()) == "objective dpo needs whole rows: parallel.context is 4 and must be 1."
+    assert "model.dropout is 0.1" in rows_refusal(dropout=0.1)
+    assert "adapter.dropout is 0.2" in rows_refusal(adapter=AdapterConfig(dropout=0.2))
+    for context, told in ((3, "start 3 ranks"), (8, "start 8 or a multiple of it")):
+        with pytest.raises(ParallelError, match=f"parallel.context is {context}; it must divide the number of ranks, 4. .*{told}"):
+            ParallelConfig(context=context).mesh(0, 4)
+
+
 def refusal(**parallel: object) -> str:
     config = ParallelConfig.model_validate(parallel)
     with pytest.raises(ParallelError) as caught:
@@ -76,7 +111,7 @@ def refusal(**parallel: object) -> str:
 
 
 def test_what_cannot_be_right_is_refused_in_one_line() -> None:
-    assert refusal(zero1={"size": 3}) == "parallel.zero1.size is 3; it must divide the 4 data-parallel ranks. Use auto or 1 or 2 or 4."
+    assert refusal(zero1={"size": 3}) == "parallel.zero1.size is 3; it must divide the 4 ranks. Use auto or 1 or 2 or 4."
     assert "parallel.fsdp.size is 8" in refusal(strategy="fsdp", fsdp={"size": 8})
     assert "exchanges gradients itself" in refusal(strategy="fsdp", hook={"kind": "powersgd"})
     assert "always overlaps" in refusal(strategy="fsdp", overlap={"reduce": False})

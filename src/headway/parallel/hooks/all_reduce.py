@@ -1,4 +1,4 @@
-"""The plain sum of whole buckets over all data ranks."""
+"""The plain sum of whole buckets over all ranks."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ class AllReduce:
 
     def __call__(self, bucket: Bucket) -> Handle:
         """Start the sum."""
-        return bucket.ranks.data.all_reduce(bucket.flat)
+        return bucket.ranks.reduce.all_reduce(bucket.flat)

@@ -42,7 +42,7 @@ class Compress:
 
         ranks, narrow = bucket.ranks, bucket.flat.to(self.dtype)
         if ranks.shard.size == 1:
-            return Then(ranks.data.all_reduce(narrow), lambda: bucket.flat.copy_(narrow))
+            return Then(ranks.reduce.all_reduce(narrow), lambda: bucket.flat.copy_(narrow))
         part = bucket.part_of(narrow)
         if ranks.replicate.size == 1:
             return Then(ranks.shard.reduce_scatter(part, narrow), lambda: bucket.own.copy_(part))

@@ -75,10 +75,10 @@ class PowerSGD:
         step = self.step
         self.step += bucket.is_last
         if step < self.config.start_step:
-            return bucket.ranks.data.all_reduce(bucket.flat)
+            return bucket.ranks.reduce.all_reduce(bucket.flat)
         thin = any(self.columns(slot.shape) or slot.name in self.residuals for slot in bucket.span.slots)
         # whole buckets too: in the background all exchanges of a step keep their order, which must be the same on every rank
-        return self.background.run(lambda: self._exchange(bucket, step) if thin else bucket.ranks.data.all_reduce(bucket.flat).wait())
+        return self.background.run(lambda: self._exchange(bucket, step) if thin else bucket.ranks.reduce.all_reduce(bucket.flat).wait())
 
     def columns(self, shape: tuple[int, ...]) -> int:
         """Rank of the approximation of a gradient of this shape; 0: it travels whole."""
@@ -101,7 +101,7 @@ class PowerSGD:
             whole = [gradient for name, gradient in gradients.items() if name not in thin]
             for name in gradients.keys() - thin.keys():
                 self.residuals.pop(name, None)  # it went in; a matrix that travels whole leaves none
-            data = bucket.ranks.data
+            data = bucket.ranks.reduce
             rest = torch.cat([gradient.flatten() for gradient in whole]) if whole else None
             left, p_flat = _flat({name: (m.shape[0], self.columns(tuple(gradients[name].shape))) for name, m in thin.items()}, bucket.flat)
             right, q_flat = _flat({name: (m.shape[1], self.columns(tuple(gradients[name].shape))) for name, m in thin.items()}, bucket.flat)

@@ -59,7 +59,7 @@ class TorchStyle:
         """Start the exchange."""
         from headway.parallel.collectives import Done, Then
 
-        if bucket.ranks.data.size == 1:
+        if bucket.ranks.reduce.size == 1:
             return Done()
         if self._before is not None:
             # Such a hook may start further exchanges from its callbacks (torch's PowerSGD does). With two buckets under way at once, ranks
@@ -73,7 +73,7 @@ class TorchStyle:
             mean = value[0] if isinstance(value, list) else value
             if mean.data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(mean.view(-1))
-            bucket.flat.mul_(bucket.ranks.data.size)
+            bucket.flat.mul_(bucket.ranks.reduce.size)
 
         return Then(future, put_back)
 

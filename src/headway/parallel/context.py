@@ -1,0 +1,109 @@
+"""Context parallelism (Ulysses): the tokens of every row lie on several ranks; attention, which needs all of them, is computed by heads.
+
+Shapes: B rows, T tokens of a row, P ranks, t = T / P, H query heads, KV key and value heads, hd head width.
+
+    halves of a block    q [B,t,H,hd], k and v [B,t,KV,hd]            this rank's tokens, all heads
+         all-to-all
+    core                 q [B,T,H/P,hd], k and v [B,T,KV/P,hd] -> o   all tokens, this rank's heads, the mask of whole rows
+         all-to-all
+    halves of a block    o [B,t,H,hd]
+
+KV heads travel once each and keep their query heads beside them. The backward of either exchange is the other one. A token's loss and a
+head's gate belong to one rank alone, so gradients are the plain sum over ranks, as everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.data.batch import Batch
+from headway.kernels.attention import AttentionMask
+from headway.model.transformer import Block, Core, Transformer
+from headway.parallel.collectives import Group
+
+PER_TOKEN = ("tokens", "targets", "loss_weight", "position")
+
+
+def part_of(batch: Batch, context: Group) -> Batch:
+    """This rank's tokens of a microbatch. Documents and their bounds, from which the mask is made, stay those of whole rows."""
+    if context.size == 1:
+        return batch
+    each = batch.tokens.shape[1] // context.size
+    return replace(batch, **{name: getattr(batch, name)[:, context.rank * each :][:, :each] for name in PER_TOKEN})
+
+
+def share_rows(model: Transformer, context: Group) -> None:
+    """Let a model run on parts of rows: exchanges around every attention core, gates drawn for the heads of this rank."""
+    if context.size == 1:
+        return
+    gates, each = model.head_gates, model.config.kv_heads // context.size
+    assert each * context.size == model.config.kv_heads, "checked with the recipe"
+    if gates is not None:
+        gates.heads = slice(context.rank * each, (context.rank + 1) * each)
+    for block in model.model.layers.values():
+        assert isinstance(block, Block)
+        block.core = ContextCore(block.core, context, gates is not None and gates.log_alpha.requires_grad)
+
+
+@dataclass(frozen=True)
+class ContextCore:
+    """Attention of parts of rows: an attention core of whole rows between two exchanges."""
+
+    whole: Core
+    group: Group
+    gates_train: bool = False
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None) -> Tensor:
+        """o [B,t,H,hd]."""
+        o = self.whole(*_ToHeads.apply(self.group, q, k, v), mask, window=window)  # pyright: ignore[reportGeneralTypeIssues]
+        if self.gates_train and torch.is_grad_enabled() and not o.requires_grad:
+            # Nothing below trains and no gate of these heads is open, but another rank's may be: it waits for this one's gradients of o.
+            o = o.detach().requires_grad_()
+        return _ToTokens.apply(self.group, o)  # pyright: ignore[reportReturnType]
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return to_heads(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *to_tokens(grads, ctx.group)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, o: Tensor) -> Tensor:
+        ctx.group = group
+        return to_tokens([o], group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *to_heads(grads, ctx.group)
+
+
+def to_heads(parts: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
+    """From all heads of this rank's tokens to all tokens of this rank's heads, in one exchange: [B,t,n,hd] -> [B,T,n/P,hd] of each."""
+    given = [x.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4) for x in parts]
+    return tuple(x.permute(1, 0, 2, 3, 4).flatten(1, 2).contiguous() for x in _exchanged(given, group))
+
+
+def to_tokens(parts: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
+    """The way back: [B,T,n/P,hd] -> [B,t,n,hd] of each."""
+    given = [x.unflatten(1, (group.size, -1)).permute(1, 0, 2, 3, 4) for x in parts]
+    return tuple(x.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous() for x in _exchanged(given, group))
+
+
+def _exchanged(parts: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
+    """Several [P,B,t,m,hd], each with one part for every rank, against what the ranks have for this one."""
+    given = torch.cat(list(parts), dim=3) if len(parts) > 1 else parts[0].contiguous()
+    received = torch.empty_like(given)
+    group.all_to_all(received, given).wait()
+    return received.split([x.shape[3] for x in parts], dim=3)
