@@ -60,8 +60,9 @@ def alone_of(one: Setup) -> Setup:
 
 
 def gate_gradient(one: Setup, group: Group) -> torch.Tensor:
-    """The gradient of log_alpha after the first step's exchange."""
+    """The gradient of log_alpha after the first step's exchange, from the mix of heads and from the constraint on their sparsity."""
     engine, rows = make_engine(group, one), rows_of(one, group)
+    engine.fill([("objective.lambda_1", torch.tensor(2.0)), ("objective.lambda_2", torch.tensor(3.0))])
     engine.forward_backward(share_of_step(0, one.micro, rows.rank, rows.size), StepInfo(0, 20))
     if one.parallel.get("strategy") == "fsdp" and group.size > 1:
         return engine.parts[GATES].parameter.grad.clone()
@@ -123,7 +124,7 @@ def test_blocks_that_are_computed_again_exchange_again() -> None:
 
 def decided_on_one_rank(one: Setup, group: Group) -> torch.Tensor:
     engine, rows = make_engine(group, one), rows_of(one, group)
-    engine.fill([(GATES, torch.tensor([[0.5, 0.0, 30.0, -30.0], [30.0, -30.0, 0.0, -0.5]]))])
+    engine.fill([(GATES, torch.tensor([[0.5, 0.0, 30.0, 30.0], [-30.0, -30.0, 0.0, -0.5]]))])
     engine.forward_backward(share_of_step(0, one.micro, rows.rank, rows.size), StepInfo(0, 20))
     buffer, _, slot = engine._places[GATES]
     return slot.view(buffer.grad).clone()
