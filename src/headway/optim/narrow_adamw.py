@@ -84,7 +84,16 @@ class NarrowAdamW:
 @cache
 def _rule(compiled: bool, blocked: bool) -> Any:
     rule = step_blocks if blocked else step_bf16
-    return torch.compile(rule, fullgraph=True, dynamic=True) if compiled else rule
+    if not compiled:
+        return rule
+    fused = torch.compile(rule, fullgraph=True)
+
+    def run(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], numbers: Numbers) -> None:
+        for tensor in (param, grad, *state):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)  # buckets differ in length, blocks do not
+        fused(param, grad, state, numbers)
+
+    return run
 
 
 def moved(param: Tensor, grad: Tensor, average: Tensor, square: Tensor, n: Numbers) -> tuple[Tensor, Tensor, Tensor]:

@@ -152,6 +152,9 @@ class FlatEngine:
     def forget(self) -> None:
         """Drop gradients that were not brought to an end."""
         self.reducer.forget()
+        if self.lets_go:
+            for bucket in self.reducer.buckets:
+                bucket.let_go()
         if isinstance(self.passes.head_place, InPlace):
             self.passes.head_place.reset()
         for home in self.homes.values():

@@ -99,7 +99,12 @@ def is_shortage(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on any device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "out of memory" in str(error).lower())
+    words = (
+        "can't allocate memory",
+        "out of memory",
+        "ALLOC_FAILED",
+    )  # CPU, CUDA, and libraries with their own
+    return isinstance(error, RuntimeError) and any(word.lower() in str(error).lower() for word in words)
 
 
 def explain(job: Job) -> str:
