@@ -28,7 +28,7 @@ from headway.train import train
 from headway.train.config import Recipe
 from headway.train.sparsify import SparsifyPlan, sparsify
 
-TOKENS_PER_LINE = 6
+TOKENS_PER_LINE = 4.3
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ log: {{every: 100}}
 def write_documents(path: Path, size: Size, seed: int = 0) -> None:
     """Tables followed by some of their lines again, in another order: what follows a repeated key can only be known by looking it up."""
     rng = random.Random(seed)
-    most = size.seq_len // TOKENS_PER_LINE - 4
+    most = int(size.seq_len / TOKENS_PER_LINE) - 3
     with path.open("w", encoding="utf-8") as file:
         for _ in range(size.documents):
             # Short tables make the rule easy to see, long ones make it reach.
@@ -121,7 +121,12 @@ def main() -> None:
         source = f"init: {{from: {out.as_posix()}/runs/recall}}"
         sparse = recipe(out, size, "sparse", source, size.gate_steps, size.lr, gates)
         plan = SparsifyPlan(
-            (0.5, options.sparsity, 0.7), ("key_value",), (size.seq_len,), samples=options.samples, rows=16, chunk_tokens=2 * size.window
+            (0.5, options.sparsity, 0.7),
+            ("key_value",),
+            (size.seq_len * 7 // 8,),
+            samples=options.samples,
+            rows=16,
+            chunk_tokens=2 * size.window,
         )
         done = sparsify(sparse, plan)
     if isinstance(done, int):

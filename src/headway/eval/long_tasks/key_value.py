@@ -1,4 +1,4 @@
-"""A table of keys and values; the value of one key is asked for. The form is bare (`key: value`), so that small models can learn it."""
+"""A table of keys and values; the value of one key is asked for. The form is bare (`key=value`), so that small models can learn it."""
 
 import random
 
@@ -17,7 +17,7 @@ def pairs(rng: random.Random, number: int) -> list[tuple[str, str]]:
 
 def table(lines: list[tuple[str, str]]) -> str:
     """One line per pair."""
-    return "".join(f"{key}: {value}\n" for key, value in lines)
+    return "".join(f"{key}={value}\n" for key, value in lines)
 
 
 def write(rng: random.Random, units: int, depth: float) -> Case:
@@ -25,4 +25,4 @@ def write(rng: random.Random, units: int, depth: float) -> Case:
     lines = pairs(rng, units)
     at = round(depth * (units - 1))
     key, value = lines[at]
-    return Case(f"{table(lines)}{key}:", (value,), at / max(1, units - 1), stop=("\n",))
+    return Case(f"{table(lines)}{key}=", (value,), at / max(1, units - 1), stop=("\n",))
