@@ -44,11 +44,11 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self.folder), purge_step=step)
-        self._step = step
+        self._step, writer = step, self._writer
         for name, value in flatten(metrics).items():
             if isinstance(value, (int, float)):
-                self._writer.add_scalar(name, value, step)
-        self._write_notes(self._writer)
+                writer.add_scalar(name, value, step)
+        self._write_notes(writer)
 
     def note(self, text: str) -> None:
         """Add a remark at the last step; before the first one it waits for it."""
