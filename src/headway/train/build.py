@@ -40,6 +40,7 @@ from headway.track.base import Event, Tracker
 from headway.track.jsonl import MetricsFile
 from headway.track.outside import append_event
 from headway.train.config import Recipe
+from headway.train.content import take_content
 from headway.train.folder import METRICS, Start
 from headway.train.heal import Healer, with_healed
 from headway.train.meter import Facts, Meter
@@ -183,6 +184,9 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
         loader = make_loader(recipe, data, batch, state, ranks)
     else:
         fill(engine, resolved)
+        if take_content(recipe, state):
+            loader.close()
+            loader = make_loader(recipe, data, batch, state, ranks)
     if recipe.batch.micro_rows == "auto":
         loader.close()
         batch = fitted(resolved, compute, batch, engine, data, ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -62,6 +62,9 @@ class SuperviseConfig(Section):
     )
 
 
+Content = Literal["model", "optimizer", "scheduler", "sampler", "rng"]
+
+
 class InitConfig(Section):
     """Where the weights start."""
 
@@ -70,6 +73,11 @@ class InitConfig(Section):
         alias="from",
         description="A run, checkpoint, Hugging Face or PEFT adapter folder to take weights, shape and tokenizer from; null = random.",
         json_schema_extra={"on_resume": "fixed"},
+    )
+    content: tuple[Content, ...] | Literal["all"] = setting(
+        ("model",),
+        "Taken from a checkpoint in `from`: model, optimizer, scheduler, sampler, rng, or all.",
+        on_resume="fixed",
     )
     adapter: str | None = setting(
         None, "A PEFT adapter folder over `from`: continued where the recipe's adapter has the same form, else merged.", on_resume="fixed"
@@ -85,8 +93,19 @@ class InitConfig(Section):
         None, "Round a mask file of soft values to this share of streaming heads first; null = as it is.", ge=0, le=1, on_resume="fixed"
     )
 
+    @property
+    def contents(self) -> tuple[Content, ...]:
+        """What is taken, written out."""
+        return get_args(Content) if self.content == "all" else self.content
+
     @model_validator(mode="after")
     def _belongs_to_something(self) -> InitConfig:
+        if "model" not in self.contents:
+            raise ValueError(f"content is {list(self.contents)}; it must hold model, which the rest belongs to")
+        if len(self.contents) > 1 and self.source is None:
+            raise ValueError("content is given without from; name the checkpoint it is taken from")
+        if "rng" in self.contents and "scheduler" not in self.contents:
+            raise ValueError("content has rng without scheduler; randomness is derived from the seed and the step. Add scheduler")
         if self.adapter is not None and self.source is None:
             raise ValueError("adapter is given without from; an adapter needs the model it belongs to")
         if self.masks_sparsity is not None and self.masks is None:

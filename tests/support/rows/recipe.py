@@ -79,6 +79,7 @@ ROWS: dict[str, Row] = {
     "model.dropout": ((), 0.0, 0.5, numbers),
     "model.embed_grad_scale": ((), 1.0, 0.1, numbers),
     "model.init_std": ((), 0.02, 0.1, numbers),
+    "init.content": (("run.name=x", "model.hidden_size=16", "init.from=$/runs1/run"), ["model"], ["model", "optimizer"], numbers),
     "init.from": (("run.name=x", "model.hidden_size=16"), None, "$/runs1/run", numbers),
     "tokenizer": (RAW, "$/tok0", "$/tok1", numbers),
     "data.train.path": ((), ["$/store0"], ["$/store1"], numbers),
