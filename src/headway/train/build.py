@@ -178,15 +178,9 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
     total_steps = count_steps(recipe, loader, batch)
     watch = Watch(recipe.heal, compute.device)
     state = TrainState(engine, model, loader.state, adapter=recipe.adapter, adapter_base=resolved.base, watch=watch)
-    if start.checkpoint is not None:
-        state.restore(start.checkpoint)
+    if bring_to_start(state, start, resolved):
         loader.close()
         loader = make_loader(recipe, data, batch, state, ranks)
-    else:
-        fill(engine, resolved)
-        if take_content(recipe, state):
-            loader.close()
-            loader = make_loader(recipe, data, batch, state, ranks)
     if recipe.batch.micro_rows == "auto":
         loader.close()
         batch = fitted(resolved, compute, batch, engine, data, ranks)
@@ -231,6 +225,15 @@ def fitted(resolved: Resolved, compute: Compute, batch: ResolvedBatch, engine: E
         return replace(step, microbatches=step.microbatches[:2])
 
     return sized(fit_micro_rows(recipe, job, engine, ranks.world, compute.device, first_step))
+
+
+def bring_to_start(state: TrainState, start: Start, resolved: Resolved) -> bool:
+    """Give a state its first values; whether its place in the data is another than the beginning."""
+    if start.checkpoint is not None:
+        state.restore(start.checkpoint)
+        return True
+    fill(state.engine, resolved)
+    return take_content(resolved.recipe, state)
 
 
 def make_meter(recipe: Recipe, model: ModelConfig, compute: Compute, state: TrainState, counts: tuple[int, int, tuple[str, ...]]) -> Meter:
