@@ -60,7 +60,8 @@ class ContextCore:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None) -> Tensor:
         """o [B,t,H,hd]."""
-        o = self.whole(*_ToHeads.apply(self.group, q, k, v), mask, window=window)  # pyright: ignore[reportGeneralTypeIssues]
+        q, k, v = _ToHeads.apply(self.group, q, k, v)  # pyright: ignore[reportGeneralTypeIssues]
+        o = self.whole(q, k, v, mask, window=window)
         if self.gates_train and torch.is_grad_enabled() and not o.requires_grad:
             # Nothing below trains and no gate of these heads is open, but another rank's may be: it waits for this one's gradients of o.
             o = o.detach().requires_grad_()

@@ -53,6 +53,8 @@ class Job:
     shards: int = 1
     """Ranks that share masters and optimizer state, or everything (fsdp)."""
     fsdp: bool = False
+    context: int = 1
+    """Ranks that share the tokens of a row."""
     memory: MemoryConfig = MemoryConfig()
     compiled: bool = False
     on_cuda: bool = False
@@ -60,8 +62,8 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch."""
-        return self.rows * self.seq_len
+        """Tokens of a microbatch that are this rank's."""
+        return self.rows * self.seq_len // self.context
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,8 @@ def _per_token(job: Job, *, selective: bool) -> float:
         kept = norms * width + 2 * query + 2 * key + 4 * ffn
     if model.qk_norm:
         kept += query + key
+    if job.context > 1:  # attention's result before its exchange and after it
+        kept += query
     # the attention's sums and the norms' scales are fp32; dropout keeps a byte for each element
     small = 4 * (model.num_heads + 4) + (2 * width if model.dropout else 0)
     return kept + small / job.compute_bytes

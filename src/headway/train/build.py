@@ -173,7 +173,7 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
         settings = replace(settings, prepare=reference.prepare)
     engine = make_engine(recipe, model, compute, ranks, settings)
     if recipe.memory.limit_gib is not None:
-        keep_limit(recipe, describe_job(recipe, model, compute, batch, ranks.data.size), compute.device)
+        keep_limit(recipe, describe_job(recipe, model, compute, batch, ranks.reduce.size), compute.device)
     loader = make_loader(recipe, data, batch, None, ranks)
     total_steps = count_steps(recipe, loader, batch)
     watch = Watch(recipe.heal, compute.device)
@@ -213,7 +213,7 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
 
 def fitted(resolved: Resolved, compute: Compute, batch: ResolvedBatch, engine: Engine, data: OpenData, ranks: Ranks) -> ResolvedBatch:
     """The same batch in the largest microbatches that fit."""
-    recipe, job = resolved.recipe, describe_job(resolved.recipe, resolved.model, compute, batch, ranks.data.size)
+    recipe, job = resolved.recipe, describe_job(resolved.recipe, resolved.model, compute, batch, ranks.reduce.size)
     each = batch.micro_rows * batch.accumulate
 
     def sized(rows: int) -> ResolvedBatch:

@@ -162,7 +162,8 @@ def _explaining(resolved: Resolved, process: Process, run: Run | None = None) ->
         return choose_compute(recipe.device, recipe.precision, process.local_rank)
 
     def job() -> Job:
-        batch = recipe.batch.resolve(recipe.data.seq_len, process.world) if run is None else run.batch
+        data_ranks = recipe.parallel.mesh(process.rank, process.world).data
+        batch = recipe.batch.resolve(recipe.data.seq_len, data_ranks) if run is None else run.batch
         return describe_job(recipe, resolved.model, compute(), batch, process.world)
 
     return explaining_shortage(job, lambda: compute().device)
@@ -206,7 +207,7 @@ def describe(run: Run) -> list[str]:
 
 
 def _memory_line(run: Run) -> str:
-    found = estimate(describe_job(run.recipe, run.model, run.compute, run.batch, run.ranks.data.size))
+    found = estimate(describe_job(run.recipe, run.model, run.compute, run.batch, run.ranks.reduce.size))
     host = f"; {amount(found.host)} in host memory" if found.host else ""
     return f"memory of a rank by estimate: {amount(found.total)} ({found.describe()}){host}"
 

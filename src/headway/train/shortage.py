@@ -42,7 +42,7 @@ class OutOfMemoryError(TrainingError):
     """Memory ran out; says what needed it and what would need less."""
 
 
-def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: ResolvedBatch, data_ranks: int) -> Job:
+def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: ResolvedBatch, num_ranks: int) -> Job:
     """What decides the memory of one rank of a run."""
     with torch.device("meta"):
         shape = Transformer(model)
@@ -52,7 +52,7 @@ def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: Re
     sizes = {name: prod(parameter.shape) for name, parameter in shape.named_parameters()}
     trained = sum(sizes.get(name, 0) for group in groups for name in group.names)
     on_cuda, chunk = compute.device.type == "cuda", recipe.memory.loss_chunk_tokens
-    mesh = recipe.parallel.mesh(0, data_ranks)
+    mesh = recipe.parallel.mesh(0, num_ranks)
     size = compute.dtype.itemsize
     return Job(
         model=model,
@@ -66,6 +66,7 @@ def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: Re
         state_dtype=recipe.optim.state_dtype if isinstance(recipe.optim, AdamWConfig) else "fp32",
         other_state_bytes=None if isinstance(recipe.optim, AdamWConfig) else 4.0 * len(recipe.optim.build().slots),
         shards=mesh.shard,
+        context=mesh.context,
         fsdp=recipe.parallel.strategy == "fsdp" and mesh.shard > 1,
         memory=recipe.memory,
         compiled=on_cuda if recipe.kernels.compile == "auto" else recipe.kernels.compile,
