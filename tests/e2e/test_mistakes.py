@@ -30,6 +30,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "freeze=[layers.99]"], ["layers.99", "matches no parameter"]),
         (["train", "device=cuda"], ["device is 'cuda'", "device=cpu"]),
         (["train", "data.seq_len=1024"], ["data.seq_len is 1024", "max_seq_len=512"]),
+        (["train", "parallel.context=2", "objective.kind=dpo"], ["objective dpo needs whole rows", "parallel.context is 2 and must be 1"]),
+        (["train", "parallel.context=2"], ["parallel.context is 2", "number of ranks, 1", "--nproc"]),
         (["train", "steps=5", "epochs=1"], ["steps and epochs"]),
         (
             ["train", "data.train=[{path: $/store0, weight: 1}]", "model.vocab_size=32", "data.tokenizer_unchecked=true"],
