@@ -31,6 +31,10 @@ class MemoryConfig(Section):
         gt=0,
     )
 
+    def chunk_tokens(self, *, on_cuda: bool) -> int:
+        """Tokens whose logits exist at one time, on a device."""
+        return (4096 if on_cuda else 2048) if self.loss_chunk_tokens == "auto" else self.loss_chunk_tokens
+
     @field_validator("loss_chunk_tokens")
     @classmethod
     def _positive(cls, value: int | str) -> int | str:

@@ -264,8 +264,7 @@ def peak_kind(recipe: Recipe, compute: Compute) -> str:
 
 def engine_settings(recipe: Recipe, compute: Compute) -> Settings:
     """What an engine needs to know of a recipe beside the model and the objective."""
-    chunk = recipe.memory.loss_chunk_tokens
-    chunk = (4096 if compute.device.type == "cuda" else 2048) if chunk == "auto" else chunk
+    chunk = recipe.memory.chunk_tokens(on_cuda=compute.device.type == "cuda")
     return Settings(compute.device, compute.dtype, recipe.optim.clip, chunk, recipe.seed)
 
 

@@ -48,10 +48,10 @@ def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: Re
         shape = Transformer(model)
         if recipe.adapter is not None:
             adapt(shape, recipe.adapter, recipe.adapter.modules(model))
-    groups = group_parameters(shape, recipe.objective.build(), recipe.optim, recipe.freeze, recipe.train)
+    groups = group_parameters(shape, recipe.objective.build(), recipe.optim, recipe.freeze, recipe.train, recipe.objective.rules)
     sizes = {name: prod(parameter.shape) for name, parameter in shape.named_parameters()}
     trained = sum(sizes.get(name, 0) for group in groups for name in group.names)
-    on_cuda, chunk = compute.device.type == "cuda", recipe.memory.loss_chunk_tokens
+    on_cuda = compute.device.type == "cuda"
     mesh = recipe.parallel.mesh(0, num_ranks)
     size = compute.dtype.itemsize
     return Job(
@@ -71,7 +71,7 @@ def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: Re
         memory=recipe.memory,
         compiled=on_cuda if recipe.kernels.compile == "auto" else recipe.kernels.compile,
         on_cuda=on_cuda,
-        chunk_tokens=(8192 if on_cuda else 2048) if chunk == "auto" else chunk,
+        chunk_tokens=recipe.memory.chunk_tokens(on_cuda=on_cuda),
     )
 
 
