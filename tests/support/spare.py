@@ -30,4 +30,4 @@ class Spare:
 
 def spare(since: int = 10**9) -> Any:
     """What `Setup.objective` takes."""
-    return SimpleNamespace(build=lambda: Spare(since))
+    return SimpleNamespace(build=lambda: Spare(since), rules=())

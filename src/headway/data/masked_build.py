@@ -104,7 +104,10 @@ class Build:
         ) as writer:
             counts = run_job(job, writer)
         if counts["documents"] == 0:
-            raise DataError(f"{out}: no record is left ({_described(counts)}). Give more data or a longer --max-length.")
+            named = ", ".join(map(str, self.files))
+            raise DataError(
+                f"{named}: no record is left ({_described(counts)}). Give more data or a longer --max-length (in a recipe: data.seq_len)."
+            )
         return counts
 
     def _template_key(self, tokenizer: Tokenizer) -> str:

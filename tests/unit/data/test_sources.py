@@ -123,7 +123,8 @@ def test_raw_conversations_learn_the_answers_alone(tmp_path: Path) -> None:
     tokenizer, talk = make_tokenizer(tmp_path / "t"), tmp_path / "talk.jsonl"
     turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
     talk.write_text(json.dumps({"messages": turns}) + "\n")
-    settings = data(train=[{"path": str(talk), "kind": "chat", "chat_template": "alpaca"}], cache_dir=str(tmp_path / "cache"))
+    source_settings = {"path": str(talk), "kind": "chat", "chat_template": "alpaca"}
+    settings = data(train=[source_settings], cache_dir=str(tmp_path / "cache"), seq_len=256)
     source = open_data(settings, tokenizer=tokenizer, vocab_size=128, seed=1).train[0].selection.source
     mask = source.mask(0, 0, int(source.lengths(0, 1)[0]))
     assert source.masked and mask is not None and 0 < mask.sum() < len(mask)
