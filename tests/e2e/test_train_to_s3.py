@@ -21,6 +21,12 @@ from headway.runtime.places import S3Path
 from headway.train import train
 from headway.train.config import Recipe
 
+# Sockets of clients and servers whose line was cut on purpose are closed when Python comes to it.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
 PLACE = S3Path("bucket", "runs/run")
 
 

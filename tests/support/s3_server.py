@@ -4,7 +4,7 @@ import http.client
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -77,13 +77,13 @@ def _proxy(port: int) -> tuple[ThreadingHTTPServer, Store]:
                 self._answer(fault, b"<Error><Code>InternalError</Code><Message>injected</Message></Error>", {})
                 return
             store.bytes_sent += len(body)
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
             headers = {key: value for key, value in self.headers.items() if key.lower() not in ("connection", "expect")}
-            connection.request(self.command, self.path, body, headers)
-            answer = connection.getresponse()
-            content = answer.read()
-            self._answer(answer.status, content, dict(answer.getheaders()))
-            connection.close()
+            # closed whatever happens: a client that gave up must leave no socket behind
+            with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+                connection.request(self.command, self.path, body, headers)
+                with connection.getresponse() as answer:
+                    content, status, given = answer.read(), answer.status, dict(answer.getheaders())
+            self._answer(status, content, given)
 
         def _answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
             self.send_response(status)
