@@ -68,30 +68,11 @@ def _fused(tensors: Tensors, numbers: Numbers, scale: Tensor, found_inf: Tensor)
     done = counters.double() + 1
     # In fp64, as torch's operator does: 1 - 0.999 in fp32 would be off in the fifth digit.
     corrections = torch.stack([1 - numbers.beta1**done, (1 - numbers.beta2**done).sqrt()], -1).float()
-    whole = _joined(tensors)
-    for index, (param, grad, first, second) in enumerate(zip(whole.params, whole.grads, whole.exp_avg, whole.exp_avg_sq, strict=True)):
-        copy = whole.copies[index] if whole.copies else None
+    together = zip(tensors.params, tensors.grads, tensors.exp_avg, tensors.exp_avg_sq, strict=True)
+    for index, (param, grad, first, second) in enumerate(together):
+        copy = tensors.copies[index] if tensors.copies else None
         launch(param, grad, first, second, copy, corrections[index], numbers, scale, found_inf)
     torch._foreach_add_(list(tensors.steps), [1 - found_inf] * len(tensors.steps))
-
-
-def _joined(tensors: Tensors) -> Tensors:
-    """Neighbours that lie end to end in memory in every list as one tensor: fewer, longer launches. Their counters are equal."""
-    lists = [tensors.params, tensors.grads, tensors.exp_avg, tensors.exp_avg_sq, *([tensors.copies] if tensors.copies else [])]
-    if len(tensors.params) == 1 or not all(_adjoin(one) for one in lists):
-        return tensors
-    size = sum(part.numel() for part in tensors.params)
-    params, grads, first, second, *copies = ([one[0].as_strided((size,), (1,))] for one in lists)
-    return Tensors(params, grads, first, second, tensors.steps, copies[0] if copies else ())
-
-
-def _adjoin(parts: Sequence[Tensor]) -> bool:
-    at, storage = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
-    for part in parts:
-        if part.data_ptr() != at or part.untyped_storage().data_ptr() != storage:
-            return False
-        at += part.nbytes
-    return True
 
 
 def launch(

@@ -33,7 +33,7 @@ def is_pretrained(folder: Path) -> bool:
 def read_config(folder: Path) -> ModelConfig:
     """The shape of the model in a Hugging Face folder."""
     path = folder / CONFIG
-    given = _read_json(path)
+    given = read_json(path)
     try:
         return family_for(given).read(given)
     except ConfigError as error:
@@ -43,7 +43,7 @@ def read_config(folder: Path) -> ModelConfig:
 def read_end_ids(folder: Path) -> frozenset[int]:
     """The ids that end a text, where the folder says so: chat models have several."""
     for name in ("generation_config.json", CONFIG):
-        ids = _read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        ids = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
@@ -136,7 +136,7 @@ def _tensors(folder: Path) -> dict[str, str]:
 
 
 def _listed(folder: Path, index: str) -> dict[str, str]:
-    listed = _read_json(folder / index).get("weight_map")
+    listed = read_json(folder / index).get("weight_map")
     if not isinstance(listed, dict):
         raise CheckpointError(f"{folder / index}: has no weight_map. Fetch the model again.")
     absent = sorted({str(file) for file in listed.values() if not (folder / str(file)).is_file()})
@@ -149,11 +149,12 @@ def _some(names: list[str]) -> str:
     return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more are"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, holds: str = "a Hugging Face model") -> dict[str, Any]:
+    """The mapping in a file of a folder that should hold something."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file. Give a folder that holds a Hugging Face model.") from None
+        raise ConfigError(f"{path}: no such file. Give a folder that holds {holds}.") from None
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON: {error}.") from None
     if not isinstance(found, dict):

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from headway.kernels.adamw import Numbers, Tensors, _joined, adamw_step_reference
+from headway.kernels.adamw import Numbers, Tensors, adamw_step_reference
 
 INTERPRETED = """
 import torch
@@ -56,12 +56,3 @@ def test_copies_follow_the_parameters() -> None:
     tensors = Tensors(*([one] for one in flat), [torch.zeros(())], [copy])
     adamw_step_reference(tensors, Numbers(0.1, 0.9, 0.95, 1e-8, 0.1, False), torch.ones(()), torch.zeros(()))
     assert torch.equal(copy, flat[0].bfloat16())
-
-
-def test_buckets_end_to_end_are_one_launch_and_others_are_not() -> None:
-    flat = [torch.randn(10) for _ in range(4)]
-    steps = [torch.zeros(()), torch.zeros(())]
-    apart = Tensors(*([one[:4], one[4:]] for one in flat), steps)
-    assert [one.numel() for one in _joined(apart).params] == [10]
-    gap = Tensors([flat[0][:4], flat[0][5:]], *([one[:4], one[5:]] for one in flat[1:]), steps)
-    assert [one.numel() for one in _joined(gap).params] == [4, 5]

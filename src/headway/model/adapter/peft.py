@@ -6,7 +6,6 @@ updates (PEFT's modules_to_save) stands under its own name. What headway does no
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from headway.errors import CheckpointError, ConfigError
 from headway.model.adapter.config import PARTS, AdapterConfig, linears
 from headway.model.families.base import family_of, published
 from headway.model.layout import param_specs
+from headway.model.pretrained import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,14 +81,7 @@ def read_adapter(folder: Path, model: ModelConfig) -> PeftAdapter:
 
 def _settings(folder: Path) -> dict[str, Any]:
     path = folder / ADAPTER_CONFIG
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file. Give a folder that holds a PEFT adapter.") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}.") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: must hold a mapping, not a {type(found).__name__}.")
+    found = read_json(path, "a PEFT adapter")
     kind = found.get("peft_type")
     if kind != "LORA":
         raise ConfigError(f"{path}: peft_type is {kind!r}; headway reads LORA.")
