@@ -7,12 +7,22 @@ from pathlib import Path
 import pytest
 from support.runs import headway, make_stores, write_recipe
 
+from headway.cli import main
+
+WEIGHTLESS = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stores")
     make_stores(folder)
     (folder / "file").write_text("not a folder")
+    (folder / "empty").mkdir()
+    (folder / "weightless").mkdir()
+    (folder / "weightless" / "config.json").write_text(json.dumps(WEIGHTLESS))
     return folder
 
 
@@ -72,3 +82,28 @@ def test_a_dry_run_writes_nothing_and_says_what_would_happen(stores: Path, tmp_p
     assert result["total_steps"] == 40
     assert result["first_step"]["loss"] > 0
     assert not (tmp_path / "runs" / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "init.from=$/empty"], ["init.from: $/empty", "no checkpoint and no model"]),
+        (["train", "init.from=$/empty", "init.content=all"], ["init.from: $/empty", "no checkpoint and no model"]),
+        (["train", "init.from=$/weightless", "data.seq_len=64"], ["$/weightless", "neither model.safetensors"]),
+        (["train", "--resume", "$/empty"], ["$/empty", "no checkpoint"]),
+        (["generate", "--model", "$/empty", "--prompt", "x"], ["$/empty", "no checkpoint and no model"]),
+    ],
+)
+def test_a_folder_without_a_model_is_the_users_mistake_and_nothing_is_written(
+    stores: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([argument.replace("$", str(stores)) for argument in arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(word.replace("$", str(stores)) in line for word in [*words, "Give a"]), line
+    assert list(tmp_path.iterdir()) == [], "nothing is written"

@@ -14,12 +14,13 @@ from support.s3_server import Store, serve_s3
 
 from headway.checkpoint.load import newest_good, open_checkpoint
 from headway.config.load import load
-from headway.errors import ConfigError
+from headway.errors import CheckpointError, ConfigError
 from headway.infer.load import load_model
 from headway.runtime import s3 as s3_module
 from headway.runtime.places import S3Path
 from headway.train import train
 from headway.train.config import Recipe
+from headway.train.folder import decide_start, prepare_folder
 
 # Sockets of clients and servers whose line was cut on purpose are closed when Python comes to it.
 pytestmark = [
@@ -117,6 +118,18 @@ def test_weights_may_start_from_the_store(store: Store, tmp_path: Path, recipe: 
         Recipe, None, ["init.from=s3://bucket/runs/run/latest", "steps=1", f"run.dir={tmp_path}/more", "data.seq_len=32", "device=cpu"]
     )
     assert train(again)["steps"] == 1
+
+
+def test_a_store_that_is_down_is_waited_for_by_a_run_that_has_begun_and_is_then_nobodys_mistake(store: Store, recipe: Any) -> None:
+    down = threading.Event()
+    store.fault = lambda method, path: 503 if down.is_set() else None
+    prepare_folder(decide_start(recipe()), recipe())
+    down.set()
+    with pytest.raises(CheckpointError, match="does not answer") as problem:
+        decide_start(recipe("checkpoint.retry_seconds=0.2"))
+    assert problem.value.exit_code == 1, "a supervisor starts it again"
+    threading.Timer(0.5, down.clear).start()
+    assert decide_start(recipe()).checkpoint is None
 
 
 def test_a_store_that_cannot_be_written_is_refused_before_work_starts(store: Store, tmp_path: Path, recipe: Any) -> None:

@@ -18,8 +18,9 @@ from headway.checkpoint.box import Ints, Span, take_away, uncovered
 from headway.checkpoint.manifest import MANIFEST, Box, Json, StoredFile, parse_manifest, tensor_key
 from headway.checkpoint.save import REPLACED_PREFIX, STEP_FOLDER, TOKENIZER, dtype_name, tensor_bytes
 from headway.checkpoint.source import REMEDY, source_of
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, ConfigError
 from headway.runtime.places import Place, S3Path, place_of
+from headway.runtime.s3 import S3, StoreDown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -222,6 +223,8 @@ def newest_good(checkpoints: Place) -> Found:
         try:
             reader = open_checkpoint(path)
             reader.verify(deep=not is_remote)
+        except StoreDown:
+            raise  # nobody knows whether it is good; going back to an older one would lose steps
         except CheckpointError as problem:
             rejected.append((path, str(problem)))
         else:
@@ -231,8 +234,6 @@ def newest_good(checkpoints: Place) -> Found:
 
 def remote_folders(checkpoints: S3Path) -> list[S3Path]:
     """The checkpoints and snapshots below a place in S3 that have a manifest, oldest first."""
-    from headway.runtime.s3 import S3
-
     names = {
         name.split("/")[0] for name in S3(checkpoints.endpoint).sizes(checkpoints) if name.count("/") == 1 and name.endswith("/" + MANIFEST)
     }
@@ -274,5 +275,8 @@ def locate(path: Place | str) -> Place:
     for _, reason in found.rejected:
         logging.getLogger("headway").warning("%s", reason)
     if found.path is None:
-        raise CheckpointError(f"{path}: holds no good checkpoint. Give a run folder or a folder such as runs/NAME/checkpoints/latest.")
+        given = "Give a run folder or a folder such as runs/NAME/checkpoints/latest."
+        if not found.rejected:
+            raise ConfigError(f"{path}: there is no checkpoint and no model. {given}")
+        raise CheckpointError(f"{path}: holds no good checkpoint. {given}")
     return found.path

@@ -32,9 +32,10 @@ class Remote:
         self.store = S3(place.endpoint, config.retry_seconds)
         self._readers: dict[str, Reader] = {}
 
-    def probe(self) -> None:
+    def probe(self, patience_seconds: float = PROBE_SECONDS) -> None:
         """Refuse a store that cannot be written, before work starts; leaves nothing behind."""
-        store, ping = S3(self.place.endpoint, min(PROBE_SECONDS, self.config.retry_seconds)), self.place / f".ping-{socket.gethostname()}"
+        store = S3(self.place.endpoint, min(patience_seconds, self.config.retry_seconds))
+        ping = self.place / f".ping-{socket.gethostname()}"
         store.write(ping, b"ping")
         store.remove(self.place, [ping.name])
 

@@ -119,7 +119,7 @@ def _staged(run: Path) -> StoredModel:
         folder = run / stage["folder"]
         if (folder / FINAL).is_dir() or step_folders(folder / "checkpoints"):
             return find_model(folder)
-    raise CheckpointError(f"{run}: none of its stages has saved anything yet. Wait for the first checkpoint.")
+    raise ConfigError(f"{run}: none of its stages has saved anything yet. Wait for the first checkpoint.")
 
 
 def _adapter(folder: Path) -> StoredModel:

@@ -127,7 +127,7 @@ def _tensors(folder: Path) -> dict[str, str]:
         pickled = folder / PICKLED if (folder / PICKLED).is_file() else zero2all_file(folder)
         if pickled is not None:
             return {plain_name(name): str(pickled.relative_to(folder)) for name in open_pickled(pickled)}
-        raise CheckpointError(f"{folder}: has neither {WEIGHTS} nor {INDEX} nor {PICKLED}. Give a folder that holds the weights.")
+        raise ConfigError(f"{folder}: has neither {WEIGHTS} nor {INDEX} nor {PICKLED}. Give a folder that holds the weights.")
     try:
         with safe_open(path, framework="pt") as file:
             return dict.fromkeys(file.keys(), WEIGHTS)

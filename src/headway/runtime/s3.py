@@ -68,7 +68,7 @@ class S3:
                 if "credentials" in reason.lower():
                     raise ConfigError(f"{place}: no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.") from None
             if time.monotonic() + pause > end:
-                raise CheckpointError(f"{place}: the store does not answer: {reason}. Tried for {self.patience_seconds:.0f} s.")
+                raise StoreDown(f"{place}: the store does not answer: {reason}. Tried for {self.patience_seconds:.0f} s.")
             if not self._troubled:
                 self._troubled = True
                 self.on_trouble(f"{place}: {reason}; trying again for up to {self.patience_seconds:.0f} s")
@@ -102,7 +102,7 @@ class S3:
                 return answer["Body"].read()
             except BotoCoreError as problem:
                 if time.monotonic() > end:
-                    raise CheckpointError(f"{place}: the connection breaks: {problem}.") from None
+                    raise StoreDown(f"{place}: the connection breaks: {problem}.") from None
             time.sleep(FIRST_PAUSE_SECONDS)
 
     def write(self, place: S3Path, content: bytes) -> None:
@@ -138,7 +138,7 @@ class S3:
 
     def _unfinished(self, place: S3Path) -> tuple[str | None, dict[int, tuple[str, int]]]:
         """The newest unfinished upload of an object and its parts: number -> (MD5, size)."""
-        found = [one for one in self._uploads(place) if one["Key"] == place.key]
+        found = [one for one in self._uploads(place, place.key) if one["Key"] == place.key]
         if not found:
             return None, {}
         newest = max(found, key=lambda one: one["Initiated"])
@@ -151,12 +151,19 @@ class S3:
                 return newest["UploadId"], parts
             after = page["NextPartNumberMarker"]
 
-    def _uploads(self, place: S3Path) -> list[dict[str, Any]]:
-        return self.call(place, "list_multipart_uploads", Prefix=place.key).get("Uploads", [])
+    def _uploads(self, place: S3Path, prefix: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        more: dict[str, Any] = {}
+        while True:
+            page = self.call(place, "list_multipart_uploads", Prefix=prefix, **more)
+            found += page.get("Uploads", [])
+            if not page.get("IsTruncated"):
+                return found
+            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def abort_uploads(self, place: S3Path) -> int:
         """Drop all unfinished uploads below a place; returns how many there were."""
-        unfinished = self._uploads(place)
+        unfinished = self._uploads(place, _below(place))
         for one in unfinished:
             self.call(place, "abort_multipart_upload", Key=one["Key"], UploadId=one["UploadId"])
         return len(unfinished)
@@ -172,7 +179,7 @@ class S3:
 
     def sizes(self, place: S3Path) -> dict[str, int]:
         """Every object below a place, by its name from there on."""
-        prefix = f"{place.key}/" if place.key else ""
+        prefix = _below(place)
         return {entry["Key"].removeprefix(prefix): int(entry["Size"]) for entry in self._entries(place, prefix)}
 
     def _entries(self, place: S3Path, prefix: str) -> Iterator[dict[str, Any]]:
@@ -215,12 +222,21 @@ def _client(endpoint: str | None, read_seconds: float, environment: tuple[tuple[
         raise ConfigError(f"s3: {problem}. Check AWS_ENDPOINT_URL and AWS_REGION.") from None
 
 
+class StoreDown(CheckpointError):
+    """The store could not be asked: the same call may succeed later."""
+
+
 class S3Refusal(CheckpointError):
     """The store understood and said no."""
 
     def __init__(self, place: S3Path, code: str, reason: str) -> None:
         super().__init__(f"{place}: the store refuses: {reason}. Check the bucket, the keys and their permissions.")
         self.is_missing = code in ("404", "NoSuchKey", "NotFound")
+
+
+def _below(place: S3Path) -> str:
+    """With the slash: `runs/one` is not the beginning of `runs/one-more`."""
+    return f"{place.key}/" if place.key else ""
 
 
 def _md5(content: bytes) -> tuple[str, str]:

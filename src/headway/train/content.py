@@ -26,7 +26,7 @@ def take_content(recipe: Recipe, state: TrainState) -> bool:
         return False
     try:
         reader = open_checkpoint(locate(recipe.init.source))
-    except CheckpointError as problem:
+    except (CheckpointError, ConfigError) as problem:
         raise ConfigError(f"init.content is {sorted(wanted)}; only a headway checkpoint holds more than the model: {problem}") from None
     scalars: Any = reader.scalars
     if "optimizer" in wanted:

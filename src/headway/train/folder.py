@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.checkpoint.load import Found, Reader, locate, newest_good, open_checkpoint, step_folders
-from headway.checkpoint.remote import Remote
+from headway.checkpoint.remote import PROBE_SECONDS, Remote
 from headway.checkpoint.retention import set_aside_later
 from headway.checkpoint.source import source_of
 from headway.config.load import dump_yaml, load
@@ -25,6 +25,7 @@ from headway.runtime.heartbeat import clear_beats
 from headway.runtime.machine import environment
 from headway.runtime.places import Place, place_of
 from headway.runtime.process import restarted_job, supervisor
+from headway.runtime.s3 import StoreDown
 from headway.runtime.storage import check_writable, write_atomic
 from headway.track.outside import begin_claims
 from headway.train.config import Recipe
@@ -61,7 +62,7 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
         check_writable(here)
     remote = None if place is None else Remote(place, recipe.checkpoint)
     if remote is not None:
-        _probe(remote)
+        _probe(remote, has_begun=(folder / RECIPE).exists())
     if resume not in ("auto", "never"):
         path = locate(resume)
         old = path.parent.parent / RECIPE if isinstance(path, Path) else path.parent / RECIPE
@@ -86,10 +87,13 @@ def _step_found(found: Found) -> int:
     return found.reader.step if found.reader is not None else 0 if found.rejected else -1
 
 
-def _probe(remote: Remote) -> None:
+def _probe(remote: Remote, *, has_begun: bool) -> None:
+    """Refuse a store that cannot be written. One that worked before may be down for a while: it is waited for, and is nobody's mistake."""
     try:
-        remote.probe()
+        remote.probe(remote.config.retry_seconds if has_begun else PROBE_SECONDS)
     except CheckpointError as problem:
+        if has_begun and isinstance(problem, StoreDown):
+            raise
         raise ConfigError(f"checkpoint.to: {problem}") from None
 
 

@@ -11,13 +11,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from headway.errors import ConfigError, DataError
+from headway.errors import CheckpointError, ConfigError, DataError
 from headway.infer.adapted import Carried
 from headway.infer.load import StoredModel, find_model
 from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.families.base import family_of
 from headway.model.head_masks import HeadMasks, find_masks, read_masks, read_table
 from headway.model.layout import DECIDED
+from headway.runtime.s3 import StoreDown
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.train.config import Recipe
@@ -94,7 +95,9 @@ def _find_weights(recipe: Recipe) -> StoredModel | None:
     try:
         source = recipe.init.source
         found = find_model(local_or_hub(source) if is_hub_id(source) else source)
-    except (ConfigError, DataError) as problem:
+    except StoreDown:
+        raise  # a start that comes later may find it
+    except (ConfigError, DataError, CheckpointError) as problem:
         raise ConfigError(f"init.from: {problem}") from None
     if recipe.init.adapter is None:
         return found

@@ -13,7 +13,7 @@ from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import locate, newest_good, open_checkpoint
 from headway.checkpoint.retention import retain, set_aside_later
 from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, ConfigError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -142,7 +142,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     reader = open_checkpoint(save_checkpoint(tmp_path, 1, [whole("w", torch.ones(1))], {}))
     with pytest.raises(CheckpointError, match=r"no exp_avg of w \(it has master\)"):
         reader.read("w", "exp_avg")
-    with pytest.raises(CheckpointError, match="no good checkpoint"):
+    with pytest.raises(ConfigError, match="there is no checkpoint"):
         locate(tmp_path / "nowhere")
 
 

@@ -16,7 +16,7 @@ from headway.checkpoint.saver import Job, Saver
 from headway.errors import CheckpointError, ConfigError
 from headway.runtime import s3 as s3_module
 from headway.runtime.places import S3Path, place_of
-from headway.runtime.s3 import S3
+from headway.runtime.s3 import S3, StoreDown
 
 # Sockets of clients and servers whose line was cut on purpose are closed when Python comes to it.
 pytestmark = [
@@ -166,6 +166,14 @@ def test_an_upload_that_was_cut_off_is_continued_not_repeated(store: Store, tmp_
     assert S3().abort_uploads(PLACE) == 0
 
 
+def test_the_uploads_of_a_run_whose_name_begins_alike_are_left_alone(store: Store, tmp_path: Path) -> None:
+    S3().call(PLACE, "create_multipart_upload", Key="runs/one-more/step-00000005/rank-00000.safetensors")
+    one = saver(tmp_path)
+    save(one, 5)
+    one.require()
+    assert S3().abort_uploads(S3Path("bucket", "runs/one-more")) == 1
+
+
 def test_other_bytes_under_the_same_name_are_sent_anew(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_module, "PART_BYTES", 5 << 20)
     big = tmp_path / "f"
@@ -204,6 +212,19 @@ def test_a_damaged_object_is_named_and_never_loaded(store: Store, tmp_path: Path
     S3().write(target, bytes(content[:-1]))
     found = newest_good(PLACE)
     assert found.path == PLACE / "step-00000005" and "bytes" in found.rejected[0][1]
+
+
+def test_a_store_that_is_down_is_no_reason_to_go_back_to_an_older_checkpoint(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(S3.__init__, "__defaults__", (None, 0.1))
+    one = saver(tmp_path)
+    for step in (5, 10):
+        save(one, step)
+        one.require()
+    store.fault = lambda method, path: 503 if method == "GET" and "step-00000010" in path else None
+    with pytest.raises(StoreDown, match="does not answer"):
+        newest_good(PLACE)
 
 
 def test_going_back_takes_later_ones_out_of_the_way(store: Store, tmp_path: Path) -> None:

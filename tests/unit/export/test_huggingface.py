@@ -169,7 +169,7 @@ def test_broken_files_are_refused(out: Path) -> None:
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin: (refused|cannot be read)"):
         list(read_weights(out, CONFIG))
     (out / "pytorch_model.bin").unlink()
-    with pytest.raises(CheckpointError, match=r"has neither model.safetensors nor"):
+    with pytest.raises(ConfigError, match=r"has neither model.safetensors nor"):
         list(read_weights(out, CONFIG))
     (out / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config.json: not JSON"):

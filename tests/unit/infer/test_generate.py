@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headway.cli import main
-from headway.errors import CheckpointError, ConfigError, DataError
+from headway.errors import ConfigError, DataError
 from headway.export.huggingface import export_huggingface
 from headway.infer.generate import Options, generate, prompt_ids, read_prompts
 from headway.infer.load import LoadedModel, find_model, load_model
@@ -183,7 +183,7 @@ def test_the_verb_prints_one_result_or_a_list(folder: Path, loaded: LoadedModel,
 def test_a_folder_that_is_no_model_says_what_is_missing(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ConfigError, match="which is no folder"):
         find_model(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match="holds no good checkpoint"):
+    with pytest.raises(ConfigError, match="there is no checkpoint and no model"):
         find_model(tmp_path)
     (tmp_path / "final").symlink_to(folder)
     assert find_model(tmp_path).config.vocab_size == 320
