@@ -7,7 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from headway.errors import HeadwayError, TrainingError
@@ -52,6 +52,15 @@ class Ended:
     def at(self) -> float:
         """When it failed, as far as it said so; see RankError."""
         return 0.0 if self.code < 0 else self.failure.at if self.failure else time.time()
+
+    @property
+    def is_cause(self) -> bool:
+        """It can have failed first though others ended before: it said when, or was killed. An abort may be what losing a peer led to."""
+        return self.failure is not None or self.code == -signal.SIGKILL
+
+    def as_it_said(self) -> Ended:
+        """With the exit code it meant to end with, where it said why it fails and was ended before it came to it."""
+        return replace(self, code=self.failure.exit_code) if self.failure is not None else self
 
     @property
     def was_stopped(self) -> bool:

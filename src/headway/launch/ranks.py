@@ -131,13 +131,19 @@ class Ranks:
         return one.code != 0 and not one.was_stopped and not asked
 
     def _failure(self, failed: Sequence[Ended]) -> RankError:
-        """The error that names the first cause. The others have a moment to end by themselves and to write their last lines."""
-        first = first_cause(failed)
+        """The error that names the first cause. The others have a moment to end by themselves and to write their last lines.
+
+        The rank that failed first need not end first: under load, or hanging, it may end after those that lost it.
+        """
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and self._alive():
             time.sleep(POLL_SECONDS)
+        by_itself = set(self.over)
         self.end()
-        for one in self._ended():
+        ended = self._ended()
+        late = [one.as_it_said() for one in ended if one.is_cause and (one.rank in by_itself or one.failure is not None)]
+        first = first_cause([*failed, *filter(self._is_failure, late)])
+        for one in ended:
             self._keep_traceback(one)
         log = next((path for path in (self.logs / f"rank-{first.rank:05}.log", self.output_log(first.rank)) if path.exists()), None)
         message = cause(first, log)

@@ -97,6 +97,7 @@ def _run(session: Session, resolved: Resolved, resume: str, place: Place | None 
     world.barrier()
     run.heart.beat("start", run.state.step)
     run.heart.write_to(run.home)
+    world.barrier()  # from here on whoever is lost can be named: every rank has said where it is
     try:
         also = None if place is None else place.home
         with start_logging(start.folder, rank=process.rank, also=also), closing(run), _explaining(resolved, process, run):

@@ -28,7 +28,18 @@ def alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def eventually_dead(pids: list[int]) -> bool:
+    """Whether none is left soon: a kill is delivered, not carried out, when the call returns."""
+    end = time.monotonic() + 20
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not any(map(alive, pids))
 
 
 @pytest.fixture(autouse=True)
@@ -49,38 +60,46 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
             ranks.wait()
     assert caught.value.exit_code == 137
     assert time.monotonic() - began < 10
-    assert not any(alive(pid) for pid in pids)
+    assert eventually_dead(pids)
 
 
 def test_what_ranks_had_started_is_not_left_behind(tmp_path: Path) -> None:
     program = f"""
 import subprocess
 child = subprocess.Popen(["sleep", "60"])
-open({str(tmp_path)!r} + f"/{{rank}}.pid", "w").write(str(child.pid))
-time.sleep(0.3)
+place = {str(tmp_path)!r}
+open(f"{{place}}/{{rank}}", "w").write(str(child.pid))
+os.rename(f"{{place}}/{{rank}}", f"{{place}}/{{rank}}.pid")
+while not os.path.exists(f"{{place}}/1.pid"):
+    time.sleep(0.01)
 sys.exit(7 if rank == 0 else 0)
 """
     with start(program, tmp_path) as ranks, pytest.raises(TrainingError, match="rank 0 ended with exit code 7") as caught:
         ranks.wait()
     assert caught.value.exit_code == 7
-    time.sleep(0.1)
-    for rank in range(2):
-        assert not alive(int((tmp_path / f"{rank}.pid").read_text()))
+    assert eventually_dead([int((tmp_path / f"{rank}.pid").read_text()) for rank in range(2)])
 
 
 REPORT = "from headway.launch.failure import report_failure\nfrom headway.errors import {kind}\nfrom pathlib import Path\n"
 
 
-def reporting(kind: str, text: str) -> str:
-    """A rank that fails with an error as the train verb reports it."""
-    paths = f"sys.path[:0] = {sys.path!r}\n"
+FAIL = """
+reason = Path(os.environ["HEADWAY_FAILURE_FILE"])
+while rank > 0 and not reason.with_name("0.json").exists():
+    time.sleep(0.01)
+try:
+    raise {kind}({text!r})
+except Exception as error:
+    code = report_failure(reason, error)
+time.sleep({linger} if rank == 0 else 0)
+os._exit(code)
+"""
+
+
+def reporting(kind: str, text: str, *, linger: float = 0) -> str:
+    """Ranks that fail as the train verb reports it, rank 0 before the others whatever the machine does; `linger` seconds later it ends."""
     imported = "ConfigError" if kind == "ConfigError" else "TrainingError"
-    return (
-        paths
-        + REPORT.format(kind=imported)
-        + f"time.sleep(0.2 * rank)\ntry:\n    raise {kind}({text!r})\nexcept Exception as error:\n"
-        + "    os._exit(report_failure(Path(os.environ['HEADWAY_FAILURE_FILE']), error))\n"
-    )
+    return f"sys.path[:0] = {sys.path!r}\n" + REPORT.format(kind=imported) + FAIL.format(kind=kind, text=text, linger=linger)
 
 
 def test_a_users_mistake_is_its_one_line_whatever_the_number_of_ranks(tmp_path: Path) -> None:
@@ -97,6 +116,18 @@ def test_an_exception_is_named_by_its_last_line_and_kept_whole(tmp_path: Path) -
         ranks.wait()
     assert caught.value.exit_code == 1
     assert "Traceback (most recent call last)" in (tmp_path / "rank-00000.log").read_text()
+
+
+def test_the_rank_that_failed_first_is_named_even_if_it_ends_last(tmp_path: Path) -> None:
+    with start(reporting("ValueError", "broken", linger=0.3), tmp_path) as ranks, pytest.raises(TrainingError, match=r"^rank 0 failed"):
+        ranks.wait()
+
+
+def test_a_rank_that_said_why_it_fails_and_then_hangs_is_named(tmp_path: Path) -> None:
+    with start(reporting("ValueError", "broken", linger=60), tmp_path) as ranks, pytest.raises(TrainingError) as caught:
+        ranks.wait()
+    assert str(caught.value).startswith("rank 0 failed: ValueError: broken.")
+    assert caught.value.exit_code == 1
 
 
 def test_before_there_is_a_run_folder_the_traceback_is_on_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +195,8 @@ def test_trouble_elsewhere_ends_the_ranks_here(tmp_path: Path) -> None:
 
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     child = f"import sys, time; sys.path[:0] = {sys.path!r}; from headway.runtime.process import end_with_launcher; end_with_launcher(); "
-    child += "import os; open(os.environ['PLACE'] + '/' + os.environ['RANK'] + '.ready', 'w').write(str(os.getpid())); time.sleep(60)"
+    child += "import os; here = os.environ['PLACE'] + '/' + os.environ['RANK']; "
+    child += "open(here, 'w').write(str(os.getpid())); os.rename(here, here + '.ready'); time.sleep(60)"
     program = f"""
 import os, sys
 from pathlib import Path
@@ -174,10 +206,8 @@ Ranks([sys.executable, "-c", {child!r}], starts, {{**os.environ, "PLACE": {str(t
 """
     launcher = subprocess.Popen([sys.executable, "-c", program])
     wait_ready(tmp_path)
-    time.sleep(0.2)
     pids = [int(path.read_text()) for path in tmp_path.glob("*.ready")]
     assert len(pids) == 2 and all(map(alive, pids))
     launcher.kill()
     launcher.wait()
-    time.sleep(0.5)
-    assert not any(map(alive, pids))
+    assert eventually_dead(pids)
