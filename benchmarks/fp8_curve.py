@@ -14,7 +14,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-RUNS = {"bf16": ["precision=bf16"], "fp8 tensorwise": ["precision=fp8"], "fp8 rowwise": ["precision=fp8", "fp8.scaling=rowwise"]}
+RUNS = {
+    "bf16": ["precision=bf16"],
+    "bf16 again": ["precision=bf16"],
+    "fp8 tensorwise": ["precision=fp8"],
+    "fp8 rowwise": ["precision=fp8", "fp8.scaling=rowwise"],
+}
+"""The second run in bf16 shows how far two runs are apart that differ by nothing but the order of sums."""
 BASE = [
     "model.preset=llama-1b", "data.seq_len=2048", "data.tokenizer_unchecked=true", "batch.rows=2", "batch.micro_rows=2", "optim.lr=2e-4",
     "checkpoint.every=null", "checkpoint.at_end=false", "eval.every=null", "log.every=50",

@@ -100,6 +100,7 @@ def run_headway(case: dict[str, Any], steps: int, extra: list[str]) -> dict[str,
         "data_wait_share": sum(record["data_wait_seconds"] for record in timed) / sum(record["step_seconds"] for record in timed),
         "first_step_seconds": round(records[0]["time"]["step_seconds"], 1),
         "startup_seconds": round(seconds - sum(record["time"]["step_seconds"] for record in records), 1),
+        "seconds": round(seconds, 1),
         "first_loss": records[0]["loss"],
         "last_loss": records[-1]["loss"],
     }

@@ -21,7 +21,6 @@ from typing import Any
 from headway.config.load import load
 from headway.data.tokenize import tokenize
 from headway.eval.long_tasks.key_value import pairs, table
-from headway.infer.load import load_model
 from headway.runtime.log import start_logging
 from headway.tokenizer.train_bpe import train_bpe
 from headway.train import train
@@ -101,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("recall"))
     parser.add_argument("--size", choices=list(SIZES), default="gpu")
-    parser.add_argument("--sparsity", type=float, default=0.6)
+    parser.add_argument("--sparsity", type=float, default=0.7, help="what gates are trained for; 0.5 and 0.6 are read off them too")
     parser.add_argument("--samples", type=int, default=8, help="questions of each depth")
     parser.add_argument("--steps", type=int, help="steps of the first training")
     options = parser.parse_args()
@@ -121,7 +120,7 @@ def main() -> None:
         source = f"init: {{from: {out.as_posix()}/runs/recall}}"
         sparse = recipe(out, size, "sparse", source, size.gate_steps, size.lr, gates)
         plan = SparsifyPlan(
-            (0.5, options.sparsity, 0.7),
+            tuple(sorted({0.5, 0.6, options.sparsity})),
             ("key_value",),
             (size.seq_len * 7 // 8,),
             samples=options.samples,
@@ -135,7 +134,8 @@ def main() -> None:
     told["recall"] = {one.name: round(one.score("key_value"), 3) for one in done.result.variants}
     told["footprint"] = {one.name: round(one.footprint, 3) for one in done.result.variants}
     told["questions"] = sum(cell.cases for cell in done.result.variants[0].cells)
-    told["device"] = str(load_model(out / "runs" / "recall").device)
+    machine = json.loads((out / "runs" / "recall" / "environment.json").read_text())["machine"]
+    told["device"] = machine["gpus"] or machine["cpu"]
     (out / "recall.json").write_text(json.dumps(told, indent=2) + "\n")
     print(json.dumps(told, indent=2))
 

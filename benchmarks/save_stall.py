@@ -3,7 +3,9 @@
 Figures come from metrics.jsonl (time.save_stall_seconds, time.step_seconds). The first save allocates the host copy and stands alone.
 
     python benchmarks/save_stall.py --case demo             CPU, seconds
-    python benchmarks/save_stall.py --case 1b               one GPU, under 90 s; writes about 30 GB below --dir
+    python benchmarks/save_stall.py --case 1b               one GPU, about two minutes; writes about 30 GB below --dir
+
+Saves are far enough apart that one ends before the next begins, as in a real run.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-BATCH = ["batch.rows=8", "batch.micro_rows=8", "checkpoint.every=12"]
+BATCH = ["batch.rows=8", "batch.micro_rows=8"]
 CASES: dict[str, list[str]] = {
-    "demo": ["model.preset=laptop", "data.seq_len=256", "steps=60", "device=cpu", *BATCH],
-    "1b": ["model.preset=llama-1b", "data.seq_len=4096", "steps=40", "device=cuda", *BATCH],
+    "demo": ["model.preset=laptop", "data.seq_len=256", "steps=60", "checkpoint.every=12", "device=cpu", *BATCH],
+    "1b": ["model.preset=llama-1b", "data.seq_len=4096", "steps=130", "checkpoint.every=60", "device=cuda", *BATCH],
 }
 EVERY = 500
 

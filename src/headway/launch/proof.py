@@ -81,7 +81,6 @@ def prove_resume(trial: Trial, recipe: Recipe, folder: Path, train: Train | None
         advance(1)
         train(_arguments(trial, disturbed), trial.nproc, trial.kill_at)
         advance(1)
-        killed_at = len(read_metrics(disturbed / "metrics.jsonl"))
         train(_arguments(trial, disturbed), trial.resume_nproc if trial.resume_nproc is not None else trial.nproc, None)
         advance(1)
         if again is not None:
@@ -91,7 +90,7 @@ def prove_resume(trial: Trial, recipe: Recipe, folder: Path, train: Train | None
     certificates = {name: _certificate(reader, recipe, folder / name) for name, reader in readers.items()}
     found: dict[str, Any] = {
         "steps": trial.steps,
-        "killed_after_step": killed_at,
+        "killed_after_step": trial.kill_at,
         "resumed_from_step": _resumed_from(disturbed),
         "whole": certificates["whole"],
         "resumed": certificates["killed"],
@@ -142,12 +141,16 @@ def in_processes(arguments: list[str], nproc: int | None, kill_at: int | None) -
 
 
 def killed_at(step: int) -> Callable[[Run], Any]:
-    """A probe: the last rank kills itself, as kill -9 would, when this step is done."""
+    """A probe: the last rank kills itself, as kill -9 would, when this step and the save under way are done."""
 
     @contextmanager
     def probe(run: Run) -> Iterator[None]:
         def after_step(done: int) -> None:
-            if done >= step and run.process.rank == run.process.world - 1:
+            if done < step:
+                return
+            run.saver.wait()
+            run.ranks.world.most(0)  # the first rank writes what makes a checkpoint whole
+            if run.process.rank == run.process.world - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         run.after_step = after_step

@@ -53,7 +53,8 @@ class ActivationOffload:
     """Moves what blocks save, in both directions."""
 
     def __init__(self, device: torch.device, min_bytes: int | None = None) -> None:
-        self.device, self.min_bytes = device, MIN_BYTES if min_bytes is None else min_bytes
+        self.device = torch.empty(0, device=device).device  # with its number, as tensors have it
+        self.min_bytes = MIN_BYTES if min_bytes is None else min_bytes
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.moved_bytes = 0
         """Over all steps so far."""
