@@ -17,9 +17,8 @@ from headway.data.source import Ids, Longs, Source
 from headway.data.sources import OpenData
 from headway.data.store import Store
 from headway.errors import ConfigError, DataError
-from headway.tokenizer.chat import Piece, Turn, find_template, render_pieces
+from headway.tokenizer.chat import answer_end
 from headway.tokenizer.load import Tokenizer
-from headway.tokenizer.templates import Token
 
 CHUNK_TOKENS = 1 << 22
 MARKS = ("kind=chat", "kind=preference")
@@ -52,13 +51,9 @@ def stop_ids(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
     if kind is None or tokenizer is None:
         return frozenset()
     try:
-        found = find_template(template, tokenizer)
-        targets = [piece for piece in found.pieces([Turn("user", "question"), Turn("assistant", "answer")]) if piece.target]
-        ends = [piece for piece in targets if isinstance(piece.part, Token)] or targets
-        rendered = render_pieces([[Piece(ends[-1].part, True)]], found.name, tokenizer)[0]
+        return frozenset(answer_end(template, tokenizer))
     except ConfigError:
         return frozenset()  # the template was a file that is no longer there
-    return frozenset() if isinstance(rendered, DataError) or not len(rendered.ids) else frozenset([int(rendered.ids[-1])])
 
 
 def _origin(source: Source) -> tuple[str | None, str]:

@@ -28,7 +28,7 @@ data:
 batch: {{rows: 8, micro_rows: 8}}
 optim: {{lr: 2e-3, weight_decay: 0.0, schedule: {{kind: cosine, warmup: 0.05, floor: 0.05}}}}
 steps: {steps}
-eval: {{every: 50, rows: 96}}
+eval: {{every: 50, rows: 96, at_start: true}}
 checkpoint: {{every: null}}
 track: [{{kind: tensorboard}}]
 log: {{every: 50}}
@@ -82,18 +82,19 @@ def prefer(demo: Demo) -> dict[str, Any]:
 
 
 def _train(demo: Demo, name: str, recipe: str, steps: int) -> list[dict[str, Any]]:
-    """Train one stage, or find it done; returns its validations."""
+    """Train one stage, or find it done; returns its validations, the first from before the first step."""
     from headway.config.load import load
     from headway.track.jsonl import read_metrics
     from headway.train import train
     from headway.train.config import Recipe
+    from headway.train.evaluate import AT_START
 
     path = demo.out / f"{name}.yaml"
     path.write_text(recipe.format(out=demo.out.as_posix(), steps=max(1, steps)), encoding="utf-8")
     loaded = load(Recipe, path)
     train(loaded)
     records = read_metrics(loaded.run.folder / "metrics.jsonl")
-    return [values for record in records for values in record.get("valid", {}).values()]
+    return [values for record in records for key in (AT_START, "valid") for values in record.get(key, {}).values()]
 
 
 def held_out(questions: Path) -> list[bool]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import ConfigError
 from headway.eval.dataset import Dataset, Reading, read_pieces
 from headway.eval.perplexity import BATCH_TOKENS, Perplexity, perplexity
+from headway.eval.training import Training
 
 if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
@@ -27,10 +28,14 @@ class SamplePlan:
     max_new_tokens: int = 64
     temperature: float = 0.8
     seed: int = 0
+    template: str | None = None
+    """Chat template: a prompt is what a user says, and the text is the answer; None: a prompt is text to continue."""
 
     def __post_init__(self) -> None:
         if self.per_prompt < 1:
             raise ConfigError(f"--samples is {self.per_prompt}; it must be 1 or more.")
+        if self.template is not None and not self.prompts:
+            raise ConfigError(f"--chat-template is {self.template!r}, and there is nothing to answer. Give --prompt or --prompts-file.")
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,10 @@ class Evaluation:
     """Fingerprint; losses per token of two models compare only where it is the same."""
     datasets: dict[str, Perplexity]
     samples: list[Sample] = field(default_factory=list)
+    template: str | None = None
+    """The chat template under which the samples are answers; None: they are continuations."""
+    training: list[Training] = field(default_factory=list)
+    """The curves of the run, or of each of its stages, where the model is one."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -85,7 +94,7 @@ def evaluate(loaded: LoadedModel, plan: EvalPlan, *, name: str | None = None, gr
         )
     samples = _samples(loaded, plan.samples) if group is None or group.rank == 0 else []
     tokenizer = loaded.tokenizer.fingerprint if loaded.tokenizer is not None else None
-    return Evaluation(name or str(loaded.path), str(loaded.path), tokenizer, results, samples)
+    return Evaluation(name or str(loaded.path), str(loaded.path), tokenizer, results, samples, plan.samples.template)
 
 
 def share_a_tokenizer(evaluations: Sequence[Evaluation]) -> bool:
@@ -96,9 +105,20 @@ def share_a_tokenizer(evaluations: Sequence[Evaluation]) -> bool:
 def _samples(loaded: LoadedModel, plan: SamplePlan) -> list[Sample]:
     if not plan.prompts:
         return []
-    from headway.infer.generate import Options, generate
+    from headway.infer.generate import Options, generate, generate_from_ids
     from headway.infer.sampling import Sampling
+    from headway.tokenizer.chat import Turn, answer_end, render_prompt
 
     prompts = [prompt for prompt in plan.prompts for _ in range(plan.per_prompt)]
     options = Options(plan.max_new_tokens, sampling=Sampling(plan.temperature, seed=plan.seed))
-    return [Sample(prompt, made.text) for prompt, made in zip(prompts, generate(loaded, prompts, options), strict=True)]
+    if plan.template is None:
+        made = generate(loaded, prompts, options)
+    elif (tokenizer := loaded.tokenizer) is None:
+        raise ConfigError(
+            f"{loaded.path}: holds no tokenizer, so nothing can be asked. Put tokenizer.json and tokenizer_config.json there."
+        )
+    else:
+        ids = [(prompt, render_prompt([Turn("user", prompt)], plan.template, tokenizer)) for prompt in prompts]
+        # A model that never learned the template may still end its answer there.
+        made = generate_from_ids(loaded, ids, replace(options, stop_ids=answer_end(plan.template, tokenizer)))
+    return [Sample(prompt, one.text) for prompt, one in zip(prompts, made, strict=True)]

@@ -12,6 +12,7 @@ from headway.errors import ConfigError
 from headway.eval.evaluate import Evaluation, share_a_tokenizer
 from headway.eval.plots import LOSS_BY_POSITION, RELIABILITY, draw_plots
 from headway.eval.tables import NUMBERS, OTHER_TOKENIZERS, PART_NUMBERS, markdown_table, numbers, part_numbers
+from headway.eval.training import TRAINING, draw_training, training_lines
 from headway.runtime.storage import write_atomic
 
 RESULTS = "results.json"
@@ -25,14 +26,26 @@ def write_report(folder: Path, evaluations: Sequence[Evaluation]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     results = {"headway": __version__, "models": [one.to_json() for one in evaluations]}
     write_atomic(folder / RESULTS, json.dumps(results, ensure_ascii=False, indent=2, allow_nan=False) + "\n")
-    draw_plots(folder, evaluations)
+    if evaluations[0].datasets:
+        draw_plots(folder, evaluations)
+    if trainings := [one for evaluation in evaluations for one in evaluation.training]:
+        write_atomic(folder / TRAINING, draw_training(trainings))
     write_atomic(folder / REPORT, "\n".join(_lines(evaluations)) + "\n")
 
 
 def _lines(evaluations: Sequence[Evaluation]) -> Iterable[str]:
-    datasets = list(evaluations[0].datasets)
     yield "# Evaluation"
     yield ""
+    if evaluations[0].datasets:
+        yield from _scores(evaluations)
+    if trainings := [one for evaluation in evaluations for one in evaluation.training]:
+        yield from training_lines(trainings)
+    if any(one.samples for one in evaluations):
+        yield from _samples(evaluations)
+
+
+def _scores(evaluations: Sequence[Evaluation]) -> Iterable[str]:
+    datasets = list(evaluations[0].datasets)
     for one in evaluations:
         first = one.datasets[datasets[0]]
         yield f"- `{one.model}`: windows of {first.window} tokens, one every {first.stride}"
@@ -50,8 +63,7 @@ def _lines(evaluations: Sequence[Evaluation]) -> Iterable[str]:
     yield "## Calibration"
     yield ""
     yield f"![reliability]({RELIABILITY})"
-    if any(one.samples for one in evaluations):
-        yield from _samples(evaluations)
+    yield ""
 
 
 def _parts(evaluations: Sequence[Evaluation], datasets: Sequence[str]) -> Iterable[str]:
@@ -82,12 +94,19 @@ def _loss_and_perplexity(loss: float | None) -> str:
 
 
 def _samples(evaluations: Sequence[Evaluation]) -> Iterable[str]:
-    yield ""
-    yield "## Continuations"
-    for one in evaluations:
-        for sample in one.samples:
+    """Every prompt once, under it what each model makes of it."""
+    asked = evaluations[0].template is not None
+    yield f"## {'Answers' if asked else 'Continuations'}"
+    for at, sample in enumerate(evaluations[0].samples):
+        yield ""
+        yield from _indented(sample.prompt)
+        for one in evaluations:
             yield ""
-            yield f"**{one.model}** continues {json.dumps(sample.prompt, ensure_ascii=False)}:"
+            yield f"**{one.model}**{' answers' if asked else ''}:"
             yield ""
-            # Indented, so that whatever a model writes stays text.
-            yield from (f"    {line}" for line in (sample.prompt + sample.text).splitlines())
+            yield from _indented(one.samples[at].text if asked else sample.prompt + one.samples[at].text)
+
+
+def _indented(text: str) -> Iterable[str]:
+    """Indented, so that whatever a model writes stays text."""
+    return (f"    {line}" for line in text.splitlines() or [""])

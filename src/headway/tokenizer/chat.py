@@ -19,7 +19,19 @@ from headway.errors import ConfigError, DataError
 from headway.tokenizer.load import Tokenizer
 from headway.tokenizer.templates import BUILT_IN, Call, Glued, Part, Piece, Role, Template, Token, Turn
 
-__all__ = ["Call", "Piece", "Rendered", "Role", "Template", "Turn", "find_template", "render", "render_pieces", "render_prompt"]
+__all__ = [
+    "Call",
+    "Piece",
+    "Rendered",
+    "Role",
+    "Template",
+    "Turn",
+    "answer_end",
+    "find_template",
+    "render",
+    "render_pieces",
+    "render_prompt",
+]
 
 OWN = "tokenizer"
 
@@ -60,6 +72,15 @@ def render_prompt(
     """The ids of a conversation up to where the assistant's next answer begins."""
     found = find_template(template, tokenizer) if isinstance(template, str) else template
     return _only(render_pieces([found.prompt(turns, tools)], found.name, tokenizer)).ids.tolist()
+
+
+def answer_end(template: Template | str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The id that ends an answer in a template, as a tuple; empty where the template ends answers with nothing."""
+    found = find_template(template, tokenizer) if isinstance(template, str) else template
+    targets = [piece for piece in found.pieces([Turn("user", "question"), Turn("assistant", "answer")]) if piece.target]
+    ends = [piece for piece in targets if isinstance(piece.part, Token)] or targets
+    rendered = render_pieces([[Piece(ends[-1].part, True)]], found.name, tokenizer)[0]
+    return () if isinstance(rendered, DataError) or not len(rendered.ids) else (int(rendered.ids[-1]),)
 
 
 def render_pieces(many: Sequence[Sequence[Piece]], name: str, tokenizer: Tokenizer, threads: bool = True) -> list[Rendered | DataError]:

@@ -88,6 +88,10 @@ class Run:
     """What was found about the targets of masked data."""
     reference: Reference | None = None
     """The frozen model the objective compares with."""
+    began_at: int = 0
+    """The step at which it began: 0, or what `init.content` has taken along."""
+    before: dict[str, Any] = field(default_factory=dict)
+    """What was measured before the first step, for its record."""
     after_step: Callable[[int], None] = lambda step: None
     """Called with each step that is done; a probe sets it."""
 
@@ -205,6 +209,7 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
         targets=targets,
         reference=reference,
         saver=make_saver(resolved, start, ranks, process),
+        began_at=state.step if start.checkpoint is None else 0,
     )
     run.saver.saved_step = run.saver.started_step = state.step
     run.saver.on_failure(lambda text: run.tell("save_failure", text))

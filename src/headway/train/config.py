@@ -144,6 +144,9 @@ class EvalConfig(Section):
     """Validation inside the run."""
 
     every: int | None = setting(100, "Steps between validations; null = only at the end.", gt=0)
+    at_start: bool = setting(
+        False, "Also validate before the first step, so that there is a before to compare with; does not count for eval.stop or the best."
+    )
     rows: int = setting(64, "Rows of each validation set that are read, at most.", gt=0)
     stop: StopConfig | None = setting(None, "End the run when validations get no better; null = never.")
 
@@ -234,6 +237,12 @@ class Recipe(Section):
         if stop.restore_best and (self.checkpoint.keep_best == 0 or not self.checkpoint.at_end):
             needed = "checkpoint.keep_best is 0" if self.checkpoint.keep_best == 0 else "checkpoint.at_end is false"
             raise ValueError(f"eval.stop.restore_best is true, but {needed}, so no best checkpoint is there. Change one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _starts_with_something_to_validate(self) -> Recipe:
+        if self.eval.at_start and self.data.valid is None:
+            raise ValueError("eval.at_start is true, but data.valid is null, so there is nothing to validate. Set it, or leave it out")
         return self
 
     @model_validator(mode="after")

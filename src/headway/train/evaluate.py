@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
+AT_START = "valid_at_start"
+"""Key of the first step's record: what was measured before it."""
 LOOK_EVERY = 8
 """Microbatches between two looks at the clock."""
 
@@ -31,6 +33,17 @@ def validate(run: Run) -> dict[str, Any]:
             break
         found[name] = result
     return {"valid": found} if found else {}
+
+
+def validate_at_start(run: Run) -> None:
+    """Before a run's first step, where the recipe asks for it: trackers get the numbers now, the first step's record has them too."""
+    if not run.recipe.eval.at_start or run.state.step != run.began_at:
+        return
+    found = validate(run)
+    run.before = {AT_START: found["valid"]} if found else {}
+    run.meter.interrupt()
+    for tracker in run.trackers if found else ():
+        tracker.log(run.state.step, found)
 
 
 class Hurried:

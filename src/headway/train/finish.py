@@ -20,6 +20,7 @@ from headway.optim.groups import ADAPTER
 from headway.runtime.process import leave_outcome
 from headway.track.console import DATA_WAIT_SHOWN
 from headway.track.jsonl import read_metrics
+from headway.train.evaluate import AT_START
 from headway.train.folder import METRICS, SUMMARY, write_json
 from headway.train.meter import WARM_STEPS, flops_per_token
 from headway.train.orders import exit_code
@@ -105,7 +106,9 @@ def summarize(run: Run) -> dict[str, Any]:
     metrics = run.start.folder / METRICS
     records = read_metrics(metrics) if metrics.exists() else []  # stopped before the first step
     losses = [record["loss"] for record in records if record["loss"] is not None]
-    valid = [(values["loss"], record["step"]) for record in records for values in record.get("valid", {}).values() if "loss" in values]
+    valid = [
+        values["loss"] for record in records for key in (AT_START, "valid") for values in record.get(key, {}).values() if "loss" in values
+    ]
     seconds = sum(record["time"]["step_seconds"] for record in records) or run.state.seconds
     full, _ = flops_per_token(run.model, run.recipe.data.seq_len)
     samples = sum(record["num_samples_in_batch"] for record in records)
@@ -120,9 +123,9 @@ def summarize(run: Run) -> dict[str, Any]:
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "best_loss": min(losses) if losses else None,
-        "first_valid_loss": valid[0][0] if valid else None,
-        "last_valid_loss": valid[-1][0] if valid else None,
-        "best_valid_loss": min(valid)[0] if valid else None,
+        "first_valid_loss": valid[0] if valid else None,
+        "last_valid_loss": valid[-1] if valid else None,
+        "best_valid_loss": min(valid) if valid else None,
         "skipped_steps": run.meter.skipped,
         "save_stall_share": run.meter.stall_total / seconds if seconds else None,
         "saves": run.meter.saves,

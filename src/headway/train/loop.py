@@ -16,7 +16,7 @@ from headway.objective.base import StepInfo
 from headway.optim.groups import hypers
 from headway.train.build import Run
 from headway.train.clock import Clock
-from headway.train.evaluate import validate
+from headway.train.evaluate import validate, validate_at_start
 from headway.train.finish import finish
 from headway.train.heal import roll_back
 from headway.train.patience import take_validation
@@ -40,6 +40,7 @@ def run_loop(run: Run) -> dict[str, Any]:
         with all_saved(run):
             if run.recipe.heal.rolls_back and not step_folders(run.checkpoints):
                 save(run, clock)  # there must be something to go back to
+            validate_at_start(run)
             while goes_on(run):
                 order = run.orders.look(state.step, run.healer.bad[0] if run.healer.bad else None, is_hopeless=bool(run.healer.hopeless))
                 if order.is_hopeless:
@@ -102,9 +103,11 @@ def train_step(run: Run, batches: Loader, *, quiet: bool = False) -> None:
     state.consumed_tokens = meter.consumed_tokens
     if quiet:
         return
+    if state.step == run.began_at + 1:
+        pending.valid = run.before
     every = run.recipe.eval.every
     if run.data.valid and ((every and state.step % every == 0) or state.step == run.total_steps):
-        pending.valid = validate(run)
+        pending.valid = pending.valid | validate(run)
         state.valid = pending.valid.get("valid")
         meter.interrupt()
     run.heart.beat("step", state.step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,10 @@ SPLIT = typer.Option("file", help="A .txt file is one document (file), or each l
 TEXT_KEY = typer.Option(None, help="Key that holds the text of a record; if not given 'text', or what the suite knows.")
 BOS = typer.Option(False, "--bos", help="Put the tokenizer's begin token before each window.")
 PROMPT = typer.Option([], help="Also continue this text; may be given several times.")
+PROMPTS_FILE = typer.Option(None, help="More prompts: one per line, or a .jsonl file with a key `prompt`.")
+CHAT_TEMPLATE = typer.Option(
+    None, help="Prompts are questions to answer, in this template: a name, tokenizer (the model's own) or a .jinja file."
+)
 SAMPLES = typer.Option(None, help="Continuations of each prompt; 1 if not given.")
 MAX_NEW_TOKENS = typer.Option(64, help="Tokens of a continuation at most.")
 TEMPERATURE = typer.Option(0.8, help="Of the continuations; 0 takes the likeliest token each time.")
@@ -58,11 +63,21 @@ def load(model: Path, device: str, precision: str) -> LoadedModel:
     return load_model(model, device=compute.device, dtype=compute.dtype)
 
 
-def num_samples(samples: int | None, prompts: Sequence[str]) -> int:
-    """Continuations of each prompt; a number without a prompt is an error."""
+def prompts_of(given: Sequence[str], file: Path | None, samples: int | None) -> tuple[tuple[str, ...], int]:
+    """All prompts and how often each is continued; a number without a prompt is an error."""
+    from headway.infer.generate import read_prompts
+
+    prompts = (*given, *(read_prompts(file) if file is not None else ()))
     if samples is not None and not prompts:
         raise ConfigError(f"--samples is {samples}, and there is nothing to continue. Give --prompt TEXT.")
-    return 1 if samples is None else samples
+    return prompts, 1 if samples is None else samples
+
+
+def with_training(evaluation: Evaluation, model: Path) -> Evaluation:
+    """With the curves of the run that made the model, where it is given as a run folder."""
+    from headway.train.history import read_training
+
+    return replace(evaluation, training=read_training(model))
 
 
 def keep(evaluations: Sequence[Evaluation], out: Path | None, tensorboard: Path | None) -> None:
@@ -87,6 +102,29 @@ def _write_scalars(folder: Path, evaluation: Evaluation) -> None:
 
 def show(evaluations: Sequence[Evaluation]) -> None:
     """Tables and continuations for people."""
+    from headway.eval.training import COLUMNS, rows
+
+    several = len(evaluations) > 1
+    if evaluations[0].datasets:
+        _show_scores(evaluations)
+    for training in (one for evaluation in evaluations for one in evaluation.training if one.valid):
+        typer.echo(f"\nvalidations while {training.run} was trained")
+        print_table(COLUMNS[1:], [row[1:] for row in rows(training)])
+    for at, asked in enumerate(evaluations[0].samples):
+        if several or asked_in_chat(evaluations):
+            typer.echo(f"\n{asked.prompt}")
+            for one in evaluations:
+                typer.echo(f"  [{one.model}] {one.samples[at].text}")
+        else:
+            typer.echo(f"\n{asked.prompt}{asked.text}")
+
+
+def asked_in_chat(evaluations: Sequence[Evaluation]) -> bool:
+    """Whether the samples are answers rather than continuations."""
+    return evaluations[0].template is not None
+
+
+def _show_scores(evaluations: Sequence[Evaluation]) -> None:
     from headway.eval.evaluate import share_a_tokenizer
     from headway.eval.tables import NUMBERS, OTHER_TOKENIZERS, PART_NUMBERS, numbers, part_numbers
 
@@ -106,6 +144,3 @@ def show(evaluations: Sequence[Evaluation]) -> None:
             print_table(["part", *(["model"] if several else []), *PART_NUMBERS], shown_parts)
     if not share_a_tokenizer(evaluations):
         typer.echo(OTHER_TOKENIZERS)
-    for one in evaluations:
-        for sample in one.samples:
-            typer.echo(f"\n{f'[{one.model}] ' if several else ''}{sample.prompt}{sample.text}")

@@ -13,6 +13,7 @@ from headway.cli.eval import _options
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
+    from headway.eval.evaluate import Evaluation
     from headway.parallel.collectives import Group
 
 
@@ -30,6 +31,8 @@ def command(
     by: str | None = _options.BY,
     bos: bool = _options.BOS,
     prompt: list[str] = _options.PROMPT,
+    prompts_file: Path | None = _options.PROMPTS_FILE,
+    chat_template: str | None = _options.CHAT_TEMPLATE,
     samples: int | None = _options.SAMPLES,
     max_new_tokens: int = _options.MAX_NEW_TOKENS,
     temperature: float = _options.TEMPERATURE,
@@ -42,7 +45,7 @@ def command(
     gpus: str | None = _options.GPUS,
     json: bool = JSON_FLAG,
 ) -> None:
-    """Several models side by side on the same data; each is loaded, measured and let go before the next."""
+    """Several models side by side: the same data, the same prompts, and how those that are runs trained; one is loaded at a time."""
     from headway.eval.dataset import Reading, parse_datasets
     from headway.eval.evaluate import EvalPlan, SamplePlan
     from headway.infer.load import find_model
@@ -50,28 +53,35 @@ def command(
     names = [str(model) for model in models]
     if len(names) < 2 or len(set(names)) < len(names):
         raise ConfigError(f"models are {', '.join(names)}; give two or more different ones. `headway eval ppl` measures one.")
+    prompts, times = _options.prompts_of(prompt, prompts_file, samples)
     plan = EvalPlan(
-        parse_datasets(data, suite),
+        # Prompts and the runs' own curves are something to compare without any data.
+        parse_datasets(data, suite) if data or suite or not prompts else [],
         Reading(split, text_key, bos, max_samples, by),
         # The same windows for all: a longer context alone makes a lower loss.
         min(find_model(model).config.max_seq_len for model in models) if window is None else window,
         stride,
         batch_tokens,
-        SamplePlan(tuple(prompt), _options.num_samples(samples, prompt), max_new_tokens, temperature, seed),
+        SamplePlan(prompts, times, max_new_tokens, temperature, seed, chat_template),
     )
     _options.check_compute(device, precision)
 
     def work(group: Group) -> None:
-        from headway.eval.evaluate import evaluate, share_a_tokenizer
+        from headway.eval.evaluate import evaluate
 
         pairs = zip(models, names, strict=True)
         results = [evaluate(_options.load(model, device, precision), plan, name=name, group=group) for model, name in pairs]
-        if group.rank != 0:
-            return
-        _options.keep(results, out, tensorboard)
-        if json:
-            print_json({"same_tokenizer": share_a_tokenizer(results), "models": [result.to_json() for result in results]})
-        else:
-            _options.show(results)
+        if group.rank == 0:
+            _report([_options.with_training(*pair) for pair in zip(results, models, strict=True)], out, tensorboard, json)
 
     over_ranks(context, device, nproc, gpus, work)
+
+
+def _report(results: list[Evaluation], out: Path | None, tensorboard: Path | None, json: bool) -> None:
+    from headway.eval.evaluate import share_a_tokenizer
+
+    _options.keep(results, out, tensorboard)
+    if json:
+        print_json({"same_tokenizer": share_a_tokenizer(results), "models": [result.to_json() for result in results]})
+    else:
+        _options.show(results)

@@ -31,6 +31,8 @@ def command(
     by: str | None = _options.BY,
     bos: bool = _options.BOS,
     prompt: list[str] = _options.PROMPT,
+    prompts_file: Path | None = _options.PROMPTS_FILE,
+    chat_template: str | None = _options.CHAT_TEMPLATE,
     samples: int | None = _options.SAMPLES,
     max_new_tokens: int = _options.MAX_NEW_TOKENS,
     temperature: float = _options.TEMPERATURE,
@@ -51,13 +53,14 @@ def command(
     from headway.eval.dataset import Reading, parse_datasets
     from headway.eval.evaluate import EvalPlan, SamplePlan
 
+    prompts, times = _options.prompts_of(prompt, prompts_file, samples)
     plan = EvalPlan(
         parse_datasets(data, suite),
         Reading(split, text_key, bos, max_samples, by),
         window,
         stride,
         batch_tokens,
-        SamplePlan(tuple(prompt), _options.num_samples(samples, prompt), max_new_tokens, temperature, seed),
+        SamplePlan(prompts, times, max_new_tokens, temperature, seed, chat_template),
     )
     _options.check_compute(device, precision)
 
@@ -67,6 +70,7 @@ def command(
         loaded = _options.load(model, device, precision)
         loaded = _masks.with_masks(loaded, masks, equal_per_layer=equal_per_layer, window=stream_window, sinks=stream_sinks)
         result = evaluate(loaded, plan, name=str(model), group=group)
+        result = _options.with_training(result, model)
         if group.rank != 0:
             return
         _options.keep([result], out, tensorboard)
@@ -81,6 +85,12 @@ def _print(result: Evaluation, json: bool) -> None:
     elif len(result.datasets) == 1:
         # One dataset: its numbers at the top, as a script reads them.
         plain = result.to_json()
-        print_json({"model": plain["model"], **next(iter(plain["datasets"].values())), "samples": plain["samples"]})
+        print_json(
+            {
+                "model": plain["model"],
+                **next(iter(plain["datasets"].values())),
+                **{key: plain[key] for key in ("samples", "template", "training")},
+            }
+        )
     else:
         print_json(result.to_json())

@@ -1,0 +1,168 @@
+"""What training changed: numbers from before the first step, and one report of answers and curves side by side."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.byte_model import CONFIG, byte_tokenizer, write_model
+from support.ranks import start_processes
+from support.runs import assert_same_run, deterministic, make_stores
+
+from headway.cli import main
+from headway.config.load import load
+from headway.errors import ConfigError
+from headway.eval.evaluate import SamplePlan
+from headway.infer.generate import Options, generate_from_ids
+from headway.infer.load import load_model
+from headway.tokenizer.chat import Turn, answer_end, render_prompt
+from headway.train import train
+from headway.train.config import Recipe
+from headway.train.evaluate import AT_START
+
+QUESTIONS = ["Say 3.", "What comes after 5?"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("before")
+    make_stores(folder)
+    tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>")
+    write_model(folder / "base", CONFIG.with_(max_seq_len=192), tokenizer)
+    chat = [{"instruction": f"Say {n}.", "output": f"{n}"} for n in range(60)]
+    pairs = [{"prompt": one["instruction"], "chosen": one["output"], "rejected": "No, no."} for one in chat]
+    for name, records in (("chat", chat), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def recipe(folder: Path, name: str, *more: str) -> Recipe:
+    return load(Recipe, None, [
+        f"run.dir={folder}", f"run.name={name}", "model.hidden_size=32", "model.num_layers=1", "model.num_heads=4", "model.ffn_size=48",
+        "model.vocab_size=64", "model.max_seq_len=64", f"data.train=[{folder}/store0]", "data.seq_len=64", "data.valid.fraction=0.2",
+        "data.tokenizer_unchecked=true", f"data.cache_dir={folder}/cache", "batch.rows=4", "batch.micro_rows=2", "steps=4", "eval.every=2",
+        "eval.rows=8", "eval.at_start=true", "checkpoint.every=2", "device=cpu", *more,
+    ])  # fmt: skip
+
+
+def post(folder: Path, name: str, *more: str) -> Recipe:
+    return load(Recipe, None, [
+        f"run.dir={folder}", f"run.name={name}", "data.seq_len=128", "data.valid.fraction=0.2", f"data.cache_dir={folder}/cache",
+        "batch.rows=4", "batch.micro_rows=4", "steps=3", "eval.rows=8", "eval.at_start=true", "optim.lr=1e-3", "device=cpu", *more,
+    ])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    """An SFT run and a preference run that starts from it."""
+    chat = f"data.train=[{{path: {folder}/chat.jsonl, kind: chat, chat_template: chatml}}]"
+    pairs = f"data.train=[{{path: {folder}/pairs.jsonl, kind: preference, chat_template: chatml}}]"
+    train(post(folder, "sft", f"init.from={folder}/base/out", chat))
+    train(post(folder, "dpo", f"init.from={folder}/sft", pairs, "objective.kind=dpo"))
+    return folder
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    return deterministic(run / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def looked(folder: Path) -> Path:
+    train(recipe(folder, "looked", "track=[{kind: tensorboard}]"))
+    return folder / "looked"
+
+
+def test_a_validation_before_the_first_step_is_that_of_the_first_weights_and_changes_nothing(folder: Path, looked: Path) -> None:
+    train(recipe(folder, "plain", "eval.at_start=false"))
+    train(recipe(folder, "still", "optim.lr=0", "steps=1"))
+    plain, found = records(folder / "plain"), records(looked)
+    before = found[0].pop(AT_START)
+    assert found == plain and AT_START not in plain[0]
+    assert before == records(folder / "still")[0]["valid"] != found[1]["valid"]
+    summary = json.loads((looked / "summary.json").read_text())
+    assert summary["first_valid_loss"] == before["valid"]["loss"] > summary["last_valid_loss"]
+
+
+def test_trackers_have_it_at_step_zero(looked: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(looked / "tensorboard"))
+    events.Reload()
+    assert [point.step for point in events.Scalars("valid/valid/loss")] == [0, 2, 4]
+    assert not [tag for tag in events.Tags()["scalars"] if AT_START in tag]
+
+
+def test_a_resumed_run_and_two_ranks_have_it_once_and_the_same(folder: Path, looked: Path) -> None:
+    train(recipe(folder, "resumed"))
+    (folder / "resumed" / "checkpoints" / "step-00000004" / "manifest.json").write_text("{}")
+    (folder / "resumed" / "summary.json").unlink()
+    train(recipe(folder, "resumed"))
+    assert_same_run(looked, folder / "resumed", 4)
+    assert (folder / "resumed" / "train.log").read_text().count("0/4") == 1
+    start_processes(lambda: train(recipe(folder, "ranks")), 2, timeout=120)
+    one, two = (records(run)[0][AT_START]["valid"] for run in (looked, folder / "ranks"))
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_it_needs_something_to_validate(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"eval.at_start is true, but data.valid is null"):
+        recipe(folder, "nothing", "data.valid=null")
+
+
+def test_a_preference_run_begins_at_ln_2_and_without_rewards(trained: Path) -> None:
+    before = records(trained / "dpo")[0][AT_START]["valid"]
+    assert before["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert (before["rewards/accuracies"], before["rewards/margins"]) == (0, 0)
+
+
+def compare(trained: Path, out: Path, *more: str) -> list[str]:
+    models = [str(trained / "base" / "out"), str(trained / "sft"), str(trained / "dpo")]
+    asked = [word for question in QUESTIONS for word in ("--prompt", question)]
+    how = ["--chat-template", "chatml", "--temperature", "0", "--max-new-tokens", "8"]
+    return ["eval", "compare", *models, *asked, *how, "--out", str(out), *more]
+
+
+def test_one_command_sets_answers_and_validations_side_by_side(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(compare(trained, tmp_path / "report", "--json")) == 0
+    base, sft, dpo = json.loads(capsys.readouterr().out)["models"]
+    assert base["training"] == [] and [sample["prompt"] for sample in base["samples"]] == QUESTIONS
+    loaded = load_model(trained / "dpo")
+    assert loaded.tokenizer is not None
+    ids = [(question, render_prompt([Turn("user", question)], "chatml", loaded.tokenizer)) for question in QUESTIONS]
+    ends = answer_end("chatml", loaded.tokenizer)
+    assert loaded.tokenizer.decode(list(ends)) == "<|im_end|>"
+    assert len({one["samples"][0]["text"] for one in (base, sft, dpo)}) > 1, "else nothing is shown here"
+    assert [sample["text"] for sample in dpo["samples"]] == [one.text for one in generate_from_ids(loaded, ids, Options(8, stop_ids=ends))]
+    report = (tmp_path / "report" / "report.md").read_text()
+    for run, one in (("sft", sft), ("dpo", dpo)):
+        (curves,) = one["training"]
+        first, last = curves["valid"]["valid"]
+        assert (first["step"], last["step"], curves["steps"]) == (0, 3, 3)
+        assert first["numbers"] == records(trained / run)[0][AT_START]["valid"]
+        for number in set(last["numbers"]) - {"tokens"}:
+            values = [f"{point['numbers'][number]:.4f} (step {point['step']})" for point in (first, last)]
+            assert f"| {trained / run} | valid | {number} | {values[0]} | {values[1]} |" in report
+    for question in QUESTIONS:
+        assert report.count(f"    {question}") == 1
+    assert report.count("answers:") == 6
+    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == ["report.md", "results.json", "training.png"]
+    assert (tmp_path / "report" / "training.png").read_bytes()[:4] == b"\x89PNG"
+    assert main(compare(trained, tmp_path / "report")) == 0
+    assert "rewards/accuracies" in capsys.readouterr().out
+
+
+def test_stages_have_their_own_curves(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(recipe(folder, "staged", "stages=[{name: one, steps: 2}, {name: two, steps: 2}]"))
+    from headway.train.history import read_training
+
+    one, two = read_training(folder / "staged")
+    assert [one.run, two.run] == [f"{folder}/staged: 01-one", f"{folder}/staged: 02-two"]
+    for stage in (one, two):
+        assert [point.step for point in stage.valid["valid"]] == [0, 2] and [step for step, _ in stage.loss] == [1, 2]
+    assert two.valid["valid"][0].numbers == one.valid["valid"][1].numbers, "the second begins with what the first left"
+
+
+def test_a_template_without_a_question_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--chat-template is 'chatml', and there is nothing to answer"):
+        SamplePlan(template="chatml")
