@@ -125,7 +125,7 @@ def resident_bytes() -> int | None:
 
 
 def ram_bytes() -> tuple[int | None, int | None]:
-    """RAM of this machine: all of it, and what is available now."""
+    """RAM this process may use: all of it, and what is available now; in a container or a batch job that is what its group has."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     except OSError:
@@ -133,7 +133,32 @@ def ram_bytes() -> tuple[int | None, int | None]:
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None
         except (ValueError, OSError):
             return None, None
-    return int(fields["MemTotal"].split()[0]) * 1024, int(fields["MemAvailable"].split()[0]) * 1024
+    total, available = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    for limit, used in _group_limits(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")):
+        total, available = min(total, limit), min(available, max(0, limit - used))
+    return total, available
+
+
+def _group_limits(root: Path, own: Path) -> list[tuple[int, int]]:
+    """(limit, what is used and cannot be given back) of this process's control groups that have a limit, version 2 or 1."""
+    try:
+        paths = dict(line.split(":", 2)[1:] for line in own.read_text().splitlines())
+    except (OSError, ValueError):
+        return []
+    found: list[tuple[int, int]] = []
+    for controller, base, names in (
+        ("", root, ("memory.max", "memory.current", "inactive_file")),
+        ("memory", root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ):
+        inside = Path(paths.get(controller, "/").lstrip("/"))
+        for group in (inside, *inside.parents):
+            try:
+                limit, used = (int((base / group / name).read_text()) for name in names[:2])  # "max" is no number
+                kinds = dict(line.split() for line in (base / group / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue
+            found.append((limit, used - int(kinds.get(names[2], 0))))
+    return found
 
 
 def cpu_name() -> str:

@@ -49,7 +49,7 @@ from headway.train.place import Place, StageMetrics
 from headway.train.quiet import QuietMetrics
 from headway.train.reference_model import Reference, Scoring, make_reference
 from headway.train.resolve import Resolved, leaves_gates
-from headway.train.shortage import describe_job, fit_micro_rows, keep_limit
+from headway.train.shortage import check_host_memory, describe_job, fit_micro_rows, keep_limit
 from headway.train.state import TrainState
 from headway.train.watch import Watch
 
@@ -175,9 +175,10 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
     if reference is not None:
         reference.check_same(start)
         settings = replace(settings, prepare=reference.prepare)
+    job = describe_job(recipe, model, compute, batch, ranks.reduce.size)
+    check_host_memory(job, -(-process.world // process.num_nodes))
     engine = make_engine(recipe, model, compute, ranks, settings)
-    if recipe.memory.limit_gib is not None:
-        keep_limit(recipe, describe_job(recipe, model, compute, batch, ranks.reduce.size), compute.device)
+    keep_limit(recipe, job, compute.device)
     loader = make_loader(recipe, data, batch, None, ranks)
     total_steps = count_steps(recipe, loader, batch)
     watch = Watch(recipe.heal, compute.device)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headway.errors import TrainingError
+from headway.errors import ConfigError, TrainingError
 from headway.model.adapter.linear import adapt
 from headway.model.transformer import Transformer
 from headway.objective.base import StepInfo
@@ -94,6 +94,16 @@ def keep_limit(recipe: Recipe, job: Job, device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, wanted / torch.cuda.get_device_properties(device).total_memory), device)
     elif estimate(job).total > wanted:
         raise OutOfMemoryError(f"memory.limit_gib is {recipe.memory.limit_gib:g}. {explain(job)}")
+
+
+def check_host_memory(job: Job, ranks_here: int) -> None:
+    """Refuse an offload that this machine's memory cannot take; what the kernel does otherwise is kill the run."""
+    wanted, free = estimate(job).host * ranks_here, ram_bytes()[1]
+    if job.on_cuda and free is not None and wanted > USABLE * free:
+        raise ConfigError(
+            f"memory.offload is [{', '.join(job.memory.offload)}]; {ranks_here} ranks here would keep {amount(wanted)} in host memory, "
+            f"of which {amount(free)} are free. Offload less, use optim.state_dtype=8bit, or more machines."
+        )
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from headway.runtime.machine import (
     GpuLoad,
+    _group_limits,
     describe,
     environment,
     git_state,
@@ -76,6 +77,24 @@ def test_memory_is_counted_in_bytes() -> None:
     if total is None or resident is None:
         pytest.skip("this system does not say")
     assert 10_000_000 < resident < total and (available is None or available <= total)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_is_what_the_control_group_and_those_above_it_have(tmp_path: Path, version: int) -> None:
+    root = tmp_path / "memory" if version == 1 else tmp_path
+    limit, used, cached = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        if version == 1
+        else ("memory.max", "memory.current", "inactive_file")
+    )
+    for group, most, now, cache in (("job", 900, 500, 100), ("job/step", None, 300, 50)):
+        (root / group).mkdir(parents=True)
+        (root / group / limit).write_text("max\n" if most is None else f"{most}\n")
+        (root / group / used).write_text(f"{now}\n")
+        (root / group / "memory.stat").write_text(f"anon 1\n{cached} {cache}\n")
+    (tmp_path / "own").write_text("4:memory:/job/step\n" if version == 1 else "0::/job/step\n")
+    assert _group_limits(tmp_path, tmp_path / "own") == [(900, 400)]
+    assert _group_limits(tmp_path, tmp_path / "none") == []
 
 
 def test_without_a_gpu_its_load_is_not_known() -> None:
