@@ -1,6 +1,7 @@
 """Several stages in one recipe and one run folder: each is what it would be as a run of its own, and none is run twice."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -16,6 +17,7 @@ from headway.checkpoint.load import open_checkpoint
 from headway.config.load import load, read_yaml
 from headway.errors import ConfigError, HeadwayError
 from headway.infer.load import find_model
+from headway.runtime.heartbeat import read_beats
 from headway.train import dry_run, train
 from headway.train.compare import compare_recipes
 from headway.train.config import Recipe
@@ -285,19 +287,25 @@ def test_two_ranks_go_through_the_stages_together(whole: Path, stores: Path, tmp
 
 
 @pytest.mark.drill
-def test_three_stages_killed_in_stage_two_resume_in_stage_two(stores: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_three_stages_killed_in_stage_two_resume_in_stage_two(ranks: int, stores: Path, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(10**6)
     middle = 40
     kill_after = 4 + random.Random(seed).randrange(1, middle - 8)
-    train(load(Recipe, recipe_of(tmp_path, stores, name="undisturbed", middle=middle)))
+    more = () if ranks == 1 else ("stages.2.batch.micro_rows=1", "--nproc", "2")
+    undisturbed = headway("train", str(recipe_of(tmp_path, stores, name="undisturbed", middle=middle)), *more)
+    assert undisturbed.returncode == 0, undisturbed.stderr
     path = recipe_of(tmp_path, stores, name="killed", middle=middle)
-    process = start_headway("train", str(path))
+    process = start_headway("train", str(path), *more)
     wait_for_step(tmp_path / "killed" / "metrics.jsonl", kill_after, process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    if ranks == 1:
+        process.send_signal(signal.SIGKILL)
+    else:
+        os.kill(next(beat.pid for beat in read_beats(tmp_path / "killed") if beat.rank == seed % 2), signal.SIGKILL)
+    assert process.wait(60) != 0, f"kill_after={kill_after} seed={seed}"
     states = [entry["state"] for entry in json.loads((tmp_path / "killed" / "stages.json").read_text())["stages"]]
     assert states == ["done", "running", "waiting"], f"kill_after={kill_after} seed={seed}"
-    resumed = headway("train", str(path))
+    resumed = headway("train", str(path), *more)
     assert resumed.returncode == 0, f"kill_after={kill_after} seed={seed}\n{resumed.stderr}"
     assert "stage 2 of 3" in resumed.stderr
     assert "stage 1 of 3" not in resumed.stderr
