@@ -103,9 +103,3 @@ def _linear(name: str, shape: tuple[int, int], cut: Cut, stage: Stage, *, bias: 
 def num_parameters(config: ModelConfig) -> int:
     """All parameters, a tied matrix counted once."""
     return sum(spec.size for spec in param_specs(config))
-
-
-def num_matmul_parameters(config: ModelConfig) -> int:
-    """Parameters that multiply every token: the matrices of the blocks and the head, the latter also where it is the embedding."""
-    blocks = sum(spec.size for spec in param_specs(config) if spec.cut in ("column", "row") and len(spec.shape) == 2)
-    return blocks + config.vocab * config.hidden_size

@@ -24,6 +24,7 @@ from headway.data.sources import OpenData, open_data
 from headway.data.targets import Targets, check_targets
 from headway.model.adapter.values import with_updates
 from headway.model.config import ModelConfig
+from headway.model.flops import token_flops
 from headway.model.init import initial_value
 from headway.model.layout import GATES
 from headway.optim.groups import ADAPTER, OBJECTIVE
@@ -246,7 +247,9 @@ def make_meter(recipe: Recipe, model: ModelConfig, compute: Compute, state: Trai
     """What measures the steps, from where a state stands."""
     micro_rows, total_steps, names = counts
     kind, seq_len = peak_kind(recipe, compute), recipe.data.seq_len
-    facts = Facts(model, seq_len, micro_rows, compute.device, compute.name, kind, total_steps, names, recipe.parallel.context)
+    training = [name for group in state.engine.groups for name in group.names]
+    flops = token_flops(model, seq_len, shapes=state.engine.shapes, training=training)
+    facts = Facts(model, flops, seq_len, micro_rows, compute.device, compute.name, kind, total_steps, names, recipe.parallel.context)
     return Meter(facts, state.consumed_tokens, state.engine.scalars()["skipped"])
 
 

@@ -22,7 +22,7 @@ from headway.track.console import DATA_WAIT_SHOWN
 from headway.track.jsonl import read_metrics
 from headway.train.evaluate import AT_START
 from headway.train.folder import METRICS, SUMMARY, write_json
-from headway.train.meter import WARM_STEPS, flops_per_token
+from headway.train.meter import WARM_STEPS
 from headway.train.orders import exit_code
 from headway.train.patience import restore_best, stopped_early
 
@@ -110,7 +110,6 @@ def summarize(run: Run) -> dict[str, Any]:
         values["loss"] for record in records for key in (AT_START, "valid") for values in record.get(key, {}).values() if "loss" in values
     ]
     seconds = sum(record["time"]["step_seconds"] for record in records) or run.state.seconds
-    full, _ = flops_per_token(run.model, run.recipe.data.seq_len)
     samples = sum(record["num_samples_in_batch"] for record in records)
     return {
         "run": str(run.start.folder),
@@ -119,7 +118,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "tokens": run.state.consumed_tokens,
         "tokens_per_second": run.state.consumed_tokens / seconds if seconds else None,
         "samples_per_second": samples / seconds if seconds else None,
-        "flops": full * run.state.consumed_tokens,
+        "flops": run.meter.facts.flops.full * run.state.consumed_tokens,
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "best_loss": min(losses) if losses else None,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway.data.batch import StepBatch
 from headway.model.config import ModelConfig
-from headway.model.layout import num_matmul_parameters
+from headway.model.flops import TokenFlops
 from headway.parallel.engine import StepResult, Update
 from headway.runtime.machine import gpu_load, peak_flops, resident_bytes
 from headway.train.watch import NAMES
@@ -49,13 +49,6 @@ class Mark:
         return earlier.event.elapsed_time(self.event) / 1000
 
 
-def flops_per_token(config: ModelConfig, seq_len: int) -> tuple[float, float]:
-    """Training FLOPs of one token: attention counted in full, and causal attention counted at half."""
-    attention = 12 * config.num_layers * config.num_heads * config.head_size * seq_len
-    dense = 6 * num_matmul_parameters(config)
-    return dense + attention, dense + attention / 2
-
-
 def internlm_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """InternLM's formula for its `tflops` field (no recompute): 3 [(8 + 4m) h^2 + 4 s h] L + 6 h V, m = 1.5 ffn / h."""
     h = config.hidden_size
@@ -68,6 +61,8 @@ class Facts:
     """What does not change during a run."""
 
     config: ModelConfig
+    flops: TokenFlops
+    """What a token needs, with what trains."""
     seq_len: int
     micro_rows: int
     device: torch.device
@@ -114,7 +109,6 @@ class Meter:
         self.seen = 0
         self.sources = short_names(facts.source_names)
         self.peak = peak_flops(facts.device_name, facts.dtype)
-        self.full, self.causal = flops_per_token(facts.config, facts.seq_len)
         self.internlm = internlm_flops_per_token(facts.config, facts.seq_len)
 
     def interrupt(self) -> None:
@@ -194,8 +188,8 @@ class Meter:
             "tokens_per_second": pending.host["tokens"] / seconds,
             "tgs": rate,
             "tflops": rate * self.internlm / 1e12,
-            "mfu_full": "unknown" if self.peak is None else rate * self.full / self.peak,
-            "mfu_causal": "unknown" if self.peak is None else rate * self.causal / self.peak,
+            "mfu_full": "unknown" if self.peak is None else rate * facts.flops.full / self.peak,
+            "mfu_causal": "unknown" if self.peak is None else rate * facts.flops.causal / self.peak,
             "fwd_bwd_time": pending.between.since(pending.begin),
             "data_wait_seconds": pending.data_wait,
             "save_stall_seconds": pending.save_stall,

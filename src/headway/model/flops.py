@@ -1,0 +1,83 @@
+"""How much arithmetic a token of training needs: the shapes of all parameters and the names of those that train come in, FLOPs go out.
+
+forward               2 a weight of every matrix the token passes
+gradient of inputs    2 a weight, for the matrices behind the first parameter that trains; nothing before it needs one
+gradient of weights   2 a weight, for the matrices that train
+
+Attention itself (scores and their mix of values) has no weights: 4 for each token looked at and channel of the queries, 8 more backward.
+What is computed again to save memory does not count, nor what norms, activations and the loss do. Imports without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from headway.model.config import ModelConfig
+from headway.model.layout import EMBEDDING, GATES, HEAD, param_specs
+
+CORE = 3
+SLOTS = {
+    "input_layernorm": 0, "q_proj": 1, "k_proj": 1, "v_proj": 1, "q_norm": 2, "k_norm": 2, "o_proj": 4, "post_attention_layernorm": 5,
+    "gate_proj": 6, "up_proj": 6, "down_proj": 7,
+}  # fmt: skip
+"""Where in its block the forward meets a parameter; attention itself is at CORE."""
+Place = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """FLOPs of one token, forward and backward."""
+
+    matrices: float
+    attention: float
+    """With every token of the row looked at."""
+
+    @property
+    def full(self) -> float:
+        """Attention counted in full."""
+        return self.matrices + self.attention
+
+    @property
+    def causal(self) -> float:
+        """Attention counted at half: a token looks back only."""
+        return self.matrices + self.attention / 2
+
+
+def token_flops(
+    config: ModelConfig, seq_len: int, *, shapes: Mapping[str, tuple[int, ...]] | None = None, training: Collection[str] | None = None
+) -> TokenFlops:
+    """What one token needs. `shapes`: every parameter, adapters too; the model's own if not given. `training`: all if not given."""
+    shapes = {spec.name: spec.shape for spec in param_specs(config)} if shapes is None else shapes
+    training = set(shapes) if training is None else set(training) & {name for name in shapes if _is_of_model(name)}
+    first = min((_place(name, config) for name in training), default=(config.num_layers, CORE))
+    matrices = 0
+    for name, shape in shapes.items():
+        is_head = name == HEAD or (name == EMBEDDING and config.tie_embeddings)
+        if len(shape) != 2 or name == GATES or not _is_of_model(name) or (name == EMBEDDING and not is_head):
+            continue
+        place = (config.num_layers, 1) if is_head else _place(name, config)
+        # What goes into B comes from A, which trains.
+        needs_inputs = first < place or (name.endswith("lora_B.weight") and name.replace("lora_B", "lora_A") in training)
+        matrices += prod(shape) * (2 + 2 * needs_inputs + 2 * (name in training))
+    passed = sum(first < (layer, CORE) for layer in range(config.num_layers))
+    attention = 4 * (config.num_layers + 2 * passed) * config.num_heads * config.head_size * seq_len
+    return TokenFlops(matrices, attention)
+
+
+def _is_of_model(name: str) -> bool:
+    """Whether a parameter belongs to the model and not to the loss."""
+    return name.startswith(("model.", HEAD.removesuffix("weight"))) or name == GATES
+
+
+def _place(name: str, config: ModelConfig) -> Place:
+    """Where the forward first meets a parameter: its layer, and where in it."""
+    parts = name.split(".")
+    if parts[:2] == ["model", "layers"]:
+        return int(parts[2]), next((SLOTS[part] for part in parts[3:] if part in SLOTS), 0)
+    if name == GATES:
+        return 0, CORE
+    if name.startswith("model.norm"):
+        return config.num_layers, 0
+    return (config.num_layers, 1) if name.startswith(HEAD.removesuffix("weight")) else (-1, 0)

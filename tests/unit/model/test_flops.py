@@ -1,0 +1,107 @@
+"""The arithmetic a token needs: by hand, by published numbers, and by counting what the engine really multiplies."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.batches import make_batch, make_step
+from torch.utils.flop_counter import FlopCounterMode
+
+from headway.model.adapter.config import AdapterConfig
+from headway.model.config import ModelConfig
+from headway.model.flops import token_flops
+from headway.model.layout import num_parameters, param_specs
+from headway.objective.base import StepInfo
+from headway.objective.next_token import Config as NextToken
+from headway.optim.adamw import Config as AdamW
+from headway.parallel.assemble import assemble
+from headway.parallel.passes import Settings
+
+ROWS, SEQ = 2, 32
+SMALL = ModelConfig(
+    hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=96, max_seq_len=SEQ, tie_embeddings=False
+)
+QUERIES, KEYS, FFN, VOCAB = 32 * 32, 16 * 32, 48 * 32, 96 * 32
+BLOCK = 2 * QUERIES + 2 * KEYS + 3 * FFN
+CORE = 4 * 32 * SEQ
+"""Scores and their mix of values, forward, of one layer."""
+
+
+def test_the_1b_shape_has_the_flops_both_ways_of_counting_give() -> None:
+    flops = token_flops(ModelConfig(preset="llama-1b"), 8192)
+    assert flops.full == pytest.approx(10.64e9, rel=1e-3)
+    assert flops.causal == pytest.approx(9.03e9, rel=1e-3)
+
+
+def test_where_everything_trains_every_weight_counts_six_and_the_head_once_whether_tied_or_not() -> None:
+    norms = sum(spec.size for spec in param_specs(SMALL) if len(spec.shape) == 1)
+    found = token_flops(SMALL, SEQ)
+    assert found.matrices == 6 * (num_parameters(SMALL) - norms - VOCAB)
+    assert found.attention == 3 * 3 * CORE
+    tied = token_flops(SMALL.with_(tie_embeddings=True), SEQ)
+    assert tied == found
+    frozen = [spec.name for spec in param_specs(SMALL) if "embed" not in spec.name]
+    # q, k and v of the first block are fed by the norm before them, which trains.
+    assert token_flops(SMALL, SEQ, training=frozen) == found
+
+
+def test_frozen_layers_by_hand() -> None:
+    last = [spec.name for spec in param_specs(SMALL) if ".layers.2." in spec.name]
+    found = token_flops(SMALL, SEQ, training=last)
+    assert found.matrices == 2 * 2 * BLOCK + 6 * BLOCK + 4 * VOCAB
+    assert found.attention == (1 + 1 + 3) * CORE
+    head = token_flops(SMALL, SEQ, training=["lm_head.weight"])
+    assert head.matrices == 2 * 3 * BLOCK + 4 * VOCAB and head.attention == 3 * CORE
+    down = token_flops(SMALL, SEQ, training=["model.layers.1.mlp.down_proj.weight"])
+    assert down.matrices == 2 * BLOCK + (2 * BLOCK + 2 * FFN) + 4 * BLOCK + 4 * VOCAB
+    assert down.attention == (1 + 1 + 3) * CORE
+
+
+def test_a_loras_base_counts_four_and_its_own_matrices_six() -> None:
+    rank = 4
+    adapter = AdapterConfig(rank=rank, targets=("q_proj",)).shapes(SMALL)
+    shapes = {spec.name: spec.shape for spec in param_specs(SMALL)} | adapter
+    found = token_flops(SMALL, SEQ, shapes=shapes, training=list(adapter))
+    unreached = QUERIES + 2 * KEYS + rank * 32  # q, k, v and A of the first block: nothing before them trains
+    assert found.matrices == 4 * (3 * BLOCK + VOCAB) + 6 * 3 * (rank * 32 + 32 * rank) - 2 * unreached
+    assert found.attention == 3 * 3 * CORE
+
+
+def test_gates_over_frozen_weights_train_none_of_them() -> None:
+    gated = SMALL.with_(head_gates={})
+    found = token_flops(gated, SEQ, training=["head_gates.log_alpha"])
+    assert found.matrices == 4 * (3 * BLOCK + VOCAB) - 2 * (QUERIES + 2 * KEYS)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"train": ("layers.1",)},
+        {"train": ("layers.2", "model.norm.weight")},
+        {"freeze": ("embeddings",)},
+        {"train": ("*.mlp.down_proj.weight",)},
+        {"adapter": AdapterConfig(rank=4)},
+        {"adapter": AdapterConfig(rank=4, targets=("o_proj",)), "train": ("norms",)},
+    ],
+    ids=lambda how: " ".join(how) or "all",
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_is_what_the_engine_multiplies(how: dict[str, Any], tied: bool) -> None:
+    config = SMALL.with_(tie_embeddings=tied)
+    engine = assemble(
+        config,
+        NextToken().build(),
+        AdamW(),
+        Settings(torch.device("cpu"), torch.float32, None, 1 << 16, seed=0),
+        attention="reference",
+        **how,
+    )
+    step = make_step(make_batch([[SEQ]] * ROWS, seq_len=SEQ, vocab=96), 1)
+    with FlopCounterMode(display=False) as counter:
+        engine.forward_backward(step, StepInfo(0, 1))
+    training = [name for group in engine.groups for name in group.names]
+    found = token_flops(config, SEQ, shapes=engine.shapes, training=training)
+    # The gradient of the head's weight is added to its place, which torch does not count.
+    unseen = 2 * VOCAB * (("model.embed_tokens.weight" if tied else "lm_head.weight") in training)
+    assert counter.get_total_flops() == (found.full - unseen) * ROWS * SEQ
