@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 from support.runs import headway, make_stores, wait_for_step, write_recipe
 
+from headway.config.load import load
 from headway.track.jsonl import read_metrics
+from headway.train import train
+from headway.train.config import Recipe
 
 SMALL = ("model.dropout=0", "data.valid=null", "checkpoint.every=null")
 
@@ -45,8 +48,7 @@ def gone(pid: int) -> bool:
 
 def test_two_ranks_train_like_one_with_one_screen_and_a_profile(stores: list[Path], tmp_path: Path) -> None:
     recipe = str(write_recipe(tmp_path, stores, steps=8))
-    alone = headway("train", recipe, *SMALL, "run.name=alone")
-    assert alone.returncode == 0, alone.stderr
+    train(load(Recipe, Path(recipe), [*SMALL, "run.name=alone"]))
     done = headway("train", recipe, *SMALL, "--nproc", "2", "--json", "--profile", "--profile-from", "3", "--profile-steps", "2")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 8

@@ -74,6 +74,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(stores: Path, tmp_path: Path, arg
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 
 
+def test_a_fresh_interpreter_ends_a_mistake_the_same_way() -> None:
+    done = headway("train", "freeze=[layers.99]", afresh=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: freeze holds 'layers.99'") and len(done.stderr.splitlines()) == 1, done.stderr
+
+
 def test_a_dry_run_writes_nothing_and_says_what_would_happen(stores: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, [stores / "store0", stores / "store1"])
     done = headway("train", str(recipe), "--dry-run", "--json")

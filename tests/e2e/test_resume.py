@@ -38,7 +38,7 @@ def test_a_run_killed_at_a_random_step_ends_bit_for_bit_like_the_undisturbed_one
     wait_for_step(tmp_path / "runs" / "killed" / "metrics.jsonl", kill_after, process)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    resumed = headway("train", str(recipe))
+    resumed = headway("train", str(recipe), afresh=True)
     assert resumed.returncode == 0, f"kill_after={kill_after} seed={seed}\n{resumed.stderr}"
     assert_same_run(run, tmp_path / "runs" / "killed", STEPS)
 

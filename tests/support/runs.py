@@ -12,6 +12,7 @@ import torch
 from headway.checkpoint.load import open_checkpoint
 from headway.data.store import StoreWriter
 from headway.track.jsonl import read_metrics
+from support.forked import Forked
 
 
 def make_stores(folder: Path, *, documents: int = 60, vocab: int = 64) -> list[Path]:
@@ -55,17 +56,22 @@ def write_recipe(folder: Path, stores: list[Path], *, name: str = "run", steps: 
     return path
 
 
-def headway(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
-    return subprocess.run([sys.executable, "-m", "headway", *arguments], capture_output=True, text=True, timeout=timeout, check=False)
+def headway(*arguments: str, timeout: float = 120, afresh: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own: forked from this one, or a fresh interpreter."""
+    if afresh:
+        command = [sys.executable, "-m", "headway", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    forked = Forked(*arguments)
+    code = forked.wait(timeout)
+    return subprocess.CompletedProcess(arguments, code, forked.stdout, forked.stderr)
 
 
-def start_headway(*arguments: str) -> subprocess.Popen[bytes]:
+def start_headway(*arguments: str) -> Forked:
     """Start the command line without waiting."""
-    return subprocess.Popen([sys.executable, "-m", "headway", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return Forked(*arguments)
 
 
-def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[bytes], timeout: float = 90) -> None:
+def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[bytes] | Forked, timeout: float = 90) -> None:
     """Wait until a run has written a step, or ended."""
     end = time.monotonic() + timeout
     while time.monotonic() < end and process.poll() is None:

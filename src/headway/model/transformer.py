@@ -102,7 +102,10 @@ class Trunk(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab, config.hidden_size)
+        weight = torch.empty(config.vocab, config.hidden_size)
+        if not weight.is_meta:
+            nn.init.normal_(weight)  # on the meta device it would draw nothing and load the compiler, which takes seconds
+        self.embed_tokens = nn.Embedding(config.vocab, config.hidden_size, _weight=weight)
         # Keyed by number, so that a part of the layers keeps its names.
         self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
         self.norm = build_norm(config)

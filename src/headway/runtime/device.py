@@ -69,7 +69,8 @@ def set_arithmetic(*, tf32: bool, deterministic: bool) -> None:
     if deterministic:
         # cuBLAS reads this when it starts, so it must stand before the first product on the GPU
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:
+        torch.use_deterministic_algorithms(deterministic)  # loads the compiler, which takes seconds: not where it changes nothing
 
 
 def avoid_broken_amx() -> None:
