@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import assert_same_run, make_stores, write_recipe
+from support.runs import deterministic, make_stores, write_recipe
 from support.s3_server import Store, serve_s3
 
-from headway.checkpoint.load import newest_good, open_checkpoint
+from headway.checkpoint.load import Reader, newest_good, open_checkpoint
+from headway.cli import main
 from headway.config.load import load
 from headway.errors import CheckpointError, ConfigError
 from headway.infer.load import load_model
@@ -69,6 +70,13 @@ def cut_after(step: int) -> Any:
     return probe
 
 
+def assert_same_tensors(ours: Reader, theirs: Reader) -> None:
+    assert ours.names() == theirs.names()
+    for name in theirs.names():
+        for role in theirs.roles(name):
+            assert torch.equal(ours.read(name, role), theirs.read(name, role)), f"{role} of {name} differs"
+
+
 def test_a_run_goes_on_from_the_store_when_its_disk_is_gone(store: Store, tmp_path: Path, whole: Path, recipe: Any) -> None:
     with pytest.raises(Cut):
         train(recipe(), probe=cut_after(12))
@@ -76,9 +84,7 @@ def test_a_run_goes_on_from_the_store_when_its_disk_is_gone(store: Store, tmp_pa
     shutil.rmtree(tmp_path / "runs" / "run")
     train(recipe())
     with open_checkpoint(f"{PLACE}/step-00000020") as ours, open_checkpoint(whole / "runs/whole/checkpoints/step-00000020") as theirs:
-        for name in theirs.names():
-            for role in theirs.roles(name):
-                assert torch.equal(ours.read(name, role), theirs.read(name, role)), f"{role} of {name} differs"
+        assert_same_tensors(ours, theirs)
     loaded = load_model(Path("s3://bucket/runs/run"))
     expected = load_model(whole / "runs" / "whole" / "checkpoints" / "latest")
     assert all(torch.equal(a, b) for a, b in zip(loaded.model.parameters(), expected.model.parameters(), strict=True))
@@ -86,23 +92,18 @@ def test_a_run_goes_on_from_the_store_when_its_disk_is_gone(store: Store, tmp_pa
         train(recipe("seed=7"))
 
 
-def test_a_store_that_is_down_for_a_while_loses_nothing_and_is_told(store: Store, tmp_path: Path, whole: Path, recipe: Any) -> None:
-    down = threading.Event()
-    store.fault = lambda method, path: -1 if down.is_set() else None
-
-    def probe(run: Any) -> Any:
-        def after_step(step: int) -> None:
-            if step == 7:
-                down.set()
-                threading.Timer(1.0, down.clear).start()
-
-        run.after_step = after_step
-        return nullcontext()
-
-    train(recipe(), probe=probe)
-    assert_same_run(whole / "runs" / "whole", tmp_path / "runs" / "run", 20)
-    assert newest_good(PLACE).path == PLACE / "step-00000020"
-    assert "trying again for up to 20 s" in (tmp_path / "runs" / "run" / "train.log").read_text()
+def test_a_run_goes_on_from_a_url_when_its_disk_is_gone(store: Store, tmp_path: Path, whole: Path, recipe: Any) -> None:
+    with pytest.raises(Cut):
+        train(recipe(), probe=cut_after(12))
+    shutil.rmtree(tmp_path / "runs" / "run")
+    assert main(["train", str(tmp_path / "run.yaml"), "run.name=elsewhere", "checkpoint.every=20", "--resume", "s3://bucket/runs/run"]) == 0
+    ours, theirs = (open_checkpoint(run / "checkpoints/step-00000020") for run in (tmp_path / "runs/elsewhere", whole / "runs/whole"))
+    assert_same_tensors(ours, theirs)
+    records = [deterministic(run / "metrics.jsonl") for run in (tmp_path / "runs/elsewhere", whole / "runs/whole")]
+    assert records[0] == records[1][10:], "steps 11 to 20"
+    assert newest_good(PLACE).path == PLACE / "step-00000010", "the store of the run it came from is left alone"
+    with pytest.raises(ConfigError, match=r"s3://bucket/runs/nothing: there is no checkpoint"):
+        train(recipe(), resume="s3://bucket/runs/nothing")
 
 
 def test_beginning_anew_leaves_the_old_ones_out(store: Store, tmp_path: Path, recipe: Any) -> None:

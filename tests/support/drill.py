@@ -9,8 +9,8 @@ import random
 import signal
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ OVERRIDES = (
     "eval.every=3", "eval.rows=4", "checkpoint.every=2", "checkpoint.keep_last=2", "log.every=100", "parallel.timeout_seconds=20",
 )  # fmt: skip
 STEPS = 14
+Around = Callable[[int], AbstractContextManager[Any]]
+"""A rank's number -> what its process does before and after it trains."""
 START_SECONDS = 30.0
 SLOW_WRITE_SECONDS = 0.004
 """Added to every fsync, so that saves take a share of the time in which kills can hit them."""
@@ -54,11 +56,11 @@ def small(recipe: Path, name: str, *overrides: str) -> Recipe:
 
 
 @contextmanager
-def started(recipe: Recipe, world: int) -> Iterator[Attempt]:
-    """Start a run; whatever is left of it at the end is killed."""
+def started(recipe: Recipe, world: int, around: Around = nullcontext) -> Iterator[Attempt]:
+    """Start a run; whatever is left of it at the end is killed. `around` is entered in the process of each rank."""
     context = multiprocessing.get_context("fork")
     places, port = context.Array("c", 16 * world, lock=False), free_port()
-    attempt = Attempt([context.Process(target=_rank, args=(recipe, rank, world, port, places)) for rank in range(world)], places)
+    attempt = Attempt([context.Process(target=_rank, args=(recipe, rank, world, port, places, around)) for rank in range(world)], places)
     for rank in attempt.ranks:
         rank.start()
     try:
@@ -71,9 +73,9 @@ def started(recipe: Recipe, world: int) -> Iterator[Attempt]:
         attempt.codes = [rank.exitcode for rank in attempt.ranks]
 
 
-def finish(recipe: Recipe, world: int, timeout: float = 120.0) -> list[int | None]:
-    """Run undisturbed to the end; returns the exit codes."""
-    with started(recipe, world) as attempt:
+def finish(recipe: Recipe, world: int, timeout: float = 120.0, around: Around = nullcontext) -> list[int | None]:
+    """Run to the end, its own or that of a rank; returns the exit codes."""
+    with started(recipe, world, around) as attempt:
         end = time.monotonic() + timeout
         while attempt.is_alive() and time.monotonic() < end and not any(rank.exitcode not in (None, 0) for rank in attempt.ranks):
             time.sleep(0.005)
@@ -114,7 +116,7 @@ def _wait_for_others(attempt: Attempt, seconds: float) -> None:
         time.sleep(0.001)
 
 
-def _rank(recipe: Recipe, rank: int, world: int, port: int, places: Any) -> None:
+def _rank(recipe: Recipe, rank: int, world: int, port: int, places: Any, around: Around) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -131,7 +133,8 @@ def _rank(recipe: Recipe, rank: int, world: int, port: int, places: Any) -> None
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
     try:
-        outcome = train(recipe, probe=lambda run: _noting(run, places, rank))
+        with around(rank):
+            outcome = train(recipe, probe=lambda run: _noting(run, places, rank))
         os._exit(outcome.get("exit_code", 0))
     except BaseException:
         (recipe.run.folder.parent / f"error-{rank}.txt").write_text(traceback.format_exc())

@@ -1,6 +1,7 @@
 """A real S3 server over HTTP on loopback (moto), and a proxy before it that breaks requests as a test says."""
 
 import http.client
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ def serve_s3(monkeypatch: pytest.MonkeyPatch, bucket: str = "bucket") -> Iterato
     }  # fmt: skip
     for name, value in values.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(logging.getLogger("werkzeug"), "disabled", True)  # a line for every request
     try:
         connection = http.client.HTTPConnection(host, port)
         for method, path in (("POST", "/moto-api/reset"), ("PUT", f"/{bucket}")):
@@ -63,6 +65,7 @@ def _proxy(port: int) -> tuple[ThreadingHTTPServer, Store]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # head and body of an answer in one go: in two, each waits 40 ms for the client's acknowledgement
 
         def _pass(self) -> None:
             store.requests.append((self.command, self.path))
@@ -103,6 +106,7 @@ def _proxy(port: int) -> tuple[ThreadingHTTPServer, Store]:
         def handle_expect_100(self) -> bool:
             self.send_response_only(100)
             self.end_headers()
+            self.wfile.flush()
             return True
 
         def log_message(self, format: str, *arguments: Any) -> None:
