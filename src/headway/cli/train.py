@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from headway.launch.local import Job
     from headway.train.config import Recipe
 
-RESUME_HELP = "auto: continue the run folder's newest checkpoint; never: begin anew; or a checkpoint: a folder, a run or s3://bucket/prefix."
+RESUME_HELP = (
+    "auto: continue the run folder's newest checkpoint; never: begin anew; or a checkpoint: a folder, a run or s3://bucket/prefix."
+)
 PROFILE_FLAGS = {"first_step": "--profile-from", "num_steps": "--profile-steps", "ratio": "--slow-ratio"}
 GPUS_HELP = "GPUs: ids as nvidia-smi has them (0,1), UUIDs, a type (A800), auto (all free ones) or none; default: run.gpus."
 
