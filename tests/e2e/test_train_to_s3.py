@@ -23,12 +23,6 @@ from headway.train import train
 from headway.train.config import Recipe
 from headway.train.folder import decide_start, prepare_folder
 
-# Sockets of clients and servers whose line was cut on purpose are closed when Python comes to it.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
 PLACE = S3Path("bucket", "runs/run")
 
 

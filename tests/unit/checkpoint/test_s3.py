@@ -18,12 +18,6 @@ from headway.runtime import s3 as s3_module
 from headway.runtime.places import S3Path, place_of
 from headway.runtime.s3 import S3, StoreDown
 
-# Sockets of clients and servers whose line was cut on purpose are closed when Python comes to it.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
 PLACE = S3Path("bucket", "runs/one")
 
 
