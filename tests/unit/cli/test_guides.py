@@ -1,0 +1,136 @@
+"""The guides and both front pages name only verbs, flags, settings, recipes and files that exist."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer
+from ruamel.yaml import YAML
+from support.fields import setting_paths
+
+from headway.cli import build_app
+from headway.train.config import Recipe
+
+ROOT = Path(__file__).parents[3]
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("README*.md")])
+GUIDES = [page for page in PAGES if page.name not in ("settings.md", "lab-notes.md")]
+FENCE = re.compile(r"(?ms)^```(\w*)\n(.*?)^```")
+NO_SETTINGS = (".yaml", ".json", ".jsonl", ".md", ".py", ".txt", ".log", ".tsv", "model.norm.weight", "model.safetensors")
+OF_OTHERS = {"--case", "--search", "--signal"}
+"""Flags of benchmarks and of SLURM."""
+WITH_RECIPE = {"train", "supervise", "verify resume", "sparsify"}
+
+
+@cache
+def commands() -> dict[str, click.Command]:
+    """Every verb by the words one types."""
+
+    def below(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, click.Command]]:
+        for name, one in getattr(command, "commands", {}).items():
+            yield from below(one, (*words, name))
+        if not hasattr(command, "commands"):
+            yield " ".join(words), command
+
+    return dict(below(typer.main.get_command(build_app()), ()))
+
+
+@cache
+def settings() -> tuple[set[str], set[str]]:
+    """All settings, and the sections and single words that lead to them."""
+    known = {re.sub(r"\[[\w.]+\]", "", path) for path in setting_paths(Recipe)}
+    return known, {".".join(path.split(".")[:end]) for path in known for end in range(1, path.count(".") + 1)}
+
+
+def flags(command: click.Command) -> set[str]:
+    return {flag for option in command.params for flag in (*option.opts, *option.secondary_opts) if flag.startswith("-")} | {"--help", "-h"}
+
+
+def is_setting(name: str) -> bool:
+    """`data.train.0.path`, `stages.2.data.train.0.path` and the like count by what they mean."""
+    plain = re.sub(r"\.\d+(?=\.|$)", "", re.sub(r"^stages\.\d+\.", "", name))
+    known, sections = settings()
+    return plain in known or plain in sections
+
+
+def lines(page: Path) -> list[list[str]]:
+    """The words of every headway command in the page's blocks."""
+    found: list[list[str]] = []
+    text = page.read_text(encoding="utf-8")
+    for kind, block in FENCE.findall(text):
+        if kind in ("", "sh", "bash", "console"):
+            for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+                if re.match(r"(\$ )?headway ", line):
+                    found.append(shlex.split(line.removeprefix("$ "), comments=True)[1:])
+    for code in re.findall(r"`(headway [a-z][^`\n]*)`", re.sub(r"(?s)```.*?```", "", text)):
+        words = code.replace("|", " ").split()[1:]
+        if any(verb == words[0] or verb.startswith(words[0] + " ") for verb in commands()) and not re.search(r"[|…]|\.\.\.", code):
+            found.append(words)
+    return found
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(commands()) > 30 and len([words for page in GUIDES for words in lines(page)]) > 150
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_commands_have_verbs_flags_and_settings_that_exist(page: Path) -> None:
+    for words in lines(page):
+        verb = next((" ".join(words[:count]) for count in (3, 2, 1) if " ".join(words[:count]) in commands()), None)
+        assert verb is not None, f"no such verb: headway {' '.join(words)}"
+        for word in words[len(verb.split()) :]:
+            if word == "--":
+                break
+            if word.startswith("-") and not re.fullmatch(r"-\d.*", word):
+                assert word.split("=")[0] in flags(commands()[verb]), f"headway {verb} has no {word}"
+            elif verb in WITH_RECIPE and (given := re.match(r"([a-z_]+(?:\.[\w]+)*)=", word)):
+                assert is_setting(given[1]), f"no such setting: {given[1]} in headway {' '.join(words)}"
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_settings_and_flags_in_running_text_exist(page: Path) -> None:
+    known, sections = settings()
+    heads = {path.split(".")[0] for path in known | sections}
+    text = re.sub(r"(?s)```.*?```", "", page.read_text(encoding="utf-8"))
+    if page.name.startswith("coming-from"):
+        text = re.sub(r"(?m)^\|[^|]*\|", "|", text)  # the first column is the other system's
+    for code in re.findall(r"`([^`\n]+)`", text):
+        for name in re.findall(r"(?<![\w./-])[a-z_]+(?:\.[a-z0-9_]+)+(?![\w/(*-])", code):
+            if name.split(".")[0] in heads and not name.endswith(NO_SETTINGS) and not name.startswith("model.layers."):
+                assert is_setting(name), f"no such setting: {name}"
+        for flag in re.findall(r"^--[a-z][a-z-]+", code):
+            assert flag in OF_OTHERS or any(flag in flags(command) for command in commands().values()), f"no verb has {flag}"
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_settings_in_recipes_exist(page: Path) -> None:
+    def check(value: Any, at: str, *, is_stage: bool = False) -> None:
+        for key, below in value.items() if isinstance(value, dict) else ():
+            if is_stage and key == "name":
+                continue
+            path = f"{at}.{key}" if at else str(key)
+            assert is_setting(path), f"no such setting: {path}"
+            if path not in FREE:
+                for one in below if isinstance(below, list) else [below]:
+                    check(one, "" if path == "stages" else path, is_stage=path == "stages")
+
+    for kind, block in FENCE.findall(page.read_text(encoding="utf-8")):
+        if kind == "yaml" and "\ntask: " not in block:
+            check(YAML(typ="safe").load(block), "")
+
+
+FREE = {"data.valid.sets"}
+"""Its keys are names."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_pages_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for path in re.findall(r"(?<![\w/])((?:recipes|tests|benchmarks|docs)/[\w/.-]+\.(?:yaml|py|md|png))", text):
+        assert (ROOT / path).exists(), path
+    for link in re.findall(r"\]\(([^)#\s]+)", text):
+        assert "://" in link or (page.parent / link).exists(), link
