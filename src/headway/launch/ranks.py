@@ -21,6 +21,7 @@ from types import FrameType
 from typing import IO, Any
 
 from headway.launch.failure import STOP_SIGNALS, Ended, RankError, cause, first_cause, read_failure
+from headway.runtime.flight import explain_flight
 from headway.runtime.process import FAILURE_FILE, LAUNCHER_PID
 
 POLL_SECONDS = 0.05
@@ -41,7 +42,7 @@ class Ranks:
     """The children of one launcher."""
 
     def __init__(self, command: Sequence[str], starts: Sequence[RankStart], environment: Mapping[str, str], logs: Path) -> None:
-        self.logs = logs
+        self.logs, self.begun = logs, time.time()
         self.reasons = tempfile.TemporaryDirectory(prefix="headway-ranks-")
         self.received: list[int] = []
         self.kill_at: float | None = None
@@ -146,7 +147,7 @@ class Ranks:
         for one in ended:
             self._keep_traceback(one)
         log = next((path for path in (self.logs / f"rank-{first.rank:05}.log", self.output_log(first.rank)) if path.exists()), None)
-        message = cause(first, log)
+        message = f"{cause(first, log)} {explain_flight(self.logs, self.begun)}".rstrip()
         if log is None and first.failure is not None and first.failure.traceback is not None:
             sys.stderr.write(first.failure.traceback)  # there is no run folder yet that could keep it
         return RankError(message, first.exit_code, first.at, first.failure.traceback if first.failure is not None else None)

@@ -16,6 +16,7 @@ from headway.optim.groups import count
 from headway.parallel.collectives import Group, form_groups, start_group
 from headway.plan.memory import Job, amount, estimate
 from headway.runtime.device import Compute, backend_of, choose_compute
+from headway.runtime.flight import flight_recorder
 from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.log import start_logging
 from headway.runtime.process import Process, from_environment, set_environment
@@ -33,7 +34,7 @@ from headway.train.probe import Probe
 from headway.train.resolve import Resolved, resolve
 from headway.train.shortage import describe_job, explaining_shortage
 from headway.train.staged import Begin, decide, look_ahead, run_stages
-from headway.train.trouble import explained, flight_recorder, tell_of_crash
+from headway.train.trouble import explained, tell_of_crash
 
 log = logging.getLogger("headway")
 

@@ -23,20 +23,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
-FLIGHT = {
-    "TORCH_FR_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    "TORCH_NCCL_DESYNC_DEBUG": "1",
-}
-"""What makes NCCL keep its last collectives and write them out when one takes too long; torch has two names for some."""
-
-
-def flight_recorder(run_dir: Path) -> dict[str, str]:
-    """Variables for NCCL's flight recorder: logs/flight-rank-N, to be read with `python -m torch.distributed.flight_recorder.fr_trace`."""
-    place = str((run_dir / "logs" / "flight-rank-").absolute())
-    return {**FLIGHT, "TORCH_FR_DUMP_TEMP_FILE": place, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": place}
-
 
 def explained(error: Exception, heart: Heartbeat, run_dir: Path, world: int) -> Exception:
     """The same error, or, where ranks lost each other, one that says which rank waited in what, and for whom."""

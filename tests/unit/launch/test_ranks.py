@@ -211,3 +211,22 @@ Ranks([sys.executable, "-c", {child!r}], starts, {{**os.environ, "PLACE": {str(t
     launcher.kill()
     launcher.wait()
     assert eventually_dead(pids)
+
+
+def test_what_nccl_left_behind_is_part_of_the_one_line(tmp_path: Path) -> None:
+    """A watchdog writes its dump and aborts: played by ranks that do so."""
+    entry = {
+        "process_group": ("0", "data"),
+        "profiling_name": "nccl:all_reduce",
+        "state": "started",
+        "record_id": 0,
+        "collective_seq_id": 7,
+    }
+    program = (
+        f"import pickle; pickle.dump({{'entries': [{entry!r}]}}, open({str(tmp_path)!r} + f'/flight-rank-{{rank}}', 'wb'))\nos.abort()"
+    )
+    with start(program, tmp_path, 1) as ranks, pytest.raises(RankError) as caught:
+        ranks.wait()
+    said = str(caught.value)
+    assert said.startswith("rank 0 was killed by SIGABRT. All ranks were ended.") and "\n" not in said
+    assert "NCCL: rank 0 waited in all_reduce 7 in data" in said
