@@ -1,5 +1,6 @@
 """Shared by all tests: few threads, a CPU whose bf16 products work, and no GPU unless the tests that need one were asked for."""
 
+import gc
 import os
 
 import pytest
@@ -15,3 +16,9 @@ def pytest_configure(config: pytest.Config) -> None:
     from headway.runtime.device import avoid_broken_amx
 
     avoid_broken_amx()
+
+
+def pytest_collection_finish() -> None:
+    """A run collects garbage before its first step; what was imported until here is none, and looking at it takes longer than the run."""
+    gc.collect()
+    gc.freeze()

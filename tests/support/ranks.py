@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # what ranks may need is loaded here once, not by each of them after it was forked
 
+import headway.parallel.fsdp  # noqa: F401
 from headway.parallel.collectives import Group, start_group
 from headway.runtime.process import Process
 

@@ -83,39 +83,47 @@ def best_fit(lengths: Longs, seq_len: int, max_segments: int, segments: Longs | 
     order = np.argsort(-lengths, kind="stable") if segments is None else np.lexsort((-segments, -lengths))
     if segments is None:
         sizes, counts = np.unique(-lengths, return_counts=True)
-        runs = _fit_runs(zip((-sizes).tolist(), counts.tolist(), strict=True), seq_len, max_segments)
+        taken, runs = _fit_runs(zip((-sizes).tolist(), counts.tolist(), strict=True), seq_len, max_segments)
     else:
-        runs = _fit_weighted(zip(lengths[order].tolist(), segments[order].tolist(), strict=True), seq_len, max_segments)
+        taken, runs = _fit_weighted(zip(lengths[order].tolist(), segments[order].tolist(), strict=True), seq_len, max_segments)
     rows = np.empty(len(lengths), np.int64)
-    rows[order] = np.repeat(*np.array(runs, np.int64).reshape(-1, 2).T)
+    rows[order] = np.repeat(np.array(taken, np.int64), np.array(runs, np.int64))
     return rows
 
 
-def _fit_runs(sizes: Iterable[tuple[int, int]], seq_len: int, max_segments: int) -> list[tuple[int, int]]:
-    """Place `count` pieces of each size; (row, how many) in the order of placing. Equal pieces follow each other into the tightest row."""
-    runs: list[tuple[int, int]] = []
+def _fit_runs(sizes: Iterable[tuple[int, int]], seq_len: int, max_segments: int) -> tuple[list[int], list[int]]:
+    """Place `count` pieces of each size; rows, and how many each takes, in the order of placing. Equal pieces go into the tightest row."""
+    rows: list[int] = []
+    runs: list[int] = []
     open_rows: list[tuple[int, int, int]] = []  # (room, row, segments used), ascending
     num_rows = 0
     for size, count in sizes:
-        while count:
-            at = bisect_left(open_rows, (size,))
-            if at < len(open_rows):
-                room, row, used = open_rows.pop(at)
-            else:
-                room, row, used = seq_len, num_rows, 0
-                num_rows += 1
+        while count and (at := bisect_left(open_rows, (size,))) < len(open_rows):
+            room, row, used = open_rows.pop(at)
             fitting = min(count, room // size, max_segments - used)
-            runs.append((row, fitting))
+            rows.append(row)
+            runs.append(fitting)
             count -= fitting
             room, used = room - fitting * size, used + fitting
             if room and used < max_segments:
                 insort(open_rows, (room, row, used))
-    return runs
+        fitting = min(seq_len // size, max_segments)  # in a new row
+        while count:
+            fitting = min(fitting, count)
+            new, room = range(num_rows, num_rows + count // fitting), seq_len - fitting * size
+            rows.extend(new)
+            runs.extend([fitting] * len(new))
+            if room and fitting < max_segments:
+                at = bisect_left(open_rows, (room, num_rows))
+                open_rows[at:at] = [(room, row, fitting) for row in new]
+            num_rows += len(new)
+            count -= fitting * len(new)
+    return rows, runs
 
 
-def _fit_weighted(pieces: Iterable[tuple[int, int]], seq_len: int, max_segments: int) -> list[tuple[int, int]]:
+def _fit_weighted(pieces: Iterable[tuple[int, int]], seq_len: int, max_segments: int) -> tuple[list[int], list[int]]:
     """As `_fit_runs` for single pieces that count as several segments each."""
-    runs: list[tuple[int, int]] = []
+    rows: list[int] = []
     open_rows: list[tuple[int, int, int]] = []
     num_rows = 0
     for size, weight in pieces:
@@ -127,10 +135,10 @@ def _fit_weighted(pieces: Iterable[tuple[int, int]], seq_len: int, max_segments:
         else:
             room, row, used = seq_len, num_rows, 0
             num_rows += 1
-        runs.append((row, 1))
+        rows.append(row)
         if room > size and used + weight < max_segments:
             insort(open_rows, (room - size, row, used + weight))
-    return runs
+    return rows, [1] * len(rows)
 
 
 def _fit(documents: Longs, lengths: Longs, shape: RowShape, segments: Longs | None) -> RowPlan:

@@ -76,7 +76,11 @@ class Passes:
         return self.over_ranks(StepResult(torch.zeros((), device=self.settings.device), sums)).metrics
 
     def _reseed(self, at: StepInfo, microbatch: int) -> None:
-        torch.manual_seed(derive(self.settings.seed, "microbatch", at.step, microbatch))
+        # torch.manual_seed notes a stack trace for every kind of device that this machine does not have: milliseconds each time
+        seed = derive(self.settings.seed, "microbatch", at.step, microbatch)
+        torch.default_generator.manual_seed(seed)
+        if self.settings.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def _moved(self, micro: Batch) -> Batch:
         """A microbatch on the device, with every column the objective needs; of its tokens, those that are this rank's."""

@@ -208,6 +208,7 @@ def describe() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def package_version(name: str) -> str | None:
     """The installed version of a package, None if it is not installed."""
     try:
