@@ -26,9 +26,13 @@ def case(name: str, head_size: int, groups: int, device: str = "cpu", dtype: tor
     return q, k, v, keys, values, torch.tensor(positions, device=device), plan
 
 
-def gaps(name: str, head_size: int, groups: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[float, bool]:
-    """How far the kernel is from the reference, and whether both kept the same."""
+def gaps(
+    name: str, head_size: int, groups: int, device: str = "cpu", dtype: torch.dtype = torch.float32, *, shared: bool = False
+) -> tuple[float, bool]:
+    """How far the kernel is from the reference, and whether both kept the same; `shared`: all rows stand at one position, kept once."""
     q, k, v, keys, values, position, plan = case(name, head_size, groups, device, dtype)
+    if shared:
+        position = torch.arange(3, 60, 9, device=device)[2:3].expand(len(position))
     kept_k, kept_v = keys.clone(), values.clone()
     expected = decode_reference(q, k, v, kept_k, kept_v, position, plan)
     found = decode_attention(q, k, v, keys, values, position, plan)

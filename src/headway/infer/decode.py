@@ -9,11 +9,12 @@ have few kernels. Compiling takes seconds, so a decoder that will take few steps
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from headway.infer.fuse import fuse_projections
+from headway.kernels.compiled import compile_half
 from headway.model.kv_cache import KVCache
 from headway.model.transformer import Block, Transformer
 
@@ -49,9 +50,8 @@ class Decoder:
             assert isinstance(block, Block)
             before, after = block.before, block.after
             if compiled:
-                options: Any = {"coordinate_descent_tuning": True} if search_kernels else None
-                before = torch.compile(before, fullgraph=True, dynamic=False, options=options)
-                after = torch.compile(after, fullgraph=True, dynamic=False, options=options)
+                options = {"coordinate_descent_tuning": True} if search_kernels else None
+                before, after = compile_half(before, options), compile_half(after, options)
             self._halves.append((before, after))
         self._graph: torch.cuda.CUDAGraph | None = None
         self._token = self._position = self._logits = torch.empty(0)

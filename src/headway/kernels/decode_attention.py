@@ -74,6 +74,7 @@ def decode_attention(
     """o [B,H,hd] of q [B,H,hd] at positions [B]; k and v [B,KV,hd] are kept in the flat buffers."""
     from headway.kernels.decode_attention_triton import attend, combine
 
+    position = position.contiguous()  # rows that share one may be a view that does not step
     attend(q, k, v, keys, values, position, plan)
     return combine(q, position, plan)
 

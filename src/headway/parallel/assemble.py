@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headway.errors import ConfigError
+from headway.kernels.compiled import compile_half
 from headway.kernels.fp8 import MULTIPLE, Scaling, convert
 from headway.model.adapter.config import AdapterConfig
 from headway.model.adapter.linear import adapt
@@ -101,8 +102,7 @@ def dress(
             block.use_attention(attention)
         recompute_in_halves(block, memory, compiled=compile_blocks)
         if compile_blocks:
-            block.before = torch.compile(block.before, fullgraph=True, dynamic=False)
-            block.after = torch.compile(block.after, fullgraph=True, dynamic=False)
+            block.before, block.after = compile_half(block.before), compile_half(block.after)
         if index in again:
             recompute_whole(block)
         if away is not None:

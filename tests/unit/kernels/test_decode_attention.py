@@ -21,6 +21,8 @@ def test_the_kernel_equals_the_reference_in_the_interpreter() -> None:
         "    for head_size, groups in ((16, 1), (24, 3), (64, 4)):\n"
         "        gap, same = gaps(name, head_size, groups)\n"
         "        assert gap < 1e-5 and same, (name, head_size, groups, gap, same)\n"
+        "gap, same = gaps('mixed', 16, 1, shared=True)\n"
+        "assert gap < 1e-5 and same, ('shared', gap, same)\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)

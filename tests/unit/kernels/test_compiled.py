@@ -1,0 +1,16 @@
+"""Halves of blocks may come in more variants than the compiler allows by itself."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from headway.kernels.compiled import compile_half
+
+
+def test_a_half_may_be_compiled_for_more_than_eight_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    half = compile_half(lambda x: x * 2)
+    for size in range(2, 14):
+        assert torch.equal(half(torch.ones(size)), torch.full((size,), 2.0))
