@@ -6,7 +6,6 @@ out. Each is counted in the report; a conversation with no target left is left o
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from headway.data.conversations import conversation_of
-from headway.data.convert import Options, convert
+from headway.data.convert import Options, convert_built
 from headway.data.masked_build import Build, Split
 from headway.data.source import Flags, Ids
 from headway.errors import ConfigError
@@ -154,6 +153,5 @@ def _one_side(build: Build, options: ChatOptions, folder: Path, split: Split | N
         return build.run(folder, split)
     built = folder.with_name(f".tmp-{folder.name}-tokens")
     counts = build.run(built, split)
-    convert(built, folder, options.to, Options(type=options.type))
-    shutil.rmtree(built)
+    convert_built(built, folder, options.to, Options(type=options.type))
     return counts

@@ -6,6 +6,7 @@ in silence. Formats that know no packs get the true documents of a pack one by o
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -24,8 +25,10 @@ from headway.data.foreign.zero2all_sft import SftPairWriter
 from headway.data.source import Flags, Ids, Longs, Source
 from headway.data.store import StoreWriter, dtype_for, is_store
 from headway.data.tokenize import TokenizeOptions, tokenize
-from headway.errors import ConfigError, DataError
+from headway.errors import ConfigError, DataError, HeadwayError
 from headway.runtime.progress import progress
+from headway.text.read import expand
+from headway.tokenizer.load import load_tokenizer
 
 if TYPE_CHECKING:
     from headway.tokenizer.load import Tokenizer
@@ -107,14 +110,28 @@ def convert(path: Path | str, out: Path | str, to: str, options: Options = Optio
 def tokenize_as(
     inputs: Sequence[Path | str], tokenizer: Path | str, out: Path | str, to: str, options: TokenizeOptions, layout: Options = Options()
 ) -> ConvertReport:
-    """Tokenize raw text into another system's format: into a headway store beside `out` first, so that a killed run continues."""
+    """Tokenize raw text into another system's format: into a headway store beside `out` first, so that a killed run continues.
+
+    What another tokenizer, other files or other options have left there is not taken for it.
+    """
     _check_target(Path(out), to)
-    built = Path(out).with_name(f".tmp-{Path(out).name}-tokens")
+    files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in expand(list(inputs))]
+    key = hashlib.sha256(repr((load_tokenizer(tokenizer).fingerprint, files, replace(options, workers=None))).encode()).hexdigest()
+    built = Path(out).with_name(f".tmp-{Path(out).name}-tokens-{key[:12]}")
     if not is_store(built):
         tokenize(inputs, tokenizer, built, options)
-    report = convert(built, out, to, layout)
+    return replace(convert_built(built, Path(out), to, layout), source="raw")
+
+
+def convert_built(built: Path, out: Path, to: str, layout: Options) -> ConvertReport:
+    """Convert a store that was made for this alone and is gone afterwards, also where the format does not allow what is in it."""
+    try:
+        report = convert(built, out, to, layout)
+    except HeadwayError:
+        shutil.rmtree(built)
+        raise
     shutil.rmtree(built)
-    return replace(report, source="raw")
+    return report
 
 
 def _check_target(out: Path, to: str) -> Target:

@@ -46,6 +46,8 @@ class Inspection:
     documents: int
     tokens: int | None
     """None: raw data, and no tokenizer was given."""
+    bytes: int = 0
+    """On the disk, as they lie there."""
     dtype: str | None = None
     fingerprint: str | None = None
     """The tokenizer that made the ids, where the store says so."""
@@ -91,6 +93,7 @@ def inspect(path: Path | str, kind: Kind | None = None, tokenizer: Tokenizer | N
         kind=found,
         documents=source.num_documents,
         tokens=source.num_tokens,
+        bytes=_bytes(Path(path)),
         dtype=source.dtype if isinstance(source, Store) else str(source.tokens(0, 0, 1).dtype),
         fingerprint=source.fingerprint,
         longest=longest,
@@ -133,8 +136,19 @@ def _raw(path: Path | str, tokenizer: Tokenizer | None) -> Inspection:
             advance(file.stat().st_size)
     counted = tokenizer is not None
     return Inspection(
-        str(path), "raw", documents, tokens if counted else None, longest=longest if counted else None, files=[str(file) for file in files]
+        path=str(path),
+        kind="raw",
+        documents=documents,
+        tokens=tokens if counted else None,
+        bytes=sum(file.stat().st_size for file in files),
+        longest=longest if counted else None,
+        files=[str(file) for file in files],
     )
+
+
+def _bytes(path: Path) -> int:
+    """Of a file, or of all files below a folder."""
+    return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
 
 
 def _texts(file: Path, needed: bool) -> Iterator[str]:

@@ -54,6 +54,19 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_what_a_refused_conversion_has_tokenized_is_not_taken_for_the_next_one(
+    tmp_path: Path, words: Path, letters: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "raw.jsonl").write_text('{"text": "abc"}\n{"text": "def"}\n', encoding="utf-8")
+    source = ["data", "tokenize", "--input", str(tmp_path / "raw.jsonl"), "--out", str(tmp_path / "out"), "--to", "zero2all"]
+    assert main([*source, "--tokenizer", str(letters)]) == 2
+    assert "need one begin token" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["raw.jsonl"], "nothing is left"
+    assert main([*source, "--tokenizer", str(words), "--begin-id", "0", "--no-eos"]) == 0
+    capsys.readouterr()
+    assert run(capsys, "inspect", tmp_path / "out")["dtype"] == "uint16" and not list(tmp_path.glob(".tmp-*"))
+
+
 def test_the_internlm_example_gives_offsets_0_90_208(tmp_path: Path, words: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "raw_data.txt").write_text(LINES, encoding="utf-8")
     source = ("tokenize", "--input", tmp_path / "raw_data.txt", "--tokenizer", words, "--to", "internlm", "--out")
@@ -63,6 +76,8 @@ def test_the_internlm_example_gives_offsets_0_90_208(tmp_path: Path, words: Path
     assert (tmp_path / "cn" / "output.bin").read_text().startswith('{"tokens": [73075, 75302, 69522, 69022, 98899,')
     inspected = run(capsys, "inspect", tmp_path / "cn")
     assert (inspected["kind"], inspected["documents"], inspected["tokens"], inspected["longest"]) == ("internlm", 3, 39, 15)
+    assert run(capsys, "inspect", tmp_path / "raw_data.txt")["bytes"] == len(LINES.encode())
+    assert inspected["bytes"] == sum(file.stat().st_size for file in (tmp_path / "cn").iterdir()) > 39
     assert inspected["types"] == {"cn": {"documents": 3, "tokens": 39}}
     found = run(capsys, *source, tmp_path / "folder", "--type", "cn")
     assert (tmp_path / "folder" / "cn" / "dataset.bin").read_bytes() == (tmp_path / "cn" / "output.bin").read_bytes()
