@@ -152,6 +152,18 @@ def test_one_command_sets_answers_and_validations_side_by_side(trained: Path, tm
     assert "rewards/accuracies" in capsys.readouterr().out
 
 
+def test_generate_answers_as_the_report_does(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(compare(trained, tmp_path / "report", "--json")) == 0
+    shown = [sample["text"] for sample in json.loads(capsys.readouterr().out)["models"][1]["samples"]]
+    asked = [word for question in QUESTIONS for word in ("--prompt", question)]
+    ask = ["generate", "--model", str(trained / "sft"), *asked, "--max-new-tokens", "8", "--chat-template"]
+    assert main([*ask, "chatml", "--json"]) == 0
+    assert [one["text"] for one in json.loads(capsys.readouterr().out)["generations"]] == shown
+    for wrong, word in ((["chatml", "--special"], "--chat-template and --special are both given"), (["nothing"], "template is 'nothing'")):
+        assert main([*ask, *wrong]) == 2
+        assert word in capsys.readouterr().err
+
+
 def test_stages_have_their_own_curves(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(recipe(folder, "staged", "stages=[{name: one, steps: 2}, {name: two, steps: 2}]"))
     from headway.train.history import read_training

@@ -22,6 +22,9 @@ def command(
     special: bool = typer.Option(
         False, "--special", help="Special tokens written in a prompt, <|im_start|> say, are those tokens, not text."
     ),
+    chat_template: str | None = typer.Option(
+        None, help="Prompts are questions to answer, in this template: a name, tokenizer (the model's own) or a .jinja file."
+    ),
     seed: int = typer.Option(0, help="Seed of the sampling."),
     masks: Path | None = _masks.MASKS,
     equal_per_layer: bool = _masks.EQUAL_PER_LAYER,
@@ -31,23 +34,25 @@ def command(
     device: str = typer.Option("auto", help="auto, cpu or cuda."),
     json: bool = JSON_FLAG,
 ) -> None:
-    """Continue prompts with a trained model."""
-    from headway.infer.generate import Options, generate, read_prompts
+    """Continue prompts, or answer questions, with a trained model."""
+    from headway.infer.generate import Options, answer, generate, read_prompts
     from headway.infer.load import load_model
     from headway.infer.sampling import Sampling
     from headway.runtime.device import choose_compute
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     options = Options(max_new_tokens, tuple(stop), special=special, sampling=sampling, chunk_tokens=chunk_tokens)
+    if chat_template is not None and special:
+        raise ConfigError("--chat-template and --special are both given; the template writes the special tokens. Leave --special out.")
     prompts = [*prompt, *(read_prompts(prompts_file) if prompts_file is not None else [])]
     if not prompts:
         raise ConfigError("no prompt is given. Use --prompt TEXT or --prompts-file FILE.")
     compute = choose_compute(device, "auto")
     loaded = load_model(model, device=compute.device, dtype=compute.dtype)
     loaded = _masks.with_masks(loaded, masks, equal_per_layer=equal_per_layer, window=stream_window, sinks=stream_sinks)
-    results = generate(loaded, prompts, options)
+    results = generate(loaded, prompts, options) if chat_template is None else answer(loaded, prompts, chat_template, options)
     if json:
         print_json(asdict(results[0]) if len(results) == 1 else {"generations": [asdict(result) for result in results]})
         return
     for one, result in zip(prompts, results, strict=True):
-        typer.echo(one + result.text)
+        typer.echo(one + result.text if chat_template is None else f"{one}\n{result.text}")

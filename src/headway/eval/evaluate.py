@@ -105,20 +105,10 @@ def share_a_tokenizer(evaluations: Sequence[Evaluation]) -> bool:
 def _samples(loaded: LoadedModel, plan: SamplePlan) -> list[Sample]:
     if not plan.prompts:
         return []
-    from headway.infer.generate import Options, generate, generate_from_ids
+    from headway.infer.generate import Options, answer, generate
     from headway.infer.sampling import Sampling
-    from headway.tokenizer.chat import Turn, answer_end, render_prompt
 
     prompts = [prompt for prompt in plan.prompts for _ in range(plan.per_prompt)]
     options = Options(plan.max_new_tokens, sampling=Sampling(plan.temperature, seed=plan.seed))
-    if plan.template is None:
-        made = generate(loaded, prompts, options)
-    elif (tokenizer := loaded.tokenizer) is None:
-        raise ConfigError(
-            f"{loaded.path}: holds no tokenizer, so nothing can be asked. Put tokenizer.json and tokenizer_config.json there."
-        )
-    else:
-        ids = [(prompt, render_prompt([Turn("user", prompt)], plan.template, tokenizer)) for prompt in prompts]
-        # A model that never learned the template may still end its answer there.
-        made = generate_from_ids(loaded, ids, replace(options, stop_ids=answer_end(plan.template, tokenizer)))
+    made = generate(loaded, prompts, options) if plan.template is None else answer(loaded, prompts, plan.template, options)
     return [Sample(prompt, one.text) for prompt, one in zip(prompts, made, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,7 @@ from headway.infer.prefill import CHUNK_TOKENS, last_hidden
 from headway.infer.sampling import Sampling, choose
 from headway.model.kv_cache import KVCache
 from headway.runtime.progress import progress
+from headway.tokenizer.chat import Turn, answer_end, render_prompt
 from headway.tokenizer.load import Tokenizer
 
 DECODED_BEFORE = 16
@@ -112,6 +113,14 @@ def generate(loaded: LoadedModel, prompts: Sequence[str], options: Options) -> l
     """Continue every prompt."""
     tokenizer = _tokenizer(loaded)
     return generate_from_ids(loaded, [(prompt, prompt_ids(tokenizer, prompt, special=options.special)) for prompt in prompts], options)
+
+
+def answer(loaded: LoadedModel, questions: Sequence[str], template: str, options: Options) -> list[Generation]:
+    """Answer every question: each is what a user says in a chat template, and the template's end of an answer ends it."""
+    tokenizer = _tokenizer(loaded)
+    ids = [(question, render_prompt([Turn("user", question)], template, tokenizer)) for question in questions]
+    # A model that never learned the template may still end its answer there.
+    return generate_from_ids(loaded, ids, replace(options, stop_ids=(*options.stop_ids, *answer_end(template, tokenizer))))
 
 
 def _tokenizer(loaded: LoadedModel) -> Tokenizer:
