@@ -71,7 +71,26 @@ def test_a_resume_that_differs_is_told_tensor_by_tensor(tmp_path: Path, capsys: 
     assert "NOT the same run" in said and "model.norm.weight" in said and "DIFFERS" in said
 
 
+@pytest.mark.parametrize(("kill_at", "resumed_from"), [(8, 7), (3, 2)], ids=["in the second stage", "in the first"])
+def test_a_recipe_in_stages_is_certified_stage_by_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kill_at: int, resumed_from: int
+) -> None:
+    recipe = write_recipe(tmp_path, make_stores(tmp_path))
+    with recipe.open("a") as file:
+        file.write("stages:\n  - {name: one, epochs: 1, checkpoint: {every: 100}}\n  - {name: two, freeze: [embeddings], steps: 99}\n")
+    trial = Trial((str(recipe), f"checkpoint.to={tmp_path / 'elsewhere'}"), steps=5, kill_at=kill_at, num_stages=2)
+    found = prove_resume(trial, load(Recipe, recipe), tmp_path / "trial", forked)
+    assert found["holds"] and found["rule"] == "bit for bit" and found["unequal"] == []
+    assert (found["killed_after_step"], found["resumed_from_step"]) == (kill_at, resumed_from)
+    assert [one["name"] for one in found["stages"]] == ["01-one", "02-two"] and all(s["whole"] == s["resumed"] for s in found["stages"])
+    assert not (tmp_path / "elsewhere").exists(), "the user's store is left alone"
+    show(found)
+    assert "02-two" in capsys.readouterr().out
+
+
 def test_a_kill_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--steps 9 x 2 stages"):
+        Trial((), steps=9, kill_at=18, num_stages=2)
     with pytest.raises(ConfigError, match="--kill-at is 9"):
         Trial((), steps=9, kill_at=9)
 

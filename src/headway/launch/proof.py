@@ -6,7 +6,7 @@
 
 On a GPU without `deterministic: true` two undisturbed runs differ too; then the recipe runs a fourth time, and the difference after the
 kill is held against that spread. Where the number of ranks changes, sums are taken in another order: the order of samples must be the
-same, and the parameters within a bound.
+same, and the parameters within a bound. Of a recipe in stages every stage trains N steps, K counts over all of them, and all must agree.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from headway.track.jsonl import read_metrics
 if TYPE_CHECKING:
     from headway.train.build import Run
     from headway.train.config import Recipe
+    from headway.train.resolve import Resolved
 
 SPREAD_FACTOR = 3.0
 """Without determinism: how many times the run-to-run spread the difference after a resume may be."""
@@ -54,10 +55,12 @@ class Trial:
     nproc: int | None = None
     resume_nproc: int | None = None
     bound: float | None = None
+    num_stages: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.kill_at < self.steps:
-            raise ConfigError(f"--kill-at is {self.kill_at}; it must be at least 1 and less than --steps {self.steps}.")
+        if not 1 <= self.kill_at < self.steps * self.num_stages:
+            stages = f" x {self.num_stages} stages" if self.num_stages > 1 else ""
+            raise ConfigError(f"--kill-at is {self.kill_at}; it must be at least 1 and less than --steps {self.steps}{stages}.")
 
     @property
     def changes_world(self) -> bool:
@@ -72,8 +75,6 @@ Train = Callable[[list[str], int | None, int | None], None]
 def prove_resume(trial: Trial, recipe: Recipe, folder: Path, train: Train | None = None) -> dict[str, Any]:
     """Run the trial in a folder; returns the certificate, in which `holds` is the answer."""
     train = train or in_processes
-    if recipe.stages:
-        raise ConfigError("the recipe has stages; give one of them as a recipe of its own to `headway verify resume`.")
     has_spread = backend_of(recipe.device) == "nccl" and not recipe.deterministic and not trial.changes_world
     with progress("verify resume", total=4 if has_spread else 3, unit="runs") as advance:
         whole, disturbed, again = folder / "whole", folder / "killed", folder / "again" if has_spread else None
@@ -86,25 +87,70 @@ def prove_resume(trial: Trial, recipe: Recipe, folder: Path, train: Train | None
         if again is not None:
             train(_arguments(trial, again), trial.nproc, None)
             advance(1)
-    readers = {run.name: open_checkpoint(run / "checkpoints" / f"step-{trial.steps:08}") for run in (whole, disturbed, again) if run}
-    certificates = {name: _certificate(reader, recipe, folder / name) for name, reader in readers.items()}
+    parts = _parts(recipe, whole)
+    compared = [_compare(trial, part, whole, disturbed, again) for part in parts]
     found: dict[str, Any] = {
         "steps": trial.steps,
         "killed_after_step": trial.kill_at,
-        "resumed_from_step": _resumed_from(disturbed),
-        "whole": certificates["whole"],
-        "resumed": certificates["killed"],
-        "unequal": _unequal(readers["whole"], readers["killed"]),
+        "resumed_from_step": _resumed_from(disturbed, trial, [part.label for part in parts]),
+        "whole": compared[-1]["whole"],
+        "resumed": compared[-1]["resumed"],
+        "unequal": [one for part in compared for one in part["unequal"]],
     }
+    if recipe.stages:
+        found["stages"] = [
+            {"name": part.label, "whole": one["whole"], "resumed": one["resumed"]} for part, one in zip(parts, compared, strict=True)
+        ]
     if again is not None:
-        found["spread"] = _largest(_unequal(readers["whole"], readers["again"]))
+        found["spread"] = max(one["spread"] for one in compared)
     return {**found, **_judge(trial, recipe, found, _same_order(whole, disturbed))}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A run, or one stage of it: where its checkpoints lie below the run folder, and what it reads."""
+
+    label: str
+    folder: str
+    resolved: Resolved
+
+
+def _parts(recipe: Recipe, whole: Path) -> list[_Part]:
+    from headway.infer.load import find_model
+    from headway.train.expand import FOLDER, expand
+    from headway.train.resolve import resolve
+    from headway.train.stages import resolve_stage
+
+    if not recipe.stages:
+        return [_Part("", ".", resolve(recipe))]
+    found: list[_Part] = []
+    for stage in expand(recipe):
+        before = find_model(whole / found[-1].folder) if stage.follows else None
+        found.append(_Part(stage.label, f"{FOLDER}/{stage.label}", resolve_stage(stage, before)))
+    return found
+
+
+def _compare(trial: Trial, part: _Part, whole: Path, disturbed: Path, again: Path | None) -> dict[str, Any]:
+    """The certificates of a part, and what is unequal in it."""
+
+    def reader(run: Path) -> Reader:
+        return open_checkpoint(run / part.folder / "checkpoints" / f"step-{trial.steps:08}")
+
+    one, two = reader(whole), reader(disturbed)
+    prefix = f"{part.label}/" if part.label else ""
+    return {
+        "whole": _certificate(one, part.resolved),
+        "resumed": _certificate(two, part.resolved),
+        "unequal": [{**entry, "name": prefix + entry["name"]} for entry in _unequal(one, two)],
+        "spread": None if again is None else _largest(_unequal(one, reader(again))),
+    }
 
 
 def _judge(trial: Trial, recipe: Recipe, found: dict[str, Any], same_order: bool) -> dict[str, Any]:
     difference = _largest(found["unequal"])
     judged: dict[str, Any] = {"same_sample_order": same_order, "largest_relative_difference": difference}
-    data_agrees = same_order and all(found["whole"][key] == found["resumed"][key] for key in ("data_cursor", "next_batch"))
+    pairs = [(one["whole"], one["resumed"]) for one in found.get("stages", [found])]
+    data_agrees = same_order and all(whole[key] == resumed[key] for whole, resumed in pairs for key in ("data_cursor", "next_batch"))
     if trial.changes_world:
         kind = recipe.precision if recipe.precision != "auto" else "bf16" if backend_of(recipe.device) == "nccl" else "fp32"
         bound = trial.bound if trial.bound is not None else BOUNDS[kind]
@@ -114,17 +160,20 @@ def _judge(trial: Trial, recipe: Recipe, found: dict[str, Any], same_order: bool
     if "spread" in found and found["spread"] > 0:
         rule = f"not deterministic on this GPU: the same data, tensors within {SPREAD_FACTOR:g} times the run-to-run spread"
         return {**judged, "rule": rule, "holds": data_agrees and difference <= SPREAD_FACTOR * found["spread"]}
-    return {**judged, "rule": "bit for bit", "holds": data_agrees and found["whole"] == found["resumed"] and not found["unequal"]}
+    return {**judged, "rule": "bit for bit", "holds": data_agrees and all(a == b for a, b in pairs) and not found["unequal"]}
 
 
 def _arguments(trial: Trial, run_dir: Path) -> list[str]:
     """The recipe with what the trial changes in it."""
-    every = max(1, (trial.kill_at + 1) // 2)  # so that some steps after the checkpoint are trained twice
+    every = max(1, ((trial.kill_at - 1) % trial.steps + 2) // 2)  # so that some steps after the checkpoint are trained twice
     settings = {
-        "run.dir": json.dumps(str(run_dir.parent)), "run.name": run_dir.name, "run.supervise": "false", "steps": trial.steps,
-        "epochs": "null", "track": "[]", "checkpoint.every": every, "checkpoint.at_end": "true", "log.every": trial.steps,
+        "steps": trial.steps, "epochs": "null", "track": "[]", "checkpoint.every": every, "checkpoint.at_end": "true",
+        "checkpoint.to": "null", "eval.stop": "null", "log.every": trial.steps,
     }  # fmt: skip
-    return [*trial.arguments, *(f"{key}={value}" for key, value in settings.items())]
+    staged = [(f"stages.{index}.{key}", value) for index in range(trial.num_stages) for key, value in settings.items()]
+    run = {"run.dir": json.dumps(str(run_dir.parent)), "run.name": run_dir.name, "run.supervise": "false", **settings}
+    changes = [*run.items(), *(staged if trial.num_stages > 1 else [])]
+    return [*trial.arguments, *(f"{key}={value}" for key, value in changes)]
 
 
 def in_processes(arguments: list[str], nproc: int | None, kill_at: int | None) -> None:
@@ -145,8 +194,10 @@ def killed_at(step: int) -> Callable[[Run], Any]:
 
     @contextmanager
     def probe(run: Run) -> Iterator[None]:
+        before = 0 if run.place is None else run.place.steps_before
+
         def after_step(done: int) -> None:
-            if done < step:
+            if before + done < step:
                 return
             run.saver.wait()
             run.ranks.world.most(0)  # the first rank writes what makes a checkpoint whole
@@ -159,7 +210,7 @@ def killed_at(step: int) -> Callable[[Run], Any]:
     return probe
 
 
-def _certificate(reader: Reader, recipe: Recipe, run_dir: Path) -> dict[str, Any]:
+def _certificate(reader: Reader, resolved: Resolved) -> dict[str, Any]:
     """Hashes of all that must be the same."""
     parameters, optimizer = hashlib.sha256(), hashlib.sha256()
     for name in reader.names():
@@ -169,11 +220,11 @@ def _certificate(reader: Reader, recipe: Recipe, run_dir: Path) -> dict[str, Any
             part.update(f"{name} {role} {tuple(content.shape)} {content.dtype}".encode())
             part.update(content.flatten().view(dtype=_bytes()).numpy().tobytes())
     scalars: Any = reader.scalars
-    batch = next_batch(recipe, scalars["cursor"])
+    batch = next_batch(resolved, scalars["cursor"])
     return {
         "parameters": parameters.hexdigest(),
         "optimizer": optimizer.hexdigest(),
-        "rng": _hash({"seed": recipe.seed, "step": reader.step, "engine": scalars["engine"]}),
+        "rng": _hash({"seed": resolved.recipe.seed, "step": reader.step, "engine": scalars["engine"]}),
         "data_cursor": _hash(scalars["cursor"]),
         "next_batch": _hash(batch),
         "next_batch_documents": {name: ids[:8] for name, ids in batch.items()},
@@ -186,15 +237,13 @@ def _bytes() -> Any:
     return torch.uint8
 
 
-def next_batch(recipe: Recipe, cursor: dict[str, Any]) -> dict[str, list[int]]:
+def next_batch(resolved: Resolved, cursor: dict[str, Any]) -> dict[str, list[int]]:
     """The documents of the batch that a cursor points at."""
     from headway.data.loader import LoaderState
     from headway.data.sources import open_data
     from headway.parallel.collectives import alone
     from headway.train.build import make_loader
-    from headway.train.resolve import resolve
 
-    resolved = resolve(recipe)
     config = resolved.recipe.model_copy(update={"data": resolved.recipe.data.model_copy(update={"workers": 0})})
     data = open_data(
         config.data, tokenizer=resolved.tokenizer_path, vocab_size=resolved.model.vocab, seed=config.seed, pairs=config.objective.PAIRS
@@ -235,7 +284,9 @@ def _same_order(one: Path, two: Path) -> bool:
     return left == right
 
 
-def _resumed_from(run: Path) -> int:
-    """The step of the checkpoint the second start read, from its log; 0 where there was none yet."""
-    found = re.findall(r"continues \S+ at step (\d+)", (run / "train.log").read_text(encoding="utf-8"))
-    return int(found[-1]) if found else 0
+def _resumed_from(run: Path, trial: Trial, labels: list[str]) -> int:
+    """The step the second start went on from, counted over all stages: that of a checkpoint, by its log, or the beginning of a stage."""
+    killed_in = (trial.kill_at - 1) // trial.steps
+    found = re.findall(r"continues (\S+) at step (\d+)", (run / "train.log").read_text(encoding="utf-8"))
+    inside = [int(step) for path, step in found if labels[killed_in] in path]
+    return killed_in * trial.steps + (inside[-1] if inside else 0)

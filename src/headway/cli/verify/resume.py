@@ -12,8 +12,8 @@ from headway.cli._recipe import RECIPE_ARGUMENT
 
 def command(
     arguments: list[str] = RECIPE_ARGUMENT,
-    steps: int = typer.Option(20, min=2, help="Steps to train."),
-    kill_at: int = typer.Option(13, help="Kill the run with SIGKILL after this step."),
+    steps: int = typer.Option(20, min=2, help="Steps to train, of each stage where there are several."),
+    kill_at: int = typer.Option(13, help="Kill the run with SIGKILL after this step, counted over all stages."),
     nproc: int | None = typer.Option(None, help="Ranks to train with; default: as `headway train`."),
     resume_nproc: int | None = typer.Option(None, help="Ranks to go on with after the kill; default: as many."),
     bound: float | None = typer.Option(None, help="Largest relative difference of a parameter where the number of ranks changes."),
@@ -26,7 +26,7 @@ def command(
     from headway.launch.proof import Trial, prove_resume
 
     recipe = read_recipe(arguments)
-    trial = Trial(tuple(arguments or ()), steps, kill_at, nproc, resume_nproc, bound)
+    trial = Trial(tuple(arguments or ()), steps, kill_at, nproc, resume_nproc, bound, max(1, len(recipe.stages)))
     if keep is not None:
         if keep.exists() and any(keep.iterdir()):
             raise ConfigError(f"--keep is {keep}; that folder is not empty. Give a new one.")
@@ -50,11 +50,12 @@ def show(found: dict[str, Any]) -> None:
         f"{found['steps']} steps; killed after step {found['killed_after_step']}, resumed from step {found['resumed_from_step']}; "
         f"rule: {found['rule']}"
     )
-    rows: list[tuple[str, str, str, str]] = []
-    for name in ("parameters", "optimizer", "rng", "data_cursor", "next_batch"):
-        one, two = found["whole"][name], found["resumed"][name]
-        rows.append((name.replace("_", " "), one[:16], two[:16], "=" if one == two else "DIFFERS"))
-    print_table(("sha256 of", "undisturbed", "killed and resumed", ""), rows)
+    for part in found.get("stages", [found]):
+        rows: list[tuple[str, str, str, str]] = []
+        for name in ("parameters", "optimizer", "rng", "data_cursor", "next_batch"):
+            one, two = part["whole"][name], part["resumed"][name]
+            rows.append((name.replace("_", " "), one[:16], two[:16], "=" if one == two else "DIFFERS"))
+        print_table(("sha256 of", "undisturbed", "killed and resumed", ""), rows, title=part.get("name"))
     for source, ids in found["whole"]["next_batch_documents"].items():
         typer.echo(f"next batch of {source}: documents {', '.join(map(str, ids))} ...")
     if found["unequal"]:
