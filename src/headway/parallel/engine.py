@@ -51,8 +51,9 @@ class Engine(Protocol):
         """Accumulate the gradients of one step; each microbatch adds its share of one global loss."""
         ...
 
-    def rehearse(self, batch: StepBatch, at: StepInfo) -> None:
-        """Forward and backward that leave nothing behind: no gradient, no change of state. All ranks call it together."""
+    def rehearse(self, batch: StepBatch, at: StepInfo, *, apart: bool = False) -> None:
+        """Forward and backward that leave nothing behind: no gradient, no change of state. All ranks call it together; `apart`, no rank
+        waits for another, so that one may break off (then `forget`)."""
         ...
 
     def forget(self) -> None:

@@ -13,6 +13,7 @@ gathered from its forward to the end of backward, because the head is applied af
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ from headway.parallel.config import ParallelConfig
 from headway.parallel.engine import Box, ReadTensor, StateTensor, StepResult, Update
 from headway.parallel.passes import Passes, Settings
 from headway.parallel.streamed import Local, Streamed
+from headway.parallel.trial import ShardTrial
 from headway.parallel.update import clip_guard
 from headway.parallel.zero1 import parameter_at, parameter_homes
 
@@ -91,6 +93,7 @@ class ShardedEngine:
         if GATES in group_of:
             model.model.embed_tokens.register_forward_hook(_needs_gradient)
         cut.apply(model, settings)
+        self.trial = ShardTrial(model)
         self.storage = storage_of(optimizer)
         self.streamed = Streamed(optimizer, settings.device) if cut.state_on_host else None
         if objective.module is not None:
@@ -123,14 +126,25 @@ class ShardedEngine:
                 self.ranks.reduce.all_reduce(part.parameter.grad).wait()
         return self.passes.over_ranks(result)
 
-    def rehearse(self, batch: StepBatch, at: StepInfo) -> None:
+    def rehearse(self, batch: StepBatch, at: StepInfo, *, apart: bool = False) -> None:
         """Forward and backward that leave nothing behind; FSDP2 exchanges gradients all the same."""
+
+        def before_last() -> None:
+            self._synchronize(True)
+            if apart:
+                self.trial.end_at_shards()
+
         self._synchronize(False)
-        self.passes.backward(batch, at, None, lambda: self._synchronize(True))
+        with ExitStack() as trial:
+            if apart:
+                trial.enter_context(self.ranks.apart())
+                trial.enter_context(self.trial.apart())
+            self.passes.backward(batch, at, None, before_last)
         self.forget()
 
     def forget(self) -> None:
         """Drop gradients that were not brought to an end."""
+        self.trial.recover()
         for part in self._training():
             part.parameter.grad = None
 

@@ -11,6 +11,7 @@ Nothing here waits for the device: the norm, the clip factor and the decision to
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -144,9 +145,11 @@ class FlatEngine:
                     self._norms.append(torch.linalg.vector_norm(bucket.own, dtype=torch.float32))
         return self.passes.over_ranks(result)
 
-    def rehearse(self, batch: StepBatch, at: StepInfo) -> None:
+    def rehearse(self, batch: StepBatch, at: StepInfo, *, apart: bool = False) -> None:
         """Forward and backward that leave nothing behind; gradients are not exchanged."""
-        self.passes.backward(batch, at, None, lambda: None)
+        self.flush()
+        with self.ranks.apart() if apart else nullcontext():
+            self.passes.backward(batch, at, None, lambda: None)
         self.forget()
 
     def forget(self) -> None:

@@ -174,44 +174,63 @@ def fit_micro_rows(
 
 
 class _Search:
-    """Looks for the largest microbatch that fits on a device, by forwards and backwards that leave nothing behind."""
+    """Looks for the largest microbatch that fits on every rank's device, by forwards and backwards that leave nothing behind."""
 
     def __init__(self, engine: Engine, ranks: Group, device: torch.device) -> None:
         self.engine, self.ranks, self.device = engine, ranks, device
 
     def run(self, sizes: Sequence[int], limit: int, step_of: Callable[[int], StepBatch]) -> int:
-        """Measure the two smallest, which are cheap, go to the largest that a straight line through them allows, and try that one."""
-        low = self._peak(step_of(sizes[0]))
+        """Measure the two smallest, which are cheap, go to the largest that a straight line through them allows, and try that one.
+
+        The smallest is tried with all exchanges, as in training, and must fit. From there on no rank waits for another in a trial, so
+        that memory may run out on any of them; all agree on what follows.
+        """
+        low = self._peak(step_of(sizes[0]), apart=False)
         if len(sizes) == 1:
             return sizes[0]
-        high = self._peak(step_of(sizes[1]))
+        high = self._tried(step_of(sizes[1]))
+        if not self._all(high is not None):
+            return sizes[0]
+        assert high is not None
         slope = max(1.0, (high - low) / (sizes[1] - sizes[0]))
         chosen = self._agree(max((n for n in sizes if low + slope * (n - sizes[0]) <= limit), default=sizes[0]))
-        while chosen > sizes[1] and not self._fits(step_of(chosen)):
-            chosen = max(n for n in sizes if n < chosen)
-        return self._agree(chosen)
+        while chosen > sizes[1] and not self._all(self._tried(step_of(chosen)) is not None):
+            smaller = max(n for n in sizes if n < chosen)
+            log.info("batch.micro_rows=auto: %d rows at once do not fit on every rank; %d are next", chosen, smaller)
+            chosen = smaller
+        return chosen
 
-    def _fits(self, step: StepBatch) -> bool:
+    def _tried(self, step: StepBatch) -> int | None:
+        """Bytes at the peak; None if memory ran out on this rank."""
         try:
-            self._peak(step)
+            return self._peak(step, apart=self.ranks.size > 1)
         except torch.OutOfMemoryError:
-            if self.ranks.size > 1:
-                raise  # the others wait in an exchange that this rank will not reach
-            fits = False
-        else:
-            return True
+            pass
         self.engine.forget()  # outside of the handler, whose traceback holds the tensors
-        return fits
+        return None
 
-    def _peak(self, step: StepBatch) -> int:
+    def _peak(self, step: StepBatch, *, apart: bool) -> int:
         """Bytes at the peak of forward and backward."""
         gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.engine.rehearse(step, StepInfo(0, 1))
-        torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device)
+        begin_peak(self.device)
+        self.engine.rehearse(step, StepInfo(0, 1), apart=apart)
+        return peak_bytes(self.device)
+
+    def _all(self, mine: bool) -> bool:
+        return all(self.ranks.gather(mine))
 
     def _agree(self, size: int) -> int:
         """What the rank with the least room can take."""
         return min(self.ranks.gather(size))
+
+
+def begin_peak(device: torch.device) -> None:
+    """Measure a device's memory from here on."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes that were held since `begin_peak`."""
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
