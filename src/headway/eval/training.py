@@ -56,7 +56,8 @@ def training_lines(trainings: Sequence[Training]) -> Iterable[str]:
     yield ""
     yield f"![training]({TRAINING})"
     yield ""
-    yield from markdown_table(COLUMNS, [row for one in trainings for row in rows(one)])
+    if table := [row for one in trainings for row in rows(one)]:
+        yield from markdown_table(COLUMNS, table)
     if any(
         point.numbers.get("rewards/accuracies") == 0 and point.step == 0 for one in trainings for at in one.valid.values() for point in at
     ):
