@@ -4,11 +4,13 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.ranks import start_processes
 from support.runs import deterministic, make_stores, write_recipe
 from support.s3_server import Store, serve_s3
 
@@ -98,6 +100,22 @@ def test_a_run_goes_on_from_a_url_when_its_disk_is_gone(store: Store, tmp_path: 
     assert newest_good(PLACE).path == PLACE / "step-00000010", "the store of the run it came from is left alone"
     with pytest.raises(ConfigError, match=r"s3://bucket/runs/nothing: there is no checkpoint"):
         train(recipe(), resume="s3://bucket/runs/nothing")
+
+
+def test_two_ranks_send_their_parts_through_a_store_that_fails_now_and_then(store: Store, tmp_path: Path, recipe: Any) -> None:
+    number = count()
+    store.fault = lambda method, path: 500 if next(number) % 5 == 4 else None
+    plan = recipe("steps=6", "parallel.timeout_seconds=20")
+
+    def work() -> None:
+        s3_module._client.cache_clear()  # a forked process must not talk over its parent's lines
+        train(plan)
+
+    start_processes(work, 2)
+    store.fault = lambda method, path: None
+    with open_checkpoint(PLACE / "step-00000006") as ours, open_checkpoint(tmp_path / "runs/run/checkpoints/step-00000006") as theirs:
+        assert ours.world == 2 and {"rank-00000.safetensors", "rank-00001.safetensors"} <= set(ours.files)
+        assert_same_tensors(ours, theirs)
 
 
 def test_beginning_anew_leaves_the_old_ones_out(store: Store, tmp_path: Path, recipe: Any) -> None:

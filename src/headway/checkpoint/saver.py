@@ -3,7 +3,8 @@
     training:  ... step | copy to the host | step | step | step ...        stalled only for the copy
     thread:                                | write, hash, fsync, read back, manifest, rename, retain |
 
-One save is under way at a time; the next waits for it. A save that fails leaves the older checkpoints, is told, and does not end training.
+One save is under way at a time; the next waits for it, but not for a store that is down. A save that fails leaves the older checkpoints,
+is told, and does not end training.
 All ranks come to the same end, because they agree on every stage over a group of their own.
 """
 
@@ -13,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +94,7 @@ class Saver:
     def save(self, job: Job, records: Iterable[TensorRecord]) -> float:
         """Save; returns for how many seconds the caller was kept from other work. A failure is told, not raised."""
         begun = time.perf_counter()
-        self.wait()
+        self.make_room()
         if not job.snapshot:
             self.started_step = job.step
         records = list(records)
@@ -115,6 +117,11 @@ class Saver:
         if self._bug is not None:
             bug, self._bug = self._bug, None
             raise bug
+
+    def make_room(self) -> None:
+        """Wait like `wait`, but not for a store that is down: that upload fails, and the next one sends a newer checkpoint."""
+        with nullcontext() if self.remote is None else self.remote.store.hurried():
+            self.wait()
 
     def require(self) -> None:
         """Wait, and raise what the newest save failed of: at the end of a run nothing may be lost silently."""

@@ -11,9 +11,11 @@ import base64
 import hashlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ PART_BYTES = 16 << 20
 MOST_PARTS = 9000
 THREADS = 4
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
+HURRY_SECONDS = 2.0
+"""How long a call is still made again once somebody waits for it."""
 PASSING = {"InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout", "RequestTimeTooSkewed", "Throttling", "ThrottlingException"}
 
 
@@ -40,6 +44,16 @@ class S3:
         self.on_trouble: Callable[[str], None] = lambda text: None
         """Told when a call fails and is made again, once until one succeeds."""
         self._troubled = False
+        self._hurry = threading.Event()
+
+    @contextmanager
+    def hurried(self) -> Iterator[None]:
+        """Inside, calls under way in other threads that fail are not made again for long; one that the store answers takes its time."""
+        self._hurry.set()
+        try:
+            yield
+        finally:
+            self._hurry.clear()
 
     @property
     def client(self) -> Any:
@@ -50,7 +64,8 @@ class S3:
         """One request about an object, made again while that can help."""
         from botocore.exceptions import BotoCoreError, ClientError
 
-        end, pause = time.monotonic() + self.patience_seconds, FIRST_PAUSE_SECONDS
+        begun, pause = time.monotonic(), FIRST_PAUSE_SECONDS
+        end = begun + self.patience_seconds
         while True:
             try:
                 answer = getattr(self.client, name)(Bucket=place.bucket, **arguments)
@@ -67,12 +82,14 @@ class S3:
                 reason = str(problem)
                 if "credentials" in reason.lower():
                     raise ConfigError(f"{place}: no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.") from None
+            if self._hurry.is_set():
+                end, pause = min(end, time.monotonic() + HURRY_SECONDS), min(pause, FIRST_PAUSE_SECONDS)
             if time.monotonic() + pause > end:
-                raise StoreDown(f"{place}: the store does not answer: {reason}. Tried for {self.patience_seconds:.0f} s.")
+                raise StoreDown(f"{place}: the store does not answer: {reason}. Tried for {time.monotonic() - begun:.0f} s.")
             if not self._troubled:
                 self._troubled = True
                 self.on_trouble(f"{place}: {reason}; trying again for up to {self.patience_seconds:.0f} s")
-            time.sleep(pause)
+            self._hurry.wait(pause) if not self._hurry.is_set() else time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def read(self, place: S3Path) -> bytes | None:

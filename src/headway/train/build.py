@@ -59,6 +59,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
+UPLOAD_SECONDS = 6 * 3600.0
+"""How long ranks may wait for one of them that sends to a store: they do so beside training, and a large file on a slow line takes long."""
+
 
 @dataclass
 class Run:
@@ -257,7 +260,8 @@ def make_saver(resolved: Resolved, start: Start, ranks: Ranks, process: Process)
     """What writes checkpoints; its ranks talk over a group of their own, because it works while training exchanges."""
     config = resolved.recipe.checkpoint
     local, place = config.place(start.folder)
-    group = ranks.world.beside(resolved.recipe.parallel.timeout_seconds)
+    timeout_seconds = resolved.recipe.parallel.timeout_seconds
+    group = ranks.world.beside(timeout_seconds if place is None else max(timeout_seconds, UPLOAD_SECONDS))
     saver = Saver(local, config, Writers(group.rank, group.size, group.gather), resolved.tokenizer_path)
     saver.ranks_here = -(-process.world // process.num_nodes)
     saver.remote = None if place is None else Remote(place, config)

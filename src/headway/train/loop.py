@@ -63,7 +63,7 @@ def run_loop(run: Run) -> dict[str, Any]:
             report(run, everything=True)
             wanted = run.recipe.checkpoint.at_end or asked is not None
             run.heart.beat("save", state.step)
-            run.saver.wait()
+            run.saver.make_room()
             if state.step > run.saver.saved_step and wanted:
                 save(run, clock)
     finally:

@@ -1,5 +1,6 @@
 """Checkpoints in S3, against a real server over HTTP: complete or absent, sent once, read in ranges, and faults cost time alone."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,21 @@ def test_a_store_that_stays_down_fails_the_save_keeps_the_local_one_and_is_caugh
     again.resume_upload()
     again.require()
     assert newest_good(PLACE).path == PLACE / "step-00000015"
+
+
+def test_a_save_does_not_wait_for_a_store_that_is_down(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_module, "HURRY_SECONDS", 0.2)
+    one, told, is_down = saver(tmp_path, retry_seconds=60), list[str](), True
+    one.on_failure(told.append)
+    store.fault = lambda method, path: 503 if is_down else None
+    begun = time.monotonic()
+    for step in (5, 10, 15):
+        save(one, step)
+    assert time.monotonic() - begun < 15, "nobody waits a minute"
+    assert [("step 5" in text, "step 10" in text) for text in told if "was not sent" in text] == [(True, False), (False, True)]
+    is_down = False
+    one.require()
+    assert newest_good(PLACE).path == PLACE / "step-00000015" and newest_good(tmp_path).path == tmp_path / "step-00000015"
 
 
 def test_an_upload_that_was_cut_off_is_continued_not_repeated(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
