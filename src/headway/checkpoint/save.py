@@ -144,10 +144,19 @@ def clean(checkpoints: Path) -> None:
                 path.unlink()
 
 
+def _drop_own(checkpoints: Path, name: str) -> None:
+    """On a disk of its own a rank's files keep their first names, and nobody else removes those of earlier saves."""
+    for path in checkpoints.glob(f"{TEMPORARY_PREFIX}*/{name}"):
+        path.unlink()
+        if not any(path.parent.iterdir()):
+            path.parent.rmdir()
+
+
 def _write_rank(folder: Path, records: Iterable[TensorRecord], rank: int, *, read_back: bool) -> dict[str, Any]:
     """Write this rank's safetensors file; each box is hashed while it is written, and at most one is copied to the host at a time."""
-    folder.mkdir(parents=True, exist_ok=True)  # there already, unless this machine has a disk of its own
     path = folder / f"rank-{rank:05}.safetensors"
+    _drop_own(folder.parent, path.name)
+    folder.mkdir(parents=True, exist_ok=True)  # there already, unless this machine has a disk of its own
     records = list(records)
     pieces = [
         (record, tuple(offset), tensor)

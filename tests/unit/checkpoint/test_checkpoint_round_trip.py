@@ -232,3 +232,12 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000007"]
     assert locate(tmp_path) == tmp_path / "step-00000007"
     assert json.loads((tmp_path / "latest" / "manifest.json").read_text())["step"] == 7
+
+
+def test_a_rank_with_a_disk_of_its_own_keeps_its_newest_part_alone_and_may_write_it_again(tmp_path: Path) -> None:
+    """Rank 1 of 2 on another machine: rank 0 renames and cleans on its own disk, not here."""
+    writers = Writers(1, 2, lambda value: [{"result": None, "error": None}, value])
+    for step in (5, 10, 10):
+        save_checkpoint(tmp_path, step, [whole("w", torch.full((3,), float(step)))], {}, writers=writers)
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors")] == [".tmp-step-00000010/rank-00001.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == [".tmp-step-00000010"]
