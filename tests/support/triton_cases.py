@@ -1,0 +1,103 @@
+"""The Triton kernels beside their references, in Triton's interpreter: TRITON_INTERPRET=1 python -m support.triton_cases says what differs.
+
+The interpreter is chosen when a kernel is made, so all cases run in one process of their own. Products of 16-bit numbers are wrong there
+(`tl.dot`); those are tests/gpu's.
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from headway.kernels.adamw import Numbers, Tensors, _fused, adamw_step_reference
+from headway.kernels.cross_entropy import Shaping, softmax_gradient_reference
+from headway.kernels.cross_entropy_triton import softmax_gradient_cuda
+from headway.kernels.streaming_pieces import merge_reference
+from headway.kernels.streaming_triton import merge_cuda
+from support.decode_case import REGIONS, gaps
+
+
+def adamw() -> None:
+    """With and without a narrow copy, both directions, skipped and not."""
+
+    def made(seed: int) -> Tensors:
+        generator = torch.Generator().manual_seed(seed)
+        flat = [torch.randn(5000, generator=generator) for _ in range(3)] + [torch.rand(5000, generator=generator)]
+        copies, counts = flat[0].bfloat16(), torch.tensor([3.0, 3.0])
+        parts = [[one[:2048], one[2048:]] for one in (*flat, copies)]
+        return Tensors(*parts[:4], [counts[0], counts[1]], parts[4] if seed else ())
+
+    for seed, maximize, bad in ((0, False, 0.0), (0, True, 1.0), (1, True, 0.0), (1, False, 1.0)):
+        ours, theirs = made(seed), made(seed)
+        numbers, scale = Numbers(1e-2, 0.9, 0.999, 1e-8, 0.1, maximize), torch.tensor(2.5)
+        _fused(ours, numbers, scale, torch.tensor(bad))
+        adamw_step_reference(theirs, numbers, scale, torch.tensor(bad))
+        for name, one, other in zip(Tensors._fields, ours, theirs, strict=True):
+            if name == "grads":
+                continue
+            for a, b in zip(one, other, strict=True):
+                torch.testing.assert_close(a, b, rtol=2e-6 if a.dtype == torch.float32 else 8e-3, atol=1e-7)
+                assert not bad or name == "copies" or torch.equal(a, b), name
+
+
+def decode_attention() -> None:
+    """Every kind of region, head sizes that are no powers of two, grouped heads, rows at one position."""
+    for name in REGIONS:
+        for head_size, groups in ((16, 1), (24, 3), (64, 4)):
+            gap, same = gaps(name, head_size, groups)
+            assert gap < 1e-5 and same, (name, head_size, groups, gap, same)
+    gap, same = gaps("mixed", 16, 1, shared=True)
+    assert gap < 1e-5 and same, ("shared", gap, same)
+
+
+def softmax_gradient() -> None:
+    """Vocabularies that are no powers of two, one and several blocks, with smoothing and z-loss, in fp32 and bf16."""
+    for vocab, smoothing, z, dtype in (
+        (37, 0.0, 0.0, torch.float32),
+        (100, 0.1, 1e-3, torch.float32),
+        (9001, 0.1, 0.0, torch.float32),
+        (100, 0.0, 1e-3, torch.bfloat16),
+    ):
+        generator = torch.Generator().manual_seed(vocab)
+        logits = (3 * torch.randn(5, vocab, generator=generator)).to(dtype)
+        targets, coefficients = torch.randint(vocab, (5,), generator=generator), torch.rand(5, generator=generator)
+        ours, theirs = logits.clone(), logits.clone()
+        found = softmax_gradient_cuda(ours, targets, coefficients, smoothing, z)
+        expected = softmax_gradient_reference(theirs, targets, coefficients, Shaping(smoothing, z))
+        narrow = dtype != torch.float32
+        for one, other in zip((*found, ours), (*expected, theirs), strict=True):
+            torch.testing.assert_close(one.float(), other.float(), rtol=1e-2 if narrow else 1e-5, atol=1e-6)
+
+
+def merge() -> None:
+    """A piece at a slice and at listed places, widths that are no powers of two."""
+    for width, at in ((16, slice(3, 43)), (24, torch.tensor([0, 5, 49, 7]))):
+        generator = torch.Generator().manual_seed(width)
+        count = len(range(50)[at]) if isinstance(at, slice) else len(at)
+        o, lse = torch.randn(50, 2, width, generator=generator), torch.randn(2, 50, generator=generator)
+        part, part_lse = torch.randn(count, 2, width, generator=generator), torch.randn(2, count, generator=generator)
+        ours, theirs = (o.clone(), lse.clone()), (o.clone(), lse.clone())
+        merge_cuda(*ours, part, part_lse, at)
+        merge_reference(*theirs, part, part_lse, at)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+CASES: dict[str, Callable[[], None]] = {case.__name__: case for case in (adamw, decode_attention, softmax_gradient, merge)}
+
+
+def main() -> None:
+    """Run all; standard output gets one JSON object: case -> "" or why it failed."""
+    found = {}
+    for name, case in CASES.items():
+        try:
+            case()
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
