@@ -9,8 +9,8 @@ from headway.kernels.compiled import compile_half
 
 
 def test_a_half_may_be_compiled_for_more_than_eight_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    half = compile_half(lambda x: x * 2)
-    for size in range(2, 14):
-        assert torch.equal(half(torch.ones(size)), torch.full((size,), 2.0))
+    with torch._dynamo.config.patch(recompile_limit=8):  # pytest's own patch leaves the setting deleted
+        half = compile_half(lambda x: x * 2)
+        for size in range(2, 14):
+            assert torch.equal(half(torch.ones(size)), torch.full((size,), 2.0))
