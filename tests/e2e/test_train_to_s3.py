@@ -1,7 +1,10 @@
 """A run whose checkpoints go to S3 is the run it would be: also after its disk is gone, and with a store that is down for a while."""
 
+import os
 import shutil
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import count
@@ -116,6 +119,33 @@ def test_two_ranks_send_their_parts_through_a_store_that_fails_now_and_then(stor
     with open_checkpoint(PLACE / "step-00000006") as ours, open_checkpoint(tmp_path / "runs/run/checkpoints/step-00000006") as theirs:
         assert ours.world == 2 and {"rank-00000.safetensors", "rank-00001.safetensors"} <= set(ours.files)
         assert_same_tensors(ours, theirs)
+
+
+def test_asked_to_stop_while_the_store_is_down_a_run_leaves_in_time_and_the_next_start_sends(
+    store: Store, tmp_path: Path, recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_module, "HURRY_SECONDS", 0.2)
+    down = threading.Event()
+    store.fault = lambda method, path: 503 if down.is_set() else None
+
+    def probe(run: Any) -> Any:
+        def after_step(step: int) -> None:
+            if step == 3:
+                down.set()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        run.after_step = after_step
+        return nullcontext()
+
+    begun = time.monotonic()
+    stopped = train(recipe("checkpoint.retry_seconds=60", "run.grace_seconds=1"), probe=probe)
+    assert stopped["exit_code"] == 128 + signal.SIGTERM and time.monotonic() - begun < 20
+    assert newest_good(tmp_path / "runs/run/checkpoints").path == tmp_path / "runs/run/checkpoints/step-00000003"
+    down.clear()
+    assert newest_good(PLACE).path is None
+    with pytest.raises(Cut):
+        train(recipe("checkpoint.every=100"), probe=cut_after(4))
+    assert newest_good(PLACE).path == PLACE / "step-00000003"
 
 
 def test_beginning_anew_leaves_the_old_ones_out(store: Store, tmp_path: Path, recipe: Any) -> None:

@@ -123,6 +123,14 @@ class Saver:
         with nullcontext() if self.remote is None else self.remote.store.hurried():
             self.wait()
 
+    def part(self, seconds: float) -> None:
+        """For a run that was asked to stop: what is whole on the disk but cannot be sent in so many seconds is left to the next start."""
+        self.wait(seconds)
+        self.make_room()
+        if self.failed is not None and self.remote is not None and self.saved_step == self.started_step:
+            log.warning("the checkpoint of step %d stays on the disk; the next start sends it", self.saved_step)
+            self.failed = None
+
     def require(self) -> None:
         """Wait, and raise what the newest save failed of: at the end of a run nothing may be lost silently."""
         self.wait()

@@ -66,6 +66,8 @@ def run_loop(run: Run) -> dict[str, Any]:
             run.saver.make_room()
             if state.step > run.saver.saved_step and wanted:
                 save(run, clock)
+            if asked is not None:
+                run.saver.part(run.recipe.run.grace_seconds / 2)
     finally:
         run.loader.close()
         gc.enable()
