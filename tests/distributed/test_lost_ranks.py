@@ -1,6 +1,8 @@
 """When ranks lose each other, the error names who waited, in which exchange, and for whom; a crash is told once over all ranks."""
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,6 +64,18 @@ def test_a_rank_that_is_gone_is_named(recipe: Path) -> None:
         assert attempt.ranks[0].exitcode == 1
     said = (plan.run.folder.parent / "error-0.txt").read_text().splitlines()[-1]
     assert "CommunicationError: rank 0 waited" in said and "Gone: rank 1" in said and "[/" not in said, said
+
+
+def test_ranks_asked_to_stop_leave_alike_though_one_has_begun_its_loop_and_the_other_has_not(recipe: Path) -> None:
+    plan = small(recipe, "asked")
+
+    @contextmanager
+    def probe(run: Any) -> Iterator[None]:
+        run.stop.starting = run.process.rank == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield
+
+    assert [outcome["exit_code"] for outcome in start_processes(lambda: train(plan, probe=probe), 2)] == [143, 143]
 
 
 def test_a_crash_of_one_rank_is_told_once_with_its_traceback(recipe: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from headway.errors import ConfigError
+from headway.errors import CommunicationError, ConfigError
 from headway.infer.load import FINAL
 from headway.model.families.base import published
 from headway.optim.groups import count
@@ -17,7 +17,7 @@ from headway.parallel.collectives import Group, form_groups, start_group
 from headway.plan.memory import Job, amount, estimate
 from headway.runtime.device import Compute, backend_of, choose_compute
 from headway.runtime.flight import flight_recorder
-from headway.runtime.heartbeat import Heartbeat
+from headway.runtime.heartbeat import Heartbeat, is_lost
 from headway.runtime.log import start_logging
 from headway.runtime.process import Process, from_environment, set_environment
 from headway.runtime.stop import Interrupted, StopSignal
@@ -83,7 +83,7 @@ def _run(session: Session, resolved: Resolved, resume: str, place: Place | None 
     stop.starting = True
     with _explaining(resolved, process):
         run = _build(resolved, resume, process, world)
-    recipe, start = resolved.recipe, run.start
+    recipe, start, began = resolved.recipe, run.start, run.state.step
     run.stop, run.place = stop, place
     stop.is_saving = lambda: run.heart.phase == "save" or run.saver.is_busy
     stop.has_something_to_save = lambda: run.state.step > run.saver.saved_step
@@ -103,6 +103,11 @@ def _run(session: Session, resolved: Resolved, resume: str, place: Place | None 
         also = None if place is None else place.home
         with start_logging(start.folder, rank=process.rank, also=also), closing(run), _explaining(resolved, process, run):
             return _train(run, session.probe)
+    except (CommunicationError, RuntimeError) as error:
+        # a rank that was asked to stop before its loop began has left; this one, asked in its loop, has just as little to save
+        if stop.requested is not None and run.state.step == began and (isinstance(error, CommunicationError) or is_lost(error)):
+            raise Interrupted(stop.requested) from error
+        raise
     finally:
         stop.is_saving = stop.has_something_to_save = lambda: False  # lets go of the run
 
