@@ -15,7 +15,9 @@ def command(
     """The main job in small: tokenizer, data, pretraining, evaluation, fine-tuning, preference, export; on a CPU, offline, in minutes."""
     from headway.demo.run import run_demo
     from headway.runtime.log import start_logging
+    from headway.runtime.storage import check_writable
 
+    check_writable(out)
     with start_logging():
         summary = run_demo(out)
     if json:

@@ -40,6 +40,8 @@ def read_yaml(path: Path, where: Where | None = None) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file. Give the path of a recipe, e.g. recipes/laptop/pretrain.yaml.") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder. Give the path of a recipe; a run's own is {path}/recipe.yaml.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as text: {error}.") from None
     try:

@@ -120,7 +120,7 @@ def open_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -
         path = _cached(one, config, tokenizer)
     if config.stage_to is not None:
         path = staged(path, config.stage_to)
-    return open_store(path)
+    return open_store(path, one.path if kind == "raw" else None)
 
 
 def _cached(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Path:

@@ -37,26 +37,30 @@ def dtype_for(vocab_size: int) -> Dtype:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def open_store(path: Path | str) -> Store:
-    """Open a finished store; a half-written one, or one whose files have other sizes than store.json says, is refused."""
+def open_store(path: Path | str, name: str | None = None) -> Store:
+    """Open a finished store; a half-written one, or one whose files have other sizes than store.json says, is refused.
+
+    `name`: what people know it by, where it is a copy or was built from other files; default: its path.
+    """
     folder = Path(path)
     manifest = read_manifest(folder)
     for shard in manifest.shards:
-        for name, expected in shard.files.items():
+        for file, expected in shard.files.items():
             try:
-                size = os.path.getsize(folder / name)
+                size = os.path.getsize(folder / file)
             except OSError as problem:
-                raise DataError(f"{folder / name}: cannot be read: {problem.strerror}. Copy or build the store again.") from None
+                raise DataError(f"{folder / file}: cannot be read: {problem.strerror}. Copy or build the store again.") from None
             if size != expected.bytes:
-                raise DataError(f"{folder / name}: has {size} bytes; {MANIFEST_NAME} says {expected.bytes}. Copy or build the store again.")
-    return Store(folder, manifest)
+                raise DataError(f"{folder / file}: has {size} bytes; {MANIFEST_NAME} says {expected.bytes}. Copy or build the store again.")
+    return Store(folder, manifest, name)
 
 
 class Store(Source):
     """A finished store, memory-mapped."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, name: str | None = None) -> None:
         self.folder = folder
+        self._name = name
         self.manifest = manifest
         self._maps: dict[str, np.ndarray] = {}
         self._first_document = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
@@ -64,8 +68,8 @@ class Store(Source):
 
     @property
     def name(self) -> str:
-        """The folder's path."""
-        return str(self.folder)
+        """What people know it by: the folder's path unless it was given."""
+        return str(self.folder) if self._name is None else self._name
 
     @property
     def num_documents(self) -> int:

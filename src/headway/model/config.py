@@ -8,6 +8,10 @@ from pydantic import field_validator, model_validator
 from headway.config.section import Section, setting
 from headway.model.presets import PRESETS
 
+MOST_NUMBERS = 1 << 40
+"""Numbers of the largest matrix: what lies beyond is a slip of the keys, and overflows where torch counts bytes."""
+MOST_LAYERS = 10_000
+
 
 class RopeScaling(Section):
     """How rotary positions are stretched beyond the length a model was trained at."""
@@ -105,6 +109,12 @@ class ModelConfig(Section):
     def _fits(self) -> "ModelConfig":
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads is {self.num_heads}; it must divide hidden_size={self.hidden_size}, or head_dim must be given")
+        widest = max(self.hidden_size, self.ffn_size, self.vocab_size or 0, self.num_heads * self.head_size)
+        if self.hidden_size * widest > MOST_NUMBERS or self.num_layers > MOST_LAYERS:
+            raise ValueError(
+                f"hidden_size is {self.hidden_size}, its widest matrix {widest}, num_layers {self.num_layers}; "
+                f"a matrix may have {MOST_NUMBERS} numbers and a model {MOST_LAYERS} layers. Give smaller ones"
+            )
         if self.head_size % 2:
             raise ValueError(f"head_dim is {self.head_size}; it must be even for rotary positions")
         if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:

@@ -45,6 +45,9 @@ class CleanRules:
         for name in ("min_letters", "max_digits", "max_signs", "max_controls", "max_repeated_lines"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it is a share between 0 and 1.")
+        for name in ("min_characters", "min_line_length"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
         if self.duplicates not in ("keep", "exact", "near"):
             raise ConfigError(f"duplicates is {self.duplicates!r}; it must be keep, exact or near.")
         if self.max_characters is not None and self.max_characters < self.min_characters:

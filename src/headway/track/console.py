@@ -23,10 +23,13 @@ class Console:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show one step; validation results get a line of their own."""
         flat = flatten(metrics)
-        log.info("%s", step_line(step, self.total_steps, flat))
         valid = {name: value for name, value in flat.items() if name.startswith("valid")}
+        # Before the first step there is nothing but the validation to show.
+        at_start = "validated at the start: " if valid and "loss" not in flat else ""
+        if not at_start:
+            log.info("%s", step_line(step, self.total_steps, flat))
         if valid:
-            log.info("%s", "  ".join(f"{name} {_number(value)}" for name, value in valid.items()))
+            log.info("%s%s", at_start, "  ".join(f"{name} {_number(value)}" for name, value in valid.items()))
         rest = {name: value for name, value in flat.items() if name not in SHOWN and name not in valid and value is not None}
         if rest:
             log.debug("%s", "  " + "  ".join(f"{name} {_number(value)}" for name, value in rest.items()))

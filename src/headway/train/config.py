@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from headway.checkpoint.config import CheckpointConfig
 from headway.config.kinds import KindIn, NestedErrors
@@ -38,6 +38,13 @@ class RunConfig(Section):
     grace_seconds: float = setting(
         120.0, "After a signal to stop: how long a run that is not saving may take to leave; validation is cut short at half of it.", gt=0
     )
+
+    @field_validator("name")
+    @classmethod
+    def _stays_in_dir(cls, name: str) -> str:
+        if name.startswith(("/", "~")) or {".", ".."} & set(name.split("/")):
+            raise ValueError(f"is {name!r}; it must name a folder below run.dir. Say with run.dir where runs are kept")
+        return name
 
     @property
     def gpus_wish(self) -> str | None:

@@ -128,6 +128,7 @@ def test_raw_conversations_learn_the_answers_alone(tmp_path: Path) -> None:
     source = open_data(settings, tokenizer=tokenizer, vocab_size=128, seed=1).train[0].selection.source
     mask = source.mask(0, 0, int(source.lengths(0, 1)[0]))
     assert source.masked and mask is not None and 0 < mask.sum() < len(mask)
+    assert source.name == str(talk), "people know it by the file they gave, not by its place in the cache"
     store = str(make_store(tmp_path / "s", None))
     with pytest.raises(ConfigError, match="kind is for raw files"):
         open_data(data(train=[{"path": store, "kind": "chat"}]), tokenizer=tokenizer, vocab_size=128, seed=1)

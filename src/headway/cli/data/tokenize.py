@@ -39,12 +39,15 @@ def command(
     json: bool = JSON_FLAG,
 ) -> None:
     """Turn raw text, conversations or preference pairs into a token store. Killed and started again, it continues where it was."""
+    from headway.runtime.storage import check_writable
+
     _check_kind(kind)
     for_text = {"--text-key": text_key, "--split": split, "--append-eos/--no-eos": eos, "--bos": bos or None, "--shard": shard}
     for_text |= {"--clean": clean or None}
     for_records = {"--max-length": max_length, "--valid-fraction": valid_fraction, "--drop-bad": drop_bad or None, "--seed": seed}
     _refuse(f"--kind {kind}", (for_records if kind == "text" else for_text) | {"--too-long": too_long if kind != "chat" else None})
     _refuse(f"--to {to}", {"--type": type_name if to != "internlm" else None, "--begin-id": begin_id if to != "zero2all" else None})
+    check_writable(out)
     files, part = [*inputs, *(more or [])], None if shard is None else part_of(shard)
     records = {"template": template or "chatml", "max_length": max_length, "valid_fraction": valid_fraction or 0.0, "to": to}
     records |= {"seed": seed or 0, "drop_bad": drop_bad, "workers": workers}

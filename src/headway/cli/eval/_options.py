@@ -80,6 +80,21 @@ def with_training(evaluation: Evaluation, model: Path) -> Evaluation:
     return replace(evaluation, training=read_training(model))
 
 
+def check_places(*folders: Path | None) -> None:
+    """Refuse folders of --out and --tensorboard that cannot be written, before anything is measured."""
+    from headway.runtime.storage import check_writable
+
+    for folder in folders:
+        if folder is not None:
+            check_writable(folder)
+
+
+def say_where(out: Path | None) -> None:
+    """Say where the report lies."""
+    if out is not None:
+        typer.echo(f"\nreport: {out / 'report.md'}")
+
+
 def keep(evaluations: Sequence[Evaluation], out: Path | None, tensorboard: Path | None) -> None:
     """Write the report and the scalars that were asked for."""
     from headway.eval.report import write_report

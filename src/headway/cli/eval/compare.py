@@ -65,6 +65,7 @@ def command(
         SamplePlan(prompts, times, max_new_tokens, temperature, seed, chat_template),
     )
     _options.check_compute(device, precision)
+    _options.check_places(out, tensorboard)
 
     def work(group: Group) -> None:
         from headway.eval.evaluate import evaluate
@@ -85,3 +86,4 @@ def _report(results: list[Evaluation], out: Path | None, tensorboard: Path | Non
         print_json({"same_tokenizer": share_a_tokenizer(results), "models": [result.to_json() for result in results]})
     else:
         _options.show(results)
+        _options.say_where(out)

@@ -42,6 +42,7 @@ def command(
         raise ConfigError("--log-samples is given without --out. Give a folder with --out, or leave it out.")
     plan = HarnessPlan([name for given in tasks for name in given.split(",") if name], task_dir, limit, shots, online)
     _options.check_compute(device, precision)
+    _options.check_places(out)
     find_model(model)
 
     def work(group: Group) -> None:
@@ -57,5 +58,6 @@ def command(
             print_json(result.to_json())
         else:
             print_table(list(COLUMNS), [one.cells() for one in result.metrics])
+            _options.say_where(out)
 
     over_ranks(context, device, nproc, gpus, work)

@@ -60,6 +60,7 @@ def command(
     shares = split_numbers("--sparsities", sparsities) if sparsities is not None else ()
     wish = MaskWish(masks, shares, equal_per_layer, stream_window, stream_sinks, random_masks)
     _options.check_compute(device, precision)
+    _options.check_places(out)
     variants = wish.variants(model)
     loaded = _options.load(model, device, precision)
     keep = None if out is None else out / "parts"
@@ -70,6 +71,7 @@ def command(
         print_json(result.to_json())
     else:
         show(result)
+        _options.say_where(out)
 
 
 def show(result: LongResult) -> None:

@@ -63,6 +63,7 @@ def command(
         SamplePlan(prompts, times, max_new_tokens, temperature, seed, chat_template),
     )
     _options.check_compute(device, precision)
+    _options.check_places(out, tensorboard)
 
     def work(group: Group) -> None:
         from headway.eval.evaluate import evaluate
@@ -75,6 +76,8 @@ def command(
             return
         _options.keep([result], out, tensorboard)
         _print(result, json)
+        if not json:
+            _options.say_where(out)
 
     over_ranks(context, device, nproc, gpus, work)
 

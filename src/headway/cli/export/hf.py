@@ -31,7 +31,9 @@ def command(
 ) -> None:
     """Write a folder that transformers loads as it is: weights, config and tokenizer."""
     from headway.export.huggingface import export_model
+    from headway.runtime.storage import check_writable
 
+    check_writable(out.parent)
     if adapter:
         from headway.export.adapter import export_adapter
 

@@ -25,6 +25,7 @@ def command(
 ) -> None:
     """Train a tokenizer that gives every text back byte for byte."""
     from headway.errors import ConfigError
+    from headway.runtime.storage import check_writable
     from headway.text.read import read_documents
     from headway.text.size import parse_bytes
     from headway.tokenizer.train_bpe import SPECIAL_TOKENS, train_bpe
@@ -36,6 +37,7 @@ def command(
     if split not in ("file", "line"):
         raise ConfigError(f"--split is {split!r}; it must be 'file' or 'line'.")
     memory = parse_bytes(max_memory, "--max-memory")
+    check_writable(out)
     documents = read_documents([*inputs, *(more or [])], text_key=text_key, template=template, split=split)
     tokenizer = trainers[kind](
         (document.text for document in documents),

@@ -1,5 +1,7 @@
 """`headway verify checkpoint`."""
 
+from pathlib import Path
+
 import typer
 
 from headway.cli._output import JSON_FLAG, print_json
@@ -10,8 +12,13 @@ def command(
     json: bool = JSON_FLAG,
 ) -> None:
     """Check a checkpoint: files, checksums, shapes, finite numbers, one generation; exit code 1 with the list if something is wrong."""
+    from headway.errors import ConfigError
     from headway.infer.check import check_checkpoint
+    from headway.runtime.places import place_of
 
+    local = place_of(path)
+    if isinstance(local, Path) and not local.exists():
+        raise ConfigError(f"{path}: no such folder. Give a run folder, a checkpoint folder or s3://bucket/prefix.")
     report = check_checkpoint(path)
     if json:
         print_json(report.to_json())
