@@ -56,6 +56,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "track=[{kind: alert, url_env: NO_SUCH_VARIABLE}]"], ["NO_SUCH_VARIABLE"]),
         (["trian"], ["trian", "train"]),
         (["train", "$/empty"], ["$/empty", "is a folder", "recipe.yaml"]),
+        (["train", "--profile", "steps=6"], ["--profile records steps 6 to 8", "only 6 are left"]),
         (["train", "run.name=../elsewhere"], ["run.name", "../elsewhere", "run.dir"]),
         (["train", "run.name=/elsewhere"], ["run.name", "run.dir"]),
         (["train", "model.hidden_size=100000000000"], ["hidden_size is 100000000000", "smaller"]),

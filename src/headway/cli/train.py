@@ -152,7 +152,10 @@ def work(arguments: list[str], options: Options) -> int:
     recipe = read_recipe(arguments)
     if options.profile:
         set_environment({"KINETO_LOG_LEVEL": "99"})  # read when torch loads; else the profiler announces itself on the screen
-    probe = profiled(plan_profile(**options.numbers)) if options.profile else nullcontext
+    plan = plan_profile(**options.numbers)
+    if options.profile and recipe.steps is not None and not recipe.stages:
+        plan.fit(recipe.steps)  # already here, where nothing is written yet; a run that goes on has fewer and is looked at again
+    probe = profiled(plan) if options.profile else nullcontext
     if (step := kill_at_step()) is not None:
         probe = killed_at(step)
     outcome: dict[str, Any] = (

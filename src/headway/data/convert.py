@@ -127,9 +127,9 @@ def convert_built(built: Path, out: Path, to: str, layout: Options) -> ConvertRe
     """Convert a store that was made for this alone and is gone afterwards, also where the format does not allow what is in it."""
     try:
         report = convert(built, out, to, layout)
-    except HeadwayError:
+    except HeadwayError as error:
         shutil.rmtree(built)
-        raise
+        raise type(error)(str(error).replace(str(built), str(out))) from None
     shutil.rmtree(built)
     return report
 

@@ -44,6 +44,15 @@ class ProfilePlan:
         if self.rule.ratio < 1:
             raise ConfigError(f"--slow-ratio is {self.rule.ratio:g}; it must be at least 1.")
 
+    def fit(self, steps: int) -> None:
+        """Refuse a plan that this many steps do not reach to the end of."""
+        last = self.first_step + self.num_steps - 1
+        if steps < last:
+            raise ConfigError(
+                f"--profile records steps {self.first_step} to {last} after the start; only {steps} are left. "
+                "Lower --profile-from or --profile-steps."
+            )
+
 
 def plan_profile(first_step: int = 6, num_steps: int = 3, ratio: float = 1.1) -> ProfilePlan:
     """The plan that these numbers describe."""
@@ -55,11 +64,7 @@ def profiled(plan: ProfilePlan) -> Callable[[Run], Any]:
 
     @contextmanager
     def probe(run: Run) -> Iterator[None]:
-        if run.total_steps - run.state.step < plan.first_step - 1 + plan.num_steps:
-            raise ConfigError(
-                f"--profile records steps {plan.first_step} to {plan.first_step + plan.num_steps - 1} after the start; "
-                f"only {run.total_steps - run.state.step} are left. Lower --profile-from or --profile-steps."
-            )
+        plan.fit(run.total_steps - run.state.step)
         recorder = Recorder(run, plan)
         with recorder.profiler:
             run.after_step = recorder.after_step

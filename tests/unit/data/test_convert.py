@@ -1,5 +1,6 @@
 """Conversion between all formats keeps ids, masks, types and packs."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.convert import TARGETS, Options, convert, items
+from headway.data.convert import TARGETS, Options, convert, convert_built, items
 from headway.data.foreign.internlm import InternlmWriter, open_internlm
 from headway.data.foreign.mds import open_mds
 from headway.data.foreign.source import open_source
@@ -88,6 +89,11 @@ def test_begin_tokens_are_named_or_found_and_counted(tmp_path: Path) -> None:
     store = native(tmp_path / "native", [[(1, True), (2, True)], [(3, True), (4, True)]], masked=False)
     with pytest.raises(ConfigError, match="--begin-id"):
         convert(store, tmp_path / "a", "zero2all")
+    between = tmp_path / ".tmp-a-tokens"
+    shutil.copytree(store, between)
+    with pytest.raises(ConfigError, match=f"^{tmp_path / 'a'}: documents begin"):
+        convert_built(between, tmp_path / "a", "zero2all", Options())
+    assert not between.exists()
     report = convert(store, tmp_path / "b", "zero2all", Options(begin_id=9, seq_len=2))
     assert (report.begins_added, report.tokens) == (2, 6)
     assert content(tmp_path / "b") == [([9, 1, 2], None), ([9, 3, 4], None)]

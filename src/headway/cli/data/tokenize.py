@@ -39,15 +39,12 @@ def command(
     json: bool = JSON_FLAG,
 ) -> None:
     """Turn raw text, conversations or preference pairs into a token store. Killed and started again, it continues where it was."""
-    from headway.runtime.storage import check_writable
-
-    _check_kind(kind)
+    _check(kind, out)
     for_text = {"--text-key": text_key, "--split": split, "--append-eos/--no-eos": eos, "--bos": bos or None, "--shard": shard}
     for_text |= {"--clean": clean or None}
     for_records = {"--max-length": max_length, "--valid-fraction": valid_fraction, "--drop-bad": drop_bad or None, "--seed": seed}
     _refuse(f"--kind {kind}", (for_records if kind == "text" else for_text) | {"--too-long": too_long if kind != "chat" else None})
     _refuse(f"--to {to}", {"--type": type_name if to != "internlm" else None, "--begin-id": begin_id if to != "zero2all" else None})
-    check_writable(out)
     files, part = [*inputs, *(more or [])], None if shard is None else part_of(shard)
     records = {"template": template or "chatml", "max_length": max_length, "valid_fraction": valid_fraction or 0.0, "to": to}
     records |= {"seed": seed or 0, "drop_bad": drop_bad, "workers": workers}
@@ -71,11 +68,13 @@ def command(
     print_json(vars(report)) if json else typer.echo(report.describe())
 
 
-def _check_kind(kind: str) -> None:
+def _check(kind: str, out: Path) -> None:
     from headway.errors import ConfigError
+    from headway.runtime.storage import check_writable
 
     if kind not in ("text", "chat", "preference"):
         raise ConfigError(f"--kind is {kind!r}; it must be text, chat or preference.")
+    check_writable(out)
 
 
 def _split(split: str | None, to: str) -> Literal["file", "line"]:
