@@ -46,8 +46,13 @@ NPROC = typer.Option(None, help="Ranks that share the work on this machine; defa
 GPUS = typer.Option(None, help="GPUs: ids as nvidia-smi has them (0,1), UUIDs, a type (A800), auto (all free ones) or none.")
 
 
-def check_compute(device: str, precision: str) -> None:
-    """Refuse what is no device or precision."""
+def check_start(device: str, precision: str, *places: Path | None) -> None:
+    """Refuse what is no device or precision, and folders that cannot be written, before anything is measured."""
+    from headway.runtime.storage import check_writable
+
+    for place in places:
+        if place is not None:
+            check_writable(place)
     for name, value, known in (("device", device, ("auto", "cpu", "cuda")), ("precision", precision, ("auto", "fp32", "bf16"))):
         if value not in known:
             raise ConfigError(f"--{name} is {value!r}; it must be {', '.join(known[:-1])} or {known[-1]}.")
@@ -78,15 +83,6 @@ def with_training(evaluation: Evaluation, model: Path) -> Evaluation:
     from headway.train.history import read_training
 
     return replace(evaluation, training=read_training(model))
-
-
-def check_places(*folders: Path | None) -> None:
-    """Refuse folders of --out and --tensorboard that cannot be written, before anything is measured."""
-    from headway.runtime.storage import check_writable
-
-    for folder in folders:
-        if folder is not None:
-            check_writable(folder)
 
 
 def say_where(out: Path | None) -> None:

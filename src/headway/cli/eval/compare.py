@@ -64,8 +64,7 @@ def command(
         batch_tokens,
         SamplePlan(prompts, times, max_new_tokens, temperature, seed, chat_template),
     )
-    _options.check_compute(device, precision)
-    _options.check_places(out, tensorboard)
+    _options.check_start(device, precision, out, tensorboard)
 
     def work(group: Group) -> None:
         from headway.eval.evaluate import evaluate

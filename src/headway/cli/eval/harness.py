@@ -41,8 +41,7 @@ def command(
     if log_samples and out is None:
         raise ConfigError("--log-samples is given without --out. Give a folder with --out, or leave it out.")
     plan = HarnessPlan([name for given in tasks for name in given.split(",") if name], task_dir, limit, shots, online)
-    _options.check_compute(device, precision)
-    _options.check_places(out)
+    _options.check_start(device, precision, out)
     find_model(model)
 
     def work(group: Group) -> None:

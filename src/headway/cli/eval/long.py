@@ -59,8 +59,7 @@ def command(
     )
     shares = split_numbers("--sparsities", sparsities) if sparsities is not None else ()
     wish = MaskWish(masks, shares, equal_per_layer, stream_window, stream_sinks, random_masks)
-    _options.check_compute(device, precision)
-    _options.check_places(out)
+    _options.check_start(device, precision, out)
     variants = wish.variants(model)
     loaded = _options.load(model, device, precision)
     keep = None if out is None else out / "parts"

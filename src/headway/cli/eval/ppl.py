@@ -62,8 +62,7 @@ def command(
         batch_tokens,
         SamplePlan(prompts, times, max_new_tokens, temperature, seed, chat_template),
     )
-    _options.check_compute(device, precision)
-    _options.check_places(out, tensorboard)
+    _options.check_start(device, precision, out, tensorboard)
 
     def work(group: Group) -> None:
         from headway.eval.evaluate import evaluate
@@ -75,16 +74,15 @@ def command(
         if group.rank != 0:
             return
         _options.keep([result], out, tensorboard)
-        _print(result, json)
-        if not json:
-            _options.say_where(out)
+        _print(result, json, out)
 
     over_ranks(context, device, nproc, gpus, work)
 
 
-def _print(result: Evaluation, json: bool) -> None:
+def _print(result: Evaluation, json: bool, out: Path | None) -> None:
     if not json:
         _options.show([result])
+        _options.say_where(out)
     elif len(result.datasets) == 1:
         # One dataset: its numbers at the top, as a script reads them.
         plain = result.to_json()
