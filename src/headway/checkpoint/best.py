@@ -1,19 +1,19 @@
 """Which checkpoint is best: every checkpoint of a step that was validated carries the numbers of that validation in its manifest.
 
-`metric` is the name of a number (`loss`: the mean over the validation sets that have it) or one set's (`wiki/loss`).
+`metric` is the name of a number (`loss`, `rewards/accuracies`: the mean over the validation sets) or one set's (`wiki/loss`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import open_checkpoint, step_folders
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, ConfigError
 
 VALID = "valid"
 """The key of a manifest's scalars that holds a validation: {set: {number: value}}."""
@@ -30,13 +30,26 @@ class Ranked:
 
 def metric_value(valid: Mapping[str, Any] | None, metric: str) -> float | None:
     """What a validation says about a metric; None where it says nothing, or nothing finite."""
-    if not valid:
-        return None
-    name, _, number = metric.rpartition("/")
-    sets = [valid[name]] if name in valid else [] if name else list(valid.values())
-    values = [numbers.get(number) for numbers in sets]
+    values = list(_values(valid, metric)) if valid else []
     found = [float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
     return sum(found) / len(found) if found and len(found) == sum(value is not None for value in values) else None
+
+
+def require_metric(valid: Mapping[str, Any], metric: str) -> None:
+    """Refuse a metric that the validation does not have."""
+    if all(value is None for value in _values(valid, metric)):
+        has = sorted({label for numbers in valid.values() for label in numbers})
+        raise ConfigError(
+            f"checkpoint.metric is {metric!r}; the validation has {', '.join(has)} of the sets {', '.join(valid)}. Name one of them."
+        )
+
+
+def _values(valid: Mapping[str, Any], metric: str) -> Iterator[Any]:
+    """NUMBER in every set that may have it, or that of one set where the metric is SET/NUMBER; a number's own name may hold a slash."""
+    if any(metric in numbers for numbers in valid.values()):
+        yield from (numbers.get(metric) for numbers in valid.values())
+    else:
+        yield from (numbers.get(metric[len(name) + 1 :]) for name, numbers in valid.items() if metric.startswith(f"{name}/"))
 
 
 def best_checkpoints(checkpoints: Path, config: CheckpointConfig | None = None) -> list[Ranked]:

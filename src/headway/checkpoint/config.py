@@ -11,7 +11,7 @@ from headway.runtime.places import S3Path, place_of
 CHECKPOINTS = "checkpoints"
 STAGES = "stages"
 
-HIGHER_IS_BETTER = ("accuracy", "acc", "reward", "win_rate", "f1")
+HIGHER_IS_BETTER = ("accuracy", "accuracies", "acc", "reward", "margins", "win_rate", "f1")
 
 
 class CheckpointConfig(Section):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from headway.checkpoint.best import require_metric
+from headway.checkpoint.config import CheckpointConfig
 from headway.data.batch import Batch
 from headway.objective.base import MetricSums, StepInfo
 
@@ -37,6 +40,7 @@ def validate(run: Run) -> dict[str, Any]:
 
 def validate_at_start(run: Run) -> None:
     """Before a run's first step, where the recipe asks for it: trackers get the numbers now, the first step's record has them too."""
+    _check_metric(run)
     if not run.recipe.eval.at_start or run.state.step != run.began_at:
         return
     found = validate(run)
@@ -44,6 +48,16 @@ def validate_at_start(run: Run) -> None:
     run.meter.interrupt()
     for tracker in run.trackers if found else ():
         tracker.log(run.state.step, found)
+
+
+def _check_metric(run: Run) -> None:
+    """Refuse a metric that no validation will have before anything is trained: one batch of every set shows what there is."""
+    metric = run.recipe.checkpoint.metric
+    if metric == CheckpointConfig().metric or not run.data.valid:
+        return
+    at = StepInfo(run.state.step, run.total_steps, training=False)
+    require_metric({name: numbers(run.engine.evaluate(islice(batches, 1), at)) for name, batches in run.valid_batches().items()}, metric)
+    run.meter.interrupt()
 
 
 class Hurried:

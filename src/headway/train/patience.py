@@ -10,10 +10,9 @@ import logging
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from headway.checkpoint.best import best_checkpoint, metric_value
+from headway.checkpoint.best import best_checkpoint, metric_value, require_metric
 from headway.checkpoint.load import open_checkpoint
 from headway.train.folder import first_decides
-from headway.train.saving import require_metric
 
 if TYPE_CHECKING:
     from headway.train.build import Run

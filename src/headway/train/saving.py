@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from headway.checkpoint.best import is_among_best, metric_value
+from headway.checkpoint.best import is_among_best, metric_value, require_metric
 from headway.checkpoint.saver import Job
-from headway.errors import ConfigError
 from headway.train.report import report
 
 if TYPE_CHECKING:
@@ -30,16 +29,6 @@ def due_after(run: Run) -> str | None:
             best = run.process.is_first and is_among_best(value, run.checkpoints, config)
             due = "checkpoint" if run.ranks.world.most(int(best)) else due
     return due
-
-
-def require_metric(valid: dict[str, dict[str, float]], metric: str) -> None:
-    """Refuse a metric that the validation does not have."""
-    name, _, number = metric.rpartition("/")
-    if (name and name not in valid) or not any(number in numbers for key, numbers in valid.items() if not name or key == name):
-        has = sorted({label for numbers in valid.values() for label in numbers})
-        raise ConfigError(
-            f"checkpoint.metric is {metric!r}; the validation has {', '.join(has)} of the sets {', '.join(valid)}. Name one of them."
-        )
 
 
 def save(run: Run, clock: Clock, *, snapshot: bool = False) -> None:

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from headway.checkpoint.best import best_checkpoint, best_checkpoints, is_among_best, metric_value
+from headway.checkpoint.best import best_checkpoint, best_checkpoints, is_among_best, metric_value, require_metric
 from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import newest_good
 from headway.checkpoint.retention import retain, set_aside_later
 from headway.checkpoint.save import TensorRecord, save_checkpoint
+from headway.errors import ConfigError
 
 
 def save(folder: Path, step: int, loss: float | None = None, *, snapshot: bool = False, **more: Any) -> Path:
@@ -94,6 +95,16 @@ def test_going_back_drops_the_links_to_what_was_set_aside(tmp_path: Path) -> Non
 def test_a_metric_is_a_mean_over_sets_or_one_sets_number(metric: str, value: float | None) -> None:
     valid = {"a": {"loss": 1.0, "acc": 0.5, "nan": float("nan")}, "b": {"loss": 3.0, "acc": float("inf")}}
     assert metric_value(valid, metric) == value
+
+
+def test_a_number_whose_name_holds_a_slash_is_found_in_all_sets_or_in_one() -> None:
+    valid = {"zh": {"rewards/accuracies": 0.5}, "a/b": {"rewards/accuracies": 0.7}}
+    assert metric_value(valid, "rewards/accuracies") == pytest.approx(0.6)
+    assert metric_value(valid, "zh/rewards/accuracies") == 0.5 and metric_value(valid, "a/b/rewards/accuracies") == 0.7
+    require_metric(valid, "a/b/rewards/accuracies")
+    with pytest.raises(ConfigError, match=r"metric is 'rewards/margins'; the validation has rewards/accuracies of the sets zh, a/b"):
+        require_metric(valid, "rewards/margins")
+    assert CheckpointConfig(metric="rewards/accuracies").higher_is_better and CheckpointConfig(metric="zh/rewards/margins").higher_is_better
 
 
 def test_what_would_be_among_the_best_is_known_before_it_is_saved(tmp_path: Path) -> None:
