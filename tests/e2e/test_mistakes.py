@@ -1,7 +1,10 @@
 """What a user can get wrong ends in one line and exit code 2, before anything is written."""
 
+import contextlib
 import json
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -67,6 +70,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["data", "clean", "$/file", "out.jsonl", "--min-characters", "-4"], ["min_characters is -4", "0 or more"]),
         (["export", "hf", "--model", "nowhere", "--out", "/proc/export"], ["/proc", "cannot be written"]),
         (["eval", "ppl", "--model", "nowhere", "--data", "$/file", "--tensorboard", "$/file"], ["$/file", "is a file"]),
+        (["data", "inspect", "$"], ["$", "token stores and is none itself", "$/store0 or $/store1"]),
         (["demo", "--out", "$/file"], ["$/file", "is a file"]),
         (["verify", "checkpoint", "nowhere"], ["nowhere", "no such folder"]),
     ],
@@ -92,6 +96,24 @@ def test_a_fresh_interpreter_ends_a_mistake_the_same_way() -> None:
     done = headway("train", "freeze=[layers.99]", afresh=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: freeze holds 'layers.99'") and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_an_interrupt_that_an_import_swallowed_is_still_one_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def half_imported() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        raise AttributeError("module 'numpy' has no attribute 'diff'")
+
+    monkeypatch.setattr("headway.cli.build_app", lambda: lambda **_: half_imported())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["train"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "stopped\n"
 
 
 def test_a_dry_run_writes_nothing_and_says_what_would_happen(stores: Path, tmp_path: Path) -> None:

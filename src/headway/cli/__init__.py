@@ -6,8 +6,11 @@ Verb files import typer alone at the top, so that help is instant; the work is a
 import importlib
 import os
 import pkgutil
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from types import FrameType
 
 import typer
 
@@ -61,6 +64,26 @@ def _global_options(
     context.call_on_close(start_logging(level=level).close)
 
 
+class _Interrupt:
+    """Remembers a Ctrl-C: in the middle of an import it may be swallowed, and what was half imported then fails with another error."""
+
+    def __init__(self) -> None:
+        self.came = False
+        usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self.listens = usual and threading.current_thread() is threading.main_thread()
+        if self.listens:
+            signal.signal(signal.SIGINT, self._note)
+
+    def end(self) -> None:
+        """Listen no more."""
+        if self.listens:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        signal.default_int_handler(number, frame)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code is also left for a supervisor, since a launcher in between may not pass it on."""
     code = _main(arguments)
@@ -73,6 +96,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     """Run one verb. A user's mistake ends in one line on standard error and exit code 2, never in a traceback."""
     # CPU threads that wait should sleep, not spin: spinning makes a machine that does anything else crawl. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    asked = _Interrupt()
     try:
         # without standalone mode the code of `typer.Exit` comes back as the result
         code = build_app()(args=list(arguments) if arguments is not None else None, standalone_mode=False)
@@ -88,9 +112,14 @@ def _main(arguments: Sequence[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
+        if asked.came:
+            print("stopped", file=sys.stderr)  # noqa: T201
+            return 130
         if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "format_message"):
             context = getattr(error, "ctx", None)
             hint = f" Try '{context.command_path} --help'." if context is not None else ""
             print(f"error: {error.format_message()}{hint}", file=sys.stderr)  # noqa: T201 # pyright: ignore[reportAttributeAccessIssue]
             return 2
         raise
+    finally:
+        asked.end()

@@ -46,6 +46,10 @@ def checked_kind(kind: str) -> Kind:
 def _of_folder(path: Path) -> Kind | None:
     if is_store(path) or any(path.glob("tokens-*.bin")):
         return "headway"
+    if inside := sorted(str(one.parent) for one in path.glob("*/store.json")):
+        raise DataError(
+            f"{path}: holds {len(inside)} token store{'s'[: len(inside) > 1]} and is none itself. Give {' or '.join(inside[:3])}."
+        )
     if is_mds(path):
         return "mds" if mds.has_tokens(path) else "raw"
     if any(_is_megatron(index) for index in path.rglob("*.idx")):
