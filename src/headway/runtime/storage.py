@@ -107,7 +107,8 @@ def check_writable(folder: Path) -> None:
     """Refuse a folder that cannot be written (or created); leaves nothing behind."""
     place = existing_ancestor(folder)
     if not place.is_dir():
-        raise ConfigError(f"{folder}: {place} is a file, so no folder can be made there. Choose another folder.")
+        which = "" if place == Path(folder).absolute() else f"{place} "
+        raise ConfigError(f"{folder}: {which}is a file, so no folder can be made there. Choose another folder.")
     try:
         with tempfile.TemporaryFile(dir=place) as probe:
             probe.write(b"0")

@@ -123,7 +123,7 @@ def test_a_report_holds_every_number_tables_and_pictures(
     assert sorted(path.name for path in out.iterdir()) == ["loss-by-position.png", "reliability.png", "report.md", "results.json"]
     assert is_png(out / "loss-by-position.png") and is_png(out / "reliability.png")
     output(capsys, *arguments)
-    assert "--out is" in output(capsys, "ppl", "--model", model, *data, "--out", str(tmp_path / "long.txt"), code=2)
+    assert "long.txt: is a file" in output(capsys, "ppl", "--model", model, *data, "--out", str(tmp_path / "long.txt"), code=2)
 
 
 def test_scalars_reach_tensorboard(capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path) -> None:
