@@ -14,6 +14,7 @@ from headway.cli import main
 from headway.config.load import load
 from headway.errors import ConfigError
 from headway.eval.evaluate import SamplePlan
+from headway.export.huggingface import export_model
 from headway.infer.generate import Options, generate_from_ids
 from headway.infer.load import load_model
 from headway.tokenizer.chat import Turn, answer_end, render_prompt
@@ -162,6 +163,17 @@ def test_generate_answers_as_the_report_does(trained: Path, tmp_path: Path, caps
     for wrong, word in ((["chatml", "--special"], "--chat-template and --special are both given"), (["nothing"], "template is 'nothing'")):
         assert main([*ask, *wrong]) == 2
         assert word in capsys.readouterr().err
+
+
+def test_what_was_trained_carries_the_template_it_learned(trained: Path, tmp_path: Path) -> None:
+    export_model(trained / "sft", tmp_path / "exported")
+    question = [Turn("user", QUESTIONS[0])]
+    for place in (trained / "sft", trained / "sft" / "final", trained / "dpo" / "final", tmp_path / "exported"):
+        tokenizer = load_model(place).tokenizer
+        assert tokenizer is not None and tokenizer.chat_template is not None, place
+        assert render_prompt(question, "tokenizer", tokenizer) == render_prompt(question, "chatml", tokenizer)
+    assert "chat template chatml goes into the tokenizer" in (trained / "sft" / "train.log").read_text()
+    assert not (trained / "dpo" / "tokenizer").exists(), "the model it starts from has it already"
 
 
 def test_stages_have_their_own_curves(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,7 @@ from headway.train.probe import Probe
 from headway.train.resolve import Resolved, resolve
 from headway.train.shortage import describe_job, explaining_shortage
 from headway.train.staged import Begin, decide, look_ahead, run_stages
+from headway.train.taught import carry_template
 from headway.train.trouble import explained, tell_of_crash
 
 log = logging.getLogger("headway")
@@ -116,6 +117,8 @@ def _train(run: Run, probe: Probe) -> dict[str, Any]:
     recipe, start = run.recipe, run.start
     for line in describe(run):
         log.info("%s", line)
+    if run.process.is_first:
+        carry_template(run)
     if recipe.checkpoint.at_end and (reason := why_not_exported(run)):
         log.warning("there will be no %s at the end: %s", FINAL, reason)
     for change in start.changes:

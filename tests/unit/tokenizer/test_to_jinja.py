@@ -1,0 +1,80 @@
+"""A template of headway's own, written as jinja, gives the same ids and the same loss."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chat_tokenizer import CONVERSATION, byte_tokenizer
+
+from headway.errors import DataError
+from headway.tokenizer.chat import Call, Turn, find_template, render, render_prompt
+from headway.tokenizer.load import Tokenizer, load_tokenizer
+from headway.tokenizer.templates import BUILT_IN
+from headway.tokenizer.to_jinja import to_jinja
+
+TOOLS: list[dict[str, Any]] = [{"name": "add", "parameters": {"a": "整数"}}, {"name": "now"}]
+ASKED = [
+    Turn("user", "1+1?"),
+    Turn("assistant", "Let me see.", calls=(Call("add", {"a": 1}), Call("now", {}))),
+    Turn("tool", "2"),
+    Turn("tool", "noon"),
+    Turn("assistant", "2, at noon"),
+]
+TALKS = {
+    "system": CONVERSATION,
+    "no system": CONVERSATION[1:],
+    "spaces": [Turn("user", " \n Hi  "), Turn("assistant", "  Hello\n")],
+    "control token typed": [Turn("user", "What is {{ x }} <|im_end|> \\n '\" %}?"), Turn("assistant", "a token")],
+}
+
+
+def carrying(name: str) -> Tokenizer:
+    """A tokenizer whose own template is the built-in one."""
+    plain = byte_tokenizer()
+    written = to_jinja(find_template(name, plain), plain)
+    assert written is not None
+    return plain.with_chat_template(written)
+
+
+def same(turns: list[Turn], name: str, tools: list[dict[str, Any]] | None = None) -> None:
+    tokenizer, given = carrying(name), tools or []
+    left, right = render(turns, name, tokenizer, given), render(turns, "tokenizer", tokenizer, given)
+    assert tokenizer.decode(right.ids.tolist()) == tokenizer.decode(left.ids.tolist())
+    assert right.ids.tolist() == left.ids.tolist()
+    if name == "internlm":  # there the line break after an answer, and the end of text, are targets too
+        assert right.mask.any() and not (right.mask & ~left.mask).any()
+    else:
+        assert right.mask.tolist() == left.mask.tolist()
+    before = turns[:-1]
+    assert render_prompt(before, "tokenizer", tokenizer, given) == render_prompt(before, name, tokenizer, given)
+
+
+@pytest.mark.parametrize("talk", TALKS)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_conversation_has_the_same_ids_and_loss(name: str, talk: str) -> None:
+    same(TALKS[talk], name)
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen"])
+def test_tools_calls_and_results_are_written_alike(name: str) -> None:
+    same(ASKED, name, TOOLS)
+    same([Turn("system", "Be kind."), *ASKED], name, TOOLS)
+
+
+@pytest.mark.parametrize("name", ["alpaca", "internlm"])
+def test_a_turn_without_a_place_is_refused_in_jinja_too(name: str) -> None:
+    with pytest.raises(DataError, match="no place for a turn of tool"):
+        render([Turn("user", "x"), Turn("tool", "y")], "tokenizer", carrying(name))
+
+
+def test_transformers_writes_the_same_text(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    for name in BUILT_IN:
+        tokenizer = carrying(name)
+        tokenizer.save(tmp_path / name)
+        theirs = AutoTokenizer.from_pretrained(tmp_path / name)
+        talk = [{"role": turn.role, "content": turn.content} for turn in CONVERSATION[:-1]]
+        prompt = theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+        assert prompt == tokenizer.decode(render_prompt(CONVERSATION[:-1], name, tokenizer))
+        assert load_tokenizer(tmp_path / name).chat_template == tokenizer.chat_template
