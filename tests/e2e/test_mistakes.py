@@ -149,3 +149,17 @@ def test_a_folder_without_a_model_is_the_users_mistake_and_nothing_is_written(
     (line,) = capsys.readouterr().err.splitlines()
     assert all(word.replace("$", str(stores)) in line for word in [*words, "Give a"]), line
     assert list(tmp_path.iterdir()) == [], "nothing is written"
+
+
+def test_damaged_weights_to_start_from_are_named_and_not_tried_again(
+    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "config.json").write_text(json.dumps(WEIGHTLESS))
+    (damaged / "model.safetensors").write_bytes(b"\x20\0\0\0\0\0\0\0{ broken")
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", f"init.from={damaged}", "data.seq_len=64", "device=cpu"]) == 2, "a supervisor must not start it again"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "init.from" in line and "model.safetensors" in line, line
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"], "nothing is written"

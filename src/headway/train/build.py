@@ -22,6 +22,7 @@ from headway.data.config import ResolvedBatch
 from headway.data.loader import Loader
 from headway.data.sources import OpenData, open_data
 from headway.data.targets import Targets, check_targets
+from headway.errors import CheckpointError, ConfigError
 from headway.model.adapter.values import with_updates
 from headway.model.config import ModelConfig
 from headway.model.flops import token_flops
@@ -36,6 +37,7 @@ from headway.runtime.device import Compute, choose_compute, set_arithmetic
 from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.machine import usable_cores
 from headway.runtime.process import Process
+from headway.runtime.s3 import StoreDown
 from headway.runtime.stop import StopSignal
 from headway.track.base import Event, Tracker
 from headway.track.jsonl import MetricsFile
@@ -242,8 +244,13 @@ def bring_to_start(state: TrainState, start: Start, resolved: Resolved) -> bool:
     if start.checkpoint is not None:
         state.restore(start.checkpoint)
         return True
-    fill(state.engine, resolved)
-    return take_content(resolved.recipe, state)
+    try:
+        fill(state.engine, resolved)
+        return take_content(resolved.recipe, state)
+    except StoreDown:
+        raise  # a start that comes later may find it
+    except CheckpointError as problem:
+        raise ConfigError(f"init.from: {problem}") from None
 
 
 def make_meter(recipe: Recipe, model: ModelConfig, compute: Compute, state: TrainState, counts: tuple[int, int, tuple[str, ...]]) -> Meter:
