@@ -90,7 +90,8 @@ def test_inputs_and_sizes_are_parsed(tmp_path: Path) -> None:
             parse_bytes(wrong, "--bytes")
 
 
-def test_the_verb_writes_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_writes_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # a test runner may have set it
     a, b = source(tmp_path, "a.jsonl", 500), source(tmp_path, "b.jsonl", 500)
     out = str(tmp_path / "out.jsonl")
     arguments = ["data", "sample", "--input", f"{a}@0.5", "--input", f"{b}@0.5", "--bytes", "4kB", "--out", out, "--seed", "3"]
