@@ -38,6 +38,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "data.train=[nowhere]"], ["nowhere"]),
         (["train", "tokenizer=nowhere"], ["tokenizer is 'nowhere'", "headway tokenizer train"]),
         (["train", "init.from=nowhere"], ["init.from", "nowhere"]),
+        (["generate", "--model", "nowhere", "--prompt", ""], ["a prompt is empty"]),
         (["train", "model.family=lama"], ["model.family is 'lama'", "llama"]),
         (["train", "batch.tokens=1000"], ["batch.tokens is 1000", "multiple", "Try"]),
         (["train", "freeze=[layers.99]"], ["layers.99", "matches no parameter"]),

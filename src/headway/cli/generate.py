@@ -47,6 +47,8 @@ def command(
     prompts = [*prompt, *(read_prompts(prompts_file) if prompts_file is not None else [])]
     if not prompts:
         raise ConfigError("no prompt is given. Use --prompt TEXT or --prompts-file FILE.")
+    if "" in prompts:
+        raise ConfigError("a prompt is empty; there is nothing to go on from. Give some text.")
     compute = choose_compute(device, "auto")
     loaded = load_model(model, device=compute.device, dtype=compute.dtype)
     loaded = _masks.with_masks(loaded, masks, equal_per_layer=equal_per_layer, window=stream_window, sinks=stream_sinks)
