@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import start_processes
-from support.runs import assert_same_run, deterministic, make_stores
+from support.runs import assert_same_run, deterministic, make_stores, tiny_settings
 
 from headway.checkpoint.load import open_checkpoint
 from headway.config.load import load
@@ -27,12 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(folder: Path, name: str, *more: str) -> Recipe:
-    return load(Recipe, None, [
-        f"run.dir={folder}", f"run.name={name}", "model.hidden_size=32", "model.num_layers=1", "model.num_heads=4", "model.ffn_size=48",
-        "model.vocab_size=64", "model.max_seq_len=64", f"data.train=[{folder}/store0]", "data.seq_len=64", "data.valid.fraction=0.2",
-        "data.tokenizer_unchecked=true", f"data.cache_dir={folder}/cache", "batch.rows=4", "batch.micro_rows=2", "steps=40", "eval.every=2",
-        "eval.rows=8", "checkpoint.every=5", "checkpoint.keep_last=1", "device=cpu", *WORSE, *more,
-    ])  # fmt: skip
+    return load(Recipe, None, [*tiny_settings(folder, name), "steps=40", "checkpoint.every=5", "checkpoint.keep_last=1", *WORSE, *more])
 
 
 def losses(run: Path) -> dict[int, float]:

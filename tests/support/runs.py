@@ -30,6 +30,16 @@ def make_stores(folder: Path, *, documents: int = 60, vocab: int = 64) -> list[P
     return paths
 
 
+def tiny_settings(folder: Path, name: str) -> list[str]:
+    """A run of one layer on the first store, with validation."""
+    return [
+        f"run.dir={folder}", f"run.name={name}", "model.hidden_size=32", "model.num_layers=1", "model.num_heads=4", "model.ffn_size=48",
+        "model.vocab_size=64", "model.max_seq_len=64", f"data.train=[{folder}/store0]", "data.seq_len=64", "data.valid.fraction=0.2",
+        "data.tokenizer_unchecked=true", f"data.cache_dir={folder}/cache", "batch.rows=4", "batch.micro_rows=2", "eval.every=2",
+        "eval.rows=8", "device=cpu",
+    ]  # fmt: skip
+
+
 RECIPE = """\
 run: {{name: {name}, dir: {dir}}}
 model: {{hidden_size: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn_size: 48, vocab_size: 64, max_seq_len: 64, dropout: 0.1}}

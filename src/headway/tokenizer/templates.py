@@ -175,6 +175,8 @@ class AlpacaTemplate:
         "Below is an instruction that describes a task, paired with an input that provides further context. "
         "Write a response that appropriately completes the request."
     )
+    question: str = "\n\n### Instruction:\n"
+    response: str = "\n\n### Response:"
     end: Token = field(default_factory=lambda: Token(role="eos"))
 
     def pieces(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Piece]:
@@ -189,7 +191,7 @@ class AlpacaTemplate:
         for turn in rest:
             if turn.role == "user":
                 given = f"\n\n### Input:\n{turn.context}" if turn.context else ""
-                found.append(Piece(f"\n\n### Instruction:\n{turn.content}{given}"))
+                found.append(Piece(f"{self.question}{turn.content}{given}"))
             elif turn.role == "assistant" and not turn.calls:
                 found += [*self._header(), Piece(turn.content, turn.learn), Piece(self.end, turn.learn)]
             else:
@@ -201,7 +203,7 @@ class AlpacaTemplate:
         return [Piece(piece.part) for piece in self.pieces(turns, tools)] + self._header()
 
     def _header(self) -> list[Piece]:
-        return [Piece("\n\n### Response:")]
+        return [Piece(self.response)]
 
 
 def _chatml(role: str) -> Frame:

@@ -13,7 +13,8 @@ from headway.tokenizer.jinja_template import JinjaTemplate
 from headway.tokenizer.load import Tokenizer
 from headway.tokenizer.templates import AlpacaTemplate, Glued, Part, Template, Token, TurnTemplate
 
-NAME, ARGUMENTS = "\0", "\1"
+VALUE = "\0"
+"""Stands on both sides of a value in a text that is otherwise literal."""
 
 
 def to_jinja(template: Template, tokenizer: Tokenizer) -> str | None:
@@ -76,25 +77,21 @@ def _tools(template: TurnTemplate) -> Iterable[str]:
 
 def _call(template: TurnTemplate) -> str:
     """What a tool call is written as: the template's format with the values put in."""
-    spelled = template.call_format.format(name=NAME, arguments=ARGUMENTS)
-    for mark, value in ((NAME, "call['name']"), (ARGUMENTS, "call['arguments']")):
-        spelled = spelled.replace(mark, f"\2({value} | tojson)\2")
-    return " + ".join(part if at % 2 else _literal(part) for at, part in enumerate(spelled.split("\2")))
+    name, arguments = (f"{VALUE}(call['{key}'] | tojson){VALUE}" for key in ("name", "arguments"))
+    parts = template.call_format.format(name=name, arguments=arguments).split(VALUE)
+    return " + ".join(part if at % 2 else _literal(part) for at, part in enumerate(parts))
 
 
 def _alpaca(template: AlpacaTemplate, tokenizer: Tokenizer) -> Iterable[str]:
     yield f"{{{{- {_said([Token(role='bos', optional=True)], tokenizer)} -}}}}"
     yield f"{{{{- messages[0]['content'] if messages and messages[0]['role'] == 'system' else {_literal(template.preamble)} -}}}}"
     yield "{%- for message in messages -%}"
-    yield f"{{%- if message['role'] == 'user' -%}}{{{{- {_literal(_ALPACA_ASKS)} + message['content'] -}}}}"
+    yield f"{{%- if message['role'] == 'user' -%}}{{{{- {_literal(template.question)} + message['content'] -}}}}"
     answered = _said([template.end], tokenizer)
-    yield f"{{%- elif message['role'] == 'assistant' -%}}{{{{- {_literal(_ALPACA_ANSWERS)} + message['content'] + {answered} -}}}}"
+    yield f"{{%- elif message['role'] == 'assistant' -%}}{{{{- {_literal(template.response)} + message['content'] + {answered} -}}}}"
     yield f"{{%- elif not loop.first or message['role'] != 'system' -%}}{_refusal(template.name)}{{%- endif -%}}"
     yield "{%- endfor -%}"
-    yield f"{{%- if add_generation_prompt -%}}{{{{- {_literal(_ALPACA_ANSWERS)} -}}}}{{%- endif -%}}"
-
-
-_ALPACA_ASKS, _ALPACA_ANSWERS = "\n\n### Instruction:\n", "\n\n### Response:"
+    yield f"{{%- if add_generation_prompt -%}}{{{{- {_literal(template.response)} -}}}}{{%- endif -%}}"
 
 
 def _refusal(name: str) -> str:

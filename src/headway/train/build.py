@@ -181,10 +181,11 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
     if reference is not None:
         reference.check_same(start)
         settings = replace(settings, prepare=reference.prepare)
-    job = describe_job(recipe, model, compute, batch, ranks.reduce.size)
-    check_host_memory(job, -(-process.world // process.num_nodes))
+    if recipe.memory.offload:
+        check_host_memory(describe_job(recipe, model, compute, batch, ranks.reduce.size), -(-process.world // process.num_nodes))
     engine = make_engine(recipe, model, compute, ranks, settings)
-    keep_limit(recipe, job, compute.device)
+    if recipe.memory.limit_gib is not None:
+        keep_limit(recipe, describe_job(recipe, model, compute, batch, ranks.reduce.size), compute.device)
     loader = make_loader(recipe, data, batch, None, ranks)
     total_steps = count_steps(recipe, loader, batch)
     watch = Watch(recipe.heal, compute.device)

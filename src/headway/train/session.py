@@ -21,6 +21,7 @@ from headway.runtime.heartbeat import Heartbeat, is_lost
 from headway.runtime.log import start_logging
 from headway.runtime.process import Process, from_environment, set_environment
 from headway.runtime.stop import Interrupted, StopSignal
+from headway.tokenizer.load import Tokenizer
 from headway.track.console import Console
 from headway.train.build import Run, build
 from headway.train.config import Recipe
@@ -103,7 +104,7 @@ def _run(session: Session, resolved: Resolved, resume: str, place: Place | None 
     try:
         also = None if place is None else place.home
         with start_logging(start.folder, rank=process.rank, also=also), closing(run), _explaining(resolved, process, run):
-            return _train(run, session.probe)
+            return _train(run, session.probe, resolved.tokenizer)
     except (CommunicationError, RuntimeError) as error:
         # a rank that was asked to stop before its loop began has left; this one, asked in its loop, has just as little to save
         if stop.requested is not None and run.state.step == began and (isinstance(error, CommunicationError) or is_lost(error)):
@@ -113,12 +114,12 @@ def _run(session: Session, resolved: Resolved, resume: str, place: Place | None 
         stop.is_saving = stop.has_something_to_save = lambda: False  # lets go of the run
 
 
-def _train(run: Run, probe: Probe) -> dict[str, Any]:
+def _train(run: Run, probe: Probe, tokenizer: Tokenizer | None) -> dict[str, Any]:
     recipe, start = run.recipe, run.start
     for line in describe(run):
         log.info("%s", line)
-    if run.process.is_first:
-        carry_template(run)
+    if run.process.is_first and tokenizer is not None:
+        carry_template(run, tokenizer)
     if recipe.checkpoint.at_end and (reason := why_not_exported(run)):
         log.warning("there will be no %s at the end: %s", FINAL, reason)
     for change in start.changes:

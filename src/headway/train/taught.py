@@ -6,10 +6,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from headway.tokenizer.chat import OWN, find_template
-from headway.tokenizer.load import load_tokenizer
 from headway.tokenizer.to_jinja import to_jinja
 
 if TYPE_CHECKING:
+    from headway.tokenizer.load import Tokenizer
     from headway.train.build import Run
 
 log = logging.getLogger("headway")
@@ -18,13 +18,12 @@ TOKENIZER = "tokenizer"
 """Folder of a run that holds its tokenizer with the template."""
 
 
-def carry_template(run: Run) -> None:
+def carry_template(run: Run, tokenizer: Tokenizer) -> None:
     """Where all conversations of a run are written in one template, let its checkpoints and final/ have it. The first rank's work."""
     names = {source.chat_template for source in run.recipe.data.train or () if source.kind != "text"}
-    if len(names) != 1 or OWN in names or run.tokenizer_path is None:
+    if len(names) != 1 or OWN in names:
         return
     (name,) = names
-    tokenizer = load_tokenizer(run.tokenizer_path)
     written = to_jinja(find_template(name, tokenizer), tokenizer)
     if written is None or written == tokenizer.chat_template:
         return
