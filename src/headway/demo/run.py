@@ -191,16 +191,18 @@ def evaluate(demo: Demo) -> dict[str, Any]:
     assert tokenizer is not None
     held_out = in_valid(np.arange(store.num_documents), VALID_FRACTION)
     ids = {side: [store.document(i) for i in np.flatnonzero(held_out == (side == "valid")).tolist()] for side in ("train", "valid")}
-    num_bytes = sum(len(tokenizer.decode_bytes(document.tolist())) for document in ids["valid"])
-    pieces = [Piece(document.tolist(), None, str(demo.store)) for document in ids["valid"]]
+    valid = [document.tolist() for document in ids["valid"]]
+    pieces = [Piece(document, len(tokenizer.decode_bytes(document, skip_special=True))) for document in valid]
     result = perplexity(loaded, pieces, stride=128)
+    assert result.num_bytes is not None
+    # Both score every token of a document but its first, so that both losses are about the same bytes.
+    assert result.tokens == sum(len(document) - 1 for document in valid)
     baseline = bigram_loss(ids["train"], ids["valid"], tokenizer.vocab_size)
-    scale = result.tokens / math.log(2) / num_bytes
     return {
         "loss": result.loss,
         "perplexity": result.perplexity,
-        "bits_per_byte": result.loss * scale,
-        "bigram_bits_per_byte": baseline * scale,
+        "bits_per_byte": result.bits_per_byte,
+        "bigram_bits_per_byte": baseline * result.tokens / math.log(2) / result.num_bytes,
     }
 
 

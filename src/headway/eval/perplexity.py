@@ -12,6 +12,7 @@ import numpy as np
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.eval.scoring import Row, batches, score, windows
 from headway.eval.tally import ConfidenceBin, PositionBucket, Tally
+from headway.eval.text_bytes import DocumentBytes, TokenBytes
 from headway.runtime.progress import progress
 
 if TYPE_CHECKING:
@@ -56,7 +57,9 @@ class Perplexity:
     tokens: int
     """Tokens that were scored."""
     bits_per_byte: float | None
-    """Comparable across tokenizers; None where the text's bytes are not known."""
+    """Loss over the bytes of the scored tokens: comparable across tokenizers; None where the text's bytes are not known."""
+    num_bytes: int | None
+    """Bytes of text that the scored tokens stand for."""
     accuracy: float
     """Share of tokens that were the model's first choice."""
     documents: int
@@ -88,23 +91,28 @@ class _Seen:
     """What went by while documents were cut into windows."""
 
     documents: int = 0
-    num_bytes: int = 0
+    num_bytes: float = 0.0
+    """Of the tokens that were scored."""
     bytes_known: bool = True
     parts: dict[str, _Seen] = field(default_factory=dict)
 
-    def count(self, piece: Piece) -> None:
+    def count(self, scored_bytes: float | None) -> None:
         self.documents += 1
-        self.bytes_known &= piece.num_bytes is not None
-        self.num_bytes += piece.num_bytes or 0
+        self.bytes_known &= scored_bytes is not None
+        self.num_bytes += scored_bytes or 0.0
 
-    def rows(self, pieces: Iterable[Piece], window: int, stride: int) -> Iterator[Row]:
+    def rows(self, pieces: Iterable[Piece], window: int, stride: int, table: TokenBytes | None) -> Iterator[Row]:
         for piece in pieces:
-            self.count(piece)
-            if piece.part is not None:
-                self.parts.setdefault(piece.part, _Seen()).count(piece)
+            found = None if table is None or piece.num_bytes is None else DocumentBytes(table, piece.ids, piece.num_bytes)
             lead = len(piece.lead)
             for begin, end, first in windows(len(piece.ids), window, stride, lead):
+                if found is not None:
+                    found.window(first, end)
                 yield Row([*piece.lead, *piece.ids[begin:end]], lead + first - begin, piece.part)
+            scored = None if found is None else found.scored()
+            self.count(scored)
+            if piece.part is not None:
+                self.parts.setdefault(piece.part, _Seen()).count(scored)
 
     def bits_per_byte(self, nll: float) -> float | None:
         return nll / math.log(2) / self.num_bytes if self.bytes_known and self.num_bytes else None
@@ -130,9 +138,10 @@ def perplexity(
     if batch_tokens < 1:
         raise ConfigError(f"batch-tokens is {batch_tokens}; it must be 1 or more.")
     seen, tally = _Seen(), Tally()
+    table = None if loaded.tokenizer is None else TokenBytes(loaded.tokenizer)
     with progress("score" if world == 1 else f"score on rank {rank} of {world}", unit="tokens") as advance:
         # Every rank cuts the same batches, so that a token is computed among the same neighbours whatever the number of ranks.
-        for index, batch in enumerate(batches(seen.rows(pieces, window, stride), batch_tokens)):
+        for index, batch in enumerate(batches(seen.rows(pieces, window, stride, table), batch_tokens)):
             if index % world != rank:
                 continue
             scores = score(loaded, batch)
@@ -152,6 +161,7 @@ def perplexity(
         perplexity=_exp(loss),
         tokens=tally.tokens,
         bits_per_byte=seen.bits_per_byte(tally.nll),
+        num_bytes=round(seen.num_bytes) if seen.bytes_known else None,
         accuracy=tally.correct / tally.tokens,
         documents=seen.documents,
         window=window,

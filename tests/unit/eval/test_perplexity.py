@@ -72,7 +72,9 @@ def test_everything_measured_equals_brute_force_with_transformers(
     assert result.loss == pytest.approx(nll.mean(), rel=1e-5)
     assert result.perplexity == pytest.approx(math.exp(nll.mean()), rel=1e-4)
     assert result.accuracy == pytest.approx(correct.mean())
-    assert result.bits_per_byte == pytest.approx(nll.sum() / math.log(2) / sum(len(text.encode()) for text in TEXTS), rel=1e-5)
+    # one token is one byte
+    assert result.num_bytes == len(expected)
+    assert result.bits_per_byte == pytest.approx(nll.mean() / math.log(2), rel=1e-5)
     for bucket in result.positions:
         inside = (context >= bucket.first) & (context <= bucket.last)
         assert bucket.tokens == inside.sum()
