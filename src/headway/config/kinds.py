@@ -8,6 +8,7 @@ import difflib
 import importlib
 import importlib.util
 import pkgutil
+import traceback
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, cast
@@ -56,20 +57,34 @@ def kind_module(package: str, kind: str) -> ModuleType:
     """Import the module of a kind; an unknown one is an error that lists what exists."""
     what = package.rsplit(".", 1)[-1]
     if "." in kind:
-        try:
-            return importlib.import_module(kind)
-        except ModuleNotFoundError as missing:
-            if missing.name is not None and (kind == missing.name or kind.startswith(missing.name + ".")):
-                raise ConfigError(
-                    f"{what} kind is {kind!r}, but there is no module of that name. Put the folder that holds it on PYTHONPATH."
-                ) from None
-            raise
+        return own_module(kind, f"{what} kind")
     names = kind_names(package)
     if kind in names:
         return importlib.import_module(f"{package}.{kind}")
     near = difflib.get_close_matches(kind, names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"{what} kind is {kind!r}; it must be one of {', '.join(names)}, or a dotted module of your own.{hint}")
+    raise ConfigError(f"{what} kind is {kind[:100]!r}; it must be one of {', '.join(names)}, or a dotted module of your own.{hint}")
+
+
+def own_module(name: str, setting: str) -> ModuleType:
+    """Import a module of the user's by its dotted name. `setting` is what named it, for the one line that says what is wrong."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"{setting} is {name[:100]!r}; a module of your own is named by its import path, e.g. my_lab.my_module.")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if missing.name is not None and (name == missing.name or name.startswith(missing.name + ".")):
+            raise ConfigError(
+                f"{setting} is {name!r}, but there is no module of that name. Put the folder that holds it on PYTHONPATH."
+            ) from None
+        raise ConfigError(f"{setting} is {name!r}, which imports {missing.name!r}, and that is not installed.") from missing
+    except Exception as error:  # whatever the user's module does when it is imported
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (at.filename, at.lineno)
+        problem = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{setting} is {name!r}, and importing it fails: {type(error).__name__}: {problem} ({where[0]}:{where[1]})."
+        ) from error
 
 
 def kind_config(package: str, kind: str) -> type[KindConfig]:

@@ -11,16 +11,13 @@ from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.constructor import DuplicateKeyError
-from ruamel.yaml.error import YAMLError
 
 from headway.config.kinds import KindIn, NestedErrors, kind_config, kind_names
 from headway.config.section import Overlay, Section
+from headway.config.yaml_reader import MAX_BYTES, Where, parse_yaml
 from headway.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
-Where = dict[tuple[Any, ...], str]
 
 
 def load(schema: type[S], path: Path | None = None, overrides: Sequence[str] = ()) -> S:
@@ -37,64 +34,40 @@ def load(schema: type[S], path: Path | None = None, overrides: Sequence[str] = (
 def read_yaml(path: Path, where: Where | None = None) -> dict[str, Any]:
     """Parse one YAML 1.2 file into plain Python, recording the line of every key in `where`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file. Give the path of a recipe, e.g. recipes/laptop/pretrain.yaml.") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a folder. Give the path of a recipe; a run's own is {path}/recipe.yaml.") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as text: {error}.") from None
-    try:
-        tree: Any = YAML(typ="rt").load(text)
-    except DuplicateKeyError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: {str(error.problem).split(' with ')[0]}; a key may stand once. Remove one of them.") from None
-    except YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: not YAML: {getattr(error, 'problem', None) or error}.") from None
+    tree = parse_yaml(text, str(path), where)
     if tree is None:
         return {}
-    if not isinstance(tree, CommentedMap):
+    if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a recipe is a mapping of sections, not a {type(tree).__name__}.")
-    where = where if where is not None else {}
-    return cast(dict[str, Any], _plain(tree, (), str(path), where))
-
-
-def _plain(node: Any, at: tuple[Any, ...], file: str, where: Where) -> Any:
-    if isinstance(node, CommentedMap):
-        for key in node:
-            where[(*at, key)] = f"{file}:{node.lc.key(key)[0] + 1}"
-        return {str(key): _plain(value, (*at, key), file, where) for key, value in node.items()}
-    if isinstance(node, CommentedSeq):
-        for index in range(len(node)):
-            where[(*at, index)] = f"{file}:{node.lc.item(index)[0] + 1}"
-        return [_plain(value, (*at, index), file, where) for index, value in enumerate(node)]
-    if isinstance(node, bool) or node is None:
-        return node
-    for plain in (int, float, str):
-        if isinstance(node, plain):
-            return plain(node)
-    return str(node)
+    return cast(dict[str, Any], tree)
 
 
 def apply_override(data: dict[str, Any], override: str, where: Where) -> None:
     """Apply one `section.key=value` to the raw recipe, the value read as YAML."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"override {override!r} is not of the form section.key=value, e.g. optim.lr=3e-4.")
+        raise ConfigError(f"override {override[:200]!r} is not of the form section.key=value, e.g. optim.lr=3e-4.")
+    shown = repr(override if len(override) <= 200 else override[:197] + "...")
     try:
-        value = _plain(YAML(typ="rt").load(text), (), "", {}) if text.strip() else ""
-    except YAMLError:
-        raise ConfigError(f"override {override!r}: the value is not YAML. Quote it, e.g. '{key}=\"...\"'.") from None
-    parts: list[Any] = [int(p) if p.isdigit() else p for p in key.strip().split(".")]
+        value = parse_yaml(text, "value") if text.strip() else ""
+    except ConfigError as error:
+        raise ConfigError(f"override {shown}: {str(error).partition(': ')[2]} Quote it if it is text, e.g. '{key[:60]}=\"...\"'.") from None
+    parts: list[Any] = [int(p) if p.isascii() and p.isdecimal() and len(p) < 10 else p for p in key.strip().split(".")]
     node: Any = data
     for depth, part in enumerate(parts[:-1]):
         if isinstance(node, list) and isinstance(part, int) and part < len(node):
             node = node[part]
             continue
         if not isinstance(node, dict):
-            raise ConfigError(f"override {override!r}: {'.'.join(map(str, parts[:depth]))} holds no keys of its own.")
+            raise ConfigError(f"override {shown}: {'.'.join(map(str, parts[:depth]))} holds no keys of its own.")
         if not isinstance(node.get(part), (dict, list)):
             was = node.get(part)
             node[part] = {"kind": was} if isinstance(was, str) else {}
@@ -102,11 +75,11 @@ def apply_override(data: dict[str, Any], override: str, where: Where) -> None:
     last = parts[-1]
     if not isinstance(node, (dict, list)):
         holder = ".".join(map(str, parts[:-1]))
-        raise ConfigError(f"override {override!r}: {holder} is {node!r}, which has no keys. Write it as a mapping, e.g. {{path: {node}}}.")
+        raise ConfigError(f"override {shown}: {holder} is {node!r}, which has no keys. Write it as a mapping, e.g. {{path: {node}}}.")
     if isinstance(node, list) and (not isinstance(last, int) or last >= len(node)):
-        raise ConfigError(f"override {override!r}: {'.'.join(map(str, parts[:-1]))} is a list of {len(node)}; use an index below that.")
+        raise ConfigError(f"override {shown}: {'.'.join(map(str, parts[:-1]))} is a list of {len(node)}; use an index below that.")
     node[last] = value
-    where[tuple(parts)] = f"override {override}"
+    where[tuple(parts)] = f"override {override if len(override) <= 200 else override[:197] + '...'}"
 
 
 def validate(schema: type[S], data: Mapping[str, Any], where: Where | None = None) -> S:

@@ -10,6 +10,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
+from headway.config.kinds import own_module
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 
@@ -59,13 +60,7 @@ def family_of(name: str) -> Family:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"model.family is {name!r}; it must be one of {', '.join(names)}, or a dotted module of your own.{hint}")
-    path = name if "." in name else f"{PACKAGE}.{name}"
-    try:
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as missing:
-        if missing.name is None or not (path == missing.name or path.startswith(missing.name + ".")):
-            raise
-        raise ConfigError(f"model.family is {name!r}, but there is no module of that name. Put its folder on PYTHONPATH.") from None
+    module = own_module(name, "model.family") if "." in name else importlib.import_module(f"{PACKAGE}.{name}")
     absent = [member for member in MEMBERS if member not in vars(module)]
     if absent:
         raise ConfigError(f"model.family is {name!r}, but that module has no {absent[0]}; a family needs {', '.join(MEMBERS)}.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from headway.config.kinds import own_module
 from headway.config.section import setting
 from headway.errors import ConfigError
 from headway.parallel.hooks.base import HookConfig
@@ -39,13 +40,11 @@ class Config(HookConfig):
 
 def find(path: str, key: str) -> Callable[..., Any]:
     """The function at module:name."""
-    import importlib
-
     module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError):
-        raise ConfigError(f"parallel.hook.{key} is {path!r}; it must be module:function and importable. Check PYTHONPATH.") from None
+    found = getattr(own_module(module, f"parallel.hook.{key}"), name, None)
+    if not callable(found):
+        raise ConfigError(f"parallel.hook.{key} is {path!r}; it must be module:function, and {module} has no function {name!r}.")
+    return found
 
 
 class TorchStyle:

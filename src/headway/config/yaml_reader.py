@@ -1,0 +1,205 @@
+"""YAML 1.2 text comes in; plain Python (dict, list, str, int, float, bool, None) goes out, with the line of every key.
+
+The parser's events are read one by one, so that nesting, aliases and size are bounded while they are read: a hostile file is refused in
+milliseconds. Nothing but the plain types is ever constructed. Dates stay the text they are written as.
+"""
+
+import copy
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    MappingEndEvent,
+    MappingStartEvent,
+    NodeEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+)
+from ruamel.yaml.nodes import ScalarNode
+
+from headway.errors import ConfigError
+
+Where = dict[tuple[Any, ...], str]
+
+MAX_BYTES = 512 << 10
+MAX_DEPTH = 32
+MAX_VALUES = 50_000
+"""Values of a file after its aliases are expanded."""
+MAX_DIGITS = 400
+"""Beyond it neither an integer nor a float of any use."""
+TAG = "tag:yaml.org,2002:"
+MERGE = object()
+"""Stands for the key `<<`."""
+
+
+class _Refused(Exception):
+    """What is wrong and on which line, counted from 0; None = not known."""
+
+    def __init__(self, message: str, line: int | None = None) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+class _Open:
+    """A mapping or sequence whose end has not been read."""
+
+    def __init__(self, value: Any, at: tuple[Any, ...], line: int, anchor: str | None) -> None:
+        self.value, self.at, self.line, self.anchor = value, at, line, anchor
+        self.key: Any = None
+        self.has_key = False
+        self.merged: list[dict[str, Any]] = []
+        self.values = 1
+
+
+def parse_yaml(text: str, name: str, where: Where | None = None) -> Any:
+    """The content of one YAML document; a mistake is a ConfigError that begins with `name` and the line."""
+    if len(text.encode("utf-8", "replace")) > MAX_BYTES:
+        raise ConfigError(f"{name}: larger than {MAX_BYTES >> 10} KiB, which no recipe is. Give the path of a recipe.")
+    tree = _Tree(name, where if where is not None else {})
+    try:
+        tree.read(text)
+    except _Refused as refused:
+        line = f":{refused.line + 1}" if refused.line is not None else ""
+        raise ConfigError(f"{name}{line}: {refused}") from None
+    except (YAMLError, AssertionError, ValueError) as error:  # ruamel asserts the version that a %YAML line names
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ConfigError(f"{name}{line}: not YAML: {problem[:200]}.") from None
+    return tree.root
+
+
+class _Tree:
+    """Builds plain values from the parser's events."""
+
+    def __init__(self, name: str, where: Where) -> None:
+        self.name, self.where = name, where
+        self.root: Any = None
+        self.open: list[_Open] = []
+        self.anchors: dict[str, tuple[Any, int]] = {}
+        self.num_documents = 0
+
+    def read(self, text: str) -> None:
+        parser = YAML(typ="safe", pure=True)
+        for event in parser.parse(text):
+            line = event.start_mark.line
+            if isinstance(event, (MappingStartEvent, SequenceStartEvent)):
+                self._begin(event, line)
+            elif isinstance(event, (MappingEndEvent, SequenceEndEvent)):
+                self._end()
+            elif isinstance(event, AliasEvent):
+                self._alias(str(event.anchor), line)
+            elif isinstance(event, ScalarEvent):
+                tag = event.tag if event.tag not in (None, "!") else parser.resolver.resolve(ScalarNode, event.value, event.implicit)
+                self._put(_scalar(str(event.value), str(tag), line), line, event.anchor, 1)
+            elif isinstance(event, DocumentStartEvent):
+                self.num_documents += 1
+                if self.num_documents > 1:
+                    raise _Refused("a second document begins; a recipe is one. Remove the `---`.", line)
+
+    def _begin(self, event: NodeEvent, line: int) -> None:
+        is_mapping = isinstance(event, MappingStartEvent)
+        if event.tag not in (None, "!", TAG + ("map" if is_mapping else "seq")):
+            raise _Refused(f"the tag {str(event.tag)[:60]!r} is not supported. Write plain values.", line)
+        if len(self.open) >= MAX_DEPTH:
+            raise _Refused(f"nested more than {MAX_DEPTH} levels deep, which no recipe is.", line)
+        holder = self.open[-1] if self.open else None
+        if holder is not None and isinstance(holder.value, dict) and not holder.has_key:
+            raise _Refused("a list or mapping stands where a key is expected. Write the key as text.", line)
+        at = self._here(line) if holder is not None else ()
+        self.open.append(_Open({} if is_mapping else [], at, line, event.anchor))
+
+    def _end(self) -> None:
+        done = self.open.pop()
+        for source in done.merged:
+            for key, value in source.items():
+                done.value.setdefault(key, value)
+        self._put(done.value, done.line, done.anchor, done.values)
+
+    def _alias(self, anchor: str, line: int) -> None:
+        if any(one.anchor == anchor for one in self.open) and anchor not in self.anchors:
+            raise _Refused(f"the alias *{anchor[:60]} stands inside what it names, which has no end.", line)
+        if anchor not in self.anchors:
+            raise _Refused(f"the alias *{anchor[:60]} names nothing above it.", line)
+        value, values = self.anchors[anchor]
+        self._put(copy.deepcopy(value), line, None, values)
+
+    def _put(self, value: Any, line: int, anchor: str | None, values: int) -> None:
+        """Hand a finished value to the mapping or sequence that is open, or make it the root."""
+        if value is MERGE and (anchor is not None or not self.open or isinstance(self.open[-1].value, list) or self.open[-1].has_key):
+            value = "<<"
+        if anchor is not None:
+            self.anchors[str(anchor)] = (value, values)
+        if not self.open:
+            self.root = value
+            return
+        holder = self.open[-1]
+        holder.values += values
+        if sum(one.values for one in self.open) > MAX_VALUES:
+            raise _Refused(f"holds more than {MAX_VALUES} values once its aliases are expanded, which no recipe does.", line)
+        if isinstance(holder.value, list):
+            self._here(line)
+            holder.value.append(value)
+        elif not holder.has_key:
+            self._put_key(holder, value, line)
+        else:
+            self._put_value(holder, value, line)
+
+    def _put_key(self, holder: _Open, key: Any, line: int) -> None:
+        if isinstance(key, (dict, list)):
+            raise _Refused("a list or mapping stands where a key is expected. Write the key as text.", line)
+        holder.key = key if key is MERGE else str(key)
+        if holder.key in holder.value:
+            raise _Refused(f'found duplicate key "{str(key)[:60]}"; a key may stand once. Remove one of them.', line)
+        holder.has_key = True
+        self._here(line)
+
+    def _put_value(self, holder: _Open, value: Any, line: int) -> None:
+        holder.has_key = False
+        if holder.key is not MERGE:
+            holder.value[holder.key] = value
+            return
+        sources = value if isinstance(value, list) else [value]
+        if not all(isinstance(one, dict) for one in sources):
+            raise _Refused("`<<` takes a mapping or a list of mappings.", line)
+        holder.merged += sources
+
+    def _here(self, line: int) -> tuple[Any, ...]:
+        """The path of what is read next, its line noted."""
+        holder = self.open[-1]
+        at = (*holder.at, len(holder.value) if isinstance(holder.value, list) else holder.key)
+        self.where.setdefault(at, f"{self.name}:{line + 1}")
+        return at
+
+
+def _scalar(text: str, tag: str, line: int) -> Any:
+    kind = tag.removeprefix(TAG) if tag.startswith(TAG) else ""
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "merge":
+        return MERGE
+    if kind in ("int", "float"):
+        return _number(text, kind, line)
+    if kind in ("str", "timestamp", "value"):
+        return text
+    raise _Refused(f"the tag {tag[:60]!r} is not supported. Write plain values.", line)
+
+
+def _number(text: str, kind: str, line: int) -> int | float:
+    plain = text.replace("_", "").lower()
+    if len(plain) > MAX_DIGITS:
+        raise _Refused(f"a number of {len(plain)} characters; write one of at most {MAX_DIGITS}.", line)
+    try:
+        if kind == "float":
+            return float(plain.replace(".inf", "inf").replace(".nan", "nan"))
+        digits = plain.lstrip("+-")
+        base = {"0x": 16, "0o": 8, "0b": 2}.get(digits[:2], 10)
+        return int(plain, base)
+    except ValueError:
+        raise _Refused(f"{text[:60]!r} is not {'an integer' if kind == 'int' else 'a number'}.", line) from None
