@@ -1,10 +1,22 @@
 """What can go wrong that is not a bug of ours: each error is one line with key, value, expectation and remedy."""
 
+import re
+
+CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def hide_credentials(text: str) -> str:
+    """A message without the user and password of any address in it: endpoints and proxies in the environment may hold them."""
+    return CREDENTIALS.sub("***@", text)
+
 
 class HeadwayError(Exception):
     """A problem the user can act on. The command line prints it as one line and exits with `exit_code`."""
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(hide_credentials(message))
 
 
 class ConfigError(HeadwayError):

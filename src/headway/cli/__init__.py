@@ -51,15 +51,18 @@ def _add_verbs(app: typer.Typer, package: str) -> None:
             app.command(name)(module.command)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"headway {__version__}")
+        raise typer.Exit
+
+
 def _global_options(
     context: typer.Context,
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Log more; LOG_LEVEL=DEBUG does the same."),
-    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+    version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True, callback=_print_version),
 ) -> None:
     """One LLM training system, from raw text to a served long-context model."""
-    if version:
-        typer.echo(f"headway {__version__}")
-        raise typer.Exit
     level = "DEBUG" if verbose else os.environ.get("LOG_LEVEL", "INFO").upper()
     context.call_on_close(start_logging(level=level).close)
 

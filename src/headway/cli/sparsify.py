@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as json_module
 import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -38,6 +37,7 @@ def command(
     """Train head gates, export masks, ask the model with and without them, and report what the cache saves: in one folder, resumable."""
     from headway.cli._recipe import read_recipe
     from headway.cli.eval.long import show, split_numbers, split_tokens
+    from headway.runtime.process import own_command
     from headway.train.sparsify import SparsifyPlan, sparsify
 
     plan = SparsifyPlan(
@@ -56,7 +56,7 @@ def command(
     flags = [text for flag, value in (("--nproc", nproc), ("--gpus", gpus)) if value is not None for text in (flag, str(value))]
 
     def elsewhere(recipe: Recipe) -> dict[str, Any]:
-        line = [sys.executable, "-m", "headway", "train", *(arguments or []), *flags, "--json"]
+        line = own_command(["train", *(arguments or []), *flags, "--json"])
         child = subprocess.run(line, stdout=subprocess.PIPE, check=False)
         return json_module.loads(child.stdout) if child.returncode == 0 else {"exit_code": child.returncode}
 

@@ -1,7 +1,6 @@
 """`headway supervise`."""
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +36,7 @@ def supervise(arguments: Sequence[str], settings: "SuperviseConfig", recipe: "Re
     """Look after a command; returns its exit code."""
     from headway.errors import LaunchError
     from headway.launch.supervise import Policy, Supervisor
+    from headway.runtime.process import safe_environment
     from headway.track.outside import tell_outside
 
     folder = run_dir if run_dir is not None else recipe.run.folder if recipe is not None else None
@@ -47,14 +47,16 @@ def supervise(arguments: Sequence[str], settings: "SuperviseConfig", recipe: "Re
     policy = Policy(settings.max_restarts, settings.backoff_seconds, settings.hang_seconds)
     tell = (lambda *_: None) if folder is None else lambda event, text, step: tell_outside(trackers, folder, event, text, step)
     try:
-        return Supervisor(arguments, policy, folder, os.environ, tell).run()
+        return Supervisor(arguments, policy, folder, safe_environment(arguments, os.environ), tell).run()
     except (FileNotFoundError, PermissionError) as problem:
         raise LaunchError(f"{arguments[0]}: {problem.strerror}. Give a command that can be run, after --.") from None
 
 
 def whole(arguments: Sequence[str]) -> list[str]:
     """The command as it is started: `headway` is this one, whether or not it is on the PATH."""
-    return [sys.executable, "-m", "headway", *arguments[1:]] if arguments[0] == "headway" else list(arguments)
+    from headway.runtime.process import own_command
+
+    return own_command(arguments[1:]) if arguments[0] == "headway" else list(arguments)
 
 
 def recipe_of(arguments: Sequence[str]) -> "Recipe | None":

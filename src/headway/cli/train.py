@@ -127,10 +127,11 @@ def _supervised(recipe: "Recipe") -> int:
     from headway.cli.supervise import supervise
     from headway.errors import LaunchError
     from headway.launch.local import outer_launcher
+    from headway.runtime.process import own_command
 
     if (outer := outer_launcher(os.environ)) is not None:
         raise LaunchError(f"run.supervise is true and {outer} started this process. Put `headway supervise --` in front of {outer}.")
-    return supervise([sys.executable, "-m", "headway", *sys.argv[1:]], recipe.supervise, recipe)
+    return supervise(own_command(sys.argv[1:]), recipe.supervise, recipe)
 
 
 def _leave(code: int) -> None:

@@ -9,12 +9,11 @@ with the number of the last chunk, so that a killed build continues after it. A 
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from headway.data.source import Flags, Ids, Longs
 from headway.data.store_manifest import Division
 from headway.data.store_writer import StoreWriter
 from headway.errors import DataError
+from headway.runtime.process import worker_pool
 from headway.runtime.progress import Advance, progress
 
 UNIT_BYTES = 64 << 20
@@ -171,23 +171,19 @@ def _encoded(job: Job, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded
         for chunk in chunks:
             yield chunk, job.encoder.encode(chunk.items)
         return
-    # Spawned, not forked: this process may hold threads (tokenizers, torch) that a fork would break.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(job.workers, mp_context=context, initializer=_begin_worker, initargs=(job.encoder,))
     under_way: deque[tuple[Chunk, Future[Encoded]]] = deque()
     try:
-        for chunk in chunks:
-            under_way.append((Chunk(chunk.unit, chunk.number, [], chunk.bytes), pool.submit(_encode_in_worker, chunk.items)))
-            if len(under_way) >= AHEAD * job.workers:
+        with worker_pool(job.workers, _begin_worker, (job.encoder,)) as pool:
+            for chunk in chunks:
+                under_way.append((Chunk(chunk.unit, chunk.number, [], chunk.bytes), pool.submit(_encode_in_worker, chunk.items)))
+                if len(under_way) >= AHEAD * job.workers:
+                    head, future = under_way.popleft()
+                    yield head, future.result()
+            while under_way:
                 head, future = under_way.popleft()
                 yield head, future.result()
-        while under_way:
-            head, future = under_way.popleft()
-            yield head, future.result()
     except BrokenProcessPool:
         raise DataError("a worker process died (out of memory?). Run the same command again, with fewer --workers; it continues.") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 _encoder: Encoder | None = None

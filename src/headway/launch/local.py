@@ -6,7 +6,6 @@ In: the recipe, what the user asked for, the environment. Out: an exit code, aft
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from headway.launch.gpus import Choice, Gpu, choose_gpus, read_gpus, visible
 from headway.launch.nodes import Meeting, Nodes
 from headway.launch.ranks import Ranks, RankStart
 from headway.runtime.machine import usable_cores
-from headway.runtime.process import LAUNCHER_PID
+from headway.runtime.process import LAUNCHER_PID, own_command
 
 if TYPE_CHECKING:
     from headway.train.config import Recipe
@@ -112,7 +111,6 @@ def outer_launcher(environment: Mapping[str, str]) -> str | None:
 
 def launch(job: Job, arguments: Sequence[str], logs: Path, environment: Mapping[str, str]) -> int:
     """Start the ranks of this node with `python -m headway ARGUMENTS`, watch them to their end, return their exit code."""
-    command = [sys.executable, "-m", "headway", *arguments]
     meeting = Meeting(job.nodes, job.num_ranks)
     if job.nodes.num > 1:
         meeting.serve()
@@ -124,7 +122,7 @@ def launch(job: Job, arguments: Sequence[str], logs: Path, environment: Mapping[
     shared = {**environment, **rank_environment(job, meeting, environment)}
     starts = [RankStart(meeting.first_rank + local, _identity(job, meeting, local)) for local in range(job.num_ranks)]
     log.log(logging.INFO if job.nodes.num > 1 else logging.DEBUG, "starting %s", _describe(job, meeting))
-    with Ranks(command, starts, shared, logs) as ranks:
+    with Ranks(own_command(arguments), starts, shared, logs) as ranks:
         if job.nodes.num == 1:
             meeting.serve()  # after the start, because both take seconds to load torch; the port is bound and waits
         try:

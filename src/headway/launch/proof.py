@@ -17,7 +17,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from headway.checkpoint.load import Reader, open_checkpoint
 from headway.errors import ConfigError, TrainingError
 from headway.runtime.device import backend_of
-from headway.runtime.process import KILL_AT_STEP
+from headway.runtime.process import KILL_AT_STEP, own_command
 from headway.runtime.progress import progress
 from headway.track.jsonl import read_metrics
 
@@ -178,7 +177,7 @@ def _arguments(trial: Trial, run_dir: Path) -> list[str]:
 
 def in_processes(arguments: list[str], nproc: int | None, kill_at: int | None) -> None:
     """Train as the command line does, in processes of their own."""
-    command = [sys.executable, "-m", "headway", "train", *arguments, *(["--nproc", str(nproc)] if nproc is not None else [])]
+    command = own_command(["train", *arguments, *(["--nproc", str(nproc)] if nproc is not None else [])])
     environment = {**os.environ, **({KILL_AT_STEP: str(kill_at)} if kill_at is not None else {})}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     code = done.returncode if done.returncode >= 0 else 128 - done.returncode

@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -230,16 +231,23 @@ def environment() -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """The commit a folder is at and whether tracked files differ from it; None outside of a repository or without git."""
+    """The commit a folder is at and whether tracked files differ from it; None outside of a repository or without git.
 
-    def git(*arguments: str) -> str | None:
+    A repository that somebody else made may name programs in its own config (a file-system monitor, hooks, filters): none of them runs.
+    """
+    safe = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", "-C", str(folder)]
+
+    def git(*arguments: str, filters: Sequence[str] = ()) -> str | None:
+        off = [text for key in filters for text in ("-c", f"{key}=")]
         try:
-            done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False)
-        except (OSError, subprocess.TimeoutExpired):
+            done = subprocess.run([*safe, *off, *arguments], capture_output=True, text=True, errors="replace", timeout=10, check=False)
+        except (OSError, ValueError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
     commit = git("rev-parse", "HEAD")
     if commit is None:
         return None
-    return {"commit": commit, "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    named = git("config", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process|required)$") or ""
+    changed = git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all", filters=named.splitlines())
+    return {"commit": commit, "changed": bool(changed)}

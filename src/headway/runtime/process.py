@@ -1,19 +1,29 @@
 """Which process of how many this is, read from what the launcher left in the environment. Alone it is rank 0 of 1."""
 
+from __future__ import annotations
+
 import ctypes
+import itertools
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from headway.errors import LaunchError
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
 
 PR_SET_PDEATHSIG = 1
 LAUNCHER_PID = "HEADWAY_LAUNCHER_PID"
 FAILURE_FILE = "HEADWAY_FAILURE_FILE"
 """Set by headway's own launcher for each rank it starts: its process id, and where a rank says why it failed."""
+SAFE_PATH = "PYTHONSAFEPATH"
+"""Python's own: the working directory is not searched for modules."""
 KILL_AT_STEP = "HEADWAY_KILL_AT_STEP"
 """Set by `headway verify resume`: the last rank kills itself after this step."""
 SUPERVISOR = "HEADWAY_SUPERVISOR"
@@ -96,6 +106,37 @@ def _read(launcher: _Launcher, given: Mapping[str, str]) -> Process:
     node = number(launcher.node, rank // local_world)
     num_nodes = number(launcher.num_nodes, -(-world // local_world))
     return Process(rank, local_rank, world, node, max(1, num_nodes))
+
+
+def own_command(arguments: Sequence[str]) -> list[str]:
+    """The command line that runs headway again; -P keeps Python from importing what lies in the working directory."""
+    return [sys.executable, "-P", "-m", "headway", *arguments]
+
+
+def safe_environment(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables for a command that starts headway by way of another launcher (torchrun -m headway): the same protection."""
+    starts_headway = ("-m", "headway") in itertools.pairwise(command)
+    return {**environment, SAFE_PATH: "1"} if starts_headway else dict(environment)
+
+
+@contextmanager
+def worker_pool(workers: int, begin: Callable[..., None] | None = None, given: tuple[Any, ...] = ()) -> Iterator[ProcessPoolExecutor]:
+    """Worker processes for pure computing; `begin(*given)` runs first in each. Like `own_command`, they import nothing from the working
+    directory. Spawned, not forked: this process may hold threads (tokenizers, torch) that a fork would break."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=begin, initargs=given)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        if before is None:
+            os.environ.pop(SAFE_PATH, None)
+        else:
+            os.environ[SAFE_PATH] = before
 
 
 def failure_file() -> Path | None:

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from headway.errors import CheckpointError, ConfigError
+from headway.errors import CheckpointError, ConfigError, hide_credentials
 from headway.runtime.places import S3Path
 
 log = logging.getLogger("headway")
@@ -79,7 +79,7 @@ class S3:
                 if not passing:
                     raise S3Refusal(place, code, reason) from None
             except BotoCoreError as problem:
-                reason = str(problem)
+                reason = hide_credentials(str(problem))
                 if "credentials" in reason.lower():
                     raise ConfigError(f"{place}: no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.") from None
             if self._hurry.is_set():

@@ -18,6 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+from headway.runtime.process import worker_pool
+
 PARTS = 64
 BATCH_CHARACTERS = 1 << 20
 ENTRY_BYTES = 110
@@ -114,10 +116,9 @@ def _counted(batches: Iterator[list[str]], pattern: str, workers: int) -> Iterat
         for batch in batches:
             yield _count_batch(batch, pattern)
         return
-    import multiprocessing
-    from concurrent.futures import Future, ProcessPoolExecutor
+    from concurrent.futures import Future
 
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with worker_pool(workers) as pool:
         waiting: deque[Future[tuple[Counter[str], int]]] = deque()
         for batch in batches:
             waiting.append(pool.submit(_count_batch, batch, pattern))
