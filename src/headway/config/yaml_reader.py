@@ -14,7 +14,6 @@ from ruamel.yaml.events import (
     DocumentStartEvent,
     MappingEndEvent,
     MappingStartEvent,
-    NodeEvent,
     ScalarEvent,
     SequenceEndEvent,
     SequenceStartEvent,
@@ -101,7 +100,7 @@ class _Tree:
                 if self.num_documents > 1:
                     raise _Refused("a second document begins; a recipe is one. Remove the `---`.", line)
 
-    def _begin(self, event: NodeEvent, line: int) -> None:
+    def _begin(self, event: MappingStartEvent | SequenceStartEvent, line: int) -> None:
         is_mapping = isinstance(event, MappingStartEvent)
         if event.tag not in (None, "!", TAG + ("map" if is_mapping else "seq")):
             raise _Refused(f"the tag {str(event.tag)[:60]!r} is not supported. Write plain values.", line)
