@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -24,6 +24,8 @@ def command(
     from headway.train.config import SuperviseConfig
 
     recipe = recipe_of(arguments)
+    if recipe is not None:
+        _refuse_second(recipe, arguments)
     given = {"max_restarts": max_restarts, "backoff_seconds": backoff, "hang_seconds": hang_seconds}
     settings = recipe.supervise if recipe is not None else SuperviseConfig()
     settings = settings.model_copy(update={name: value for name, value in given.items() if value is not None})
@@ -65,12 +67,22 @@ def recipe_of(arguments: Sequence[str]) -> "Recipe | None":
 
     for place in range(1, len(arguments)):
         if arguments[place] == "train" and Path(arguments[place - 1]).name == "headway":
-            return read_recipe(_positional(arguments[place + 1 :]))
+            return read_recipe(_parsed(arguments[place + 1 :])["arguments"] or [])
     return None
 
 
-def _positional(arguments: Sequence[str]) -> list[str]:
-    """What of the arguments of `headway train` is no flag, as its own parser sees it."""
+def _refuse_second(recipe: "Recipe", arguments: Sequence[str]) -> None:
+    """Refuse to supervise a run that is under way, before anything is written; nodes after the first join theirs."""
+    from headway.runtime.process import from_environment
+    from headway.runtime.run_lock import refuse_live
+
+    given = _parsed(arguments[list(arguments).index("train") + 1 :])
+    if not given["dry_run"] and given["node_rank"] == 0 and from_environment().is_first:
+        refuse_live(recipe.run.folder)
+
+
+def _parsed(arguments: Sequence[str]) -> dict[str, Any]:
+    """The arguments of `headway train`, as its own parser sees them."""
     import typer.main
 
     from headway.cli import train
@@ -78,4 +90,4 @@ def _positional(arguments: Sequence[str]) -> list[str]:
     app = typer.Typer(add_completion=False)
     app.command("train")(train.command)
     context = typer.main.get_command(app).make_context("train", list(arguments))
-    return context.params["arguments"] or []
+    return context.params

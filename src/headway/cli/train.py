@@ -71,7 +71,8 @@ def command(
     from headway.errors import LaunchError
     from headway.launch.local import Wishes, is_launched, plan_job
     from headway.launch.nodes import LOOPBACK, Nodes, parse_master
-    from headway.runtime.process import end_with_supervisor, set_environment, supervisor
+    from headway.runtime.process import end_with_supervisor, from_environment, set_environment, supervisor
+    from headway.runtime.run_lock import refuse_live
 
     wanted = {"first_step": profile_from, "num_steps": profile_steps, "ratio": slow_ratio}
     options = Options(resume, dry_run, json, profile, {name: value for name, value in wanted.items() if value is not None})
@@ -81,6 +82,8 @@ def command(
         as_rank(lambda: work(arguments, options))
         return
     recipe = read_recipe(arguments)
+    if not dry_run and node_rank == 0 and from_environment().is_first:
+        refuse_live(recipe.run.folder)  # already here, before a supervisor or a launcher writes anything
     if recipe.run.supervise and not dry_run and supervisor() is None:
         _leave(_supervised(recipe))
         return

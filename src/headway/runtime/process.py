@@ -87,6 +87,11 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Process:
         needed = [launcher.rank, launcher.world] + ([launcher.local_rank] if launcher.needs_local_rank else [])
         if all(name in given for name in needed):
             return _read(launcher, given)
+    if given.get("SLURM_PROCID", "0") != "0":  # 0 in a batch script or an allocation's shell, where nobody started other tasks
+        raise LaunchError(
+            f"SLURM_PROCID is {given['SLURM_PROCID']} and SLURM_STEP_NUM_TASKS is not set, so this task would train a run of its own beside "
+            "task 0. Start the ranks with srun or torchrun and pass their environment on, or unset SLURM_PROCID."
+        )
     return Process()
 
 

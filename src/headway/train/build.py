@@ -46,6 +46,7 @@ from headway.train.config import Recipe
 from headway.train.content import take_content
 from headway.train.folder import METRICS, Start
 from headway.train.heal import Healer, with_healed
+from headway.train.hold import Hold
 from headway.train.meter import Facts, Meter
 from headway.train.orders import Orders
 from headway.train.place import Place, StageMetrics
@@ -89,6 +90,8 @@ class Run:
     place: Place | None = None
     """Where it stands in a run of several stages."""
     stop: StopSignal = field(default_factory=StopSignal)
+    hold: Hold = field(default_factory=Hold)
+    """The locks of its folders."""
     trackers: list[Tracker] = field(default_factory=list)
     targets: Targets = Targets()
     """What was found about the targets of masked data."""

@@ -39,6 +39,13 @@ class RunConfig(Section):
         120.0, "After a signal to stop: how long a run that is not saving may take to leave; validation is cut short at half of it.", gt=0
     )
 
+    takeover_seconds: float = setting(
+        120.0,
+        "A start that finds the folder locked by a process on another host or in another container waits so long for a sign of life before "
+        "it takes over.",
+        gt=0,
+    )
+
     @field_validator("name")
     @classmethod
     def _stays_in_dir(cls, name: str) -> str:

@@ -25,6 +25,7 @@ from headway.runtime.heartbeat import clear_beats
 from headway.runtime.machine import environment
 from headway.runtime.places import Place, place_of
 from headway.runtime.process import restarted_job, supervisor
+from headway.runtime.run_lock import LOCK
 from headway.runtime.s3 import StoreDown
 from headway.runtime.storage import check_writable, write_atomic
 from headway.track.outside import begin_claims
@@ -169,10 +170,17 @@ def unused_name(folder: Path) -> Path:
     return next(path for n in range(1, 10_000) if not (path := folder.with_name(f"{folder.name}.old-{n}")).exists())
 
 
-def prepare_folder(start: Start, recipe: Recipe) -> None:
-    """Make the folder and write what describes the run."""
+def move_aside(folder: Path, target: Path) -> None:
+    """Rename a run folder that makes room; the lock of whoever moves it does not stay behind in it."""
+    folder.rename(target)
+    (target / LOCK).unlink(missing_ok=True)
+
+
+def prepare_folder(start: Start, recipe: Recipe, moved: Callable[[], None] = lambda: None) -> None:
+    """Make the folder and write what describes the run; `moved` is called at once where an older run has made room."""
     if start.set_aside is not None:
-        start.folder.rename(start.set_aside)
+        move_aside(start.folder, start.set_aside)
+        moved()
         log.info("the run that was there is now %s", start.set_aside)
     local, place = recipe.checkpoint.place(start.folder)
     remote = None if place is None else Remote(place, recipe.checkpoint)

@@ -42,6 +42,7 @@ def run_loop(run: Run) -> dict[str, Any]:
                 save(run, clock)  # there must be something to go back to
             validate_at_start(run)
             while goes_on(run):
+                run.hold.check()
                 order = run.orders.look(state.step, run.healer.bad[0] if run.healer.bad else None, is_hopeless=bool(run.healer.hopeless))
                 if order.is_hopeless:
                     raise GaveUpError(run.healer.hopeless or "another rank gave up")

@@ -28,6 +28,7 @@ from headway.train.config import Recipe
 from headway.train.expand import expand
 from headway.train.finish import summarize
 from headway.train.folder import SUMMARY, agree_on_start, first_decides, prepare_folder
+from headway.train.hold import Hold, held
 from headway.train.loop import run_loop, train_step
 from headway.train.orders import exit_code
 from headway.train.place import Place
@@ -49,6 +50,7 @@ class Session:
     world: Group
     probe: Probe
     stop: StopSignal
+    hold: Hold
 
 
 def run_recipe(recipe: Recipe, resume: str = "auto", probe: Probe = nullcontext) -> dict[str, Any]:
@@ -61,9 +63,11 @@ def run_recipe(recipe: Recipe, resume: str = "auto", probe: Probe = nullcontext)
             resolved, backend = None if recipe.stages else resolve(recipe), backend_of(recipe.device)
             if backend == "nccl" and process.world > 1:
                 set_environment(flight_recorder(folder))
-            with start_group(process, backend, recipe.parallel.timeout_seconds, heart) as world:
-                session = Session(process, world, probe, stop)
-                outcome = _run(session, resolved, resume) if resolved else run_stages(recipe, resume, world, partial(_run, session))
+            with start_group(process, backend, recipe.parallel.timeout_seconds, heart) as world, held(recipe, world) as hold:
+                session = Session(process, world, probe, stop, hold)
+                outcome = (
+                    _run(session, resolved, resume) if resolved else run_stages(recipe, resume, world, partial(_run, session), hold.moved)
+                )
             well = True
             return outcome
         except Interrupted as asked:
@@ -86,7 +90,7 @@ def _run(session: Session, resolved: Resolved, resume: str, place: Place | None 
     with _explaining(resolved, process):
         run = _build(resolved, resume, process, world)
     recipe, start, began = resolved.recipe, run.start, run.state.step
-    run.stop, run.place = stop, place
+    run.stop, run.place, run.hold = stop, place, session.hold
     stop.is_saving = lambda: run.heart.phase == "save" or run.saver.is_busy
     stop.has_something_to_save = lambda: run.state.step > run.saver.saved_step
     if process.is_first:
@@ -94,7 +98,7 @@ def _run(session: Session, resolved: Resolved, resume: str, place: Place | None 
         run.trackers = [Console(run.total_steps), *(one.build(start.folder, name) for one in recipe.track)]
     world.barrier()  # every rank has read the folder before one of them changes it
     if process.is_first:
-        prepare_folder(start, recipe)
+        prepare_folder(start, recipe, session.hold.moved)
         if run.reference is not None:
             run.reference.keep(start)
     world.barrier()

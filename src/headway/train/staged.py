@@ -24,7 +24,7 @@ from headway.parallel.collectives import Group
 from headway.runtime.storage import check_writable, link_atomic, write_atomic
 from headway.train.config import Recipe
 from headway.train.expand import FOLDER, Stage, changes_of_finished, expand
-from headway.train.folder import RECIPE, SUMMARY, begin_in, first_decides, is_restart, unused_name, write_json
+from headway.train.folder import RECIPE, SUMMARY, begin_in, first_decides, is_restart, move_aside, unused_name, write_json
 from headway.train.place import Place
 from headway.train.resolve import Resolved
 from headway.train.stages import check_stage, foreseen, resolve_stage
@@ -48,8 +48,8 @@ class Begin:
     """Folders to be set aside first, and where."""
 
 
-def run_stages(recipe: Recipe, resume: str, world: Group, train: TrainOne) -> dict[str, Any]:
-    """Train all stages that are not done; returns the summary of the whole."""
+def run_stages(recipe: Recipe, resume: str, world: Group, train: TrainOne, moved: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Train all stages that are not done; returns the summary of the whole. `moved` is called where the run folder was set aside."""
     home, stages = recipe.run.folder, expand(recipe)
     begin = Begin(**first_decides(world, lambda: vars(decide(recipe, resume))))
     done = list(begin.done)
@@ -59,7 +59,7 @@ def run_stages(recipe: Recipe, resume: str, world: Group, train: TrainOne) -> di
     look_ahead(stages, done, home, world)
     world.barrier()  # every rank has read the folder before one of them changes it
     if world.rank == 0:
-        _prepare(recipe, begin)
+        _prepare(recipe, begin, moved)
         _write_ledger(home, stages, done)
     world.barrier()
     for stage in stages[len(done) :]:
@@ -153,10 +153,12 @@ def _write_ledger(home: Path, stages: list[Stage], done: list[dict[str, Any]]) -
     write_json(home / STAGES, {"stages": [*done, *left]})
 
 
-def _prepare(recipe: Recipe, begin: Begin) -> None:
+def _prepare(recipe: Recipe, begin: Begin, moved: Callable[[], None]) -> None:
     home = recipe.run.folder
     for old, new in begin.moved:
-        Path(old).rename(new)
+        move_aside(Path(old), Path(new))
+        if Path(old) == home:
+            moved()
         log.info("what was there is now %s", new)
     begin_in(home)
     for stale in (home / FINAL, home / SUMMARY):  # of a run that had fewer stages

@@ -29,6 +29,7 @@ SPIKES = ("steps=12", "optim.lr=0.1", "heal.window=4", "heal.sigma=0.5")
 POST = "{kind: heartbeat, url_env: "
 
 ROWS: dict[str, Row] = {
+    "run.takeover_seconds": ((), 120.0, 1.0, lambda o: recipe(o).run.takeover_seconds),
     "run.supervise": ((), False, True, lambda o: recipe(o).run.supervise),
     "supervise.max_restarts": ((), 5, 0, lambda o: recipe(o).supervise),
     "supervise.backoff_seconds": ((), 10.0, 0.0, lambda o: recipe(o).supervise),

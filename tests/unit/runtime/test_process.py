@@ -36,3 +36,9 @@ def test_one_process_per_node_needs_no_local_rank() -> None:
 def test_wrong_values_are_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(LaunchError, match=r"RANK|WORLD_SIZE"):
         from_environment({**TORCHRUN, **wrong})
+
+
+def test_a_slurm_task_without_its_step_does_not_train_a_run_of_its_own() -> None:
+    with pytest.raises(LaunchError, match=r"SLURM_PROCID is 1 and SLURM_STEP_NUM_TASKS is not set.*srun"):
+        from_environment({**BATCH_SCRIPT, "SLURM_PROCID": "1", "SLURM_JOB_ID": "7"})
+    assert from_environment({**BATCH_SCRIPT, "SLURM_JOB_ID": "7"}).is_first
