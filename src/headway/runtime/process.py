@@ -89,7 +89,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Process:
             return _read(launcher, given)
     if given.get("SLURM_PROCID", "0") != "0":  # 0 in a batch script or an allocation's shell, where nobody started other tasks
         raise LaunchError(
-            f"SLURM_PROCID is {given['SLURM_PROCID']} and SLURM_STEP_NUM_TASKS is not set, so this task would train a run of its own beside "
+            f"SLURM_PROCID is {given['SLURM_PROCID']} and SLURM_STEP_NUM_TASKS is not set, so it would train a run of its own next to "
             "task 0. Start the ranks with srun or torchrun and pass their environment on, or unset SLURM_PROCID."
         )
     return Process()

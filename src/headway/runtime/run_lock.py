@@ -2,9 +2,9 @@
 
     RUN/lock.json   {"token": "...", "host": "node7", "pid": 4711, "since": 1763200000.0, ...}    its time of change moves every 2 s
 
-A holder on this machine is dead when its process is gone (the process id and the start time both count, because ids repeat), and its lock is
-taken over at once. A holder elsewhere (another host, another container) cannot be looked at: it lives if its lock file changes while we look,
-and is dead if it does not for `takeover_seconds` of our own monotonic clock. Clocks of different machines are never compared.
+A holder on this machine is dead when its process is gone (the process id and the start time both count, because ids repeat), and its lock
+is taken over at once. A holder elsewhere (another host, another container) cannot be looked at: it lives if its lock file changes while we
+look, and is dead if it does not for `takeover_seconds` of our own monotonic clock. Clocks of different machines are never compared.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def read_holder(path: Path) -> tuple[Holder | None, int] | None:
 
 
 def refuse_live(folder: Path) -> None:
-    """Refuse a folder whose holder is a living process of this machine. A holder elsewhere is for `RunLock.take` to judge, which takes time."""
+    """Refuse a folder whose holder is a living process of this machine; one elsewhere is for `RunLock.take` to judge, which takes time."""
     found = read_holder(folder / LOCK)
     if found is not None and found[0] is not None and found[0].is_alive():
         raise _in_use(folder, found[0])

@@ -129,7 +129,7 @@ def test_a_holder_whose_lock_was_taken_over_learns_of_it(tmp_path: Path) -> None
     end = time.monotonic() + 10
     while lock.lost is None and time.monotonic() < end:
         time.sleep(0.01)
-    with pytest.raises(ConfigError, match="taken over by .* on node7"):
+    with pytest.raises(ConfigError, match=r"taken over by .* on node7"):
         lock.check()
     lock.release()
     assert (tmp_path / LOCK).exists(), "the other's lock stays"
