@@ -10,8 +10,10 @@ Merging happens parameter by parameter when it is asked for; the files are mappe
 from __future__ import annotations
 
 import re
+import struct
 import warnings
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,31 +29,51 @@ if TYPE_CHECKING:
 SHARD = re.compile(r"model_tp(\d+)_pp(\d+)\.pt")
 BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 MODEL_CONFIG = "model_config.pt"
+CONFIG_CLASS = "internlm.core.context.parallel_context.Config"
+"""InternLM pickles its settings as this subclass of dict."""
 ZERO2ALL = ("best1_model.pt", "last1_model.pt", "best2_model.pt", "last2_model.pt")
 Shards = list[dict[str, Any]]
+UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError,
+              MemoryError, struct.error)  # fmt: skip
+"""What torch's loader may raise over damaged files."""
 
 
-def open_pickled(path: Path) -> dict[str, Any]:
-    """What torch.save has written, as far as it is tensors and plain values; anything else is refused, not run."""
+def open_pickled(path: Path, stand_ins: Mapping[str, type] | None = None) -> dict[str, Any]:
+    """What torch.save has written, as far as it is tensors and plain values; anything else is refused, not run.
+
+    `stand_ins` maps the dotted names of foreign classes to the plain types that are made in their place.
+    """
     import pickle
 
     import torch
 
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.serialization.safe_globals([(kind, name) for name, kind in (stand_ins or {}).items()]):
             warnings.simplefilter("ignore", UserWarning)  # of pickles that torch did not write; they are refused below
             try:
                 found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError:  # files of before torch 1.6 cannot be mapped
                 found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as problem:
-        first = str(problem).splitlines()[0][:200]
-        raise CheckpointError(f"{path}: refused: it holds more than tensors, and such a file can run code ({first}).") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as problem:
-        raise CheckpointError(f"{path}: cannot be read: {str(problem).splitlines()[0][:200]}.") from None
+        raise CheckpointError(f"{path}: refused: {_refusal(str(problem))}.") from None
+    except UNREADABLE as problem:
+        raise CheckpointError(f"{path}: cannot be read: {_first_line(problem)}. Fetch it again.") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: holds a {type(found).__name__}, not tensors by name.")
     return found
+
+
+def _refusal(problem: str) -> str:
+    """Why the restricted loader stopped: at a class, which it names, or at bytes that are no pickle of torch."""
+    named = re.search(r"GLOBAL (\S+)|reduce for unrecognized function (.+?)(?: which|$)", problem)
+    if named:
+        return f"it holds more than tensors ({named.group(1) or named.group(2)}), and such a file can run code"
+    first = problem.splitlines()[0][:200] if problem else "no pickle of torch"
+    return f"it holds more than tensors, and such a file can run code ({first})"
+
+
+def _first_line(problem: BaseException) -> str:
+    return (str(problem).splitlines() or [type(problem).__name__])[0][:200].rstrip(".")
 
 
 def zero2all_file(folder: Path) -> Path | None:
@@ -66,12 +88,12 @@ def is_internlm(folder: Path) -> bool:
 
 def open_internlm(folder: Path) -> tuple[ModelConfig, Callable[[], Iterator[tuple[str, torch.Tensor]]]]:
     """The shape of the model in an InternLM folder, and its parameters under our names."""
-    stages = _stages(folder)
+    stages = internlm_stages(folder)
     first, last = stages[0], stages[-1]
-    layers = [(stage, index) for stage in stages for index in _blocks(stage[0])]
+    layers = layers_of(stages)
     if not layers or "embedding.weight" not in first[0] or "head.weight" not in last[0]:
         raise CheckpointError(f"{folder}: holds no embedding, blocks and head of InternLM (it has {', '.join(list(first[0])[:4])}, ...).")
-    given = open_pickled(folder / MODEL_CONFIG) if (folder / MODEL_CONFIG).is_file() else {}
+    given = open_pickled(folder / MODEL_CONFIG, {CONFIG_CLASS: OrderedDict}) if (folder / MODEL_CONFIG).is_file() else {}
     if "num_attention_heads" not in given:
         raise CheckpointError(f"{folder}: {MODEL_CONFIG} does not say num_attention_heads, which the weights do not show. Put it there.")
     hidden = first[0]["blocks.0.norm1.weight"].shape[0]
@@ -91,7 +113,7 @@ def open_internlm(folder: Path) -> tuple[ModelConfig, Callable[[], Iterator[tupl
     _require_known(folder, stages)
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        merged = _Merge(config, stages, layers)
+        merged = Merge(config, stages, layers)
         for spec in param_specs(config):
             value = merged.parameter(spec.name)
             if tuple(value.shape) != spec.shape:
@@ -106,7 +128,12 @@ def _blocks(state: dict[str, Any]) -> list[int]:
     return sorted({int(match.group(1)) for match in map(BLOCK.match, state) if match})
 
 
-def _stages(folder: Path) -> list[Shards]:
+def layers_of(stages: list[Shards]) -> list[tuple[Shards, int]]:
+    """The stage and the number within it of every block, in the order of the model."""
+    return [(stage, index) for stage in stages for index in _blocks(stage[0])]
+
+
+def internlm_stages(folder: Path) -> list[Shards]:
     """The state dicts by pipeline stage and tensor rank, all of them there."""
     found = {(int(m.group(2)), int(m.group(1))): path for path in folder.iterdir() if (m := SHARD.fullmatch(path.name))}
     stages, ranks = max(stage for stage, _ in found) + 1, max(rank for _, rank in found) + 1
@@ -114,8 +141,13 @@ def _stages(folder: Path) -> list[Shards]:
         for rank in range(ranks):
             if (stage, rank) not in found:
                 raise CheckpointError(f"{folder / f'model_tp{rank}_pp{stage}.pt'}: no such file, but others of its kind are there.")
-    plain = lambda state: {key.removeprefix("model."): value for key, value in state.items()}  # noqa: E731
-    return [[plain(open_pickled(found[stage, rank])) for rank in range(ranks)] for stage in range(stages)]
+    return [[_plain(open_pickled(found[stage, rank])) for rank in range(ranks)] for stage in range(stages)]
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict without the wrapper's prefix; a vocabulary-parallel embedding is one level deeper than the other kind."""
+    names = {key: str(key).removeprefix("model.").replace("embedding.word_embeddings.", "embedding.") for key in state}
+    return {names[key]: value for key, value in state.items()}
 
 
 KNOWN = {
@@ -134,7 +166,7 @@ def _require_known(folder: Path, stages: list[Shards]) -> None:
         raise CheckpointError(f"{folder}: {', '.join(strange[:3])}{more} cannot be mapped: headway's InternLM 1 has no place for it.")
 
 
-class _Merge:
+class Merge:
     """Parameters put together from shards. Rows of Wqkv are (3, heads, head_dim) in each shard."""
 
     def __init__(self, config: ModelConfig, stages: list[Shards], layers: list[tuple[Shards, int]]) -> None:

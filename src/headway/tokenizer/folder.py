@@ -17,28 +17,25 @@ from headway.errors import ConfigError, DataError
 from headway.tokenizer.byte_alphabet import unspell
 from headway.tokenizer.load import Tokenizer
 from headway.tokenizer.presplit import QWEN, byte_level
+from headway.tokenizer.zero2all_folder import is_bare, is_zero2all, read_zero2all, written_out
 
 if TYPE_CHECKING:
     import tokenizers
 
 ROLES = ("bos", "eos", "pad", "unk")
 GUESSES = {"bos": ("<s>", "<|begin_of_text|>", "<bos>"), "eos": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")}
-# zero2all's tokenizer classes add these from id 64000 on in code of their own, so that no file of their folders holds them.
-ZERO2ALL_CLASSES, ZERO2ALL_FIRST = ("MyHFTokenizer", "MySPTokenizer"), 64000
-ZERO2ALL_TOKENS = (
-    "<|beginoftext|>", "<|endoftext|>", "<|endofprompt|>", "<|im_start|>", "<|im_end|>", "<|UNK|>", "<|PAD|>", "<|CLS|>", "<|SEP|>",
-    "<|MASK|>", "<|BOS|>", "<|EOS|>", "<|role_end|>",
-)  # fmt: skip
+OTHER_JSON = ("config.json", "map.json", "index.json", "processor_config.json", "vocab.json", "manifest.json", "results.json", "state.json")
+"""Ends of the names of JSON files in model folders that are no tokenizer."""
 KNOWN_FILES = "tokenizer.json, vocab.json with merges.txt, tokenizer.model or a .tiktoken file"
 
 
 def read_folder(folder: Path) -> Tokenizer:
     """Open the tokenizer of a folder, whichever of the known files it holds; `transformers` is asked only if none is there."""
     config = read_config(folder)
-    if config.get("tokenizer_class") in ZERO2ALL_CLASSES:
-        config = _written_out(config)
+    if is_zero2all(config):
+        return read_zero2all(folder, config)
     if (folder / "tokenizer.json").is_file():
-        return finish(_read_fast(folder / "tokenizer.json"), config)
+        return finish(read_fast(folder / "tokenizer.json"), config)
     kind = str(config.get("tokenizer_class", "GPT2Tokenizer")).removesuffix("Fast")
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file() and kind in ("GPT2Tokenizer", "Qwen2Tokenizer"):
         return finish(_read_vocab_and_merges(folder, qwen=kind == "Qwen2Tokenizer"), config, ("<|endoftext|>",))
@@ -51,15 +48,30 @@ def read_folder(folder: Path) -> Tokenizer:
         from headway.tokenizer.tiktoken_ranks import read_ranks
 
         return read_ranks(ranks[0], config)
+    alone = _only_file(folder)
+    if alone is not None:
+        from headway.tokenizer.load import load_tokenizer
+
+        return load_tokenizer(alone)
     if "tokenizer_class" in config and "auto_map" not in config:
         return finish(_ask_transformers(folder), config)
     raise ConfigError(f"{folder} holds no tokenizer headway can read; expected {KNOWN_FILES}.")
 
 
+def _only_file(folder: Path) -> Path | None:
+    """The one tokenizer file of a folder under a name of its own."""
+    found = [path for path in sorted(folder.glob("*.model")) if path.is_file()]
+    found += [path for path in sorted(folder.glob("*.json")) if path.is_file() and not path.name.endswith(OTHER_JSON)]
+    return found[0] if len(found) == 1 else None
+
+
 def read_tokenizer_json(path: Path) -> Tokenizer:
     """Open a tokenizer.json; without a tokenizer_config.json beside it the begin and end tokens are found by their usual names."""
     config = read_config(path.parent)
-    return finish(_read_fast(path), config)
+    backend = read_fast(path)
+    if is_zero2all(config) or (not config and is_bare(backend)):
+        config = written_out()
+    return finish(backend, config)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -71,13 +83,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if template.is_file():
         config["chat_template"] = template.read_text(encoding="utf-8")
     return config
-
-
-def _written_out(config: dict[str, Any]) -> dict[str, Any]:
-    """A zero2all config with the special tokens that its class would add."""
-    added = {str(i): {"content": token, "special": True} for i, token in enumerate(ZERO2ALL_TOKENS, ZERO2ALL_FIRST)}
-    roles = {"bos_token": "<|beginoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|PAD|>"}
-    return {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": added, **roles}
 
 
 def finish(backend: tokenizers.Tokenizer, config: dict[str, Any], extra_special: tuple[str, ...] = ()) -> Tokenizer:
@@ -227,7 +232,8 @@ def _plain(part: Any) -> Any:
     return found
 
 
-def _read_fast(path: Path) -> tokenizers.Tokenizer:
+def read_fast(path: Path) -> tokenizers.Tokenizer:
+    """The backend of a tokenizer.json, without truncation and padding."""
     import tokenizers
 
     try:
@@ -266,6 +272,14 @@ def _ask_transformers(folder: Path) -> tokenizers.Tokenizer:
     if backend is None:
         raise DataError(f"{folder} holds a slow tokenizer ({type(found).__name__}); convert it to a tokenizer.json first.")
     return backend
+
+
+def read_bytes(path: Path) -> bytes:
+    """A tokenizer's file, whole."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:

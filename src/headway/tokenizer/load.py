@@ -49,9 +49,9 @@ class Tokenizer:
 
         if isinstance(self.backend, tokenizers.Tokenizer):
             return self.backend
-        from headway.tokenizer.sentencepiece_model import convert
+        from headway.tokenizer.sentencepiece_model import content_of, convert
 
-        converted = convert(self.backend)
+        converted = convert(content_of(self.backend))
         converted.encode_special_tokens = True
         return converted
 

@@ -20,32 +20,75 @@ if TYPE_CHECKING:
 
 SPACE = "▁"
 BPE = 2
+ROLE_IDS = ("bos", "eos", "pad", "unk")
 
 
-def read_model(path: Path, config: dict[str, Any] | None = None) -> Tokenizer:
-    """Open a .model file; `config` is that of the folder it lies in, where there is one."""
-    from sentencepiece import SentencePieceProcessor
-
+def read_model(path: Path, config: dict[str, Any] | None = None, special: Sequence[str] = ()) -> Tokenizer:
+    """Open a .model file; `config` is that of the folder it lies in, where there is one. `special` tokens become control pieces: those the
+    model calls user-defined in their places, the others behind the last piece."""
+    from headway.tokenizer.folder import finish, read_bytes
     from headway.tokenizer.tiktoken_ranks import is_ranks, read_ranks
 
     config = _neutral(config or {})
-    data = path.read_bytes()
+    data = read_bytes(path)
     if is_ranks(data):
         return read_ranks(path, config)
-    sp = SentencePieceProcessor()
+    proto = _parse(path, data)
+    _check_kind(proto, path)
+    if special:
+        data = _with_control_pieces(proto, special).SerializeToString()
+    if _adds_tokens(proto, config) or _holds_null(proto):
+        return finish(convert(proto), {**_role_tokens(proto), **config})
+    roles = {role.removesuffix("_token"): token for role, token in _role_tokens(proto).items()}
+    roles |= {role: _content(config[f"{role}_token"]) for role in ROLE_IDS if config.get(f"{role}_token") is not None}
+    return Tokenizer(_processor(path, data), roles, config, config.get("chat_template"))
+
+
+def _parse(path: Path, data: bytes) -> Any:
+    """The content of a .model file."""
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        proto.ParseFromString(data)
+    except DecodeError as error:
+        raise DataError(f"{path} is no sentencepiece model: {error}. Fetch or train it again.") from None
+    if not proto.pieces or not 0 <= proto.trainer_spec.unk_id < len(proto.pieces):
+        raise DataError(f"{path} is no sentencepiece model: it holds {len(proto.pieces)} pieces. Fetch or train it again.")
+    return proto
+
+
+def _processor(path: Path, data: bytes) -> SentencePieceProcessor:
+    """The library's own reader of a model."""
+    import sentencepiece
+
+    sp = sentencepiece.SentencePieceProcessor()
     try:
         sp.LoadFromSerializedProto(data)
-    except RuntimeError:
-        raise DataError(f"{path} is no sentencepiece model; fetch or train it again.") from None
-    _check_kind(sp, path)
-    if _adds_tokens(sp, config):
-        from headway.tokenizer.folder import finish
+    except RuntimeError as error:
+        version = sentencepiece.__version__
+        raise DataError(f"{path}: sentencepiece {version} cannot open it: {str(error).rstrip('.')}. Fetch or train it again.") from None
+    return sp
 
-        return finish(convert(sp), config)
-    numbers = {"bos": sp.bos_id(), "eos": sp.eos_id(), "pad": sp.pad_id(), "unk": sp.unk_id()}
-    roles = {role: sp.id_to_piece(number) for role, number in numbers.items() if number >= 0}
-    roles |= {role: _content(config[f"{role}_token"]) for role in numbers if config.get(f"{role}_token") is not None}
-    return Tokenizer(sp, roles, config, config.get("chat_template"))
+
+def _with_control_pieces(proto: Any, tokens: Sequence[str]) -> Any:
+    places = {piece.piece: piece for piece in proto.pieces}
+    for token in tokens:
+        piece = places[token] if token in places else proto.pieces.add(piece=token, score=0.0)
+        piece.type = piece.CONTROL
+    return proto
+
+
+def _holds_null(proto: Any) -> bool:
+    """Whether a piece holds the null character (InternLM's V7_sft.model has one), which sentencepiece 0.2.2 refuses to open."""
+    return any("\0" in piece.piece for piece in proto.pieces)
+
+
+def _role_tokens(proto: Any) -> dict[str, str]:
+    """`bos_token` and so on, as the model itself numbers them."""
+    numbers = {role: getattr(proto.trainer_spec, f"{role}_id") for role in ROLE_IDS}
+    return {f"{role}_token": proto.pieces[number].piece for role, number in numbers.items() if 0 <= number < len(proto.pieces)}
 
 
 def _neutral(config: dict[str, Any]) -> dict[str, Any]:
@@ -57,9 +100,9 @@ def _neutral(config: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bool(adds_begin)}
 
 
-def _check_kind(sp: SentencePieceProcessor, path: Path) -> None:
+def _check_kind(proto: Any, path: Path) -> None:
     """Refuse models whose ids a tokenizer.json could not give, or whose pieces a user could type as special tokens."""
-    trained = _proto(sp).trainer_spec
+    trained = proto.trainer_spec
     if trained.model_type != BPE:
         raise DataError(f"{path} is a sentencepiece model of another type than bpe; only bpe keeps special tokens out of typed text.")
     if trained.treat_whitespace_as_suffix:
@@ -71,16 +114,15 @@ def encode_batch(sp: SentencePieceProcessor, texts: Sequence[str]) -> list[list[
     return sp.encode(list(texts), num_threads=os.cpu_count() or 1)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def convert(sp: SentencePieceProcessor) -> tokenizers.Tokenizer:
+def convert(proto: Any) -> tokenizers.Tokenizer:
     """A `tokenizers` tokenizer that gives the same ids as the sentencepiece model."""
     from tokenizers import AddedToken, decoders, models, normalizers
     from tokenizers import Tokenizer as Backend
 
-    proto = _proto(sp)
     trained, rules = proto.trainer_spec, proto.normalizer_spec
     vocabulary = {piece.piece: i for i, piece in enumerate(proto.pieces)}
     merges = _merges(proto, vocabulary)
-    model = models.BPE(vocabulary, merges, unk_token=sp.id_to_piece(sp.unk_id()), fuse_unk=True, byte_fallback=trained.byte_fallback)
+    model = models.BPE(vocabulary, merges, unk_token=proto.pieces[trained.unk_id].piece, fuse_unk=True, byte_fallback=trained.byte_fallback)
     backend = Backend(model)
     steps: list[Any] = [normalizers.Precompiled(rules.precompiled_charsmap)] if rules.precompiled_charsmap else []
     if rules.remove_extra_whitespaces:
@@ -95,15 +137,16 @@ def convert(sp: SentencePieceProcessor) -> tokenizers.Tokenizer:
     parts += [decoders.ByteFallback(), decoders.Fuse()]
     parts += [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
     backend.decoder = decoders.Sequence(parts)
-    for i, piece in enumerate(proto.pieces):
-        if sp.is_control(i) or sp.is_unknown(i):
+    for piece in proto.pieces:
+        if piece.type in (piece.CONTROL, piece.UNKNOWN):
             backend.add_special_tokens([AddedToken(piece.piece, special=True, normalized=False)])
         elif piece.type == piece.USER_DEFINED:
             backend.add_tokens([AddedToken(piece.piece, special=False, normalized=False)])
     return backend
 
 
-def _proto(sp: SentencePieceProcessor) -> Any:
+def content_of(sp: SentencePieceProcessor) -> Any:
+    """What the .model file of a processor holds."""
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
@@ -127,13 +170,13 @@ def _merges(proto: Any, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     return [(by_id[left], by_id[right]) for _, _, left, right in sorted(found)]
 
 
-def _adds_tokens(sp: SentencePieceProcessor, config: dict[str, Any]) -> bool:
+def _adds_tokens(proto: Any, config: dict[str, Any]) -> bool:
     """Whether a folder's config names tokens that the model itself has not."""
+    pieces = {piece.piece for piece in proto.pieces}
     declared = [token["content"] for token in (config.get("added_tokens_decoder") or {}).values()]
-    named = [config.get(f"{role}_token") for role in ("bos", "eos", "pad", "unk")]
+    named = [config.get(f"{role}_token") for role in ROLE_IDS]
     named += list(config.get("additional_special_tokens") or ())
-    tokens = declared + [_content(token) for token in named if token is not None]
-    return any(sp.id_to_piece(sp.piece_to_id(token)) != token for token in tokens)
+    return any(token not in pieces for token in declared + [_content(token) for token in named if token is not None])
 
 
 def _content(token: Any) -> str:

@@ -90,7 +90,7 @@ class InitConfig(Section):
     )
     content: tuple[Content, ...] | Literal["all"] = setting(
         ("model",),
-        "Taken from a checkpoint in `from`: model, optimizer, scheduler, sampler, rng, or all.",
+        "Taken from a checkpoint in `from`: model, optimizer, scheduler, sampler, rng, or all. From InternLM's: all but sampler.",
         on_resume="fixed",
     )
     adapter: str | None = setting(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.internlm_folder import upstream_classes, write_weights
 
 from headway.errors import CheckpointError
 from headway.infer.load import find_model
@@ -24,40 +25,12 @@ def values(config: ModelConfig) -> dict[str, torch.Tensor]:
     return {spec.name: torch.randn(spec.shape) for spec in param_specs(config)}
 
 
-def internlm_shards(ours: dict[str, torch.Tensor], folder: Path, tp: int, pp: int, *, by_hidden: bool, evo: bool) -> None:
-    """Cut our weights as InternLM's trainer leaves them."""
-    folder.mkdir()
-    torch.save({"num_attention_heads": 4, "layer_norm_epsilon": 1e-5, "mlp_ratio": 1.5}, folder / "model_config.pt")
-    cut = lambda value, dim: value.chunk(tp, dim)  # noqa: E731
-    stages = [[0, 1, 2]] if pp == 1 else [[0], [1, 2]]
-    for stage, layers in enumerate(stages):
-        for rank in range(tp):
-            state: dict[str, torch.Tensor] = {}
-            if stage == 0:
-                state["embedding.weight"] = cut(ours["model.embed_tokens.weight"], 1 if by_hidden else 0)[rank]
-            if stage == len(stages) - 1:
-                state |= {"norm.weight": ours["model.norm.weight"], "head.weight": cut(ours["lm_head.weight"], 0)[rank]}
-            for local, layer in enumerate(layers):
-                mine = {name.split(f"layers.{layer}.")[1]: value for name, value in ours.items() if f"layers.{layer}." in name}
-                parts = {f"norm{n}.weight": mine[f"{name}_layernorm.weight"] for n, name in ((1, "input"), (2, "post_attention"))}
-                for leaf in ("weight", "bias"):
-                    parts[f"mixer.Wqkv.{leaf}"] = torch.cat([cut(mine[f"self_attn.{x}_proj.{leaf}"], 0)[rank] for x in "qkv"])
-                parts["mixer.out_proj.weight"] = cut(mine["self_attn.o_proj.weight"], 1)[rank]
-                if rank == 0:
-                    parts["mixer.out_proj.bias"] = mine["self_attn.o_proj.bias"]
-                up, down = cut(mine["mlp.up_proj.weight"], 0)[rank], cut(mine["mlp.down_proj.weight"], 1)[rank]
-                parts |= {"mlp.w1.weight": cut(mine["mlp.gate_proj.weight"], 0)[rank]}
-                parts |= {"mlp.w2.weight": down, "mlp.w3.weight": up} if evo else {"mlp.w2.weight": up, "mlp.w3.weight": down}
-                state |= {f"blocks.{local}.{key}": value for key, value in parts.items()}
-            torch.save({f"model.{key}": value.clone() for key, value in state.items()}, folder / f"model_tp{rank}_pp{stage}.pt")
-
-
 @pytest.mark.parametrize(
     ("tp", "pp", "by_hidden", "evo"), [(1, 1, True, False), (2, 1, True, False), (2, 2, False, True), (4, 2, True, True)]
 )
 def test_shards_of_internlm_are_merged_over_tensor_and_pipeline_ranks(tmp_path: Path, tp: int, pp: int, by_hidden: bool, evo: bool) -> None:
     ours = values(INTERNLM)
-    internlm_shards(ours, tmp_path / "ckpt", tp, pp, by_hidden=by_hidden, evo=evo)
+    write_weights(ours, tmp_path / "ckpt", tp, pp, by_hidden=by_hidden, evo=evo)
     found = find_model(tmp_path / "ckpt")
     assert {name: getattr(found.config, name) for name in SHAPE if name != "max_seq_len"} == {
         k: v for k, v in SHAPE.items() if k != "max_seq_len"
@@ -67,9 +40,22 @@ def test_shards_of_internlm_are_merged_over_tensor_and_pipeline_ranks(tmp_path: 
     assert all(torch.equal(read[name], value) for name, value in ours.items())
 
 
+def test_of_foreign_classes_only_internlms_own_config_is_read_and_as_a_dict(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    write_weights(values(INTERNLM), folder, 1, 1)
+    with upstream_classes() as upstream:
+        torch.save(upstream.Config({"num_attention_heads": 4, "mode": upstream.ParallelMode.DATA}), folder / "model_config.pt")
+    with pytest.raises(CheckpointError, match=r"model_config\.pt: refused.*process_group_initializer\.ParallelMode"):
+        find_model(folder)
+    with upstream_classes() as upstream:
+        torch.save({"blocks.0.norm1.weight": upstream.Config(a=1)}, folder / "model_tp0_pp0.pt")
+    with pytest.raises(CheckpointError, match=r"model_tp0_pp0\.pt: refused.*parallel_context\.Config"):
+        find_model(folder)
+
+
 def test_what_cannot_be_mapped_and_what_is_missing_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
-    internlm_shards(values(INTERNLM), folder, 2, 1, by_hidden=True, evo=False)
+    write_weights(values(INTERNLM), folder, 2, 1)
     state = torch.load(folder / "model_tp1_pp0.pt", weights_only=True)
     torch.save({**state, "model.blocks.0.mlp.moe.gate": torch.ones(1)}, folder / "model_tp1_pp0.pt")
     with pytest.raises(CheckpointError, match=r"blocks\.0\.mlp\.moe\.gate cannot be mapped"):
@@ -81,8 +67,13 @@ def test_what_cannot_be_mapped_and_what_is_missing_are_named(tmp_path: Path) -> 
 
 Z2ALL_CONFIG = json.dumps({
     "model_type": "z2all", "hidden_dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "intermediate_size": 24, "vocab_size": 40,
-    "attention_bias": True, "tie_word_embeddings": False,
+    "attention_bias": True, "tie_word_embeddings": False, "attention_dropout": 0.0, "dropout1": 0.0, "dropout2": 0.0,
+    "initializer_range": 0.02, "loss_reduction": "none", "max_seq_len": 64, "multiple_of": 8, "pad_token_id": 6, "rms_norm_eps": 1e-5,
+    "residual_in_fp32": True, "rope_interleaved": False, "rope_scaling": None, "rope_theta": 10000.0, "transformers_version": "4.44.2",
+    "use_flash": True, "use_fused_cross_entropy": True, "use_fused_dropout_add_norm": True, "use_fused_rmsnorm": True,
+    "use_fused_rope": True, "use_fused_swiglu": True, "auto_map": {"AutoConfig": "configuration_z2all.Z2allConfig"},
 })  # fmt: skip
+"""As upstream's own class writes it."""
 
 
 def theirs(name: str) -> str:
@@ -99,7 +90,8 @@ def test_a_run_of_zero2all_is_read_under_its_own_names(tmp_path: Path, place: st
     (tmp_path / "config.json").write_text(Z2ALL_CONFIG)
     config = z2all.read(json.loads(Z2ALL_CONFIG))
     ours = values(config)
-    torch.save({prefix + theirs(name): value for name, value in ours.items()}, tmp_path / place)
+    masks = {f"model.layers.{i}.self_attn.causal_mask": torch.zeros(1, 1, 64, 64) for i in range(2)}
+    torch.save({prefix + theirs(name): value for name, value in {**ours, **masks}.items()}, tmp_path / place)
     read = dict(find_model(tmp_path).weights())
     assert read.keys() == ours.keys() and all(torch.equal(read[name], value) for name, value in ours.items())
 

@@ -153,19 +153,82 @@ def test_the_begin_token_of_a_llama_folder_is_kept_for_other_tools(model: Path, 
         assert theirs.encode(text) == [1, *tokenizer.encode(text)] == [1, *load_tokenizer(tmp_path / "saved").encode(text)]
 
 
-def test_zero2all_folders_get_the_tokens_their_class_adds(ours: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["tokenizer.json", "my_tokenizer.json"])
+def test_zero2all_folders_get_the_tokens_their_class_adds(
+    ours: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     content = json.loads(ours.fast.to_str()) | {"added_tokens": []}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
     config = {"added_tokens_decoder": {}, "auto_map": {"AutoTokenizer": ["x.MyHFTokenizer", None]}, "tokenizer_class": "MyHFTokenizer"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "special_tokens_map.json").write_text("{}", encoding="utf-8")
     with pytest.raises(DataError, match="the id 64000, but the vocabulary gives it 316"):
         load_tokenizer(tmp_path)
-    monkeypatch.setattr("headway.tokenizer.folder.ZERO2ALL_FIRST", 316)
+    monkeypatch.setattr("headway.tokenizer.zero2all_folder.FIRST", 316)
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (316, 317, 322)
     assert tokenizer.special_tokens["<|role_end|>"] == 328
     tokenizer.save(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved").fingerprint == tokenizer.fingerprint
+
+
+def test_zero2alls_file_alone_gets_its_special_tokens_too(ours: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "my_hf_bbpe_tokenizer_10G.json"
+    content = json.loads(ours.fast.to_str()) | {"added_tokens": []}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    monkeypatch.setattr("headway.tokenizer.zero2all_folder.FIRST", 316)
+    assert not load_tokenizer(path).special_tokens, "another vocabulary of the same size stays as it is"
+    split = {"type": "Split", "pattern": {"Regex": r"\p{N}{1,3}|[\u4e00-\u9fa5]+"}, "behavior": "Isolated", "invert": False}
+    cuts = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, cuts]}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    for place in (path, tmp_path):
+        tokenizer = load_tokenizer(place)
+        assert list(tokenizer.special_tokens.values()) == list(range(316, 329)) and tokenizer.special_tokens["<|im_end|>"] == 320
+
+
+def test_zero2alls_sentencepiece_folder_keeps_the_ids_of_its_pieces(tmp_path: Path) -> None:
+    tokens = ["<|beginoftext|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|PAD|>"]
+    (tmp_path / "corpus.txt").write_text("".join(TEXTS), encoding="utf-8")
+    SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
+        input=str(tmp_path / "corpus.txt"), model_prefix=str(tmp_path / "sp_bbpe_tokenizer"), model_type="bpe", vocab_size=310,
+        byte_fallback=True, minloglevel=2, user_defined_symbols=tokens,
+    )  # fmt: skip
+    config = {"added_tokens_decoder": {}, "auto_map": {"AutoTokenizer": ["x.MySPTokenizer", None]}, "tokenizer_class": "MySPTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    tokenizer = load_tokenizer(tmp_path)
+    library = SentencePieceProcessor(model_file=str(tmp_path / "sp_bbpe_tokenizer.model"))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.special_tokens["<|im_end|>"]) == (3, 4, 7, 6)
+    assert tokenizer.special_tokens["<|role_end|>"] == 317, "behind the 310 pieces, in the order of zero2all's own list"
+    for text in (*TEXTS, "  two  spaces ▁ "):
+        assert tokenizer.encode(text) == library.encode(text)
+    assert 6 not in tokenizer.encode("typed <|im_end|>")
+    assert tokenizer.encode("said<|im_end|>", allowed_special={"<|im_end|>"})[-1] == 6
+
+
+def test_a_sentencepiece_model_with_a_null_character_is_read_in_every_version(model: Path, tmp_path: Path) -> None:
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
+    proto.ParseFromString(model.read_bytes())
+    proto.pieces[300].piece = "\0"
+    (tmp_path / "V7_sft.model").write_bytes(proto.SerializeToString())
+    tokenizer = load_tokenizer(tmp_path / "V7_sft.model")
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (305, 1, 2)
+    assert tokenizer.encode("\0")[-1] == 300 and tokenizer.decode(tokenizer.encode("river\0 had")) == "river\0 had"
+    tokenizer.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").encode("ice \0 river") == tokenizer.encode("ice \0 river")
+
+
+def test_what_the_library_says_of_a_model_is_passed_on(model: Path, tmp_path: Path) -> None:
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
+    proto.ParseFromString(model.read_bytes())
+    proto.pieces[300].piece = proto.pieces[301].piece
+    (tmp_path / "twice.model").write_bytes(proto.SerializeToString())
+    with pytest.raises(DataError, match=r"twice\.model: sentencepiece \S+ cannot open it: .*already defined"):
+        load_tokenizer(tmp_path / "twice.model")
 
 
 def test_transformers_is_asked_where_nothing_else_can_read_a_folder(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ DEFAULTS = {
 # How it was trained and with which kernels.
 UNREAD = (
     "attention_dropout", "dropout1", "dropout2", "dropout_last", "drop_path1", "drop_path2", "drop_path_last", "residual_in_fp32",
-    "use_flash", "use_fused_rope", "use_fused_cross_entropy", "use_fused_dropout_add_norm", "use_fused_swiglu", "data_type",
+    "use_flash", "use_fused_rope", "use_fused_cross_entropy", "use_fused_dropout_add_norm", "use_fused_swiglu", "use_fused_rmsnorm",
+    "loss_reduction", "data_type",
 )  # fmt: skip
 TENSORS = {
     "mlp.swiglu.": "mlp.",
@@ -43,18 +44,19 @@ TENSORS = {
     ".w2.": ".up_proj.",
     ".w3.": ".down_proj.",
 }
+MASKS = ("self_attn.mask", "self_attn.causal_mask")
 FINAL_NORMS = ("model.norm1.weight", "model.norm_last.weight")
 
 to_theirs = same_name
 
 
 def to_ours(name: str) -> str | None:
-    """Our name of a tensor; the mask is a buffer that follows from the config."""
+    """Our name of a tensor; masks are buffers that follow from the config."""
     if name in FINAL_NORMS:
         return "model.norm.weight"
     for theirs, ours in TENSORS.items():
         name = name.replace(theirs, ours)
-    return None if name.endswith("self_attn.mask") else name
+    return None if name.endswith(MASKS) else name
 
 
 def read(given: Mapping[str, Any]) -> ModelConfig:
