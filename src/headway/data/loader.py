@@ -50,10 +50,11 @@ class Loader:
         epochs: int | None = None,
         shuffle: bool = True,
         rampup: Rampup | None = None,
+        most_rows: int | None = None,
         sum_over_ranks: SumOverRanks = list,
     ) -> None:
         self._config, self._epochs, self._sum = config, epochs, sum_over_ranks
-        self._shape = BatchShape(rows_per_step, micro_rows, rank, world, rampup)
+        self._shape = BatchShape(rows_per_step, micro_rows, rank, world, rampup, most_rows)
         self._streams = [_stream(config, source, number, seed, shuffle) for number, source in enumerate(sources)]
         self._fill = Fill(
             [stream.source for stream in self._streams], config.seq_len, config.documents_per_row, config.packing == "one_document"

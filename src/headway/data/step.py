@@ -50,6 +50,8 @@ class BatchShape:
     rank: int
     ranks: int
     rampup: Rampup | None
+    most_rows: int | None = None
+    """Rows that are read in all; the places behind them in the last step stay empty. None = no end but that of the epochs."""
 
     def rows_before(self, batch: int) -> int:
         """Rows of all batches before number `batch`."""
@@ -108,6 +110,8 @@ class StepPlanner:
         return min(cursor.epoch for cursor in place.cursors) if self._epochs is None else place.rows // self._mixture.num_rows
 
     def _is_over(self) -> bool:
+        if self._shape.most_rows is not None and self._mixture.place.rows >= self._shape.most_rows:
+            return True
         return self._epochs is not None and self.passes(self._mixture.place) >= self._epochs
 
     def _plan(self, rows: list[Row | None], state: LoaderState) -> PlannedStep:

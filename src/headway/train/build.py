@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,20 +148,17 @@ class Run:
         return {name: self._batches_of(name) for name in self.data.valid}
 
     def _batches_of(self, name: str) -> Iterator[Batch]:
-        """This rank's share. Every rank gets as many microbatches as the others; those past the last one carry no weight."""
+        """This rank's share of the first `eval.rows` rows, however they are cut; every rank gets as many microbatches as the others."""
         rows, data = min(self.batch.micro_rows, self.recipe.eval.rows), self.ranks.data
-        wanted = self.recipe.eval.rows // rows
         config = self.recipe.data.model_copy(update={"workers": 0, "skip_batches": ""})
         sources = self.data.valid[name]
         with Loader(
             config, sources=sources, rows_per_step=rows * data.size, micro_rows=rows, rank=data.rank, world=data.size,
-            seed=self.recipe.seed, epochs=1, shuffle=False,
+            seed=self.recipe.seed, epochs=1, shuffle=False, most_rows=self.recipe.eval.rows,
         ) as loader:  # fmt: skip
-            for index, (step, _) in enumerate(islice(loader, -(-wanted // data.size))):
+            for step, _ in loader:
                 self.heart.beat("validate", self.state.step)
-                (batch,) = step.microbatches
-                counts = index * data.size + data.rank < wanted
-                yield batch if counts else replace(batch, loss_weight=batch.loss_weight.new_zeros(batch.loss_weight.shape))
+                yield from step.microbatches
 
 
 def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process: Process = Process()) -> Run:

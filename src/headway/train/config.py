@@ -161,7 +161,7 @@ class EvalConfig(Section):
     at_start: bool = setting(
         False, "Also validate before the first step, so that there is a before to compare with; does not count for eval.stop or the best."
     )
-    rows: int = setting(64, "Rows of each validation set that are read, at most.", gt=0)
+    rows: int = setting(64, "Rows of each validation set that are read, at most: the same ones whatever the microbatch and the ranks.", gt=0)
     stop: StopConfig | None = setting(None, "End the run when validations get no better; null = never.")
 
 
