@@ -7,6 +7,7 @@ ranks, workers or where a run was interrupted.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -71,6 +72,8 @@ class Loader:
         self._planner = StepPlanner(config, self._shape, self._mixture, self._state.batch, epochs)
         self._pin = _pins(config)
         self._steps = self._prepared() if config.workers else self._read_here()
+        self.read_seconds = 0.0
+        """How long the last step kept this rank waiting, without what it waited for other ranks."""
 
     @property
     def state(self) -> LoaderState:
@@ -128,7 +131,9 @@ class Loader:
         return self
 
     def __next__(self) -> tuple[StepBatch, LoaderState]:
+        asked = time.perf_counter()
         planned, filled = next(self._steps)
+        self.read_seconds = time.perf_counter() - asked
         # Without masks every rank knows the sum from lengths alone, and nobody needs to be asked.
         targets = self._sum([sum(weight for _, weight in filled)])[0] if self._masked else float(planned.targets)
         self._state = planned.state

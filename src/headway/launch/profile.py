@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError
-from headway.launch.straggler import HISTORY, Rule, slow_ranks, slower_than_before, write_report
 from headway.launch.trace import Summary, summarize_trace, write_page
 from headway.runtime.storage import write_atomic
+from headway.train.straggler import HISTORY, Rule, slow_ranks, slower_than_before, write_report
 
 if TYPE_CHECKING:
     from headway.train.build import Run

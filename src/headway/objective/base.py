@@ -1,7 +1,8 @@
 """The contract of an objective: it turns a model's output and a batch into additive terms, never into a mean.
 
 Each rank and microbatch back-propagates its share of one global loss: sum over terms of coefficient * sum / total, where total is the
-weight of the whole step, known before the first forward. So accumulation and ranks cannot change the result.
+weight of the whole step, known before the first forward. So accumulation and ranks cannot change the result, but for the noise
+of dropout and of sampled head gates, which is drawn per microbatch.
 """
 
 from __future__ import annotations

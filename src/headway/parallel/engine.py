@@ -12,6 +12,7 @@ from headway.data.batch import Batch, StepBatch
 from headway.objective.base import MetricSums, StepInfo
 from headway.optim.base import Hyper
 from headway.optim.groups import Group
+from headway.parallel.mark import Mark
 
 Box = tuple[tuple[int, ...], Tensor]
 StateTensor = tuple[str, str, tuple[int, ...], list[Box]]
@@ -27,6 +28,8 @@ class StepResult:
     metrics: MetricSums
     verdict: Tensor | None = None
     """What the run thinks of the loss, as a number: see headway.train.watch."""
+    own: tuple[Mark, Mark] | None = None
+    """Beginning and end of a stretch in which this rank waited for no other: its times can be compared with those of other ranks."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from headway.parallel.engine import Box, ReadTensor, StateTensor, StepResult, Up
 from headway.parallel.passes import Passes, Settings
 from headway.parallel.streamed import Local, Streamed
 from headway.parallel.trial import ShardTrial
-from headway.parallel.update import clip_guard
+from headway.parallel.update import clip_guard, square_norm
 from headway.parallel.zero1 import parameter_at, parameter_homes
 
 
@@ -82,6 +82,7 @@ class ShardedEngine:
         self.model, self.optimizer, self.settings, self.scaler, self.ranks = model, optimizer, settings, scaler, cut.ranks
         self.groups = list(groups)
         self.passes = Passes(model, objective, settings, self.ranks)
+        self.passes.waits_in_layers = True
         homes = parameter_homes(model, objective)
         self.shapes = {name: tuple(parameter_at(home).shape) for name, home in homes.items()}
         group_of = {name: group.name for group in groups for name in group.names}
@@ -166,13 +167,11 @@ class ShardedEngine:
         parts = self._training()
         grads = {part.name: _grad(part) for part in parts}
         cut = [grads[part.name] for part in parts if not part.is_whole]
-        square = torch.stack(list(torch._foreach_norm(cut))).square().sum() if cut else torch.zeros_like(self.skipped)
+        square = square_norm(cut).to(self.settings.device)
         self.ranks.shard.all_reduce(square).wait()
-        for part in parts:
-            if part.is_whole:
-                square = square + torch.linalg.vector_norm(grads[part.name]).square()
+        square = square + square_norm([grads[part.name] for part in parts if part.is_whole]).to(self.settings.device)
         scale = self._one if self.scaler is None else self.scaler.scale.clone()
-        norm, guard, overflow = clip_guard(square.sqrt(), self.settings.clip, scale, skip)
+        norm, guard, overflow = clip_guard(square.sqrt().float(), self.settings.clip, scale, skip)
         for group in self.groups:
             mine = [part for part in parts if part.group == group.name]
             held = [part for part in mine if part.master.numel()]

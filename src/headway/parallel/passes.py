@@ -17,6 +17,7 @@ from headway.objective.base import MetricSums, Objective, StepInfo, StepObjectiv
 from headway.parallel.collectives import Exchange, Ranks
 from headway.parallel.context import part_of
 from headway.parallel.engine import StepResult
+from headway.parallel.mark import Mark
 from headway.runtime.seed import derive
 
 
@@ -42,6 +43,8 @@ class Passes:
         self.head_place: Place | None = None
         """Where an engine wants the gradient of the head."""
         self._log_alpha: Tensor | None = None
+        self.waits_in_layers = ranks.context.size > 1
+        """Whether ranks exchange something inside each layer, so that all of them take as long as the slowest."""
 
     def backward(self, batch: StepBatch, at: StepInfo, scale: Tensor | None, before_last: Callable[[], None]) -> StepResult:
         """Back-propagate every microbatch's share of the step's loss, times `scale`; the result is still this rank's part."""
@@ -52,17 +55,36 @@ class Passes:
         totals = {**batch.totals, "microbatches": float(len(batch.microbatches) * self.ranks.reduce.size)}
         self._read_gates()
         microbatches, at = self._surveyed(batch.microbatches, at, batch.first_microbatch)
+        own: list[Mark] = []
         for index, micro in enumerate(microbatches):
             number = batch.first_microbatch + index
             self._reseed(at, number)
-            outcome = self.objective.loss(self._forward(micro, self._noise(at, number)), micro, at, self.exchange)
+            out = self._forward(micro, self._noise(at, number))
+            if index == 0:  # before this, parameters may have been waited for
+                own.append(Mark.now(self.settings.device))
+            outcome = self.objective.loss(out, micro, at, self.exchange)
+            if self.waits_in_layers and index == 0:
+                own.append(Mark.now(self.settings.device))
             share = outcome.share(totals)
             if index == last:
                 before_last()
             (share if scale is None else share * scale).backward()
             loss += share.detach()
-            _add(sums, outcome.metrics)
-        return StepResult(loss, sums)
+            _add(sums, self._apart(outcome.metrics))
+        if not self.waits_in_layers:
+            own.append(Mark.now(self.settings.device))
+        return StepResult(loss, sums, own=(own[0], own[1]))
+
+    def _apart(self, metrics: MetricSums) -> MetricSums:
+        """Metrics that do not share memory with a parameter of the objective: the update must not change what is logged of the loss."""
+        if self.objective.module is None:
+            return metrics
+        owned = {parameter.untyped_storage().data_ptr() for parameter in self.objective.module.parameters()}
+
+        def apart(tensor: Tensor) -> Tensor:
+            return tensor.detach().clone() if tensor.untyped_storage().data_ptr() in owned else tensor
+
+        return {name: (apart(total), apart(weight)) for name, (total, weight) in metrics.items()}
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
@@ -130,7 +152,8 @@ class Passes:
         parts = [
             part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)
         ]
-        return StepResult(parts[0], {name: (parts[1 + 2 * i], parts[2 + 2 * i]) for i, name in enumerate(result.metrics)})
+        metrics = {name: (parts[1 + 2 * i], parts[2 + 2 * i]) for i, name in enumerate(result.metrics)}
+        return replace(result, loss=parts[0], metrics=metrics)
 
 
 def _add(sums: MetricSums, more: MetricSums) -> None:

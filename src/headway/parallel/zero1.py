@@ -35,7 +35,7 @@ from headway.parallel.gather import ParameterGather
 from headway.parallel.hooks.base import Hook, StatefulHook
 from headway.parallel.passes import Passes, Settings
 from headway.parallel.streamed import Local, Streamed
-from headway.parallel.update import clip_guard
+from headway.parallel.update import clip_guard, square_norm
 
 __all__ = ["Exchanged", "FlatEngine", "Settings"]
 
@@ -84,8 +84,8 @@ class FlatEngine:
         self._one = torch.ones((), dtype=torch.float32, device=settings.device)
         self.lets_go = settings.device.type == "cuda"
         """Gradients have no memory between an update and the backward that brings the next ones, when activations need it most."""
-        self._norms: list[Tensor] = []
-        """Norms of buckets that were taken while others were still under way."""
+        self._squares: list[Tensor] = []
+        """Sums of squares of buckets that were taken while others were still under way."""
 
     def _allocate(self, exchanged: Exchanged) -> None:
         settings, shard = self.settings, self.ranks.shard
@@ -138,11 +138,11 @@ class FlatEngine:
         scale = None if self.scaler is None else self.scaler.scale
         result = self.passes.backward(batch, at, scale, self.reducer.begin_last)
         with torch.no_grad():
-            self._norms = []
+            self._squares = []
             ahead = self.overlap.step and self.reducer.hook is not None
             for bucket in self.reducer.finish():
                 if ahead:
-                    self._norms.append(torch.linalg.vector_norm(bucket.own, dtype=torch.float32))
+                    self._squares.append(square_norm([bucket.own]))
         return self.passes.over_ranks(result)
 
     def rehearse(self, batch: StepBatch, at: StepInfo, *, apart: bool = False) -> None:
@@ -171,11 +171,10 @@ class FlatEngine:
     @torch.no_grad()
     def update(self, hypers: dict[str, Hyper], skip: Tensor | None = None) -> Update:
         """Clip by the exact global norm, step this rank's parts, send them to the others. A step with a non-finite norm changes nothing."""
-        norms = self._norms or torch._foreach_norm([bucket.own for bucket in self.reducer.buckets], 2, dtype=torch.float32)
-        square = torch.stack(list(norms)).square().sum()
+        square = torch.stack(self._squares).sum() if self._squares else square_norm([bucket.own for bucket in self.reducer.buckets])
         self.ranks.shard.all_reduce(square).wait()
         scale = self._one if self.scaler is None else self.scaler.scale.clone()
-        norm, guard, overflow = clip_guard(square.sqrt(), self.settings.clip, scale, skip)
+        norm, guard, overflow = clip_guard(square.sqrt().float(), self.settings.clip, scale, skip)
         self._step_all(hypers, guard)
         self.skipped += guard.found_inf
         if self.scaler is not None:

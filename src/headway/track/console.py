@@ -10,7 +10,18 @@ from headway.track.base import Event, Value, flatten
 
 COLUMNS = 100
 DATA_WAIT_SHOWN = 0.05
-SHOWN = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu_full", "mfu_causal", "memory_bytes", "eta_seconds")
+SHOWN = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "sparsity",
+    "sparsity_target",
+    "tokens_per_second",
+    "mfu_full",
+    "mfu_causal",
+    "memory_bytes",
+    "eta_seconds",
+)
 log = logging.getLogger("headway")
 
 
@@ -55,6 +66,9 @@ def step_line(step: int, total_steps: int | None, metrics: Mapping[str, Value]) 
     for name, write in (("loss", _loss), ("lr", _rate), ("grad_norm", _norm)):
         if name in metrics:
             parts.append(write(metrics[name]))
+    if isinstance(sparsity := metrics.get("sparsity"), (int, float)):
+        target = metrics.get("sparsity_target")
+        parts.append(f"sparsity {sparsity:.3f}" + (f"/{target:.3f}" if isinstance(target, (int, float)) else ""))
     speed = metrics.get("tokens_per_second")
     if isinstance(speed, (int, float)):
         parts.append(f"{quantity(speed)} tok/s")
@@ -70,7 +84,11 @@ def step_line(step: int, total_steps: int | None, metrics: Mapping[str, Value]) 
     if isinstance(eta, (int, float)) and math.isfinite(eta):
         parts.append(f"eta {duration(eta)}")
     line = "  ".join(parts)
-    return line if len(line) <= COLUMNS else " ".join(parts)
+    for droppable in ("", "mfu ", " GB", " tok/s"):
+        if len(line) > COLUMNS:
+            parts = [part for part in parts if not droppable or droppable not in part]
+            line = " ".join(parts)
+    return line
 
 
 def _loss(value: Value) -> str:

@@ -100,6 +100,8 @@ class Run:
     """The step at which it began: 0, or what `init.content` has taken along."""
     before: dict[str, Any] = field(default_factory=dict)
     """What was measured before the first step, for its record."""
+    slow: frozenset[int] = frozenset()
+    """Ranks that were slow when the ranks' times were last compared."""
     after_step: Callable[[int], None] = lambda step: None
     """Called with each step that is done; a probe sets it."""
 

@@ -161,7 +161,7 @@ class EvalConfig(Section):
     at_start: bool = setting(
         False, "Also validate before the first step, so that there is a before to compare with; does not count for eval.stop or the best."
     )
-    rows: int = setting(64, "Rows of each validation set that are read, at most: the same ones whatever the microbatch and the ranks.", gt=0)
+    rows: int = setting(64, "Rows of each validation set that are read, at most; the same ones whatever the microbatch and ranks.", gt=0)
     stop: StopConfig | None = setting(None, "End the run when validations get no better; null = never.")
 
 
@@ -169,6 +169,9 @@ class LogConfig(Section):
     """What is shown while training; metrics.jsonl has every step regardless."""
 
     every: int = setting(10, "Steps between console lines and tracker points.", gt=0)
+    slow_ratio: float | None = setting(
+        1.2, "Every 50 steps a rank is named that takes longer than the ranks' mean by this factor; null = ranks are not compared.", gt=1
+    )
 
 
 Tracker = Annotated[TrackerConfig, KindIn("headway.track")]

@@ -23,6 +23,7 @@ from headway.train.patience import take_validation
 from headway.train.probe import DATA, FORWARD_BACKWARD, OPTIMIZER
 from headway.train.report import report
 from headway.train.saving import all_saved, due_after, save
+from headway.train.slow_ranks import name_slow_ranks
 
 COLLECT_EVERY = 1000
 """Steps between collections of Python's garbage, which would otherwise come at any moment of a step."""
@@ -55,6 +56,7 @@ def run_loop(run: Run) -> dict[str, Any]:
                     save(run, clock)
                 train_step(run, run.loader)
                 run.after_step(state.step)
+                name_slow_ranks(run)
                 clock.epoch_lines()
                 take_validation(run)
                 if state.step < run.total_steps and (due := due_after(run)):
@@ -102,7 +104,8 @@ def train_step(run: Run, batches: Loader, *, quiet: bool = False) -> None:
     state.step, state.cursor, state.epoch, state.valid = state.step + 1, cursor, batch.stats.epoch, None
     main = next(iter(numbers.values()))
     host = {"lr": main.lr, "adam_beta2": main.betas[1]}
-    pending = meter.add(state.step, batch, host, replace(result, verdict=verdict), update, (begin, between, data_wait))
+    marks = (begin, between, data_wait)
+    pending = meter.add(state.step, batch, host, replace(result, verdict=verdict), update, marks, batches.read_seconds)
     state.consumed_tokens = meter.consumed_tokens
     if quiet:
         return

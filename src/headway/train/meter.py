@@ -6,7 +6,6 @@ steps later. Timings come from marks that the device passes on its way, so they 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,41 +17,26 @@ from headway.data.batch import StepBatch
 from headway.model.config import ModelConfig
 from headway.model.flops import TokenFlops
 from headway.parallel.engine import StepResult, Update
+from headway.parallel.mark import Mark
 from headway.runtime.machine import gpu_load, peak_flops, resident_bytes
+from headway.train.straggler import OwnTimes
 from headway.train.watch import NAMES
 
 MAX_PENDING = 2
+INTERNLM_MULTIPLE = 256
+"""InternLM rounds the width of its feed-forward layers up to a multiple of this."""
 WARM_STEPS = 5
 """First steps wait for the first batches; they say nothing about the rest."""
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A moment on the device's own clock."""
-
-    event: torch.cuda.Event | None
-    host: float
-
-    @classmethod
-    def now(cls, device: torch.device) -> Mark:
-        """Mark the place the device's queue has reached."""
-        if device.type != "cuda":
-            return cls(None, time.perf_counter())
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return cls(event, time.perf_counter())
-
-    def since(self, earlier: Mark) -> float:
-        """Seconds between two marks that the device has passed."""
-        if self.event is None or earlier.event is None:
-            return self.host - earlier.host
-        return earlier.event.elapsed_time(self.event) / 1000
-
-
 def internlm_flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """InternLM's formula for its `tflops` field (no recompute): 3 [(8 + 4m) h^2 + 4 s h] L + 6 h V, m = 1.5 ffn / h."""
+    """InternLM's formula for its `tflops` field (no recompute): 3 [(8 + 4m) h^2 + 4 s h] L + 6 h V, m = 1.5 mlp_ratio.
+
+    mlp_ratio is ffn / h, but where the ffn is 8/3 h rounded up as InternLM rounds it, the formula has 8/3 itself.
+    """
     h = config.hidden_size
-    m = 1.5 * config.ffn_size / h
+    nominal = -(-(h * 8 // 3) // INTERNLM_MULTIPLE) * INTERNLM_MULTIPLE
+    m = 4.0 if config.ffn_size == nominal else 1.5 * config.ffn_size / h
     return 3 * ((8 + 4 * m) * h * h + 4 * seq_len * h) * config.num_layers + 6 * h * config.vocab
 
 
@@ -90,6 +74,10 @@ class Pending:
     fresh: bool
     """Something other than training went before: time this step from its own beginning."""
     valid: dict[str, Any] = field(default_factory=dict)
+    own: tuple[Mark, Mark] | None = None
+    """A stretch of the step in which this rank waited for no other."""
+    read_seconds: float = 0.0
+    """What this rank's own data made it wait."""
 
 
 class Meter:
@@ -107,6 +95,7 @@ class Meter:
         self.smoothed: float | None = None
         self.waited = 0.0
         self.seen = 0
+        self.own = OwnTimes()
         self.sources = short_names(facts.source_names)
         self.peak = peak_flops(facts.device_name, facts.dtype)
         self.internlm = internlm_flops_per_token(facts.config, facts.seq_len)
@@ -122,13 +111,19 @@ class Meter:
         self.stall_total += seconds
         self.interrupt()
 
+    def take_own(self) -> OwnTimes:
+        """This rank's own times since they were last taken, of the steps whose numbers have arrived."""
+        taken, self.own = self.own, OwnTimes()
+        return taken
+
     def mark(self) -> Mark:
         """A mark now."""
         return Mark.now(self.facts.device)
 
     def add(
-        self, step: int, batch: StepBatch, host: dict[str, Any], result: StepResult, update: Update, marks: tuple[Mark, Mark, float]
-    ) -> Pending:
+        self, step: int, batch: StepBatch, host: dict[str, Any], result: StepResult, update: Update, marks: tuple[Mark, Mark, float],
+        read_seconds: float = 0.0,
+    ) -> Pending:  # fmt: skip
         """Begin the record of a step; device numbers start their way to the host."""
         stats = batch.stats
         self.consumed_tokens += stats.tokens
@@ -148,6 +143,7 @@ class Meter:
         }
         begin, between, data_wait = marks
         pending = Pending(step, {**host, **facts}, names, values, begin, between, self.mark(), data_wait, self.save_stall, self.fresh)
+        pending.own, pending.read_seconds = result.own, read_seconds
         self.fresh, self.save_stall = False, 0.0
         self.waiting.append(pending)
         return pending
@@ -171,6 +167,8 @@ class Meter:
         self.smoothed = seconds if self.smoothed is None else 0.9 * self.smoothed + 0.1 * seconds
         self.waited = 0.9 * self.waited + 0.1 * pending.data_wait if self.seen >= WARM_STEPS else 0.0
         self.seen += 1
+        if pending.own is not None and self.seen > WARM_STEPS:
+            self.own = self.own.plus(pending.own[1].since(pending.own[0]), pending.read_seconds, seconds)
         record: dict[str, Any] = {"step": pending.step, **_divide(numbers, self.sources), **pending.host, **pending.valid}
         self.skipped += record.pop("skipped")
         if verdict := int(record.pop("verdict")):

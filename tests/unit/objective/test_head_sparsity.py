@@ -75,6 +75,17 @@ def test_the_loss_is_next_token_plus_both_terms_over_all_microbatches(measure: s
     assert float(buffer.gradient(span, slot)) == pytest.approx(gap, rel=1e-4)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_logged_lambdas_are_those_of_the_loss_however_many_microbatches(microbatches: int) -> None:
+    config = Config(start=0.6, target=0.6)
+    engine = engine_of(config)
+    engine.fill([("objective.lambda_1", torch.tensor(0.5)), ("objective.lambda_2", torch.tensor(3.0))])
+    result = engine.forward_backward(make_step(make_batch([[24], [20]], seq_len=24, vocab=32), microbatches), StepInfo(5, 10))
+    engine.update(hypers(AdamW(), engine.groups, 0, 10))  # moves the lambdas before the meter reads the metrics
+    seen = {name: float(result.metrics[name][0] / result.metrics[name][1]) for name in ("lambda_1", "lambda_2")}
+    assert seen == {"lambda_1": 0.5, "lambda_2": 3.0}
+
+
 def test_lambdas_ascend_gates_descend_each_at_its_own_rate_with_its_own_decay() -> None:
     config = Config(mask_lr=0.5, reg_lr=0.25, mask_weight_decay=0.0, reg_weight_decay=0.2)
     engine = engine_of(config, freeze=())

@@ -24,6 +24,21 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class OwnTimes:
+    """Seconds of one rank over some steps: what its own work took, what its own data made it wait, and all of it."""
+
+    compute: float = 0.0
+    data_wait: float = 0.0
+    total: float = 0.0
+    num_steps: int = 0
+    host: str = ""
+
+    def plus(self, compute: float, data_wait: float, total: float) -> OwnTimes:
+        """With one step more."""
+        return OwnTimes(self.compute + compute, self.data_wait + data_wait, self.total + total, self.num_steps + 1, self.host)
+
+
+@dataclass(frozen=True)
 class Outlier:
     """One time of one rank that stands out."""
 
@@ -64,6 +79,24 @@ def slower_than_before(timer: str, rank: int, history: Sequence[float], rule: Ru
     if not before or mean(before) < rule.min_seconds or history[-1] <= rule.ratio * mean(before):
         return []
     return [Outlier(timer, rank, history[-1], mean(before), "its own last ten")]
+
+
+def slow_in_training(everyone: Sequence[OwnTimes], rule: Rule) -> dict[int, str]:
+    """Why each slow rank is slow, by rank. Steps end together, so that a rank's own part is what tells it from those that wait for it."""
+    num_steps = min(one.num_steps for one in everyone)
+    if num_steps == 0:
+        return {}
+    compute = [one.compute / one.num_steps * num_steps for one in everyone]
+    waits = [one.data_wait / one.num_steps * num_steps for one in everyone]
+    steps = usual([one.total / one.num_steps * num_steps for one in everyone])
+    found: dict[int, str] = {}
+    for one in slow_ranks({"compute": compute}, rule):
+        found[one.rank] = f"{one} over {num_steps} steps"
+    for rank, seconds in enumerate(waits):
+        if steps >= rule.min_seconds and seconds - usual(waits) > (rule.ratio - 1) * steps:
+            others = f"ranks wait {usual(waits):.3f} s on average, {num_steps} steps take {steps:.3f} s"
+            found[rank] = f"rank {rank}: waited {seconds:.3f} s for its data; {others}"
+    return {rank: f"{text}, on {everyone[rank].host}" for rank, text in sorted(found.items())}
 
 
 def write_report(times: Mapping[str, Sequence[float]], outliers: Sequence[Outlier], rule: Rule) -> str:

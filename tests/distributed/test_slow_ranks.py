@@ -1,0 +1,56 @@
+"""A slow rank is named in any run of several ranks, whatever the engine and whatever makes it slow."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ranks import start_processes
+from support.runs import make_stores, tiny_settings
+
+from headway.config.load import load
+from headway.data.loader import Loader
+from headway.objective.next_token import NextToken
+from headway.train import train
+from headway.train.config import Recipe
+from headway.train.straggler import Rule
+
+SLOW_SECONDS = 0.06
+
+
+def slowed(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a method of one class take longer on rank 1."""
+    plain = getattr(owner, name)
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(SLOW_SECONDS if os.environ["RANK"] == "1" else 0)
+        return plain(*arguments)
+
+    monkeypatch.setattr(owner, name, slow)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "said", "more"),
+    [
+        (NextToken, "loss", "rank 1: compute took", []),
+        (NextToken, "loss", "rank 1: compute took", ["parallel.strategy=fsdp"]),
+        (Loader, "_fill_microbatch", "rank 1: waited", ["data.workers=0"]),
+        (NextToken, "loss", None, ["log.slow_ratio=null"]),
+    ],
+)
+def test_a_slow_rank_is_named_once_without_a_profile(
+    owner: type, method: str, said: str | None, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_stores(tmp_path)
+    monkeypatch.setattr("headway.train.slow_ranks.COMPARE_EVERY", 6)
+    monkeypatch.setattr("headway.train.slow_ranks.Rule", lambda ratio: Rule(ratio, min_seconds=0.05))
+    slowed(owner, method, monkeypatch)
+    settings = [*tiny_settings(tmp_path, "run"), "data.valid=null", "steps=18", "eval.every=null", "checkpoint.at_end=false"]
+    recipe = load(Recipe, None, [*settings, *more])
+    start_processes(lambda: train(recipe), 2)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    slow = [event["text"] for event in events if event["event"] == "slow_rank"]
+    assert [text.startswith(said) for text in slow] == [True] if said else slow == []
+    assert ("slow rank at step" in (tmp_path / "run" / "train.log").read_text()) is bool(said)
