@@ -31,6 +31,8 @@ class Carried:
     updates: Callable[[], Mapping[str, torch.Tensor]]
     whole: Callable[[], list[str]]
     """Names of the model's own parameters that were trained beside the updates."""
+    patterned: bool = False
+    """Whether its linears had ranks or alphas of their own: such an adapter is merged, never trained further."""
 
     def merged(self, model: ModelConfig) -> Values:
         """Every parameter of the model that does the same without an adapter."""
@@ -52,7 +54,7 @@ def carry(folder: Path, model: ModelConfig, base: str, base_weights: Callable[[]
         for name, value in base_weights():
             yield name, whole.get(name, value)
 
-    return Carried(opened().config, base, replaced, lambda: opened().updates, lambda: sorted(opened().whole))
+    return Carried(opened().config, base, replaced, lambda: opened().updates, lambda: sorted(opened().whole), opened().patterned)
 
 
 def base_folder(folder: Path) -> str:

@@ -46,7 +46,13 @@ class Resolved:
     def continued(self) -> Carried | None:
         """The adapter of the given weights that goes on training; None where there is none, or where it is merged."""
         carried, wanted = None if self.weights is None else self.weights.carried, self.recipe.adapter
-        if carried is None or wanted is None or self.recipe.init.merge or not wanted.same_form(carried.config, self.model):
+        if (
+            carried is None
+            or carried.patterned
+            or wanted is None
+            or self.recipe.init.merge
+            or not wanted.same_form(carried.config, self.model)
+        ):
             return None
         return carried
 

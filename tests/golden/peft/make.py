@@ -16,6 +16,11 @@ HERE = Path(__file__).parent
 SHAPE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 CASES = {
     "lora": {"target_modules": ["q_proj", "v_proj", "down_proj"], "use_rslora": True},
+    "patterns": {
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "rank_pattern": {"v_proj": 2, "model.layers.1.self_attn.q_proj": 6, "^model.layers.0.mlp.down_proj": 3},
+        "alpha_pattern": {"layers.0.self_attn.v_proj": 12, "down_proj": 5},
+    },
     "dora": {"target_modules": ["q_proj", "k_proj", "up_proj"], "use_dora": True, "modules_to_save": ["input_layernorm"]},
 }
 

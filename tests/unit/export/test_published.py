@@ -133,7 +133,7 @@ def test_a_z2all_folder_is_read_and_exported_as_the_same_model(swiglu: str, tran
 
 @pytest.mark.parametrize(
     ("settings", "named"),
-    [({"rope_interleaved": True}, "rope_interleaved is true"), ({"n_heads": None}, "n_heads is missing"), ({"experts": 2}, "experts is 2")],
+    [({"rope_interleaved": True}, "rope_interleaved is True"), ({"n_heads": None}, "n_heads is missing"), ({"experts": 2}, "experts is 2")],
 )
 def test_what_a_z2all_config_asks_for_beyond_headway_is_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):

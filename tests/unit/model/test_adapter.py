@@ -61,7 +61,7 @@ def test_logits_and_gradients_equal_those_of_peft(kind: str) -> None:
             assert (parameter.grad - theirs[name]).abs().max() <= 1e-5 * max(1.0, float(theirs[name].abs().max())), name
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "patterns"])
 def test_a_merged_peft_adapter_gives_the_same_logits_through_model(kind: str, tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / kind, tmp_path / "adapter")
     settings = json.loads((GOLDEN / kind / "adapter_config.json").read_text())
@@ -184,7 +184,6 @@ def test_what_an_adapter_asks_for_and_headway_does_not_do_is_refused(tmp_path: P
     for change, message in (
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
         ({"bias": "all"}, "bias is 'all'"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is"),
         ({"r": 8}, "shape"),
     ):
         path.write_text(json.dumps({**settings, **change}))
@@ -196,3 +195,22 @@ def test_what_an_adapter_asks_for_and_headway_does_not_do_is_refused(tmp_path: P
     (tmp_path / "lora" / "adapter_model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match="not a safetensors file"):
         read_adapter(tmp_path / "lora", model)
+
+
+def test_an_adapter_with_ranks_of_its_own_is_merged_and_not_continued(tmp_path: Path) -> None:
+    found = find_model(GOLDEN / "base").with_adapter(GOLDEN / "patterns")
+    assert found.carried is not None and found.carried.patterned
+    assert not find_model(GOLDEN / "base").with_adapter(GOLDEN / "lora").carried.patterned  # pyright: ignore[reportOptionalMemberAccess]
+    shutil.copytree(GOLDEN / "patterns", tmp_path / "patterns")
+    path = tmp_path / "patterns" / "adapter_config.json"
+    settings = json.loads(path.read_text())
+    for change, message in (
+        ({"rank_pattern": {"v_proj": 3}}, "shape"),
+        ({"rank_pattern": {"(a+)+$": 3}}, "holds the expression"),
+        ({"alpha_pattern": {"v_proj": "many"}}, "a number above 0 is expected"),
+        ({"alpha_pattern": [1]}, "a mapping from linears to numbers"),
+        ({"use_qalora": True, "layer_replication": [[0, 1]]}, r"use_qalora is True.*layer_replication is|layer_replication is.*use_qalora"),
+    ):
+        path.write_text(json.dumps({**settings, **change}))
+        with pytest.raises((ConfigError, CheckpointError), match=message):
+            find_model(GOLDEN / "base").with_adapter(tmp_path / "patterns")

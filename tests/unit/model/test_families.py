@@ -74,7 +74,7 @@ def test_a_setting_headway_does_not_compute_is_refused_by_name(name: str, settin
         ("qwen2", {"no_rope_layers": [1, 0]}, "no_rope_layers is"),
         ("smollm3", {"no_rope_layers": [2, 1]}, "no_rope_layers is"),
         ("llama", {"sliding_window": 8}, "sliding_window is 8"),
-        ("llama", {"layer_types": ["full_attention"] * 2}, "layer_types is"),
+        ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
         ("mistral", {"attention_bias": True}, "attention_bias is True"),
         ("mistral", {"layer_types": ["sliding_attention"] * 2}, "layer_types is"),
         ("qwen2", {"attention_bias": True}, "attention_bias is True"),
@@ -156,3 +156,49 @@ def test_a_users_own_module_is_a_family(tmp_path: Path, monkeypatch: pytest.Monk
 def test_lists_of_layers_pass_as_json_writes_them() -> None:
     config = validate(ModelConfig, {"no_rope_layers": [0, 2], "sliding_window": 4, "window_layers": [1]})
     assert (config.no_rope_layers, config.window_layers) == ((0, 2), (1,))
+
+
+REAL = {
+    "SmolLM2": ("llama", {
+        "is_llama_config": True, "rope_interleaved": False, "mlp_bias": False, "attention_bias": False, "torch_dtype": "bfloat16",
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "pad_token_id": 2, "rope_theta": 100000,
+    }),
+    "SmolVLM's text": ("llama", {
+        "neftune_noise_alpha": 0.0, "qk_layer_norms": False, "pixel_shuffle_factor": None, "use_resampler": False, "head_dim": 8,
+    }),
+    "Llama 1": ("llama", {"max_sequence_length": 2048, "pad_token_id": -1, "transformers_version": "4.28.0.dev0"}),
+    "Falcon 3": ("llama", {"activation": "swiglu", "hidden_act": "silu", "head_dim": 8}),
+    "PaddleNLP": ("llama", {
+        "alibi": False, "paddlenlp_version": None, "rope_scaling_factor": 1.0, "rope_scaling_type": None, "use_recompute": False,
+        "virtual_pp_degree": 1, "use_fused_rope": True, "use_flash_attention": True, "fuse_attention_qkv": True,
+    }),
+    "unsloth": ("llama", {
+        "_model_name_or_path": "x/y", "unk_token_id": 0, "unsloth_version": "2025.1", "model_max_length": 4096, "use_sdpa": True,
+        "layer_types": ["full_attention", "full_attention"], "use_sliding_window": False, "max_window_layers": 28,
+    }),
+    "R1-Distill-Qwen": ("qwen2", {"use_mrope": False, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 21}),
+    "Mistral": ("mistral", {"sliding_window": None, "attention_bias": False, "mlp_bias": False, "head_dim": 8}),
+    "Yi": ("llama", {"pretraining_tp": 1, "tie_word_embeddings": False, "num_experts": 0, "use_flash_attn": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_files_are_read_over_keys_without_effect(name: str) -> None:
+    kind, keys = REAL[name]
+    given = {"model_type": kind, "num_key_value_heads": 2, **SHAPE}
+    plain = family_for(given).read({**given, **{key: keys[key] for key in ("rope_theta", "sliding_window", "head_dim") if key in keys}})
+    assert family_for(given).read({**given, **keys}) == plain
+
+
+def test_all_that_matters_is_refused_in_one_line() -> None:
+    given = {**SHAPE, "model_type": "llama", "rope_interleaved": True, "use_mrope": True, "num_experts": 8, "strange": 3, "odd": [1]}
+    given |= {"hidden_size": "32", "vocab_size": None}
+    with pytest.raises(ConfigError) as caught:
+        family_of("llama").read(given)
+    said = str(caught.value)
+    assert "\n" not in said
+    for words in (
+        "rope_interleaved is True (headway computes only False)", "use_mrope is True", "num_experts is 8", "strange is 3, odd is [1]",
+        "hidden_size is '32'; a whole number", "vocab_size is missing",
+    ):  # fmt: skip
+        assert words in said, said

@@ -6,6 +6,8 @@ updates (PEFT's modules_to_save) stands under its own name. What headway does no
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +27,15 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 HARMLESS = {
-    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
-    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout",
-    "lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "revision",
-    "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
+    "lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r",
+    "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
 """Keys of adapter_config.json that are understood, or that only matter before or beside training."""
+
+PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")
+"""A key of rank_pattern or alpha_pattern: a name or path. Any other regular expression could run for ever."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class PeftAdapter:
     """The tensors of the updates, by our names."""
     whole: dict[str, Tensor]
     """Parameters of the model that were trained as they are."""
+    patterned: bool = False
+    """Whether linears had ranks or alphas of their own; `updates` are then brought to one rank and alpha, which computes the same."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -70,13 +77,18 @@ def read_adapter(folder: Path, model: ModelConfig) -> PeftAdapter:
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not a safetensors file: {error}. Fetch it again.") from None
     updates, whole = _sort(found, model, path)
-    config = _config(settings, sorted({name.removesuffix("." + part) for name in updates for part in PARTS if name.endswith(part)}), folder)
+    modules = sorted({name.removesuffix("." + part) for name in updates for part in PARTS if name.endswith(part)})
+    config = _config(settings, modules, folder)
+    own = {module: _own_numbers(settings, their_name(f"{module}.weight", model).removesuffix(".weight"), folder) for module in modules}
+    patterned = any(numbers != (config.rank, config.alpha) for numbers in own.values())
+    if patterned:
+        config, updates = _evened(config, own, updates)
     for name, shape in config.shapes(model).items():
         if name not in updates:
             raise CheckpointError(f"{path}: {name} is missing. Fetch the whole adapter again.")
         if tuple(updates[name].shape) != shape:
             raise CheckpointError(f"{path}: {name} has shape {list(updates[name].shape)}; rank and model make it {list(shape)}.")
-    return PeftAdapter(config, settings.get("base_model_name_or_path"), updates, whole)
+    return PeftAdapter(config, settings.get("base_model_name_or_path"), updates, whole, patterned)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -89,7 +101,11 @@ def _settings(folder: Path) -> dict[str, Any]:
     if found.get("bias", "none") != "none":
         strange.append("bias")
     if strange:
-        raise ConfigError(f"{path}: {strange[0]} is {found[strange[0]]!r}, which headway does not do. Merge the adapter with PEFT first.")
+        named = ", ".join(f"{key} is {found[key]!r}" for key in strange)
+        raise ConfigError(f"{path}: {named}, which headway does not do. Merge the adapter with PEFT first.")
+    base = found.get("base_model_name_or_path")
+    if base is not None and not isinstance(base, str):
+        raise ConfigError(f"{path}: base_model_name_or_path is {base!r}; a name or path is expected.")
     return found
 
 
@@ -105,6 +121,45 @@ def _config(settings: dict[str, Any], modules: list[str], folder: Path) -> Adapt
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder / ADAPTER_CONFIG}: rank, alpha or targets cannot be read: {str(error).splitlines()[0]}.") from None
+
+
+def _own_numbers(settings: dict[str, Any], linear: str, folder: Path) -> tuple[int, float]:
+    """Rank and alpha of one linear: the first pattern that ends its path, as PEFT reads them, else the adapter's."""
+    found: dict[str, Any] = {"rank_pattern": settings["r"], "alpha_pattern": settings["lora_alpha"]}
+    for key in found:
+        patterns = settings.get(key) or {}
+        if not isinstance(patterns, dict):
+            raise ConfigError(f"{folder / ADAPTER_CONFIG}: {key} is {patterns!r}; a mapping from linears to numbers is expected.")
+        for pattern, value in patterns.items():
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise ConfigError(f"{folder / ADAPTER_CONFIG}: {key} gives {pattern!r} {value!r}; a number above 0 is expected.")
+            if not PATTERN.fullmatch(pattern):
+                raise ConfigError(
+                    f"{folder / ADAPTER_CONFIG}: {key} holds the expression {pattern[:80]!r}; headway reads names and paths there. "
+                    "Merge the adapter with PEFT first."
+                )
+        found[key] = next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", linear)), found[key])
+    return int(found["rank_pattern"]), float(found["alpha_pattern"])
+
+
+def _evened(
+    config: AdapterConfig, own: dict[str, tuple[int, float]], updates: Mapping[str, Tensor]
+) -> tuple[AdapterConfig, dict[str, Tensor]]:
+    """The same updates at one rank and alpha: smaller ones get rows and columns of zeros, and B carries what their scales differ by."""
+    from torch.nn.functional import pad
+
+    whole = config.model_copy(update={"rank": max(rank for rank, _ in own.values())})
+    found = dict(updates)
+    for module, (rank, alpha) in own.items():
+        a, b = (f"{module}.{part}" for part in PARTS[:2])
+        if a not in updates or b not in updates or updates[a].dim() != 2 or updates[b].dim() != 2:
+            continue  # named as missing or misshapen by the caller
+        if updates[a].shape[0] != rank or updates[b].shape[1] != rank:
+            continue
+        scale = config.model_copy(update={"rank": rank, "alpha": alpha}).scale
+        found[a] = pad(updates[a], (0, 0, 0, whole.rank - rank))
+        found[b] = pad(updates[b].float() * (scale / whole.scale), (0, whole.rank - rank))
+    return whole, found
 
 
 def _sort(found: Mapping[str, Tensor], model: ModelConfig, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

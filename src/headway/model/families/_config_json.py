@@ -1,40 +1,16 @@
-"""What the config.json of the shipped families have in common: reading refuses every key that is not understood, by its name.
+"""What the config.json of the shipped families have in common: reading refuses keys that matter and are not understood, by their names.
 
 Absent keys mean what they mean to transformers: each family lists its defaults.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from headway.config.load import validate
 from headway.errors import ConfigError
-from headway.model.config import ModelConfig, RopeScaling, yarn_growth
-
-# Keys that do not change what a forward computes.
-METADATA = frozenset((
-    "architectures", "model_type", "transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "name_or_path",
-    "finetuning_task", "tokenizer_class", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id",
-    "decoder_start_token_id", "task_specific_params", "problem_type", "id2label", "label2id", "num_labels", "return_dict",
-    "return_dict_in_generate", "output_hidden_states", "output_attentions", "output_scores", "torchscript", "use_bfloat16",
-    "tf_legacy_loss", "chunk_size_feed_forward", "is_decoder", "prefix", "_attn_implementation", "_attn_implementation_autoset",
-    "attn_implementation", "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
-    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
-    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id",
-    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
-    "begin_suppress_tokens", "max_new_tokens", "unsloth_version", "unsloth_fixed",
-))  # fmt: skip
-
-# Keys of which one value is what headway computes.
-ONLY: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "attention_dropout": (0,),
-    "pretraining_tp": (1,),
-    "partial_rotary_factor": (1,),
-    "is_encoder_decoder": (False,),
-    "tie_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "pruned_heads": ({},),
-}
+from headway.model.config import MOST_LAYERS, ModelConfig, RopeScaling, yarn_growth
+from headway.model.families._config_keys import ONLY, harmless, misfit
 
 DEFAULTS: dict[str, Any] = {
     "initializer_range": 0.02,
@@ -56,20 +32,27 @@ OPTIONAL_ROPE_KEYS = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "tr
 
 
 def understood(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting of a config.json, with the family's defaults for absent ones; a key that is not understood is refused."""
+    """Every setting of a config.json, with the family's defaults for absent ones; keys that matter and are not understood are refused,
+    all of them at once."""
     known = {**DEFAULTS, **defaults}
-    for key, value in given.items():
-        if key in ONLY:
-            if value is not None and value not in ONLY[key]:
-                raise ConfigError(f"{key} is {value!r}; headway computes only {ONLY[key][0]!r}.")
-        elif key not in METADATA and key not in known and key not in REQUIRED and value is not None:
-            raise ConfigError(
-                f"{key} is {value!r}, which headway does not know. Remove the key if it does not change what the model computes."
-            )
-    for key in REQUIRED:
-        if given.get(key) is None:
-            raise ConfigError(f"{key} is missing; it must be given.")
+    read = known.keys() | set(REQUIRED)
+    strange = [key for key, value in given.items() if (key in ONLY or key not in read) and not harmless(key, value, given)]
+    computed = [f"{key} is {_shown(given[key])} (headway computes only {ONLY[key][0]!r})" for key in strange if key in ONLY]
+    unknown = [f"{key} is {_shown(given[key])}" for key in strange if key not in ONLY]
+    wrong = ((key, misfit(key, given[key])) for key in given if key in read and given[key] is not None)
+    problems = computed + [f"{key} is {_shown(given[key])}; {why}" for key, why in wrong if why is not None]
+    if unknown:
+        remedy = "Remove what does not change what the model computes"
+        problems.append(f"{', '.join(unknown)}: headway does not know {'this' if len(unknown) == 1 else 'these'}. {remedy}")
+    problems += [f"{key} is missing; it must be given" for key in REQUIRED if given.get(key) is None]
+    if problems:
+        raise ConfigError("; ".join(problems) + ".")
     return {**known, **given}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def model_config(family: str, settings: Mapping[str, Any], **family_settings: Any) -> ModelConfig:
@@ -103,6 +86,10 @@ def read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     top = {"rope_theta": settings["rope_theta"]} if settings["rope_theta"] is not None else {}
     for where in (settings["rope_parameters"] or {}, settings["rope_scaling"] or {}, top):
         for key, value in where.items():
+            if key != "rope_type" and key != "type" and not isinstance(value, (int, float, type(None))):
+                raise ConfigError(
+                    f"rope_type is {where.get('rope_type', where.get('type'))!r} with {key} {_shown(value)}; numbers are expected."
+                )
             name = "rope_type" if key == "type" else key
             if rope.setdefault(name, value) != value:
                 raise ConfigError(f"{key} is given as {rope[name]!r} and as {value!r}. Keep one of rope_parameters and rope_scaling.")
@@ -110,7 +97,7 @@ def read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     kind = rope.pop("rope_type", "default")
     if rope.pop("partial_rotary_factor", 1) != 1:
         raise ConfigError("partial_rotary_factor is not 1; headway rotates whole heads.")
-    if kind not in ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise ConfigError(f"rope_type is {kind!r}; headway computes {', '.join(ROPE_KEYS)}.")
     if "original_max_position_embeddings" in ROPE_KEYS[kind]:
         rope.setdefault("original_max_position_embeddings", settings["max_position_embeddings"])
@@ -129,6 +116,8 @@ def read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Yarn's keys with the two forms of its attention factor made one; optional keys that are null are left out."""
     given = {key: value for key, value in rope.items() if value is not None}
+    if not 0 < given.get("factor", 1) < math.inf:
+        raise ConfigError(f"rope_type is 'yarn' with factor {given['factor']!r}; it must be a number above 0.")
     scales = given.pop("mscale", 0), given.pop("mscale_all_dim", 0)
     if all(scales) and "attention_factor" not in given and "factor" in given:
         given["attention_factor"] = yarn_growth(given["factor"], scales[0]) / yarn_growth(given["factor"], scales[1])
@@ -201,10 +190,13 @@ def require_one_bias(config: ModelConfig, family: str) -> None:
 def read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
     """sliding_window and window_layers of the families that choose per layer."""
     layers, window = settings["num_hidden_layers"], settings["sliding_window"] if settings["use_sliding_window"] else None
+    if layers > MOST_LAYERS:
+        raise ConfigError(f"num_hidden_layers is {layers}; a model may have {MOST_LAYERS} layers.")
     types = settings["layer_types"]
     if types is None:
         types = [
-            "sliding_attention" if window is not None and i >= settings["max_window_layers"] else "full_attention" for i in range(layers)
+            "sliding_attention" if window is not None and i >= (settings["max_window_layers"] or 0) else "full_attention"
+            for i in range(layers)
         ]
     if len(types) != layers:
         raise ConfigError(f"layer_types names {len(types)} layers; there are num_hidden_layers={layers}.")

@@ -22,10 +22,11 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of an InternLM 1 config.json; the code its auto_map names is not run."""
     settings = understood(given, DEFAULTS)
     rotary = {"base": 10000.0, "type": "origin", **(settings["rotary"] or {})}
-    if rotary["type"] not in ROTARY_TYPES or len(rotary) > 2:
+    base = rotary["base"]
+    if rotary["type"] not in ROTARY_TYPES or len(rotary) > 2 or not isinstance(base, (int, float)):
         raise ConfigError(f"rotary is {settings['rotary']}; headway computes a base and one of the types {', '.join(ROTARY_TYPES)}.")
     if settings["rope_theta"] is None:
-        settings["rope_theta"] = rotary["base"]
+        settings["rope_theta"] = base
     return model_config("internlm", settings, qkv_bias=settings["bias"], output_bias=settings["bias"])
 
 

@@ -44,6 +44,8 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
     if given.get("model_type") == CODE_TYPE:
         given = dict(given)
         unrotated = given.pop("no_rope_layers", [])
+        if not isinstance(unrotated, list) or not all(isinstance(layer, int) for layer in unrotated):
+            raise ConfigError(f"no_rope_layers is {unrotated!r}; a list of layers is expected.")
         given.pop("auto_map", None)
     settings = understood(given, DEFAULTS)
     bias = settings["attention_bias"]

@@ -66,6 +66,8 @@ def _rotates(settings: Mapping[str, Any]) -> list[bool]:
     """Whether each layer rotates."""
     layers, listed = settings["num_hidden_layers"], settings["no_rope_layers"]
     if listed is None:
+        if not settings["no_rope_layer_interval"]:
+            raise ConfigError("no_rope_layer_interval is 0 or null without no_rope_layers; give the list of 1 (rotates) and 0.")
         return [(layer + 1) % settings["no_rope_layer_interval"] != 0 for layer in range(layers)]
     if len(listed) < layers or any(one not in (0, 1) for one in listed):
         raise ConfigError(f"no_rope_layers is {listed}; it must say 1 (rotates) or 0 for each of num_hidden_layers={layers}.")

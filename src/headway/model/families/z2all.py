@@ -10,6 +10,7 @@ from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.families import qwen2
 from headway.model.families._config_json import model_config, same_name, understood
+from headway.model.families._config_keys import misfit
 
 MODEL_TYPE = "z2all"
 ARCHITECTURE = qwen2.ARCHITECTURE
@@ -26,7 +27,6 @@ DEFAULTS = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
     "attention_bias": False,
-    "rope_interleaved": False,
     "multiple_of": 256,
     "auto_map": None,
 }
@@ -61,11 +61,12 @@ def to_ours(name: str) -> str | None:
 
 def read(given: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Z2all config.json."""
-    for key in ("hidden_dim", "n_layers", "n_heads"):
-        if given.get(key) is None:
-            raise ConfigError(f"{key} is missing; it must be given.")
-    if given.get("rope_interleaved"):
-        raise ConfigError("rope_interleaved is true; headway computes only false.")
+    missing = [key for key in ("hidden_dim", "n_layers", "n_heads") if given.get(key) is None]
+    if missing:
+        raise ConfigError("; ".join(f"{key} is missing; it must be given" for key in missing) + ".")
+    for key in ("hidden_dim", "multiple_of"):
+        if (why := misfit(SETTINGS.get(key, key), given.get(key))) is not None and given.get(key) is not None:
+            raise ConfigError(f"{key} is {given[key]!r}; {why}.")
     renamed = {SETTINGS.get(key, key): value for key, value in given.items() if key not in UNREAD}
     if renamed.get("intermediate_size") is None:
         step = renamed.get("multiple_of") or DEFAULTS["multiple_of"]

@@ -1,0 +1,165 @@
+"""Keys that real config.json files carry and that headway has no setting for: those without effect, and those with one value that is
+what headway computes anyway. Collected from published Llama, Qwen, Mistral, InternLM, SmolLM, Yi, Falcon, MiniMind and distilled models
+and from what training tools (unsloth, axolotl, nanotron, PaddleNLP, LLaMA-Factory) leave behind.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+# Keys that do not change what a forward computes, whatever their value.
+METADATA = frozenset((
+    # what the model is, and who wrote the file
+    "architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_model_name_or_path", "model_name_or_path",
+    "base_model_name_or_path", "_commit_hash", "commit_hash", "revision", "model_name", "finetuned_from", "license", "language", "tags",
+    "pipeline_tag", "library_name", "vendor", "author", "paddlenlp_version", "unsloth_version", "unsloth_fixed", "unsloth_training",
+    "axolotl_version", "mergekit_version", "transformers.js_config", "onnx", "_auto_class", "custom_pipelines", "_diffusers_version",
+    # storage and kernels
+    "torch_dtype", "dtype", "params_dtype", "use_cache", "torchscript", "use_bfloat16", "fp16", "bf16", "fp32", "_attn_implementation",
+    "_attn_implementation_autoset", "_attn_implementation_internal", "attn_implementation", "_flash_attn_2_enabled", "_flash_attn_enabled",
+    "flash_attention", "use_flash_attention", "use_flash_attention_2", "use_flash_attn", "use_sdpa", "use_memory_efficient_attention",
+    "_use_sdpa", "use_fused_rope", "use_fused_rms_norm", "use_fused_swiglu", "use_fused_mlp", "use_xformers", "fuse_attention_qkv",
+    "fuse_attention_ffn", "fused_linear", "use_triton", "use_recompute", "recompute_granularity", "virtual_pp_degree",
+    "tensor_parallel_degree", "tensor_parallel_output", "tensor_parallel_rank", "sequence_parallel", "pipeline_parallel_degree",
+    "tp_plan", "base_model_tp_plan", "device_map", "low_cpu_mem_usage", "chunk_size_feed_forward", "cache_implementation",
+    "use_cache_quantization", "use_cache_kernel", "softmax_in_fp32", "residual_in_fp32", "fp32_attention",
+    # how it was trained
+    "gradient_checkpointing", "_gradient_checkpointing", "use_reentrant_checkpointing", "neftune_noise_alpha", "max_sequence_length",
+    "max_seq_length", "model_max_length", "tokenizer_model_max_length", "seq_length", "seq_len", "sequence_length", "train_seq_len",
+    "pretrained_seq_len", "keep_in_fp32", "loss_reduction", "loss_type", "ignore_index", "label_smoothing",
+    "tune_mm_mlp_adapter", "z_loss", "router_aux_loss_coef", "output_router_logits", "freeze_embeddings", "trainable", "batch_size",
+    # tokens
+    "tokenizer_class", "tokenizer_type", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "cls_token_id",
+    "mask_token_id", "im_start_id", "im_end_id", "decoder_start_token_id", "image_token_id", "video_token_id", "eos_token", "bos_token",
+    "pad_token", "additional_special_tokens", "chat_format", "chat_template", "prefix", "user_token_id", "assistant_token_id",
+    "padding_idx", "ignore_pad_tokens", "add_bos_token", "add_eos_token", "padding_side",
+    # classification and generation
+    "finetuning_task", "task_specific_params", "problem_type", "id2label", "label2id", "num_labels", "return_dict",
+    "return_dict_in_generate", "output_hidden_states", "output_attentions", "output_scores", "tf_legacy_loss", "is_decoder", "max_length",
+    "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p",
+    "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+    "num_return_sequences", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens", "max_new_tokens", "generation_config", "keys_to_ignore_at_inference",
+    "max_context_len", "onnx_safe", "is_chat_model", "is_llama_config", "is_mistral_config", "is_qwen_config",
+))  # fmt: skip
+
+# Keys of which some values are what headway computes, whatever the family.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "hidden_activation": ("silu", "swish"),
+    "activation_function": ("silu", "swish"),
+    "activation": ("swiglu", "silu"),
+    "norm_type": ("rmsnorm", "rms_norm"),
+    "normalization_type": ("rmsnorm", "rms_norm", "RMSNorm"),
+    "position_embedding_type": ("rope", "rotary"),
+    "attention_dropout": (0,),
+    "attention_probs_dropout_prob": (0,),
+    "hidden_dropout": (0,),
+    "hidden_dropout_prob": (0,),
+    "residual_dropout": (0,),
+    "resid_pdrop": (0,),
+    "embd_pdrop": (0,),
+    "embed_dropout": (0,),
+    "embedding_dropout": (0,),
+    "dropout": (0,),
+    "dropout_rate": (0,),
+    "classifier_dropout": (0,),
+    "summary_first_dropout": (0, 0.1),
+    "pretraining_tp": (1,),
+    "partial_rotary_factor": (1,),
+    "rotary_pct": (1,),
+    "rotary_percent": (1,),
+    "rope_ratio": (1,),
+    "rope_scaling_factor": (1,),
+    "rope_interleaved": (False,),
+    "rope_interleave": (False,),
+    "use_mrope": (False,),
+    "use_rope": (True,),
+    "use_rotary": (True,),
+    "alibi": (False,),
+    "use_alibi": (False,),
+    "use_dynamic_ntk": (False,),
+    "use_logn_attn": (False,),
+    "is_causal": (True,),
+    "use_causal_mask": (True,),
+    "is_encoder_decoder": (False,),
+    "tie_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "use_parallel_residual": (False,),
+    "parallel_attn": (False,),
+    "qk_layer_norms": (False,),
+    "use_resampler": (False,),
+    "pruned_heads": ({},),
+    "no_bias": (True,),
+    "use_bias": (False,),
+    "lm_head_bias": (False,),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "n_routed_experts": (0,),
+    "use_moe": (False,),
+    "is_moe": (False,),
+    "mlp_only_layers": ([],),
+    "num_nextn_predict_layers": (0,),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "scale_emb": (1,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "sliding_window_pattern": (1,),
+    "quantization_bit": (0, 16),
+}
+
+# Keys of some families that say in others what those always do.
+ELSEWHERE: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "attn_bias": (False,),
+    "qkv_bias": (False,),
+    "mlp_bias": (False,),
+    "bias": (False,),
+    "qk_norm": (False,),
+    "use_qk_norm": (False,),
+    "use_sliding_window": (False,),
+}
+
+
+# What a setting must be where it is not null: the rest of reading relies on it.
+WHOLE = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "sliding_window", "max_window_layers", "no_rope_layer_interval", "multiple_of",
+)  # fmt: skip
+SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "bias", "use_sliding_window")
+NUMBERS = ("initializer_range", "rms_norm_eps", "rope_theta")
+MAPPINGS = ("rope_scaling", "rope_parameters", "rotary")
+LISTS = ("layer_types", "no_rope_layers")
+LARGEST = 1 << 40
+
+
+def misfit(key: str, value: Any) -> str | None:
+    """What a setting should have been, if it is something else."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if key in WHOLE and not (isinstance(value, int) and number and 0 <= value <= LARGEST):
+        return f"a whole number up to {LARGEST} is expected"
+    if key in SWITCHES and not isinstance(value, bool):
+        return "true or false is expected"
+    if key in NUMBERS and not number:
+        return "a number is expected"
+    if key in MAPPINGS and not isinstance(value, Mapping):
+        return "a mapping is expected"
+    if key in LISTS and not isinstance(value, list):
+        return "a list is expected"
+    return None
+
+
+def harmless(key: str, value: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a key that no setting reads changes nothing at its value."""
+    if value is None or key in METADATA:
+        return True
+    values = ONLY.get(key, ELSEWHERE.get(key))
+    if values is not None:
+        return not isinstance(value, str) and value in values if not isinstance(values[0], str) else value in values
+    if key == "layer_types":
+        return isinstance(value, list) and all(one == "full_attention" for one in value)
+    if key == "max_window_layers":
+        return not given.get("use_sliding_window")
+    return False
