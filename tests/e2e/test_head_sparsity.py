@@ -16,6 +16,8 @@ from headway.cli import main
 from headway.config.load import load
 from headway.errors import ConfigError
 from headway.infer.load import find_model, load_model
+from headway.infer.masks import MaskChoice
+from headway.model.head_gates import settled_masks
 from headway.model.head_masks import HeadMasks, read_masks, write_masks
 from headway.model.layout import GATES
 from headway.track.jsonl import read_metrics
@@ -178,6 +180,15 @@ def test_an_exported_model_is_the_plain_one_with_gates_beside_it(world: Path) ->
         (world / "aside").rename(final / "head_gates.json")
 
 
+def test_runs_checkpoints_and_exports_are_read_under_what_their_gates_have_come_to(world: Path) -> None:
+    settled = settled_masks(stored(world / "masks")[GATES], 6, 2)
+    for path in (world / "masks", world / "masks" / "checkpoints" / "step-00000006", world / "masks" / "final"):
+        loaded = load_model(path)
+        assert loaded.masks is None
+        assert (MaskChoice().of(loaded).masks, MaskChoice().of(loaded).masks_from) == (settled, "own")
+        assert MaskChoice("none").of(loaded).masks is None
+
+
 def test_masks_are_exported_raw_at_a_sparsity_and_equal_per_layer(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = world / "exported" / "masks.tsv"
     assert main(["masks", "export", "--model", str(world / "masks"), "--sparsity", "0.5", "--out", str(out), "--json"]) == 0
@@ -211,7 +222,7 @@ def test_masks_are_shown_as_a_table_and_a_picture(world: Path, capsys: pytest.Ca
     [
         (["show"], "give either --model or --masks"),
         (["show", "--masks", "$/small.tsv", "--out", "x.txt"], "ends in .png"),
-        (["show", "--masks", "$/small.tsv", "--equal-per-layer"], "give --model"),
+        (["show", "--masks", "$/small.tsv", "--equal-per-layer"], "1, 0 full heads in its layers, so heads cannot be ranked"),
         (["export", "--model", "$/dense", "--out", "m.tsv"], "has no head gates"),
         (["export", "--model", "$/masks", "--out", "m.tsv", "--raw", "--sparsity", "0.5"], "--raw writes what was learned"),
         (["export", "--model", "$/masks", "--out", "m.tsv", "--sparsity", "1.5"], "between 0 and 1"),

@@ -1,32 +1,35 @@
-"""How verbs take head masks: `--masks FILE` and what goes with it."""
+"""How verbs take head masks: `--masks own|none|FILE` and what goes with it, and how they say which are used."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import logging
 from typing import TYPE_CHECKING
 
 import typer
 
-from headway.errors import ConfigError
-
 if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
+    from headway.infer.masks import MaskChoice
 
-MASKS = typer.Option(None, help="Head masks (masks.tsv, or DuoAttention's file or folder): heads at 0 keep only sinks and a window.")
-EQUAL_PER_LAYER = typer.Option(False, "--equal-per-layer", help="Round the masks so that every layer has as many full heads.")
-STREAM_WINDOW = typer.Option(None, help="Newest tokens a streaming head keeps; default: as beside the masks, else 1024.")
-STREAM_SINKS = typer.Option(None, help="First tokens a streaming head keeps; default: as beside the masks, else 128.")
+log = logging.getLogger("headway")
+
+MASKS = typer.Option(
+    None,
+    metavar="own|none|FILE",
+    help="Head masks, under which heads at 0 keep only sinks and a window: own (of the model's gates; the default where it has any), "
+    "none, or a file (masks.tsv, or DuoAttention's file or folder).",
+)
+EQUAL_PER_LAYER = typer.Option(False, "--equal-per-layer", help="As many full heads in every layer, the best of each.")
+STREAM_WINDOW = typer.Option(None, help="Newest tokens a streaming head keeps; default: as the masks say, else 1024.")
+STREAM_SINKS = typer.Option(None, help="First tokens a streaming head keeps; default: as the masks say, else 128.")
 
 
-def with_masks(
-    loaded: LoadedModel, masks: Path | None, *, equal_per_layer: bool = False, window: int | None = None, sinks: int | None = None
-) -> LoadedModel:
-    """The model under the masks that were asked for."""
-    from headway.infer.masks import load_masks
+def with_masks(loaded: LoadedModel, choice: MaskChoice, *, quiet: bool = False) -> LoadedModel:
+    """The model under the masks that were asked for; what is used is reported where the model or the user has masks."""
+    from headway.infer.masks import describe, in_words
 
-    if masks is None:
-        for flag, given in (("--equal-per-layer", equal_per_layer), ("--stream-window", window), ("--stream-sinks", sinks)):
-            if given is not None and given is not False:
-                raise ConfigError(f"{flag} is given without --masks, which it is about. Give --masks FILE, or leave it out.")
-        return loaded
-    return loaded.with_masks(load_masks(masks, loaded.config, equal_per_layer=equal_per_layer, window=window, sinks=sinks))
+    chosen = choice.of(loaded)
+    if not quiet and (choice.masks is not None or chosen.masks is not None):
+        hint = " --masks none reads it without." if choice.masks is None else ""
+        log.info("%s: masks %s.%s", loaded.path, in_words(describe(chosen)), hint)
+    return chosen

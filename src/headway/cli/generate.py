@@ -26,7 +26,7 @@ def command(
         None, help="Prompts are questions to answer, in this template: a name, tokenizer (the model's own) or a .jinja file."
     ),
     seed: int = typer.Option(0, help="Seed of the sampling."),
-    masks: Path | None = _masks.MASKS,
+    masks: str | None = _masks.MASKS,
     equal_per_layer: bool = _masks.EQUAL_PER_LAYER,
     stream_window: int | None = _masks.STREAM_WINDOW,
     stream_sinks: int | None = _masks.STREAM_SINKS,
@@ -37,9 +37,11 @@ def command(
     """Continue prompts, or answer questions, with a trained model."""
     from headway.infer.generate import Options, answer, generate, read_prompts
     from headway.infer.load import load_model
+    from headway.infer.masks import MaskChoice, describe
     from headway.infer.sampling import Sampling
     from headway.runtime.device import choose_compute
 
+    choice = MaskChoice(masks, equal_per_layer, stream_window, stream_sinks)
     sampling = Sampling(temperature, top_k, top_p, seed)
     options = Options(max_new_tokens, tuple(stop), special=special, sampling=sampling, chunk_tokens=chunk_tokens)
     if chat_template is not None and special:
@@ -50,11 +52,11 @@ def command(
     if "" in prompts:
         raise ConfigError("a prompt is empty; there is nothing to go on from. Give some text.")
     compute = choose_compute(device, "auto")
-    loaded = load_model(model, device=compute.device, dtype=compute.dtype)
-    loaded = _masks.with_masks(loaded, masks, equal_per_layer=equal_per_layer, window=stream_window, sinks=stream_sinks)
+    loaded = _masks.with_masks(load_model(model, device=compute.device, dtype=compute.dtype), choice)
     results = generate(loaded, prompts, options) if chat_template is None else answer(loaded, prompts, chat_template, options)
     if json:
-        print_json(asdict(results[0]) if len(results) == 1 else {"generations": [asdict(result) for result in results]})
+        found = asdict(results[0]) if len(results) == 1 else {"generations": [asdict(result) for result in results]}
+        print_json({**found, "masks": describe(loaded)})
         return
     for one, result in zip(prompts, results, strict=True):
         typer.echo(one + result.text if chat_template is None else f"{one}\n{result.text}")

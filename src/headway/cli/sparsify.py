@@ -25,7 +25,7 @@ def command(
     depths: str = typer.Option("0,0.25,0.5,0.75,1", help="Where the answer stands, 0 = the beginning, comma separated."),
     samples: int = typer.Option(2, help="Questions of each task, length and depth."),
     random_masks: bool = typer.Option(True, help="Also measure random masks with as many heads."),
-    equal_per_layer: bool = typer.Option(False, "--equal-per-layer", help="As many full heads in every layer."),
+    equal_per_layer: bool = typer.Option(False, "--equal-per-layer", help="As many full heads in every layer, the best of each."),
     data: list[str] = typer.Option([], "--data", "--input", help="Also score this text by tokens of context; may be given several times."),
     chunk_tokens: int = typer.Option(4096, help="Tokens of each prompt that go through the model at once."),
     rows: int = typer.Option(4, help="Prompts that are computed at once."),

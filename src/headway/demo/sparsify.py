@@ -50,7 +50,7 @@ def sparsify_demo(out: Path, model: Path, store: Path, fraction: float, steps: i
     write_atomic(file, text)
     recipe = load(Recipe, file)
     train(recipe)
-    run, wish = recipe.run.folder, MaskWish(None, (SPARSITY,), random=True)
+    run, wish = recipe.run.folder, MaskWish(sparsities=(SPARSITY,), random=True)
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
     files = write_mask_files(run, wish, folder)

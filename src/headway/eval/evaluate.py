@@ -11,6 +11,7 @@ from headway.errors import ConfigError
 from headway.eval.dataset import Dataset, Reading, read_pieces
 from headway.eval.perplexity import BATCH_TOKENS, Perplexity, perplexity
 from headway.eval.training import Training
+from headway.infer.masks import describe
 
 if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
@@ -74,6 +75,8 @@ class Evaluation:
     """The chat template under which the samples are answers; None: they are continuations."""
     training: list[Training] = field(default_factory=list)
     """The curves of the run, or of each of its stages, where the model is one."""
+    masks: dict[str, Any] | None = None
+    """The head masks it was read under; None: every head keeps the whole past."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -94,7 +97,8 @@ def evaluate(loaded: LoadedModel, plan: EvalPlan, *, name: str | None = None, gr
         )
     samples = _samples(loaded, plan.samples) if group is None or group.rank == 0 else []
     tokenizer = loaded.tokenizer.fingerprint if loaded.tokenizer is not None else None
-    return Evaluation(name or str(loaded.path), str(loaded.path), tokenizer, results, samples, plan.samples.template)
+    path = str(loaded.path)
+    return Evaluation(name or path, path, tokenizer, results, samples, plan.samples.template, masks=describe(loaded))
 
 
 def share_a_tokenizer(evaluations: Sequence[Evaluation]) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway import __version__
 from headway.errors import ConfigError, DataError
+from headway.infer.masks import describe, in_words
 from headway.runtime.process import set_environment
 from headway.runtime.storage import write_atomic
 
@@ -79,6 +80,8 @@ class HarnessResult:
 
     model: str
     path: str
+    masks: dict[str, Any] | None
+    """The head masks it was read under."""
     harness: str
     """Version of lm-evaluation-harness."""
     metrics: list[Metric]
@@ -89,7 +92,7 @@ class HarnessResult:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        named = {"headway": __version__, "model": self.model, "path": self.path, "lm_eval": self.harness}
+        named = {"headway": __version__, "model": self.model, "path": self.path, "masks": self.masks, "lm_eval": self.harness}
         return json.loads(json.dumps({**named, "metrics": [vars(one) for one in self.metrics], **self.details}, default=_plain))
 
 
@@ -118,7 +121,8 @@ def run_harness(answers: Answers, plan: HarnessPlan, *, name: str | None = None)
         return None
     path = str(answers.loaded.path)
     kept = {key: found[key] for key in ("results", "groups", "versions", "n-shot", "n-samples", "configs") if key in found}
-    return HarnessResult(name or path, path, lm_eval.__version__, list(_metrics(found)), kept, found.get("samples", {}))
+    masks = describe(answers.loaded)
+    return HarnessResult(name or path, path, masks, lm_eval.__version__, list(_metrics(found)), kept, found.get("samples", {}))
 
 
 def as_lm(answers: Answers) -> Any:
@@ -188,7 +192,8 @@ def write_results(folder: Path, result: HarnessResult, *, samples: bool = False)
         raise ConfigError(f"--out is {str(folder)!r}, which is a file. Give a folder.")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / RESULTS, json.dumps(result.to_json(), ensure_ascii=False, indent=2) + "\n")
-    lines = ["# Tasks", "", f"`{result.model}`, lm-evaluation-harness {result.harness}", "", "| " + " | ".join(COLUMNS) + " |"]
+    named = f"`{result.model}`, masks: {in_words(result.masks)}; lm-evaluation-harness {result.harness}"
+    lines = ["# Tasks", "", named, "", "| " + " | ".join(COLUMNS) + " |"]
     rows = ["| " + " | ".join(cell.replace("|", r"\|") for cell in one.cells()) + " |" for one in result.metrics]
     write_atomic(folder / REPORT, "\n".join([*lines, "|" + "---|" * len(COLUMNS), *rows]) + "\n")
     if samples:

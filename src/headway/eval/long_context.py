@@ -62,6 +62,8 @@ class Variant:
 
     name: str
     masks: HeadMasks | None
+    masks_from: str | None = None
+    """`own` (of the model's gates), a file or `random`; None where there are none."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class VariantResult:
     sparsity: float
     window: int | None
     sinks: int | None
+    masks_from: str | None
+    """`own` (of the model's gates), a file or `random`; None: every head keeps the whole past."""
     cells: list[Cell]
     footprints: dict[str, float]
     """Of each task: share of full causal attention's cells that are kept, averaged over the cases."""
@@ -242,6 +246,7 @@ def _measure(
         0.0 if masks is None else masks.sparsity,
         None if masks is None else masks.window,
         None if masks is None else masks.sinks,
+        variant.masks_from if masks is not None else None,
         [Cell(*place, sum(scores) / len(scores), len(scores)) for place, scores in groups.items()],
         means if cases else {},
         mean,

@@ -13,6 +13,7 @@ from headway.eval.evaluate import Evaluation, share_a_tokenizer
 from headway.eval.plots import LOSS_BY_POSITION, RELIABILITY, draw_plots
 from headway.eval.tables import NUMBERS, OTHER_TOKENIZERS, PART_NUMBERS, markdown_table, numbers, part_numbers
 from headway.eval.training import TRAINING, draw_training, training_lines
+from headway.infer.masks import in_words
 from headway.runtime.storage import write_atomic
 
 RESULTS = "results.json"
@@ -48,7 +49,7 @@ def _scores(evaluations: Sequence[Evaluation]) -> Iterable[str]:
     datasets = list(evaluations[0].datasets)
     for one in evaluations:
         first = one.datasets[datasets[0]]
-        yield f"- `{one.model}`: windows of {first.window} tokens, one every {first.stride}"
+        yield f"- `{one.model}`: windows of {first.window} tokens, one every {first.stride}; masks: {in_words(one.masks)}"
     yield ""
     yield from markdown_table(
         ["dataset", "model", *NUMBERS], ([name, one.model, *numbers(one.datasets[name])] for name in datasets for one in evaluations)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.errors import ConfigError
-from headway.infer.load import find_model
-from headway.model.config import HeadGatesConfig
-from headway.model.head_masks import HeadMasks, rank_heads, write_masks
-from headway.model.layout import GATES
+from headway.infer.load import StoredModel, find_model
+from headway.model.gates_file import TrainedGates
+from headway.model.head_masks import HeadMasks, write_masks
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:
@@ -20,44 +18,20 @@ if TYPE_CHECKING:
 RAW_COLUMNS = ("layer", "head", "log_alpha", "expected_z", "p_streaming", "p_full")
 
 
-@dataclass(frozen=True)
-class TrainedGates:
-    """The gates of a model on disk."""
-
-    config: HeadGatesConfig
-    log_alpha: torch.Tensor
-    """fp32 [num_layers, num_kv_heads]"""
-
-    def masks(self, sparsity: float | None = None, *, equal_per_layer: bool = False) -> HeadMasks:
-        """Rank by log_alpha and keep as many heads as the sparsity leaves; without one, as many as the gates expect to be full."""
-        from headway.model.head_gates import settled_masks
-
-        scores = self.log_alpha.tolist()
-        if sparsity is None:
-            settled = settled_masks(self.log_alpha, self.config.window, self.config.sinks)
-            if not equal_per_layer:
-                return settled
-            sparsity = settled.sparsity
-        return rank_heads(scores, sparsity, equal_per_layer=equal_per_layer).with_reach(self.config.window, self.config.sinks)
-
-    def raw(self) -> list[tuple[int, int, float, float, float, float]]:
-        """One row per head, in the order of RAW_COLUMNS."""
-        from headway.model.head_gates import expected_z, probability_one, probability_zero
-
-        wide = self.log_alpha.double()
-        columns = [values.flatten().tolist() for values in (wide, expected_z(wide), probability_zero(wide), probability_one(wide))]
-        heads = wide.shape[1]
-        return [(number // heads, number % heads, *values) for number, values in enumerate(zip(*columns, strict=True))]
-
-
 def read_trained_gates(model: Path | str) -> TrainedGates:
     """The gates of what `--model` names."""
-    found = find_model(model)
-    if found.config.head_gates is None:
+    return trained_gates(find_model(model), str(model))
+
+
+def trained_gates(found: StoredModel, name: str | None = None) -> TrainedGates:
+    """The gates of a model on disk; refused where it has none."""
+    gates = found.gates()
+    if gates is None:
         raise ConfigError(
-            f"model is {str(model)!r}, which has no head gates. Train them with objective head_sparsity, or give a mask file with --masks."
+            f"model is {name or str(found.path)!r}, which has no head gates. Train them with objective head_sparsity, or give a mask file "
+            "with --masks."
         )
-    return TrainedGates(found.config.head_gates, next(value for name, value in found.weights() if name == GATES).float().cpu())
+    return gates
 
 
 def export_masks(masks: HeadMasks, out: Path) -> None:

@@ -25,7 +25,7 @@ from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.infer.adapted import Carried, base_folder, carry, is_adapter
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
-from headway.model.gates_file import read_gates
+from headway.model.gates_file import MASKS_FILE, TrainedGates, read_gates
 from headway.model.layout import GATES, param_specs
 from headway.model.old_weights import is_internlm, open_internlm
 from headway.model.pretrained import is_pretrained, read_config, read_end_ids, read_weights
@@ -58,6 +58,14 @@ class StoredModel:
     """Ids that end a text besides the tokenizer's own end, as a Hugging Face folder lists them."""
     carried: Carried | None = None
     """The adapter that `weights` has merged, where it is stored apart from them."""
+    masks_file: Path | None = None
+    """A mask table in its Hugging Face folder."""
+
+    def gates(self) -> TrainedGates | None:
+        """The head gates it was trained with, where it was."""
+        if self.config.head_gates is None:
+            return None
+        return TrainedGates(self.config.head_gates, next(value for name, value in self.weights() if name == GATES).float().cpu())
 
     def with_adapter(self, folder: Path) -> StoredModel:
         """This model with a PEFT adapter merged."""
@@ -76,13 +84,19 @@ class LoadedModel:
     end_ids: frozenset[int] = frozenset()
     """Ids that end a text."""
     masks: HeadMasks | None = None
-    """Heads that keep only sinks and a window of the past; None = the model as it is."""
+    """Heads that keep only sinks and a window of the past; None = every head keeps all of it."""
+    masks_from: str | None = None
+    """Where the masks come from: `own`, or a file; None where there are none."""
+    gates: TrainedGates | None = None
+    """The head gates it was trained with; `infer/masks.py` makes the model's own masks of them."""
+    masks_file: Path | None = None
+    """A mask table in its Hugging Face folder."""
 
-    def with_masks(self, masks: HeadMasks | None) -> LoadedModel:
+    def with_masks(self, masks: HeadMasks | None, masks_from: str | None = None) -> LoadedModel:
         """The same weights, read with other masks."""
         if masks is not None:
             masks.check(self.config)
-        return replace(self, masks=masks)
+        return replace(self, masks=masks, masks_from=masks_from if masks is not None else None)
 
     @property
     def device(self) -> torch.device:
@@ -142,7 +156,9 @@ def _pretrained(folder: Path) -> StoredModel:
             yield GATES, stored.log_alpha
         yield from read_weights(folder, config)
 
-    return StoredModel(folder, gated, folder if has_tokenizer else None, weights, read_end_ids(folder))
+    table = folder / MASKS_FILE
+    tokenizer_folder = folder if has_tokenizer else None
+    return StoredModel(folder, gated, tokenizer_folder, weights, read_end_ids(folder), masks_file=table if table.is_file() else None)
 
 
 def _checkpoint(folder: Place) -> StoredModel:
@@ -173,7 +189,10 @@ def _checkpoint(folder: Place) -> StoredModel:
 
 
 def load_model(path: Place | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:
-    """Read a model onto a device; without a dtype it computes in fp32 on the CPU and in bf16 elsewhere."""
+    """Read a model onto a device; without a dtype it computes in fp32 on the CPU and in bf16 elsewhere.
+
+    Every head keeps the whole past, also where the model was trained under masks: `MaskChoice().of(model)` reads it under its own.
+    """
     import torch
 
     from headway.tokenizer.load import load_tokenizer
@@ -187,8 +206,18 @@ def load_model(path: Place | str, *, device: torch.device | str = "cpu", dtype: 
     on = torch.device(device)
     if dtype is None:
         dtype = torch.float32 if on.type == "cpu" else torch.bfloat16
-    config = found.config.with_(head_gates=None)
-    return LoadedModel(frozen_model(config, found.weights(), on, dtype), config, tokenizer, found.path, end_ids)
+    config, gates = found.config.with_(head_gates=None), list[TrainedGates]()
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in found.weights():
+            if name == GATES and found.config.head_gates is not None:
+                gates.append(TrainedGates(found.config.head_gates, value.detach().float().cpu()))
+            else:
+                yield name, value
+
+    model = frozen_model(config, weights(), on, dtype)
+    own = gates[0] if gates else None
+    return LoadedModel(model, config, tokenizer, found.path, end_ids, gates=own, masks_file=found.masks_file)
 
 
 def frozen_model(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device, dtype: torch.dtype) -> Transformer:

@@ -15,21 +15,44 @@ from typing import TYPE_CHECKING, Any
 
 from headway.errors import CheckpointError
 from headway.model.config import HeadGatesConfig, ModelConfig
-from headway.model.head_masks import write_masks
+from headway.model.head_masks import HeadMasks, keep_heads, rank_heads, write_masks
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:
     import torch
 
 GATES_FILE = "head_gates.json"
+MASKS_FILE = "masks.tsv"
 
 
 @dataclass(frozen=True)
-class StoredGates:
-    """Gates as they were trained."""
+class TrainedGates:
+    """The gates of a model on disk."""
 
     config: HeadGatesConfig
     log_alpha: torch.Tensor
+    """fp32 [num_layers, num_kv_heads]"""
+
+    def masks(self, sparsity: float | None = None, *, equal_per_layer: bool = False) -> HeadMasks:
+        """Rank by log_alpha and keep as many heads as the sparsity leaves; without one, as many as the gates expect to be full."""
+        from headway.model.head_gates import settled_masks
+
+        window, sinks = self.config.window, self.config.sinks
+        if sparsity is not None:
+            return rank_heads(self.log_alpha.tolist(), sparsity, equal_per_layer=equal_per_layer).with_reach(window, sinks)
+        settled = settled_masks(self.log_alpha, window, sinks)
+        if not equal_per_layer:
+            return settled
+        return keep_heads(self.log_alpha.tolist(), settled.num_full, equal_per_layer=True).with_reach(window, sinks)
+
+    def raw(self) -> list[tuple[int, int, float, float, float, float]]:
+        """One row per head: layer, head, log_alpha, E[z], P(z=0) and P(z=1)."""
+        from headway.model.head_gates import expected_z, probability_one, probability_zero
+
+        wide = self.log_alpha.double()
+        columns = [values.flatten().tolist() for values in (wide, expected_z(wide), probability_zero(wide), probability_one(wide))]
+        heads = wide.shape[1]
+        return [(number // heads, number % heads, *values) for number, values in enumerate(zip(*columns, strict=True))]
 
 
 def write_gates(folder: Path, config: HeadGatesConfig, log_alpha: torch.Tensor) -> None:
@@ -39,10 +62,10 @@ def write_gates(folder: Path, config: HeadGatesConfig, log_alpha: torch.Tensor) 
     values = log_alpha.detach().float().cpu()
     content = {"window": config.window, "sinks": config.sinks, "log_alpha": values.tolist()}
     write_atomic(folder / GATES_FILE, json.dumps(content) + "\n")
-    write_masks(settled_masks(values, config.window, config.sinks), folder / "masks.tsv")
+    write_masks(settled_masks(values, config.window, config.sinks), folder / MASKS_FILE)
 
 
-def read_gates(folder: Path, config: ModelConfig) -> StoredGates | None:
+def read_gates(folder: Path, config: ModelConfig) -> TrainedGates | None:
     """The gates of a folder, if it has any; the rest of their settings matter only where gates begin."""
     path = folder / GATES_FILE
     if not path.is_file():
@@ -60,4 +83,4 @@ def read_gates(folder: Path, config: ModelConfig) -> StoredGates | None:
             f"{path}: holds gates of shape {list(log_alpha.shape)}; the model has {config.num_layers} layers of {config.kv_heads} KV "
             "heads. It is another model's; delete it."
         )
-    return StoredGates(gates, log_alpha)
+    return TrainedGates(gates, log_alpha)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from headway.errors import ConfigError, DataError
 from headway.runtime.storage import write_atomic
@@ -92,15 +92,18 @@ def heads_kept(total: int, sparsity: float) -> int:
 
 
 def rank_heads(scores: Table, sparsity: float, *, equal_per_layer: bool = False) -> HeadMasks:
-    """Keep the heads with the highest scores (log_alpha), exactly `heads_kept` of them over the whole model.
+    """Keep the heads with the highest scores (log_alpha), exactly `heads_kept` of them over the whole model."""
+    return keep_heads(scores, heads_kept(len(scores) * len(scores[0]), sparsity), equal_per_layer=equal_per_layer)
 
-    Ties go to the lower layer, then to the lower head. With `equal_per_layer` every layer keeps the same number: the share of one layer,
-    rounded to the nearest (a half rounds up), chosen inside the layer.
+
+def keep_heads(scores: Table, kept: int, *, equal_per_layer: bool = False) -> HeadMasks:
+    """Keep the `kept` heads with the highest scores; ties go to the lower layer, then to the lower head.
+
+    With `equal_per_layer` every layer keeps the same number: the share of one layer, rounded to the nearest (a half rounds up), those with
+    the highest scores of the layer.
     """
-    layers, heads = len(scores), len(scores[0])
-    kept = heads_kept(layers * heads, sparsity)
     if equal_per_layer:
-        each = math.floor(Fraction(kept, layers) + Fraction(1, 2))
+        each = math.floor(Fraction(kept, len(scores)) + Fraction(1, 2))
         return HeadMasks(tuple(highest([row], each)[0] for row in scores))
     return HeadMasks(highest(scores, kept))
 
@@ -123,21 +126,36 @@ def write_masks(masks: HeadMasks, path: Path) -> None:
         beside.unlink(missing_ok=True)  # else the numbers of an earlier export would be read with this table
 
 
-def read_masks(path: Path | str, sparsity: float | None = None) -> HeadMasks:
-    """Read masks; soft values are cut at `sparsity`, or at 0.5. A table of 0 and 1 is taken as it is and cannot be cut elsewhere."""
+def read_masks(path: Path | str, sparsity: float | None = None, *, equal_per_layer: bool = False) -> HeadMasks:
+    """Read masks; soft values are cut at `sparsity`, or at 0.5, and ranked inside each layer with `equal_per_layer`.
+
+    A table of 0 and 1 is taken as it is: it ranks no heads, so it cannot be cut elsewhere.
+    """
     file = find_masks(Path(path))
     scores = read_table(file)
     window, sinks = _reach(file)
     hard = HeadMasks(tuple(tuple(value >= 0.5 for value in row) for row in scores), window, sinks)
-    if sparsity is None:
+    if sparsity is None and not equal_per_layer:
         return hard
-    masks = replace(rank_heads(scores, sparsity), window=window, sinks=sinks)
-    if all(value in (0.0, 1.0) for row in scores for value in row) and masks.num_full != hard.num_full:
+    kept = hard.num_full if sparsity is None else heads_kept(hard.num_layers * hard.num_kv_heads, sparsity)
+    masks = keep_heads(scores, kept, equal_per_layer=equal_per_layer).with_reach(window, sinks)
+    if all(value in (0.0, 1.0) for row in scores for value in row) and masks.full != hard.full:
+        _refuse_decided(file, hard, sparsity if kept != hard.num_full else None)
+    return masks
+
+
+def _refuse_decided(file: Path, hard: HeadMasks, sparsity: float | None) -> NoReturn:
+    """The error for a table of 0 and 1 that would have to be cut at another sparsity, or evened out over its layers."""
+    if sparsity is not None:
         raise ConfigError(
             f"{file}: holds only 0 and 1 at sparsity {hard.sparsity:.4f}, so heads cannot be ranked for sparsity {sparsity}. "
             f"Leave the sparsity out, or export again with --sparsity {sparsity} from the run that trained them."
         )
-    return masks
+    counts = ", ".join(str(sum(row)) for row in hard.full)
+    raise ConfigError(
+        f"{file}: holds only 0 and 1 with {counts} full heads in its layers, so heads cannot be ranked for --equal-per-layer. "
+        "Leave it out, or export again with `headway masks export --equal-per-layer` from the run that trained them."
+    )
 
 
 def read_table(path: Path) -> tuple[tuple[float, ...], ...]:

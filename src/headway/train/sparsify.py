@@ -17,6 +17,7 @@ from headway.errors import ConfigError
 from headway.eval.long_context import LongPlan, LongResult, evaluate_long, make_cases
 from headway.eval.long_report import write_long_report
 from headway.export.mask_variants import FULL, MaskWish
+from headway.infer.masks import MaskChoice
 from headway.runtime.device import choose_compute
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
     if not recipe.checkpoint.at_end:
         raise ConfigError("checkpoint.at_end is false; sparsify reads the trained model from it. Set it to true.")
     sparsities = plan.sparsities or (objective.target,)
-    wish = MaskWish(None, sparsities, plan.equal_per_layer, random=plan.random, seed=plan.seed)
+    wish = MaskWish(MaskChoice(equal_per_layer=plan.equal_per_layer), sparsities, plan.random, plan.seed)
     lengths = plan.lengths or (recipe.data.seq_len,)
     long = LongPlan(plan.tasks, lengths, plan.depths, plan.samples, plan.seed, plan.chunk_tokens, plan.rows)
     resolved = resolve(recipe)

@@ -15,7 +15,7 @@ from headway.infer.decode import Decoder
 from headway.infer.fuse import fuse_projections
 from headway.infer.generate import Options, generate
 from headway.infer.load import LoadedModel, load_model
-from headway.infer.masks import equal_layers, load_masks, random_masks
+from headway.infer.masks import MaskChoice, random_masks
 from headway.kernels.attention import causal_mask
 from headway.model.head_masks import HeadMasks, write_masks
 from headway.model.kv_cache import KVCache
@@ -77,9 +77,11 @@ def test_the_verb_generates_under_masks(loaded: LoadedModel, folder: Path, masks
     assert main([*common, "--masks", str(masks_file), "--chunk-tokens", "9"]) == 0
     found = json.loads(capsys.readouterr().out)["token_ids"]
     assert found == generate(loaded.with_masks(MASKS), [TEXT], Options(6))[0].token_ids
-    assert main([*common, "--masks", str(masks_file), "--equal-per-layer"]) == 0
+    (masks_file.parent / "soft.tsv").write_text("0.9\t0.2\n0.3\t0.4\n")
+    assert main([*common, "--masks", str(masks_file.parent / "soft.tsv"), "--equal-per-layer", "--stream-window", "6"]) == 0
     equal = json.loads(capsys.readouterr().out)["token_ids"]
-    assert equal == generate(loaded.with_masks(equal_layers(MASKS)), [TEXT], Options(6))[0].token_ids
+    ranked = HeadMasks(((True, False), (False, True)), 6, 128)
+    assert equal == generate(loaded.with_masks(ranked), [TEXT], Options(6))[0].token_ids
 
 
 @pytest.mark.parametrize(
@@ -97,21 +99,18 @@ def test_mistakes_are_one_line(folder: Path, flags: list[str], said: str, capsys
 
 
 def test_masks_fit_their_model_and_have_a_reach(loaded: LoadedModel, masks_file: Path, tmp_path: Path) -> None:
-    assert load_masks(masks_file, loaded.config) == MASKS
-    assert load_masks(masks_file, loaded.config, window=9, sinks=0) == MASKS.with_reach(9, 0)
+    assert MaskChoice().read(masks_file, loaded.config) == MASKS
+    assert MaskChoice(window=9, sinks=0).read(masks_file, loaded.config) == MASKS.with_reach(9, 0)
     write_masks(HeadMasks(MASKS.full), tmp_path / "bare.tsv")
-    assert load_masks(tmp_path / "bare.tsv", loaded.config) == MASKS.with_reach(1024, 128)
+    assert MaskChoice().read(tmp_path / "bare.tsv", loaded.config) == MASKS.with_reach(1024, 128)
     with pytest.raises(ConfigError, match="stream-window is 0"):
-        load_masks(masks_file, loaded.config, window=0)
+        MaskChoice(window=0)
     with pytest.raises(ConfigError, match="the model has 3 layers"):
-        load_masks(masks_file, loaded.config.with_(num_layers=3))
+        MaskChoice().read(masks_file, loaded.config.with_(num_layers=3))
 
 
-def test_equal_layers_and_random_masks_keep_the_count() -> None:
+def test_random_masks_keep_the_count() -> None:
     uneven = HeadMasks(((True, True, True, False), (False, False, False, False), (False, True, False, True)), 8, 2)
-    equal = equal_layers(uneven)
-    assert [len(equal.full_heads(layer)) for layer in range(3)] == [2, 2, 2]
-    assert equal.full_heads(0) == (0, 1) and equal.full_heads(2) == (1, 3) and (equal.window, equal.sinks) == (8, 2)
     for seed in range(3):
         drawn = random_masks(uneven, seed)
         assert drawn.num_full == uneven.num_full and drawn == random_masks(uneven, seed)

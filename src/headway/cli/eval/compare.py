@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from headway.cli import _masks
 from headway.cli._output import JSON_FLAG, print_json
 from headway.cli._ranks import over_ranks
 from headway.cli.eval import _options
@@ -39,6 +40,10 @@ def command(
     seed: int = _options.SEED,
     out: Path | None = _options.OUT,
     tensorboard: Path | None = _options.TENSORBOARD,
+    masks: str | None = _masks.MASKS,
+    equal_per_layer: bool = _masks.EQUAL_PER_LAYER,
+    stream_window: int | None = _masks.STREAM_WINDOW,
+    stream_sinks: int | None = _masks.STREAM_SINKS,
     device: str = _options.DEVICE,
     precision: str = _options.PRECISION,
     nproc: int | None = _options.NPROC,
@@ -49,7 +54,9 @@ def command(
     from headway.eval.dataset import Reading, parse_datasets
     from headway.eval.evaluate import EvalPlan, SamplePlan
     from headway.infer.load import find_model
+    from headway.infer.masks import MaskChoice
 
+    choice = MaskChoice(masks, equal_per_layer, stream_window, stream_sinks)
     names = [str(model) for model in models]
     if len(names) < 2 or len(set(names)) < len(names):
         raise ConfigError(f"models are {', '.join(names)}; give two or more different ones. `headway eval ppl` measures one.")
@@ -69,8 +76,11 @@ def command(
     def work(group: Group) -> None:
         from headway.eval.evaluate import evaluate
 
-        pairs = zip(models, names, strict=True)
-        results = [evaluate(_options.load(model, device, precision), plan, name=name, group=group) for model, name in pairs]
+        results: list[Evaluation] = []
+        for model, name in zip(models, names, strict=True):
+            loaded = _masks.with_masks(_options.load(model, device, precision), choice, quiet=group.rank != 0)
+            results.append(evaluate(loaded, plan, name=name, group=group))
+            del loaded
         if group.rank == 0:
             _report([_options.with_training(*pair) for pair in zip(results, models, strict=True)], out, tensorboard, json)
 

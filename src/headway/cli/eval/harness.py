@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from headway.cli import _masks
 from headway.cli._output import JSON_FLAG, print_json, print_table
 from headway.cli._ranks import over_ranks
 from headway.cli.eval import _options
@@ -26,18 +27,24 @@ def command(
     online: bool = typer.Option(False, "--online", help="Let tasks fetch their data from the hub; else it must be on this machine."),
     log_samples: bool = typer.Option(False, "--log-samples", help="With --out: also write every document with the model's answers."),
     out: Path | None = typer.Option(None, help="Write results.json and report.md into this folder."),
+    masks: str | None = _masks.MASKS,
+    equal_per_layer: bool = _masks.EQUAL_PER_LAYER,
+    stream_window: int | None = _masks.STREAM_WINDOW,
+    stream_sinks: int | None = _masks.STREAM_SINKS,
     device: str = _options.DEVICE,
     precision: str = _options.PRECISION,
     nproc: int | None = _options.NPROC,
     gpus: str | None = _options.GPUS,
     json: bool = JSON_FLAG,
 ) -> None:
-    """Run tasks of lm-evaluation-harness; the results are those of its own `--model hf` on the exported model."""
+    """Run tasks of lm-evaluation-harness; without masks the results are those of its own `--model hf` on the exported model."""
     from headway.errors import ConfigError
     from headway.eval.harness import COLUMNS, HarnessPlan, check_installed, run_harness, write_results
     from headway.infer.load import find_model
+    from headway.infer.masks import MaskChoice
 
     check_installed()
+    choice = MaskChoice(masks, equal_per_layer, stream_window, stream_sinks)
     if log_samples and out is None:
         raise ConfigError("--log-samples is given without --out. Give a folder with --out, or leave it out.")
     plan = HarnessPlan([name for given in tasks for name in given.split(",") if name], task_dir, limit, shots, online)
@@ -47,7 +54,8 @@ def command(
     def work(group: Group) -> None:
         from headway.eval.answers import Answers
 
-        answers = Answers(_options.load(model, device, precision), batch_tokens=batch_tokens, group=group)
+        loaded = _masks.with_masks(_options.load(model, device, precision), choice, quiet=group.rank != 0)
+        answers = Answers(loaded, batch_tokens=batch_tokens, group=group)
         result = run_harness(answers, plan, name=str(model))
         if result is None:
             return

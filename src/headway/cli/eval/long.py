@@ -28,7 +28,7 @@ def command(
     depths: str = typer.Option("0,0.25,0.5,0.75,1", help="Where the answer stands, 0 = the beginning, comma separated."),
     samples: int = typer.Option(2, help="Questions of each task, length and depth."),
     sparsities: str | None = typer.Option(None, help="Also under masks at these shares of streaming heads (0.3,0.5,0.7), best heads kept."),
-    masks: Path | None = _masks.MASKS,
+    masks: str | None = _masks.MASKS,
     random_masks: bool = typer.Option(False, "--random-masks", help="Also under random masks with as many heads, to compare with."),
     equal_per_layer: bool = _masks.EQUAL_PER_LAYER,
     stream_window: int | None = _masks.STREAM_WINDOW,
@@ -47,6 +47,7 @@ def command(
     from headway.eval.long_report import write_long_report
     from headway.eval.long_tasks.base import task_names
     from headway.export.mask_variants import MaskWish
+    from headway.infer.masks import MaskChoice
 
     plan = LongPlan(
         tuple(tasks.split(",")) if tasks is not None else tuple(task_names()),
@@ -58,7 +59,7 @@ def command(
         rows,
     )
     shares = split_numbers("--sparsities", sparsities) if sparsities is not None else ()
-    wish = MaskWish(masks, shares, equal_per_layer, stream_window, stream_sinks, random_masks)
+    wish = MaskWish(MaskChoice(masks, equal_per_layer, stream_window, stream_sinks), shares, random_masks)
     _options.check_start(device, precision, out)
     variants = wish.variants(model)
     loaded = _options.load(model, device, precision)

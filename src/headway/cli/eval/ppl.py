@@ -39,7 +39,7 @@ def command(
     seed: int = _options.SEED,
     out: Path | None = _options.OUT,
     tensorboard: Path | None = _options.TENSORBOARD,
-    masks: Path | None = _masks.MASKS,
+    masks: str | None = _masks.MASKS,
     equal_per_layer: bool = _masks.EQUAL_PER_LAYER,
     stream_window: int | None = _masks.STREAM_WINDOW,
     stream_sinks: int | None = _masks.STREAM_SINKS,
@@ -52,7 +52,9 @@ def command(
     """Perplexity, bits per byte, accuracy and calibration of a model on text, with a sliding window where documents are longer than it."""
     from headway.eval.dataset import Reading, parse_datasets
     from headway.eval.evaluate import EvalPlan, SamplePlan
+    from headway.infer.masks import MaskChoice
 
+    choice = MaskChoice(masks, equal_per_layer, stream_window, stream_sinks)
     prompts, times = _options.prompts_of(prompt, prompts_file, samples)
     plan = EvalPlan(
         parse_datasets(data, suite),
@@ -67,8 +69,7 @@ def command(
     def work(group: Group) -> None:
         from headway.eval.evaluate import evaluate
 
-        loaded = _options.load(model, device, precision)
-        loaded = _masks.with_masks(loaded, masks, equal_per_layer=equal_per_layer, window=stream_window, sinks=stream_sinks)
+        loaded = _masks.with_masks(_options.load(model, device, precision), choice, quiet=group.rank != 0)
         result = evaluate(loaded, plan, name=str(model), group=group)
         result = _options.with_training(result, model)
         if group.rank != 0:
@@ -90,7 +91,7 @@ def _print(result: Evaluation, json: bool, out: Path | None) -> None:
             {
                 "model": plain["model"],
                 **next(iter(plain["datasets"].values())),
-                **{key: plain[key] for key in ("samples", "template", "training")},
+                **{key: plain[key] for key in ("masks", "samples", "template", "training")},
             }
         )
     else:

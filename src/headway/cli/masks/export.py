@@ -13,7 +13,7 @@ def command(
     out: Path = typer.Option(..., help="The file to write, such as masks.tsv."),
     sparsity: float | None = typer.Option(None, help="Share of heads that stream; without it, what the gates have come to."),
     raw: bool = typer.Option(False, "--raw", help="Write log_alpha, E[z], P(z=0) and P(z=1) of every head instead of a decision."),
-    equal_per_layer: bool = typer.Option(False, "--equal-per-layer", help="Keep the same number of full heads in every layer."),
+    equal_per_layer: bool = typer.Option(False, "--equal-per-layer", help="As many full heads in every layer, the best of each."),
     json: bool = JSON_FLAG,
 ) -> None:
     """Write which KV heads keep the whole past (1) and which only sinks and a window (0): one row per layer, tab separated."""

@@ -12,7 +12,7 @@ def command(
     model: Path | None = typer.Option(None, help="A run folder, a checkpoint folder or a Hugging Face folder with head gates."),
     masks: Path | None = typer.Option(None, help="Or a mask file (DuoAttention's too)."),
     sparsity: float | None = typer.Option(None, help="Share of heads that stream; without it, as the gates or the file say."),
-    equal_per_layer: bool = typer.Option(False, "--equal-per-layer", help="The same number of full heads in every layer (with --model)."),
+    equal_per_layer: bool = typer.Option(False, "--equal-per-layer", help="As many full heads in every layer, the best of each."),
     out: Path | None = typer.Option(None, help="Also draw layers x heads into this PNG file."),
     json: bool = JSON_FLAG,
 ) -> None:
@@ -22,8 +22,6 @@ def command(
 
     if (model is None) == (masks is None):
         raise ConfigError("give either --model or --masks.")
-    if equal_per_layer and model is None:
-        raise ConfigError("--equal-per-layer needs the ranking of trained gates; give --model.")
     if out is not None and out.suffix != ".png":
         raise ConfigError(f"out is {str(out)!r}; the picture is a PNG. Give a name that ends in .png.")
     gates = None if model is None else read_trained_gates(model)
@@ -31,7 +29,7 @@ def command(
         found = gates.masks(sparsity, equal_per_layer=equal_per_layer)
     else:
         assert masks is not None
-        found = read_masks(masks, sparsity)
+        found = read_masks(masks, sparsity, equal_per_layer=equal_per_layer)
     log_alpha = None if gates is None else gates.log_alpha
     if out is not None:
         draw_masks(found, out, log_alpha)
