@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from headway.cli import _masks
 from headway.cli._output import print_table
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from headway.eval.evaluate import Evaluation
     from headway.infer.load import LoadedModel
+    from headway.infer.masks import MaskChoice
 
 DATA = typer.Option([], "--data", "--input", help="NAME=PATH or PATH: text files, a folder or a token store; may be given several times.")
 SUITE = typer.Option(
@@ -58,8 +60,13 @@ def check_start(device: str, precision: str, *places: Path | None) -> None:
             raise ConfigError(f"--{name} is {value!r}; it must be {', '.join(known[:-1])} or {known[-1]}.")
 
 
-def load(model: Path, device: str, precision: str) -> LoadedModel:
-    """A model where and as exactly as it was asked for."""
+def load(model: Path, device: str, precision: str, choice: MaskChoice, *, quiet: bool = False) -> LoadedModel:
+    """A model where and as exactly as it was asked for, under the chosen masks; `quiet` on all ranks but the first."""
+    return _masks.with_masks(load_in_full(model, device, precision), choice, quiet=quiet)
+
+
+def load_in_full(model: Path, device: str, precision: str) -> LoadedModel:
+    """A model where and as exactly as it was asked for, without masks."""
     from headway.infer.load import load_model
     from headway.runtime.device import choose_compute
     from headway.runtime.process import from_environment

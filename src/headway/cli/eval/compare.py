@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,20 +54,16 @@ def command(
     """Several models side by side: the same data, the same prompts, and how those that are runs trained; one is loaded at a time."""
     from headway.eval.dataset import Reading, parse_datasets
     from headway.eval.evaluate import EvalPlan, SamplePlan
-    from headway.infer.load import find_model
     from headway.infer.masks import MaskChoice
 
     choice = MaskChoice(masks, equal_per_layer, stream_window, stream_sinks)
-    names = [str(model) for model in models]
-    if len(names) < 2 or len(set(names)) < len(names):
-        raise ConfigError(f"models are {', '.join(names)}; give two or more different ones. `headway eval ppl` measures one.")
+    _check_models(models)
     prompts, times = _options.prompts_of(prompt, prompts_file, samples)
     plan = EvalPlan(
         # Prompts and the runs' own curves are something to compare without any data.
         parse_datasets(data, suite) if data or suite or not prompts else [],
         Reading(split, text_key, bos, max_samples, by),
-        # The same windows for all: a longer context alone makes a lower loss.
-        min(find_model(model).config.max_seq_len for model in models) if window is None else window,
+        _shortest(models) if window is None else window,
         stride,
         batch_tokens,
         SamplePlan(prompts, times, max_new_tokens, temperature, seed, chat_template),
@@ -76,15 +73,25 @@ def command(
     def work(group: Group) -> None:
         from headway.eval.evaluate import evaluate
 
-        results: list[Evaluation] = []
-        for model, name in zip(models, names, strict=True):
-            loaded = _masks.with_masks(_options.load(model, device, precision), choice, quiet=group.rank != 0)
-            results.append(evaluate(loaded, plan, name=name, group=group))
-            del loaded
+        load = partial(_options.load, device=device, precision=precision, choice=choice, quiet=group.rank != 0)
+        results = [evaluate(load(model), plan, name=str(model), group=group) for model in models]
         if group.rank == 0:
             _report([_options.with_training(*pair) for pair in zip(results, models, strict=True)], out, tensorboard, json)
 
     over_ranks(context, device, nproc, gpus, work)
+
+
+def _check_models(models: list[Path]) -> None:
+    if len(models) < 2 or len(set(models)) < len(models):
+        names = ", ".join(map(str, models))
+        raise ConfigError(f"models are {names}; give two or more different ones. `headway eval ppl` measures one.")
+
+
+def _shortest(models: list[Path]) -> int:
+    """The same windows for all: a longer context alone makes a lower loss."""
+    from headway.infer.load import find_model
+
+    return min(find_model(model).config.max_seq_len for model in models)
 
 
 def _report(results: list[Evaluation], out: Path | None, tensorboard: Path | None, json: bool) -> None:

@@ -54,7 +54,7 @@ def command(
     def work(group: Group) -> None:
         from headway.eval.answers import Answers
 
-        loaded = _masks.with_masks(_options.load(model, device, precision), choice, quiet=group.rank != 0)
+        loaded = _options.load(model, device, precision, choice, quiet=group.rank != 0)
         answers = Answers(loaded, batch_tokens=batch_tokens, group=group)
         result = run_harness(answers, plan, name=str(model))
         if result is None:

@@ -62,7 +62,7 @@ def command(
     wish = MaskWish(MaskChoice(masks, equal_per_layer, stream_window, stream_sinks), shares, random_masks)
     _options.check_start(device, precision, out)
     variants = wish.variants(model)
-    loaded = _options.load(model, device, precision)
+    loaded = _options.load_in_full(model, device, precision)
     keep = None if out is None else out / "parts"
     result = evaluate_long(loaded, variants, plan, name=str(model), texts=_texts(data, loaded), keep=keep)
     if out is not None:

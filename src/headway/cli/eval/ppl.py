@@ -69,9 +69,8 @@ def command(
     def work(group: Group) -> None:
         from headway.eval.evaluate import evaluate
 
-        loaded = _masks.with_masks(_options.load(model, device, precision), choice, quiet=group.rank != 0)
-        result = evaluate(loaded, plan, name=str(model), group=group)
-        result = _options.with_training(result, model)
+        loaded = _options.load(model, device, precision, choice, quiet=group.rank != 0)
+        result = _options.with_training(evaluate(loaded, plan, name=str(model), group=group), model)
         if group.rank != 0:
             return
         _options.keep([result], out, tensorboard)
