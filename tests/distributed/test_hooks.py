@@ -110,3 +110,28 @@ def test_error_feedback_loses_nothing_for_good() -> None:
     assert mine and any(not torch.equal(mine[name], others[name]) for name in mine), "residuals differ between ranks"
     for name in mine:
         torch.testing.assert_close(got[name] + mine[name] + others[name], right[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_that_is_not_finite_leaves_nothing_in_the_residuals() -> None:
+    """One rank alone overflows in the third step; the fourth is what it would be if the third had sent nothing."""
+
+    def spoiled(group: Group) -> tuple[Any, Any, Any]:
+        engine = make_engine(group, Setup({**PLAIN, "hook": POWERSGD}, micro=2))
+        exact = make_engine(group, Setup(PLAIN, micro=2))
+        kept = {name: value.clone() for name, value in engine.masters.items()}
+        for index in range(4):
+            if index == 2 and group.rank == 0:
+                engine.fill([("model.norm.weight", torch.full_like(kept["model.norm.weight"], torch.inf))])
+            engine.forward_backward(share_of_step(index, 2, group.rank, group.size), StepInfo(index, 20))
+            if index == 2:
+                assert not all(bool(g.isfinite().all()) for b in engine.buffers for g in b.gradients.values())
+                assert all(not value.any() for value in engine.reducer.hook.residuals.values())
+                engine.fill(kept.items())
+        exact.forward_backward(share_of_step(3, 2, group.rank, group.size), StepInfo(3, 20))
+        got, right = ({name: g.clone() for b in one.buffers for name, g in b.gradients.items()} for one in (engine, exact))
+        return got, right, engine.reducer.hook.residuals
+
+    (got, right, mine), (_, _, others) = run_ranks(spoiled, 2)
+    assert mine
+    for name in mine:
+        torch.testing.assert_close(got[name] + mine[name] + others[name], right[name], rtol=1e-4, atol=1e-5)

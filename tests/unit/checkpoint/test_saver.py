@@ -1,6 +1,7 @@
 """A save beside training is the save it replaces: the same bytes, of the moment it was asked for, and a failure costs only itself."""
 
 import errno
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +122,40 @@ def test_bytes_the_disk_does_not_give_back_fail_the_save_and_nothing_older_goes(
     with pytest.raises(CheckpointError, match="not what the disk gives back"):
         saver.require()
     assert newest_good(tmp_path).path == tmp_path / "step-00000001"
+
+
+@pytest.mark.parametrize("tensor", [0, 1, 2, 3, None], ids=lambda tensor: "header" if tensor is None else f"tensor {tensor}")
+def test_a_flipped_bit_in_any_tensor_or_the_header_is_found_when_it_is_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: int | None
+) -> None:
+    def lies(descriptor: int) -> None:
+        path = tmp_path / ".tmp-step-00000002" / "rank-00000.safetensors"
+        content = bytearray(path.read_bytes())
+        size = 8 + int.from_bytes(content[:8], "little")
+        boxes = [one["data_offsets"] for name, one in json.loads(content[8:size]).items()]
+        assert len(boxes) == 5
+        content[10 if tensor is None else size + boxes[tensor][0]] ^= 1
+        path.write_bytes(bytes(content))
+
+    saver = Saver(tmp_path, config())
+    monkeypatch.setattr(save_module, "drop_cached", lies)
+    saver.save(Job(2, {}), state(0.5))
+    with pytest.raises(CheckpointError, match="not what the disk gives back"):
+        saver.require()
+    assert newest_good(tmp_path).path is None
+
+
+def test_a_snapshot_is_no_checkpoint_of_its_step(tmp_path: Path) -> None:
+    """So that a run which ends, or is asked to save, right after one still saves."""
+    saver = Saver(tmp_path, config())
+    saver.save(Job(3, {}), state())
+    saver.save(Job(5, {}, snapshot=True), state())
+    saver.require()
+    assert (saver.saved_step, saver.started_step) == (3, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "step-00000003", "snapshot-00000005"}
+    saver.save(Job(5, {}), state())
+    saver.require()
+    assert (saver.saved_step, saver.started_step) == (5, 5)
 
 
 def test_old_checkpoints_that_cannot_be_removed_do_not_fail_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

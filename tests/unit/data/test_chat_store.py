@@ -93,6 +93,20 @@ def test_what_truncation_leaves_without_a_target_is_left_out_and_counted(tmp_pat
         tokenize_chat([tmp_path / "d.json"], folder, tmp_path / "out2", ChatOptions(max_length=30))
 
 
+def test_a_conversation_cut_to_one_target_at_its_very_beginning_is_left_out(tmp_path: Path, folder: Path) -> None:
+    # cut from the left to `<|im_end|>` and a line break, the one target is the first token, which nothing predicts
+    source = tmp_path / "c.jsonl"
+    source.write_text(json.dumps({"instruction": "say", "output": "a"}) + "\n")
+    whole = tokenize_chat([source], folder, tmp_path / "whole")
+    assert (whole.targets, whole.train_documents) == (2, 1)  # "a" and <|im_end|>, then a line break that is no target
+    mask = open_store(tmp_path / "whole").document_mask(0)
+    assert mask is not None and mask[-3:].tolist() == [True, True, False]
+    kept = tokenize_chat([source], folder, tmp_path / "three", ChatOptions(max_length=3, too_long="truncate_left"))
+    assert (kept.train_documents, kept.without_targets) == (1, 0)
+    with pytest.raises(DataError):
+        tokenize_chat([source], folder, tmp_path / "two", ChatOptions(max_length=2, too_long="truncate_left"))
+
+
 def test_bad_records_are_refused_with_their_place_or_left_out_and_counted(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "c.jsonl").write_text('{"instruction": "q", "output": "b"}\n{"instruction": "q"}\n')
     with pytest.raises(DataError, match=r"c\.jsonl:2: instruction without output.*headway data validate"):

@@ -99,3 +99,13 @@ def test_packs_are_taken_apart_into_their_documents(tmp_path) -> None:
     ]
     with pytest.raises(DataError, match=r"Set data\.max_documents to 4 or more"):
         plan_rows(np.arange(2), store.lengths(0, 2), RowShape(8, 2, "best_fit"), store)
+
+
+def test_a_pack_that_a_row_cuts_at_a_documents_end_predicts_nothing_of_the_next(tmp_path) -> None:
+    writer = StoreWriter(tmp_path, dtype="uint16", tokenizer_fingerprint=None, spans=True)
+    writer.add(np.arange(1, 13), spans=np.array([0, 4, 7]))  # documents of 4, 3 and 5 tokens
+    writer.finish()
+    plan = plan_rows(np.arange(1), np.array([12]), RowShape(4, 4, "best_fit"), open_store(tmp_path))
+    assert sorted(rows_of(plan)) == [[(0, 0, 4, False)], [(0, 4, 3, False), (0, 7, 1, True)], [(0, 8, 4, False)]]
+    counts = np.add.reduceat(plan.length - 1 + plan.has_next, plan.first[:-1])
+    assert int(counts.sum()) == (4 - 1) + (3 - 1) + (5 - 1), "a document of n tokens has n - 1 targets, wherever rows cut"

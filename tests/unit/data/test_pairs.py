@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.pairs import make_pair_store
@@ -10,10 +11,10 @@ from support.pairs import make_pair_store
 from headway.data.config import DataConfig
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
-from headway.data.order import Selection
+from headway.data.order import Selection, Windows
 from headway.data.pairs import PAIR, PairSource
 from headway.data.sources import open_data
-from headway.data.store import open_store
+from headway.data.store import StoreWriter, open_store
 from headway.errors import DataError
 
 
@@ -53,6 +54,20 @@ def test_ranks_share_the_pairs_of_a_step_and_know_their_number_beforehand(tmp_pa
         assert step.totals["pairs"] == left.totals["pairs"] == right.totals["pairs"]
         together = torch.cat([micro.extra[PAIR] for micro in (*left.microbatches, *right.microbatches)])
         assert torch.equal(together, torch.cat([micro.extra[PAIR] for micro in step.microbatches]))
+
+
+def test_pairs_at_the_edges_of_windows_are_read_once(tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path / "pairs", dtype="uint16", tokenizer_fingerprint=None, masked=True, sources=["kind=preference"])
+    for length in (3, 5, 4, 6, 2, 2, 7, 3):  # pairs of 8, 10, 4 and 10 tokens, which start at 0, 8, 18 and 22
+        writer.add(np.arange(1, 1 + length, dtype=np.uint16), np.arange(length) >= 1)
+    writer.finish()
+    source = PairSource(open_store(tmp_path / "pairs"))
+    assert [source.first_at(token) for token in (0, 1, 3, 8, 9, 12, 18, 19, 22, 23, 32)] == [0, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4]
+    windows = Windows(Selection(source), 4, 2)
+    assert [windows.pick(window)[0].tolist() for window in range(windows.num_windows)] == [[0], [], [1], [], [2], [3]]
+    config = DataConfig(seq_len=16, window_tokens=16)
+    steps = read(config, [MixtureSource(Selection(source))])
+    assert sorted(int(pair) for step in steps for m in step.microbatches for pair in m.extra[PAIR].flatten() if pair >= 0) == [0, 1, 2, 3]
 
 
 def test_pairs_longer_than_a_row_are_left_out_and_said(tmp_path: Path) -> None:

@@ -60,6 +60,14 @@ def test_a_run_that_gets_further_each_time_is_not_given_up(tmp_path: Path) -> No
     assert turns(tmp_path) == 7
 
 
+def test_progress_leaves_as_many_failures_as_a_first_start_has(tmp_path: Path) -> None:
+    # the second start gets further and fails as the first of three that are allowed; two more, and it is given up
+    watching, told = supervisor("turn == 1 and os.makedirs(f'{run}/checkpoints/step-00000005')\nsys.exit(7)", tmp_path)
+    assert watching.run() == 7
+    assert turns(tmp_path) == 4
+    assert told == [("crash", "exit code 7; given up after 3 failures in a row")]
+
+
 def test_what_a_signal_killed_is_told_and_started_again(tmp_path: Path) -> None:
     watching, told = supervisor("turn or os.kill(os.getpid(), 9)", tmp_path)
     assert watching.run() == 0

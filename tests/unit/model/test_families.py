@@ -131,6 +131,19 @@ def test_absent_keys_mean_what_they_mean_to_transformers() -> None:
     assert family_of("qwen3").read(SHAPE).head_dim == 128
 
 
+@pytest.mark.parametrize(
+    ("family", "first", "sliding"), [("qwen2", 2, (2, 3)), ("qwen3", 1, (1, 2, 3)), ("qwen2", 3, (3,)), ("qwen2", 4, None)]
+)
+def test_layers_from_max_window_layers_on_have_the_window_where_no_types_are_given(
+    family: str, first: int, sliding: tuple[int, ...] | None
+) -> None:
+    """As transformers has it: `i >= max_window_layers` slides, counted from 0."""
+    given = {**SHAPE, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": first}
+    config = family_of(family).read(given)
+    assert (config.window_layers, config.sliding_window) == (sliding, None if sliding is None else 8)
+    assert [config.window_of(layer) for layer in range(4)] == [8 if sliding and layer in sliding else None for layer in range(4)]
+
+
 def test_an_unknown_family_is_an_error_with_a_hint() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'mistral'"):
         family_of("mistrall")

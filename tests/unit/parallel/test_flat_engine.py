@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.batches import make_batch, make_step
+from support.engines import Setup, make_engine
 from torch import nn
 
 from headway.data.batch import Batch, StepBatch
@@ -18,7 +19,9 @@ from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.optim.base import GroupRule
 from headway.optim.groups import hypers
+from headway.optim.scaler import ScalerConfig
 from headway.parallel.assemble import assemble
+from headway.parallel.collectives import Group
 from headway.parallel.zero1 import FlatEngine, Settings
 
 CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=64, max_seq_len=32)
@@ -166,6 +169,23 @@ def test_saved_tensors_restore_an_engine_bit_for_bit() -> None:
         one.forward_backward(make_step(uneven_batch(), 2), AT)
         one.update(hypers(optim, one.groups, 3, 10))
     assert all(torch.equal(engine.masters[name], other.masters[name]) for name in engine.masters)
+
+
+def test_an_fp16_engine_resumes_with_its_loss_scale() -> None:
+    engine = make_engine(Group(), Setup(dtype=torch.float16, loss_scale=ScalerConfig(initial=512.0, hysteresis=1, growth_interval=3)))
+    for index in range(3):
+        engine.forward_backward(make_step(uneven_batch(), 2), AT)
+        if index == 0:
+            engine.buffers[0].grads[0][5] = float("inf")  # one overflow halves the scale
+        engine.update(hypers(AdamW(), engine.groups, index, 10))
+    scalars = copy.deepcopy(engine.scalars())
+    assert scalars["scaler"] == {"scale": 256.0, "good": 2, "overflows": 1}
+    saved = {(name, role): boxes[0][1].clone() for name, role, _, boxes in engine.tensors()}
+    other = make_engine(Group(), Setup(dtype=torch.float16, loss_scale=ScalerConfig(initial=512.0, hysteresis=1, growth_interval=3)))
+    other.load(lambda name, role, offset, shape: saved[name, role], scalars)
+    other.forward_backward(make_step(uneven_batch(), 2), AT)
+    assert float(other.update(hypers(AdamW(), other.groups, 3, 10)).loss_scale) == 256.0
+    assert other.scalars()["scaler"] == {"scale": 512.0, "good": 0, "overflows": 0}  # the third good step in a row
 
 
 @pytest.mark.parametrize("bad", ["layers.9", "*.nothing.*"])

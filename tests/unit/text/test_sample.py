@@ -50,6 +50,16 @@ def test_every_document_has_the_same_chance() -> None:
     assert set(seen) == set(range(40)) and min(seen.values()) > 60 and max(seen.values()) < 145
 
 
+def test_a_document_that_drew_more_than_one_that_had_to_go_stays_out_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sample is the documents with the lowest numbers that fit together, not whatever still fits."""
+    drawn = {0: 10, 1: 30, 2: 20, 3: 40, 4: 25}
+    monkeypatch.setattr("headway.text.sample.derive", lambda seed, place: drawn[place])
+    texts = ["a" * 5, "b" * 5, "c" * 4, "d", "e"]  # 0 and 2 use 9 of 11 bytes; 1 (drew 30) had to go, so 3 (drew 40) may not come
+    kept, count, size = take((Document(text, "f", place) for place, text in enumerate(texts)), 11, 0)
+    assert sorted((number, document.text) for number, document in kept) == [(10, "a" * 5), (20, "c" * 4), (25, "e")]
+    assert (count, size) == (5, 16)
+
+
 def test_memory_stays_within_the_sample() -> None:
     """Documents that are not kept are let go: far more text goes by than would be allowed to stay."""
     import tracemalloc

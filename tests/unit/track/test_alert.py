@@ -85,6 +85,18 @@ def test_messages_about_one_event_are_rate_limited_and_counted(monkeypatch: pyte
     assert told == ["nan in step 1", "nan in step 4 (2 more since the last message)"]
 
 
+def test_each_event_counts_its_own_messages_and_only_those_since_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"nan": [0, 1, 90, 91, 92, 200], "spike": [0, 2, 3, 4, 100]}
+    happens = sorted((at, event) for event, many in times.items() for at in many)
+    clock = iter([float(at) for at, _ in happens])
+    with serving(take) as server, monkeypatch.context() as patch:
+        patch.setattr(alert_module, "time", SimpleNamespace(monotonic=lambda: next(clock), time=time.time))
+        seen = watch(server, monkeypatch, [event for _, event in happens], every_seconds=60.0)  # pyright: ignore[reportArgumentType]
+    said = [(one["body"]["event"], one["body"]["text"].partition("(")[2]) for one in seen]
+    more = [("nan", ""), ("spike", ""), ("nan", "1 more"), ("spike", "3 more"), ("nan", "2 more")]
+    assert [(event, text.partition(" since")[0]) for event, text in said] == more
+
+
 def hang(_: Handler, __: int) -> bool:
     time.sleep(3)
     return True
@@ -102,8 +114,20 @@ def unknown_to_feishu(request: Handler, _: int) -> bool:
     return request.answer(b'{"code": 19001, "msg": "param invalid"}')
 
 
+def no_http(request: Handler, _: int) -> bool:
+    request.wfile.write(f"{SECRET}\n".encode())
+    return False
+
+
 @pytest.mark.parametrize(
-    ("fault", "said"), [(hang, "no answer in 0.2 s"), (refuse, "HTTP 403"), (elsewhere, "HTTP 302"), (unknown_to_feishu, "code 19001")]
+    ("fault", "said"),
+    [
+        (hang, "no answer in 0.2 s"),
+        (refuse, "HTTP 403"),
+        (elsewhere, "HTTP 302"),
+        (unknown_to_feishu, "code 19001"),
+        (no_http, "BadStatusLine"),
+    ],
 )
 def test_a_receiver_that_fails_costs_nothing_and_is_named_once_without_its_address(
     fault: Any, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -125,7 +149,7 @@ def test_a_receiver_that_hangs_or_is_gone_never_blocks_a_step(monkeypatch: pytes
     caplog.clear()
     monkeypatch.setattr(sender_module, "CLOSE_SECONDS", 10.0)
     watch(server, monkeypatch, ["start"])
-    assert "refused" in caplog.text
+    assert "refused" in caplog.text and SECRET not in caplog.text
 
 
 def test_an_address_or_program_that_is_not_there_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:

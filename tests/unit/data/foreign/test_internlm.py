@@ -64,6 +64,16 @@ def test_negative_ids_are_inputs_without_loss_and_the_first_stays_positive(tmp_p
     assert store.tokens(0, 1, 3).tolist() == [7, 8]
 
 
+def test_id_0_of_a_masked_document_is_an_input_and_never_a_target(tmp_path: Path) -> None:
+    file = tmp_path / "cn" / "d.bin"
+    file.parent.mkdir()
+    file.write_text('{"tokens": [5, -7, 0, 9]}\n{"tokens": [5, 7, 0, 9]}\n')  # as InternLM itself would write them
+    store = open_internlm(file, rebuild_index=True)
+    assert store.document(0).ids.tolist() == store.document(1).ids.tolist() == [5, 7, 0, 9]
+    assert store.mask(0, 0, 4).tolist() == [True, False, False, True]  # pyright: ignore[reportOptionalMemberAccess]
+    assert store.mask(1, 0, 4).tolist() == [True, True, True, True]  # pyright: ignore[reportOptionalMemberAccess]
+
+
 def test_token_0_in_a_masked_document_is_refused_because_its_mask_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="token 0"):
         write(tmp_path / "a.bin", [[1, 7, 0, 9]], [[False, False, True, True]])

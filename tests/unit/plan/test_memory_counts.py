@@ -1,0 +1,99 @@
+"""The estimate in bytes counted by hand, to the byte: no tolerance behind which a whole width or matrix could hide.
+
+D = 64, A = 64, K = 32, F = 160, 4 heads, 1000 ids, 200 tokens of a microbatch, a million parameters over 4 ranks.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headway.model.config import ModelConfig
+from headway.parallel.memory import MemoryConfig
+from headway.plan.memory import GIB, Job, amount, estimate
+
+SHAPE = ModelConfig(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=160, vocab_size=1000, max_seq_len=100)
+JOB = Job(SHAPE, 1_000_000, 0, rows=2, seq_len=100, accumulate=2, compute_bytes=2, shards=4)
+
+
+def exact(job: Job) -> dict[str, int]:
+    """Bytes before the 2 % that allocators round up."""
+    return {kind: round(size / 1.02) for kind, size in estimate(job).kinds.items()}
+
+
+def test_every_kind_of_a_bf16_rank_among_four() -> None:
+    assert exact(JOB) == {
+        "weights": 2_000_000,
+        "masters": 1_000_000,  # 4 bytes, a quarter of them
+        "gradients": 4_000_000,  # whole on every rank
+        "optimizer state": 2_000_000,  # 8 bytes, a quarter of them
+        # a token of a block: 10 D + 2 A + 2 K + 4 F = 1472 elements and 32 bytes of sums: 2976 bytes; 200 tokens, 4 blocks
+        # then the last norm and angles: 200 (5 * 64 * 2 + 4 * 16)
+        "activations": 4 * 595_200 + 140_800,
+        # 200 * 1000 logits in 8 bytes (fp32 and two copies), the head's gradient 4 * 1000 * 64, and 200 (64 * 2 + 16)
+        "logits and head": 1_600_000 + 256_000 + 28_800,
+    }
+    assert estimate(JOB).host == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "size"),
+    [
+        ({"shards": 1}, "masters", 4_000_000),
+        ({"shards": 1}, "optimizer state", 8_000_000),
+        ({"shards": 1, "compute_bytes": 4}, "masters", 0),  # the weights are the masters
+        ({"compute_bytes": 4}, "weights", 4_000_000),
+        ({"frozen": 500_000}, "weights", 3_000_000),
+        ({"state_dtype": "bf16"}, "optimizer state", 1_000_000),
+        ({"state_dtype": "8bit"}, "optimizer state", 531_250),  # 2.125 bytes
+        ({"other_state_bytes": 6.0}, "optimizer state", 1_500_000),
+        ({"grad_bytes": 2}, "gradients", 2_000_000),
+        ({"grad_bytes": 2, "compute_bytes": 4}, "gradients", 4_000_000),
+        ({"fsdp": True}, "weights", 2 * (64_000 + 2 * 234_000)),  # the embedding, and two of four blocks at once
+        ({"fsdp": True}, "gradients", 5_000_000),  # a quarter, and all of them while microbatches add up
+        ({"fsdp": True, "accumulate": 1}, "gradients", 1_000_000),
+        ({"on_cuda": True}, "logits and head", 400_000 + 256_000 + 28_800),  # the kernel overwrites bf16 logits
+        ({"chunk_tokens": 50}, "logits and head", 400_000 + 256_000 + 28_800),
+        ({"trained": 64_000}, "logits and head", 1_600_000 + 28_800),  # a head that does not train has no gradient
+        ({"context": 2}, "logits and head", 800_000 + 256_000 + 14_400),
+        ({"on_cuda": True, "accumulate": 1}, "gradients", 4_000_000 - 2_521_600 - 684_800),  # they grow while activations go
+    ],
+)
+def test_one_setting_changes_one_count(changes: dict[str, Any], kind: str, size: int) -> None:
+    assert exact(replace(JOB, **changes))[kind] == pytest.approx(size, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "memory", "per_block"),
+    [
+        ({}, {}, 595_200),
+        ({"compute_bytes": 4}, {}, 200 * 4 * (6 * 64 + 2 * 64 + 2 * 32 + 4 * 160 + 8)),
+        ({"compiled": True}, {}, 200 * 2 * (4 * 64 + 2 * 64 + 2 * 32 + 3 * 160 + 16)),
+        ({"compiled": True}, {"recompute": "selective"}, 200 * 2 * (2 * 64 + 2 * 64 + 2 * 32 + 2 * 160 + 16)),
+        ({}, {"recompute": "selective"}, 200 * 2 * (3 * 64 + 3 * 64 + 3 * 32 + 2 * 160 + 16)),
+        ({}, {"recompute": 1.0}, 200 * 2 * 64),
+        ({"context": 2}, {}, 100 * 2 * (1472 + 64 + 16)),  # half of the tokens, and attention's result twice
+        ({"model": SHAPE.with_(qk_norm=True)}, {}, 200 * 2 * (1472 + 64 + 32 + 16)),
+        ({"model": SHAPE.with_(dropout=0.1)}, {}, 200 * 2 * (1472 + 16 + 64)),  # a byte for each of two widths
+    ],
+)
+def test_a_block_more_costs_what_it_keeps(changes: dict[str, Any], memory: dict[str, Any], per_block: int) -> None:
+    job = replace(JOB, **changes, memory=MemoryConfig.model_validate(memory))
+    more = replace(job, model=job.model.with_(num_layers=5))
+    assert exact(more)["activations"] - exact(job)["activations"] == pytest.approx(per_block, abs=2)
+
+
+def test_what_is_offloaded_waits_on_the_host() -> None:
+    state = estimate(replace(JOB, memory=MemoryConfig(offload=("optimizer",))))
+    assert (state.kinds["masters"], state.kinds["optimizer state"], state.host) == (0, 0, 3_000_000)
+    outside = estimate(replace(JOB, memory=MemoryConfig(offload=("activations",))))
+    assert (round(outside.kinds["activations"] / 1.02), outside.host) == (3 * 595_200 + 140_800, 4 * 595_200)
+
+
+def test_a_recomputed_block_is_whole_while_its_backward_runs() -> None:
+    again = exact(replace(JOB, memory=MemoryConfig(recompute=1.0)))["activations"]
+    assert again == pytest.approx(4 * 25_600 + 595_200 + 140_800, abs=1)
+
+
+def test_bytes_are_written_for_people() -> None:
+    assert (amount(1.5 * GIB), amount(0.04 * GIB)) == ("1.5 GiB", "41.0 MiB")

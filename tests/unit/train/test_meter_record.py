@@ -1,0 +1,105 @@
+"""A record of three steps whose every number was counted by hand; the clock is the test's own."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from headway.data.batch import StepBatch, StepStats
+from headway.model.config import ModelConfig
+from headway.model.flops import TokenFlops
+from headway.parallel.engine import StepResult, Update
+from headway.train import meter as meter_module
+from headway.train.meter import Facts, Mark, Meter
+
+FACTS = Facts(
+    config=ModelConfig(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=160, vocab_size=1000, max_seq_len=100),
+    flops=TokenFlops(matrices=6e9, attention=2e9),
+    seq_len=100,
+    micro_rows=2,
+    device=torch.device("cpu"),
+    device_name="NVIDIA A100-SXM4-80GB",  # 312e12 a second in bf16
+    dtype="bf16",
+    total_steps=10,
+    source_names=("a/web", "b/code"),
+    context=2,
+)
+
+
+def step_of(tokens: int, epoch: int = 0) -> StepBatch:
+    """Three microbatches; only their number counts here."""
+    stats = StepStats(tokens, documents=7, largest_length=90, largest_batch=4, smallest_batch=1, epoch=epoch)
+    return StepBatch(tuple([None] * 3), {"targets": 1.0}, stats)  # pyright: ignore[reportArgumentType]
+
+
+def result_of(loss: float, skipped: float = 0.0, verdict: int = 0) -> tuple[StepResult, Update]:
+    metrics = {
+        "nll": (torch.tensor(30.0), torch.tensor(12.0)),
+        "nll/source": (torch.tensor([18.0, 12.0]), torch.tensor([9.0, 3.0])),
+    }
+    update = Update(torch.tensor(0.5), torch.tensor(skipped), torch.tensor(4.0))
+    return StepResult(torch.tensor(loss), metrics, torch.tensor(verdict)), update
+
+
+def add(meter: Meter, monkeypatch: pytest.MonkeyPatch, step: int, times: tuple[float, float, float], tokens: int, **more: Any) -> Any:
+    begin, between, end = times
+    monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=lambda: end))
+    result, update = result_of(2.5, **more)
+    meter.add(step, step_of(tokens), {"lr": 0.1}, result, update, (Mark(None, begin), Mark(None, between), 0.25))
+    (record,) = meter.collect()
+    return record
+
+
+def test_every_number_of_a_record_is_what_a_hand_count_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Meter(FACTS, consumed_tokens=1000, skipped=2)
+    one = add(meter, monkeypatch, 1, (100.0, 101.0, 102.0), 550)
+    # 3 microbatches of 2 rows of 100 tokens, of which this rank has half, in 2 seconds: 150 tokens a second
+    assert one["time"]["step_seconds"] == 2.0 and one["time"]["fwd_bwd_time"] == 1.0
+    assert one["time"]["tgs"] == 150.0
+    assert one["time"]["tokens_per_second"] == 275.0  # of all ranks, padding not counted
+    assert one["time"]["mfu_full"] == pytest.approx(150 * 8e9 / 312e12)
+    assert one["time"]["mfu_causal"] == pytest.approx(150 * 7e9 / 312e12)  # attention at half
+    assert one["time"]["eta_seconds"] == 18.0  # nine more of 2 seconds
+    assert (one["num_consumed_tokens"], one["tokens"], one["micro_num"]) == (1550, 550, 3)
+    assert (one["loss"], one["grad_norm"], one["loss_scale"], one["lr"]) == (2.5, 0.5, 4.0, 0.1)
+    assert (one["nll"], one["loss/web"], one["loss/code"]) == (2.5, 2.0, 4.0)
+    assert (one["targets/web"], one["targets/code"], one["inf_nan_skip_batches"]) == (9, 3, 2)
+    # the second step is timed from the end of the first, however long the data took
+    two = add(meter, monkeypatch, 2, (104.5, 105.0, 106.0), 450, skipped=1.0, verdict=2)
+    assert two["time"]["step_seconds"] == 4.0 and two["time"]["tgs"] == 75.0
+    assert two["time"]["eta_seconds"] == pytest.approx(8 * 2.2)  # 0.9 * 2 + 0.1 * 4
+    assert (two["num_consumed_tokens"], two["inf_nan_skip_batches"], two["anomaly"]) == (2000, 3, "nan")
+    # after a validation or a save the next one is timed from its own beginning
+    meter.interrupt()
+    three = add(meter, monkeypatch, 3, (120.0, 120.5, 121.0), 600)
+    assert three["time"]["step_seconds"] == 1.0 and three["time"]["tgs"] == 300.0
+    assert three["time"]["eta_seconds"] == pytest.approx(7 * 2.08)  # 0.9 * 2.2 + 0.1 * 1
+    assert three["num_consumed_tokens"] == 2600 and "anomaly" not in three
+    last = add(meter, monkeypatch, 10, (121.0, 121.5, 122.0), 600)
+    assert last["time"]["eta_seconds"] == 0.0
+
+
+def test_a_stall_is_in_the_record_of_the_next_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Meter(FACTS)
+    meter.stalled(1.5)
+    meter.stalled(0.5)
+    first = add(meter, monkeypatch, 1, (10.0, 10.5, 11.0), 100)
+    second = add(meter, monkeypatch, 2, (11.0, 11.5, 12.0), 100)
+    assert (first["time"]["save_stall_seconds"], second["time"]["save_stall_seconds"]) == (2.0, 0.0)
+    assert (meter.saves, meter.stall_total) == (2, 2.0)
+
+
+def test_the_share_of_waiting_for_data_leaves_out_the_first_five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = Meter(FACTS)
+    shares = [add(meter, monkeypatch, n, (n, n, n + 1.0), 100)["time"]["data_wait_share"] for n in range(1, 8)]
+    # each step takes 1 second and waits 0.25; the smoothed wait begins at 0 with the sixth
+    assert shares == pytest.approx([0.0] * 5 + [0.025, 0.9 * 0.025 + 0.025])
+
+
+def test_an_unknown_gpu_has_no_mfu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    record = add(Meter(replace(FACTS, device_name="cpu")), monkeypatch, 1, (0.0, 0.5, 1.0), 100)
+    assert record["time"]["mfu_full"] == record["time"]["mfu_causal"] == "unknown"
