@@ -22,7 +22,17 @@ from pathlib import Path
 from typing import Literal
 
 from headway.errors import ConfigError
-from headway.runtime.machine import PACKAGES, cpu_name, driver_version, package_version, peak_flops, ram_bytes, usable_cores
+from headway.runtime.machine import (
+    CUDA_TORCH,
+    PACKAGES,
+    cpu_name,
+    driver_version,
+    package_version,
+    peak_flops,
+    ram_bytes,
+    torch_release,
+    usable_cores,
+)
 from headway.runtime.progress import quantity
 from headway.runtime.storage import check_writable, existing_ancestor, free_bytes
 
@@ -101,7 +111,7 @@ def _devices() -> Iterator[Check]:
             yield Check("gpu", "ok", "none here: CPU only")
         elif torch.version.cuda is None:
             detail = f"the NVIDIA driver {driver} is here, but torch {torch.__version__} was built without CUDA"
-            yield Check("gpu", "warn", detail, "Install a CUDA build of torch: see https://pytorch.org/get-started.")
+            yield Check("gpu", "warn", detail, f"Install a CUDA build of torch: {CUDA_TORCH.format(torch_release())}.")
         else:
             reason = f": {str(said[0].message).splitlines()[0]}" if said else ""
             detail = f"the NVIDIA driver {driver} is here, but torch for CUDA {torch.version.cuda} finds no device{reason}"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headway.errors import LaunchError
+from headway.runtime.device import CHOSEN_GPUS
 from headway.runtime.machine import peak_flops
 
 BUSY_MEMORY_SHARE = 0.05
@@ -94,7 +95,7 @@ def _mebibytes(text: str) -> int | None:
 def choose_gpus(wish: str, environment: Mapping[str, str], devices: Callable[[], list[Gpu]] = read_gpus) -> Choice:
     """Settle a wish; whatever does not exist is refused with the list of what does."""
     if wish.strip().lower() == "none":
-        return Choice((), {"CUDA_VISIBLE_DEVICES": ""}, ("--gpus none: computing on the CPU",))
+        return Choice((), {"CUDA_VISIBLE_DEVICES": "", CHOSEN_GPUS: ""}, ("--gpus none: computing on the CPU",))
     here = visible(devices(), environment.get("CUDA_VISIBLE_DEVICES"))
     notes: list[str] = []
     if wish.strip().lower() == "auto":
@@ -107,7 +108,8 @@ def choose_gpus(wish: str, environment: Mapping[str, str], devices: Callable[[],
     else:
         chosen = _named(wish, here)
     names = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in chosen)
-    settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(str(gpu.index) for gpu in chosen)}
+    visible_ids = ",".join(str(gpu.index) for gpu in chosen)
+    settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible_ids, CHOSEN_GPUS: wish.strip()}
     return Choice(tuple(chosen), settings, (*notes, f"GPUs of this run: {names}"), tuple(_mixed(chosen)))
 
 

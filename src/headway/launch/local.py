@@ -16,7 +16,7 @@ from headway.launch.failure import RankError
 from headway.launch.gpus import Choice, Gpu, choose_gpus, read_gpus, visible
 from headway.launch.nodes import Meeting, Nodes
 from headway.launch.ranks import Ranks, RankStart
-from headway.runtime.machine import usable_cores
+from headway.runtime.machine import CUDA_TORCH, cuda_of_torch, package_version, torch_release, usable_cores
 from headway.runtime.process import LAUNCHER_PID, own_command
 
 if TYPE_CHECKING:
@@ -78,6 +78,11 @@ def plan_ranks(device: str, wishes: Wishes, environment: Mapping[str, str], devi
         raise LaunchError(f"--nproc is {wishes.nproc}; it must be at least 1.")
     choice = None if wish is None else choose_gpus(wish, environment, devices)
     _check_device(device, wish, choice)
+    if choice is not None and choice.gpus and cuda_of_torch() is None:
+        raise LaunchError(
+            f"gpus is {wish!r}; the GPUs are here, but torch {package_version('torch')} was built without CUDA. "
+            f"Install a CUDA build, e.g. {CUDA_TORCH.format(torch_release())}; or use --gpus none to compute on the CPU."
+        )
     if outer is not None:
         return Job(1, choice, Nodes())
     on_gpus = None

@@ -6,10 +6,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     import torch
+
+CHOSEN_GPUS = "HEADWAY_GPUS"
+"""Environment variable: the GPUs that were asked for and found, as they were named."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ def choose_compute(device: str, precision: str, local_rank: int = 0) -> Compute:
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
         raise ConfigError("device is 'cuda'; torch sees no CUDA device here. Use device=auto or device=cpu; `headway doctor` says more.")
+    if device == "auto" and not has_cuda and (chosen_gpus := os.environ.get(CHOSEN_GPUS)):
+        raise LaunchError(
+            f"gpus is {chosen_gpus!r}; torch {torch.__version__} finds no CUDA device. `headway doctor` says why; "
+            "update the driver or check the container's GPU access, or use --gpus none to compute on the CPU."
+        )
     kind = ("cuda" if has_cuda else "cpu") if device == "auto" else device
     if kind == "cuda":
         torch.cuda.set_device(local_rank)

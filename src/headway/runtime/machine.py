@@ -1,6 +1,7 @@
 """What this machine is and does: processors, memory, the peak of a known GPU, its load. What is not known is None, never a guess."""
 
 import functools
+import importlib.util
 import os
 import platform
 import re
@@ -251,3 +252,22 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     named = git("config", "--name-only", "--get-regexp", r"^filter\..*\.(clean|process|required)$") or ""
     changed = git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all", filters=named.splitlines())
     return {"commit": commit, "changed": bool(changed)}
+
+
+CUDA_TORCH = "pip install --force-reinstall 'torch=={}' (PyPI's build for Linux has CUDA; others: https://pytorch.org/get-started)"
+
+
+def torch_release() -> str | None:
+    """The installed version of torch without the name of its build: 2.13.0 for 2.13.0+cpu."""
+    found = package_version("torch")
+    return None if found is None else found.partition("+")[0]
+
+
+def cuda_of_torch() -> str | None:
+    """The CUDA version the installed torch was built for; None: it has no CUDA. Read from its version file, because loading takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    found = re.search(r"(?m)^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text)
+    return found[1] if found else None

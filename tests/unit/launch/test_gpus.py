@@ -1,9 +1,14 @@
 """The choice of GPUs, against lists of devices as nvidia-smi prints them."""
 
+import os
+from pathlib import Path
+
 import pytest
+from support.runs import headway
 
 from headway.errors import LaunchError
 from headway.launch.gpus import Gpu, choose_gpus, is_type, parse_gpus, visible
+from headway.runtime.machine import cuda_of_torch
 
 BOX = """\
 0, GPU-aaaa0000-1, NVIDIA A800 80GB PCIe, 81920, 3, 0
@@ -105,7 +110,7 @@ def test_a_mix_of_types_warns_which_is_slowest() -> None:
 
 def test_none_hides_all_gpus_and_asks_nobody() -> None:
     choice = choose_gpus("none", {}, lambda: pytest.fail("asked"))
-    assert choice.gpus == () and choice.environment == {"CUDA_VISIBLE_DEVICES": ""}
+    assert choice.gpus == () and choice.environment == {"CUDA_VISIBLE_DEVICES": "", "HEADWAY_GPUS": ""}
 
 
 def test_auto_without_gpus_says_so() -> None:
@@ -118,3 +123,17 @@ def test_auto_without_gpus_says_so() -> None:
 def test_a_mig_slice_is_not_chosen_by_number() -> None:
     with pytest.raises(LaunchError, match="MIG slice"):
         choose_gpus("0", {"CUDA_VISIBLE_DEVICES": "MIG-1234"}, devices)
+
+
+@pytest.mark.skipif(cuda_of_torch() is not None, reason="the installed torch has CUDA")
+def test_train_on_gpus_is_refused_where_torch_has_no_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(f"#!/bin/sh\ncat <<'END'\n{BOX}END\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    done = headway("train", f"run.dir={tmp_path}/runs", "steps=1", "--gpus", "A800")
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: gpus is 'A800'") and "built without CUDA" in line and "pip install" in line
+    assert not (tmp_path / "runs").exists()

@@ -1,5 +1,6 @@
 """What `headway train --nproc --gpus` settles before anything starts."""
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from headway.launch.gpus import Gpu
 from headway.launch.local import Job, Wishes, outer_launcher, plan_job, rank_environment
 from headway.launch.nodes import Meeting, Nodes
 from headway.launch.outer import meeting_point
+from headway.runtime.device import choose_compute
 from headway.runtime.machine import usable_cores
 from headway.runtime.process import Process, from_environment
 from headway.train.config import Recipe
@@ -17,6 +19,12 @@ from headway.train.config import Recipe
 TWO = [Gpu(0, "GPU-aa", "NVIDIA H100 80GB HBM3", 80, 0, 0.0), Gpu(1, "GPU-bb", "NVIDIA H100 80GB HBM3", 80, 0, 0.0)]
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 SRUN = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+
+
+@pytest.fixture(autouse=True)
+def torch_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch of these tests may have no CUDA; the machines they describe do."""
+    monkeypatch.setattr("headway.launch.local.cuda_of_torch", lambda: "12.8")
 
 
 def plan(*overrides: str, gpus: list[Gpu] = TWO, environment: dict[str, str] | None = None, **wishes: Any) -> Job:
@@ -48,6 +56,29 @@ def test_without_gpus_auto_means_the_cpu_unless_the_recipe_wants_cuda() -> None:
         plan("run.gpus=none", "device=cuda")
     with pytest.raises(LaunchError, match=r"gpus is '0' and device is 'cpu'"):
         plan("run.gpus=0", "device=cpu")
+
+
+@pytest.mark.parametrize("wish", ["H100", "0", "GPU-aa", "auto"])
+def test_gpus_that_the_installed_torch_cannot_use_are_refused_with_the_torch_to_install(wish: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.launch.local.cuda_of_torch", lambda: None)
+    with pytest.raises(LaunchError) as refused:
+        plan_job(load(Recipe), Wishes(gpus=wish), {}, lambda: TWO)
+    assert refused.value.exit_code == 2
+    plain = version("torch").partition("+")[0]
+    assert f"gpus is '{wish}'" in str(refused.value) and f"'torch=={plain}'" in str(refused.value)
+    assert plan_job(load(Recipe), Wishes(gpus="none"), {}, lambda: TWO).num_ranks == 1
+    assert plan_job(load(Recipe), Wishes(), {}, lambda: TWO).num_ranks == 1
+
+
+def test_chosen_gpus_that_torch_does_not_find_are_not_replaced_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = plan_job(load(Recipe), Wishes(gpus="H100"), {}, lambda: TWO).choice
+    assert choice is not None
+    for name, value in choice.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(LaunchError, match=r"gpus is 'H100'; torch .* finds no CUDA device"):
+        choose_compute("auto", "auto")
+    assert choose_compute("cpu", "auto").name == "cpu"
 
 
 def test_a_gpu_takes_one_rank() -> None:
