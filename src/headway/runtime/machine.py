@@ -264,7 +264,7 @@ def torch_release() -> str | None:
 
 
 def cuda_of_torch() -> str | None:
-    """The CUDA version the installed torch was built for; None: it has no CUDA. Read from its version file, because loading takes seconds."""
+    """The CUDA version the installed torch was built for; None: it has no CUDA. Read from its version file: loading torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
