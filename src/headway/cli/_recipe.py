@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from headway.errors import ConfigError
+from headway.runtime.process import LAUNCHER_PID
 
 if TYPE_CHECKING:
     from headway.train.config import Recipe
@@ -27,4 +30,5 @@ def read_recipe(arguments: Sequence[str] | None) -> Recipe:
     files = [argument for argument in given if "=" not in argument]
     if len(files) > 1:
         raise ConfigError(f"two recipes were given, {files[0]} and {files[1]}; give one. Overrides have the form section.key=value.")
-    return load(Recipe, Path(files[0]) if files else None, [argument for argument in given if "=" in argument])
+    say = logging.getLogger("headway").debug if LAUNCHER_PID in os.environ else logging.getLogger("headway").info
+    return load(Recipe, Path(files[0]) if files else None, [argument for argument in given if "=" in argument], say)

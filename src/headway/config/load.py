@@ -5,7 +5,7 @@ Each mistake names the key, the value, what is expected, a near name where there
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -13,22 +13,40 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 
 from headway.config.kinds import KindIn, NestedErrors, kind_config, kind_names
-from headway.config.section import Overlay, Section
+from headway.config.section import ALTERNATIVES, Overlay, Section
 from headway.config.yaml_reader import MAX_BYTES, Where, parse_yaml
 from headway.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
+Loc = tuple[Any, ...]
 
 
-def load(schema: type[S], path: Path | None = None, overrides: Sequence[str] = ()) -> S:
-    """Read a recipe file (or none), apply overrides and validate."""
+def load(schema: type[S], path: Path | None = None, overrides: Sequence[str] = (), say: Callable[[str], object] = str) -> S:
+    """Read a recipe file (or none), apply overrides and validate; `say` gets what an override replaces beside its own key."""
     where: Where = {}
     data: dict[str, Any] = {}
     if path is not None:
         data = read_yaml(path, where)
-    for override in overrides:
-        apply_override(data, override, where)
+    given = [apply_override(data, override, where) for override in overrides]
+    for note in _replace_alternatives(data, given, where):
+        say(note)
     return validate(schema, data, where)
+
+
+def _replace_alternatives(data: dict[str, Any], given: Sequence[Loc], where: Where) -> Iterator[str]:
+    """An override takes the place of what the file says about the same thing in another way: batch.rows that of batch.tokens."""
+    for loc in given:
+        node: Any = data
+        for part in loc[:-1]:
+            node = node[part]
+        own = next((ways for ways in ALTERNATIVES if any(loc[-1] in way for way in ways)), ())
+        if not isinstance(node, dict) or node[loc[-1]] is None:
+            continue
+        for key in (key for way in own if loc[-1] not in way for key in way):
+            other = (*loc[:-1], key)
+            if node.get(key) is not None and other not in given:
+                at = where.get(other, "the recipe")
+                yield f"{'.'.join(map(str, loc))}={node[loc[-1]]} replaces {'.'.join(map(str, other))}={node.pop(key)} of {at}"
 
 
 def read_yaml(path: Path, where: Where | None = None) -> dict[str, Any]:
@@ -50,8 +68,8 @@ def read_yaml(path: Path, where: Where | None = None) -> dict[str, Any]:
     return cast(dict[str, Any], tree)
 
 
-def apply_override(data: dict[str, Any], override: str, where: Where) -> None:
-    """Apply one `section.key=value` to the raw recipe, the value read as YAML."""
+def apply_override(data: dict[str, Any], override: str, where: Where) -> Loc:
+    """Apply one `section.key=value` to the raw recipe, the value read as YAML; returns the place of the key."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"override {override[:200]!r} is not of the form section.key=value, e.g. optim.lr=3e-4.")
@@ -80,6 +98,7 @@ def apply_override(data: dict[str, Any], override: str, where: Where) -> None:
         raise ConfigError(f"override {shown}: {'.'.join(map(str, parts[:-1]))} is a list of {len(node)}; use an index below that.")
     node[last] = value
     where[tuple(parts)] = f"override {override if len(override) <= 200 else override[:197] + '...'}"
+    return tuple(parts)
 
 
 def validate(schema: type[S], data: Mapping[str, Any], where: Where | None = None) -> S:

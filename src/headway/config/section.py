@@ -11,6 +11,15 @@ from pydantic import BaseModel, ConfigDict, Field
 OnResume = Literal["fixed", "free"]
 
 
+ALTERNATIVES = (
+    (("steps",), ("epochs",)),
+    (("freeze",), ("train",)),
+    (("tokens",), ("rows",), ("rows_per_rank", "accumulate")),
+    (("fraction",), ("sets",)),
+)
+"""Ways to say one thing; whoever says it in one way, over a recipe that says it in another, replaces that."""
+
+
 class Section(BaseModel):
     """One block of a recipe. Fields are declared with `setting`, beside the code that reads them."""
 

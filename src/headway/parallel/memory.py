@@ -18,8 +18,8 @@ class MemoryConfig(Section):
     loss_chunk_tokens: int | Literal["auto"] = setting("auto", "Tokens whose logits exist at one time; auto = 4096 on CUDA, else 2048.")
     recompute: float | str = setting(
         "none",
-        "Activations computed again in backward instead of kept: none, a fraction of the blocks (0 to 1, the first ones), every-k "
-        "(every k-th block), or selective (in all blocks, all but the results of matrix products and attention).",
+        "Activations computed again in backward instead of kept: none or false, true (all blocks), a fraction of the blocks (0 to 1, the "
+        "first ones), every-k (every k-th block), or selective (in all blocks, all but the results of matrix products and attention).",
     )
     offload: tuple[Offload, ...] = setting(
         (), "What waits in host memory: activations (large ones, between forward and backward), optimizer (its state and fp32 masters)."
@@ -41,6 +41,12 @@ class MemoryConfig(Section):
         if isinstance(value, int) and value < 1:
             raise ValueError(f"is {value}; it must be at least 1")
         return value
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _switch(cls, value: object) -> object:
+        """true and false, as other systems have it: all blocks or none."""
+        return value if not isinstance(value, bool) else 1.0 if value else "none"
 
     @field_validator("recompute")
     @classmethod

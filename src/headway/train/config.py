@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -106,6 +106,13 @@ class InitConfig(Section):
     masks_sparsity: float | None = setting(
         None, "Round a mask file of soft values to this share of streaming heads first; null = as it is.", ge=0, le=1, on_resume="fixed"
     )
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _as_list(cls, value: object) -> object:
+        """A single name stands for a list of one; `all` in a list is all."""
+        listed = value if isinstance(value, (list, tuple)) else [value]
+        return "all" if "all" in listed else tuple(cast(Any, listed))
 
     @property
     def contents(self) -> tuple[Content, ...]:

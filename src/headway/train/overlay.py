@@ -9,14 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from headway.config.section import Overlay, setting
+from headway.config.section import ALTERNATIVES, Overlay, setting
 
-ALTERNATIVES = (
-    (("steps",), ("epochs",)),
-    (("freeze",), ("train",)),
-    (("tokens",), ("rows",), ("rows_per_rank", "accumulate")),
-    (("fraction",), ("sets",)),
-)
 CHOICES = ("kind", "preset")
 NOT_A_STAGES = {"stages": "stages have no stages", "run": "all stages share the run folder", "device": "all stages share the device"}
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.runs import headway
 
 from headway.config.load import dump_yaml, load
 from headway.config.section import differences
@@ -102,3 +103,43 @@ def test_the_schema_describes_every_section_and_kind() -> None:
 def test_configuration_and_help_never_import_torch() -> None:
     script = "import sys, headway, headway.train.config, headway.cli; headway.cli.build_app(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "said"),
+    [
+        ("batch: {tokens: 8192, micro_rows: 2}", "batch.rows=2", "batch.rows=2 replaces batch.tokens=8192"),
+        ("batch: {rows_per_rank: 2, accumulate: 3}", "batch.rows=8", "batch.rows=8 replaces batch.rows_per_rank=2"),
+        ("batch: {rows: 4}", "batch.rows_per_rank=2", "batch.rows_per_rank=2 replaces batch.rows=4"),
+        ("epochs: 2", "steps=5", "steps=5 replaces epochs=2"),
+        ("data: {valid: {sets: {a: x}}}", "data.valid.fraction=0.1", "data.valid.fraction=0.1 replaces data.valid.sets"),
+        ("train: [norms]", "freeze=[embeddings]", "replaces train=['norms']"),
+    ],
+)
+def test_an_override_replaces_the_recipes_other_way_to_say_it_and_says_so(tmp_path: Path, text: str, override: str, said: str) -> None:
+    notes: list[str] = []
+    load(Recipe, recipe_file(tmp_path, text), [override], notes.append)
+    assert said in notes[0] and "recipe.yaml:1" in notes[0]
+
+
+def test_two_overrides_that_contradict_each_other_are_still_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has tokens and rows"):
+        load(Recipe, None, ["batch.rows=2", "batch.tokens=512"])
+    assert load(Recipe, recipe_file(tmp_path, "epochs: 2"), ["steps=null"]).epochs == 2
+
+
+def test_a_replaced_form_is_shown_on_the_screen(tmp_path: Path) -> None:
+    done = headway("config", "show", str(recipe_file(tmp_path, "batch: {tokens: 8192}")), "batch.rows=2")
+    assert done.returncode == 0 and "batch.rows=2 replaces batch.tokens=8192" in done.stderr
+
+
+@pytest.mark.parametrize(("given", "meant"), [("true", 1.0), ("false", "none"), ("0.5", 0.5), ("selective", "selective")])
+def test_recompute_takes_the_switch_that_other_systems_have(given: str, meant: float | str) -> None:
+    assert load(Recipe, None, [f"memory.recompute={given}"]).memory.recompute == meant
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("[all]", "all"), ("all", "all"), ("model", ("model",)), ("[model, optimizer]", ("model", "optimizer"))]
+)
+def test_content_is_a_list_a_name_or_all(given: str, meant: object) -> None:
+    assert load(Recipe, None, ["init.from=x", f"init.content={given}"]).init.content == meant
