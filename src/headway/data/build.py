@@ -2,6 +2,8 @@
 
     files -> units (whole files, about 64 MB) -> chunks (about 1 MB of items) -> worker processes -> the store, in order
 
+A longer document is one chunk that comes in several slices of about 1 MB.
+
 The reader numbers chunks by (unit, chunk), which depends on the files alone. What is written is committed every few seconds together
 with the number of the last chunk, so that a killed build continues after it. A divided build (`shard`) takes every n-th unit or chunk.
 """
@@ -15,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +27,7 @@ from headway.data.store_writer import StoreWriter
 from headway.errors import DataError
 from headway.runtime.process import worker_pool
 from headway.runtime.progress import Advance, progress
+from headway.tokenizer.safe_cuts import TextPiece
 
 UNIT_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 20
@@ -41,6 +44,8 @@ class Encoded:
     lengths: Longs
     mask: Flags | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
+    open_tokens: int = 0
+    """Tokens at the end of `ids`, after all `lengths`, of a document whose rest is in the next slice."""
 
 
 class Encoder(Protocol):
@@ -68,6 +73,8 @@ class Chunk:
     number: int
     items: list[Any]
     bytes: int
+    last: bool = True
+    """False for a slice that ends inside a document; the next one has the same number."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +122,12 @@ def run_job(job: Job, writer: StoreWriter) -> Counter[str]:
         if note["unit"]:
             advance(sum(unit.bytes for unit in units[: note["unit"]]))
         for chunk, encoded in _encoded(job, _chunks(job, units, note["unit"], note["chunk"], advance)):
-            writer.add_many(encoded.ids, encoded.lengths, encoded.mask)
+            writer.add_many(encoded.ids, encoded.lengths, encoded.mask, open_tokens=encoded.open_tokens)
             counts.update(encoded.counts)
             if job.shard is not None:
-                parts.append((chunk.unit, chunk.number, len(encoded.lengths)))
-            if time.monotonic() - committed > COMMIT_SECONDS:
+                before = parts.pop()[2] if parts and parts[-1][:2] == (chunk.unit, chunk.number) else 0
+                parts.append((chunk.unit, chunk.number, before + len(encoded.lengths)))
+            if chunk.last and time.monotonic() - committed > COMMIT_SECONDS:
                 position = {"unit": chunk.unit, "chunk": chunk.number + 1}
                 writer.commit({"key": key, **position, "counts": dict(counts), "parts": parts})
                 committed = time.monotonic()
@@ -153,16 +161,20 @@ def _chunks(job: Job, units: Sequence[Unit], first_unit: int, first_chunk: int, 
 
 def _chunks_of(job: Job, unit: Unit) -> Iterator[Chunk]:
     items: list[Any] = []
-    size = number = 0
+    size = held = number = 0
     for item, item_bytes in job.read(unit.files):
         items.append(item)
-        size += item_bytes
-        if size >= CHUNK_BYTES:
-            yield Chunk(unit.number, number, items, size)
+        size, held = size + item_bytes, held + item_bytes
+        ends = not isinstance(item, TextPiece) or item.last
+        if held >= CHUNK_BYTES and not ends:
+            yield Chunk(unit.number, number, items, held, last=False)
+            items, held = [], 0
+        elif size >= CHUNK_BYTES and ends:
+            yield Chunk(unit.number, number, items, held)
             number += 1
-            items, size = [], 0
+            items, size, held = [], 0, 0
     if items:
-        yield Chunk(unit.number, number, items, size)
+        yield Chunk(unit.number, number, items, held)
 
 
 def _encoded(job: Job, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
@@ -175,7 +187,7 @@ def _encoded(job: Job, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded
     try:
         with worker_pool(job.workers, _begin_worker, (job.encoder,)) as pool:
             for chunk in chunks:
-                under_way.append((Chunk(chunk.unit, chunk.number, [], chunk.bytes), pool.submit(_encode_in_worker, chunk.items)))
+                under_way.append((replace(chunk, items=[]), pool.submit(_encode_in_worker, chunk.items)))
                 if len(under_way) >= AHEAD * job.workers:
                     head, future = under_way.popleft()
                     yield head, future.result()

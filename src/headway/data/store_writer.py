@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -71,6 +73,19 @@ class OpenFile:
         self.digest.update(content)
         self.size += len(content)
 
+    def reread(self, keep_bytes: int) -> BinaryIO:
+        """Cut the file back to its first `keep_bytes`; what was after them is in the temporary file this returns, to be read."""
+        self.file.flush()
+        rest: BinaryIO = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115 - the caller's
+        with open(self.path, "rb") as stored:
+            stored.seek(keep_bytes)
+            shutil.copyfileobj(stored, rest, CHUNK_BYTES)
+        rest.seek(0)
+        self.file.close()
+        again = OpenFile.create(self.path, keep_bytes)
+        self.file, self.digest, self.size = again.file, again.digest, keep_bytes
+        return rest
+
     def sync(self) -> None:
         self.file.flush()
         fsync_file(self.file.fileno())
@@ -91,6 +106,8 @@ class Growing:
     spans: int = 0
     bits: list[int] = field(default_factory=list)
     """Mask bits that do not fill a byte yet."""
+    open_tokens: int = 0
+    """Tokens of a document that was begun and not ended; they are in `tokens`, it is not in `documents`."""
 
 
 class StoreWriter:
@@ -143,14 +160,21 @@ class StoreWriter:
         if self._waiting_tokens >= BUFFER_TOKENS or len(self._waiting) >= BUFFER_TOKENS:
             self._flush()
 
-    def add_many(self, ids: Ids, lengths: Longs, mask: Flags | None = None, spans: Longs | None = None) -> None:
-        """Append many documents laid one after another; `spans` are offsets into `ids`."""
+    def add_many(self, ids: Ids, lengths: Longs, mask: Flags | None = None, spans: Longs | None = None, open_tokens: int = 0) -> None:
+        """Append many documents laid one after another; `spans` are offsets into `ids`.
+
+        The last `open_tokens` ids begin (or continue) a document that the next call goes on with; only without mask and spans.
+        """
         self._flush()
-        self._append(np.asarray(ids), np.asarray(lengths, np.int64), mask, spans)
+        whole = len(ids) - open_tokens
+        self._append(np.asarray(ids)[:whole], np.asarray(lengths, np.int64), mask, spans)
+        if open_tokens:
+            self._append_open(np.asarray(ids)[whole:])
 
     def commit(self, note: Mapping[str, Any] = NO_NOTE) -> None:
         """Put everything added so far on the disk and record it together with `note`; a resumed writer starts from here."""
         self._flush()
+        assert not self._growing.open_tokens, "a commit inside a document"
         with writing(self.folder):
             for one in self._files:
                 one.sync()
@@ -213,12 +237,7 @@ class StoreWriter:
     def _append(self, ids: Ids, lengths: Longs, mask: Flags | None, spans: Longs | None) -> None:
         if ids.size != int(lengths.sum()) or (mask is not None and mask.size != ids.size):
             raise ValueError("lengths, mask and ids do not fit together")
-        if ids.size:
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high > self._highest:
-                wrong = low if low < 0 else high
-                raise DataError(f"{self.folder}: token id {wrong} does not fit {self._dtype.name}; ids must be 0 to {self._highest}.")
-            self._max_id = max(self._max_id, high)
+        self._check_ids(ids)
         ends = np.cumsum(lengths)
         first = 0
         while first < len(lengths):
@@ -227,13 +246,44 @@ class StoreWriter:
             last = int(np.searchsorted(ends, before + room, side="right"))
             if last <= first:
                 if self._growing.documents:
-                    self._close_shard()
+                    self._next_shard()
                     continue
                 last = first + 1
             stop = int(ends[last - 1])
             inner = None if spans is None else spans[(spans >= before) & (spans < stop)] - before
             self._write(ids[before:stop], lengths[first:last], None if mask is None else mask[before:stop], inner)
             first = last
+
+    def _append_open(self, ids: Ids) -> None:
+        assert not self._masked and not self._spans, "only documents without mask and spans come in parts"
+        self._check_ids(ids)
+        if self._growing.documents and self._growing.tokens + ids.size > self._shard_tokens:
+            self._next_shard()
+        self._write(ids, np.zeros(0, np.int64), None, None)
+        self._growing.open_tokens += int(ids.size)
+
+    def _check_ids(self, ids: Ids) -> None:
+        if ids.size:
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high > self._highest:
+                wrong = low if low < 0 else high
+                raise DataError(f"{self.folder}: token id {wrong} does not fit {self._dtype.name}; ids must be 0 to {self._highest}.")
+            self._max_id = max(self._max_id, high)
+
+    def _next_shard(self) -> None:
+        """Close the shard; a document that is under way moves to the next one, where it would be had its length been known."""
+        moved, tokens = self._growing.open_tokens, self._files[0]
+        if not moved:
+            self._close_shard()
+            return
+        self._growing.tokens -= moved
+        kept = tokens.size - moved * self._dtype.itemsize
+        with writing(self.folder), tokens.reread(kept) as rest:
+            self._growing.open_tokens = 0
+            self._close_shard()
+            while part := rest.read(CHUNK_BYTES):
+                self._write(np.frombuffer(part, self._dtype), np.zeros(0, np.int64), None, None)
+        self._growing.open_tokens = moved
 
     def _write(self, ids: Ids, lengths: Longs, mask: Flags | None, spans: Longs | None) -> None:
         now = self._growing
@@ -253,6 +303,7 @@ class StoreWriter:
                 now.spans += int(spans.size)
         now.tokens += int(ids.size)
         now.documents += len(lengths)
+        now.open_tokens = 0 if len(lengths) else now.open_tokens
 
     def _open_shard(self, keep_bytes: Sequence[int] | None = None) -> None:
         if self._files:

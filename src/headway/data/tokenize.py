@@ -18,8 +18,9 @@ from headway.data.store import StoreWriter, dtype_for, is_store, open_store
 from headway.errors import ConfigError, DataError
 from headway.runtime.progress import duration, quantity
 from headway.text.clean import CleanReport, CleanRules, clean
-from headway.text.read import expand, read_documents
+from headway.text.read import expand, read_blocks, read_documents
 from headway.tokenizer.load import Tokenizer, load_tokenizer
+from headway.tokenizer.safe_cuts import TextPiece
 
 SMALL_BYTES = 8 << 20
 
@@ -80,41 +81,51 @@ class TextEncoder:
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path)
 
-    def encode(self, items: list[str]) -> Encoded:
-        """The ids of some texts."""
+    def encode(self, items: list[TextPiece]) -> Encoded:
+        """The ids of some texts, of which the first and the last may be parts of longer ones."""
+        encode = self._tokenizer.encode_pieces
         # One text at a time keeps a worker on one core; many at once would start as many threads as there are cores in every worker.
-        found = (
-            self._tokenizer.encode_batch(items) if self.threads else [ids for text in items for ids in self._tokenizer.encode_batch([text])]
-        )
+        found = encode(items) if self.threads else [encode([item])[0] for item in items]
         flat: list[int] = []
         lengths: list[int] = []
-        for ids in found:
-            if not ids:
+        empty = begin = 0
+        for item, ids in zip(items, found, strict=True):
+            if item.first and item.last and not ids:
+                empty += 1
                 continue
-            before = len(flat)
-            if self.bos_id is not None:
+            if item.first and self.bos_id is not None:
                 flat.append(self.bos_id)
             flat.extend(ids)
-            if self.eos_id is not None:
-                flat.append(self.eos_id)
-            lengths.append(len(flat) - before)
-        size = sum(len(text) if text.isascii() else len(text.encode()) for text in items)
-        counts = {"bytes": size, "empty": len(found) - len(lengths)}
-        return Encoded(np.array(flat, np.uint32), np.array(lengths, np.int64), None, counts)
+            if item.last:
+                if self.eos_id is not None:
+                    flat.append(self.eos_id)
+                lengths.append(len(flat) - begin)
+                begin = len(flat)
+        size = sum(len(item.text) if item.text.isascii() else len(item.text.encode()) for item in items)
+        counts = {"bytes": size, "empty": empty}
+        return Encoded(np.array(flat, np.uint32), np.array(lengths, np.int64), None, counts, len(flat) - begin)
 
 
 @dataclass(frozen=True)
 class ReadTexts:
-    """Reads the texts of some files, with their sizes; cleans them on the way if asked to."""
+    """Reads the texts of some files, long ones in pieces, with their sizes; cleans them on the way if asked to, each as a whole."""
 
     options: TokenizeOptions
+    tokenizer: Tokenizer
     cleaned: CleanReport = field(default_factory=CleanReport)
 
-    def __call__(self, files: Sequence[Path]) -> Iterator[tuple[str, int]]:
+    def __call__(self, files: Sequence[Path]) -> Iterator[tuple[TextPiece, int]]:
+        for blocks in self._texts(files):
+            for piece in self.tokenizer.pieces(blocks):
+                yield piece, len(piece.text)
+
+    def _texts(self, files: Sequence[Path]) -> Iterator[Iterator[str]]:
         given = self.options
+        if given.clean is None:
+            found = read_blocks(files, text_key=given.text_key, template=given.template, split=given.split)
+            return (blocks for _, blocks in found)
         documents = read_documents(files, text_key=given.text_key, template=given.template, split=given.split)
-        for document in documents if given.clean is None else clean(documents, given.clean, self.cleaned):
-            yield document.text, len(document.text)
+        return (iter([document.text]) for document in clean(documents, given.clean, self.cleaned))
 
 
 def tokenize(
@@ -133,7 +144,7 @@ def tokenize(
     workers = options.workers or (1 if small else usable_cores())
     encoder = TextEncoder(Path(tokenizer), bos_id, eos_id, threads=options.workers is None and workers == 1)
     settings = repr((loaded.fingerprint, bos_id, eos_id, options.text_key, options.template, options.split, options.clean))
-    read = ReadTexts(options)
+    read = ReadTexts(options, loaded)
     job = Job(files, read, encoder, settings, workers, options.shard, in_one=options.clean is not None)
     writer = StoreWriter(
         Path(out),

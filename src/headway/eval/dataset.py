@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError, DataError
+from headway.eval.encoded_text import encode_blocks
 from headway.eval.perplexity import Piece
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _stored(path: Path, loaded: LoadedModel, reading: Reading) -> Iterator[Piece
 
 
 def _encoded(raw: Sequence[str], dataset: Dataset, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
-    from headway.text.read import read_documents
+    from headway.text.read import read_blocks
 
     tokenizer = loaded.tokenizer
     if tokenizer is None:
@@ -167,14 +168,16 @@ def _encoded(raw: Sequence[str], dataset: Dataset, loaded: LoadedModel, reading:
         raise ConfigError("--bos was given; the model's tokenizer has no token that begins a document. Leave it out.")
     # Before every window, not only the first: a model that needs it falls apart in the later ones.
     lead = (tokenizer.bos_id,) if reading.bos and tokenizer.bos_id is not None else ()
-    documents = read_documents(raw, text_key=dataset.text_key, split="line" if reading.split == "line" else "file")
-    texts: Iterable[tuple[str, str | None]] = ((document.text, _part(document, reading.by)) for document in documents)
+    split, by_key = "line" if reading.split == "line" else "file", reading.by not in (None, "file")
+    documents = read_blocks(raw, text_key=dataset.text_key, split=split, keep_record=by_key)
+    texts: Iterable[tuple[Iterator[str], str | None]] = ((blocks, _part(document, reading.by)) for document, blocks in documents)
     if dataset.join is not None:
         if reading.by is not None:
             raise ConfigError(f"--by is {reading.by!r}; {dataset.name} is scored as one text. Leave --by or --suite out.")
-        texts = [(dataset.join.join(text for text, _ in islice(texts, reading.max_samples)), None)]
-    for text, part in texts:
-        yield Piece(tokenizer.encode(text), len(text.encode()), part, lead)
+        texts = [(iter([dataset.join.join("".join(blocks) for blocks, _ in islice(texts, reading.max_samples))]), None)]
+    for blocks, part in texts:
+        ids, size = encode_blocks(blocks, tokenizer)
+        yield Piece(ids, size, part, lead)
 
 
 def _part(document: Document, by: str | None) -> str | None:

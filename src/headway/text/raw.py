@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 COMPRESSION_SUFFIXES = {".gz": "gzip", ".bz2": "bzip2", ".zst": "zstd", ".zstd": "zstd", ".xz": "xz"}
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\x00": "xz"}
 CHUNK_BYTES = 1 << 18
+BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -156,16 +157,43 @@ def lines(raw: RawFile) -> Iterator[tuple[int, str]]:
             yield number, decode(line, raw.name, number).rstrip("\r\n")
 
 
-def decode(data: bytes, name: str, line: int) -> str:
-    """Text of UTF-8 bytes that begin at `line`; never replaces what it cannot read. A byte order mark at the start is dropped."""
-    if line == 1 and data.startswith((b"\xff\xfe", b"\xfe\xff")):
+def text_blocks(raw: RawFile) -> Iterator[str]:
+    """The text of a file in blocks, so that memory does not grow with the file; no block is empty."""
+    with raw.open() as stream:
+        line, column, rest = 1, 0, b""
+        while data := stream.read(BLOCK_BYTES):
+            data = rest + data
+            # Not inside a character: one that is cut begins in the last three bytes.
+            end = next((at for at in range(len(data) - 1, max(-1, len(data) - 4), -1) if data[at] >= 0xC0), len(data))
+            end = end if end < len(data) and len(data) - end < _character_bytes(data[end]) else len(data)
+            data, rest = data[:end], data[end:]
+            if text := decode(data, raw.name, line, column):
+                yield text
+            newline = data.rfind(b"\n")
+            column = column + len(data) if newline < 0 else len(data) - newline - 1
+            line += data.count(b"\n")
+        if rest:
+            decode(rest, raw.name, line, column)
+
+
+def _character_bytes(first: int) -> int:
+    return 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+
+
+def decode(data: bytes, name: str, line: int, column: int = 0) -> str:
+    """Text of UTF-8 bytes that begin at `line`, `column` bytes into it; never replaces what it cannot read.
+
+    A byte order mark at the start is dropped.
+    """
+    if line == 1 and not column and data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{name}: the text is UTF-16; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8).")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         at = line + data.count(b"\n", 0, error.start)
-        column = error.start - (data.rfind(b"\n", 0, error.start) + 1) + 1
+        newline = data.rfind(b"\n", 0, error.start)
+        place = error.start - newline if newline >= 0 else column + error.start + 1
         raise DataError(
-            f"{name}:{at}: not UTF-8 at byte {column} of the line (0x{data[error.start]:02x}, {error.reason}); convert the file to UTF-8."
+            f"{name}:{at}: not UTF-8 at byte {place} of the line (0x{data[error.start]:02x}, {error.reason}); convert the file to UTF-8."
         ) from None
-    return text.removeprefix("\ufeff") if line == 1 else text
+    return text.removeprefix("\ufeff") if line == 1 and not column else text

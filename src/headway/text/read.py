@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,9 +18,9 @@ from headway.text.expand import expand
 from headway.text.formats import FORMATS, SUPPORTED
 from headway.text.formats.archive import members
 from headway.text.formats.txt import Split, read_text
-from headway.text.raw import RawFile
+from headway.text.raw import RawFile, text_blocks
 
-__all__ = ["Document", "Record", "expand", "read_documents", "read_records"]
+__all__ = ["Document", "Record", "expand", "read_blocks", "read_documents", "read_records"]
 
 T = TypeVar("T")
 SNIFF_BYTES = 4096
@@ -41,6 +42,24 @@ def read_documents(
     keys = None if keep_record else text_of.keys()
     for path in expand(paths):
         yield from _some(_documents(RawFile.at(path), text_of, split, keys), path)
+
+
+def read_blocks(
+    paths: Sequence[Path | str] | Path | str,
+    *,
+    text_key: str = "text",
+    template: str | None = None,
+    split: Split = "file",
+    keep_record: bool = False,
+) -> Iterator[tuple[Document, Iterator[str]]]:
+    """As `read_documents`, but each document comes with its text in blocks, to be read before the next document.
+
+    The text of a .txt file is in the blocks alone, and never in memory as a whole.
+    """
+    text_of = TextOf(text_key, template)
+    keys = None if keep_record else text_of.keys()
+    for path in expand(paths):
+        yield from _some(_in_blocks(RawFile.at(path), text_of, split, keys), path)
 
 
 def read_records(paths: Sequence[Path | str] | Path | str) -> Iterator[Record]:
@@ -67,6 +86,19 @@ def _documents(raw: RawFile, text_of: TextOf, split: Split, keys: list[str] | No
             yield from _documents(member, text_of, split, keys)
     else:
         yield from map(text_of, _read(kind, raw, keys))
+
+
+def _in_blocks(raw: RawFile, text_of: TextOf, split: Split, keys: list[str] | None) -> Iterator[tuple[Document, Iterator[str]]]:
+    kind = _kind(raw)
+    if kind == "txt" and split == "file":
+        blocks = text_blocks(raw)
+        if (begin := next(blocks, None)) is not None:
+            yield Document("", raw.name), chain([begin], blocks)
+    elif kind in ("zip", "tar"):
+        for member in _data_members(raw, kind):
+            yield from _in_blocks(member, text_of, split, keys)
+    else:
+        yield from ((document, iter([document.text])) for document in _documents(raw, text_of, split, keys))
 
 
 def _records(raw: RawFile) -> Iterator[Record]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
     import tokenizers
     from sentencepiece import SentencePieceProcessor
 
+    from headway.tokenizer.safe_cuts import SafeCuts, TextPiece
+
 MODEL_MULTIPLE = 64
+# Longer texts are encoded in pieces.
+WHOLE_CHARACTERS = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,12 +124,46 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts, in parallel threads; no special token is added, and none in the texts is recognised."""
+        if all(len(text) <= WHOLE_CHARACTERS for text in texts):
+            return self._encode(self.backend, texts)
+        return [[number for piece in self.pieces([text]) for number in self.encode_pieces([piece])[0]] for text in texts]
+
+    def pieces(self, blocks: Iterable[str]) -> Iterator[TextPiece]:
+        """A text that comes in blocks, in pieces for `encode_pieces`; one that is not long is one piece."""
+        from headway.tokenizer.safe_cuts import TextPiece, blocks_of
+
+        waiting = (part for block in blocks for part in blocks_of(block))
+        begin = next(waiting, "")
+        if len(begin) <= WHOLE_CHARACTERS:
+            following = next(waiting, None)
+            if following is None:
+                yield TextPiece(begin)
+                return
+            begin += following
+        yield from self.safe_cuts.pieces(chain([begin], waiting))
+
+    @cached_property
+    def safe_cuts(self) -> SafeCuts:
+        """Where long texts may be cut without changing their ids."""
+        from headway.tokenizer.safe_cuts import safe_cuts
+
+        return safe_cuts(self)
+
+    def encode_pieces(self, pieces: Sequence[TextPiece]) -> list[list[int]]:
+        """Ids of pieces that `safe_cuts` made, in parallel threads: those of a text's pieces make up those of the text."""
+        begun = iter(self._encode(self.backend, [piece.text for piece in pieces if piece.first]))
+        others = [piece.text for piece in pieces if not piece.first]
+        continued = iter(self._encode(self.safe_cuts.continued, others) if others else ())
+        return [next(begun if piece.first else continued) for piece in pieces]
+
+    def _encode(self, backend: tokenizers.Tokenizer | SentencePieceProcessor, texts: Sequence[str]) -> list[list[int]]:
         try:
             if self.is_sentencepiece:
                 from headway.tokenizer.sentencepiece_model import encode_batch
 
-                return encode_batch(self.backend, texts)  # pyright: ignore[reportArgumentType]
-            return [found.ids for found in self.fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+                return encode_batch(backend, texts)  # pyright: ignore[reportArgumentType]
+            found: Any = backend
+            return [one.ids for one in found.encode_batch_fast(list(texts), add_special_tokens=False)]
         except (TypeError, UnicodeEncodeError) as error:
             raise DataError(f"text cannot be tokenized: {error}. Texts must be Unicode without lone surrogates.") from None
 

@@ -189,3 +189,94 @@ def test_the_command_line_says_what_was_made(tmp_path: Path, tokenizer: Path, co
     assert "too short" in capsys.readouterr().out
     assert main([*base, "--out", str(tmp_path / "c"), "--input", files[0], "--shard", "2/2"]) == 2
     assert "--shard is '2/2'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def long_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of .txt files, one of them much longer than a chunk, that is read in blocks of 97 bytes and encoded in pieces of 50."""
+    monkeypatch.setattr("headway.text.raw.BLOCK_BYTES", 97)
+    monkeypatch.setattr("headway.tokenizer.load.WHOLE_CHARACTERS", 60)
+    monkeypatch.setattr("headway.tokenizer.safe_cuts.PIECE_CHARACTERS", 50)
+    folder = tmp_path / "long"
+    folder.mkdir()
+    for number, words in enumerate((30, 2000, 3, 500)):
+        text = " ".join(f"w{(number * 11 + i * i) % 90}" for i in range(words))
+        (folder / f"{number}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def in_one_piece(folder: Path, tokenizer: Path, out: Path, shard_tokens: int) -> dict[str, bytes]:
+    """The store of whole texts, written document by document."""
+    from headway.data.store import StoreWriter
+
+    loaded = load_tokenizer(tokenizer)
+    writer = StoreWriter(out, dtype="uint16", tokenizer_fingerprint=loaded.fingerprint, sources=[str(folder)], shard_tokens=shard_tokens)
+    with writer:
+        for path in sorted(folder.iterdir()):
+            writer.add([*loaded.fast.encode(path.read_text(encoding="utf-8"), add_special_tokens=False).ids, 0])
+        writer.finish()
+    return content(out)
+
+
+def test_a_document_longer_than_a_chunk_is_built_in_slices_into_the_same_bytes(tmp_path: Path, tokenizer: Path, long_text: Path) -> None:
+    from headway.data.tokenize import TextEncoder
+
+    sizes: list[int] = []
+    encode = TextEncoder.encode
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TextEncoder, "encode", lambda self, items: (sizes.append(sum(len(i.text) for i in items)), encode(self, items))[1])
+        tokenize([long_text], tokenizer, tmp_path / "s", TokenizeOptions(workers=1))
+    whole = in_one_piece(long_text, tokenizer, tmp_path / "w", 1 << 30)
+    assert max(sizes) < 300, "nobody holds more than a slice"
+    assert content(tmp_path / "s") == whole
+
+
+def test_slices_are_divided_and_merged_as_whole_documents(tmp_path: Path, tokenizer: Path, long_text: Path) -> None:
+    for number in range(3):
+        tokenize([long_text], tokenizer, tmp_path / f"s{number}", TokenizeOptions(shard=(number, 3), workers=1))
+    merge([tmp_path / f"s{number}" for number in range(3)], tmp_path / "m")
+    whole = in_one_piece(long_text, tokenizer, tmp_path / "w", 1 << 30)
+    assert {k: v for k, v in content(tmp_path / "m").items() if k != "store.json"} == {k: v for k, v in whole.items() if k != "store.json"}
+
+
+def test_a_build_killed_inside_a_long_document_ends_with_the_same_bytes(
+    tmp_path: Path, tokenizer: Path, long_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headway.data.store import StoreWriter
+
+    whole = in_one_piece(long_text, tokenizer, tmp_path / "w", 1 << 30)
+    add_many, calls = StoreWriter.add_many, [0]
+
+    def dies(self: StoreWriter, *given: object, **named: object) -> None:
+        calls[0] += 1
+        if calls[0] == 12:
+            raise KeyboardInterrupt
+        add_many(self, *given, **named)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(StoreWriter, "add_many", dies)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize([long_text], tokenizer, tmp_path / "s", TokenizeOptions(workers=1))
+    tokenize([long_text], tokenizer, tmp_path / "s", TokenizeOptions(workers=1))
+    assert content(tmp_path / "s") == whole
+
+
+@pytest.mark.parametrize("shard_tokens", [40, 600, 2000, 2100, 2600])
+def test_a_document_in_parts_lies_in_the_shard_it_would_lie_in_as_a_whole(tmp_path: Path, shard_tokens: int) -> None:
+    import numpy as np
+
+    from headway.data.store import StoreWriter
+
+    lengths = [31, 30, 2001, 4, 501, 7]
+    ids = np.arange(sum(lengths), dtype=np.uint16)
+    ends = np.cumsum(lengths)
+    with StoreWriter(tmp_path / "whole", dtype="uint16", tokenizer_fingerprint=None, shard_tokens=shard_tokens) as writer:
+        writer.add_many(ids, np.array(lengths))
+        writer.finish()
+    with StoreWriter(tmp_path / "parts", dtype="uint16", tokenizer_fingerprint=None, shard_tokens=shard_tokens) as writer:
+        for start in range(0, len(ids), 25):
+            stop = min(start + 25, len(ids))
+            inside = [end for end in ends.tolist() if start < end <= stop]
+            parts = np.diff([start, *inside])
+            writer.add_many(ids[start:stop], parts, open_tokens=stop - (inside[-1] if inside else start))
+        writer.finish()
+    assert content(tmp_path / "parts") == content(tmp_path / "whole")

@@ -1,0 +1,328 @@
+"""Where a long text may be cut before it is encoded: the ids of its pieces, one after another, are the ids of the whole text.
+
+In: a tokenizer, a text in blocks. Out: pieces of about `PIECE_CHARACTERS`. A cut is chosen by the two characters around it alone, and
+only where one of two proofs holds, whatever the rest of the text is:
+
+    word end    the pre-tokenizer always ends a word there: a letter, then a space or sign, under patterns whose every branch is known
+    no token    no entry of a BPE vocabulary holds the two characters side by side, so no merge ever joins what lies left and right
+
+and where, besides, no added token holds the two characters, and normalisation cannot join them. A tokenizer for which neither can be
+shown (unigram models, unknown patterns or normalisers) has no cuts: its texts are encoded whole, at about 100 bytes of memory a byte.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+from headway.tokenizer.byte_alphabet import spell
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from headway.tokenizer.load import Tokenizer
+
+PIECE_CHARACTERS = 1 << 16
+BLOCK_CHARACTERS = 1 << 20
+SPACE = "▁"
+# What may follow the letter at a word's end: neither letter, mark, digit, Han nor apostrophe, and never joined to what is before it.
+AFTER_WORD = frozenset(' \t\n\r,.;:!?()[]"/-，。！？；：、（）《》“”…—')
+_FORMS: dict[str, Literal["NFC", "NFD", "NFKC", "NFKD"]] = {"NFC": "NFC", "NFD": "NFD", "NFKC": "NFKC", "NFKD": "NFKD"}
+_NORMALISED_MODELS = ("identity", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf")
+# Branches of patterns that match a letter wherever they meet one; none goes on from a letter to a character of AFTER_WORD.
+_LETTERS = frozenset({
+    r" ?\p{L}+", r"[^\r\n\p{L}\p{N}]?\p{L}+", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+})  # fmt: skip
+# The same, where only both together match every letter.
+_HAN_AND_OTHERS = frozenset({r"\p{Han}+", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}&&[^\p{Han}]]+"})
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CLITIC = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CASED = [
+    frozenset({rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{end}", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{end}"})
+    for end in ("", _CLITIC + "?")
+]
+_COVERS = [*(frozenset({one}) for one in _LETTERS), _HAN_AND_OTHERS, *_CASED]
+# Branches that match no letter before such a character, and look no further than one character past what they match.
+_OTHERS = frozenset({
+    "'s", "'t", "'re", "'ve", "'m", "'ll", "'d", _CLITIC, r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])",
+    r"\p{N}", r"\p{N}{1,3}", r"\p{N}+", r" ?\p{N}+", r"[0-9]", r"[0-9][0-9][0-9]", r"[一-龥぀-ゟ゠-ヿ]+", r"\p{Han}+",
+    r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+    r" ?[\p{P}\p{S}]+[\r\n]*", r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+",
+    r"\s*[\r\n]+", r"\s*[\r\n]", r"[\r\n]", r"[\r\n]+", r"\s+(?!\S)", r"\s+", r"\s",
+})  # fmt: skip
+
+
+class TextPiece(NamedTuple):
+    """A part of a text, and whether the text begins and ends with it."""
+
+    text: str
+    first: bool = True
+    last: bool = True
+
+
+class SafeCuts:
+    """The cuts of one tokenizer, and how a piece after a cut is encoded."""
+
+    def __init__(self, safe: Callable[[str, str], bool] | None, continued: Any) -> None:
+        self._safe = None if safe is None else lru_cache(1 << 16)(safe)
+        self.continued = continued
+        """The backend for pieces that go on: it puts nothing before a text."""
+
+    @property
+    def exist(self) -> bool:
+        """Whether this tokenizer has cuts at all."""
+        return self._safe is not None
+
+    def between(self, before: str, after: str) -> bool:
+        """Whether a text may be cut between two neighbouring characters, whatever is around them."""
+        return self._safe is not None and self._safe(before, after)
+
+    def pieces(self, blocks: Iterable[str], size: int | None = None) -> Iterator[TextPiece]:
+        """A text that comes in blocks as pieces of at most `size` characters, longer where there is no cut; nothing for no text."""
+        size = size or PIECE_CHARACTERS
+        rest, first, looked = "", True, 0
+        for block in blocks:
+            rest += block
+            start = 0
+            while len(rest) - start > size and self._safe is not None:
+                at = self._find(rest, start, size, looked)
+                if at is None:
+                    looked = len(rest) - start
+                    break
+                yield TextPiece(rest[start:at], first, False)
+                start, first, looked = at, False, 0
+            rest = rest[start:] if start else rest
+        if rest or not first:
+            yield TextPiece(rest, first, True)
+
+    def _find(self, text: str, start: int, size: int, looked: int) -> int | None:
+        """The last cut within `size` characters of `start`, else the first one after them; `looked` characters hold none."""
+        assert self._safe is not None
+        if looked <= size:
+            for at in range(start + size, start, -1):
+                if self._safe(text[at - 1], text[at]):
+                    return at
+        for at in range(start + max(size + 1, looked), len(text)):
+            if self._safe(text[at - 1], text[at]):
+                return at
+        return None
+
+
+def blocks_of(text: str) -> Iterator[str]:
+    """A text in memory as blocks."""
+    for start in range(0, len(text), BLOCK_CHARACTERS):
+        yield text[start : start + BLOCK_CHARACTERS]
+
+
+def safe_cuts(tokenizer: Tokenizer) -> SafeCuts:
+    """The cuts of a tokenizer."""
+    if tokenizer.is_sentencepiece:
+        return _of_sentencepiece(tokenizer.backend)
+    return _of_backend(tokenizer.fast)
+
+
+def _of_sentencepiece(sp: Any) -> SafeCuts:
+    from sentencepiece import SentencePieceProcessor
+
+    from headway.tokenizer.sentencepiece_model import _proto
+
+    proto = _proto(sp)
+    rules = proto.normalizer_spec
+    if rules.precompiled_charsmap and rules.name not in _NORMALISED_MODELS:
+        return SafeCuts(None, sp)
+    joined = _pairs(piece.piece for piece in proto.pieces)
+    known = {piece.piece for piece in proto.pieces if piece.type == piece.NORMAL}
+    rules.add_dummy_prefix = False
+    continued = SentencePieceProcessor()
+    continued.LoadFromSerializedProto(proto.SerializeToString())
+    escaped: bool = rules.escape_whitespaces
+    spaces_count = not rules.remove_extra_whitespaces
+
+    def written(character: str) -> str | None:
+        """A character as pieces spell it, or None where normalisation changes it."""
+        spelled = SPACE if escaped and character == " " else character
+        if character == " ":
+            return spelled if spaces_count else None
+        if not rules.precompiled_charsmap:
+            return spelled
+        plain = (character.isascii() and character.isprintable()) or "一" <= character <= "龥"
+        return spelled if plain and sp.normalize(f"x{character}").endswith(f"x{spelled}") else None
+
+    def safe(before: str, after: str) -> bool:
+        left, right = written(before), written(after)
+        if left is None or right is None or before.isspace() or (left, right) in joined:
+            return False
+        return bool(proto.trainer_spec.byte_fallback) or right in known
+
+    return SafeCuts(safe, continued)
+
+
+def _of_backend(backend: tokenizers.Tokenizer) -> SafeCuts:
+    normaliser, splitter = _parts(backend.normalizer, "normalizers"), _parts(backend.pre_tokenizer, "pretokenizers")
+    added = backend.get_added_tokens_decoder().values()
+    prefixed = any(part["type"] == "Prepend" for part in normaliser) or any(map(_puts_prefix, splitter))
+    simple = all(_is_simple(part) for part in normaliser) and not any(token.single_word for token in added)
+    # What is put before a text is put after added tokens as well, so that the pieces could not do without it.
+    if not simple or (prefixed and any(not token.special for token in added)):
+        return SafeCuts(None, backend)
+    continued = _without_prefix(backend) if prefixed else backend
+    contents = [token.content for token in added]
+    shown = contents if backend.normalizer is None else contents + [backend.normalizer.normalize_str(one) for one in contents]
+    in_added = _pairs(shown)
+    greedy_ends = {token.content[-1] for token in added if token.rstrip and token.content}
+    merged = _NoToken(backend)
+
+    def safe(before: str, after: str) -> bool:
+        left, right = _normalised(before, normaliser), _normalised(after, normaliser)
+        if left is None or right is None or before.isspace() or (before, after) in in_added or (left[-1], right[0]) in in_added:
+            return False
+        if before in greedy_ends and after.isspace():
+            return False
+        return _apart(left[-1], right[0], splitter, merged)
+
+    return SafeCuts(safe, continued)
+
+
+def _apart(before: str, after: str, splitter: list[dict[str, Any]], merged: _NoToken) -> bool:
+    """Whether pre-tokenizer and model keep two characters apart in every text, and cut the text around them the same without either."""
+    bytes_spelled = False
+    for step in splitter:
+        if bytes_spelled:
+            return False
+        ends = _ends_word(step, before, after)
+        if ends is not False:
+            return ends is True
+        if step["type"] == "Metaspace":
+            before, after = (step.get("replacement", SPACE) if one == " " else one for one in (before, after))
+        bytes_spelled = step["type"] == "ByteLevel"
+    return merged(before, after, bytes_spelled)
+
+
+def _ends_word(step: dict[str, Any], before: str, after: str) -> bool | None:
+    """Whether a step always cuts between two characters; False: perhaps not, but it cuts the rest as if it did; None: not known."""
+    kind = step["type"]
+    word_end = after in AFTER_WORD and unicodedata.ucd_3_2_0.category(before)[0] == "L"
+    if kind in ("Metaspace", "WhitespaceSplit", "Punctuation"):
+        return kind == "WhitespaceSplit" and after.isspace()
+    if kind == "Digits":
+        return False if word_end else None
+    if kind == "ByteLevel":
+        return False if not step.get("use_regex", True) else word_end or None
+    if kind != "Split":
+        return None
+    literal = step["pattern"].get("String")
+    if literal is not None:
+        return False if len(literal) == 1 else None
+    plain = (step["behavior"], bool(step.get("invert"))) in (("Isolated", False), ("Removed", True))
+    branches = frozenset(_branches(step["pattern"]["Regex"]))
+    covering = [both for both in _COVERS if both <= branches]
+    if not plain or not word_end or not branches <= _OTHERS.union(*covering):
+        return None
+    return bool(covering)
+
+
+def _branches(pattern: str) -> Iterator[str]:
+    """The alternatives of a pattern's top level."""
+    begin = depth = brackets = at = 0
+    while at < len(pattern):
+        sign = pattern[at]
+        if sign == "\\":
+            at += 1
+        elif sign == "[":
+            brackets += 1
+        elif sign == "]" and brackets:
+            brackets -= 1
+        elif not brackets and sign in "()":
+            depth += 1 if sign == "(" else -1
+        elif not brackets and sign == "|" and depth == 0:
+            yield pattern[begin:at]
+            begin = at + 1
+        at += 1
+    yield pattern[begin:]
+
+
+class _NoToken:
+    """Whether no token of a BPE vocabulary holds two characters side by side; the vocabulary is read on first use."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        self._read: tuple[frozenset[tuple[str, str]], dict[str, int]] | None = None
+
+    def __call__(self, before: str, after: str, bytes_spelled: bool) -> bool:
+        from tokenizers import models
+
+        model = cast(Any, self._backend.model)
+        if not isinstance(model, models.BPE) or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
+            return False
+        if self._read is None:
+            vocabulary = self._backend.get_vocab(with_added_tokens=False)
+            self._read = _pairs(vocabulary), vocabulary
+        joined, vocabulary = self._read
+        if bytes_spelled:
+            return (spell(before.encode())[-1], spell(after.encode())[0]) not in joined
+        # Neighbours that are both unknown may become one token.
+        known = after in vocabulary or (model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in after.encode()))
+        return (before, after) not in joined and (known or not model.fuse_unk)
+
+
+def _pairs(entries: Iterable[str]) -> frozenset[tuple[str, str]]:
+    return frozenset(pair for entry in entries for pair in pairwise(entry))
+
+
+def _parts(step: Any, key: str) -> list[dict[str, Any]]:
+    """A normaliser or pre-tokenizer as a flat list of its steps."""
+    if step is None:
+        return []
+    found: dict[str, Any] = json.loads(step.__getstate__())
+    return _flat(found, key)
+
+
+def _flat(step: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    return [part for inner in step[key] for part in _flat(inner, key)] if step["type"] == "Sequence" else [step]
+
+
+def _is_simple(part: dict[str, Any]) -> bool:
+    """Whether a normaliser's step changes each character by itself, apart from what combines with the one before it."""
+    if part["type"] == "Replace":
+        return len(part["pattern"].get("String", "")) == 1 and bool(part["content"])
+    return part["type"] in _FORMS or part["type"] == "Prepend"
+
+
+def _normalised(character: str, normaliser: list[dict[str, Any]]) -> str | None:
+    """A character after normalisation; None where that could depend on its neighbours."""
+    for part in normaliser:
+        if part["type"] == "Replace":
+            character = character.replace(part["pattern"]["String"], part["content"])
+        elif part["type"] in _FORMS:
+            alone = unicodedata.normalize(_FORMS[part["type"]], character) == character
+            decomposes = unicodedata.normalize("NFD", character) != character
+            if not alone or decomposes or any(unicodedata.category(c)[0] == "M" or "\u1100" <= c <= "\u11ff" for c in character):
+                return None
+    return character
+
+
+def _puts_prefix(step: dict[str, Any]) -> bool:
+    return bool(step.get("add_prefix_space")) if step["type"] == "ByteLevel" else (
+        step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never"
+    )  # fmt: skip
+
+
+def _without_prefix(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    content = json.loads(backend.to_str())
+    if content["normalizer"] is not None:
+        kept = [part for part in _flat(content["normalizer"], "normalizers") if part["type"] != "Prepend"]
+        content["normalizer"] = {"type": "Sequence", "normalizers": kept} if kept else None
+    steps = [] if content["pre_tokenizer"] is None else _flat(content["pre_tokenizer"], "pretokenizers")
+    for step in filter(_puts_prefix, steps):
+        step.update({"add_prefix_space": False} if step["type"] == "ByteLevel" else {"prepend_scheme": "never"})
+    if steps:
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    clone = tokenizers.Tokenizer.from_str(json.dumps(content))
+    clone.encode_special_tokens = True
+    return clone
