@@ -2,8 +2,9 @@
 
 concat    documents one after another, cut every `pack_length` tokens; nothing is lost
 best_fit  whole documents (longer ones in pieces of a pack), the longest first, each into the fullest pack it fits, within a stretch
-prulong   as concat, but the rest of a cut document goes on only if long enough (`min_length`), `overlap` tokens earlier, or not at all
-          (`intact`); `split_by_lengths` cuts documents to listed lengths first; the last, partly filled pack is dropped unless kept
+prulong   as concat, but the rest of a cut document goes on only if long enough (`min_length`), `overlap` tokens earlier (at most those
+          its document has given), or not at all (`intact`); `split_by_lengths` cuts documents to listed lengths first; the last,
+          partly filled pack is dropped unless kept
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class PackOptions:
     min_length: int = 1
     """concat, best_fit: shorter documents are left out; prulong: shorter rests of cut documents are."""
     overlap: int = 0
-    """prulong: the rest of a cut document begins this many tokens before the cut."""
+    """prulong: the rest of a cut document begins this many tokens before the cut, or where the document begins if that is later."""
     split_by_lengths: tuple[int, ...] = ()
     """prulong: each document is cut into pieces of the longest of these lengths that fits; what is shorter than all is left out."""
     intact: bool = False
@@ -104,6 +105,7 @@ class PackReport:
 class Buffer:
     """The pack being filled, and the counts so far."""
 
+    source: Source
     options: PackOptions
     report: PackReport
     pieces: list[Piece] = field(default_factory=list)
@@ -120,23 +122,28 @@ class Buffer:
             if self.filled == given.pack_length:
                 yield self.take()
                 if length:
-                    length += self._rest(length)
-                    start -= given.overlap if length else 0
+                    repeated = min(given.overlap, start - self._begin(document, start)) if given.overlap else 0
+                    start, length = (start - repeated, length + repeated) if self._keeps(length, repeated) else (start, 0)
 
     def take(self) -> list[Piece]:
         """The pack as it is; a new one begins."""
         pieces, self.pieces, self.filled = self.pieces, [], 0
         return pieces
 
-    def _rest(self, length: int) -> int:
-        """What becomes of the rest of a cut document: the change of its length."""
+    def _begin(self, document: int, start: int) -> int:
+        """Where the true document begins that token `start` belongs to: inside a pack of the source, that is one of its spans."""
+        spans = self.source.span_starts(document)
+        return 0 if spans is None else int(spans[np.searchsorted(spans, start, side="right") - 1])
+
+    def _keeps(self, length: int, repeated: int) -> bool:
+        """Whether the rest of a cut document, `length` tokens, goes on after `repeated` tokens that it begins with."""
         given, report = self.options, self.report
         report.cut_documents += 1
-        if given.intact or (given.mode == "prulong" and length + given.overlap < given.min_length):
+        if given.intact or (given.mode == "prulong" and length + repeated < given.min_length):
             report.dropped_tokens += length
-            return -length
-        report.repeated_tokens += given.overlap
-        return given.overlap
+            return False
+        report.repeated_tokens += repeated
+        return True
 
 
 def pack(source: Path | str, out: Path, options: PackOptions) -> PackReport:
@@ -181,7 +188,7 @@ def _plans(source: Source, options: PackOptions, report: PackReport) -> Iterator
 
 
 def _concat(source: Source, options: PackOptions, report: PackReport) -> Iterator[list[Piece]]:
-    buffer = Buffer(options, report)
+    buffer = Buffer(source, options, report)
     for first in range(0, source.num_documents, SECTION_DOCUMENTS):
         lengths = source.lengths(first, min(first + SECTION_DOCUMENTS, source.num_documents))
         for document, length in enumerate(lengths.tolist(), first):

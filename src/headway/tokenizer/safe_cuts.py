@@ -128,9 +128,9 @@ def safe_cuts(tokenizer: Tokenizer) -> SafeCuts:
 def _of_sentencepiece(sp: Any) -> SafeCuts:
     from sentencepiece import SentencePieceProcessor
 
-    from headway.tokenizer.sentencepiece_model import _proto
+    from headway.tokenizer.sentencepiece_model import content_of
 
-    proto = _proto(sp)
+    proto = content_of(sp)
     rules = proto.normalizer_spec
     if rules.precompiled_charsmap and rules.name not in _NORMALISED_MODELS:
         return SafeCuts(None, sp)

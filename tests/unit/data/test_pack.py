@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headway.cli import main
 from headway.data.config import DataConfig
+from headway.data.convert import convert
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
 from headway.data.order import Selection
@@ -148,3 +149,49 @@ def test_the_command_line_reports(tmp_path: Path, capsys) -> None:
     assert main(["data", "pack", str(store), str(tmp_path / "q"), *arguments]) == 2
     with pytest.raises(DataError, match="gives no pack"):
         pack(store, tmp_path / "q", PackOptions(99, "prulong"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    pack_length=st.integers(2, 20),
+    overlap=st.integers(0, 19),
+    min_length=st.integers(1, 12),
+    parts=st.lists(st.integers(1, 30), max_size=3, unique=True),
+    kind=st.sampled_from(["headway", "mds", "packs"]),
+)
+def test_an_overlap_never_leaves_its_document(tmp_path_factory, lengths, pack_length, overlap, min_length, parts, kind) -> None:
+    folder = tmp_path_factory.mktemp("overlap")
+    overlap %= pack_length
+    source = make_store(folder / "in", lengths, masked=True)
+    if kind == "mds":
+        convert(source, folder / "mds", "mds")
+        source = folder / "mds"
+    elif kind == "packs":
+        pack(source, folder / "packs", PackOptions(17))
+        source = folder / "packs"
+    options = PackOptions(pack_length, "prulong", min_length, overlap, tuple(parts), keep_last=True)
+    assume(not parts or max(lengths) >= min(parts))
+    assume(kind != "packs" or not parts or min(17, sum(lengths)) >= min(parts))
+    report = pack(source, folder / "out", options)
+    store = open_store(folder / "out")
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    seen: dict[int, int] = {}
+    for one in range(store.num_documents):
+        assert store.document_mask(one).tolist() == [int(t) % 3 == 0 for t in store.document(one)]
+    for piece in (piece for one in spans_of(store) for piece in one):
+        assert piece == list(range(piece[0], piece[0] + len(piece))), "a piece is a stretch of the source"
+        assert len({int(owner[token - 1]) for token in piece}) == 1, "of one document"
+        for token in piece:
+            seen[token] = seen.get(token, 0) + 1
+    assert sum(count - 1 for count in seen.values()) == report.repeated_tokens
+    assert len(seen) + report.dropped_tokens == sum(lengths)
+    assert report.tokens == len(seen) + report.repeated_tokens
+
+
+def test_a_cut_in_a_documents_first_tokens_repeats_only_those(tmp_path: Path) -> None:
+    found, report = packed(tmp_path, [9, 20], pack_length=10, mode="prulong", overlap=4, keep_last=True)
+    # Document 2 (ids 10 to 29) is cut after its first token: the rest repeats that one, not three tokens of document 1.
+    assert found[0] == [list(range(1, 10)), [10]]
+    assert found[1][0] == list(range(10, 20))
+    assert report.repeated_tokens == 1 + 4 + 4
