@@ -3,13 +3,16 @@
 Verb files import typer alone at the top, so that help is instant; the work is a typed function of the package that the verb calls.
 """
 
+import errno
 import importlib
+import logging
 import os
 import pkgutil
 import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 import typer
@@ -18,6 +21,11 @@ from headway import __version__
 from headway.errors import HeadwayError
 from headway.runtime.log import start_logging
 from headway.runtime.process import leave_outcome
+from headway.runtime.storage import explain
+
+USERS_PATH = (errno.ENAMETOOLONG, errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
+"""What is wrong with a path that was given, rather than with the machine."""
+DISKS_STATE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def build_app() -> typer.Typer:
@@ -114,6 +122,14 @@ def _main(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as problem:
+        if problem.filename is None or asked.came:
+            raise
+        logging.getLogger("headway").debug("where it happened", exc_info=True)
+        path = Path(os.fsdecode(problem.filename))
+        reason = explain(problem, path) if problem.errno in DISKS_STATE else f"{problem.strerror}."
+        print(f"error: {path}: {reason}", file=sys.stderr)  # noqa: T201
+        return 2 if problem.errno in USERS_PATH else 1
     except Exception as error:
         if asked.came:
             print("stopped", file=sys.stderr)  # noqa: T201

@@ -19,6 +19,7 @@ from headway.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
 Loc = tuple[Any, ...]
+LONGEST_LINE = 800
 
 
 def load(schema: type[S], path: Path | None = None, overrides: Sequence[str] = (), say: Callable[[str], object] = str) -> S:
@@ -72,8 +73,8 @@ def apply_override(data: dict[str, Any], override: str, where: Where) -> Loc:
     """Apply one `section.key=value` to the raw recipe, the value read as YAML; returns the place of the key."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"override {override[:200]!r} is not of the form section.key=value, e.g. optim.lr=3e-4.")
-    shown = repr(override if len(override) <= 200 else override[:197] + "...")
+        raise ConfigError(f"override {_shortened(override)!r} is not of the form section.key=value, e.g. optim.lr=3e-4.")
+    shown = repr(_shortened(override))
     try:
         value = parse_yaml(text, "value") if text.strip() else ""
     except ConfigError as error:
@@ -97,7 +98,7 @@ def apply_override(data: dict[str, Any], override: str, where: Where) -> Loc:
     if isinstance(node, list) and (not isinstance(last, int) or last >= len(node)):
         raise ConfigError(f"override {shown}: {'.'.join(map(str, parts[:-1]))} is a list of {len(node)}; use an index below that.")
     node[last] = value
-    where[tuple(parts)] = f"override {override if len(override) <= 200 else override[:197] + '...'}"
+    where[tuple(parts)] = f"override {_shortened(override)}"
     return tuple(parts)
 
 
@@ -108,8 +109,13 @@ def validate(schema: type[S], data: Mapping[str, Any], where: Where | None = Non
     except ValueError as error:
         if not isinstance(error, ValidationError):
             raise ConfigError(f"recipe: {error}.") from None
-        lines = [_explain(one, schema, where or {}) for one in _flatten(error.errors())]
+        lines = [_shortened(_explain(one, schema, where or {})) for one in _flatten(error.errors())]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _shortened(line: str) -> str:
+    """A line that can be read: a value of thousands of characters is cut in its middle."""
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 205]} ... {line[-200:]}"
 
 
 def _flatten(errors: list[Any]) -> list[Any]:

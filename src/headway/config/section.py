@@ -4,9 +4,10 @@ Each field says what it means and whether a resumed run may change it (`fixed` o
 """
 
 import json
-from typing import Any, Literal, cast
+from pathlib import Path
+from typing import Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 OnResume = Literal["fixed", "free"]
 
@@ -24,6 +25,35 @@ class Section(BaseModel):
     """One block of a recipe. Fields are declared with `setting`, beside the code that reads them."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _can_be_used(self) -> Self:
+        for name, info in type(self).model_fields.items():
+            if problem := _unusable(getattr(self, name)):
+                raise ValueError(f"{info.alias or name} {problem}")
+        return self
+
+
+def _unusable(value: Any) -> str | None:
+    """Why no code could use a value of the right type: a number beyond 63 bits, a name that no file system takes."""
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return f"is {str(value)[:40]}; it must be smaller than 2^63"
+    if isinstance(value, str) and "\0" in value:
+        return f"is {value[:40]!r}; it must hold no NUL character"
+    if isinstance(value, Path):
+        return unusable_path(str(value))
+    if isinstance(value, (tuple, list)):
+        return next(filter(None, map(_unusable, cast(list[Any], value))), None)
+    return None
+
+
+def unusable_path(path: str) -> str | None:
+    """Why a path can name nothing on any file system; None where it could."""
+    if "\0" in path:
+        return f"is {path[:40]!r}; a path holds no NUL character"
+    if len(path.encode("utf-8", "replace")) > 4000 or any(len(part.encode("utf-8", "replace")) > 255 for part in path.split("/")):
+        return f"is {path[:40] + '...'!r}; a path is shorter, and each name in it has at most 255 bytes"
+    return None
 
 
 class Overlay(Section):

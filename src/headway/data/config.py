@@ -12,6 +12,7 @@ from headway.errors import ConfigError
 
 Packing = Literal["best_fit", "concat", "pad", "one_document"]
 SUFFIX = re.compile(r"^(?P<path>.+?)(?:@(?P<weight>\d+(?:\.\d*)?(?:e-?\d+)?)|#(?P<repeat>\d+))?$")
+MOST_TOKENS = 10**9
 DEFAULT_ROWS = 8
 
 
@@ -129,8 +130,8 @@ class DataConfig(Section):
     tokenizer_unchecked: bool = setting(
         False, "Accept stores that do not say which tokenizer made them; only the highest id is checked.", on_resume="free"
     )
-    workers: int = setting(1, "Threads that fill rows; 0 fills them in the training thread.", ge=0, on_resume="free")
-    prefetch: int = setting(4, "Steps prepared ahead.", ge=1, on_resume="free")
+    workers: int = setting(1, "Threads that fill rows; 0 fills them in the training thread.", ge=0, le=1024, on_resume="free")
+    prefetch: int = setting(4, "Steps prepared ahead.", ge=1, le=10_000, on_resume="free")
     pin_memory: bool | Literal["auto"] = setting("auto", "Put batches in pinned memory; auto = where there is a GPU.", on_resume="free")
     stage_to: Path | None = setting(None, "Copy stores to this folder (a local disk) first and read them there.", on_resume="free")
     cache_dir: Path | None = setting(
@@ -283,6 +284,10 @@ class BatchConfig(Section):
             micro_rows = DEFAULT_ROWS
         if self.rampup is not None and self.rampup.start > rows:
             raise ConfigError(f"batch.rampup.start is {self.rampup.start}; it must not exceed the full batch of {rows} rows.")
+        if rows * seq_len > MOST_TOKENS:
+            raise ConfigError(
+                f"batch is {rows} rows of {seq_len} tokens in one step; more than {MOST_TOKENS:,} tokens are no step. Lower it."
+            )
         return ResolvedBatch(rows, micro_rows, each // micro_rows, rows * seq_len)
 
     def _rows_of(self, key: str, value: int, unit: int, ranks: int) -> int:

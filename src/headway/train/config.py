@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from headway.checkpoint.config import CheckpointConfig
 from headway.config.kinds import KindIn, NestedErrors
-from headway.config.section import Section, setting
+from headway.config.section import Section, setting, unusable_path
 from headway.data.config import BatchConfig, DataConfig
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
@@ -49,6 +49,8 @@ class RunConfig(Section):
     @field_validator("name")
     @classmethod
     def _stays_in_dir(cls, name: str) -> str:
+        if problem := unusable_path(name):
+            raise ValueError(problem)
         if name.startswith(("/", "~")) or {".", ".."} & set(name.split("/")):
             raise ValueError(f"is {name!r}; it must name a folder below run.dir. Say with run.dir where runs are kept")
         return name
@@ -113,6 +115,13 @@ class InitConfig(Section):
         """A single name stands for a list of one; `all` in a list is all."""
         listed = value if isinstance(value, (list, tuple)) else [value]
         return "all" if "all" in listed else tuple(cast(Any, listed))
+
+    @field_validator("source", "adapter")
+    @classmethod
+    def _is_a_path(cls, value: str | None) -> str | None:
+        if value is not None and (problem := unusable_path(value)):
+            raise ValueError(problem)
+        return value
 
     @property
     def contents(self) -> tuple[Content, ...]:

@@ -22,7 +22,7 @@ class AdapterConfig(Section):
     """A low-rank update of chosen linears: W x becomes W x + alpha / rank * B A x, and only A and B train."""
 
     kind: Literal["lora", "dora"] = setting("lora", "lora: W + s B A. dora: its rows scaled to a trained length.")
-    rank: int = setting(16, "Rows of A and columns of B.", gt=0)
+    rank: int = setting(16, "Rows of A and columns of B.", gt=0, le=65_536)
     alpha: float = setting(32.0, "The update is multiplied by alpha / rank.", gt=0)
     rslora: bool = setting(False, "Multiply by alpha / sqrt(rank) instead.")
     dropout: float = setting(0.0, "Dropout on what goes into A.", ge=0, lt=1)

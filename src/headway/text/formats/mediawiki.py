@@ -44,7 +44,8 @@ def _article(page: ElementTree.Element) -> dict[str, str] | None:
     if revision.get("model", "wikitext") != "wikitext":
         return None
     text = clean_wikitext(revision.get("text", ""))
-    return {"id": fields["id"].text or "", "title": fields["title"].text or "", "text": text} if text else None
+    named = {key: (fields[key].text or "") if key in fields else "" for key in ("id", "title")}
+    return {**named, "text": text} if text else None
 
 
 def _local(element: ElementTree.Element) -> str:
