@@ -145,6 +145,7 @@ def test_a_run_stopped_in_stage_two_goes_on_there_and_ends_like_the_undisturbed_
     folder = tmp_path / "run" / "stages" / STAGES[1]
     shutil.rmtree(folder / "checkpoints" / "step-00000006")  # as if it had been killed after step 4
     (folder / "summary.json").unlink()
+    (folder / "saved.json").unlink()
     assert [entry["state"] for entry in json.loads((tmp_path / "run" / "stages.json").read_text())["stages"]] == [
         "done",
         "running",

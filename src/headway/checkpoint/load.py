@@ -48,6 +48,11 @@ class Reader:
         return self._manifest.step
 
     @property
+    def run(self) -> str:
+        """The run that saved it; empty where it does not say."""
+        return self._manifest.run
+
+    @property
     def world(self) -> int:
         return self._manifest.world
 
@@ -212,16 +217,18 @@ class Found:
     rejected: list[tuple[Place, str]] = field(default_factory=list)
 
 
-def newest_good(checkpoints: Place) -> Found:
+def newest_good(checkpoints: Place, run: str = "") -> Found:
     """Look from the newest step back for a checkpoint that is as it was written: every byte of it, in S3 every size.
 
-    The store keeps its own checksums, and every box is checked when it is read.
+    The store keeps its own checksums, and every box is checked when it is read. One that says it is of another run than `run` is rejected.
     """
     rejected: list[tuple[Place, str]] = []
     is_remote = isinstance(checkpoints, S3Path)
     for path in reversed(remote_folders(checkpoints) if isinstance(checkpoints, S3Path) else step_folders(checkpoints)):
         try:
             reader = open_checkpoint(path)
+            if run and reader.run not in ("", run):
+                raise CheckpointError(f"{path}: was saved by another run, not by the one in this folder.")
             reader.verify(deep=not is_remote)
         except StoreDown:
             raise  # nobody knows whether it is good; going back to an older one would lose steps

@@ -67,6 +67,8 @@ class Manifest:
     """Global shape by `role:name`."""
     boxes: tuple[Box, ...]
     scalars: Mapping[str, Json]
+    run: str = ""
+    """Which run saved it; empty where it does not say."""
 
     def to_bytes(self) -> bytes:
         """The content of manifest.json, with its checksum."""
@@ -74,6 +76,7 @@ class Manifest:
             "version": VERSION,
             "step": self.step,
             "world": self.world,
+            **({"run": self.run} if self.run else {}),
             "scalars": plain_json(self.scalars),
             "files": [{key: value for key, value in asdict(file).items() if value is not None} for file in self.files],
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
@@ -125,7 +128,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
             raise ValueError(f"box {box.key!r} fits no tensor or file")
         if any(start < 0 or size < 0 or start + size > limit for start, size, limit in zip(box.offset, box.shape, whole, strict=True)):
             raise ValueError(f"box {box.key!r} reaches outside its tensor of shape {list(whole)}")
-    return Manifest(body["step"], body["world"], tuple(files), shapes, tuple(boxes), body["scalars"])
+    return Manifest(body["step"], body["world"], tuple(files), shapes, tuple(boxes), body["scalars"], str(body.get("run", "")))
 
 
 def tensor_key(role: str, name: str) -> str:

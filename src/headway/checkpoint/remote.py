@@ -14,7 +14,7 @@ from pathlib import Path
 from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import Reader, open_checkpoint, step_of
 from headway.checkpoint.manifest import MANIFEST, read_manifest
-from headway.checkpoint.retention import Entry, choose
+from headway.checkpoint.retention import Entry, Own, choose
 from headway.checkpoint.save import LATEST, STEP_FOLDER, TEMPORARY_PREFIX, Writers
 from headway.errors import CheckpointError
 from headway.runtime.places import S3Path
@@ -87,12 +87,12 @@ class Remote:
             if path.exists() or name == own or writers.rank == 0:
                 self.store.upload(target / name, path)
 
-    def retain(self) -> list[str]:
+    def retain(self, own: Own = Own()) -> list[str]:
         """Write best-1, best-2, ... as small objects that hold a name, delete what need not stay, return what was deleted."""
         sizes = self.store.sizes(self.place)
         complete = {name.split("/")[0] for name in sizes if name.endswith("/" + MANIFEST) and name.count("/") == 1}
         names = [name for name in complete if STEP_FOLDER.fullmatch(name)]
-        best, doomed = choose([Entry.of(name, self._reader(name), self.config.metric) for name in names], self.config)
+        best, doomed = choose([Entry.of(name, self._reader(name), self.config.metric) for name in names], self.config, own)
         wanted = {f"best-{number}": name for number, name in enumerate(best, 1)}
         for link, name in wanted.items():
             self.store.write(self.place / link, name.encode())

@@ -33,6 +33,8 @@ class Entry:
     is_whole: bool
     value: float | None
     """What its validation came to."""
+    run: str = ""
+    """The run that saved it; empty where it does not say."""
 
     @classmethod
     def of(cls, name: str, reader: Reader | None, metric: str) -> Entry:
@@ -40,11 +42,32 @@ class Entry:
         match = STEP_FOLDER.fullmatch(name.removeprefix(REPLACED_PREFIX))
         assert match is not None
         valid: Any = None if reader is None else reader.scalars.get(VALID)
-        return cls(name, int(match.group(2)), match.group(1) == "snapshot", reader is not None, metric_value(valid, metric))
+        return cls(
+            name,
+            int(match.group(2)),
+            match.group(1) == "snapshot",
+            reader is not None,
+            metric_value(valid, metric),
+            "" if reader is None else reader.run,
+        )
 
 
-def choose(entries: Sequence[Entry], config: CheckpointConfig) -> tuple[list[str], list[str]]:
+@dataclass(frozen=True)
+class Own:
+    """Which checkpoints are this run's to count and to delete: not those of other runs, nor of steps it has not reached."""
+
+    run: str = ""
+    step: int | None = None
+
+    def has(self, entry: Entry) -> bool:
+        """Whether an entry is one of them."""
+        same = not self.run or entry.run in ("", self.run)
+        return same and (self.step is None or entry.step <= self.step)
+
+
+def choose(entries: Sequence[Entry], config: CheckpointConfig, own: Own = Own()) -> tuple[list[str], list[str]]:
     """The names of the best, best first, and of those that need not stay."""
+    entries = [one for one in entries if own.has(one)]
     full = sorted((one for one in entries if not one.is_snapshot), key=lambda one: one.step)
     snapshots = sorted((one for one in entries if one.is_snapshot), key=lambda one: one.step)
     sign = -1.0 if config.higher_is_better else 1.0
@@ -64,9 +87,9 @@ def _older_than(entries: list[Entry], keep: int) -> list[Entry]:
     return left
 
 
-def retain(checkpoints: Path, config: CheckpointConfig) -> list[Path]:
+def retain(checkpoints: Path, config: CheckpointConfig, own: Own = Own()) -> list[Path]:
     """Point best-1, best-2, ... at the best, delete what need not stay, and return what was deleted."""
-    best, unneeded = choose([Entry.of(path.name, _whole(path), config.metric) for path in _all_folders(checkpoints)], config)
+    best, unneeded = choose([Entry.of(path.name, _whole(path), config.metric) for path in _all_folders(checkpoints)], config, own)
     _link_best(checkpoints, best)
     linked = {path.resolve() for path in checkpoints.iterdir() if path.is_symlink()}
     doomed = [path for name in unneeded if (path := checkpoints / name).resolve() not in linked]

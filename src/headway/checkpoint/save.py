@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,8 +101,12 @@ def save_checkpoint(
     writers: Writers = ALONE,
     *,
     snapshot: bool = False,
+    run: str = "",
 ) -> Path:
-    """Write one checkpoint and point `latest` at it. All ranks call it; `scalars` and `tokenizer` are rank 0's. Returns its folder."""
+    """Write one checkpoint and point `latest` at it. All ranks call it; `scalars`, `tokenizer` and `run`, the run's id, are rank 0's.
+
+    Returns its folder.
+    """
     final = step_folder(checkpoints, step, snapshot=snapshot)
     temporary = checkpoints / f"{TEMPORARY_PREFIX}{final.name}"
     plain_json(scalars)
@@ -112,7 +116,10 @@ def save_checkpoint(
         writers.share(final, lambda: _prepare(checkpoints, temporary) if is_first else None)
         parts = writers.share(final, lambda: _write_rank(temporary, records, writers.rank, read_back=not snapshot))
         writers.share(
-            final, lambda: _finish(temporary, final, _manifest(step, writers.world, parts, scalars), tokenizer) if is_first else None
+            final,
+            lambda: (
+                _finish(temporary, final, replace(_manifest(step, writers.world, parts, scalars), run=run), tokenizer) if is_first else None
+            ),
         )
     except CheckpointError:
         if is_first:
@@ -235,7 +242,7 @@ def _finish(temporary: Path, final: Path, manifest: Manifest, tokenizer: Path | 
         if not (temporary / file.path).exists():
             raise CheckpointError(f"{final}: {file.path} was written elsewhere. Put run.dir on a file system that all nodes share.")
     copied = _copy_tokenizer(tokenizer, temporary / TOKENIZER) if tokenizer is not None else []
-    whole = Manifest(manifest.step, manifest.world, (*manifest.files, *copied), manifest.shapes, manifest.boxes, manifest.scalars)
+    whole = replace(manifest, files=(*manifest.files, *copied))
     _write_file(temporary / MANIFEST, whole.to_bytes())
     fsync_folder(temporary)
     replaced = final.with_name(REPLACED_PREFIX + final.name)

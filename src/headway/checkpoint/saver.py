@@ -23,9 +23,9 @@ from headway.checkpoint.host import HostCopy
 from headway.checkpoint.load import step_folders, step_of
 from headway.checkpoint.manifest import Json
 from headway.checkpoint.remote import Remote
-from headway.checkpoint.retention import retain
+from headway.checkpoint.retention import Own, retain
 from headway.checkpoint.save import ALONE, TensorRecord, Writers, clean, save_checkpoint
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, HeadwayError
 from headway.runtime.machine import ram_bytes
 from headway.runtime.storage import writing
 
@@ -68,6 +68,10 @@ class Saver:
         """Where checkpoints go once they are complete here."""
         self.ranks_here = 1
         """Ranks on this machine, which share its memory."""
+        self.run = ""
+        """Which run this is; its checkpoints say so."""
+        self.on_saved: Callable[[int], None] = lambda step: None
+        """Called on the first rank with the step of every save that is complete, before older ones go."""
         self._failures = 0
         self._host = HostCopy()
         self._copies: bool | None = None
@@ -163,20 +167,23 @@ class Saver:
         """The whole save; whatever goes wrong is told, and a bug is kept for the main thread."""
         begun = time.perf_counter()
         try:
-            path = save_checkpoint(self.checkpoints, job.step, records, job.scalars, self.tokenizer, self.writers, snapshot=job.snapshot)
+            path = save_checkpoint(
+                self.checkpoints, job.step, records, job.scalars, self.tokenizer, self.writers, snapshot=job.snapshot, run=self.run
+            )
             if not job.snapshot:
                 self.saved_step = job.step
             if self.writers.rank == 0:
                 log.info("saved %s in %.1f s", path, time.perf_counter() - begun)
-            self._retain()
-            self._publish(path)
+            self._quietly(lambda: self.on_saved(job.step), "the record of what was saved", "written")
+            self._retain(job.step)
+            self._publish(path, job.step)
             self.failed, self._failures = None, 0
         except CheckpointError as problem:
             self._failed(job, problem)
         except BaseException as bug:  # raised by the next wait
             self._bug = bug
 
-    def _publish(self, path: Path) -> None:
+    def _publish(self, path: Path, step: int) -> None:
         """Send a checkpoint to the store; where that fails, the local one stays and the next save or start tries again."""
         if self.remote is None:
             return
@@ -184,9 +191,10 @@ class Saver:
         self.remote.publish(path, self.writers)
         if self.writers.rank == 0:
             log.info("sent %s to %s in %.1f s", path.name, self.remote.place, time.perf_counter() - begun)
-        self._quietly(self.remote.retain, "older checkpoints in the store")
+        remote = self.remote
+        self._quietly(lambda: remote.retain(Own(self.run, step)), "older checkpoints in the store")
         here = self.config.model_copy(update={"keep_last": 1, "keep_best": min(1, self.config.keep_best), "keep_every": None})
-        self._quietly(lambda: retain(self.checkpoints, here), "older local checkpoints")
+        self._quietly(lambda: retain(self.checkpoints, here, Own(self.run, step)), "older local checkpoints")
 
     def resume_upload(self) -> None:
         """At the start of a run: what an earlier start left complete on the disk, but not in the store, goes up beside training."""
@@ -206,7 +214,7 @@ class Saver:
 
     def _send(self, job: Job, path: Path) -> None:
         try:
-            self._publish(path)
+            self._publish(path, job.step)
             self.failed, self._failures = None, 0
         except CheckpointError as problem:
             self._failed(job, problem)
@@ -224,18 +232,18 @@ class Saver:
             log.error("%s", text)
             self.tell(text)
 
-    def _retain(self) -> None:
+    def _retain(self, step: int) -> None:
         """Let go what need not stay; the new checkpoint is whole even if this fails."""
-        self._quietly(lambda: retain(self.checkpoints, self.config), "older checkpoints")
+        self._quietly(lambda: retain(self.checkpoints, self.config, Own(self.run, step)), "older checkpoints")
 
-    def _quietly(self, work: Callable[[], object], what: str) -> None:
+    def _quietly(self, work: Callable[[], object], what: str, verb: str = "removed") -> None:
         """Tidy up on the first rank; a failure is told and fails nothing."""
         if self.writers.rank == 0:
             try:
                 with writing(self.checkpoints, error=CheckpointError):
                     work()
-            except CheckpointError as problem:
-                text = f"{what} cannot be removed: {problem}"
+            except HeadwayError as problem:
+                text = f"{what} cannot be {verb}: {problem}"
                 log.error("%s", text)
                 self.tell(text)
 

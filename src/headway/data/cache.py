@@ -7,7 +7,6 @@ name holds the files' names, sizes and contents, the tokenizer and the options: 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -15,11 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.data.checksums import AT_ONCE_BYTES, Checksums
 from headway.data.config import default_cache_dir
 from headway.data.lock import held
-from headway.data.store import is_store
+from headway.data.store import is_store, open_store
 from headway.data.tokenize import TokenizeOptions, tokenize
-from headway.runtime.storage import TEMPORARY_PREFIX, rename_folder, sha256_file, write_atomic
+from headway.errors import DataError
+from headway.runtime.storage import TEMPORARY_PREFIX, remove_folder, rename_folder
 from headway.text.read import expand
 from headway.tokenizer.load import load_tokenizer
 
@@ -50,17 +51,45 @@ def cached_store(
 
 
 def obtain(wanted: CachedBuild, cache_dir: Path) -> Path:
-    """The finished store of a cached build; only one of many processes that ask for it does the work."""
-    folder = cache_dir / "stores"
-    key = hashlib.sha256(repr((_contents(wanted.files, cache_dir), wanted.settings)).encode()).hexdigest()
+    """The finished store of a cached build; only one of many processes that ask for it does the work. A damaged one is built again."""
+    folder, checksums = cache_dir / "stores", Checksums(cache_dir)
+    named = list(zip([path.name for path in wanted.files], _sizes(wanted.files), checksums.of_all(wanted.files), strict=True))
+    key = hashlib.sha256(repr((named, wanted.settings)).encode()).hexdigest()
     store = folder / key[:32]
-    if is_store(store):
+    if is_store(store) and is_whole(store, checksums):
         return store
-    with held(folder / f"{store.name}.lock", until=lambda: is_store(store)) as mine:
+    with held(folder / f"{store.name}.lock", until=lambda: is_store(store) and is_whole(store, checksums)) as mine:
         if mine:
+            discard_damaged(store)
             log.info("build a token store of %s in %s", wanted.what, store)
             _build(wanted, store)
     return store
+
+
+def is_whole(store: Path, checksums: Checksums) -> bool:
+    """Whether every file of a store is as it was written; large ones may still be looked at when they are read."""
+    try:
+        manifest = open_store(store).manifest
+        for shard in manifest.shards:
+            for name, file in shard.files.items():
+                if file.bytes <= AT_ONCE_BYTES or checksums.knows(store / name):
+                    checksums.require(store / name, file.sha256)
+    except (DataError, OSError):
+        return False
+    return True
+
+
+def discard_damaged(store: Path) -> None:
+    """Make room for a store that is built again."""
+    if store.is_symlink():
+        store.unlink()
+    elif store.exists():
+        log.warning("%s is damaged and is built again", store)
+        remove_folder(store)
+
+
+def _sizes(files: Sequence[Path]) -> list[int]:
+    return [path.stat().st_size for path in files]
 
 
 def _build(wanted: CachedBuild, store: Path) -> None:
@@ -73,24 +102,3 @@ def _build(wanted: CachedBuild, store: Path) -> None:
     finally:
         if partial.exists():
             shutil.rmtree(partial)
-
-
-def _contents(files: Sequence[Path], cache_dir: Path) -> list[tuple[str, int, str]]:
-    """Name, size and checksum of every file; a checksum is remembered until the file's size or time of change differs."""
-    memory = cache_dir / "checksums.json"
-    status = [path.stat() for path in files]
-    places = [f"{path.absolute()}|{s.st_size}|{s.st_mtime_ns}" for path, s in zip(files, status, strict=True)]
-    with held(cache_dir / "checksums.lock", until=lambda: _remembered(memory).keys() >= set(places)) as mine:
-        if mine:
-            known = _remembered(memory)
-            known |= {at: sha256_file(path) for path, at in zip(files, places, strict=True) if at not in known}
-            write_atomic(memory, json.dumps(known, indent=0))
-    known = _remembered(memory)
-    return [(path.name, s.st_size, known[at]) for path, s, at in zip(files, status, places, strict=True)]
-
-
-def _remembered(memory: Path) -> dict[str, str]:
-    try:
-        return json.loads(memory.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}

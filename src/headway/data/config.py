@@ -127,6 +127,11 @@ class DataConfig(Section):
         False, "Order the rows of a step so that ranks get equal attention work (squared document lengths).", on_resume="fixed"
     )
     skip_batches: str = setting("", "Batches to read but not train on, counted from 0, e.g. '3-5,9'.", on_resume="free")
+    accept_changed: bool = setting(
+        False,
+        "Resume although a source holds other data than when the checkpoint was saved; the data is then read from its beginning.",
+        on_resume="free",
+    )
     tokenizer_unchecked: bool = setting(
         False, "Accept stores that do not say which tokenizer made them; only the highest id is checked.", on_resume="free"
     )

@@ -6,11 +6,13 @@ vocabulary, a split that leaves one side empty. Raw files are built into a cache
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from headway.data.config import DataConfig, SourceConfig
+from headway.data.checksums import Checksums
+from headway.data.config import DataConfig, SourceConfig, default_cache_dir
 from headway.data.mixture import MixtureSource
 from headway.data.order import Selection
 from headway.data.pairs import PairSource
@@ -32,11 +34,34 @@ class OpenData:
 
     train: tuple[MixtureSource, ...]
     valid: dict[str, tuple[MixtureSource, ...]]
+    checksums: Checksums = field(default_factory=Checksums)
 
     @property
     def names(self) -> list[str]:
         """The names of the training sources, in the order of `Batch.source`."""
         return [one.selection.source.name for one in self.train]
+
+    def contents(self) -> list[dict[str, str]]:
+        """What every source holds, as checksums; the checkpoint keeps it. Files without checksums of their own are read once for it."""
+        sets = {"train": self.train, **{f"valid.{name}": many for name, many in self.valid.items()}}
+        return [
+            {"set": name, "source": one.selection.source.name, "content": _content(one.selection.source, self.checksums)}
+            for name, many in sets.items()
+            for one in many
+        ]
+
+
+def _content(source: Source, checksums: Checksums) -> str:
+    from headway.data.foreign.documents import ForeignStore
+
+    if isinstance(source, PairSource):
+        return _content(source.store, checksums)
+    if isinstance(source, Store):
+        return source.content
+    if isinstance(source, ForeignStore):
+        files = checksums.of_all([file for part in source.parts for file in part.files])
+        return hashlib.sha256(repr((source.content_key, files)).encode()).hexdigest()
+    return source.content_key
 
 
 def open_data(config: DataConfig, *, tokenizer: Path | None, vocab_size: int, seed: int, pairs: bool = False) -> OpenData:
@@ -46,12 +71,13 @@ def open_data(config: DataConfig, *, tokenizer: Path | None, vocab_size: int, se
     """
     if pairs:
         _check_rows_of_pairs(config)
+    checksums = Checksums(config.cache_dir or default_cache_dir())
     if config.train is None:
         opened: list[tuple[SourceConfig, Source]] = [(SourceConfig(path="generated data"), SyntheticSource(vocab_size, seed))]
     else:
-        opened = [(one, open_source(one, config, tokenizer)) for one in config.train]
+        opened = [(one, open_source(one, config, tokenizer, checksums)) for one in config.train]
     sets = (config.valid.sets if config.valid else None) or {}
-    valid = {name: [(one, open_source(one, config, tokenizer)) for one in many] for name, many in sets.items()}
+    valid = {name: [(one, open_source(one, config, tokenizer, checksums)) for one in many] for name, many in sets.items()}
     if config.train is not None:
         counter = _Counter()
         opened = [(one, _read_as(source, pairs, counter)) for one, source in opened]
@@ -60,8 +86,8 @@ def open_data(config: DataConfig, *, tokenizer: Path | None, vocab_size: int, se
     _check([*stores, *(source for many in valid.values() for _, source in many)], tokenizer, vocab_size, config.tokenizer_unchecked)
     fraction = config.valid.fraction if config.valid else None
     if fraction is None:
-        return OpenData(_mixture(opened, config), {name: _mixture(many, config) for name, many in valid.items()})
-    return OpenData(_mixture(opened, config, "train", fraction), {VALID_NAME: _mixture(opened, config, VALID_NAME, fraction)})
+        return OpenData(_mixture(opened, config), {name: _mixture(many, config) for name, many in valid.items()}, checksums)
+    return OpenData(_mixture(opened, config, "train", fraction), {VALID_NAME: _mixture(opened, config, VALID_NAME, fraction)}, checksums)
 
 
 @dataclass
@@ -100,8 +126,9 @@ def _check_rows_of_pairs(config: DataConfig) -> None:
         raise ConfigError(f"data.seq_len is {config.seq_len}; a row must hold a pair. Use {LEAST_PAIR_TOKENS} or more.")
 
 
-def open_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Source:
+def open_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None, checksums: Checksums | None = None) -> Source:
     """Open one path: a store (staged to a local disk if the recipe says so), a foreign store, or raw files."""
+    checksums = checksums or Checksums(config.cache_dir or default_cache_dir())
     from headway.data.foreign import source as any_kind
     from headway.data.foreign.detect import detect
 
@@ -119,8 +146,8 @@ def open_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -
     if kind == "raw":
         path = _cached(one, config, tokenizer)
     if config.stage_to is not None:
-        path = staged(path, config.stage_to)
-    return open_store(path, one.path if kind == "raw" else None)
+        path = staged(path, config.stage_to, checksums)
+    return open_store(path, one.path if kind == "raw" else None, checksums)
 
 
 def _cached(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Path:

@@ -7,6 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
+from headway.data.cache import discard_damaged, is_whole
+from headway.data.checksums import Checksums
 from headway.data.lock import held
 from headway.data.store import is_store, open_store
 from headway.data.store_manifest import MANIFEST_NAME, read_manifest
@@ -15,12 +17,14 @@ from headway.runtime.progress import progress, quantity
 from headway.runtime.storage import TEMPORARY_PREFIX, fsync_file, rename_folder, require_space, writing
 
 
-def staged(store: Path, folder: Path) -> Path:
-    """The copy of a store in `folder`; processes of one machine copy it once, the others wait."""
+def staged(store: Path, folder: Path, checksums: Checksums | None = None) -> Path:
+    """The copy of a store in `folder`; processes of one machine copy it once, the others wait. A damaged copy is made again."""
     manifest = read_manifest(store)
     copy = folder / f"{store.name}-{manifest.key[:16]}"
-    with held(folder / f"{copy.name}.lock", until=lambda: is_store(copy)) as mine:
+    known = checksums or Checksums()
+    with held(folder / f"{copy.name}.lock", until=lambda: is_store(copy) and is_whole(copy, known)) as mine:
         if mine:
+            discard_damaged(copy)
             size = sum(file.bytes for shard in manifest.shards for file in shard.files.values())
             require_space(folder, size, DataError)
             logging.getLogger("headway").info("stage %s to %s: %s", store, copy, quantity(size, "bytes"))

@@ -5,7 +5,8 @@
     mask-00000.bin     optional, one bit per token (lowest first): is it a loss target
     spans-00000.idx    optional, int64 offsets: where true documents start inside the packs, and the end
 
-Invariant: sizes are checked when a store is opened, offsets when they are read, checksums by `Store.verify`.
+Invariant: sizes are checked when a store is opened and at every use, offsets when they are read, the checksum of a file when it is first
+read (see checksums.py), all of them by `Store.verify`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from headway.data.checksums import Checksums, damaged
+from headway.data.maps import MAPS
 from headway.data.source import Flags, Ids, Longs, Source
 from headway.data.store_manifest import ITEM_BYTES, MANIFEST_NAME, Dtype, Manifest, read_manifest
 from headway.data.store_writer import StoreWriter, TokenWriter
@@ -37,10 +40,11 @@ def dtype_for(vocab_size: int) -> Dtype:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def open_store(path: Path | str, name: str | None = None) -> Store:
+def open_store(path: Path | str, name: str | None = None, checksums: Checksums | None = None) -> Store:
     """Open a finished store; a half-written one, or one whose files have other sizes than store.json says, is refused.
 
     `name`: what people know it by, where it is a copy or was built from other files; default: its path.
+    `checksums`: where it is remembered that files were checked; default: nowhere, each is checked when it is first read.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
@@ -52,17 +56,25 @@ def open_store(path: Path | str, name: str | None = None) -> Store:
                 raise DataError(f"{folder / file}: cannot be read: {problem.strerror}. Copy or build the store again.") from None
             if size != expected.bytes:
                 raise DataError(f"{folder / file}: has {size} bytes; {MANIFEST_NAME} says {expected.bytes}. Copy or build the store again.")
-    return Store(folder, manifest, name)
+    return Store(folder, manifest, name, checksums)
 
 
 class Store(Source):
     """A finished store, memory-mapped."""
 
-    def __init__(self, folder: Path, manifest: Manifest, name: str | None = None) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, name: str | None = None, checksums: Checksums | None = None) -> None:
         self.folder = folder
         self._name = name
         self.manifest = manifest
-        self._maps: dict[str, np.ndarray] = {}
+        self._checksums = checksums or Checksums()
+        self._checked: set[str] = set()
+        self._kinds = {
+            "docs": ("idx", "<i8"),
+            "spans": ("idx", "<i8"),
+            "mask": ("bin", "u1"),
+            "tokens": ("bin", f"<u{ITEM_BYTES[self.dtype]}"),
+        }
+        self._place_of = str(folder)
         self._first_document = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
         self._first_token = np.cumsum([0, *(shard.tokens for shard in manifest.shards)])
 
@@ -105,6 +117,11 @@ class Store(Source):
     def content_key(self) -> str:
         """The checksum of store.json, which holds the checksums of everything else."""
         return self.manifest.key
+
+    @property
+    def content(self) -> str:
+        """The checksum of what is in it, wherever it lies and whoever built it."""
+        return self.manifest.content
 
     @property
     def starts(self) -> Longs:
@@ -186,7 +203,7 @@ class Store(Source):
         for number, shard in enumerate(self.manifest.shards):
             for name, expected in shard.files.items():
                 if sha256_file(self.folder / name) != expected.sha256:
-                    raise DataError(f"{self.folder / name}: the checksum is not the one in {MANIFEST_NAME}. Copy or build the store again.")
+                    raise damaged(self.folder / name)
             self._offsets(number, 0, shard.documents)
 
     def _gather(self, shard: int, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
@@ -225,18 +242,17 @@ class Store(Source):
         return offsets
 
     def _map(self, what: str, shard: int) -> np.ndarray:
-        ending, dtype = {"docs": ("idx", "<i8"), "spans": ("idx", "<i8"), "mask": ("bin", "u1")}.get(
-            what, ("bin", f"<u{ITEM_BYTES[self.dtype]}")
-        )
+        """A file of a shard, mapped; checked when it is first read, and its size at every use."""
+        ending, dtype = self._kinds[what]
         name = f"{what}-{shard:05}.{ending}"
-        if name not in self._maps:
-            path = self.folder / name
-            try:
-                # A plain ndarray over the mapping: indexing a np.memmap costs several times as much.
-                self._maps[name] = np.asarray(np.memmap(path, dtype, mode="r")) if path.stat().st_size else np.zeros(0, dtype)
-            except (OSError, ValueError) as problem:
-                raise DataError(f"{path}: cannot be mapped: {problem}. Copy or build the store again.") from None
-        return self._maps[name]
+        expected = self.manifest.shards[shard].files[name]
+        found = MAPS.get(f"{self._place_of}/{name}", dtype, expected.bytes)
+        if name not in self._checked:
+            self._checksums.require(self.folder / name, expected.sha256)
+            self._checked.add(name)
+        if self._checksums.failed is not None:
+            raise self._checksums.failed
+        return found
 
 
 def ranges(starts: Longs, lengths: Longs) -> Longs:

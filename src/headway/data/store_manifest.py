@@ -1,4 +1,7 @@
-"""store.json: what a token store holds, written last. In: the file; out: a `Manifest`, or a DataError that says what is wrong with it."""
+"""store.json: what a token store holds, written last. In: the file; out: a `Manifest`, or a DataError that says what is wrong with it.
+
+It begins with a checksum of all its bytes that follow; stores of earlier versions, which have none, are read too.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ MANIFEST_NAME = "store.json"
 JOURNAL_NAME = "progress.json"
 VERSION = 1
 Dtype = Literal["uint16", "uint32"]
+CHECKSUM_LINE = '{{\n "checksum": "{}",'
+KEYS = {"checksum", "kind", "version", "dtype", "documents", "tokens", "max_id", "masked", "spans", "tokenizer", "sources", "shards"}
+KEYS |= {"division"}
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 
 
@@ -95,7 +101,14 @@ class Manifest:
         tail: dict[str, Any] = {"shards": shards}
         if self.division is not None:
             tail["division"] = {"shard": self.division.shard, "of": self.division.of, "parts": [list(part) for part in self.division.parts]}
-        return json.dumps(head | tail, indent=1, ensure_ascii=False) + "\n"
+        rest = json.dumps(head | tail, indent=1, ensure_ascii=False).removeprefix("{") + "\n"
+        return CHECKSUM_LINE.format(hashlib.sha256(rest.encode()).hexdigest()) + rest
+
+    @property
+    def content(self) -> str:
+        """The checksum of what the store holds, without where it came from."""
+        files = [(name, file.sha256) for shard in self.shards for name, file in shard.files.items()]
+        return hashlib.sha256(repr((self.dtype, self.masked, self.spans, self.tokenizer, files)).encode()).hexdigest()
 
 
 def file_names(number: int, masked: bool, spans: bool) -> list[str]:
@@ -123,10 +136,17 @@ def read_manifest(folder: Path) -> Manifest:
         given = json.loads(content)
     except ValueError as problem:
         raise DataError(f"{path}: not JSON ({problem}); the store is damaged. Build it again.") from None
+    except RecursionError:
+        raise DataError(f"{path}: nested too deeply; the store is damaged. Build it again.") from None
     if not isinstance(given, dict) or given.get("kind") != "headway-store":
         raise DataError(f"{path}: not the description of a token store. Give the folder that `headway data tokenize --out` wrote.")
     if given.get("version") != VERSION:
         raise DataError(f"{path}: version is {given.get('version')!r}; this headway reads {VERSION}. Build the store again.")
+    unknown = sorted(set(map(str, given)) - KEYS)
+    rest = content[len(CHECKSUM_LINE.format("0" * 64).encode()) :]
+    if unknown or ("checksum" in given and content != CHECKSUM_LINE.format(hashlib.sha256(rest).hexdigest()).encode() + rest):
+        why = f"unknown key {unknown[0]!r}" if unknown else "its checksum does not match"
+        raise DataError(f"{path}: damaged ({why}). Copy or build the store again.")
     try:
         manifest = _parse(given, hashlib.sha256(content).hexdigest())
         _check(manifest, given)

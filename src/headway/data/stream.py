@@ -7,7 +7,6 @@ the block shuffled among each other. A window has the same number of rows in eve
 from __future__ import annotations
 
 import hashlib
-import io
 import logging
 import threading
 from collections import OrderedDict
@@ -21,8 +20,8 @@ from headway.data.order import Windows, permuted, shuffled
 from headway.data.packing import RowPlan, RowShape, join, plan_rows
 from headway.data.source import Longs, Source
 from headway.runtime.progress import progress
+from headway.runtime.sealed import read_sealed, write_sealed
 from headway.runtime.seed import derive
-from headway.runtime.storage import write_atomic
 
 KEPT_BLOCKS = 2
 CACHED_FROM_WINDOWS = 64
@@ -116,19 +115,16 @@ class Stream:
         count = self.windows.num_windows
         if self._cache_dir is None or count < CACHED_FROM_WINDOWS:
             return self._count_rows()
-        path = self._cache_dir / "rows" / f"{self._index_key()}.npy"
-        if path.is_file():
-            try:
-                found = np.load(path, allow_pickle=False)
-                if found.shape == (count,):
-                    return found
-            except (OSError, ValueError):
-                logging.getLogger("headway").info("%s: unreadable, counted again", path)
+        path = self._cache_dir / "rows" / f"{self._index_key()}.sealed"
+        try:
+            content = read_sealed(path)
+            if content is not None and len(content) == 8 * count:
+                return np.frombuffer(content, "<i8").astype(np.int64)
+        except (OSError, ValueError) as problem:
+            logging.getLogger("headway").warning("%s is damaged (%s); rows are counted again", path, problem)
         found = self._count_rows()
-        content = io.BytesIO()
-        np.save(content, found, allow_pickle=False)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, content.getvalue())
+        write_sealed(path, found.astype("<i8").tobytes())
         return found
 
     @cached_property

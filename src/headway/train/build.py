@@ -191,6 +191,7 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
     total_steps = count_steps(recipe, loader, batch)
     watch = Watch(recipe.heal, compute.device)
     state = TrainState(engine, model, loader.state, adapter=recipe.adapter, adapter_base=resolved.base, watch=watch)
+    state.data, state.accepts_other_data = data.contents(), recipe.data.accept_changed
     if bring_to_start(state, start, resolved):
         loader.close()
         loader = make_loader(recipe, data, batch, state, ranks)

@@ -20,7 +20,7 @@ from headway.model.internlm_state import InternlmState
 from headway.model.old_weights import is_internlm
 from headway.runtime.places import place_of
 from headway.train.config import Content, Recipe
-from headway.train.state import TrainState
+from headway.train.state import TrainState, changed_data, other_data
 
 log = logging.getLogger("headway")
 
@@ -45,6 +45,8 @@ def take_content(recipe: Recipe, state: TrainState) -> bool:
     if "scheduler" in wanted:
         state.step, state.consumed_tokens = reader.step, scalars["consumed_tokens"]
     if "sampler" in wanted:
+        if (changed := changed_data(scalars.get("data"), state.data)) and not state.accepts_other_data:
+            raise other_data(reader, changed)
         state.cursor, state.epoch = LoaderState.from_json(scalars["cursor"]), scalars["epoch"]
     _report(reader.path, wanted)
     return "sampler" in wanted

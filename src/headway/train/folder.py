@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from headway.runtime.storage import check_writable, write_atomic
 from headway.track.outside import begin_claims
 from headway.train.config import Recipe
 from headway.train.request import withdraw
+from headway.train.saved import FILE as SAVED
+from headway.train.saved import forget_saved, new_run, read_saved, refuse_dangling, refuse_leftovers, refuse_missing, write_saved
 
 log = logging.getLogger("headway")
 
@@ -59,6 +61,7 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
     """Look at the run folder and decide; a run of another model or data is refused with what differs. `resume`: auto, never or a place."""
     folder = recipe.run.folder
     local, place = recipe.checkpoint.place(folder)
+    refuse_dangling([folder, folder / RECIPE, local])
     for here in (folder, local):
         check_writable(here)
     remote = None if place is None else Remote(place, recipe.checkpoint)
@@ -69,13 +72,17 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
         old = path.parent.parent / RECIPE if isinstance(path, Path) else path.parent / RECIPE
         return Start(folder, open_checkpoint(path), changes=tuple(_allowed_changes(old, recipe)))
     if resume == "never":
-        return Start(folder, None, set_aside=unused_name(folder) if (folder / RECIPE).exists() else None, anew=True)
+        return Start(folder, None, set_aside=unused_name(folder) if was_used(folder) else None, anew=True)
     places = [folder, *([remote.place] if remote is not None else [])]  # a disk may be new where the store is not
     old = next((place / RECIPE for place in places if source_of(place).read(RECIPE) is not None), None)
     if old is None:
+        refuse_leftovers(folder, local, RECIPE)
         return Start(folder, None)
     changes = _allowed_changes(old, recipe)
-    found = max((newest_good(here) for here in (remote.place if remote else None, local) if here is not None), key=_step_found)
+    stored, saved = [*([remote.place] if remote is not None else []), local], read_saved(folder)
+    finds = [newest_good(here, "" if saved is None else saved.run) for here in stored]
+    refuse_missing(folder, stored, saved, finds)
+    found = max(finds, key=_step_found)
     for path, reason in found.rejected:
         log.warning("%s cannot be used: %s", path, reason)
     if found.path is None and found.rejected:
@@ -165,6 +172,11 @@ def _allowed_changes(old: Place, recipe: Recipe) -> list[str]:
     return [change for change in free if not change.startswith("run.")]
 
 
+def was_used(folder: Path) -> bool:
+    """Whether a run has been in a folder."""
+    return any((folder / name).exists() for name in (RECIPE, METRICS, SAVED))
+
+
 def unused_name(folder: Path) -> Path:
     """Where a folder that must make room is moved."""
     return next(path for n in range(1, 10_000) if not (path := folder.with_name(f"{folder.name}.old-{n}")).exists())
@@ -184,12 +196,17 @@ def prepare_folder(start: Start, recipe: Recipe, moved: Callable[[], None] = lam
         log.info("the run that was there is now %s", start.set_aside)
     local, place = recipe.checkpoint.place(start.folder)
     remote = None if place is None else Remote(place, recipe.checkpoint)
+    saved = new_run()
     if start.checkpoint is not None or start.anew:
+        saved = forget_saved(start.folder)
         step = -1 if start.checkpoint is None else start.checkpoint.step
         for later in [*set_aside_later(local, step), *(remote.set_aside_later(step) if remote is not None else [])]:
             log.info("a later checkpoint was set aside: %s", later)
     begin_in(start.folder)
     write_atomic(start.folder / RECIPE, dump_yaml(recipe))
+    if start.checkpoint is not None and start.checkpoint.path.parent in (local.resolve(), place):
+        saved = replace(saved, run=start.checkpoint.run or saved.run, step=start.checkpoint.step)
+    write_saved(start.folder, saved)
     if remote is not None:
         remote.store.write(remote.place / RECIPE, dump_yaml(recipe).encode())
 

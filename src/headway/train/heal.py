@@ -13,6 +13,7 @@ import json
 import logging
 import math
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +25,7 @@ from headway.errors import GaveUpError
 from headway.runtime.storage import write_atomic
 from headway.train.config import Recipe
 from headway.train.report import report
+from headway.train.saved import forget_saved, write_saved
 from headway.train.watch import HealConfig
 
 if TYPE_CHECKING:
@@ -132,6 +134,7 @@ def roll_back(run: Run, bad_step: int) -> None:
 def _decide(run: Run, bad_step: int, batches: tuple[int, int], reason: str) -> dict[str, Any]:
     """Where to go back to, written down for every later start; by the first rank."""
     before = run.healer.step_of(batches[0], bad_step) - 1
+    saved = forget_saved(run.start.folder)
     set_aside_later(run.checkpoints, before)
     found = newest_good(run.checkpoints)
     if run.saver.remote is not None:
@@ -146,6 +149,7 @@ def _decide(run: Run, bad_step: int, batches: tuple[int, int], reason: str) -> d
     documents = run.loader.documents_of(run.healer.before(batches[0]), *batches)
     entry = {"batches": list(batches), "bad_step": bad_step, "to_step": to_step, "reason": reason, "documents": documents}
     write_atomic(run.start.folder / FILE, json.dumps([*healed, entry], indent=1, ensure_ascii=False) + "\n")
+    write_saved(run.start.folder, replace(saved, step=to_step))
     return {"checkpoint": str(found.path), "documents": documents}
 
 

@@ -10,6 +10,7 @@ from headway.parallel.collectives import Group
 from headway.runtime.run_lock import RunLock
 from headway.train.config import Recipe
 from headway.train.folder import first_decides
+from headway.train.saved import refuse_dangling
 
 
 class Hold:
@@ -38,6 +39,7 @@ def held(recipe: Recipe, world: Group) -> Iterator[Hold]:
     hold = Hold()
 
     def take() -> dict[str, Any]:
+        refuse_dangling([recipe.run.dir, *places, checkpoints])
         for place in places:
             lock = RunLock(place, recipe.run.takeover_seconds)
             hold.locks.append(lock)

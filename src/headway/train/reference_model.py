@@ -9,7 +9,6 @@ cached   it reads every pair once before training and is let go; the numbers lie
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -42,9 +41,10 @@ from headway.parallel.collectives import Group
 from headway.parallel.memory import MemoryConfig
 from headway.parallel.passes import Settings
 from headway.runtime.progress import progress
+from headway.runtime.sealed import parse_sealed_json, read_sealed, sealed_json, write_sealed
 from headway.runtime.storage import write_atomic
 from headway.text.hub import is_hub_id, local_or_hub
-from headway.train.folder import Start, write_json
+from headway.train.folder import Start
 from headway.train.resolve import Resolved
 
 log = logging.getLogger("headway")
@@ -68,7 +68,12 @@ class Reference:
         path = start.folder / FILE
         if start.checkpoint is None or not path.is_file():
             return
-        before = json.loads(path.read_text(encoding="utf-8"))["sha256"]
+        try:
+            given = json.loads(path.read_bytes())
+            before = str((parse_sealed_json(json.dumps(given)) if "checksum" in given else given)["sha256"])
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            log.warning("%s is damaged (%s): whether the reference is still the same cannot be checked", path, problem)
+            return
         if before != self.sha256:
             raise CheckpointError(
                 f"{path}: the run began with other reference weights ({before[:12]}) than it would go on with ({self.sha256[:12]}). "
@@ -77,7 +82,7 @@ class Reference:
 
     def keep(self, start: Start) -> None:
         """Write down in the run folder which reference it was."""
-        write_json(start.folder / FILE, {"sha256": self.sha256, "reference": self.line})
+        write_atomic(start.folder / FILE, sealed_json({"sha256": self.sha256, "reference": self.line}))
 
 
 @dataclass(frozen=True)
@@ -218,10 +223,8 @@ def _table(data: OpenData, wanted: _Wanted, digest: str, scoring: Scoring) -> Te
             model = model or _load(wanted, wanted.weights(), scoring)
             found = _score(model, selection, scoring)
             if scoring.ranks.rank == 0:
-                content = io.BytesIO()
-                np.save(content, found.numpy(), allow_pickle=False)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(path, content.getvalue())
+                write_sealed(path, found.numpy().astype("<f4").tobytes())
                 log.info("reference log-probabilities of %s are kept in %s", source.name, path)
         assert found is not None
         parts.append((source.first_pair, found))
@@ -238,18 +241,18 @@ def _cache_path(selection: Selection, wanted: _Wanted, digest: str, scoring: Sco
         str(scoring.settings.dtype),
     )
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
-    return (scoring.data.cache_dir or default_cache_dir()) / "reference" / f"{key[:32]}.npy"
+    return (scoring.data.cache_dir or default_cache_dir()) / "reference" / f"{key[:32]}.sealed"
 
 
 def _read(path: Path, pairs: int) -> Tensor | None:
-    if not path.is_file():
-        return None
     try:
-        found = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        log.info("%s: unreadable, made again", path)
+        content = read_sealed(path)
+    except (OSError, ValueError) as problem:
+        log.warning("%s is damaged (%s) and is made again", path, problem)
         return None
-    return torch.from_numpy(found) if found.shape == (pairs, 2) and found.dtype == np.float32 else None
+    if content is None or len(content) != 8 * pairs:
+        return None
+    return torch.from_numpy(np.frombuffer(content, "<f4").astype(np.float32).reshape(pairs, 2))
 
 
 @torch.no_grad()

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headway.checkpoint.best import is_among_best, metric_value, require_metric
 from headway.checkpoint.saver import Job
+from headway.config.load import dump_yaml
+from headway.runtime.storage import write_atomic
+from headway.train.folder import RECIPE
 from headway.train.report import report
+from headway.train.saved import new_run, read_saved, write_saved
 
 if TYPE_CHECKING:
     from headway.train.build import Run
     from headway.train.clock import Clock
+
+log = logging.getLogger("headway")
 
 
 def due_after(run: Run) -> str | None:
@@ -43,6 +51,22 @@ def save(run: Run, clock: Clock, *, snapshot: bool = False) -> None:
     run.saver.save(Job(run.state.step, run.state.scalars(), snapshot), run.state.records())
     run.heart.beat("step", run.state.step)
     run.meter.stalled(time.perf_counter() - begun)
+
+
+def remember_saves(run: Run) -> None:
+    """On the first rank: every save is noted in the run folder, and a folder that was removed under way is made whole again."""
+    folder = run.start.folder
+    saved = read_saved(folder) or new_run()
+    run.saver.run = saved.run
+
+    def note(step: int) -> None:
+        if not (folder / RECIPE).exists():
+            log.warning("%s was removed under way; it is written again, what else lay there is lost", folder / RECIPE)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder / RECIPE, dump_yaml(run.recipe))
+        write_saved(folder, replace(saved, step=step))
+
+    run.saver.on_saved = note
 
 
 @contextmanager

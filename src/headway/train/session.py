@@ -34,6 +34,7 @@ from headway.train.orders import exit_code
 from headway.train.place import Place
 from headway.train.probe import Probe
 from headway.train.resolve import Resolved, resolve
+from headway.train.saving import remember_saves
 from headway.train.shortage import describe_job, explaining_shortage
 from headway.train.staged import Begin, decide, look_ahead, run_stages
 from headway.train.taught import carry_template
@@ -101,6 +102,7 @@ def _run(session: Session, resolved: Resolved, resume: str, place: Place | None 
         prepare_folder(start, recipe, session.hold.moved)
         if run.reference is not None:
             run.reference.keep(start)
+        remember_saves(run)
     world.barrier()
     run.heart.beat("start", run.state.step)
     run.heart.write_to(run.home)

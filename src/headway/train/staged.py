@@ -24,9 +24,10 @@ from headway.parallel.collectives import Group
 from headway.runtime.storage import check_writable, link_atomic, write_atomic
 from headway.train.config import Recipe
 from headway.train.expand import FOLDER, Stage, changes_of_finished, expand
-from headway.train.folder import RECIPE, SUMMARY, begin_in, first_decides, is_restart, move_aside, unused_name, write_json
+from headway.train.folder import RECIPE, SUMMARY, begin_in, first_decides, is_restart, move_aside, unused_name, was_used, write_json
 from headway.train.place import Place
 from headway.train.resolve import Resolved
+from headway.train.saved import refuse_dangling, refuse_leftovers
 from headway.train.stages import check_stage, foreseen, resolve_stage
 
 log = logging.getLogger("headway")
@@ -96,12 +97,14 @@ def decide(recipe: Recipe, resume: str) -> Begin:
     check_writable(home)
     resume = "auto" if is_restart(home) else resume
     old = home / RECIPE
+    refuse_dangling([home, old])
+    if resume == "never" and was_used(home):
+        return Begin(moved=[(str(home), str(unused_name(home)))])
     if not old.exists():
+        refuse_leftovers(home, home / CHECKPOINTS, RECIPE)
         if resume not in ("auto", "never"):
             raise ConfigError(f"--resume is {resume}, but {home} has no stages yet. Leave it out.")
         return Begin()
-    if resume == "never":
-        return Begin(moved=[(str(home), str(unused_name(home)))])
     before = load(Recipe, old)
     if not before.stages:
         raise ConfigError(f"{home} is a run without stages. Choose another run.name, or use --resume never to begin anew.")

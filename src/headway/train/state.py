@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,14 @@ from headway.checkpoint.best import VALID
 from headway.checkpoint.load import Reader
 from headway.checkpoint.save import TensorRecord
 from headway.data.loader import LoaderState
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, ConfigError
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.parallel.engine import Engine
 from headway.train.patience import Patience
 from headway.train.watch import Watch
+
+log = logging.getLogger("headway")
 
 
 @dataclass
@@ -40,6 +43,9 @@ class TrainState:
     """The last good losses."""
     patience: Patience = Patience()
     """How long the run has waited for a better validation."""
+    data: Sequence[Mapping[str, str]] = ()
+    """What every source holds, as checksums."""
+    accepts_other_data: bool = False
     valid: dict[str, Any] | None = None
     """The numbers of the validation after this very step; None if there was none."""
 
@@ -55,6 +61,7 @@ class TrainState:
             "engine": self.engine.scalars(),
             "adapter": None if self.adapter is None else {"config": self.adapter.model_dump(mode="json"), "base": self.adapter_base},
             "cursor": self.cursor.to_json(),
+            "data": list(self.data),
             "consumed_tokens": self.consumed_tokens,
             "epoch": self.epoch,
             "seconds": self.seconds,
@@ -69,8 +76,14 @@ class TrainState:
         if ModelConfig.model_validate_json(json.dumps(scalars["model"])) != self.model:
             raise CheckpointError(f"{reader.path}: it holds a model of another shape than the recipe's.")
         self._check_adapter(reader)
+        changed = changed_data(scalars.get("data"), self.data)
+        if changed and not self.accepts_other_data:
+            raise other_data(reader, changed)
         self.engine.load(reader.read, scalars["engine"])
-        self.cursor = LoaderState.from_json(scalars["cursor"])
+        if changed:
+            log.warning("other data than %s was trained on: %s; it is read from its beginning (data.accept_changed)", reader.path, changed)
+        else:
+            self.cursor = LoaderState.from_json(scalars["cursor"])
         self.step = reader.step
         self.consumed_tokens = scalars["consumed_tokens"]
         self.epoch = scalars["epoch"]
@@ -87,6 +100,26 @@ class TrainState:
             raise CheckpointError(f"{reader.path}: its adapter ({'none' if held is None else held.kind}) is not the recipe's.")
         if form is not None:
             self.adapter_base = form["base"]
+
+
+def changed_data(before: Any, now: Sequence[Mapping[str, str]]) -> str:
+    """Which sources hold other data than a checkpoint says; empty where all is the same, or where the checkpoint does not say."""
+    if not before:
+        return ""
+    old = [(one["set"], one["content"]) for one in before]
+    return ", ".join(
+        f"{one['source']} ({one['set']})"
+        for place, one in enumerate(now)
+        if place >= len(old) or (one["set"], one["content"]) != old[place]
+    ) or ("fewer sources" if len(old) > len(now) else "")
+
+
+def other_data(reader: Reader, changed: str) -> ConfigError:
+    """What to say where a run would continue on other data."""
+    return ConfigError(
+        f"the data changed since {reader.path} was saved: {changed} holds other documents now, although it has the same path. Put the old "
+        "data back, set data.accept_changed=true to train on the new data from its beginning, or use --resume never."
+    )
 
 
 def finite(value: Any) -> Any:

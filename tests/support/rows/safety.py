@@ -30,6 +30,7 @@ POST = "{kind: heartbeat, url_env: "
 
 ROWS: dict[str, Row] = {
     "run.takeover_seconds": ((), 120.0, 1.0, lambda o: recipe(o).run.takeover_seconds),
+    "data.accept_changed": ((), False, True, lambda o: recipe(o).data.accept_changed),
     "run.supervise": ((), False, True, lambda o: recipe(o).run.supervise),
     "supervise.max_restarts": ((), 5, 0, lambda o: recipe(o).supervise),
     "supervise.backoff_seconds": ((), 10.0, 0.0, lambda o: recipe(o).supervise),

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
 from headway.data.order import Selection
 from headway.data.store import Store, StoreWriter, open_store
-from headway.data.store_manifest import Manifest, Shard, ShardFile
+from headway.data.store_manifest import Manifest, Shard, ShardFile, read_manifest
 from headway.errors import DataError
+from headway.runtime.storage import sha256_file
 
 documents = st.lists(st.lists(st.integers(0, 65535), max_size=30), max_size=20)
 
@@ -166,8 +168,18 @@ def test_damaged_offsets_are_refused_when_read(tmp_path: Path) -> None:
     offsets = np.fromfile(tmp_path / "s" / "docs-00000.idx", "<i8")
     offsets[1] = 1 << 40
     offsets.tofile(tmp_path / "s" / "docs-00000.idx")
+    with pytest.raises(DataError, match=r"docs-00000\.idx: damaged: the checksum"):
+        open_store(tmp_path / "s").lengths(0, 3)
+    seal(tmp_path / "s")
     with pytest.raises(DataError, match="offsets out of order"):
         open_store(tmp_path / "s").lengths(0, 3)
+
+
+def seal(folder: Path) -> None:
+    """Give a store's description the checksums of what lies there now."""
+    manifest = read_manifest(folder)
+    shards = [replace(one, files={n: replace(f, sha256=sha256_file(folder / n)) for n, f in one.files.items()}) for one in manifest.shards]
+    (folder / "store.json").write_text(replace(manifest, shards=tuple(shards)).dump())
 
 
 @pytest.mark.parametrize(
@@ -214,7 +226,7 @@ def sparse_store(folder: Path, num_shards: int, shard_tokens: int, document_toke
         with open(tokens, "wb") as file:
             file.truncate(shard_tokens * 4)
         np.arange(0, shard_tokens + 1, document_tokens, dtype="<i8").tofile(docs)
-        files = {tokens.name: ShardFile(shard_tokens * 4, "0" * 64), docs.name: ShardFile(docs.stat().st_size, "0" * 64)}
+        files = {tokens.name: ShardFile(shard_tokens * 4, "0" * 64), docs.name: ShardFile(docs.stat().st_size, sha256_file(docs))}
         shards.append(Shard(shard_tokens // document_tokens, shard_tokens, 0, files))
     manifest = Manifest("uint32", 99, False, False, "f", (), tuple(shards))
     (folder / "store.json").write_text(manifest.dump())

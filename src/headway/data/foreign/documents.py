@@ -7,6 +7,7 @@ Invariant: ids are uint16 or uint32; a mask is True where the token is a loss ta
 from __future__ import annotations
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -15,11 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from headway.data.maps import map_file
 from headway.data.source import Flags, Ids, Longs, Source
 from headway.errors import DataError
 
 PROBE_BYTES = 1 << 16
 LARGEST_ID = (1 << 32) - 1
+
+__all__ = ["LARGEST_ID", "Document", "ForeignStore", "Part", "as_ids", "map_file"]
 
 
 class Document(NamedTuple):
@@ -35,6 +39,11 @@ class Part(ABC):
 
     file: Path
     """Holds the tokens; errors and the content key name it."""
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """All files whose bytes decide what is trained on."""
+        return (self.file,)
 
     @property
     @abstractmethod
@@ -71,6 +80,7 @@ class ForeignStore(Source):
         self.parts = parts
         self.reopen = reopen
         """Opens the same store again: what pickling carries to another process instead of mapped files."""
+        self._sizes = {file: file.stat().st_size for part in parts for file in part.files if file.exists()}
         self._first = np.cumsum([0, *(len(part.lengths) for part in parts)], dtype=np.int64)
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([part.lengths for part in parts]), dtype=np.int64)])
         if self.num_documents == 0:
@@ -196,7 +206,20 @@ class ForeignStore(Source):
         if not 0 <= i < self.num_documents:
             raise IndexError(f"document {i} of {self.num_documents}")
         part = int(np.searchsorted(self._first, i, side="right")) - 1
+        self._check_size(part)
         return self.parts[part], i - int(self._first[part])
+
+    def _check_size(self, number: int) -> None:
+        """Refuse a file that was cut since it was opened: reading its map there would end the process."""
+        for file in self.parts[number].files:
+            try:
+                size = os.stat(file).st_size
+            except OSError as problem:
+                raise DataError(f"{file}: cannot be read ({problem.strerror or problem}).") from None
+            if self._sizes.setdefault(file, size) != size:
+                raise DataError(
+                    f"{file}: has {size} bytes; it had {self._sizes[file]} when it was opened. Copy it again, then start again."
+                )
 
     def __reduce__(self) -> tuple[Callable[[], ForeignStore], tuple[()]]:
         return self.reopen, ()
@@ -212,14 +235,6 @@ def as_ids(values: np.ndarray[Any, Any], where: str) -> Ids:
             f"{where}: token id {low if low < 0 else high} is not in 0..{LARGEST_ID}; the file is damaged or of another format."
         )
     return values.astype(np.uint16 if values.dtype.itemsize == 1 else np.uint32)
-
-
-def map_file(path: Path, dtype: Any = np.uint8) -> np.ndarray[Any, Any]:
-    """A file as a read-only array, mapped and not read; an empty file is an empty array."""
-    try:
-        return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if path.stat().st_size else np.zeros(0, dtype=dtype)
-    except OSError as problem:
-        raise DataError(f"{path}: cannot be read ({problem.strerror or problem}).") from None
 
 
 def _ends(path: Path) -> bytes:

@@ -53,6 +53,10 @@ class SftPair(Part):
     """[samples, 2]: start, tokens."""
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        return self.file, self.file.with_name(self.common_type() + LABELS_END)
+
+    @property
     def lengths(self) -> Longs:
         return self.samples[:, 1]
 

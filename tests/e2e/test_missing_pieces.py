@@ -1,0 +1,130 @@
+"""What a run has saved and does not find again is refused with the remedy; it never means a silent begin at step 0."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from support.runs import headway, make_stores, tiny_settings
+
+from headway.checkpoint.config import CheckpointConfig
+from headway.checkpoint.load import newest_good, open_checkpoint, step_folders
+from headway.checkpoint.retention import Own, retain
+from headway.checkpoint.saver import Job, Saver
+from headway.config.load import load
+from headway.track.jsonl import read_metrics
+from headway.train.config import Recipe
+from headway.train.saved import FILE, read_saved
+from headway.train.saving import remember_saves
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds stores and a run of 6 steps with checkpoints of 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("pieces")
+    make_stores(folder)
+    done = headway("train", *settings(folder), "steps=6")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def settings(folder: Path) -> list[str]:
+    return [*tiny_settings(folder, "run"), "checkpoint.every=2", "checkpoint.keep_last=3", "eval.every=null"]
+
+
+@pytest.fixture
+def place(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged; its data stays where it is."""
+    shutil.copytree(trained / "run", tmp_path / "run", symlinks=True)
+    for name in ("store0", "store1"):
+        (tmp_path / name).symlink_to(trained / name)
+    return tmp_path
+
+
+def begin_again(place: Path, *more: str, steps: int = 8) -> tuple[int, str]:
+    of = [*settings(place), f"data.train=[{(place / 'store0').resolve()}]"]
+    again = headway("train", *of, f"steps={steps}", *more)
+    return again.returncode, again.stderr
+
+
+def assert_refused(place: Path, *expected: str) -> None:
+    before = sorted(path.name for path in (place / "run").iterdir())
+    code, said = begin_again(place)
+    assert code == 2, said
+    assert len(said.strip().splitlines()) == 1, said
+    for text in expected:
+        assert text in said
+    assert sorted(path.name for path in (place / "run").iterdir()) == before
+
+
+def test_checkpoints_without_a_recipe_are_refused_and_never_sets_them_aside(place: Path) -> None:
+    (place / "run" / "recipe.yaml").unlink()
+    assert_refused(place, "step-00000006", "recipe.yaml is missing", "--resume never")
+    code, said = begin_again(place, "--resume", "never", steps=4)
+    assert code == 0, said
+    assert [step["step"] for step in read_metrics(place / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [path.name for path in step_folders(place / "run.old-1" / "checkpoints")] == [f"step-{n:08}" for n in (2, 4, 6)]
+
+
+@pytest.mark.parametrize("damage", ["gone", "empty", "dangling", "newest gone"])
+def test_saved_checkpoints_that_are_not_there_are_refused(place: Path, damage: str) -> None:
+    checkpoints = place / "run" / "checkpoints"
+    if damage == "newest gone":
+        shutil.rmtree(checkpoints / "step-00000006")
+    else:
+        shutil.rmtree(checkpoints)
+    if damage == "empty":
+        checkpoints.mkdir()
+    if damage == "dangling":
+        checkpoints.symlink_to(place / "not-mounted")
+        assert_refused(place, "is a link to", "not-mounted", "Mount or restore it")
+    else:
+        assert_refused(place, "the checkpoint of step 6 was saved in", "is missing", "Mount or restore it", "--resume never")
+    if damage == "newest gone":
+        code, said = begin_again(place, "--resume", str(checkpoints / "step-00000004"))
+        assert code == 0, said
+        assert read_saved(place / "run").step == 8  # type: ignore[union-attr]
+
+
+def test_a_run_folder_of_which_only_parts_came_back_is_refused(place: Path) -> None:
+    for name in ("recipe.yaml", "saved.json"):
+        (place / "run" / name).unlink()
+    shutil.rmtree(place / "run" / "checkpoints")
+    assert_refused(place, "metrics.jsonl is of an earlier run", "recipe.yaml is missing")
+
+
+def test_a_damaged_record_blocks_nothing(place: Path) -> None:
+    content = bytearray((place / "run" / FILE).read_bytes())
+    content[-5] ^= 1
+    (place / "run" / FILE).write_bytes(content)
+    code, said = begin_again(place)
+    assert code == 0, said
+    assert "saved.json is damaged" in said
+    assert read_saved(place / "run").step == 8  # type: ignore[union-attr]
+
+
+def test_a_run_folder_removed_under_way_is_whole_again_after_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saver = Saver(tmp_path / "run" / "checkpoints", CheckpointConfig())
+    run = SimpleNamespace(start=SimpleNamespace(folder=tmp_path / "run"), saver=saver, recipe=Recipe())
+    remember_saves(cast(Any, run))
+    saver.save(Job(3, {}), [])
+    saver.wait()
+    assert load(Recipe, tmp_path / "run" / "recipe.yaml") == Recipe()
+    assert "was removed under way" in caplog.text
+    saved, found = read_saved(tmp_path / "run"), newest_good(saver.checkpoints).reader
+    assert saved is not None and found is not None
+    assert (saved.run, saved.step) == (found.run, found.step) == (saver.run, 3)
+
+
+def test_old_checkpoints_of_higher_steps_are_neither_taken_nor_do_new_ones_go_for_them(place: Path, tmp_path: Path) -> None:
+    old = place / "run" / "checkpoints"
+    code, said = begin_again(place, "--resume", "never", "run.name=new", steps=4)
+    assert code == 0, said
+    new = place / "new" / "checkpoints"
+    shutil.copytree(old / "step-00000006", new / "step-00000006")  # e.g. a disk that was mounted late
+    own = Own(open_checkpoint(new / "step-00000004").run, 4)
+    assert retain(new, CheckpointConfig(keep_last=1, keep_best=0), own) == [new / "step-00000002"]
+    found = newest_good(new, own.run)
+    assert found.reader is not None and found.reader.step == 4
+    assert "another run" in found.rejected[0][1]
