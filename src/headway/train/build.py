@@ -191,8 +191,7 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
     total_steps = count_steps(recipe, loader, batch)
     watch = Watch(recipe.heal, compute.device)
     state = TrainState(engine, model, loader.state, adapter=recipe.adapter, adapter_base=resolved.base, watch=watch)
-    state.data, state.accepts_other_data = data.contents(), recipe.data.accept_changed
-    if bring_to_start(state, start, resolved):
+    if bring_to_start(state, start, resolved, data):
         loader.close()
         loader = make_loader(recipe, data, batch, state, ranks)
     if recipe.batch.micro_rows == "auto":
@@ -242,8 +241,9 @@ def fitted(resolved: Resolved, compute: Compute, batch: ResolvedBatch, engine: E
     return sized(fit_micro_rows(recipe, job, engine, ranks.world, compute.device, first_step))
 
 
-def bring_to_start(state: TrainState, start: Start, resolved: Resolved) -> bool:
+def bring_to_start(state: TrainState, start: Start, resolved: Resolved, data: OpenData) -> bool:
     """Give a state its first values; whether its place in the data is another than the beginning."""
+    state.data, state.accepts_other_data = data.contents(), resolved.recipe.data.accept_changed
     if start.checkpoint is not None:
         state.restore(start.checkpoint)
         return True
