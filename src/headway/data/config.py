@@ -9,6 +9,7 @@ from pydantic import field_validator, model_validator
 
 from headway.config.section import Section, setting
 from headway.errors import ConfigError
+from headway.runtime.places import cache_home
 
 Packing = Literal["best_fit", "concat", "pad", "one_document"]
 SUFFIX = re.compile(r"^(?P<path>.+?)(?:@(?P<weight>\d+(?:\.\d*)?(?:e-?\d+)?)|#(?P<repeat>\d+))?$")
@@ -18,7 +19,7 @@ DEFAULT_ROWS = 8
 
 def default_cache_dir() -> Path:
     """Where caches go unless a recipe says otherwise."""
-    return Path.home() / ".cache" / "headway"
+    return cache_home() / "headway"
 
 
 def split_suffix(text: str) -> dict[str, Any]:
@@ -140,7 +141,10 @@ class DataConfig(Section):
     pin_memory: bool | Literal["auto"] = setting("auto", "Put batches in pinned memory; auto = where there is a GPU.", on_resume="free")
     stage_to: Path | None = setting(None, "Copy stores to this folder (a local disk) first and read them there.", on_resume="free")
     cache_dir: Path | None = setting(
-        None, "Where stores built from raw files and row indexes are kept; null = ~/.cache/headway.", on_resume="free"
+        None,
+        "Where stores built from raw files, row indexes and what the hub gives are kept (the hub's own cache is looked into, too); "
+        "null = $XDG_CACHE_HOME/headway (~/.cache/headway), and the hub's own cache for what the hub gives.",
+        on_resume="free",
     )
 
     @field_validator("train", mode="before")

@@ -133,7 +133,7 @@ def open_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None, c
     from headway.data.foreign.detect import detect
 
     if not Path(one.path).exists() and is_hub_id(one.path):
-        one = one.model_copy(update={"path": str(local_or_hub(one.path, dataset=True))})
+        one = one.model_copy(update={"path": str(local_or_hub(one.path, dataset=True, cache_dir=config.cache_dir))})
     path, kind = Path(one.path), detect(one.path)
     if kind != "raw" and one.raw_settings:
         raise ConfigError(f"data: {one.path} is a token store ({kind}), but {one.raw_settings[0]} is for raw files. Remove it.")

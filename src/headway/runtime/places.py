@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,12 @@ from headway.errors import ConfigError
 LOCAL, BOTO3 = "local:", "boto3:"
 S3_TEXT = re.compile(r"s3:/{1,2}([^/]+)(?:/(.*))?")
 """One slash too: a command line's Path swallows the other."""
+
+
+def cache_home() -> Path:
+    """The folder of a user's caches: XDG_CACHE_HOME, or ~/.cache; a relative path there means nothing, as its rules say."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(given) if os.path.isabs(given) else Path.home() / ".cache"
 
 
 @dataclass(frozen=True, order=True)

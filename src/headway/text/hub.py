@@ -1,7 +1,8 @@
 """Models and datasets of the Hugging Face hub: fetched once into a folder or the shared cache, found again without a network.
 
-HF_ENDPOINT (mirrors), HF_HOME and HF_TOKEN are honoured by the library. What was cut off is resumed, and every file is checked against
-the size and checksum the hub names.
+HF_ENDPOINT (mirrors), HF_HOME and HF_TOKEN are honoured by the library. What was cut off continues inside the file, and every file is
+checked against the size and checksum the hub names. Where a cache is named (data.cache_dir, --cache-dir) it is looked into first and
+fetched into; what other tools have put into the hub's own cache is found, too.
 """
 
 from __future__ import annotations
@@ -11,27 +12,40 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from headway.errors import ConfigError, DataError
 from headway.runtime.storage import sha256_file
+from headway.text.hub_files import Wanted, fetch_large
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SHA256_LENGTH = 64
+LOCAL_FOLDERS = {"checkpoints", "data", "datasets", "models", "raw", "runs", "stores"}
+FILE_ENDINGS = {
+    ".arrow", ".bin", ".bz2", ".csv", ".gguf", ".gz", ".json", ".jsonl", ".md", ".model", ".parquet", ".pt", ".safetensors", ".tsv",
+    ".txt", ".xml", ".xz", ".yaml", ".zip", ".zst",
+}  # fmt: skip
+"""What paths people write have at their beginning or end, and hub ids do not."""
 
 
-def local_or_hub(path_or_id: Path | str, *, dataset: bool = False) -> Path:
-    """The folder or file of a path that exists, else of a hub id: from the cache, or fetched into it."""
+def local_or_hub(path_or_id: Path | str, *, dataset: bool = False, cache_dir: Path | None = None) -> Path:
+    """The folder or file of a path that exists, else of a hub id: from a cache, or fetched into it."""
     if Path(path_or_id).exists():
         return Path(path_or_id)
     given = str(path_or_id)
-    if not _ID.fullmatch(given):
-        raise ConfigError(f"{given}: no such file or folder, and not a hub id (ORGANISATION/NAME).")
-    return in_cache(given, dataset=dataset) or fetch(given, dataset=dataset)
+    if not is_hub_id(given):
+        form = "" if _ID.fullmatch(given) else ", and not a hub id (ORGANISATION/NAME)"
+        raise ConfigError(f"{given}: no such file or folder{form}.")
+    return in_cache(given, dataset=dataset, cache_dir=cache_dir) or fetch(given, dataset=dataset, cache_dir=cache_dir)
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a text has the form ORGANISATION/NAME."""
-    return _ID.fullmatch(text) is not None
+    """Whether a text has the form ORGANISATION/NAME and does not look like a path here: a folder that exists or has a folder's usual name
+    comes first, or a file's ending last."""
+    if _ID.fullmatch(text) is None:
+        return False
+    first = Path(text).parts[0]
+    return not (Path(first).is_dir() or first in LOCAL_FOLDERS or Path(text).suffix.lower() in FILE_ENDINGS)
 
 
 def in_cache(repo_id: str, *, dataset: bool = False, revision: str | None = None, cache_dir: Path | None = None) -> Path | None:
@@ -41,11 +55,12 @@ def in_cache(repo_id: str, *, dataset: bool = False, revision: str | None = None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
-        found = snapshot_download(repo_id, repo_type=_type(dataset), revision=revision, cache_dir=cache_dir, local_files_only=True)
-    except LocalEntryNotFoundError:
-        return None
-    return Path(found)
+    for cache in dict.fromkeys((cache_dir, None)):
+        try:
+            return Path(snapshot_download(repo_id, repo_type=_type(dataset), revision=revision, cache_dir=cache, local_files_only=True))
+        except LocalEntryNotFoundError:
+            continue
+    return None
 
 
 def fetch(
@@ -63,7 +78,10 @@ def fetch(
     from huggingface_hub import errors, snapshot_download
 
     what = "dataset" if dataset else "model"
+    wanted = Wanted(repo_id, _type(dataset), revision, include, to, cache_dir)
     try:
+        if (info := _described(wanted)) is not None:
+            fetch_large(wanted, info)
         found = snapshot_download(
             repo_id, repo_type=_type(dataset), revision=revision, allow_patterns=list(include) or None, local_dir=to, cache_dir=cache_dir
         )
@@ -81,6 +99,16 @@ def fetch(
     if verify(folder, repo_id) == 0 and include:
         raise DataError(f"{repo_id}: no file of the {what} matches {', '.join(include)}.")
     return folder
+
+
+def _described(wanted: Wanted) -> Any:
+    """What the hub says of a repository; None where it does not answer, or refuses: the library then looks into its cache, or says why."""
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().repo_info(wanted.repo_id, repo_type=wanted.repo_type, revision=wanted.revision, files_metadata=True)
+    except (OSError, *_network_errors()):
+        return None
 
 
 def verify(folder: Path, repo_id: str) -> int:

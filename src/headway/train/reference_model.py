@@ -142,7 +142,7 @@ def _find(resolved: Resolved, path: str | None) -> _Wanted:
             "of random weights, which the run starts from",
         )
     try:
-        stored = find_model(local_or_hub(path) if is_hub_id(path) else path)
+        stored = find_model(local_or_hub(path, cache_dir=resolved.recipe.data.cache_dir) if is_hub_id(path) else path)
     except (ConfigError, DataError) as problem:
         raise ConfigError(f"objective.reference: {problem}") from None
     if stored.config.vocab != model.vocab:

@@ -100,7 +100,7 @@ def _find_weights(recipe: Recipe) -> StoredModel | None:
         return None
     try:
         source = recipe.init.source
-        found = find_model(local_or_hub(source) if is_hub_id(source) else source)
+        found = find_model(local_or_hub(source, cache_dir=recipe.data.cache_dir) if is_hub_id(source) else source)
     except StoreDown:
         raise  # a start that comes later may find it
     except (ConfigError, DataError, CheckpointError) as problem:

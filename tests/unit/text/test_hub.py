@@ -15,6 +15,10 @@ from typing import Any
 
 import pytest
 
+from headway.data.config import default_cache_dir
+from headway.errors import ConfigError
+from headway.text.hub import in_cache, is_hub_id, local_or_hub
+
 NOBODY = "http://127.0.0.1:9"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -38,6 +42,8 @@ class Hub:
     cut_after: int | None = None
     wrong: set[str] = field(default_factory=set)
     missing: set[str] = field(default_factory=set)
+    gone_after_cut: bool = False
+    """After a cut connection no file is given any more."""
 
     def etag(self, name: str) -> str:
         data = self.files[name]
@@ -90,7 +96,7 @@ def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def send_file(self, name: str) -> None:
             data = hub.files[name]
-            if name in hub.missing and self.command == "GET":
+            if (name in hub.missing or (hub.gone_after_cut and hub.cut_after is None)) and self.command == "GET":
                 self.answer(403, b"{}", {})
                 return
             headers = {"ETag": f'"{hub.etag(name)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
@@ -167,14 +173,41 @@ def test_a_cut_connection_is_resumed_where_it_was(hub: Hub, tmp_path: Path) -> N
     assert len(rest) == 1 and 10_000_000 < rest[0] <= 11_000_000, "the second request asks only for the rest"
 
 
+@pytest.mark.parametrize("where", ["cache", "folder", "own cache"])
+def test_a_later_start_continues_inside_the_file(hub: Hub, tmp_path: Path, where: str) -> None:
+    options = {"cache": (), "folder": ("--to", str(tmp_path / "mine")), "own cache": ("--cache-dir", str(tmp_path / "own"))}[where]
+    hub.files = {"model.safetensors": bytes(range(256)) * 50_000, "config.json": b"{}"}
+    hub.cut_after, hub.gone_after_cut = 11_000_000, True
+    code, _, said = run(hub, tmp_path / "home", "download", "org/name", *options)
+    assert code == 2 and said.strip().splitlines()[-1].startswith("error: org/name: not here")
+    hub.gone_after_cut = False
+    hub.requests.clear()
+    code, found, said = run(hub, tmp_path / "home", "download", "org/name", *options)
+    assert code == 0 and content(Path(found["path"])) == hub.files, said
+    asked = [request for request in hub.requests if request.startswith("GET") and "model.safetensors" in request]
+    assert len(asked) == 1 and int(asked[0].rpartition("bytes=")[2].rstrip("-")) >= 10_000_000, asked
+    assert not list(tmp_path.rglob("*.part")), "nothing is left behind"
+
+
+def test_a_damaged_part_is_noticed(hub: Hub, tmp_path: Path) -> None:
+    hub.files = {"model.safetensors": bytes(range(256)) * 50_000}
+    hub.cut_after, hub.gone_after_cut = 11_000_000, True
+    run(hub, tmp_path / "home", "download", "org/name", "--to", str(tmp_path / "mine"))
+    (part,) = tmp_path.rglob("*.part")
+    part.write_bytes(b"?" * part.stat().st_size)
+    hub.gone_after_cut = False
+    code, found, said = run(hub, tmp_path / "home", "download", "org/name", "--to", str(tmp_path / "mine"))
+    assert code == 0 and content(Path(found["path"])) == hub.files, said
+
+
 def test_a_failed_fetch_keeps_the_files_it_has(hub: Hub, tmp_path: Path) -> None:
-    hub.missing = {"model.safetensors"}
+    hub.missing = {"config.json"}
     code, _, said = run(hub, tmp_path, "download", "org/name")
     assert code == 2 and said.strip().splitlines()[-1].startswith("error: org/name: not here")
     hub.missing, hub.requests = set(), []
     code, found, _ = run(hub, tmp_path, "download", "org/name")
     assert code == 0 and content(Path(found["path"])) == FILES
-    assert not any(request.startswith("GET") and request.endswith("config.json") for request in hub.requests)
+    assert not any(request.startswith("GET") and request.endswith("model.safetensors") for request in hub.requests)
 
 
 def test_a_wrong_checksum_is_noticed_and_fetched_anew(hub: Hub, tmp_path: Path) -> None:
@@ -235,6 +268,32 @@ def test_hub_ids_are_paths_once_they_were_fetched(hub: Hub, tmp_path: Path) -> N
     assert resolve("org/name", hub.url) == fetched and hub.requests == [], "what is in the cache asks no network"
     assert resolve(str(tmp_path), NOBODY) == f"{tmp_path} ['from the hub']"
     assert "no such file or folder, and not a hub id" in resolve("no/such/path", NOBODY)
+
+
+@pytest.mark.parametrize("path", ["runs/mine", "here/wiki", "data/train.jsonl", "Corpora/wiki.txt"])
+def test_a_missing_path_is_not_looked_for_on_the_hub(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    assert not is_hub_id(path)
+    with pytest.raises(ConfigError, match=f"^{path}: no such file or folder\\.$"):
+        local_or_hub(path)
+    assert is_hub_id("Qwen/Qwen2.5-7B") and is_hub_id("princeton-nlp/prolong-data-64K")
+
+
+def test_a_recipes_cache_is_the_one_that_download_fills(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, found, _ = run(hub, tmp_path / "home", "download", "org/name", "--dataset", "--cache-dir", str(tmp_path / "own"))
+    assert code == 0
+    assert in_cache("org/name", dataset=True, cache_dir=tmp_path / "own") == Path(found["path"])
+    assert in_cache("org/name", dataset=True, cache_dir=tmp_path / "other") is None
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "own"))
+    assert in_cache("org/name", dataset=True, cache_dir=tmp_path / "other") == Path(found["path"]), "the hub's own is looked into, too"
+
+
+def test_caches_follow_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "headway"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert default_cache_dir() == Path.home() / ".cache" / "headway"
 
 
 def test_hub_ids_are_legal_in_init_from_and_in_data(hub: Hub, tmp_path: Path) -> None:
