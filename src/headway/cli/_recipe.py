@@ -26,9 +26,15 @@ def read_recipe(arguments: Sequence[str] | None) -> Recipe:
     from headway.config.load import load
     from headway.train.config import Recipe
 
+    path, overrides = parts_of(arguments)
+    say = logging.getLogger("headway").debug if LAUNCHER_PID in os.environ else logging.getLogger("headway").info
+    return load(Recipe, path, overrides, say)
+
+
+def parts_of(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:
+    """The recipe file among command-line arguments, and the overrides."""
     given = list(arguments or ())
     files = [argument for argument in given if "=" not in argument]
     if len(files) > 1:
         raise ConfigError(f"two recipes were given, {files[0]} and {files[1]}; give one. Overrides have the form section.key=value.")
-    say = logging.getLogger("headway").debug if LAUNCHER_PID in os.environ else logging.getLogger("headway").info
-    return load(Recipe, Path(files[0]) if files else None, [argument for argument in given if "=" in argument], say)
+    return Path(files[0]) if files else None, [argument for argument in given if "=" in argument]

@@ -20,6 +20,7 @@ RESUME_HELP = (
     "auto: continue the run folder's newest checkpoint; never: begin anew; or a checkpoint: a folder, a run or s3://bucket/prefix."
 )
 PROFILE_FLAGS = {"first_step": "--profile-from", "num_steps": "--profile-steps", "ratio": "--slow-ratio"}
+CODE_HELP = "With --dry-run: import the modules of yours that the recipe names; without it they are listed and nothing is built."
 GPUS_HELP = "GPUs: ids as nvidia-smi has them (0,1), UUIDs, a type (A800), auto (all free ones) or none; default: run.gpus."
 
 
@@ -33,11 +34,15 @@ class Options:
     profile: bool
     numbers: dict[str, Any]
     """What was said about the profile."""
+    with_code: bool = False
+    """Settled before ranks start, so no flag of theirs."""
 
     def check(self) -> None:
         """Refuse what would have no effect."""
         from headway.errors import ConfigError
 
+        if self.with_code and not self.dry_run:
+            raise ConfigError("--with-code is given without --dry-run; a run always runs the code that its recipe names. Leave it out.")
         if self.numbers and not self.profile:
             raise ConfigError(f"{PROFILE_FLAGS[next(iter(self.numbers))]} is given without --profile. Add --profile, or leave it out.")
         if self.profile and self.dry_run:
@@ -54,6 +59,7 @@ def command(
     arguments: list[str] = RECIPE_ARGUMENT,
     resume: str = typer.Option("auto", help=RESUME_HELP),
     dry_run: bool = typer.Option(False, "--dry-run", help="Build everything, run one step, say what would happen, write nothing."),
+    with_code: bool = typer.Option(False, "--with-code", help=CODE_HELP),
     nproc: int | None = typer.Option(None, help="Ranks to start on this machine; default: one per chosen GPU, else one."),
     gpus: str | None = typer.Option(None, help=GPUS_HELP),
     nnodes: int = typer.Option(1, help="Machines of the run; start the same command on each with its own --node-rank."),
@@ -75,9 +81,11 @@ def command(
     from headway.runtime.run_lock import refuse_live
 
     wanted = {"first_step": profile_from, "num_steps": profile_steps, "ratio": slow_ratio}
-    options = Options(resume, dry_run, json, profile, {name: value for name, value in wanted.items() if value is not None})
+    options = Options(resume, dry_run, json, profile, {name: value for name, value in wanted.items() if value is not None}, with_code)
     options.check()
     end_with_supervisor()
+    if dry_run and not with_code and not is_launched(os.environ) and _names_code(arguments, json):
+        return
     if is_launched(os.environ):
         as_rank(lambda: work(arguments, options))
         return
@@ -91,12 +99,7 @@ def command(
         raise LaunchError("--master is given and --nnodes is 1; one machine needs no meeting point. Leave it out, or give --nnodes.")
     host, port = parse_master(master) if master is not None else (LOOPBACK, 0)
     job = plan_job(recipe, Wishes(nproc, gpus, Nodes(nnodes, node_rank, host, port, node_timeout)), os.environ)
-    if job.choice is not None:
-        log = logging.getLogger("headway")
-        for note in job.choice.notes:
-            log.info("%s", note)
-        for warning in job.choice.warnings:
-            log.warning("%s", warning)
+    _log_choice(job)
     if job.needs_launcher:
         given = {"--nproc": nproc, "--gpus": gpus, "--nnodes": None if nnodes == 1 else nnodes}
         told = [
@@ -109,6 +112,33 @@ def command(
         set_environment({**(job.choice.environment if job.choice is not None else {}), **meeting_point(os.environ)})
         code = work(arguments, options)
     _leave(code)
+
+
+def _log_choice(job: "Job") -> None:
+    """What was found out about the GPUs."""
+    log = logging.getLogger("headway")
+    for note in job.choice.notes if job.choice is not None else ():
+        log.info("%s", note)
+    for warning in job.choice.warnings if job.choice is not None else ():
+        log.warning("%s", warning)
+
+
+def _names_code(arguments: list[str], json: bool) -> bool:
+    """Before a dry run reads a recipe: say which code of somebody else's it names, and whether that must be imported to go further."""
+    from headway.cli._recipe import parts_of
+    from headway.config.load import read_plain
+    from headway.config.outside_code import outside_code
+
+    found = list(outside_code(read_plain(*parts_of(arguments))))
+    stops = any(one.is_imported for one in found)
+    if json and stops:
+        print_json({"would_run": [str(one) for one in found]})
+        return True
+    for one in found:
+        typer.echo(f"a run of this recipe would run code outside of headway: {one}", err=json)
+    if stops:
+        typer.echo("nothing was imported or built; with --with-code the dry run imports it and goes on")
+    return stops
 
 
 def _launched(job: "Job", recipe: "Recipe", line: list[str]) -> int:

@@ -50,6 +50,14 @@ def _replace_alternatives(data: dict[str, Any], given: Sequence[Loc], where: Whe
                 yield f"{'.'.join(map(str, loc))}={node[loc[-1]]} replaces {'.'.join(map(str, other))}={node.pop(key)} of {at}"
 
 
+def read_plain(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """A recipe file with its overrides as plain data, before anything that it names is imported."""
+    data = read_yaml(path) if path is not None else {}
+    for override in overrides:
+        apply_override(data, override, {})
+    return data
+
+
 def read_yaml(path: Path, where: Where | None = None) -> dict[str, Any]:
     """Parse one YAML 1.2 file into plain Python, recording the line of every key in `where`."""
     try:
