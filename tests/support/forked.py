@@ -18,10 +18,12 @@ from headway.cli import main
 class Forked:
     """A started command with what tests use of subprocess.Popen; what it wrote is in `stdout` and `stderr` after `wait`."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, out: int | None = None, err: int | None = None) -> None:
+        """`out` and `err` are descriptors to write to instead of files of its own, for instance a pipe nobody reads."""
         self.returncode: int | None = None
         self.stdout = self.stderr = ""
-        self._files = [_nameless_file() for _ in range(2)]
+        self._files = [_nameless_file() if given is None else os.dup(given) for given in (out, err)]
+        self._is_own = [out is None, err is None]
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -33,7 +35,9 @@ class Forked:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
-                self.stdout, self.stderr = map(_content, self._files)
+                self.stdout, self.stderr = (
+                    _content(file) if own else _closed(file) for file, own in zip(self._files, self._is_own, strict=True)
+                )
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -60,6 +64,11 @@ def _content(descriptor: int) -> str:
     os.lseek(descriptor, 0, os.SEEK_SET)
     with os.fdopen(descriptor, encoding="utf-8") as file:
         return file.read()
+
+
+def _closed(descriptor: int) -> str:
+    os.close(descriptor)
+    return ""
 
 
 def _become(arguments: list[str], files: list[int]) -> None:

@@ -15,10 +15,11 @@ from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import Reader, open_checkpoint, step_of
 from headway.checkpoint.manifest import MANIFEST, read_manifest
 from headway.checkpoint.retention import Entry, Own, choose
-from headway.checkpoint.save import LATEST, STEP_FOLDER, TEMPORARY_PREFIX, Writers
+from headway.checkpoint.save import LATEST, STEP_FOLDER, Writers
 from headway.errors import CheckpointError
 from headway.runtime.places import S3Path
 from headway.runtime.s3 import S3
+from headway.runtime.temporary import TEMPORARY_PREFIX
 
 SET_ASIDE = "set-aside-manifest.json"
 PROBE_SECONDS = 15.0

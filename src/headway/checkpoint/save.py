@@ -22,7 +22,6 @@ from headway.checkpoint.manifest import MANIFEST, Box, Json, Manifest, StoredFil
 from headway.errors import CheckpointError
 from headway.runtime.storage import (
     CHUNK_BYTES,
-    TEMPORARY_PREFIX,
     drop_cached,
     fsync_file,
     fsync_folder,
@@ -33,6 +32,7 @@ from headway.runtime.storage import (
     sha256_file,
     writing,
 )
+from headway.runtime.temporary import TEMPORARY_PREFIX
 
 if TYPE_CHECKING:
     import torch

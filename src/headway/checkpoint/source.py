@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import tempfile
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from headway.errors import CheckpointError
 from headway.runtime.places import Place, S3Path
 from headway.runtime.storage import sha256_file
+from headway.runtime.temporary import make_temporary_folder
 
 if TYPE_CHECKING:
     import torch
@@ -173,7 +173,7 @@ class S3Source:
     def folder(self, names: list[str], below: str) -> Path:
         """A temporary folder with copies; it goes with this object."""
         if below not in self._downloaded:
-            local = self._downloaded[below] = Path(tempfile.mkdtemp(prefix="headway-"))
+            local = self._downloaded[below] = make_temporary_folder("download")
             weakref.finalize(self, shutil.rmtree, local, ignore_errors=True)
             for name in names:
                 target = local / name

@@ -20,6 +20,7 @@ import typer
 from headway import __version__
 from headway.errors import HeadwayError
 from headway.runtime.log import start_logging
+from headway.runtime.output import ReaderGone, standard_streams
 from headway.runtime.process import leave_outcome
 from headway.runtime.storage import explain
 
@@ -97,10 +98,11 @@ class _Interrupt:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code is also left for a supervisor, since a launcher in between may not pass it on."""
-    code = _main(arguments)
-    if code in (2, 3):
-        leave_outcome(code)
-    return code
+    with standard_streams():
+        code = _main(arguments)
+        if code in (2, 3):
+            leave_outcome(code)
+        return code
 
 
 def _main(arguments: Sequence[str] | None) -> int:
@@ -111,7 +113,10 @@ def _main(arguments: Sequence[str] | None) -> int:
     try:
         # without standalone mode the code of `typer.Exit` comes back as the result
         code = build_app()(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+        sys.stdout.flush()
         return code if isinstance(code, int) else 0
+    except ReaderGone as gone:
+        return gone.exit_code
     except HeadwayError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)  # noqa: T201
@@ -119,9 +124,6 @@ def _main(arguments: Sequence[str] | None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("stopped", file=sys.stderr)  # noqa: T201
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as problem:
         if problem.filename is None or asked.came:
             raise

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -24,6 +22,7 @@ def over_ranks(context: typer.Context, device: str, nproc: int | None, gpus: str
     from headway.launch.local import Wishes, is_launched, launch, plan_ranks
     from headway.launch.outer import meeting_point
     from headway.runtime.process import set_environment
+    from headway.runtime.temporary import temporary_folder
 
     if is_launched(os.environ):
         as_rank(lambda: _joined(device, work))
@@ -38,8 +37,8 @@ def over_ranks(context: typer.Context, device: str, nproc: int | None, gpus: str
         _joined(device, work)
         return
     level = logging.getLevelName(logging.getLogger("headway").level)
-    nowhere = Path(tempfile.gettempdir()) / f"headway-ranks-{os.getpid()}-no-logs"
-    code = launch(job, command_line(context), nowhere, {**os.environ, "LOG_LEVEL": level})
+    with temporary_folder("verb") as folder:  # there is no run folder: what ranks print besides their results goes nowhere
+        code = launch(job, command_line(context), folder / "no-logs", {**os.environ, "LOG_LEVEL": level})
     if code:
         raise typer.Exit(code)
 

@@ -47,9 +47,11 @@ def supervise(arguments: Sequence[str], settings: "SuperviseConfig", recipe: "Re
         if folder is not None and (tracker := one.build_outside(folder, folder.name)) is not None:
             tracker.close()
     policy = Policy(settings.max_restarts, settings.backoff_seconds, settings.hang_seconds)
-    tell = (lambda *_: None) if folder is None else lambda event, text, step: tell_outside(trackers, folder, event, text, step)
+    supervisor = Supervisor(arguments, policy, folder, safe_environment(arguments, os.environ))
+    if folder is not None:
+        supervisor.tell = lambda event, text, step: tell_outside(trackers, folder, event, text, step, supervisor.writes)
     try:
-        return Supervisor(arguments, policy, folder, safe_environment(arguments, os.environ), tell).run()
+        return supervisor.run()
     except (FileNotFoundError, PermissionError) as problem:
         raise LaunchError(f"{arguments[0]}: {problem.strerror}. Give a command that can be run, after --.") from None
 

@@ -179,6 +179,7 @@ def work(arguments: list[str], options: Options) -> int:
     from headway.cli._recipe import read_recipe
     from headway.launch.profile import plan_profile, profiled
     from headway.launch.proof import killed_at
+    from headway.runtime.output import OutputError
     from headway.runtime.process import from_environment, kill_at_step, set_environment
     from headway.train import dry_run as try_recipe
     from headway.train import train
@@ -196,13 +197,17 @@ def work(arguments: list[str], options: Options) -> int:
         try_recipe(recipe, resume=options.resume) if options.dry_run else train(recipe, resume=options.resume, probe=probe)
     )
     if options.json and from_environment().is_first:
-        print_json(outcome)
+        try:
+            print_json(outcome)
+        except OutputError as problem:  # training is done and saved; its exit code says so
+            logging.getLogger("headway").warning("%s", problem)
     return outcome.get("exit_code", 0)
 
 
 def as_rank(function: Callable[[], int]) -> None:
     """Run as a child of the launcher: end when it ends, and tell it why this rank fails instead of printing it beside the other ranks."""
     from headway.launch.failure import report_failure
+    from headway.runtime.output import flush_streams
     from headway.runtime.process import end_with_launcher, failure_file
 
     end_with_launcher()
@@ -213,8 +218,7 @@ def as_rank(function: Callable[[], int]) -> None:
     except Exception as error:  # it is not swallowed: the launcher prints it
         code = report_failure(reason, error)
         # At once, because threads of a broken process group may keep the interpreter from ending.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         os._exit(code)
     if code:
         raise typer.Exit(code)

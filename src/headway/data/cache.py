@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from headway.data.lock import held
 from headway.data.store import is_store, open_store
 from headway.data.tokenize import TokenizeOptions, tokenize
 from headway.errors import DataError
-from headway.runtime.storage import TEMPORARY_PREFIX, remove_folder, rename_folder
+from headway.runtime.storage import remove_folder, rename_folder
+from headway.runtime.temporary import TEMPORARY_PREFIX, temporary_name
 from headway.text.read import expand
 from headway.tokenizer.load import load_tokenizer
 
@@ -95,7 +95,7 @@ def _sizes(files: Sequence[Path]) -> list[int]:
 def _build(wanted: CachedBuild, store: Path) -> None:
     for left in store.parent.glob(f"{TEMPORARY_PREFIX}{store.name}-*"):
         shutil.rmtree(left)
-    partial = store.with_name(f"{TEMPORARY_PREFIX}{store.name}-{os.getpid()}")
+    partial = temporary_name(store)
     try:
         wanted.build(partial)
         rename_folder(partial, store)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from headway.data.store import is_store, open_store
 from headway.data.store_manifest import MANIFEST_NAME, read_manifest
 from headway.errors import DataError
 from headway.runtime.progress import progress, quantity
-from headway.runtime.storage import TEMPORARY_PREFIX, fsync_file, rename_folder, require_space, writing
+from headway.runtime.storage import fsync_file, rename_folder, require_space, writing
+from headway.runtime.temporary import clear_leftovers, temporary_name
 
 
 def staged(store: Path, folder: Path, checksums: Checksums | None = None) -> Path:
@@ -33,7 +33,8 @@ def staged(store: Path, folder: Path, checksums: Checksums | None = None) -> Pat
 
 
 def _copy(store: Path, copy: Path, size: int) -> None:
-    partial = copy.with_name(f"{TEMPORARY_PREFIX}{copy.name}-{os.getpid()}")
+    clear_leftovers(copy)
+    partial = temporary_name(copy)
     with writing(copy, size, DataError):
         partial.mkdir(parents=True, exist_ok=True)
         try:

@@ -7,7 +7,6 @@ and, where it was asked for, modeling_*.py with the class of a model that transf
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,8 @@ from headway.model.gates_file import write_gates
 from headway.model.layout import GATES, num_parameters, param_specs
 from headway.model.pretrained import CONFIG, INDEX, WEIGHTS
 from headway.runtime.progress import progress
-from headway.runtime.storage import TEMPORARY_PREFIX, fsync_file, fsync_folder, remove_folder, rename_folder, writing
+from headway.runtime.storage import fsync_file, fsync_folder, remove_folder, rename_folder, writing
+from headway.runtime.temporary import clear_leftovers, temporary_name
 
 if TYPE_CHECKING:
     import torch
@@ -212,7 +212,8 @@ def _is_export(folder: Path) -> bool:
 @contextmanager
 def atomic_folder(out: Path) -> Iterator[Path]:
     """A temporary folder that becomes `out` when the block ends well, and vanishes when it does not."""
-    temporary = out.absolute().with_name(f"{TEMPORARY_PREFIX}{out.name}-{os.getpid()}")
+    clear_leftovers(out)
+    temporary = temporary_name(out.absolute())
     temporary.mkdir(parents=True)
     try:
         yield temporary

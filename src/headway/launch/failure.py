@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from headway.errors import HeadwayError, TrainingError
+from headway.runtime.output import say
+from headway.runtime.stop import SIGNALS
 
 USERS_MISTAKE = 2
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = SIGNALS
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,10 @@ def report_failure(path: Path, error: Exception) -> int:
     else:
         last = "".join(traceback.format_exception_only(error)).strip().splitlines()
         failure = Failure(last[0] if last else type(error).__name__, 1, time.time(), "".join(traceback.format_exception(error)))
-    path.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    try:
+        path.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    except OSError as problem:  # the launcher then says that this rank gave no reason
+        say(f"rank cannot report why it fails ({problem.strerror}): {failure.message}")
     return failure.exit_code
 
 
@@ -83,7 +88,7 @@ def read_failure(path: Path) -> Failure | None:
     """What a rank wrote; None if it wrote nothing, or was killed while writing."""
     try:
         return Failure(**json.loads(path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, ValueError, TypeError):
         return None
 
 

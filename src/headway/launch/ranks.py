@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +19,17 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from headway.launch.failure import STOP_SIGNALS, Ended, RankError, cause, first_cause, read_failure
+from headway.launch.failure import Ended, RankError, cause, first_cause, read_failure
+from headway.runtime.deferred import Deferred
 from headway.runtime.flight import explain_flight
+from headway.runtime.output import Lossy
 from headway.runtime.process import FAILURE_FILE, LAUNCHER_PID
+from headway.runtime.stop import heeded_signals
+from headway.runtime.temporary import make_temporary_folder, remove
 
 POLL_SECONDS = 0.05
 WATCH_SECONDS = 1.0
+OUTPUT_WAITING_BYTES = 1 << 20
 GRACE_SECONDS = 3.0
 """How long the other ranks of a failed one may take to end by themselves, and all ranks after a second Ctrl-C."""
 
@@ -43,7 +47,7 @@ class Ranks:
 
     def __init__(self, command: Sequence[str], starts: Sequence[RankStart], environment: Mapping[str, str], logs: Path) -> None:
         self.logs, self.begun = logs, time.time()
-        self.reasons = tempfile.TemporaryDirectory(prefix="headway-ranks-")
+        self.reasons = make_temporary_folder("ranks")
         self.received: list[int] = []
         self.kill_at: float | None = None
         self.over: set[int] = set()
@@ -56,10 +60,11 @@ class Ranks:
                 self._start(command, start.rank, settings)
         except BaseException:
             self.end()
+            remove(self.reasons)
             raise
 
     def _reason(self, rank: int) -> Path:
-        return Path(self.reasons.name) / f"{rank}.json"
+        return self.reasons / f"{rank}.json"
 
     def _start(self, command: Sequence[str], rank: int, environment: Mapping[str, str]) -> None:
         pipe = None if rank == 0 else subprocess.PIPE
@@ -79,7 +84,7 @@ class Ranks:
 
     def wait(self, trouble: Callable[[], RankError | None] = lambda: None) -> int:
         """Wait until all have ended; returns the exit code. If one fails, or `trouble` is told from elsewhere, all are ended."""
-        before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
+        before = {number: signal.signal(number, self._receive) for number in heeded_signals()}
         try:
             look_at = 0.0
             while self._alive():
@@ -149,13 +154,12 @@ class Ranks:
         log = next((path for path in (self.logs / f"rank-{first.rank:05}.log", self.output_log(first.rank)) if path.exists()), None)
         message = f"{cause(first, log)} {explain_flight(self.logs, self.begun)}".rstrip()
         if log is None and first.failure is not None and first.failure.traceback is not None:
-            sys.stderr.write(first.failure.traceback)  # there is no run folder yet that could keep it
+            Lossy(sys.stderr).write(first.failure.traceback)  # there is no run folder yet that could keep it
         return RankError(message, first.exit_code, first.at, first.failure.traceback if first.failure is not None else None)
 
     def _keep_traceback(self, one: Ended) -> None:
         if one.failure is not None and one.failure.traceback is not None and self.logs.is_dir():
-            with (self.logs / f"rank-{one.rank:05}.log").open("a", encoding="utf-8") as file:
-                file.write(one.failure.traceback)
+            Deferred().append(self.logs / f"rank-{one.rank:05}.log", one.failure.traceback.encode())
 
     def end(self) -> None:
         """Kill whatever is left, with everything it started, and wait for it."""
@@ -171,19 +175,17 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         self.end()
-        self.reasons.cleanup()
+        remove(self.reasons)
 
 
 def _keep_output(stream: IO[Any], target: Path) -> None:
-    """Append what a rank prints to its file; until the run folder exists it waits here."""
-    waiting = b""
+    """Append what a rank prints to its file. What cannot be written, or has no run folder yet, waits here, up to a bound.
+
+    A rank must never wait for this: whatever happens to the file, its output is read.
+    """
+    writes = Deferred(OUTPUT_WAITING_BYTES)
+    writes.recovered = lambda text: None
     with stream:
         while chunk := stream.read(65536):
-            waiting += chunk
-            if target.parent.is_dir():
-                with target.open("ab") as file:
-                    file.write(waiting)
-                waiting = b""
-    if waiting and target.parent.is_dir():
-        with target.open("ab") as file:
-            file.write(waiting)
+            writes.append(target, chunk)
+    writes.retry()

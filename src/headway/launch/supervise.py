@@ -1,7 +1,7 @@
 """`headway supervise -- COMMAND`: starts a training command, watches it, and starts it again until it is done or will never be.
 
     exit code 0         done                                    2   the user's mistake: starting again would repeat it
-    130, 138, 143       stopped by a signal or `headway stop`   3   training gave up and wants somebody to look
+    129, 130, 138, 143  stopped by a signal or `headway stop`   3   training gave up and wants somebody to look
     anything else       a crash: again, later each time, from the newest complete checkpoint
 
 A run whose ranks make no progress is asked for its stacks, killed and started again. Failures are counted anew once a run gets further than
@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from headway.errors import HeadwayError
 from headway.launch.failure import STOP_SIGNALS, USERS_MISTAKE
+from headway.runtime.deferred import Deferred
 from headway.runtime.heartbeat import STACK_SIGNAL, Beat, is_alive, read_beats, stacks_file, suspects
 from headway.runtime.process import OUTCOME_FILE, RESTARTS, SUPERVISOR
 from headway.runtime.progress import duration
+from headway.runtime.stop import heeded_signals
 from headway.runtime.storage import write_atomic
+from headway.runtime.temporary import temporary_folder
 from headway.track.base import Event
 from headway.track.outside import claim_crash
 from headway.train.place import steps_saved
@@ -39,6 +42,8 @@ log = logging.getLogger("headway")
 GAVE_UP = 3
 POLL_SECONDS = 0.1
 LOOK_SECONDS = 1.0
+MOST_LOOK_SECONDS = 5.0
+"""What one look counts for at most, however long ago the last one was."""
 STACK_SECONDS = 3.0
 MOST_BACKOFF_SECONDS = 600.0
 PRESENCE = Path("logs") / "supervisor.json"
@@ -74,15 +79,17 @@ class Supervisor:
         self.child: subprocess.Popen[bytes] | None = None
         self.restarts = self.failures = 0
         self.furthest = -1
-        self.started = 0.0
+        self.patience = Patience(policy.hang_seconds)
+        self.writes = Deferred()
+        self.can_write = True
 
     def run(self) -> int:
         """Until the command is done, stopped, or has failed too often; returns its exit code, as a shell has it."""
-        before = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
+        before = {number: signal.signal(number, self._receive) for number in heeded_signals()}
         try:
-            with tempfile.TemporaryDirectory(prefix="headway-supervise-") as folder:
+            with temporary_folder("supervise") as folder:
                 while True:
-                    code = self._once(Path(folder) / "outcome")
+                    code = self._once(folder / "outcome")
                     if code is not None:
                         return code
         finally:
@@ -97,12 +104,11 @@ class Supervisor:
         """One start and its end; None = start again."""
         outcome.unlink(missing_ok=True)
         own = {SUPERVISOR: self.job, RESTARTS: str(self.restarts), OUTCOME_FILE: str(outcome)}
-        self.started = time.time()
+        self.patience = Patience(self.policy.hang_seconds, read_beats(self.run_dir) if self.run_dir is not None else ())
         self.child = subprocess.Popen(self.command, env={**self.environment, **own}, process_group=0)
         was_hung = self._watch(self.child)
         code = self.child.returncode if self.child.returncode >= 0 else 128 - self.child.returncode
-        if outcome.exists() and outcome.read_text().strip().isdecimal():
-            code = int(outcome.read_text())
+        code = _left_in(outcome, code)
         if not was_hung and (code in (0, USERS_MISTAKE, GAVE_UP) or self._was_asked(code)):
             return code
         self._count_failure()
@@ -116,7 +122,7 @@ class Supervisor:
             "%s; starting again in %s, failure %d of at most %d in a row", why, duration(pause), self.failures, self.policy.max_restarts + 1
         )
         killed = f"killed by {_signal_name(code - 128)}; starting again"
-        if not was_hung and code > 128 and (self.run_dir is None or claim_crash(self.run_dir, killed)):
+        if not was_hung and code > 128 and (self.run_dir is None or claim_crash(self.run_dir, killed, self.job)):
             self.tell("crash", killed, max(self.furthest, 0))  # nobody else could tell
         self.restarts += 1
         return self._wait(pause)
@@ -160,17 +166,12 @@ class Supervisor:
             if time.monotonic() >= look_at and not self.received:
                 look_at = time.monotonic() + LOOK_SECONDS
                 self._be_present()
-                if self.run_dir is not None and (hung := self._hung(read_beats(self.run_dir))):
+                self.writes.retry(now=False)
+                if self.run_dir is not None and (hung := self.patience.hung(read_beats(self.run_dir), counts=self.can_write)):
                     self._end_hung(hung)
                     return True
             time.sleep(POLL_SECONDS)
         return False
-
-    def _hung(self, beats: list[Beat]) -> list[Beat]:
-        """The ranks here, if one of them has made no progress for too long; other machines have their own supervisor."""
-        here = [beat for beat in beats if beat.host == socket.gethostname() and beat.at >= self.started]
-        late = [beat for beat in here if time.time() - beat.progress_at > self.policy.hang_seconds and is_alive(beat)]
-        return here if late else []
 
     def _end_hung(self, beats: list[Beat]) -> None:
         assert self.run_dir is not None
@@ -180,7 +181,7 @@ class Supervisor:
         written = self._ask_for_stacks(beats)
         blame = suspects(beats, now)
         report = {"at": now, "ranks": states, "suspects": blame, "stacks": written}
-        write_atomic(self.run_dir / "logs" / f"hang-{int(now)}.json", json.dumps(report, indent=2) + "\n")
+        self.writes.replace(self.run_dir / "logs" / f"hang-{int(now)}.json", json.dumps(report, indent=2) + "\n")
         self.tell("hang", "; ".join(states) + (f". {blame}" if blame else ""), max(beat.step for beat in beats))
         self._kill(beats)
 
@@ -209,13 +210,55 @@ class Supervisor:
         self.child.wait()
 
     def _be_present(self) -> None:
-        """Let `headway stop` know that somebody will start the run again."""
+        """Let `headway stop` know that somebody will start the run again. A disk that cannot be written ends neither run nor supervisor."""
         if self.run_dir is not None and (self.run_dir / "logs").is_dir():
             here = {"pid": os.getpid(), "host": socket.gethostname(), "at": time.time()}
             try:
                 write_atomic(self.run_dir / PRESENCE, json.dumps(here))
-            except OSError:
-                return
+                self.can_write = True
+            except HeadwayError as problem:
+                if self.can_write:
+                    self.can_write = False
+                    log.warning("%s The run is supervised as before; hangs are not looked for until the disk can be written.", problem)
+                    self.tell("save_failure", str(problem), max(self.furthest, 0))
+
+
+class Patience:
+    """How long the ranks here have made no progress, by what is seen to change in their heartbeats; clocks may jump.
+
+    Time counts only as far as it was looked at: after a pause of the whole machine a rank first gets the chance to go on.
+    """
+
+    def __init__(self, hang_seconds: float, stale: Sequence[Beat] = ()) -> None:
+        self.hang_seconds = hang_seconds
+        self._stale = {(beat.rank, beat.pid, beat.at) for beat in stale}
+        """What an earlier start has left."""
+        self._silent: dict[int, tuple[object, float]] = {}
+        self._looked: float | None = None
+
+    def hung(self, beats: Sequence[Beat], *, counts: bool = True) -> list[Beat]:
+        """The ranks here, if one of them has made no progress for too long; other machines have their own supervisor.
+
+        Where the disk cannot be written (`counts` is false), heartbeats cannot either: their silence means nothing.
+        """
+        now = time.monotonic()
+        passed = min(now - self._looked, MOST_LOOK_SECONDS) if self._looked is not None and counts else 0.0
+        self._looked = now
+        here = [beat for beat in beats if beat.host == socket.gethostname() and (beat.rank, beat.pid, beat.at) not in self._stale]
+        for beat in here:
+            mark = (beat.pid, beat.step, beat.phase, beat.progress_at)
+            before, silent = self._silent.get(beat.rank, (None, 0.0))
+            self._silent[beat.rank] = (mark, silent + passed if mark == before else 0.0)
+        return here if any(self._silent[beat.rank][1] > self.hang_seconds and is_alive(beat) for beat in here) else []
+
+
+def _left_in(outcome: Path, code: int) -> int:
+    """The exit code a command left in its file, else the one it ended with."""
+    try:
+        text = outcome.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return code
+    return int(text) if text.isdecimal() else code
 
 
 def _send(pid: int, number: int) -> None:

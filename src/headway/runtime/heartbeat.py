@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from headway.errors import CommunicationError
+from headway.runtime.storage import writing
 
 FOLDER = Path("logs") / "heartbeat"
 WRITE_SECONDS = 0.5
@@ -114,7 +115,8 @@ class Heartbeat:
         if self._path is not None:
             return
         folder = run_dir / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"rank-{self.rank:05}.json"
         if hasattr(faulthandler, "register"):
             self._stacks = stacks_file(run_dir, self.rank).open("a", encoding="utf-8")
@@ -135,7 +137,7 @@ class Heartbeat:
             temporary.write_text(json.dumps(asdict(self.snapshot())), encoding="utf-8")
             os.replace(temporary, self._path)
         except OSError:
-            return  # a full or lost disk ends the run elsewhere, with its reason
+            return  # on a full disk; a supervisor, which cannot write there either, does not take the silence for a hang
 
     def close(self, *, well: bool) -> None:
         """Stop writing. After a good end nothing is left; else the last words stay for whoever asks why."""

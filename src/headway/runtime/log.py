@@ -7,23 +7,30 @@ from types import TracebackType
 from typing import Any
 
 from headway.errors import ConfigError
+from headway.runtime.deferred import Deferred
+from headway.runtime.output import Lossy
 
+LOG_WAITING_BYTES = 4 << 20
 FILE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m", logging.DEBUG: "\x1b[2m"}
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes to whatever sys.stderr is at that moment, so that lines go above a progress bar instead of through it."""
+    """Writes to whatever sys.stderr is at that moment, so that lines go above a progress bar instead of through it.
+
+    A line that cannot be written is dropped: nobody's terminal ends a run.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record; warnings and errors say what they are."""
         line = self.format(record)
         if record.levelno >= logging.WARNING:
             line = f"{record.levelname.lower()}: {line}"
-        if sys.stderr.isatty() and record.levelno in COLOURS:
+        stream = Lossy(sys.stderr)
+        if stream.isatty() and record.levelno in COLOURS:
             line = f"{COLOURS[record.levelno]}{line}\x1b[0m"
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+        stream.write(line + "\n")
+        stream.flush()
 
 
 class Logging:
@@ -77,7 +84,7 @@ def start_logging(run_dir: Path | None = None, level: int | str | None = None, r
             continue
         path = folder / "train.log" if rank == 0 else folder / "logs" / f"rank-{rank:05}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = _RunFile(path, encoding="utf-8")
+        file = _RunFile(path)
         file.setFormatter(logging.Formatter(FILE_FORMAT))
         handlers.append(file)
     for handler in handlers:
@@ -85,8 +92,22 @@ def start_logging(run_dir: Path | None = None, level: int | str | None = None, r
     return Logging(handlers, old, levels)
 
 
-class _RunFile(logging.FileHandler):
-    """The log file of a run; appended to, so that a resumed run continues it."""
+class _RunFile(logging.Handler):
+    """The log file of a run; appended to, so that a resumed run continues it. Lines wait while the disk is full."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path, self._writes = path, Deferred(LOG_WAITING_BYTES)
+        self._writes.recovered = lambda text: None  # a log must not log about itself
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append one record."""
+        self._writes.append(self._path, f"{self.format(record)}\n".encode(errors="backslashreplace"))
+
+    def close(self) -> None:
+        """Try once more to write what waits."""
+        self._writes.retry()
+        super().close()
 
 
 def _level(level: Any) -> int:

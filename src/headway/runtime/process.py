@@ -187,7 +187,10 @@ def leave_outcome(code: int) -> None:
     """Leave an exit code for the supervisor, where it decides whether to start again."""
     path = os.environ.get(OUTCOME_FILE)
     if path:
-        Path(path).write_text(str(code), encoding="utf-8")
+        try:
+            Path(path).write_text(str(code), encoding="utf-8")
+        except OSError:
+            return  # a full disk; where no launcher is in between the supervisor has the code itself
 
 
 def set_environment(settings: Mapping[str, str]) -> None:

@@ -10,6 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import IO, cast
+
+from headway.runtime.output import Lossy
 
 LINE_EVERY_SECONDS = 10.0
 Advance = Callable[[float], None]
@@ -18,7 +21,7 @@ Advance = Callable[[float], None]
 @contextmanager
 def progress(what: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
     """Show how far `what` is; the block gets a function that is called with how much was done. Safe to call from threads."""
-    if sys.stderr.isatty():
+    if Lossy(sys.stderr).isatty():
         with _bar(what, total, unit) as advance:
             yield advance
     else:
@@ -34,7 +37,7 @@ def _bar(what: str, total: float | None, unit: str) -> Iterator[Advance]:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeRemainingColumn())
     started = time.monotonic()
     done = 0.0
-    with Progress(*columns, console=Console(stderr=True)) as shown:
+    with Progress(*columns, console=Console(file=cast(IO[str], Lossy(sys.stderr)))) as shown:
         task = shown.add_task(what, total=total, state="")
 
         def advance(amount: float = 1) -> None:

@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.runtime.storage import TEMPORARY_PREFIX, check_writable, writing
+from headway.runtime.identity import machine, process_start
+from headway.runtime.storage import check_writable, writing
+from headway.runtime.temporary import LOCK_PREFIX
 
 log = logging.getLogger("headway")
 
@@ -71,24 +73,6 @@ def this_process() -> Holder:
     """This process as a holder."""
     pid = os.getpid()
     return Holder(uuid.uuid4().hex, socket.gethostname(), machine(), pid, process_start(pid), time.time())
-
-
-def machine() -> str:
-    """This boot of this machine and this process's space of ids; empty where the system does not say."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname() if not Path("/proc/self").exists() else ""
-
-
-def process_start(pid: int) -> str | None:
-    """When a process began; None if it is gone (or ended and not yet collected), or where the system does not say."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZXx" else fields[19]
 
 
 def read_holder(path: Path) -> tuple[Holder | None, int] | None:
@@ -221,7 +205,7 @@ class RunLock:
         """Put our lock in place; False where there is one. Whole from the first moment: a hard link to a finished file."""
         self.folder.mkdir(parents=True, exist_ok=True)
         content = (json.dumps(asdict(self.holder)) + "\n").encode()
-        temporary = self.folder / f"{TEMPORARY_PREFIX}lock-{uuid.uuid4().hex}"
+        temporary = self.folder / f"{LOCK_PREFIX}{uuid.uuid4().hex}"
         try:
             temporary.write_bytes(content)
             os.link(temporary, self.path)
@@ -257,7 +241,7 @@ class RunLock:
         found = read_holder(self.path)
         if found is None or (found[0].token if found[0] is not None else "") != token:
             return
-        aside = self.folder / f"{TEMPORARY_PREFIX}lock-{uuid.uuid4().hex}"
+        aside = self.folder / f"{LOCK_PREFIX}{uuid.uuid4().hex}"
         try:
             os.rename(self.path, aside)
         except FileNotFoundError:

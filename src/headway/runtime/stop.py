@@ -1,4 +1,5 @@
-"""Stopping well: the first SIGINT, SIGTERM or SIGUSR1 asks the loop to finish its step, save and leave; a second Ctrl-C stops at once.
+"""Stopping well: the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP (a terminal that closes) asks the loop to finish its step, save and leave;
+a second Ctrl-C stops at once.
 
 Python runs a signal's handler only when its main thread comes back from whatever it calls, and a collective or a compiler may not come back
 for long. So the interpreter also writes each signal's number into a pipe, at once, and a thread that reads it keeps the two promises the
@@ -16,11 +17,18 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+from headway.runtime.output import say
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
 EMPTY_HANDED_SECONDS = 3.0
 """How long a process that has nothing to save may take to leave by itself."""
 AT_ONCE_SECONDS = 1.0
 POLL_SECONDS = 0.2
+
+
+def heeded_signals() -> list[int]:
+    """Those a process is to take as requests: one its parent had ignored, as nohup and shells do, stays ignored."""
+    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Interrupted(BaseException):
@@ -53,8 +61,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            # a signal the parent had ignored, as shells do with Ctrl-C for jobs in the background, stays ignored
-            wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            wanted = heeded_signals()
             self._pipe = os.pipe()
             for end in self._pipe:
                 os.set_blocking(end, False)
@@ -88,7 +95,7 @@ class StopSignal:
             if self.starting:
                 raise Interrupted(self.requested)
             # os.write, because a handler may interrupt a logging call that holds the stream.
-            _say(f"{self.requested}: finishing this step, then saving. Ctrl-C again stops at once.")
+            say(f"{self.requested}: finishing this step, then saving. Ctrl-C again stops at once.")
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
 
@@ -121,10 +128,6 @@ class StopSignal:
         return self.grace_seconds is not None and seconds > self.grace_seconds
 
     def _leave(self, number: int, why: str) -> None:
-        _say(why)
+        say(why)
         self.before_exit()
         os._exit(128 + number)
-
-
-def _say(text: str) -> None:
-    os.write(2, f"{text}\n".encode())

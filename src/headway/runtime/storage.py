@@ -13,24 +13,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headway.errors import ConfigError, HeadwayError, TrainingError
+from headway.runtime.temporary import TEMPORARY_PREFIX, temporary_name
 
 CHUNK_BYTES = 4 << 20
-TEMPORARY_PREFIX = ".tmp-"
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Write a small file so that a reader sees the old content or the new, never half of it."""
     content = data.encode() if isinstance(data, str) else data
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{os.getpid()}")
+    temporary = temporary_name(path)
     with writing(path, len(content)):
-        try:
-            with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
+            try:
                 file.write(content)
+                file.flush()
                 fsync_file(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+                os.replace(temporary, path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
         fsync_folder(path.parent)
 
 
@@ -74,17 +75,14 @@ def remove_folder(path: Path) -> None:
     """Delete a folder; it first gets a temporary name, so that nobody ever opens what is half deleted."""
     doomed = path
     if not path.name.startswith(TEMPORARY_PREFIX):
-        doomed = path.with_name(f"{TEMPORARY_PREFIX}removed-{path.name}")
-        if doomed.exists():
-            shutil.rmtree(doomed)
+        doomed = temporary_name(path.with_name(f"removed-{path.name}"))
         os.rename(path, doomed)
     shutil.rmtree(doomed)
 
 
 def link_atomic(link: Path, target: str) -> None:
     """Point a relative symbolic link at a name in the same folder, replacing an older link in one step."""
-    temporary = link.with_name(f"{TEMPORARY_PREFIX}{link.name}-{os.getpid()}")
-    temporary.unlink(missing_ok=True)
+    temporary = temporary_name(link)
     os.symlink(target, temporary)
     os.replace(temporary, link)
     fsync_folder(link.parent)

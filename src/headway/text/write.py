@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from headway.errors import ConfigError, DataError
-from headway.runtime.storage import TEMPORARY_PREFIX, fsync_file, fsync_folder, writing
+from headway.runtime.storage import fsync_file, fsync_folder, writing
+from headway.runtime.temporary import clear_leftovers, temporary_name
 
 BATCH_ROWS = 4096
 WRITABLE = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -26,11 +27,12 @@ def record_file(path: Path) -> Iterator[Write]:
     kind = next((suffix for suffix in WRITABLE if path.name.endswith(suffix)), None)
     if kind is None:
         raise ConfigError(f"{path}: the output must be named {', '.join(WRITABLE)}.")
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
+    temporary = temporary_name(path)
     with writing(path, error=DataError):
         path.parent.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(path)
         try:
-            with open(temporary, "wb") as file:
+            with open(temporary, "xb") as file:
                 with _parquet(file, path) if kind == ".parquet" else _lines(file, kind) as write:
                     yield write
                 file.flush()

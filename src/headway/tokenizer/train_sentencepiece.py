@@ -7,12 +7,12 @@ What is exact: word counts; the sentencepiece trainer then sees each distinct wo
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from headway.errors import DataError
+from headway.runtime.temporary import temporary_folder
 from headway.tokenizer.load import Tokenizer
 from headway.tokenizer.sentencepiece_model import SPACE, read_model
 from headway.tokenizer.train_bpe import PAD, SPECIAL_TOKENS, check_request, counted_words
@@ -37,11 +37,11 @@ def train_sentencepiece(
     """Train on texts and save to `out`; `vocab_size` counts bytes, pieces and special tokens. The first special token ends documents."""
     check_request(vocab_size, (*special_tokens, UNKNOWN), 256, max_memory_bytes)
     words = counted_words(documents, WORDS, max_memory_bytes, TRAINER_BYTES_PER_BYTE, workers)
-    with tempfile.TemporaryDirectory(prefix="headway-sentencepiece-") as folder:
-        corpus = Path(folder) / "words.tsv"
+    with temporary_folder("sentencepiece") as folder:
+        corpus = folder / "words.tsv"
         _write_words(words, corpus)
         model = _train(corpus, vocab_size, special_tokens, character_coverage)
-        path = Path(folder) / "tokenizer.model"
+        path = folder / "tokenizer.model"
         path.write_bytes(_with_plain_spaces(model))
         roles = {"eos_token": special_tokens[0]} if special_tokens else {}
         roles |= {"pad_token": PAD} if PAD in special_tokens else {}

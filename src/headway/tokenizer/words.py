@@ -9,7 +9,6 @@ again, other rare words are left out, and the share that was left out is reporte
 from __future__ import annotations
 
 import sys
-import tempfile
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from headway.runtime.process import worker_pool
+from headway.runtime.temporary import make_temporary_folder, remove
 
 PARTS = 64
 BATCH_CHARACTERS = 1 << 20
@@ -35,14 +35,14 @@ class WordTable:
     def __init__(self, max_bytes: int | None = None) -> None:
         self.max_bytes = max_bytes
         self.counts: Counter[str] = Counter()
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
 
     def __enter__(self) -> WordTable:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._folder is not None:
-            self._folder.cleanup()
+            remove(self._folder)
 
     @property
     def spilled(self) -> bool:
@@ -63,7 +63,7 @@ class WordTable:
         self._spill()
         for part in range(PARTS):
             found: Counter[str] = Counter()
-            path = Path(self._folder.name) / str(part)
+            path = self._folder / str(part)
             if path.exists():
                 with open(path, "rb") as file:
                     for line in file:
@@ -79,8 +79,8 @@ class WordTable:
     def _spill(self) -> None:
         """Append the table to the parts on disk. A word is a line `count word`; 0xFF, which no UTF-8 holds, stands for its newlines."""
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="headway-words-")
-        files: list[BinaryIO] = [open(Path(self._folder.name) / str(part), "ab") for part in range(PARTS)]  # noqa: SIM115
+            self._folder = make_temporary_folder("words")
+        files: list[BinaryIO] = [open(self._folder / str(part), "ab") for part in range(PARTS)]  # noqa: SIM115
         try:
             for word, number in self.counts.items():
                 data = word.encode()

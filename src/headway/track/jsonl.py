@@ -12,17 +12,25 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from headway.errors import DataError
-from headway.runtime.storage import write_atomic, writing
+from headway.runtime.deferred import Deferred
+from headway.runtime.storage import CHUNK_BYTES, fsync_file, fsync_folder
+from headway.runtime.temporary import temporary_name
+
+LONGEST_LINE = 4 << 20
+"""Bytes; what has no end for longer is no line of metrics."""
+TAIL_BYTES = 8 << 20
+"""How much of the end of a file is read at a time by a run that resumes."""
+log = logging.getLogger("headway")
 
 
 class MetricsFile:
-    """A metrics.jsonl that is appended to. Holds no open file, so nothing is lost if the process dies."""
+    """A metrics.jsonl that is appended to. Holds no open file; lines that cannot be written wait in `writes` and never end a run."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, writes: Deferred | None = None) -> None:
+        self.path, self.writes = path, writes or Deferred()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one step's record, which has a `step`, in a single write."""
@@ -31,55 +39,152 @@ class MetricsFile:
         plain = {key: _finite(value, key, non_finite) for key, value in record.items()}
         if non_finite:
             plain["non_finite"] = non_finite
-        line = json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        with writing(self.path, len(line)), open(self.path, "ab") as file:
-            file.write(line)
+        self.writes.append(self.path, json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
     def sync(self) -> None:
-        """Wait until all lines are on the disk, for instance before a checkpoint that follows them."""
-        if self.path.exists():
-            with writing(self.path), open(self.path, "ab") as file:
-                os.fsync(file.fileno())
+        """Wait until all lines that can be written are on the disk, for instance before a checkpoint that follows them."""
+        self.writes.retry()
+        try:
+            with open(self.path, "rb") as file:
+                fsync_file(file.fileno())
+        except FileNotFoundError:
+            return
+        except OSError as problem:
+            log.warning("%s: not sure to be on the disk: %s", self.path, problem.strerror)
 
     def cut_to(self, step: int) -> None:
-        """Drop the lines of later steps and a line that a killed process left torn, so that a resumed run writes each step once."""
-        if not self.path.exists():
+        """Drop the lines of later steps and a line that a killed process left torn, so that a resumed run writes each step once.
+
+        Steps grow, so that only the end of the file is read; damaged lines that are seen there are dropped with a warning.
+        """
+        self.writes.drop(self.path, lambda line: (_record(line) or {"step": 0})["step"] > step)
+        try:
+            with open(self.path, "r+b") as file:
+                _cut(self.path, file, step)
+        except FileNotFoundError:
             return
-        content = self.path.read_bytes()
-        kept: list[bytes] = []
-        for number, line, record in _lines(content):
-            if record is None and number <= content.count(b"\n"):
-                logging.getLogger("headway").warning("%s: line %d is damaged and was dropped", self.path, number)
-            elif record is not None and record["step"] <= step:
-                kept.append(line)
-        if (new := b"".join(kept)) != content:
-            write_atomic(self.path, new)
+        except OSError as problem:
+            log.warning("%s: its lines after step %d cannot be removed: %s", self.path, step, problem.strerror)
+
+    def repair(self) -> None:
+        """Write the file anew without its damaged lines; a file that has none, or cannot be written, stays as it is."""
+        temporary = temporary_name(self.path)
+        try:
+            with open(self.path, "rb") as file, open(temporary, "xb") as new:
+                for line in lines_of(file):
+                    if _record(line) is not None:
+                        new.write(line)
+                new.flush()
+                fsync_file(new.fileno())
+            os.replace(temporary, self.path)
+            fsync_folder(self.path.parent)
+        except OSError as problem:
+            log.warning("%s: its damaged lines cannot be removed: %s", self.path, problem.strerror)
+            temporary.unlink(missing_ok=True)
+
+
+class MetricsReader:
+    """The records of a metrics.jsonl in order, one after another in little memory. Lines that are no records are left out and counted."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damaged = 0
+        self.first_damaged = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.damaged = self.first_damaged = 0
+        try:
+            with open(self.path, "rb") as file:
+                for number, line in enumerate(lines_of(file), start=1):
+                    record = _record(line)
+                    if record is not None:
+                        yield record
+                    elif line.endswith(b"\n"):  # else it is torn: a run that is writing, or was killed
+                        self.damaged += 1
+                        self.first_damaged = self.first_damaged or number
+        except OSError as problem:
+            raise DataError(f"{self.path}: cannot be read: {problem.strerror}. Give the metrics.jsonl of a run folder.") from None
+        if self.damaged:
+            log.warning("%s: %d damaged lines were left out, the first is line %d", self.path, self.damaged, self.first_damaged)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl in order. A torn last line (a run that is writing, or was killed) is left out."""
+    """All records of a metrics.jsonl; what is no record is left out with a warning. A long run has many: prefer MetricsReader."""
+    return list(MetricsReader(path))
+
+
+def lines_of(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file with their ends; one longer than any line of ours comes as an empty one."""
+    while line := file.readline(LONGEST_LINE):
+        if len(line) < LONGEST_LINE or line.endswith(b"\n"):
+            yield line
+            continue
+        while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
+            pass
+        yield b"\n"
+
+
+def _cut(path: Path, file: IO[bytes], step: int) -> None:
+    """Look from the end, stretch by stretch, for the last line of a step that stays."""
+    end = size = file.seek(0, os.SEEK_END)
+    tail: list[bytes] = []
+    damaged = 0
+    while end > 0 and not tail:
+        begin = _line_start(file, max(0, end - TAIL_BYTES))
+        file.seek(begin)
+        for line in file.read(end - begin).splitlines(keepends=True):
+            record = _record(line)
+            if record is None:
+                damaged += line.endswith(b"\n")
+            elif record["step"] <= step:
+                tail.append(line)
+        end = begin
+    if damaged:
+        log.warning("%s: %d damaged lines were dropped from its last part", path, damaged)
+    kept = b"".join(tail)
+    file.seek(end)
+    if file.read(len(kept)) == kept:
+        if end + len(kept) < size:
+            file.truncate(end + len(kept))
+        return
+    temporary = temporary_name(path)
     try:
-        content = path.read_bytes()
-    except OSError as problem:
-        raise DataError(f"{path}: cannot be read: {problem.strerror}. Give the metrics.jsonl of a run folder.") from None
-    records: list[dict[str, Any]] = []
-    for number, _, record in _lines(content):
-        if record is not None:
-            records.append(record)
-        elif number <= content.count(b"\n"):
-            raise DataError(f"{path}:{number}: not a line of metrics. Remove the line.")
-    return records
+        with open(temporary, "xb") as new:
+            file.seek(0)
+            _copy(file, new, end)
+            new.write(kept)
+            new.flush()
+            fsync_file(new.fileno())
+        os.replace(temporary, path)
+        fsync_folder(path.parent)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
-def _lines(content: bytes) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
-    """Line number, bytes and record of each line; the record is None where the line is not one."""
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
-        try:
-            record: Any = json.loads(line)
-        except ValueError:
-            record = None
-        is_whole = line.endswith(b"\n") and isinstance(record, dict) and isinstance(record.get("step"), int)
-        yield number, line, record if is_whole else None
+def _line_start(file: IO[bytes], at: int) -> int:
+    """Where the line that holds this byte begins; not further back than a line may be long."""
+    least = max(0, at - LONGEST_LINE)
+    file.seek(least)
+    found = file.read(at - least).rfind(b"\n")
+    return least + found + 1
+
+
+def _copy(source: IO[bytes], target: IO[bytes], size: int) -> None:
+    while size > 0 and (chunk := source.read(min(size, CHUNK_BYTES))):
+        target.write(chunk)
+        size -= len(chunk)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None where it is torn, damaged or no record of a step."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None  # pyright: ignore[reportUnknownMemberType]
 
 
 def _finite(value: Any, at: str, non_finite: dict[str, str]) -> Any:

@@ -32,6 +32,7 @@ from headway.parallel.assemble import assemble
 from headway.parallel.collectives import Ranks, alone
 from headway.parallel.engine import Engine
 from headway.parallel.passes import Settings
+from headway.runtime.deferred import Deferred
 from headway.runtime.device import Compute, choose_compute, set_arithmetic
 from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.machine import usable_cores
@@ -104,6 +105,8 @@ class Run:
     """Ranks that were slow when the ranks' times were last compared."""
     after_step: Callable[[int], None] = lambda step: None
     """Called with each step that is done; a probe sets it."""
+    writes: Deferred = field(default_factory=Deferred)
+    """Metrics, events and other small files: what a full disk does not take waits here."""
 
     @property
     def home(self) -> Path:
@@ -120,8 +123,8 @@ class Run:
         """The file every step is written to, by the first rank."""
         if not self.process.is_first:
             return QuietMetrics()
-        own = MetricsFile(self.start.folder / METRICS)
-        return own if self.place is None else StageMetrics(own, MetricsFile(self.place.home / METRICS), self.place)
+        own = MetricsFile(self.start.folder / METRICS, self.writes)
+        return own if self.place is None else StageMetrics(own, MetricsFile(self.place.home / METRICS, self.writes), self.place)
 
     @property
     def heart(self) -> Heartbeat:
@@ -136,12 +139,13 @@ class Run:
     def tell(self, event: Event, text: str, **facts: Any) -> None:
         """Tell every tracker of something that happened. Any rank and thread may call it; the first rank's trackers are all there are."""
         if self.process.is_first:
-            append_event(self.home, event, text, self.state.step, **facts)
+            append_event(self.home, event, text, self.state.step, self.writes, **facts)
         for tracker in self.trackers:
             tracker.event(event, text, self.state.step)
 
     def close(self) -> None:
         """Let the trackers write out what waits."""
+        self.writes.retry()
         for tracker in self.trackers:
             tracker.close()
 
@@ -222,6 +226,7 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
     )
     run.saver.saved_step = run.saver.started_step = state.step
     run.saver.on_failure(lambda text: run.tell("save_failure", text))
+    run.writes.report = lambda text: run.tell("save_failure", text)
     return run
 
 

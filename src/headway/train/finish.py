@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,7 +20,8 @@ from headway.model.layout import GATES
 from headway.optim.groups import ADAPTER
 from headway.runtime.process import leave_outcome
 from headway.track.console import DATA_WAIT_SHOWN
-from headway.track.jsonl import read_metrics
+from headway.track.jsonl import MetricsFile, MetricsReader
+from headway.track.outside import end_claims
 from headway.train.evaluate import AT_START
 from headway.train.folder import METRICS, SUMMARY, write_json
 from headway.train.meter import WARM_STEPS
@@ -59,6 +61,8 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
             100 * summary["data_wait_share"],
         )
     run.tell("finish", f"{'done' if early is None else 'stopped early'}: {run.state.step} steps, loss {_number(summary['last_loss'])}")
+    if run.process.is_first:
+        end_claims(folder)
     log.info("done: %d steps in %.0f s, loss %s; %s", run.state.step, run.state.seconds, _number(summary["last_loss"]), folder)
     return summary
 
@@ -101,41 +105,95 @@ def _keeping(weights: Iterator[tuple[str, Tensor]], run: Run, kept: dict[str, Te
         yield name, value
 
 
+class Tally:
+    """What the records of a run come to, added up one by one: a long run has millions. A record that lacks something counts without it."""
+
+    def __init__(self) -> None:
+        self.losses, self.valid = Extremes(), Extremes()
+        self.records = self.samples = 0
+        self.seconds = self.warm_seconds = self.warm_wait = 0.0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take one more record."""
+        self.records += 1
+        self.losses.add(record.get("loss"))
+        for key in (AT_START, "valid"):
+            for values in _mapping(record.get(key)).values():
+                self.valid.add(_mapping(values).get("loss"))
+        self.samples += int(_amount(record.get("num_samples_in_batch")))
+        times = _mapping(record.get("time"))
+        seconds = _amount(times.get("step_seconds"))
+        self.seconds += seconds
+        if self.records > WARM_STEPS:
+            self.warm_seconds += seconds
+            self.warm_wait += _amount(times.get("data_wait_seconds"))
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """Share of the step time spent waiting for batches; None where there were too few steps to say."""
+        return self.warm_wait / self.warm_seconds if self.warm_seconds else None
+
+
+class Extremes:
+    """The first, the last and the smallest of some numbers."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.last: float | None = None
+        self.least: float | None = None
+
+    def add(self, value: Any) -> None:
+        """Take one more; what is no number is left out."""
+        if type(value) in (int, float):
+            self.first = value if self.first is None else self.first
+            self.last = value
+            self.least = value if self.least is None else min(self.least, value)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _amount(value: Any) -> float:
+    return value if type(value) in (int, float) else 0
+
+
+def tally(metrics: Path, *, repair: bool = False) -> Tally:
+    """Add up a metrics file; with `repair` it is written anew without lines that are damaged, if there are any."""
+    found = Tally()
+    if metrics.exists():  # else stopped before the first step
+        reader = MetricsReader(metrics)
+        for record in reader:
+            found.add(record)
+        if reader.damaged and repair:
+            MetricsFile(metrics).repair()
+    return found
+
+
 def summarize(run: Run) -> dict[str, Any]:
     """What a run came to, from its metrics file."""
-    metrics = run.start.folder / METRICS
-    records = read_metrics(metrics) if metrics.exists() else []  # stopped before the first step
-    losses = [record["loss"] for record in records if record["loss"] is not None]
-    valid = [
-        values["loss"] for record in records for key in (AT_START, "valid") for values in record.get(key, {}).values() if "loss" in values
-    ]
-    seconds = sum(record["time"]["step_seconds"] for record in records) or run.state.seconds
-    samples = sum(record["num_samples_in_batch"] for record in records)
+    run.writes.retry()
+    found = tally(run.start.folder / METRICS, repair=True)
+    seconds = found.seconds or run.state.seconds
     return {
         "run": str(run.start.folder),
         "steps": run.state.step,
         "seconds": run.state.seconds,
         "tokens": run.state.consumed_tokens,
         "tokens_per_second": run.state.consumed_tokens / seconds if seconds else None,
-        "samples_per_second": samples / seconds if seconds else None,
+        "samples_per_second": found.samples / seconds if seconds else None,
         "flops": run.meter.facts.flops.full * run.state.consumed_tokens,
-        "first_loss": losses[0] if losses else None,
-        "last_loss": losses[-1] if losses else None,
-        "best_loss": min(losses) if losses else None,
-        "first_valid_loss": valid[0] if valid else None,
-        "last_valid_loss": valid[-1] if valid else None,
-        "best_valid_loss": min(valid) if valid else None,
+        "first_loss": found.losses.first,
+        "last_loss": found.losses.last,
+        "best_loss": found.losses.least,
+        "first_valid_loss": found.valid.first,
+        "last_valid_loss": found.valid.last,
+        "best_valid_loss": found.valid.least,
         "skipped_steps": run.meter.skipped,
         "save_stall_share": run.meter.stall_total / seconds if seconds else None,
         "saves": run.meter.saves,
-        "data_wait_share": _data_wait([record["time"] for record in records[WARM_STEPS:]]),
+        "data_wait_share": found.data_wait_share,
     }
-
-
-def _data_wait(times: list[dict[str, Any]]) -> float | None:
-    """Share of the step time spent waiting for batches; None where there were too few steps to say."""
-    seconds = sum(time["step_seconds"] for time in times)
-    return sum(time["data_wait_seconds"] for time in times) / seconds if seconds else None
 
 
 def _number(value: float | None) -> str:

@@ -28,6 +28,7 @@ from headway.runtime.process import restarted_job, supervisor
 from headway.runtime.run_lock import LOCK
 from headway.runtime.s3 import StoreDown
 from headway.runtime.storage import check_writable, write_atomic
+from headway.runtime.temporary import clear_temporary
 from headway.track.outside import begin_claims
 from headway.train.config import Recipe
 from headway.train.request import withdraw
@@ -217,12 +218,23 @@ def begin_in(folder: Path) -> None:
     job, _ = restarted_job()
     if job is not None:
         write_atomic(folder / JOB, job)
+    for place in (folder, folder / "logs"):
+        clear_temporary(place)
     clear_beats(folder)
     begin_claims(folder)
     if supervisor() is None:
         withdraw(folder)  # a request to stop that an earlier start left; under a supervisor it may be for this one
     write_atomic(folder / "command.txt", " ".join(sys.argv) + "\n")
     write_json(folder / "environment.json", environment())
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """What a run that is done has left in summary.json; None where there is none, or it is damaged and is to be written anew."""
+    try:
+        found: Any = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and {"steps", "seconds", "checkpoint"} <= found.keys() else None
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,9 @@ from headway.checkpoint.load import newest_good, open_checkpoint
 from headway.checkpoint.retention import set_aside_later
 from headway.data.config import skipped_batches
 from headway.data.loader import LoaderState
-from headway.errors import GaveUpError
+from headway.errors import GaveUpError, HeadwayError
 from headway.runtime.storage import write_atomic
+from headway.track.outside import read_events
 from headway.train.config import Recipe
 from headway.train.report import report
 from headway.train.saved import forget_saved, write_saved
@@ -35,6 +37,7 @@ log = logging.getLogger("headway")
 
 FILE = "heal.json"
 KEPT_CURSORS = 8
+MOST_BYTES = 64 << 20
 Bad = Literal["nan", "spike"]
 
 
@@ -47,6 +50,8 @@ class Healer:
         """The first step that is to be undone, and why."""
         self.hopeless: str | None = None
         """Why the run should end."""
+        self.healed: list[dict[str, Any]] | None = None
+        """What heal.json says, once it was needed: the file itself may be late, on a full disk."""
         self._in_a_row = 0
         self._cursors: deque[tuple[int, LoaderState, LoaderState]] = deque(maxlen=KEPT_CURSORS + config.skip_before)
 
@@ -128,7 +133,9 @@ def roll_back(run: Run, bad_step: int) -> None:
     run.heart.beat("step", run.state.step)
     healer.went_back(run.state.step)
     text = f"{reason}; back to step {run.state.step}, without batches {first} to {batch}"
-    run.tell("nan" if reason.startswith("nan") else "spike", text, batches=[first, batch], documents=plan["documents"])
+    run.tell(
+        "nan" if reason.startswith("nan") else "spike", text, batches=[first, batch], documents=plan["documents"], healed=plan["healed"]
+    )
 
 
 def _decide(run: Run, bad_step: int, batches: tuple[int, int], reason: str) -> dict[str, Any]:
@@ -142,23 +149,70 @@ def _decide(run: Run, bad_step: int, batches: tuple[int, int], reason: str) -> d
         found = found if found.reader is not None else newest_good(run.saver.remote.place)
     if found.reader is None or found.path is None:
         return {"gave_up": f"{reason}; there is no checkpoint before step {bad_step} to go back to."}
-    healed = read_healed(run.start.folder)
+    healed = run.healer.healed = read_healed(run.start.folder) if run.healer.healed is None else run.healer.healed
     to_step, limit = found.reader.step, run.recipe.heal.limit
     if sum(one["to_step"] == to_step for one in healed) >= limit:
         return {"gave_up": f"{reason}; the run went back to step {to_step} {limit} times already (heal.limit). See {FILE}."}
     documents = run.loader.documents_of(run.healer.before(batches[0]), *batches)
     entry = {"batches": list(batches), "bad_step": bad_step, "to_step": to_step, "reason": reason, "documents": documents}
-    write_atomic(run.start.folder / FILE, json.dumps([*healed, entry], indent=1, ensure_ascii=False) + "\n")
+    healed.append(entry)
+    run.writes.replace(run.start.folder / FILE, json.dumps(healed, indent=1, ensure_ascii=False) + "\n")
     write_saved(run.start.folder, replace(saved, step=to_step))
-    return {"checkpoint": str(found.path), "documents": documents}
+    return {"checkpoint": str(found.path), "documents": documents, "healed": entry}
 
 
 def read_healed(run_dir: Path) -> list[dict[str, Any]]:
-    """What a run was healed of so far."""
-    try:
-        return json.loads((run_dir / FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    """What a run was healed of so far. Where heal.json is damaged, what events.jsonl knows takes its place, with a warning."""
+    path = run_dir / FILE
+    if not path.exists():
         return []
+    if (whole := _entries_in(path)) is not None:
+        return whole
+    healed = _healed_by_events(run_dir)
+    known = f"events.jsonl names {len(healed)} rollbacks, whose batches stay left out" if healed else "events.jsonl names no rollback"
+    log.warning("%s is damaged; %s. If there were more, set data.skip_batches.", path, known)
+    return healed
+
+
+def repair_healed(run_dir: Path) -> None:
+    """Write a damaged heal.json anew from what is known; the damaged one is kept as heal.json.damaged. For the first rank, at a start."""
+    path = run_dir / FILE
+    if not path.exists() or _entries_in(path) is not None:
+        return
+    try:
+        healed = read_healed(run_dir)
+        os.replace(path, path.with_name(FILE + ".damaged"))
+        write_atomic(path, json.dumps(healed, indent=1, ensure_ascii=False) + "\n")
+    except (OSError, HeadwayError) as problem:
+        log.warning("%s cannot be repaired: %s", path, problem)
+
+
+def _entries_in(path: Path) -> list[dict[str, Any]] | None:
+    """What a heal.json says; None where it is damaged."""
+    try:
+        with path.open("rb") as file:
+            found: Any = json.loads(file.read(MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) and all(map(_is_entry, found)) else None
+
+
+def _is_entry(one: Any) -> bool:
+    """Whether this is what `_decide` writes."""
+    if not isinstance(one, dict) or type(one.get("to_step")) is not int:
+        return False
+    batches: Any = one.get("batches")
+    return isinstance(batches, list) and [type(number) for number in batches] == [int, int] and 0 <= batches[0] <= batches[1]
+
+
+def _healed_by_events(run_dir: Path) -> list[dict[str, Any]]:
+    """The same entries, as the events of going back have them."""
+    found: list[dict[str, Any]] = []
+    for event in read_events(run_dir):
+        entry: Any = event.get("healed")
+        if _is_entry(entry) and entry not in found:
+            found.append(entry)
+    return found
 
 
 def with_healed(recipe: Recipe, run_dir: Path) -> Recipe:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from headway.eval.training import Point, Training
-from headway.track.jsonl import read_metrics
+from headway.track.jsonl import MetricsReader
 from headway.train.evaluate import AT_START
 from headway.train.folder import METRICS
 
@@ -19,29 +20,34 @@ def read_training(run: Path) -> list[Training]:
     """The curves of a run, one for each of its stages; nothing for a folder that is no run."""
     if not (run / METRICS).is_file():
         return []
-    records = read_metrics(run / METRICS)
+    records = MetricsReader(run / METRICS)
     return [
-        _training(f"{run}: {stage}" if stage else str(run), list(some))
-        for stage, some in groupby(records, lambda record: record.get("stage"))
+        _training(f"{run}: {stage}" if stage else str(run), some) for stage, some in groupby(records, lambda record: record.get("stage"))
     ]
 
 
-def _training(name: str, records: list[dict[str, Any]]) -> Training:
+def _training(name: str, records: Iterable[dict[str, Any]]) -> Training:
+    """Keeps the losses and the validations of the records; the rest of each is let go, because there may be millions."""
     valid: dict[str, list[Point]] = {}
+    losses: list[tuple[int, float | None]] = []
     for record in records:
         step = record.get("stage_step", record["step"])
+        loss = record.get("loss")
+        losses.append((step, loss if isinstance(loss, (int, float)) else None))
         for at, key in ((step - 1, AT_START), (step, "valid")):
-            for each, numbers in record.get(key, {}).items():
-                valid.setdefault(each, []).append(Point(at, numbers))
-    return Training(name, len(records), _curve(records), valid)
+            sets = record.get(key)
+            for each, numbers in sets.items() if isinstance(sets, dict) else ():
+                if isinstance(numbers, dict):
+                    valid.setdefault(each, []).append(Point(at, numbers))
+    return Training(name, len(losses), _curve(losses), valid)
 
 
-def _curve(records: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    size = -(-len(records) // STRETCHES)
+def _curve(losses: list[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    size = -(-len(losses) // STRETCHES)
     curve: list[tuple[int, float]] = []
-    for first in range(0, len(records), size):
-        some = records[first : first + size]
-        losses = [record["loss"] for record in some if record["loss"] is not None]
-        if losses:
-            curve.append((some[-1].get("stage_step", some[-1]["step"]), sum(losses) / len(losses)))
+    for first in range(0, len(losses), size):
+        some = losses[first : first + size]
+        known = [loss for _, loss in some if loss is not None]
+        if known:
+            curve.append((some[-1][0], sum(known) / len(known)))
     return curve

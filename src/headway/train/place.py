@@ -56,8 +56,8 @@ def steps_saved(run: Path) -> int:
     found = [int(path.name[5:]) for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
     try:
         listed = json.loads((run / STAGES).read_text(encoding="utf-8"))["stages"]
-    except (OSError, ValueError, KeyError):
+        done = sum(stage["steps"] for stage in listed if stage["state"] == "done")
+        under_way = [steps_saved(run / stage["folder"]) for stage in listed if stage["state"] == "running"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # a file of stages that is not there, or damaged
         return max(found, default=-1)
-    done = sum(stage["steps"] for stage in listed if stage["state"] == "done")
-    under_way = [steps_saved(run / stage["folder"]) for stage in listed if stage["state"] == "running"]
     return done + max([0, *under_way]) if done or under_way else -1

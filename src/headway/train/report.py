@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 def report(run: Run, *, everything: bool = False) -> None:
     """Write the records that have arrived: every step to metrics.jsonl, some to the console and the trackers."""
+    run.writes.retry(now=False)
     for record in run.meter.collect(everything=everything):
         run.metrics.write(record)
         run.healer.see(run, record)

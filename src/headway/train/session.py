@@ -27,7 +27,8 @@ from headway.train.build import Run, build
 from headway.train.config import Recipe
 from headway.train.expand import expand
 from headway.train.finish import summarize
-from headway.train.folder import SUMMARY, agree_on_start, first_decides, prepare_folder
+from headway.train.folder import agree_on_start, first_decides, prepare_folder, read_summary
+from headway.train.heal import repair_healed
 from headway.train.hold import Hold, held
 from headway.train.loop import run_loop, train_step
 from headway.train.orders import exit_code
@@ -100,6 +101,7 @@ def _run(session: Session, resolved: Resolved, resume: str, place: Place | None 
     world.barrier()  # every rank has read the folder before one of them changes it
     if process.is_first:
         prepare_folder(start, recipe, session.hold.moved)
+        repair_healed(start.folder)
         if run.reference is not None:
             run.reference.keep(start)
         remember_saves(run)
@@ -131,7 +133,7 @@ def _train(run: Run, probe: Probe, tokenizer: Tokenizer | None) -> dict[str, Any
     for change in start.changes:
         log.info("changed since the run began: %s", change)
     ended = run.state.step >= run.total_steps or run.state.patience.is_over(recipe.eval.stop)
-    if ended and (start.folder / SUMMARY).exists():
+    if ended and read_summary(start.folder) is not None:
         log.info("%s is complete: %d steps were done before", start.folder, run.state.step)
         run.loader.close()
         return summarize(run)

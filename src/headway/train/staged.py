@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,18 @@ from headway.parallel.collectives import Group
 from headway.runtime.storage import check_writable, link_atomic, write_atomic
 from headway.train.config import Recipe
 from headway.train.expand import FOLDER, Stage, changes_of_finished, expand
-from headway.train.folder import RECIPE, SUMMARY, begin_in, first_decides, is_restart, move_aside, unused_name, was_used, write_json
+from headway.train.folder import (
+    RECIPE,
+    SUMMARY,
+    begin_in,
+    first_decides,
+    is_restart,
+    move_aside,
+    read_summary,
+    unused_name,
+    was_used,
+    write_json,
+)
 from headway.train.place import Place
 from headway.train.resolve import Resolved
 from headway.train.saved import refuse_dangling, refuse_leftovers
@@ -47,6 +59,8 @@ class Begin:
     """How the first of the others starts."""
     moved: list[tuple[str, str]] = field(default_factory=list)
     """Folders to be set aside first, and where."""
+    is_damaged: bool = False
+    """stages.json was not readable and is to be written anew."""
 
 
 def run_stages(recipe: Recipe, resume: str, world: Group, train: TrainOne, moved: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -56,6 +70,8 @@ def run_stages(recipe: Recipe, resume: str, world: Group, train: TrainOne, moved
     done = list(begin.done)
     if len(done) == len(stages):
         log.info("%s is complete: all %d stages were done before", home, len(stages))
+        if world.rank == 0 and begin.is_damaged:
+            _write_ledger(home, stages, done)
         return whole_summary(home, done)
     look_ahead(stages, done, home, world)
     world.barrier()  # every rank has read the folder before one of them changes it
@@ -108,12 +124,12 @@ def decide(recipe: Recipe, resume: str) -> Begin:
     before = load(Recipe, old)
     if not before.stages:
         raise ConfigError(f"{home} is a run without stages. Choose another run.name, or use --resume never to begin anew.")
-    done = [entry for entry in read_ledger(home) if entry["state"] == "done"]
+    done, is_damaged = _done_before(recipe)
     if resume != "auto":
         done, moved = _back_to(Path(resume), done, home, expand(recipe))
         return Begin(done, resume, moved)
     _refuse_changes(before, recipe, done)
-    return Begin(done)
+    return Begin(done, is_damaged=is_damaged)
 
 
 def _refuse_changes(before: Recipe, now: Recipe, done: list[dict[str, Any]]) -> None:
@@ -138,14 +154,28 @@ def _back_to(path: Path, done: list[dict[str, Any]], home: Path, stages: list[St
 
 
 def read_ledger(home: Path) -> list[dict[str, Any]]:
-    """What stages.json says, stage by stage; nothing where there is none."""
+    """What stages.json says, stage by stage; nothing where there is none. One that is damaged is a ValueError."""
     try:
-        found = json.loads((home / STAGES).read_text(encoding="utf-8"))
-        return list(found["stages"])
+        found: Any = json.loads((home / STAGES).read_text(encoding="utf-8"))
+        listed: list[dict[str, Any]] = list(found["stages"])
+        if any(entry["state"] == "done" and not {"steps", "seconds", "checkpoint"} <= entry.keys() for entry in listed):
+            raise ValueError("an entry lacks what its stage came to")
     except FileNotFoundError:
         return []
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{home / STAGES}: cannot be read: {error}. Use --resume never to begin anew.") from None
+    except (OSError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    return listed
+
+
+def _done_before(recipe: Recipe) -> tuple[list[dict[str, Any]], bool]:
+    """The entries of the stages that are done; from what the stages themselves have left where stages.json is damaged, which is said."""
+    home = recipe.run.folder
+    try:
+        return [entry for entry in read_ledger(home) if entry["state"] == "done"], False
+    except ValueError as error:
+        done = [_entry(stage) for stage in takewhile(lambda stage: read_summary(stage.folder) is not None, expand(recipe))]
+        log.warning("%s is damaged (%s); by the folders of the stages %d are done", home / STAGES, error, len(done))
+        return done, True
 
 
 def _write_ledger(home: Path, stages: list[Stage], done: list[dict[str, Any]]) -> None:
@@ -186,7 +216,8 @@ def _resolved(stage: Stage, done: list[dict[str, Any]], home: Path) -> Resolved:
 
 def _entry(stage: Stage) -> dict[str, Any]:
     """What stages.json keeps of a stage that is done."""
-    summary = json.loads((stage.folder / SUMMARY).read_text(encoding="utf-8"))
+    summary = read_summary(stage.folder)
+    assert summary is not None, "a stage that is done has a summary"
     folder = f"{FOLDER}/{stage.label}"
     kept = summary.get("checkpoint")
     checkpoint = None if kept is None else f"{folder}/{CHECKPOINTS}/{Path(kept).name}"

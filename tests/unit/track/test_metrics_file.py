@@ -2,11 +2,13 @@
 
 import json
 import logging
+import time
 from pathlib import Path
 
 import pytest
 
 from headway.errors import DataError
+from headway.track import jsonl
 from headway.track.jsonl import MetricsFile, read_metrics
 
 
@@ -62,13 +64,55 @@ def test_a_torn_last_line_is_not_read_and_a_damaged_one_is_named(tmp_path: Path,
     path.write_bytes(good + b'{"step": 3')
     assert [r["step"] for r in read_metrics(path)] == [1, 2]
     path.write_bytes(good.replace(b"loss", b'lo"s', 1))
-    with pytest.raises(DataError, match=r"m\.jsonl:1: not a line of metrics"):
-        read_metrics(path)
     with caplog.at_level(logging.WARNING, "headway"):
+        assert [r["step"] for r in read_metrics(path)] == [2]
+        assert "1 damaged lines were left out, the first is line 1" in caplog.text
         MetricsFile(path).cut_to(9)
-    assert "line 1 is damaged" in caplog.text and [r["step"] for r in read_metrics(path)] == [2]
+    assert "1 damaged lines were dropped" in caplog.text
+    caplog.clear()
+    assert [r["step"] for r in read_metrics(path)] == [2] and not caplog.text
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.jsonl: cannot be read: No such file"):
         read_metrics(tmp_path / "gone.jsonl")
+
+
+def test_only_the_end_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.jsonl"
+    written(path, range(1, 2001))
+    lines = path.read_bytes().splitlines(keepends=True)
+    read: list[int] = []
+    plain = jsonl._record  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(jsonl, "_record", lambda line: (read.append(1), plain(line))[1])
+    monkeypatch.setattr(jsonl, "TAIL_BYTES", 1000)
+    MetricsFile(path).cut_to(1990)
+    assert path.read_bytes() == b"".join(lines[:1990]) and len(read) < 50
+    MetricsFile(path).cut_to(5)
+    assert path.read_bytes() == b"".join(lines[:5])
+
+
+def test_many_damaged_lines_cost_no_more_than_reading_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "m.jsonl"
+    written(path, range(1, 4))
+    good = path.read_bytes()
+    path.write_bytes(good + b"\x00damaged\n" * 200_000)
+    began = time.process_time()
+    with caplog.at_level(logging.WARNING, "headway"):
+        MetricsFile(path).cut_to(9)
+    assert time.process_time() - began < 5, "200,000 damaged lines took minutes when each was counted by reading all"
+    assert path.read_bytes() == good and "200000 damaged lines" in caplog.text
+
+
+def test_a_line_without_end_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "LONGEST_LINE", 100)
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "x": "' + b"y" * 1000 + b'"}\n{"step": 3}\n{"step": [' + b"[" * 1000)
+    assert [record["step"] for record in read_metrics(path)] == [1, 3]
+
+
+def test_repair_keeps_every_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\nnonsense\n{"step": true}\n[]\n' + b"[" * 100_000 + b'\n{"step": 2}\n')
+    MetricsFile(path).repair()
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'

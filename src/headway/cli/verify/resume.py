@@ -1,6 +1,5 @@
 """`headway verify resume`."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ def command(
     from headway.cli._recipe import read_recipe
     from headway.errors import ConfigError
     from headway.launch.proof import Trial, prove_resume
+    from headway.runtime.temporary import temporary_folder
 
     recipe = read_recipe(arguments)
     trial = Trial(tuple(arguments or ()), steps, kill_at, nproc, resume_nproc, bound, max(1, len(recipe.stages)))
@@ -32,8 +32,8 @@ def command(
             raise ConfigError(f"--keep is {keep}; that folder is not empty. Give a new one.")
         found = prove_resume(trial, recipe, keep.absolute())
     else:
-        with tempfile.TemporaryDirectory(prefix="headway-verify-") as folder:
-            found = prove_resume(trial, recipe, Path(folder))
+        with temporary_folder("verify") as folder:
+            found = prove_resume(trial, recipe, folder)
     if json:
         print_json(found)
     else:

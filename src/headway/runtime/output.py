@@ -1,0 +1,159 @@
+"""Standard output and standard error of a process that outlives their readers.
+
+    standard error    for people: a line that cannot be written is dropped (a reader that left, a closed terminal, a full disk)
+    standard output   results: a reader that left ends the verb quietly; anything else that cannot be written is one error
+
+Inside `standard_streams` no write to either raises an OSError, whoever makes it, and descriptors 0 to 2 are open, so that no file the
+process opens gets one of their numbers and with it the lines that libraries print.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from headway.errors import HeadwayError
+
+
+class OutputError(HeadwayError):
+    """A result cannot be written to standard output."""
+
+
+class ReaderGone(OutputError):
+    """Whoever read standard output has closed it, as `head` does: nobody wants the rest."""
+
+    exit_code = 0
+
+
+class Lossy(io.TextIOBase):
+    """A stream for people: what cannot be written is dropped, and each write is tried anew."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def write(self, text: str, /) -> int:
+        """Write what can be written."""
+        try:
+            if self.stream is not None:
+                self.stream.write(text)
+        except (OSError, ValueError) as problem:
+            self._lost(problem)
+        return len(text)
+
+    def flush(self) -> None:
+        """Hand on what is buffered."""
+        try:
+            if self.stream is not None:
+                self.stream.flush()
+        except (OSError, ValueError) as problem:
+            self._lost(problem)
+
+    def _lost(self, problem: Exception) -> None:
+        """What a failure means: nothing."""
+
+    def isatty(self) -> bool:
+        """Whether a terminal shows it."""
+        try:
+            return self.stream is not None and self.stream.isatty()
+        except (OSError, ValueError):
+            return False
+
+    def fileno(self) -> int:
+        """The descriptor below."""
+        if self.stream is None:
+            raise io.UnsupportedOperation("fileno")
+        return self.stream.fileno()
+
+    def writable(self) -> bool:
+        """It takes text."""
+        return True
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """That of the stream below."""
+        return (self.stream.encoding if self.stream is not None else None) or "utf-8"
+
+    @property
+    def errors(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What is done about characters the encoding lacks."""
+        return self.stream.errors if self.stream is not None else None
+
+    @property
+    def buffer(self) -> io.BufferedWriter:
+        """The stream of bytes below."""
+        if self.stream is None:
+            raise AttributeError("buffer")
+        return self.stream.buffer  # pyright: ignore[reportReturnType]
+
+
+class Results(Lossy):
+    """A stream for results: a failure is an error of ours, which no library takes for one of its own."""
+
+    def _lost(self, problem: Exception) -> None:
+        if not isinstance(problem, OSError):
+            raise problem
+        if isinstance(problem, BrokenPipeError):
+            raise ReaderGone("nobody reads standard output any more") from problem
+        why = problem.strerror or str(problem)
+        raise OutputError(f"standard output cannot be written: {why}. Free some space or choose another place.") from problem
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """In the block nothing that is printed can fail with an OSError; at its end nothing is left that could."""
+    _open_descriptors()
+    out, err = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = Results(out), Lossy(err)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = out, err
+        for stream in (out, err):
+            _settle(stream)
+
+
+def flush_streams() -> None:
+    """Hand on what is buffered, where it can be; for a process that is about to leave without the interpreter's own end."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # pyright: ignore[reportUnnecessaryComparison] # it is, where the descriptor was closed
+            try:
+                stream.flush()
+            except (OSError, ValueError, OutputError):
+                continue
+
+
+def say(text: str) -> None:
+    """One line to standard error past Python's streams, for signal handlers; dropped where it cannot be written."""
+    try:
+        os.write(2, f"{text}\n".encode())
+    except OSError:
+        return
+
+
+def _open_descriptors() -> None:
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+
+
+def _settle(stream: TextIO | None) -> None:
+    """Flush; what cannot go out goes nowhere, so that the interpreter does not fail of it at its very end with exit code 120."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        try:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+            stream.flush()
+        except (OSError, ValueError):
+            return

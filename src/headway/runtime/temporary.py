@@ -1,0 +1,130 @@
+"""Temporary names that nobody else has, and the removal of what dead processes left under theirs.
+
+    .tmp-final-3f2a91c0.4711.88213.9be01c2d
+               where    pid  start random
+
+`where` stands for the system and the namespace that process ids count in: a container gives the same ids again and again, other machines
+use them too. A process is known to be dead only where its ids can be looked up; elsewhere what it left goes after a day.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headway.runtime.identity import machine, process_start
+
+TEMPORARY_PREFIX = ".tmp-"
+LOCK_PREFIX = ".tmp-lock-"
+"""Of a process that asks for the folder, which may be another one than whose folder it is."""
+LEFT_SECONDS = 24 * 3600.0
+"""How old something must be to be a leftover where nobody can tell whether its writer lives."""
+LONGEST_NAME = 150
+WRITER = r"([0-9a-f]{8})\.(\d+)\.(\d+)\.[0-9a-f]{8}"
+
+
+def temporary_name(target: Path) -> Path:
+    """A name for what is to become `target`, in the same folder; never given before."""
+    return target.with_name(f"{TEMPORARY_PREFIX}{target.name[:LONGEST_NAME]}-{writer()}")
+
+
+def writer() -> str:
+    """This process, as a part of a name."""
+    return f"{_where()}.{os.getpid()}.{_started(os.getpid())}.{secrets.token_hex(4)}"
+
+
+def clear_leftovers(target: Path) -> None:
+    """Remove what dead processes left on their way to `target`."""
+    known = re.compile(re.escape(f"{TEMPORARY_PREFIX}{target.name[:LONGEST_NAME]}") + rf"-(?:{WRITER}|\d+)")
+    for path in _entries(target.absolute().parent):
+        if (match := known.fullmatch(path.name)) and _is_left(path, match):
+            remove(path)
+
+
+def clear_temporary(folder: Path) -> None:
+    """Remove everything temporary in a folder that is this process's alone."""
+    for path in _entries(folder):
+        if path.name.startswith(TEMPORARY_PREFIX) and not path.name.startswith(LOCK_PREFIX):
+            remove(path)
+
+
+@contextmanager
+def temporary_folder(kind: str) -> Iterator[Path]:
+    """A folder of this process's own in the system's temporary folder; removed at the end, or by a later one of its kind if killed."""
+    folder = make_temporary_folder(kind)
+    try:
+        yield folder
+    finally:
+        remove(folder)
+
+
+def make_temporary_folder(kind: str) -> Path:
+    """Like `temporary_folder`, for somebody who removes it himself. No name can be foreseen, so that nobody can plant a link there."""
+    known = re.compile(rf"headway-{re.escape(kind)}-{WRITER}-\w+")
+    for path in _entries(Path(tempfile.gettempdir())):
+        if (match := known.fullmatch(path.name)) and _is_ours(path) and _is_left(path, match):
+            remove(path)
+    return Path(tempfile.mkdtemp(prefix=f"headway-{kind}-{writer()}-"))
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with all it holds; what is gone already or cannot be removed stays out of the way of work."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError:
+        return
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [folder / name for name in os.listdir(folder)]
+    except OSError:
+        return []
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
+def _is_left(path: Path, match: re.Match[str]) -> bool:
+    where, pid, start = match.groups()
+    if where == _where() and start != "0":
+        return _started(int(pid)) != start
+    # as the file system has it: the clocks of two machines need not agree
+    now = _newest(path.parent)
+    return now - _newest(path) > LEFT_SECONDS
+
+
+def _newest(path: Path) -> float:
+    """When something, or what lies directly in it, last changed."""
+    try:
+        inside = [entry.stat().st_mtime for entry in path.iterdir()] if path.is_dir() and not path.is_symlink() else []
+        return max([path.lstat().st_mtime, *inside])
+    except OSError:
+        return 0.0
+
+
+def _where() -> str:
+    """The system since it was started, and the namespace of process ids."""
+    return hashlib.sha256((machine() or socket.gethostname()).encode()).hexdigest()[:8]
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in the system's own count; 0 where there is no such process, or the system does not say."""
+    return process_start(pid) or "0"
