@@ -108,6 +108,9 @@ class Run:
     writes: Deferred = field(default_factory=Deferred)
     """Metrics, events and other small files: what a full disk does not take waits here."""
 
+    def __post_init__(self) -> None:
+        self.writes.report = self.tell_save_failure
+
     @property
     def home(self) -> Path:
         """The folder people know the run by: its own, or that of the run whose stage it is."""
@@ -142,6 +145,10 @@ class Run:
             append_event(self.home, event, text, self.state.step, self.writes, **facts)
         for tracker in self.trackers:
             tracker.event(event, text, self.state.step)
+
+    def tell_save_failure(self, text: str) -> None:
+        """Tell that something could not be written."""
+        self.tell("save_failure", text)
 
     def close(self) -> None:
         """Let the trackers write out what waits."""
@@ -225,8 +232,7 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
         began_at=state.step if start.checkpoint is None else 0,
     )
     run.saver.saved_step = run.saver.started_step = state.step
-    run.saver.on_failure(lambda text: run.tell("save_failure", text))
-    run.writes.report = lambda text: run.tell("save_failure", text)
+    run.saver.on_failure(run.tell_save_failure)
     return run
 
 
