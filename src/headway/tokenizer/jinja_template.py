@@ -20,32 +20,16 @@ from itertools import pairwise
 from typing import Any, cast
 
 import jinja2
-import jinja2.nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headway.errors import ConfigError, DataError
+from headway.tokenizer.jinja_sandbox import Budget, Sandbox
 from headway.tokenizer.load import Tokenizer
+from headway.tokenizer.rendered_content import Span, check_written
 from headway.tokenizer.templates import Piece, Token, Turn
 
 PRIVATE_USE = range(0xE000, 0xF900)
+MOST_MESSAGE = 300
 ADVICE = "Use one of headway's own templates, or mark the answers in it with {% generation %}."
-
-
-class GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}`: what stands inside was written by the assistant."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Any) -> str:
-        opening, closing = cast(tuple[str, str], getattr(self.environment, "generation_marks"))  # noqa: B009 - set per rendering
-        return opening + caller() + closing
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,12 +52,16 @@ class JinjaTemplate:
     def pieces(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Piece]:
         """A whole conversation, for training."""
         rendering = Rendering(self, turns, tools)
-        return self._cut(rendering.whole, rendering.spans(), rendering.breaker)
+        answers = rendering.answers()
+        check_written(self.name, rendering.whole, rendering.messages, rendering.tools or [], answers)
+        return self._cut(rendering.whole, [span for i, span in answers.items() if turns[i].learn], rendering.breaker)
 
     def prompt(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Piece]:
         """A conversation up to where the assistant's next answer begins, for generation."""
         rendering = Rendering(self, turns, tools)
-        return self._cut(rendering.text(len(turns), prompt=True), [], rendering.breaker)
+        text = rendering.text(len(turns), prompt=True)
+        check_written(self.name, text, rendering.messages, rendering.tools or [], {})
+        return self._cut(text, [], rendering.breaker)
 
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
@@ -89,15 +77,13 @@ class JinjaTemplate:
     @cached_property
     def compiled(self) -> jinja2.Template:
         """The template, in a sandbox."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
+        sandbox = Sandbox(_to_json, _refuse)
         try:
-            return environment.from_string(self.source)
+            return sandbox.compiled(self.source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"chat template {self.name}: not valid jinja: {_one_line(error)}.") from None
+        except Exception as error:
+            raise ConfigError(f"chat template {self.name} cannot be compiled: {_one_line(error)}.") from None
 
     def _cut(self, whole: str, spans: Sequence[tuple[int, int]], breaker: str) -> list[Piece]:
         edges = sorted({0, len(whole), *(edge for span in spans for edge in span)})
@@ -129,34 +115,36 @@ class Rendering:
     def __init__(self, template: JinjaTemplate, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> None:
         self.template = template
         self.turns = turns
-        used = set(template.source).union(*(turn.content + turn.context for turn in turns), json.dumps(list(tools), ensure_ascii=False))
+        others = json.dumps([list(tools), [[call.name, call.arguments] for turn in turns for call in turn.calls]], ensure_ascii=False)
+        used = set(template.source).union(*(turn.content + turn.context for turn in turns), others)
+        self.size = len(others) + sum(len(turn.content) + len(turn.context) for turn in turns)
         free = (chr(code) for code in PRIVATE_USE if chr(code) not in used)
         self.breaker, *marks = [next(free) for _ in range(3)]
         self.marks = (marks[0], marks[1])
         self.messages = [self._message(turn) for turn in turns]
-        self.tools = [dict(tool) for tool in tools] or None
+        self.tools = [self._without_specials(dict(tool)) for tool in tools] or None
         self.marked = self._render(self.messages, prompt=False)
         self.whole = self._unmarked(self.marked)
 
-    def spans(self) -> list[tuple[int, int]]:
-        """Where the loss is in the whole: [start, stop) of each answer with the token that ends it."""
+    def answers(self) -> dict[int, Span]:
+        """Where the assistant's turns are in the whole: [start, stop) of each, with the token that ends it."""
         answers = [i for i, turn in enumerate(self.turns) if turn.role == "assistant"]
         generated = self._generated()
         if generated and len(generated) != len(answers):
             raise DataError(
                 f"chat template {self.template.name} marks {len(generated)} answers of {len(answers)}; the loss mask is unclear."
             )
-        spans: list[tuple[int, int]] = []
+        spans: dict[int, Span] = {}
+        last = 0
         for number, i in enumerate(answers):
             if generated:
                 start, stop = generated[number]
                 span = start, self._end_token(start, stop, i)
             else:
                 span = self._answer(i)
-            if spans and span[0] < spans[-1][1]:
+            if span[0] < last:
                 raise DataError(f"chat template {self.template.name}: answers overlap, so the loss mask is unclear. {ADVICE}")
-            if self.turns[i].learn:
-                spans.append(span)
+            spans[i], last = span, span[1]
         return spans
 
     def text(self, count: int, prompt: bool) -> str:
@@ -167,7 +155,7 @@ class Rendering:
         """The span of answer `i`, found by rendering what comes before it."""
         if i == 0:
             raise DataError(f"chat template {self.template.name}: the conversation begins with the assistant; there is nothing to answer.")
-        prompt, plain = self.text(i, prompt=True), self.text(i, prompt=False)
+        prompt = self.text(i, prompt=True)
         if not self.whole.startswith(prompt):
             raise DataError(
                 f"chat template {self.template.name} writes the turns before answer {i} differently once the answer is there, so its loss "
@@ -182,7 +170,7 @@ class Rendering:
             at = self.whole.find(content, at + 1)
         if first < 0:
             raise DataError(f"chat template {self.template.name} changes the assistant's text, so its loss mask is unclear. {ADVICE}")
-        if prompt == plain and at >= 0 and self.whole[start:at].strip():
+        if at >= 0 and self.whole[start:at].strip() and prompt == self.text(i, prompt=False):
             raise DataError(f"chat template {self.template.name} has no generation prompt, so its loss mask is unclear. {ADVICE}")
         return start, self._end_token(start, (first if at < 0 else at) + len(content), i)
 
@@ -219,11 +207,14 @@ class Rendering:
 
     def _render(self, messages: Sequence[Mapping[str, Any]], prompt: bool) -> str:
         compiled = self.template.compiled
-        setattr(compiled.environment, "generation_marks", self.marks)  # noqa: B010 - read by GenerationTag
+        sandbox = cast(Sandbox, compiled.environment)
+        sandbox.marks, sandbox.budget = self.marks, Budget(self.size)
         try:
             return compiled.render(messages=messages, tools=self.tools, add_generation_prompt=prompt, **self.template.variables)
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+        except jinja2.TemplateError as error:
             raise DataError(f"chat template {self.template.name} refuses the conversation: {_one_line(error)}.") from None
+        except Exception as error:
+            raise DataError(f"chat template {self.template.name} cannot write the conversation: {_one_line(error)}.") from None
 
     def _unmarked(self, text: str) -> str:
         return text.replace(self.marks[0], "").replace(self.marks[1], "")
@@ -233,9 +224,20 @@ class Rendering:
         message: dict[str, Any] = {"role": turn.role, "content": self._escaped(content)}
         if turn.calls:
             message["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in turn.calls
+                {"type": "function", "function": self._without_specials({"name": call.name, "arguments": call.arguments})}
+                for call in turn.calls
             ]
         return message
+
+    def _without_specials(self, value: Any) -> Any:
+        """A value in which no text holds a special token."""
+        if isinstance(value, str):
+            return self._escaped(value)
+        if isinstance(value, list):
+            return [self._without_specials(one) for one in cast(list[Any], value)]
+        if isinstance(value, dict):
+            return {self._without_specials(key): self._without_specials(one) for key, one in cast(dict[Any, Any], value).items()}
+        return value
 
     def _escaped(self, text: str) -> str:
         return self.template.special_pattern.sub(lambda found: found[0][0] + self.breaker + found[0][1:], text)
@@ -250,4 +252,5 @@ def _refuse(message: str) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    said = " ".join(str(error).split())[:MOST_MESSAGE]
+    return said if isinstance(error, jinja2.TemplateError) and said else f"{type(error).__name__}{': ' if said else ''}{said}"

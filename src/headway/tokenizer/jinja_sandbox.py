@@ -1,0 +1,316 @@
+"""Where chat templates run: jinja's sandbox with a budget, because a template is a program that came with somebody's model.
+
+In: a template's source; out: a compiled template whose every loop pass, call, filter and operator is counted against `Budget`, and whose
+texts and lists may not outgrow it. Invariant: no single operation makes more than the budget's size, so none can take long or much memory;
+the count of operations is bounded as well. Nothing depends on signals or threads: the same template stops at the same place everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any, cast
+
+import jinja2
+import jinja2.nodes as nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+MOST_TEXT, TEXT_PER_CHARACTER = 1_000_000, 20
+MOST_STEPS, STEPS_PER_CHARACTER = 200_000, 50
+MOST_SECONDS = 10.0
+MOST_BITS = 1 << 14
+MOST_SOURCE = 1_000_000
+UNITS_PER_STEP = 64
+"""How many characters or elements a single operation may make for the price of one step."""
+MOST_PRECISION = 300
+WIDE_FORMAT = re.compile(r"\d{6}|\{[^{}]*:[^{}]*\{|%[^a-zA-Z%]*\*")
+UNKNOWN_NAMES = ("lipsum",)
+SIZED = (str, bytes, range, dict, list, tuple, set, frozenset)
+# fmt: off
+SHALLOW_FILTERS = frozenset((
+    "abs", "attr", "batch", "count", "d", "default", "dictsort", "first", "float", "int", "items", "last", "length", "list", "map",
+    "random", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "slice",
+))
+# fmt: on
+"""Filters that look at the elements of a list, not into them."""
+
+
+class OverBudget(jinja2.TemplateRuntimeError):
+    """A template did more, or wrote more, than any conversation needs."""
+
+
+class Budget:
+    """What one rendering may do; larger conversations may do more."""
+
+    def __init__(self, characters: int) -> None:
+        self.text = MOST_TEXT + TEXT_PER_CHARACTER * characters
+        self.steps = MOST_STEPS + STEPS_PER_CHARACTER * characters
+        self.deadline = time.monotonic() + MOST_SECONDS
+
+    def step(self, units: int = 0) -> None:
+        """Count one operation that made so many characters or elements."""
+        self.steps -= 1 + units // UNITS_PER_STEP
+        if self.steps < 0 or time.monotonic() > self.deadline:
+            raise OverBudget("it does not end (more loop passes and calls than any conversation needs)")
+        if units > self.text:
+            self.room(units)
+
+    def room(self, units: int) -> None:
+        """Refuse something of so many characters or elements before it is made."""
+        if units > self.text:
+            raise OverBudget(f"it makes a text or list of more than {self.text} characters or elements")
+
+
+def size_of(value: Any, most: int) -> int:
+    """Characters and elements of a value, all levels counted; counting ends above `most`."""
+    if isinstance(value, (str, bytes, range)):
+        return len(value)
+    total, waiting = 0, [value]
+    while waiting and total <= most:
+        one = waiting.pop()
+        total += 1
+        if isinstance(one, (str, bytes)):
+            total += len(one)
+        elif isinstance(one, dict):
+            waiting += [*cast(dict[Any, Any], one).keys(), *cast(dict[Any, Any], one).values()]
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            waiting += list(cast(Iterable[Any], one))
+        elif isinstance(one, Namespace):
+            waiting.append(object.__getattribute__(one, "_Namespace__attrs"))
+    return total
+
+
+def length_of(value: Any) -> int:
+    """Characters or elements of a value, its own level alone."""
+    return len(cast(str, value)) if isinstance(value, SIZED) else 1
+
+
+class CountingTags(Extension):
+    """Puts the counting calls into a template, and reads `{% generation %}`: what stands inside was written by the assistant."""
+
+    tags = {"generation"}
+    environment: Sandbox
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def counted(self, tree: nodes.Template) -> None:
+        """Change the tree: each loop pass counts, joined texts and made lists are measured."""
+        for loop in tree.find_all(nodes.For):
+            loop.body.insert(0, nodes.ExprStmt(self.attr("counts", lineno=loop.lineno)).set_lineno(loop.lineno))
+            if loop.test is not None:
+                loop.test = nodes.And(self.attr("counts", lineno=loop.lineno), loop.test).set_lineno(loop.lineno)
+        _replace(tree, self._measured)
+
+    def _measured(self, node: nodes.Node) -> nodes.Node:
+        if isinstance(node, nodes.Concat):
+            return self._call("_join", node.nodes, node)
+        made = isinstance(node, (nodes.List, nodes.Dict)) or (isinstance(node, nodes.Tuple) and node.ctx == "load")
+        if made and next(node.find_all((nodes.Name, nodes.Call, nodes.BinExpr, nodes.Filter)), None) is not None:
+            return self._call("_make", [cast(nodes.Expr, node)], node)
+        return node
+
+    def _call(self, method: str, arguments: list[nodes.Expr], node: nodes.Node) -> nodes.Call:
+        found = self.call_method(method, arguments, lineno=node.lineno)
+        found.set_environment(self.environment)
+        return found
+
+    def _mark(self, caller: Any) -> str:
+        opening, closing = self.environment.marks
+        return opening + caller() + closing
+
+    @property
+    def counts(self) -> bool:
+        """True; asking counts one pass of a loop. A property, because templates reach it faster than a method."""
+        self.environment.budget.step()
+        return True
+
+    def _join(self, *parts: Any) -> str:
+        self.environment.budget.room(sum(size_of(part, self.environment.budget.text) for part in parts))
+        return "".join(map(str, parts))
+
+    def _make(self, value: Any) -> Any:
+        self.environment.budget.step(size_of(value, self.environment.budget.text))
+        return value
+
+
+def _replace(node: nodes.Node, change: Callable[[nodes.Node], nodes.Node]) -> None:
+    """Change every node below one, the innermost first."""
+    for name, value in node.iter_fields():
+        if isinstance(value, nodes.Node):
+            _replace(value, change)
+            setattr(node, name, change(value))
+        elif isinstance(value, list):
+            for at, one in enumerate(cast(list[Any], value)):
+                if isinstance(one, nodes.Node):
+                    _replace(one, change)
+                    value[at] = change(one)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """jinja's sandbox with a budget; `marks` stand around what the template says the assistant wrote."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, to_json: Callable[..., str], refuse: Callable[[str], None]) -> None:
+        self.budget = Budget(0)
+        self.marks: tuple[str, str] = ("", "")
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[CountingTags, "jinja2.ext.loopcontrols"], finalize=self._written)
+        self.filters["tojson"] = to_json
+        self.globals["raise_exception"] = refuse
+        for name in UNKNOWN_NAMES:
+            self.globals.pop(name)
+        for name, function in list(self.filters.items()):
+            self.filters[name] = self._guarded(name, function)
+
+    def compiled(self, source: str) -> jinja2.Template:
+        """A template ready to render; jinja's errors as they are."""
+        self.budget = Budget(0)
+        if len(source) > MOST_SOURCE:
+            raise jinja2.TemplateError(f"it is {len(source)} characters long; at most {MOST_SOURCE} are read")
+        return self.from_string(source)
+
+    def _generate(self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False) -> str:
+        for one in self.iter_extensions():
+            if isinstance(one, CountingTags):
+                one.counted(source)
+        return super()._generate(source, name, filename, defer_init)
+
+    def concat(self, parts: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+        """What a template, macro or block wrote, as one text."""
+        return "".join(self._fitting(parts))
+
+    def _fitting(self, parts: Iterable[str]) -> Iterator[str]:
+        total = 0
+        for part in parts:
+            total += len(part)
+            self.budget.room(total)
+            yield part
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call something for a template."""
+        budget = __self.budget
+        budget.step()
+        _check_method(budget, getattr(__obj, "__wrapped__", __obj), [*args, *kwargs.values()])
+        result = super().call(__context, __obj, *args, **kwargs)
+        # Only what is newly made of given values can be larger than they are.
+        budget.step(size_of(result, budget.text) if __obj in (Namespace, dict) else length_of(result))
+        return result
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Apply an operator, if its result is not too large."""
+        budget = self.budget
+        if operator == "+" and isinstance(left, str) and isinstance(right, str):
+            budget.step(len(left) + len(right))
+            return left + right
+        if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > MOST_BITS:
+            raise OverBudget("it makes a number of too many digits")
+        if operator == "*":
+            _check_product(budget, left, right)
+        if operator == "%" and isinstance(left, (str, bytes)):
+            _check_format(budget, left, right)
+        if operator == "+" and not isinstance(left, (int, float)):
+            budget.room(length_of(left) + length_of(right))
+        result = super().call_binop(context, operator, left, right)
+        budget.step(length_of(result))
+        return result
+
+    def _written(self, value: Any) -> Any:
+        """A value that is about to be written out."""
+        if not isinstance(value, str):
+            self.budget.step(size_of(value, self.budget.text))
+        return value
+
+    def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        hidden = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
+
+        @wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            budget = self.budget
+            value, options = (args[hidden] if len(args) > hidden else None), [*args[hidden + 1 :], *kwargs.values()]
+            size = length_of(value) if name in SHALLOW_FILTERS else size_of(value, budget.text)
+            budget.step(size)
+            _check_filter(budget, name, value, size, options)
+            result = function(*args, **kwargs)
+            budget.step(length_of(result))
+            return result
+
+        return guarded
+
+
+def _whole(values: Iterable[Any]) -> int:
+    """The largest whole number among some values."""
+    return max((abs(one) for one in values if isinstance(one, int)), default=0)
+
+
+def _check_product(budget: Budget, left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        if left.bit_length() + right.bit_length() > MOST_BITS:
+            raise OverBudget("it makes a number of too many digits")
+    elif isinstance(left, int) or isinstance(right, int):
+        times, what = (left, right) if isinstance(left, int) else (right, left)
+        budget.room(max(0, times) * size_of(what, budget.text) if not isinstance(what, float) else 0)
+
+
+def _check_format(budget: Budget, pattern: str | bytes, values: Any) -> None:
+    text = pattern if isinstance(pattern, str) else pattern.decode("latin-1")
+    if WIDE_FORMAT.search(text):
+        raise OverBudget("it formats a value with a width that is too large or not known")
+    budget.room(len(text) + (text.count("%") + text.count("{") + 1) * size_of(values, budget.text))
+
+
+def _check_replace(budget: Budget, text: str | bytes, old: Any, new: Any) -> None:
+    if isinstance(old, (str, bytes)) and isinstance(new, (str, bytes)) and type(old) is type(text):
+        budget.room(len(text) + text.count(old) * len(new))  # pyright: ignore[reportArgumentType]
+
+
+def _check_method(budget: Budget, function: Any, arguments: list[Any]) -> None:
+    """Refuse a method of a text or number whose result would be too large."""
+    own, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if not isinstance(own, (str, bytes, int)):
+        return
+    if isinstance(own, int):
+        budget.room(_whole(arguments))
+    elif name in ("format", "format_map"):
+        _check_format(budget, own, arguments)
+    elif name == "replace" and len(arguments) > 1:
+        _check_replace(budget, own, arguments[0], arguments[1])
+    elif name == "join" and arguments:
+        budget.room(size_of(arguments[0], budget.text) * (1 + len(own)))
+    else:
+        # Widths; tab stops.
+        tabs = own.count("\t") if isinstance(own, str) else own.count(b"\t")
+        budget.room(len(own) + _whole(arguments) * (1 + tabs if name == "expandtabs" else 1))
+
+
+def _check_filter(budget: Budget, name: str, value: Any, size: int, options: list[Any]) -> None:
+    """Refuse a filter whose result would be too large."""
+    most = _whole(options)
+    longest = max((len(one) for one in options if isinstance(one, (str, bytes))), default=0)
+    if name == "round" and most > MOST_PRECISION:
+        raise OverBudget(f"it rounds to more than {MOST_PRECISION} digits")
+    if name == "sum" and any(not isinstance(one, (int, float, str, type(None))) for one in options):
+        raise OverBudget("it sums what are no numbers")
+    if name == "format":
+        _check_format(budget, str(value), options)
+    elif name == "replace" and len(options) > 1:
+        _check_replace(budget, str(value), str(options[0]), str(options[1]))
+    elif name in ("join", "wordwrap", "xmlattr"):
+        budget.room(size * (1 + longest))
+    elif name == "indent":
+        lines = str(value).count("\n") + 1
+        budget.room(size + lines * max(longest, most))
+    elif name in ("tojson", "pprint"):
+        budget.room(size * (1 + min(most, budget.text)))
+    elif name == "batch":
+        budget.room(size + most * size_of(options, budget.text))
+    else:
+        budget.room(size + most)
