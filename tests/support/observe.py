@@ -58,6 +58,7 @@ def _root() -> Path:
         train_bpe([text], vocab_size=300 + 20 * number, out=folder / f"tok{number}")
     turns = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is a thing of some length."}]
     (folder / "chat.jsonl").write_text("".join(json.dumps({"text": "plain text", "messages": turns}) + "\n" for _ in range(60)))
+    (folder / "bad_chat.jsonl").write_text((folder / "chat.jsonl").read_text() + '{"messages": []}\n')
     return folder
 
 

@@ -15,7 +15,8 @@ from typing import Literal
 
 from headway.data.conversations import conversation_of
 from headway.data.convert import Options, convert_built
-from headway.data.masked_build import Build, Split
+from headway.data.masked_build import Build, Split, count_unread
+from headway.data.record_keys import KeyMap
 from headway.data.source import Flags, Ids
 from headway.errors import ConfigError
 from headway.text.document import Record
@@ -43,6 +44,8 @@ class ChatOptions:
     drop_bad: bool = False
     """Leave out records that cannot be read as conversations, counted, instead of refusing them."""
     workers: int | None = None
+    keys: KeyMap = KeyMap()
+    """The user's names for keys of records."""
     type: str = "en"
     """InternLM: the folder of the data type."""
 
@@ -91,10 +94,12 @@ class ChatEncoder:
 
     max_length: int | None
     too_long: TooLong
+    keys: KeyMap = KeyMap()
 
-    def pieces(self, record: Record, template: Template) -> list[list[Piece]]:
+    def pieces(self, record: Record, template: Template, counts: Counter[str]) -> list[list[Piece]]:
         """The conversation of a record."""
-        conversation = conversation_of(record)
+        conversation = conversation_of(record, self.keys)
+        count_unread(conversation.unread, counts)
         return [template.pieces(conversation.turns, conversation.tools)]
 
     def documents(self, rendered: list[Rendered], counts: Counter[str]) -> list[tuple[Ids, Flags]]:
@@ -143,7 +148,7 @@ def cached_chat(
 
 
 def _build(inputs: Sequence[Path | str], tokenizer: Path, options: ChatOptions) -> Build:
-    encoder = ChatEncoder(options.max_length, options.too_long)
+    encoder = ChatEncoder(options.max_length, options.too_long, options.keys)
     sources = [f"kind=chat template={options.template}", *map(str, inputs)]
     return Build(expand(list(inputs)), tokenizer, options.template, encoder, options.drop_bad, options.workers, sources)
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from headway.config.section import Section, setting
+from headway.data.record_keys import KeyMap
 from headway.errors import ConfigError
 from headway.runtime.places import cache_home
 
@@ -49,6 +50,12 @@ class SourceConfig(Section):
     chat_template: str = setting(
         "chatml", "Raw conversations and pairs: a template's name, `tokenizer` for the tokenizer's own, or a .jinja file."
     )
+    keys: dict[str, str | None] | None = setting(
+        None, "Raw conversations and pairs: which key of a record is what, e.g. {prompt: question, response: answer}; see docs/data.md."
+    )
+    drop_bad: bool = setting(
+        False, "Raw conversations and pairs: leave out records that cannot be read (counted in the log) instead of refusing them."
+    )
     text_key: str = setting("text", "Raw files: the key of a record that holds the text.", min_length=1)
     template: str | None = setting(None, "Raw files: text made of several keys, e.g. '{title}\\n{content}'; wins over text_key.")
     split: Literal["file", "line"] = setting("file", "Raw .txt files: whether a file or each line is a document.")
@@ -65,16 +72,20 @@ class SourceConfig(Section):
     @property
     def raw_settings(self) -> list[str]:
         """The settings given that only make sense for raw files."""
-        names = ("kind", "chat_template", "text_key", "template", "split")
+        names = ("kind", "chat_template", "keys", "drop_bad", "text_key", "template", "split")
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
     @model_validator(mode="after")
     def _one_share(self) -> "SourceConfig":
         if self.weight is not None and self.repeat != 1:
             raise ValueError(f"has weight={self.weight:g} and repeat={self.repeat}; a source is drawn by weight or by repeats. Give one")
-        for name in ("text_key", "template", "split") if self.kind != "text" else ("chat_template",):
+        for name in ("text_key", "template", "split") if self.kind != "text" else ("chat_template", "keys", "drop_bad"):
             if name in self.raw_settings:
                 raise ValueError(f"has kind={self.kind} and {name}={getattr(self, name)}, which that kind does not know. Remove it")
+        try:
+            KeyMap.of(self.keys)
+        except ConfigError as error:
+            raise ValueError(f"has {str(error).removesuffix('.')}") from None
         return self
 
 

@@ -1,35 +1,38 @@
 """Records of chat and preference data, whatever shape they have, as turns.
 
-    Alpaca               instruction, output (input, system, history)
-    ShareGPT, zero2all   conversations: [{from, value}, ...] (system, tools)
-    OpenAI               messages: [{role, content (text or parts), tool_calls}, ...]
-    InternLM (xtuner)    conversation: [{input, output (system)}, ...]
-    completion           prompt with completion or response
-    preference           prompt, chosen, rejected as texts | chosen and rejected as whole message lists | conversations, chosen, rejected
+    turns           messages | conversations | conversation | items | dialogue | dialog: [{role, content} | {from, value} | ..., ...]
+    one question    instruction | prompt | question | query | problem | input, and
+                    output | response | completion | answer | target | solution (and input or context, system, history);
+                    a question or answer may be a list of turns, or a "Human: ... Assistant:" text
+    MOSS            chat: {turn_1: {...}} | plain_text, with meta_instruction or prefix
+    preference      chosen, rejected: answers to a prompt in any of the forms above, or whole dialogues with the same beginning
 
-In: a `Record`. Out: a `Conversation` or a `PreferencePair`. What is missing or of another type is a DataError with file, line and key.
+In: a `Record`, and the user's names for keys. Out: a `Conversation` or a `PreferencePair`. What is missing or of another type is a
+DataError with file, line and key; so is content under a key that the record's shape does not read. Other unread keys are in `unread`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
+from headway.data.record_keys import ANSWERS, LABELS, LISTS, PAIR, QUESTIONS, SYSTEMS, TOOLS, Fields, KeyMap, is_empty
+from headway.data.transcripts import moss_chat, moss_text, transcript_of
+from headway.data.turns import Object, TurnReader, said, text_of, tools_of, with_system
 from headway.errors import DataError
 from headway.text.document import Record
-from headway.tokenizer.templates import Call, Role, Turn
+from headway.tokenizer.templates import Turn
 
-SPEAKERS: dict[str, Role] = {
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "bot", "chatgpt", "model", "function_call"), "assistant"),
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("tool", "observation", "function", "function_response", "ipython"), "tool"),
-}
-SHAPES = "Alpaca (instruction, output), ShareGPT (conversations), OpenAI (messages), InternLM (conversation) or prompt with completion"
-PAIR_SHAPES = "prompt, chosen and rejected; chosen and rejected as message lists; or conversations with chosen and rejected"
-Object = Mapping[str, Any]
+SHAPES = (
+    "Alpaca (instruction, output), ShareGPT (conversations), OpenAI (messages), InternLM (conversation), MOSS (chat, plain_text), a prompt "
+    "or question with a response, completion or answer; any other with --keys (in a recipe keys)"
+)
+PAIR_SHAPES = (
+    "prompt, chosen and rejected; chosen and rejected as message lists or Human/Assistant texts; conversations, chosen and rejected"
+)
+BINARY = {"true": True, "false": False, "1": True, "0": False}
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Conversation:
 
     turns: tuple[Turn, ...]
     tools: tuple[Object, ...] = ()
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    """Keys of the record that were not read; none of them is known to carry content."""
 
 
 @dataclass(frozen=True)
@@ -48,43 +53,42 @@ class PreferencePair:
     chosen: tuple[Turn, ...]
     rejected: tuple[Turn, ...]
     tools: tuple[Object, ...] = ()
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
 
-def conversation_of(record: Record) -> Conversation:
+def conversation_of(record: Record, keys: KeyMap = KeyMap()) -> Conversation:
     """The conversation of a record; at least one turn of the assistant must carry loss."""
-    data, place = record.data, record.place
-    listed = next((key for key in ("messages", "conversations", "conversation") if key in data), None)
-    if listed is not None:
-        turns = _turns(data[listed], f"{place}: {listed}")
-        turns = _with_system(turns, data.get("system"), place)
-    elif "instruction" in data:
-        turns = _alpaca(data, place)
-    elif "prompt" in data and ("completion" in data or "response" in data):
-        answer = "completion" if "completion" in data else "response"
-        turns = [_said("user", data["prompt"], f"{place}: prompt"), _said("assistant", data[answer], f"{place}: {answer}")]
-        turns = _with_system(turns, data.get("system"), place)
-    else:
-        raise DataError(f"{place}: no conversation in it; its keys are {_keys(data)}. Expected {SHAPES}.")
+    fields, reader = Fields(record, keys), TurnReader(keys)
+    turns = _conversation(fields, reader)
+    turns = with_system(turns, fields.take(fields.first(SYSTEMS)), fields.place)
+    _check_label(fields)
     if not any(turn.role == "assistant" and turn.learn for turn in turns):
-        raise DataError(f"{place}: no turn of the assistant to learn from.")
-    _no_empty(turns, place)
-    return Conversation(tuple(turns), _tools(data.get("tools"), place))
+        raise DataError(f"{fields.place}: no turn of the assistant to learn from.")
+    _no_empty(turns, fields.place)
+    tools = tools_of(fields.take(fields.first(TOOLS)), fields.place)
+    _check_unicode(turns, tools, fields.place)
+    return Conversation(tuple(turns), tools, _unread(fields, reader, turns))
 
 
-def preference_of(record: Record) -> PreferencePair:
+def preference_of(record: Record, keys: KeyMap = KeyMap()) -> PreferencePair:
     """The preference pair of a record; chosen and rejected must differ."""
-    data, place = record.data, record.place
-    missing = [key for key in ("chosen", "rejected") if key not in data]
+    fields, reader = Fields(record, keys), TurnReader(keys)
+    place = fields.place
+    missing = [key for key in PAIR if fields.peek(key) is None]
     if missing:
-        raise DataError(f"{place}: no {' and no '.join(missing)}; its keys are {_keys(data)}. Expected {PAIR_SHAPES}.")
-    answers = [_answer(data[key], f"{place}: {key}") for key in ("chosen", "rejected")]
-    prompt = _prompt(data, place)
-    if not prompt:
+        raise DataError(f"{place}: no {' and no '.join(missing)}; its keys are {fields.keys}. Expected {PAIR_SHAPES}.")
+    has_prompt = fields.first((*LISTS, *QUESTIONS)) is not None
+    answers = [_answer(fields.take(key), f"{place}: {key}", reader, may_be_transcript=not has_prompt) for key in PAIR]
+    if all(turns and turns[0].role != "assistant" for turns in answers):
         shared = _shared(*answers)
         prompt, answers = answers[0][:shared], [turns[shared:] for turns in answers]
         if not prompt:
-            raise DataError(f"{place}: no prompt, and chosen and rejected share no first turns. Expected {PAIR_SHAPES}.")
-    for key, turns in zip(("chosen", "rejected"), answers, strict=True):
+            raise DataError(f"{place}: chosen and rejected are whole dialogues that share no first turns. Expected {PAIR_SHAPES}.")
+    else:
+        prompt = _prompt(fields, reader)
+        _no_empty(prompt, place)
+    prompt = with_system(prompt, fields.take(fields.first(SYSTEMS)), place)
+    for key, turns in zip(PAIR, answers, strict=True):
         if not turns or turns[0].role != "assistant" or turns[-1].role != "assistant":
             raise DataError(f"{place}: {key} must be an answer of the assistant to the prompt.")
         _no_empty(turns, f"{place}: {key}")
@@ -92,33 +96,62 @@ def preference_of(record: Record) -> PreferencePair:
         raise DataError(f"{place}: chosen and rejected are the same.")
     if prompt[-1].role == "assistant":
         raise DataError(f"{place}: the prompt ends with the assistant; the turn to answer must come last.")
-    return PreferencePair(tuple(prompt), tuple(answers[0]), tuple(answers[1]), _tools(data.get("tools"), place))
+    tools = tools_of(fields.take(fields.first(TOOLS)), place)
+    everything = [*prompt, *answers[0], *answers[1]]
+    _check_unicode(everything, tools, place)
+    return PreferencePair(tuple(prompt), tuple(answers[0]), tuple(answers[1]), tools, _unread(fields, reader, everything))
 
 
-def _prompt(data: Object, place: str) -> list[Turn]:
-    listed = next((key for key in ("conversations", "messages") if key in data), None)
+def _conversation(fields: Fields, reader: TurnReader) -> list[Turn]:
+    place = fields.place
+    listed, question = fields.first(LISTS), fields.first(QUESTIONS)
     if listed is not None:
-        turns = _turns(data[listed], f"{place}: {listed}")
-    elif isinstance(data.get("prompt"), list):
-        turns = _turns(data["prompt"], f"{place}: prompt")
-    elif isinstance(data.get("chosen"), list):
-        return []
-    elif "prompt" in data or "question" in data:
-        key = "prompt" if "prompt" in data else "question"
-        turns = [_said("user", data[key], f"{place}: {key}")]
-    elif "instruction" in data:
-        turns = [_instruction(data, place)]
-    else:
-        raise DataError(f"{place}: no prompt; its keys are {_keys(data)}. Expected {PAIR_SHAPES}.")
-    turns = _with_system(turns, data.get("system"), place)
-    _no_empty(turns, place)
-    return turns
+        return reader.turns(fields.take(listed), f"{place}: {listed}")
+    if fields.peek("chat") is not None:
+        return moss_chat(fields.take("chat"), f"{place}: chat")
+    if fields.peek("plain_text") is not None:
+        return with_system(moss_text(fields.take("plain_text"), f"{place}: plain_text"), fields.take("prefix"), place)
+    answer = fields.first(ANSWERS)
+    if question is None:
+        raise DataError(f"{place}: no conversation in it; its keys are {fields.keys}. Expected {SHAPES}.")
+    if answer is None:
+        raise DataError(f"{place}: {question} without {', '.join(ANSWERS)}; its keys are {fields.keys}. Expected {SHAPES}.")
+    return [*_question(question, fields, reader), *_answer(fields.take(answer), f"{place}: {answer}", reader)]
 
 
-def _answer(given: Any, where: str) -> list[Turn]:
-    if isinstance(given, str):
-        return [Turn("assistant", given)]
-    return _turns(given if isinstance(given, list) else [given], where)
+def _prompt(fields: Fields, reader: TurnReader) -> list[Turn]:
+    listed, question = fields.first(LISTS), fields.first(QUESTIONS)
+    if listed is not None:
+        return reader.turns(fields.take(listed), f"{fields.place}: {listed}")
+    if question is None:
+        raise DataError(f"{fields.place}: no prompt; its keys are {fields.keys}. Expected {PAIR_SHAPES}.")
+    return _question(question, fields, reader)
+
+
+def _question(key: str, fields: Fields, reader: TurnReader) -> list[Turn]:
+    """The turns up to the answer: earlier rounds, the question, and the material it speaks of."""
+    place, given = fields.place, fields.take(key)
+    turns = reader.history(fields.take("history"), f"{place}: history")
+    if isinstance(given, list):
+        return [*turns, *reader.turns(given, f"{place}: {key}")]
+    text = text_of(given, f"{place}: {key}")
+    transcript = transcript_of(text)
+    if transcript is not None and transcript.is_open:
+        return [*turns, *transcript.turns]
+    beside = fields.first([name for name in ("input", "context") if name != key])
+    context = fields.take(beside)
+    material = "" if is_empty(context) else text_of(context, f"{place}: {beside}")
+    return [*turns, Turn("user", text, material) if text.strip() else Turn("user", material)]
+
+
+def _answer(given: Any, where: str, reader: TurnReader, may_be_transcript: bool = False) -> list[Turn]:
+    """The turns of an answer, or of a whole dialogue that ends with one."""
+    transcript = transcript_of(text_of(given, where)) if may_be_transcript and isinstance(given, str) else None
+    if transcript is not None and not transcript.is_open:
+        return transcript.turns
+    if isinstance(given, (list, dict)):
+        return reader.turns(given if isinstance(given, list) else [given], where)
+    return [said("assistant", given, where)]
 
 
 def _shared(one: list[Turn], other: list[Turn]) -> int:
@@ -131,137 +164,22 @@ def _shared(one: list[Turn], other: list[Turn]) -> int:
     return count
 
 
-def _alpaca(data: Object, place: str) -> list[Turn]:
-    if "output" not in data:
-        raise DataError(f"{place}: instruction without output; its keys are {_keys(data)}.")
-    turns: list[Turn] = []
-    for number, pair in enumerate(cast(list[Any], data.get("history") or [])):
-        where = f"{place}: history[{number}]"
-        if not isinstance(pair, list) or len(cast(list[Any], pair)) != 2:
-            raise DataError(f"{where} must be [question, answer].")
-        question, answer = cast(list[Any], pair)
-        turns += [_said("user", question, where), _said("assistant", answer, where)]
-    turns += [_instruction(data, place), _said("assistant", data["output"], f"{place}: output")]
-    return _with_system(turns, data.get("system"), place)
+def _check_label(fields: Fields) -> None:
+    """KTO's mark of a good or a bad answer: a bad one is not to be learned. Any other label stays unread."""
+    key = fields.first(LABELS)
+    value = BINARY.get(str(fields.peek(key)).lower()) if key is not None else None
+    if value is not None:
+        fields.take(key)
+    if value is False:
+        raise DataError(
+            f"{fields.place}: {key} is false, which marks an answer not to be learned; --drop-bad leaves such records out "
+            f"(in a recipe drop_bad: true), --keys {key}= learns them all the same."
+        )
 
 
-def _instruction(data: Object, place: str) -> Turn:
-    given = data.get("input")
-    return Turn("user", _text(data["instruction"], f"{place}: instruction"), _text(given, f"{place}: input") if given else "")
-
-
-def _turns(listed: Any, where: str) -> list[Turn]:
-    if not isinstance(listed, list) or not listed:
-        raise DataError(f"{where} must be a list of turns.")
-    turns: list[Turn] = []
-    for number, one in enumerate(cast(list[Any], listed)):
-        if not isinstance(one, dict):
-            raise DataError(f"{where}[{number}] must be an object, as in {{'role': 'user', 'content': '...'}}.")
-        turns += _turn(cast(dict[str, Any], one), f"{where}[{number}]")
-    return turns
-
-
-def _turn(one: Object, where: str) -> list[Turn]:
-    if "input" in one and "output" in one:
-        pair = [_said("user", one["input"], f"{where}.input"), _said("assistant", one["output"], f"{where}.output")]
-        return _with_system(pair, one.get("system"), where)
-    speaker_key, content_key = ("from", "value") if "from" in one else ("role", "content")
-    if speaker_key not in one:
-        raise DataError(f"{where} has no speaker ('role' or 'from'); its keys are {_keys(one)}.")
-    speaker = str(one[speaker_key]).lower()
-    if speaker not in SPEAKERS:
-        raise DataError(f"{where}: {speaker_key} is {one[speaker_key]!r}; it must be one of {', '.join(SPEAKERS)}.")
-    role, calls = SPEAKERS[speaker], _calls(one.get("tool_calls") or (), where)
-    content = one.get(content_key, one.get("value") if content_key == "content" else one.get("content"))
-    if content is None and not calls:
-        raise DataError(f"{where} has no {content_key!r}; its keys are {_keys(one)}.")
-    text = "" if content is None else _text(content, f"{where}.{content_key}")
-    if speaker == "function_call" and not calls:
-        calls = _calls_in(text)
-        text = "" if calls else text
-    return [Turn(role, text, calls=calls, learn=_learns(one, role, where))]
-
-
-def _learns(one: Object, role: Role, where: str) -> bool:
-    key = next((key for key in ("loss_weight", "weight") if one.get(key) is not None), None)
-    if key is None:
-        return True
-    if one[key] not in (0, 1):
-        raise DataError(f"{where}: {key} is {one[key]!r}; headway's loss mask knows 0 and 1 only.")
-    if one[key] == 1 and role != "assistant":
-        raise DataError(f"{where}: {key} is 1 for a {role} turn; only the assistant's turns carry loss.")
-    return role != "assistant" or one[key] == 1
-
-
-def _calls(given: Any, where: str) -> tuple[Call, ...]:
-    calls: list[Call] = []
-    for one in cast(list[Any], given):
-        function: Any = cast(dict[str, Any], one).get("function", one) if isinstance(one, dict) else None
-        if not isinstance(function, dict) or "name" not in function:
-            raise DataError(f"{where}: each of tool_calls must name a function.")
-        named = cast(dict[str, Any], function)
-        arguments = named.get("arguments", named.get("parameters", {}))
-        calls.append(Call(str(named["name"]), _parsed(arguments) if isinstance(arguments, str) else arguments))
-    return tuple(calls)
-
-
-def _calls_in(text: str) -> tuple[Call, ...]:
-    """The calls a function_call turn spells as JSON; none where it is written in another way (then it stays text)."""
-    found = _parsed(text)
-    listed = cast(list[Any], found) if isinstance(found, list) else [found]
-    if not listed or not all(isinstance(one, dict) and isinstance(cast(dict[str, Any], one).get("name"), str) for one in listed):
-        return ()
-    return _calls(listed, "")
-
-
-def _tools(given: Any, place: str) -> tuple[Object, ...]:
-    found = _parsed(given) if isinstance(given, str) and given.strip() else given
-    if not found:
-        return ()
-    listed = cast(list[Any], found) if isinstance(found, list) else [found]
-    if not all(isinstance(one, dict) for one in listed):
-        raise DataError(f"{place}: tools must be a list of JSON objects.")
-    return tuple(cast(list[Object], listed))
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _with_system(turns: list[Turn], system: Any, place: str) -> list[Turn]:
-    if not system:
-        return turns
-    if turns and turns[0].role == "system":
-        raise DataError(f"{place}: two system prompts, one under 'system' and one as the first turn.")
-    return [Turn("system", _text(system, f"{place}: system")), *turns]
-
-
-def _said(role: Role, content: Any, where: str) -> Turn:
-    return Turn(role, _text(content, where))
-
-
-def _text(content: Any, where: str) -> str:
-    """A content: a text, or a list of text parts, which are joined."""
-    if isinstance(content, list):
-        parts: list[str] = []
-        for part in cast(list[Any], content):
-            kind = cast(dict[str, Any], part).get("type", "text") if isinstance(part, dict) else type(part).__name__
-            text = cast(dict[str, Any], part).get("text", cast(dict[str, Any], part).get("value")) if isinstance(part, dict) else part
-            if kind not in ("text", "str") or not isinstance(text, str):
-                raise DataError(f"{where}: a part of type {kind!r}; chat data holds text only.")
-            parts.append(text)
-        content = "".join(parts)
-    if not isinstance(content, str):
-        raise DataError(f"{where} is of type {type(content).__name__}; a text is expected.")
-    if not content.isascii():
-        try:
-            content.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(f"{where} has a lone surrogate at character {error.start}, which is no Unicode.") from None
-    return content
+def _unread(fields: Fields, reader: TurnReader, turns: Iterable[Turn]) -> tuple[str, ...]:
+    texts = {text.strip() for turn in turns for text in (turn.content, turn.context)}
+    return (*fields.unread(texts), *reader.unread)
 
 
 def _no_empty(turns: list[Turn], place: str) -> None:
@@ -270,5 +188,14 @@ def _no_empty(turns: list[Turn], place: str) -> None:
             raise DataError(f"{place}: turn {number} ({turn.role}) is empty.")
 
 
-def _keys(data: Object) -> str:
-    return ", ".join(map(str, data)) or "none"
+def _check_unicode(turns: list[Turn], tools: tuple[Object, ...], place: str) -> None:
+    """Refuse calls and tools that cannot be written as Unicode; texts were checked when they were read."""
+    calls = [[call.name, call.arguments] for turn in turns for call in turn.calls]
+    if not calls and not tools:
+        return
+    try:
+        json.dumps([calls, list(tools)], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{place}: a tool call or definition has a lone surrogate, which is no Unicode.") from None
+    except (TypeError, RecursionError, ValueError) as error:
+        raise DataError(f"{place}: a tool call or definition cannot be written as JSON: {error}.") from None

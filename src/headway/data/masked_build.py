@@ -6,8 +6,9 @@ Invariant: which records are for validation depends on the seed, the file names 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +28,11 @@ from headway.text.read import read_records
 from headway.tokenizer.chat import Piece, Rendered, Template, find_template, render_pieces
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 
+log = logging.getLogger("headway")
+
 SMALL_BYTES = 8 << 20
+UNREAD = "unread:"
+MOST_UNREAD, SHOWN_UNREAD = 64, 12
 Side = Literal["train", "valid"]
 SIDES: tuple[Side, Side] = ("train", "valid")
 
@@ -35,8 +40,8 @@ SIDES: tuple[Side, Side] = ("train", "valid")
 class RecordEncoder(Protocol):
     """How one record becomes documents; it is sent to the worker processes."""
 
-    def pieces(self, record: Record, template: Template) -> list[list[Piece]]:
-        """The conversations of a record, written down."""
+    def pieces(self, record: Record, template: Template, counts: Counter[str]) -> list[list[Piece]]:
+        """The conversations of a record, written down; `counts` learns which keys of it were not read."""
         ...
 
     def documents(self, rendered: list[Rendered], counts: Counter[str]) -> list[tuple[Ids, Flags]]:
@@ -103,6 +108,7 @@ class Build:
             resume=True,
         ) as writer:
             counts = run_job(job, writer)
+        report_left_out(", ".join(map(str, self.files)), counts)
         if counts["documents"] == 0:
             named = ", ".join(map(str, self.files))
             raise DataError(
@@ -138,7 +144,7 @@ class MaskedEncoder:
         planned: list[tuple[Record, list[list[Piece]]]] = []
         for record in items:
             with self._complaints(record, counts):
-                planned.append((record, self.encoder.pieces(record, template)))
+                planned.append((record, self.encoder.pieces(record, template, counts)))
         flat = [pieces for _, conversations in planned for pieces in conversations]
         rendered = iter(render_pieces(flat, template.name, tokenizer, self.threads))
         found: list[tuple[Ids, Flags]] = []
@@ -159,8 +165,33 @@ class MaskedEncoder:
         except DataError as error:
             if not self.drop_bad:
                 where = str(error) if str(error).startswith(record.place) else f"{record.place}: {error}"
-                raise DataError(f"{where} `headway data validate` lists all such records; --drop-bad leaves them out.") from None
+                raise DataError(
+                    f"{where} `headway data validate` lists all such records; --drop-bad (in a recipe drop_bad: true) leaves them out."
+                ) from None
             counts["bad"] += 1
+
+
+def count_unread(unread: Sequence[str], counts: Counter[str]) -> None:
+    """Count the keys of a record that were not read, by name; of very many names only the first."""
+    for key in unread:
+        if UNREAD + key in counts or sum(name.startswith(UNREAD) for name in counts) < MOST_UNREAD:
+            counts[UNREAD + key] += 1
+
+
+def describe_unread(counts: Mapping[str, int]) -> str | None:
+    """One line on the keys that were not read; None where every key was."""
+    found = sorted((name.removeprefix(UNREAD), number) for name, number in counts.items() if name.startswith(UNREAD))
+    listed = ", ".join(f"{key} ({number} records)" for key, number in found[:SHOWN_UNREAD])
+    more = f" and {len(found) - SHOWN_UNREAD} more" if len(found) > SHOWN_UNREAD else ""
+    return f"keys that are not read: {listed}{more}" if found else None
+
+
+def report_left_out(name: str, counts: Mapping[str, int]) -> None:
+    """Say in the log which keys were not read and how many records were left out as bad."""
+    if (unread := describe_unread(counts)) is not None:
+        log.info("%s: %s", name, unread)
+    if counts.get("bad"):
+        log.warning("%s: %d of %d records are bad and left out; `headway data validate` lists them", name, counts["bad"], counts["records"])
 
 
 def _checked(rendered: Rendered | DataError) -> Rendered:
@@ -205,4 +236,7 @@ def place_hash(seed: int, record: Record, number: int) -> int:
 
 
 def _described(counts: Counter[str]) -> str:
-    return ", ".join(f"{number} {what.replace('_', ' ')}" for what, number in counts.items() if number) or "the files are empty"
+    return (
+        ", ".join(f"{number} {what.replace('_', ' ')}" for what, number in counts.items() if number and not what.startswith(UNREAD))
+        or "the files are empty"
+    )

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from headway.data.conversations import PreferencePair, preference_of
-from headway.data.masked_build import Build
+from headway.data.masked_build import Build, count_unread
+from headway.data.record_keys import KeyMap
 from headway.data.source import Flags, Ids
 from headway.data.store import Store
 from headway.errors import ConfigError, DataError
@@ -44,6 +45,8 @@ class PreferenceOptions:
     drop_bad: bool = False
     """Leave out records that are no pairs, counted, instead of refusing them."""
     workers: int | None = None
+    keys: KeyMap = KeyMap()
+    """The user's names for keys of records."""
 
     def check(self) -> None:
         """Refuse values that cannot be."""
@@ -87,10 +90,13 @@ class PairEncoder:
 
     max_length: int | None
     max_prompt_length: int
+    keys: KeyMap = KeyMap()
 
-    def pieces(self, record: Record, template: Template) -> list[list[Piece]]:
+    def pieces(self, record: Record, template: Template, counts: Counter[str]) -> list[list[Piece]]:
         """The chosen and the rejected conversation of a record."""
-        return pair_pieces(preference_of(record), template)
+        pair = preference_of(record, self.keys)
+        count_unread(pair.unread, counts)
+        return pair_pieces(pair, template)
 
     def documents(self, rendered: list[Rendered], counts: Counter[str]) -> list[tuple[Ids, Flags]]:
         """The chosen and the rejected conversation, cut by the rule."""
@@ -174,6 +180,6 @@ def num_pairs(store: Store) -> int:
 
 def _build(inputs: Sequence[Path | str], tokenizer: Path, options: PreferenceOptions) -> Build:
     half = max(1, (options.max_length or 0) // 2)
-    encoder = PairEncoder(options.max_length, options.max_prompt_length or half)
+    encoder = PairEncoder(options.max_length, options.max_prompt_length or half, options.keys)
     sources = [f"{MARK} template={options.template}", *map(str, inputs)]
     return Build(expand(list(inputs)), tokenizer, options.template, encoder, options.drop_bad, options.workers, sources)

@@ -17,6 +17,7 @@ from headway.data.mixture import MixtureSource
 from headway.data.order import Selection
 from headway.data.pairs import PairSource
 from headway.data.preference import is_preference
+from headway.data.record_keys import KeyMap
 from headway.data.source import Source
 from headway.data.stage import staged
 from headway.data.store import Store, open_store
@@ -158,11 +159,12 @@ def _cached(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Pa
 
         # Cut to a row, a conversation keeps its beginning; the rest of it would be answers to questions that are not there.
         longest = config.seq_len if config.packing in ("best_fit", "pad") else None
-        return cached_chat([one.path], tokenizer, config.cache_dir, ChatOptions(template=one.chat_template, max_length=longest))
+        options = ChatOptions(one.chat_template, longest, drop_bad=one.drop_bad, keys=KeyMap.of(one.keys))
+        return cached_chat([one.path], tokenizer, config.cache_dir, options)
     if one.kind == "preference":
         from headway.data.preference import PreferenceOptions, cached_preference
 
-        options = PreferenceOptions(template=one.chat_template, max_length=config.seq_len // 2)
+        options = PreferenceOptions(one.chat_template, config.seq_len // 2, drop_bad=one.drop_bad, keys=KeyMap.of(one.keys))
         return cached_preference([one.path], tokenizer, config.cache_dir, options)
     from headway.data.cache import cached_store
     from headway.data.tokenize import TokenizeOptions

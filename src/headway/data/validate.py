@@ -6,6 +6,7 @@ compression) is one bad record where reading ended; a .jsonl file is read line b
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,16 +15,19 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from headway.data.conversations import Conversation, PreferencePair, conversation_of, preference_of
+from headway.data.masked_build import count_unread
 from headway.data.preference import pair_pieces
+from headway.data.record_keys import KeyMap
 from headway.errors import ConfigError, DataError
 from headway.runtime.progress import progress
-from headway.text.document import Record, TextOf
+from headway.text.document import Record, TextOf, place_of
 from headway.text.formats import FORMATS
 from headway.text.formats.jsonl import parse_object
 from headway.text.raw import RawFile, decode
 from headway.text.read import Document, expand, read_documents, read_records
 from headway.tokenizer.chat import Piece, Template, Turn, find_template, render_pieces
 from headway.tokenizer.load import Tokenizer
+from headway.tokenizer.templates import BUILT_IN
 
 Kind = Literal["text", "chat", "preference"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -37,11 +41,13 @@ class Bad:
     file: str
     line: int | None
     message: str
+    record: int | None = None
+    """In a JSON list: which entry it is, counted from 1."""
 
     @property
     def place(self) -> str:
-        """`file:line`."""
-        return self.file if self.line is None else f"{self.file}:{self.line}"
+        """`file:line`, with the record's number where it stands in a list."""
+        return place_of(self.file, self.line, self.record)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,8 @@ class ValidationReport:
     longest: int = 0
     sizes: Counter[int] = field(default_factory=Counter)
     """How many records need so many bits for their length."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """Keys of good records that were not read, and in how many."""
 
     @property
     def records(self) -> int:
@@ -94,7 +102,9 @@ class Reading:
 
     kind: Kind
     tokenizer: Tokenizer | None = None
-    template: str = "chatml"
+    template: str | None = None
+    """The chat template; None: chatml where lengths are counted in tokens, else records are not written down."""
+    keys: KeyMap = KeyMap()
     text: TextOf = field(default_factory=TextOf)
 
 
@@ -111,8 +121,14 @@ def validate(paths: Sequence[Path | str], reading: Reading) -> ValidationReport:
             understood = _understood(file, reading)
             while batch := list(islice(understood, BATCH_RECORDS)):
                 report.bad += [one for one in batch if isinstance(one, Bad)]
-                for found in measure([one for one in batch if not isinstance(one, Bad)]):
-                    report.bad.append(found) if isinstance(found, Bad) else report.count(found)
+                good = [one for one in batch if not isinstance(one, Bad)]
+                for one, found in zip(good, measure(good), strict=True):
+                    if isinstance(found, Bad):
+                        report.bad.append(found)
+                        continue
+                    report.count(found)
+                    if not isinstance(one.content, str):
+                        count_unread(one.content.unread, report.unread)
             advance(file.stat().st_size)
     return report
 
@@ -136,7 +152,7 @@ def _understood(file: Path, reading: Reading) -> Iterator[Understood | Bad]:
             elif reading.kind == "text":
                 content = reading.text(one).text
             else:
-                content = conversation_of(one) if reading.kind == "chat" else preference_of(one)
+                content = conversation_of(one, reading.keys) if reading.kind == "chat" else preference_of(one, reading.keys)
             if isinstance(content, str) and not content.strip():
                 raise DataError(f"{one.place}: the text is empty.")
             yield Understood(one, content)
@@ -174,14 +190,15 @@ def _lines(raw: RawFile) -> Iterator[Record | Bad]:
 
 
 def _ended(file: str, error: DataError) -> Bad:
-    """The error that ended a file, with the line its message names."""
-    rest = str(error).removeprefix(file)
-    line, colon, message = rest.removeprefix(":").partition(": ")
-    return Bad(file, int(line), message) if colon and line.isdigit() else Bad(file, None, _without(str(error), file))
+    """The error that ended a file, with the line and record its message names."""
+    found = re.match(r":(\d+)(?: \(record (\d+)\))?: ", rest := str(error).removeprefix(file))
+    if found is None:
+        return Bad(file, None, _without(str(error), file))
+    return Bad(file, int(found[1]), rest[found.end() :], int(found[2]) if found[2] else None)
 
 
 def _bad(one: Record | Document, error: DataError) -> Bad:
-    return Bad(one.source, one.line, _without(str(error), one.place))
+    return Bad(one.source, one.line, _without(str(error), one.place), one.number if isinstance(one, Record) else None)
 
 
 def _without(message: str, place: str) -> str:
@@ -191,12 +208,16 @@ def _without(message: str, place: str) -> str:
 def _measure(reading: Reading) -> Callable[[list[Understood]], Iterator[int | Bad]]:
     """How long records are: in tokens of the tokenizer, or in characters."""
     tokenizer = reading.tokenizer
-    if tokenizer is None:
-        return lambda batch: (_characters(one.content) for one in batch)
-    if reading.kind == "text":
+    if reading.kind == "text" or (tokenizer is None and reading.template is None):
+        if tokenizer is None:
+            return lambda batch: (_characters(one.content) for one in batch)
         return lambda batch: (len(ids) for ids in tokenizer.encode_batch([str(one.content) for one in batch]))
-    template = find_template(reading.template, tokenizer)
-    return lambda batch: _rendered(batch, template, tokenizer)
+    if tokenizer is not None:
+        template = find_template(reading.template or "chatml", tokenizer)
+        return lambda batch: _rendered(batch, template, tokenizer)
+    if reading.template not in BUILT_IN:
+        raise ConfigError(f"--template {reading.template} needs the tokenizer whose special tokens it writes. Give --tokenizer.")
+    return lambda batch: _written(batch, BUILT_IN[str(reading.template)])
 
 
 def _rendered(batch: list[Understood], template: Template, tokenizer: Tokenizer) -> Iterator[int | Bad]:
@@ -207,6 +228,16 @@ def _rendered(batch: list[Understood], template: Template, tokenizer: Tokenizer)
                 if isinstance(rendered, DataError):
                     raise rendered
             yield max(len(rendered.ids) for rendered in found if not isinstance(rendered, DataError))
+        except DataError as error:
+            yield _bad(one.place, error)
+
+
+def _written(batch: list[Understood], template: Template) -> Iterator[int | Bad]:
+    """Lengths in characters of records that the template has a place for."""
+    for one in batch:
+        try:
+            _pieces(one.content, template)
+            yield _characters(one.content)
         except DataError as error:
             yield _bad(one.place, error)
 

@@ -13,6 +13,12 @@ from typing import Any, cast
 from headway.errors import ConfigError, DataError
 
 
+def place_of(source: str, line: int | None, number: int | None = None) -> str:
+    """`file`, `file:line` or `file:line (record 3)`."""
+    there = source if line is None else f"{source}:{line}"
+    return there if number is None else f"{there} (record {number})"
+
+
 @dataclass(frozen=True)
 class Record:
     """One object of a file; `line` counts from 1 (rows, in files that have no lines)."""
@@ -20,11 +26,13 @@ class Record:
     data: dict[str, Any]
     source: str
     line: int | None
+    number: int | None = None
+    """In a JSON list: which entry it is, counted from 1; a list may stand on one line."""
 
     @property
     def place(self) -> str:
-        """Where the record is, for messages: `file:line`."""
-        return self.source if self.line is None else f"{self.source}:{self.line}"
+        """Where the record is, for messages: `file:line`, with its number where it stands in a list."""
+        return place_of(self.source, self.line, self.number)
 
 
 @dataclass(frozen=True)

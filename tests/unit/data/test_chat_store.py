@@ -11,8 +11,11 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from headway.data.chat import ChatOptions, cached_chat, tokenize_chat
+from headway.data.config import DataConfig, SourceConfig
 from headway.data.foreign.source import open_source
 from headway.data.preference import PreferenceOptions, cached_preference, is_preference, num_pairs, tokenize_preference
+from headway.data.record_keys import KeyMap
+from headway.data.sources import open_source as open_recipe_source
 from headway.data.store import Store, open_store
 from headway.errors import ConfigError, DataError
 from headway.tokenizer.load import Tokenizer, load_tokenizer
@@ -237,3 +240,36 @@ def test_a_store_without_pairs_is_not_taken_for_one(tmp_path: Path, folder: Path
     with pytest.raises(ConfigError, match="headway stores only"):
         tokenize_preference([tmp_path / "c.jsonl"], folder, tmp_path / "p", PreferenceOptions(to="mds"))
     shutil.rmtree(tmp_path / "out")
+
+
+def test_the_build_names_keys_it_does_not_read_and_reads_those_it_is_given(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"frage": f"say {i}", "antwort": f"a{i}", "topic": "x"} for i in range(3)] + [{"frage": "", "antwort": "a", "topic": "x"}]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = KeyMap.of({"prompt": "frage", "response": "antwort"})
+    with caplog.at_level("INFO", "headway"):
+        report = tokenize_chat([tmp_path / "c.jsonl"], folder, tmp_path / "out", ChatOptions(keys=keys, drop_bad=True))
+    assert (report.records, report.train_documents, report.bad) == (4, 3, 1)
+    assert targets(open_store(tmp_path / "out"), load_tokenizer(folder)) == [f"a{i}<|im_end|>" for i in range(3)]
+    assert "keys that are not read: topic (3 records)" in caplog.text and "1 of 4 records are bad and left out" in caplog.text
+
+
+def test_a_recipe_names_keys_and_leaves_out_bad_records(tmp_path: Path, folder: Path) -> None:
+    rows = [{"frage": "Hi", "antwort": "Hello"}, {"frage": "Hi", "antwort": ""}]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"path": str(tmp_path / "c.jsonl"), "kind": "chat", "keys": {"prompt": "frage", "response": "antwort"}}
+
+    def opened(**more: Any) -> Store:
+        one = SourceConfig(**{**source, **more})
+        found = open_recipe_source(one, DataConfig(cache_dir=tmp_path / "cache"), folder)
+        assert isinstance(found, Store)
+        return found
+
+    with pytest.raises(DataError, match=r"c.jsonl:2: turn 1 \(assistant\) is empty.*\(in a recipe drop_bad: true\) leaves them out"):
+        opened()
+    assert targets(opened(drop_bad=True), load_tokenizer(folder)) == ["Hello<|im_end|>"]
+    with pytest.raises(ValueError, match="keys names 'frage', which is none of messages"):
+        SourceConfig(**{**source, "keys": {"frage": "prompt"}})
+    with pytest.raises(ValueError, match="has kind=text and drop_bad=True"):
+        SourceConfig(path="x", drop_bad=True)

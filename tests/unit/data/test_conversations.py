@@ -194,7 +194,7 @@ def test_the_shared_beginning_of_two_conversations_is_the_prompt() -> None:
         ),
         (
             {"chosen": [{"role": "assistant", "content": "a"}], "rejected": [{"role": "assistant", "content": "b"}]},
-            "share no first turns",
+            "no prompt; its keys are chosen, rejected",
         ),
         (
             {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "x"}], "chosen": "a", "rejected": "b"},

@@ -189,11 +189,11 @@ def test_lines_that_are_no_records_are_reported(tmp_path: Path, content: str, me
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('[{"text": "a"}, {"text": "b"}', "a.json:1: the list is cut short"),
-        ('[{"text": "a"}\n {"text": "b"}]', "a.json:2: ',' or ']' expected"),
-        ('[{"text": "a"},]', "a.json:1: not valid JSON"),
+        ('[{"text": "a"}, {"text": "b"}', r"a.json:1 \(record 2\): the list is cut short"),
+        ('[{"text": "a"}\n {"text": "b"}]', r"a.json:2 \(record 1\): ',' or ']' expected"),
+        ('[{"text": "a"},]', r"a.json:1 \(record 2\): not valid JSON"),
         ('[{"text": "a"}] x', "a.json:1: something follows the list"),
-        ('[\n"a"]', "a.json:2: a JSON str where an object is expected"),
+        ('[\n"a"]', r"a.json:2 \(record 1\): a JSON str where an object is expected"),
         ("[]", "a.json: no documents"),
         ('{"text": "a"} 3', "a JSON int where"),
     ],
@@ -206,7 +206,7 @@ def test_json_that_is_no_list_of_objects_is_reported(tmp_path: Path, content: st
 def test_damage_in_a_large_json_file_is_found_where_it_is(tmp_path: Path) -> None:
     """The rest of the file is not read into memory to find out that the first object is wrong."""
     (tmp_path / "a.json").write_text('[{"text" "a"},' + '{"text": "b"},' * 200_000, encoding="utf-8")
-    expect(tmp_path / "a.json", "a.json:1: not valid JSON: Expecting ':'")
+    expect(tmp_path / "a.json", r"a.json:1 \(record 1\): not valid JSON: Expecting ':'")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,9 @@ def command(
         None, help="Chat, preference: share of the records that goes to OUT/valid, the rest to OUT/train."
     ),
     drop_bad: bool = typer.Option(False, "--drop-bad", help="Chat, preference: leave out bad records (counted) instead of refusing them."),
+    keys: str = typer.Option(
+        None, metavar="NAME=KEY,...", help="Chat, preference: which key of a record is what, e.g. prompt=question,response=answer."
+    ),
     seed: int = typer.Option(None, help="Chat, preference: chooses the records for validation."),
     type_name: str = typer.Option(None, "--type", help="To internlm: the data type (folder), en if not given."),
     begin_id: int = typer.Option(None, help="To zero2all: the begin token; default: the one all documents start with."),
@@ -43,11 +46,16 @@ def command(
     for_text = {"--text-key": text_key, "--split": split, "--append-eos/--no-eos": eos, "--bos": bos or None, "--shard": shard}
     for_text |= {"--clean": clean or None}
     for_records = {"--max-length": max_length, "--valid-fraction": valid_fraction, "--drop-bad": drop_bad or None, "--seed": seed}
+    for_records |= {"--keys": keys}
     _refuse(f"--kind {kind}", (for_records if kind == "text" else for_text) | {"--too-long": too_long if kind != "chat" else None})
     _refuse(f"--to {to}", {"--type": type_name if to != "internlm" else None, "--begin-id": begin_id if to != "zero2all" else None})
     files, part = [*inputs, *(more or [])], None if shard is None else part_of(shard)
     records = {"template": template or "chatml", "max_length": max_length, "valid_fraction": valid_fraction or 0.0, "to": to}
     records |= {"seed": seed or 0, "drop_bad": drop_bad, "workers": workers}
+    if kind != "text":
+        from headway.data.record_keys import KeyMap
+
+        records |= {"keys": KeyMap.parse(keys)}
     if kind == "text":
         from headway.data.convert import Options, tokenize_as
         from headway.data.tokenize import TokenizeOptions, tokenize

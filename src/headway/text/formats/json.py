@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, cast
 
 from headway.errors import DataError
-from headway.text.document import Record
+from headway.text.document import Record, place_of
 from headway.text.raw import RawFile, decode
 
 CHUNK_BYTES = 1 << 18
@@ -40,6 +40,7 @@ def _list(text: _Text) -> Iterator[Record]:
         text.at += 1
     else:
         while True:
+            text.number = (text.number or 0) + 1
             text.skip_white()
             yield text.take_object()
             mark = text.skip_white()
@@ -48,6 +49,7 @@ def _list(text: _Text) -> Iterator[Record]:
                 break
             if mark != ",":
                 text.fail("the list is cut short" if not mark else f"',' or ']' expected, {mark!r} found")
+    text.number = None
     if text.skip_white():
         text.fail("something follows the list")
 
@@ -61,6 +63,8 @@ class _Text:
         self.buffer = ""
         self.at = 0
         self.line = 1
+        self.number: int | None = None
+        """In a list: which entry is read, from 1."""
         self._rest = b""
         self._ended = False
 
@@ -87,7 +91,7 @@ class _Text:
                 self.fail(f"not readable JSON: {error}")
         if not isinstance(found, dict):
             self.fail(f'a JSON {type(found).__name__} where an object is expected, as in {{"text": "..."}}')
-        record = Record(cast(dict[str, Any], found), self.name, self.line)
+        record = Record(cast(dict[str, Any], found), self.name, self.line, self.number)
         self.go_to(end)
         return record
 
@@ -98,7 +102,7 @@ class _Text:
 
     def fail(self, why: str) -> NoReturn:
         """End with an error that says where."""
-        raise DataError(f"{self.name}:{self.line}: {why}.")
+        raise DataError(f"{place_of(self.name, self.line, self.number)}: {why}.")
 
     def _read_on(self) -> bool:
         """Read at least as much as is waiting, so that a long object costs no more than its length; False at the end."""

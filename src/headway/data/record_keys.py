@@ -1,0 +1,160 @@
+"""Which keys of a record are read, under which names. In: a record and the user's `keys`; out: its values by headway's names.
+
+    keys: {prompt: question, response: answer.text, system: sys?, note: ""}
+          name:   the record's key (dots go into objects); `?`: may be missing; empty: `note` is left unread knowingly
+
+Invariant: every key of a record is read, or repeats what was read, or is refused because it is known to carry content, or is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from headway.errors import ConfigError, DataError
+from headway.text.document import MISSING, Record, look_up
+
+LISTS = ("messages", "conversations", "conversation", "items", "dialogue", "dialog")
+QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input")
+ANSWERS = ("output", "response", "completion", "answer", "target", "solution")
+SYSTEMS = ("system", "system_prompt", "meta_instruction")
+TOOLS = ("tools", "functions")
+LABELS = ("label", "kto_tag")
+PAIR = ("chosen", "rejected")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+MAIN = frozenset((*LISTS, *QUESTIONS, *ANSWERS, *PAIR, "chat", "plain_text"))
+CONTENT = MAIN | {*SYSTEMS, *TOOLS, *MEDIA, *THOUGHTS, "context", "history", "function_call", "tool_calls"}
+"""Keys that carry content in some known shape; one that is not read is refused."""
+TURN_CONTENT = frozenset(("content", "value", "text", "message", "tool_calls", "function_call", *MEDIA, *THOUGHTS))
+NAMES = ("messages", "prompt", "context", "response", "chosen", "rejected", "system", "history", "tools", "label")
+TURN_NAMES = ("role", "content")
+SPEAKER_NAMES = ("user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class KeyMap:
+    """The user's names for keys: (headway's name, the record's key); an empty key leaves the name unread."""
+
+    pairs: tuple[tuple[str, str], ...] = ()
+
+    @staticmethod
+    def of(mapping: Mapping[str, str | None] | None, where: str = "keys") -> KeyMap:
+        """A checked mapping."""
+        pairs = tuple((name, key or "") for name, key in (mapping or {}).items())
+        for name, key in pairs:
+            if key and name not in (*NAMES, *TURN_NAMES, *SPEAKER_NAMES):
+                known = ", ".join((*NAMES, *TURN_NAMES, *SPEAKER_NAMES))
+                raise ConfigError(f"{where} names {name!r}, which is none of {known}; write NAME=KEY, with the record's key on the right.")
+        return KeyMap(pairs)
+
+    @staticmethod
+    def parse(text: str | None) -> KeyMap:
+        """`prompt=question,response=answer` from the command line."""
+        found: dict[str, str | None] = {}
+        for part in text.split(",") if text else ():
+            name, equals, key = (one.strip() for one in part.partition("="))
+            if not equals or not name or name in found:
+                raise ConfigError(f"--keys is {text!r}; write NAME=KEY pairs, each name once, as in prompt=question,response=answer.")
+            found[name] = key
+        return KeyMap.of(found, "--keys")
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Headway's names of values -> the record's keys."""
+        return {name: key for name, key in self.pairs if key and name in NAMES}
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """Keys that are left unread knowingly, of records and of turns."""
+        return frozenset(name for name, key in self.pairs if not key)
+
+    def turn_key(self, name: str) -> str | None:
+        """The key of a turn that holds its speaker (`role`) or text (`content`), where the user names one."""
+        return next((key for one, key in self.pairs if one == name and key), None)
+
+    @property
+    def speakers(self) -> dict[str, str]:
+        """Speakers as the data calls them, in lower case -> the role."""
+        return {key.lower(): name for name, key in self.pairs if key and name in SPEAKER_NAMES}
+
+
+class Fields:
+    """A record's values by name; remembers which were read."""
+
+    def __init__(self, record: Record, keys: KeyMap) -> None:
+        self.place = record.place
+        self.keys = ", ".join(map(str, record.data)) or "none"
+        self._values: dict[str, Any] = {}
+        self._left: dict[str, Any] = {}
+        names = keys.names
+        for name, key in names.items():
+            value = look_up(record.data, key.removesuffix("?"))
+            if value is MISSING and not key.endswith("?"):
+                raise DataError(f"{self.place}: no key {key!r}, which keys give for {name}; its keys are {self.keys}.")
+            self._values[name] = None if value is MISSING else value
+        mapped = {key.removesuffix("?") for key in names.values()}
+        has_main = not MAIN.isdisjoint(names)
+        for key, value in record.data.items():
+            if key in mapped or key in keys.ignored:
+                continue
+            inner = [path for path in mapped if path.startswith(f"{key}.")]
+            if inner and isinstance(value, dict):
+                rest = cast(dict[str, Any], value)
+                self._left |= {f"{key}.{sub}": one for sub, one in rest.items() if not any(p.startswith(f"{key}.{sub}") for p in inner)}
+            elif key in names or (has_main and key in MAIN):
+                self._left[key] = value
+            else:
+                self._values[key] = value
+        self._read: set[str] = set()
+
+    def first(self, names: Iterable[str]) -> str | None:
+        """The first of some names that has a value, an empty one only where no other has any."""
+        present = [name for name in names if self._values.get(name) is not None]
+        return next((name for name in present if not is_empty(self._values[name])), present[0] if present else None)
+
+    def peek(self, name: str) -> Any:
+        """A value that is not read yet; None where there is none."""
+        return self._values.get(name)
+
+    def take(self, name: str | None) -> Any:
+        """A value, which counts as read; None where there is none."""
+        if name is None:
+            return None
+        self._read.add(name)
+        return self._values.get(name)
+
+    def unread(self, texts: set[str]) -> list[str]:
+        """Keys that were not read; refused where they carry content that is not among the texts that were."""
+        left = self._left | {name: value for name, value in self._values.items() if name not in self._read}
+        found = [key for key, value in left.items() if not is_empty(value)]
+        for key in found:
+            if key in CONTENT and not _repeats(left[key], texts):
+                raise DataError(f"{self.place}: {_refusal(key, self.keys)}")
+        return found
+
+
+def _refusal(key: str, keys: str) -> str:
+    if key in PAIR:
+        return f"{key} is not read as a conversation: say kind: preference (--kind preference), or leave it unread with --keys {key}=."
+    if key in MEDIA:
+        return f"{key} is not text, and chat data holds text only; --keys {key}= leaves it unread."
+    remedy = "say which key is what, as in --keys prompt=KEY,response=KEY (in a recipe keys: {prompt: KEY, ...})"
+    return f"{key} carries content that is not read in a record with the keys {keys}; {remedy}, or leave it unread with --keys {key}=."
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a value says nothing: null, an empty text, list or object."""
+    return value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, (list, dict)) and not value)
+
+
+def _repeats(value: Any, texts: set[str]) -> bool:
+    """Whether every text in a value is among those that were read; the speakers' names do not count."""
+    if isinstance(value, str):
+        return not value.strip() or value.strip() in texts
+    if isinstance(value, list):
+        return all(_repeats(one, texts) for one in cast(list[Any], value))
+    if isinstance(value, dict):
+        return all(key in ("role", "from") or _repeats(one, texts) for key, one in cast(dict[str, Any], value).items())
+    return value is None or isinstance(value, (bool, int, float))
