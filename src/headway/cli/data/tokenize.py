@@ -52,10 +52,6 @@ def command(
     files, part = [*inputs, *(more or [])], None if shard is None else part_of(shard)
     records = {"template": template or "chatml", "max_length": max_length, "valid_fraction": valid_fraction or 0.0, "to": to}
     records |= {"seed": seed or 0, "drop_bad": drop_bad, "workers": workers}
-    if kind != "text":
-        from headway.data.record_keys import KeyMap
-
-        records |= {"keys": KeyMap.parse(keys)}
     if kind == "text":
         from headway.data.convert import Options, tokenize_as
         from headway.data.tokenize import TokenizeOptions, tokenize
@@ -65,15 +61,24 @@ def command(
         options = TokenizeOptions(text_key or "text", template, _split(split, to), eos, bos, workers, part, rules)
         layout = Options(type=type_name, begin_id=begin_id)
         report = tokenize(files, tokenizer, out, options) if to == "headway" else tokenize_as(files, tokenizer, out, to, options, layout)
-    elif kind == "chat":
+    else:
+        for_chat = {"too_long": too_long or "truncate_right", "type": type_name or "en"} if kind == "chat" else {}
+        report = _tokenize_records(files, tokenizer, out, keys, records | for_chat)
+    print_json(vars(report)) if json else typer.echo(report.describe())
+
+
+def _tokenize_records(files: list[str], tokenizer: Path, out: Path, keys: str | None, options: dict[str, Any]) -> Any:
+    """Conversations where the options say what happens to long ones, else preference pairs."""
+    from headway.data.record_keys import KeyMap
+
+    named = KeyMap.parse(keys)
+    if "too_long" in options:
         from headway.data.chat import ChatOptions, tokenize_chat
 
-        report = tokenize_chat(files, tokenizer, out, ChatOptions(**records, too_long=too_long or "truncate_right", type=type_name or "en"))  # pyright: ignore
-    else:
-        from headway.data.preference import PreferenceOptions, tokenize_preference
+        return tokenize_chat(files, tokenizer, out, ChatOptions(**options, keys=named))
+    from headway.data.preference import PreferenceOptions, tokenize_preference
 
-        report = tokenize_preference(files, tokenizer, out, PreferenceOptions(**records))
-    print_json(vars(report)) if json else typer.echo(report.describe())
+    return tokenize_preference(files, tokenizer, out, PreferenceOptions(**options, keys=named))
 
 
 def _check(kind: str, out: Path) -> None:
