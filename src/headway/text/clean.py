@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,12 +114,15 @@ def clean_files(
     text_key: str = "text",
     template: str | None = None,
     split: Split = "file",
+    convert: Callable[[str], str] | None = None,
 ) -> CleanReport:
-    """Clean files into one new file: records keep all their keys; a template's text goes under `text`."""
+    """Clean files into one new file: records keep all their keys; a template's text goes under `text`. `convert` rewrites texts first."""
     if out.resolve() in {path.resolve() for path in expand(sources)}:
         raise ConfigError(f"{out} is one of the sources; choose another output.")
     report = CleanReport()
     documents = read_documents(sources, text_key=text_key, template=template, split=split, keep_record=True)
+    if convert is not None:
+        documents = (replace(document, text=convert(document.text)) for document in documents)
     key = "text" if template is not None else text_key
     with progress("clean", unit="bytes") as advance, record_file(out) as write:
         seen = 0

@@ -1,4 +1,5 @@
-"""Wikitext to plain text: templates, tables, references, files and markup go; prose, headings and the words of links stay.
+"""Wikitext to plain text: tables, references, files and markup go; prose, headings, the words of links and of templates inside
+sentences (`{{lang|en|Mathematics}}`) stay. Of conversion marks (`-{zh-hans:..;zh-hant:..}-`) the simplified writing stays.
 
 Works on what editors really wrote: unclosed braces and brackets are left as text rather than swallowing the rest of the page.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Callable, Iterator
+
+from headway.text.wiki_templates import template_text
 
 # Sections that are lists of sources and links rather than prose.
 DROPPED_SECTIONS = {
@@ -19,8 +22,10 @@ DROPPED_SECTIONS = {
 DROPPED_LINKS = re.compile(
     r"(?:file|image|media|category|fichier|datei|bild|文件|档案|檔案|图像|圖像|图片|圖片|分类|分類|[a-z]{2,3}(?:-[a-z]+)*|simple)\s*:", re.I
 )
-# Templates that only dress a piece of text: the number of the argument that is the text.
-DRESSING = {"lang": 2, "nowrap": 1, "nobr": 1, "small": 1, "big": 1, "bold": 1, "em": 1, "strong": 1, "ruby": 1, "le": 1, "link-en": 1}
+MAX_DEPTH = 8
+"""Templates inside templates; what lies deeper is nobody's prose."""
+GONE = "\0"
+"""Stands where something was left out, until the brackets around it have been looked at."""
 
 _COMMENT = re.compile(r"<!--.*?-->", re.S)
 _DROPPED_TAGS = re.compile(
@@ -31,6 +36,8 @@ _DROPPED_TAGS = re.compile(
 _BREAK = re.compile(r"<(?:br|hr)\b[^<>]*>", re.I)
 _TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
 _VARIANT = re.compile(r"-\{([^{}]*)\}-")
+_HIDDEN = re.compile(r"[A-Z;]*[HT-][A-Z;-]*")
+"""Flags of a mark that only sets a rule, or the page's title."""
 _WEB_LINK = re.compile(r"\[(?:https?:|ftp:)?//[^\s\]]+[ \t]*([^\]\n]*)\]")
 _HEADING = re.compile(r"^(={1,6})\s*(.+?)\s*\1\s*$")
 _LIST = re.compile(r"^[*#:;]+\s*")
@@ -40,6 +47,10 @@ _BRACKETS = re.compile(r"\[\[|\]\]")
 _TABLE = re.compile(r"^[ :]*\{\||^[ \t]*\|\}", re.M)
 _BRACE_RUN = re.compile(r"\{+|\}+")
 _BLANKS = re.compile(r"[ \t\u00a0]+")
+_SEPARATORS = r"[ \t\u00a0,，;；、:：/]{0,20}"
+_EMPTY_BRACKETS = re.compile(rf"[ \t]?[(（]{_SEPARATORS}{GONE}[ \t\u00a0,，;；、:：/{GONE}]{{0,40}}[)）]")
+_AFTER_BRACKET = re.compile(rf"([(（]){_SEPARATORS}{GONE}[ \t\u00a0,，;；、:：/{GONE}]{{0,40}}")
+_BEFORE_BRACKET = re.compile(rf"{_SEPARATORS}{GONE}[ \t\u00a0,，;；、:：/{GONE}]{{0,40}}([)）])")
 
 
 # Whether a mark opens or closes, and where it begins and ends.
@@ -48,8 +59,8 @@ Mark = tuple[bool, int, int]
 
 def clean_wikitext(text: str) -> str:
     """The prose of a page, paragraphs and headings on lines of their own."""
-    text = _COMMENT.sub("", text)
-    text = _DROPPED_TAGS.sub("", text)
+    text = _COMMENT.sub("", text.replace(GONE, ""))
+    text = _DROPPED_TAGS.sub(GONE, text)
     text = _nested(text, _braces(text), _template)
     text = _nested(text, _marks(text, _TABLE, "{|"), lambda inner: "")
     text = _VARIANT.sub(lambda found: _variant(found[1]), text)
@@ -58,6 +69,7 @@ def clean_wikitext(text: str) -> str:
     text = _BREAK.sub("\n", text)
     text = html.unescape(_TAG.sub("", text))
     text = _QUOTES.sub("", _MAGIC.sub("", text))
+    text = _BEFORE_BRACKET.sub(r"\1", _AFTER_BRACKET.sub(r"\1", _EMPTY_BRACKETS.sub("", text))).replace(GONE, "")
     return _sections(text)
 
 
@@ -106,12 +118,11 @@ def _nested(text: str, marks: Iterator[Mark], replace: Callable[[str], str]) -> 
     return "".join([*pieces, text[at:]])
 
 
-def _template(inner: str) -> str:
-    name, *arguments = inner.split("|")
-    number = DRESSING.get(name.strip().lower())
-    if number is None or "{{" in inner or len(arguments) < number:
-        return ""
-    return arguments[number - 1].strip()
+def _template(inner: str, depth: int = 0) -> str:
+    text = template_text(inner) if depth < MAX_DEPTH else None
+    if text is not None and "{{" in text:
+        text = _nested(text, _braces(text), lambda below: _template(below, depth + 1))
+    return text or GONE
 
 
 def _link(inner: str) -> str:
@@ -126,10 +137,14 @@ def _link(inner: str) -> str:
 
 def _variant(inner: str) -> str:
     """One writing of Chinese variant markup: the simplified one where several are given, else the text itself."""
-    body = inner.rpartition("|")[2]
+    flags, bar, body = inner.partition("|")
+    if not bar:
+        body = inner
+    elif _HIDDEN.fullmatch(flags.strip()):
+        return ""
     choices = dict(part.split(":", 1) for part in body.split(";") if ":" in part)
     named = {key.strip(): value.strip() for key, value in choices.items()}
-    for key in ("zh-hans", "zh-cn", "zh"):
+    for key in ("zh-hans", "zh-cn", "zh-sg", "zh-my", "zh"):
         if key in named:
             return named[key]
     return next(iter(named.values())) if named and all(key.startswith("zh") for key in named) else body

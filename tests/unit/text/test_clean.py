@@ -2,8 +2,10 @@
 
 import json
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -185,3 +187,30 @@ def test_the_verb_prints_the_report(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["data", "clean", str(tmp_path / "a.txt")]) == 2
     assert main(["data", "clean", str(tmp_path / "*.txt"), out, "--max-memory", "lots"]) == 2
     assert "--max-memory is 'lots'; write a size such as" in capsys.readouterr().err
+
+
+def test_text_is_converted_to_simplified_chinese_before_duplicates_are_sought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OpenCC:
+        def __init__(self, how: str) -> None:
+            assert how == "t2s"
+
+        def convert(self, text: str) -> str:
+            return text.replace("數學", "数学").replace("學科", "学科")
+
+    monkeypatch.setitem(sys.modules, "opencc", SimpleNamespace(OpenCC=OpenCC))
+    raw = tmp_path / "raw.jsonl"
+    lines = [{"text": "數學是研究數量與結構的學科。", "id": 1}, {"text": "数学是研究數量與結構的学科。", "id": 2}]
+    raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["data", "clean", str(raw), str(tmp_path / "out.jsonl"), "--simplified"]) == 0
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [{**lines[0], "text": lines[1]["text"]}]
+
+
+def test_without_opencc_one_line_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "opencc", None)
+    (tmp_path / "raw.jsonl").write_text('{"text": "數學是研究數量的學科"}\n')
+    assert main(["data", "clean", str(tmp_path / "raw.jsonl"), str(tmp_path / "out.jsonl"), "--simplified"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "--simplified needs OpenCC" in line and "pip install 'headway[zh]'" in line
+    assert not (tmp_path / "out.jsonl").exists()

@@ -34,6 +34,51 @@ def test_markup_goes_and_prose_stays(wikitext: str, text: str) -> None:
     assert clean_wikitext(wikitext) == text
 
 
+@pytest.mark.parametrize(
+    ("wikitext", "text"),
+    [
+        ("'''数学'''（{{lang-en|Mathematics}}）是研究数量的学科。", "数学（Mathematics）是研究数量的学科。"),
+        (
+            "'''数学'''（{{Lang-en|'''mathematics'''}}，源自[[古希臘語|希腊语]]的{{lang|grc|[[wikt:μάθημα|μάθημα]]}}）是",
+            "数学（mathematics，源自希腊语的μάθημα）是",
+        ),
+        ("'''A''' ({{langx|fr|Bonjour}}; {{IPA-fr|bɔ̃ʒuʁ}}) is", "A (Bonjour; bɔ̃ʒuʁ) is"),
+        ("{{le|偏微分|Partial derivative}}和{{link-en|图灵机|Turing machine|圖靈機}}", "偏微分和圖靈機"),
+        ("{{tsl|en|Alan Turing||图灵}}、{{tsl|en|Hash table|散列表}}、{{ill|Ada|de|lt=Lady Ada}}", "图灵、散列表、Lady Ada"),
+        ("{{nowrap|{{lang|en|two words}}}} {{small|1=a=b}} {{nowrap| x }}", "two words a=b x"),
+        ("{{convert|10|km|mi}}, {{formatnum:12345}}, {{frac|1|2}}, {{val|1.5|u=kg}}", "10 km, 12345, 1/2, 1.5 kg"),
+        ("'''居里'''{{bd|1867年|11月7日|1934年|7月4日|catIdx=J}}是", "居里（1867年11月7日—1934年7月4日）是"),
+        ("{{nihongo|東京|とうきょう|Tōkyō}} {{abbr|NASA|the agency}}", "東京 NASA"),
+        ("{{lang|zh|-{zh-hans:软件; zh-hant:軟體}-}}", "软件"),
+        # what is not kept leaves no empty brackets or separators behind; brackets that people wrote stay
+        ("'''A'''（{{audio|x.ogg}}）是（{{audio|x.ogg}}，即乙{{audio|y.ogg}}）", "A是（即乙）"),
+        ("call f() ({{audio|x}}; 1900) ({{cite|y}}) end", "call f() (1900) end"),
+        ("{{Infobox person|name=A|birth={{bd|1|2|3|4}}}}A is", "A is"),
+    ],
+)
+def test_inline_templates_keep_their_text(wikitext: str, text: str) -> None:
+    assert clean_wikitext(wikitext) == text
+
+
+@pytest.mark.parametrize(
+    ("wikitext", "text"),
+    [
+        ("-{zh-cn:鼠标;zh-tw:滑鼠;zh-hk:滑鼠}-", "鼠标"),
+        ("-{zh-tw:滑鼠;zh-sg:滑鼠器}-", "滑鼠器"),
+        ("甲-{A|zh-hans:计算机;zh-hant:電腦}-乙", "甲计算机乙"),
+        ("甲-{H|zh-hans:计算机;zh-hant:電腦}-乙-{T|zh-hans:丙}-丁-{-|zh-hans:戊}-", "甲乙丁"),
+        ("-{R|原文}-和-{zh-hans;zh-cn|只此}-", "原文和只此"),
+        ("[[-{zh-hans:计算机; zh-hant:電腦;}-|-{电脑}-]]", "电脑"),
+    ],
+)
+def test_conversion_marks_give_the_simplified_writing(wikitext: str, text: str) -> None:
+    assert clean_wikitext(wikitext) == text
+
+
+def test_templates_nested_without_end_are_no_recursion_error() -> None:
+    assert clean_wikitext("{{nowrap|" * 5000 + "x" + "}}" * 5000 + " y").endswith("y")
+
+
 def test_hostile_markup_takes_no_long_time() -> None:
     assert clean_wikitext("{{" * 50_000) and clean_wikitext("[[a|" * 20_000) and clean_wikitext("{|\n" * 20_000) == ""
 

@@ -25,12 +25,16 @@ def command(
     text_key: str = typer.Option("text", help="Key that holds the text of a record."),
     template: str = typer.Option(None, help="Text made of several keys, e.g. '{title}\\n{content}'; written under the key text."),
     split: str = typer.Option("file", help="A .txt file is one document (file), or each line is one (line)."),
+    simplified: bool = typer.Option(
+        False, "--simplified", help="Convert Chinese text to simplified characters first (OpenCC: pip install 'headway[zh]')."
+    ),
     seed: int = typer.Option(0, help="Seed of the near-duplicate hashes."),
     json: bool = JSON_FLAG,
 ) -> None:
     """Leave out bad and duplicate documents, and report what was left out and why."""
     from headway.errors import ConfigError
     from headway.text.clean import CleanRules, clean_files
+    from headway.text.simplified import simplifier
     from headway.text.size import parse_bytes
 
     if len(paths) < 2:
@@ -41,7 +45,8 @@ def command(
         min_characters, max_characters, min_letters, max_digits, max_signs, max_controls, max_repeated_lines, min_line_length,
         duplicates, similarity, seed, parse_bytes(max_memory, "--max-memory"),  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
-    report = clean_files(paths[:-1], Path(paths[-1]), rules, text_key=text_key, template=template, split=split)
+    convert = simplifier("--simplified") if simplified else None
+    report = clean_files(paths[:-1], Path(paths[-1]), rules, text_key=text_key, template=template, split=split, convert=convert)
     if json:
         print_json({"out": paths[-1], **report.to_dict()})
         return
