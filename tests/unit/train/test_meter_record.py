@@ -10,8 +10,8 @@ import torch
 from headway.data.batch import StepBatch, StepStats
 from headway.model.config import ModelConfig
 from headway.model.flops import TokenFlops
+from headway.parallel import mark as mark_module
 from headway.parallel.engine import StepResult, Update
-from headway.train import meter as meter_module
 from headway.train.meter import Facts, Mark, Meter
 
 FACTS = Facts(
@@ -45,7 +45,7 @@ def result_of(loss: float, skipped: float = 0.0, verdict: int = 0) -> tuple[Step
 
 def add(meter: Meter, monkeypatch: pytest.MonkeyPatch, step: int, times: tuple[float, float, float], tokens: int, **more: Any) -> Any:
     begin, between, end = times
-    monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=lambda: end))
+    monkeypatch.setattr(mark_module, "time", SimpleNamespace(perf_counter=lambda: end))
     result, update = result_of(2.5, **more)
     meter.add(step, step_of(tokens), {"lr": 0.1}, result, update, (Mark(None, begin), Mark(None, between), 0.25))
     (record,) = meter.collect()
