@@ -57,6 +57,17 @@ def test_one_command_trains_exports_asks_and_reports_and_does_nothing_twice(
     assert json.loads((folder / "results.json").read_text())["variants"] == found["variants"]
     assert {path.name for path in folder.iterdir()} >= {"heads.png", "heat-map.png", "score-by-footprint.png", "parts", "masks_sp0.5.json"}
 
+    template = tmp_path / "short.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    )
+    assert main([*command, "--masks", "own", "--chat-template", str(template)]) == 0
+    asked = json.loads(capsys.readouterr().out)
+    assert [(one["name"], one["masks_from"]) for one in asked["variants"][5:]] == [("own", "own"), ("random own", "random")]
+    assert asked["prompts"] == f"questions in chat template {template}" and asked["chunks"] == {"128": 16}
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+
     monkeypatch.setattr("headway.eval.long_context._measure", lambda *_: pytest.fail("asked again"))
     steps = (run / "metrics.jsonl").read_text()
     assert main(command) == 0
@@ -72,6 +83,9 @@ def test_one_command_trains_exports_asks_and_reports_and_does_nothing_twice(
         (["--tasks", "needle_single"], "--lengths holds 128; needle_single needs at least"),
         (["--tasks", "haystack"], "--tasks holds 'haystack'"),
         (["--sparsities", "1.5"], "--sparsities is 1.5"),
+        (["--chat-template", "nothing"], "template is 'nothing'"),
+        (["--masks", "nowhere.tsv"], "masks is 'nowhere.tsv'"),
+        (["--masks", "none", "--random-masks", "--chunk-tokens", "0"], "--chunk-tokens is 0"),
         (["checkpoint.at_end=false"], "checkpoint.at_end is false"),
     ],
 )

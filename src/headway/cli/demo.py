@@ -61,5 +61,5 @@ def command(
 def sparse_heads(sparse: dict[str, Any]) -> str:
     """What half the heads' cache costs in loss, and what it saves."""
     full, learned, drawn = sparse["losses"].values()
-    smaller = sparse["kv"][1][5]
+    smaller = sparse["kv"][1][6]
     return f"cache {smaller} smaller at 256 tokens: loss {full:.3f} -> {learned:.3f} (random heads {drawn:.3f})"

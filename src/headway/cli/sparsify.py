@@ -10,9 +10,15 @@ import typer
 
 from headway.cli._output import JSON_FLAG, print_json
 from headway.cli._recipe import RECIPE_ARGUMENT
+from headway.cli.eval._options import ASK_TEMPLATE, BOS, CHUNK_TOKENS
 
 if TYPE_CHECKING:
     from headway.train.config import Recipe
+
+
+MASKS = typer.Option(
+    None, metavar="own|none|FILE", help="Also measure these masks: own (what the gates have come to) or a file; default: none."
+)
 
 
 def command(
@@ -27,7 +33,10 @@ def command(
     random_masks: bool = typer.Option(True, help="Also measure random masks with as many heads."),
     equal_per_layer: bool = typer.Option(False, "--equal-per-layer", help="As many full heads in every layer, the best of each."),
     data: list[str] = typer.Option([], "--data", "--input", help="Also score this text by tokens of context; may be given several times."),
-    chunk_tokens: int = typer.Option(4096, help="Tokens of each prompt that go through the model at once."),
+    masks: str | None = MASKS,
+    chat_template: str | None = ASK_TEMPLATE,
+    bos: bool | None = BOS,
+    chunk_tokens: int | None = CHUNK_TOKENS,
     rows: int = typer.Option(4, help="Prompts that are computed at once."),
     nproc: int | None = typer.Option(None, help="Train in this many ranks of this machine."),
     gpus: str | None = typer.Option(None, help="Train on these GPUs, as `headway train --gpus`."),
@@ -52,6 +61,9 @@ def command(
         rows,
         seed,
         chunk_tokens,
+        masks,
+        chat_template,
+        bos,
     )
     flags = [text for flag, value in (("--nproc", nproc), ("--gpus", gpus)) if value is not None for text in (flag, str(value))]
 

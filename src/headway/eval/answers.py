@@ -60,7 +60,7 @@ class Answers:
 
     def encode(self, text: str, *, opening: bool = True) -> list[int]:
         """Ids of a text, behind the tokenizer's own opening unless the text has it already; special tokens in it are those tokens."""
-        from headway.infer.generate import opening_ids
+        from headway.tokenizer.opening import opening_ids
 
         ids = self.tokenizer.encode(text, allowed_special="all")
         before = opening_ids(self.tokenizer) if opening else []

@@ -39,7 +39,8 @@ class Reading:
     """`file` or `line`: what one document of a .txt file is."""
     text_key: str | None = None
     """Instead of the dataset's own key."""
-    bos: bool = False
+    bos: bool | None = None
+    """Whether the begin token stands before each window; None: where the model expects it."""
     max_samples: int | None = None
     """Only this many documents (or records) of each dataset, from its beginning."""
     by: str | None = None
@@ -148,26 +149,29 @@ def _pieces(dataset: Dataset, loaded: LoadedModel, reading: Reading) -> Iterator
 
 def _stored(path: Path, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
     from headway.data.store import open_store
+    from headway.tokenizer.opening import expected_ids
 
     if reading.by not in (None, "file"):
         raise ConfigError(f"--by is {reading.by!r}; {path} is a token store, whose documents have no keys. Use --by file.")
     store = open_store(path)
     if loaded.tokenizer is not None and store.fingerprint not in (None, loaded.tokenizer.fingerprint):
         raise DataError(f"{path}: made by another tokenizer than the one of {loaded.path}. Give the text itself, or another store.")
+    # A store is scored as it is unless --bos says otherwise; a begin token it holds already is not put there twice.
+    lead = tuple(expected_ids(loaded.tokenizer, True)) if reading.bos and loaded.tokenizer is not None else ()
     for index in range(store.num_documents):
-        yield Piece(store.document(index).tolist(), None, str(path) if reading.by else None)
+        ids = store.document(index).tolist()
+        yield Piece(ids[1:] if lead and ids[:1] == [*lead] else ids, None, str(path) if reading.by else None, lead)
 
 
 def _encoded(raw: Sequence[str], dataset: Dataset, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
     from headway.text.read import read_blocks
+    from headway.tokenizer.opening import expected_ids
 
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise ConfigError(f"{loaded.path} has no tokenizer, so text cannot be scored. Give a token store as --data.")
-    if reading.bos and tokenizer.bos_id is None:
-        raise ConfigError("--bos was given; the model's tokenizer has no token that begins a document. Leave it out.")
     # Before every window, not only the first: a model that needs it falls apart in the later ones.
-    lead = (tokenizer.bos_id,) if reading.bos and tokenizer.bos_id is not None else ()
+    lead = tuple(expected_ids(tokenizer, reading.bos))
     split, by_key = "line" if reading.split == "line" else "file", reading.by not in (None, "file")
     documents = read_blocks(raw, text_key=dataset.text_key, split=split, keep_record=by_key)
     texts: Iterable[tuple[Iterator[str], str | None]] = ((blocks, _part(document, reading.by)) for document, blocks in documents)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,16 @@ class EvalPlan:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """How numbers lie."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """Everything measured about one model."""
 
@@ -77,6 +88,13 @@ class Evaluation:
     """The curves of the run, or of each of its stages, where the model is one."""
     masks: dict[str, Any] | None = None
     """The head masks it was read under; None: every head keeps the whole past."""
+    rope_theta: float | None = None
+    no_rope_layers: list[int] = field(default_factory=list)
+    """Layers (from 0) without rotary positions."""
+    begin: str | None = None
+    """The token that stood before each window of a text."""
+    perplexities: Spread | None = None
+    """Perplexity over the datasets."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -98,7 +116,35 @@ def evaluate(loaded: LoadedModel, plan: EvalPlan, *, name: str | None = None, gr
     samples = _samples(loaded, plan.samples) if group is None or group.rank == 0 else []
     tokenizer = loaded.tokenizer.fingerprint if loaded.tokenizer is not None else None
     path = str(loaded.path)
-    return Evaluation(name or path, path, tokenizer, results, samples, plan.samples.template, masks=describe(loaded))
+    return Evaluation(
+        name or path,
+        path,
+        tokenizer,
+        results,
+        samples,
+        plan.samples.template,
+        masks=describe(loaded),
+        rope_theta=loaded.config.rope_theta,
+        no_rope_layers=list(loaded.config.no_rope_layers),
+        begin=_begin(loaded, plan.reading),
+        perplexities=spread([one.perplexity for one in results.values()]),
+    )
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Mean, standard deviation (of these numbers, not of what they are a sample of) and bounds; None of no numbers."""
+    if not values:
+        return None
+    return Spread(statistics.fmean(values), statistics.pstdev(values), min(values), max(values))
+
+
+def _begin(loaded: LoadedModel, reading: Reading) -> str | None:
+    from headway.tokenizer.opening import expected_ids
+
+    if loaded.tokenizer is None:
+        return None
+    ids = expected_ids(loaded.tokenizer, reading.bos)
+    return loaded.tokenizer.decode(ids) if ids else None
 
 
 def share_a_tokenizer(evaluations: Sequence[Evaluation]) -> bool:

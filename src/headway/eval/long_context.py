@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from headway.errors import ConfigError
 from headway.eval.kv_footprint import critical_footprint, footprint
@@ -26,6 +29,13 @@ if TYPE_CHECKING:
     from headway.tokenizer.load import Tokenizer
 
 
+log = logging.getLogger("headway")
+
+CHUNKS, MAX_CHUNK = 8, 4096
+"""A prompt is read in about this many chunks, each of at most so many tokens."""
+MAX_SAMPLES, MAX_ROWS, MAX_TOKENS = 10**6, 2**16, 2**40
+
+
 @dataclass(frozen=True)
 class LongPlan:
     """What is asked."""
@@ -37,9 +47,14 @@ class LongPlan:
     samples: int = 2
     """Cases of each task, length and depth."""
     seed: int = 0
-    chunk_tokens: int = 4096
+    chunk_tokens: int | None = None
+    """Tokens of each prompt that go through the model at once; None: an eighth of the length, at most 4096."""
     rows: int = 4
     """Prompts that are computed at once."""
+    template: str | None = None
+    """Chat template in which the questions are asked; None: they are text to continue."""
+    bos: bool | None = None
+    """Whether the begin token stands before prompts and texts; None: where the model expects it. A template has its own."""
 
     def __post_init__(self) -> None:
         for name, values in (("--tasks", self.tasks), ("--lengths", self.lengths), ("--depths", self.depths)):
@@ -51,9 +66,21 @@ class LongPlan:
             raise ConfigError(f"--lengths holds {min(self.lengths)}; a length is 1 or more.")
         if any(not 0 <= depth <= 1 for depth in self.depths):
             raise ConfigError(f"--depths is {', '.join(map(str, self.depths))}; depths lie between 0 (the beginning) and 1 (the end).")
-        for name, value in (("--samples", self.samples), ("--chunk-tokens", self.chunk_tokens), ("--rows", self.rows)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be 1 or more.")
+        for name, value, most in (
+            ("--samples", self.samples, MAX_SAMPLES),
+            ("--chunk-tokens", self.chunk_tokens, MAX_TOKENS),
+            ("--rows", self.rows, MAX_ROWS),
+        ):
+            if value is not None and not 1 <= value <= most:
+                raise ConfigError(f"{name} is {value}; it must be from 1 to {most}.")
+
+    def chunk(self, length: int) -> int:
+        """Tokens of a prompt of this length that go through the model at once."""
+        return min(MAX_CHUNK, max(1, length // CHUNKS)) if self.chunk_tokens is None else self.chunk_tokens
+
+    def whole(self) -> list[int]:
+        """Lengths that go through the model in one chunk, so that nothing is evicted while a prompt is read."""
+        return [length for length in self.lengths if self.chunk(length) >= length]
 
 
 @dataclass(frozen=True)
@@ -115,6 +142,12 @@ class LongResult:
     variants: list[VariantResult]
     critical: dict[str, float | None] = field(default_factory=dict)
     """Of each task: the smallest footprint that keeps 90 % of the full score; None where that is 0 or no mask was tried."""
+    chunks: dict[int, int] = field(default_factory=dict)
+    """Of each length: tokens of a prompt that went through the model at once."""
+    prompts: str = "text"
+    """What the model read: `chat template NAME`, or text and what stands before it."""
+    notes: list[str] = field(default_factory=list)
+    """What limits the meaning of the numbers."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -129,17 +162,13 @@ class Asked:
     length: int
     depth: float
     case: Case
-    tokens: int
+    ids: list[int]
     new_tokens: int
 
 
 def make_cases(tokenizer: Tokenizer, plan: LongPlan) -> list[Asked]:
     """The cases of a plan; each leaves room for its answer inside the length."""
-    from headway.infer.generate import prompt_ids
-
-    def count(text: str) -> int:
-        return len(prompt_ids(tokenizer, text))
-
+    ids_of = prompts_of(tokenizer, plan)
     found: list[Asked] = []
     for task in plan.tasks:
         for length in plan.lengths:
@@ -147,15 +176,66 @@ def make_cases(tokenizer: Tokenizer, plan: LongPlan) -> list[Asked]:
                 for sample in range(plan.samples):
                     seed = (plan.seed, length, depth, sample)
                     new = _answer_tokens(smallest(task, depth, seed), tokenizer)
-                    case, tokens = fit(task, count, length, depth, seed, room=new)
-                    found.append(Asked(task, length, depth, case, tokens, new))
+                    case, _ = fit(task, lambda case: len(ids_of(case)), length, depth, seed, room=new)
+                    found.append(Asked(task, length, depth, case, ids_of(case), new))
     return found
+
+
+def plan_notes(plan: LongPlan) -> list[str]:
+    """What limits the meaning of the numbers."""
+    whole = plan.whole()
+    if not whole:
+        return []
+    lengths = ", ".join(map(str, whole))
+    return [
+        f"--chunk-tokens is {plan.chunk_tokens}, not smaller than the length of {lengths} tokens: prompts are read in one piece and "
+        "nothing is evicted while they are, so the KV footprint is about 100 % under any masks. Give a smaller chunk, or leave it out."
+    ]
+
+
+def prompts_in_words(tokenizer: Tokenizer, plan: LongPlan) -> str:
+    """What the model reads, for people."""
+    from headway.tokenizer.opening import expected_ids
+
+    if plan.template is not None:
+        return f"questions in chat template {plan.template}"
+    before = expected_ids(tokenizer, plan.bos)
+    return f"text behind {tokenizer.decode(before)}" if before else "text with no begin token"
+
+
+def variant_in_words(variant: Variant) -> str:
+    """Which heads a variant keeps, for people."""
+    masks = variant.masks
+    if masks is None:
+        return f"{variant.name}: none"
+    heads = masks.num_layers * masks.num_kv_heads
+    return f"{variant.name}: {variant.masks_from}, {masks.num_full} of {heads} heads full, window {masks.window}, sinks {masks.sinks}"
+
+
+def prompts_of(tokenizer: Tokenizer, plan: LongPlan) -> Callable[[Case], list[int]]:
+    """How a case becomes the ids of a prompt: text behind what the model expects, or a question in a chat and the answer's beginning."""
+    from headway.tokenizer.chat import Piece, Turn, find_template, render_pieces
+    from headway.tokenizer.opening import expected_ids
+
+    if plan.template is None:
+        before = expected_ids(tokenizer, plan.bos)
+        return lambda case: [*before, *tokenizer.encode(case.prompt)]
+    template = find_template(plan.template, tokenizer)
+
+    def asked(case: Case) -> list[int]:
+        pieces = [*template.prompt([Turn("user", case.question)]), Piece(case.answer_start)]
+        (rendered,) = render_pieces([pieces], template.name, tokenizer)
+        if isinstance(rendered, Exception):
+            raise rendered
+        return rendered.ids.tolist()
+
+    return asked
 
 
 def _answer_tokens(case: Case, tokenizer: Tokenizer) -> int:
     """Room for the answers, with words between them."""
-    told = len(tokenizer.encode(" " + ", ".join(case.answers)))
-    return told + (2 if case.stop else told // 2 + 8)
+    answers = len(tokenizer.encode(" " + ", ".join(case.answers)))
+    return answers + (2 if case.stop else answers // 2 + 8)
 
 
 def evaluate_long(
@@ -176,16 +256,22 @@ def evaluate_long(
         raise ConfigError(
             f"--lengths holds {max(plan.lengths)}; the model's max_seq_len is {loaded.config.max_seq_len}. Give lengths up to that."
         )
-    cases = make_cases(loaded.tokenizer, plan) if loaded.tokenizer is not None else []
+    cases = make_cases(loaded.tokenizer, plan)
+    prompts, notes = prompts_in_words(loaded.tokenizer, plan), plan_notes(plan)
+    log.info("%s: prompts are %s; masks %s", loaded.path, prompts, "; ".join(map(variant_in_words, variants)))
+    for note in notes:
+        log.warning("%s", note)
+    key = "" if keep is None or texts is None else _texts_key(texts())
     results: list[VariantResult] = []
     for variant in variants:
-        results.append(_kept(loaded, variant, plan, cases, texts, keep))
+        results.append(_kept(loaded, variant, plan, cases, texts, keep, key))
     full = results[0]
     critical: dict[str, float | None] = {}
     for task in plan.tasks:
         points = [(one.footprints[task], one.score(task)) for one in results if not one.name.startswith("random")]
         critical[task] = critical_footprint(full.score(task), points) if len(points) > 1 else None
-    return LongResult(name or str(loaded.path), plan, results, critical)
+    chunks = {length: plan.chunk(length) for length in plan.lengths}
+    return LongResult(name or str(loaded.path), plan, results, critical, chunks, prompts, notes)
 
 
 def _kept(
@@ -195,8 +281,9 @@ def _kept(
     cases: list[Asked],
     texts: Callable[[], Iterable[Piece]] | None,
     keep: Path | None,
+    texts_key: str,
 ) -> VariantResult:
-    key = _key(loaded, variant, plan, texts is not None) if keep is not None else ""
+    key = _key(loaded, variant, plan, texts_key) if keep is not None else ""
     file = keep / f"{variant.name.replace(' ', '-')}.json" if keep is not None else None
     if file is not None and file.is_file():
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -210,11 +297,20 @@ def _kept(
     return result
 
 
-def _key(loaded: LoadedModel, variant: Variant, plan: LongPlan, has_texts: bool) -> str:
+def _texts_key(texts: Iterable[Piece]) -> str:
+    """What is scored, to the token."""
+    found = hashlib.sha256()
+    for piece in texts:
+        found.update(json.dumps([piece.lead, len(piece.ids)]).encode())
+        found.update(np.asarray(piece.ids, np.int64).tobytes())
+    return found.hexdigest()
+
+
+def _key(loaded: LoadedModel, variant: Variant, plan: LongPlan, texts_key: str) -> str:
     """What a variant's numbers depend on."""
     weights = [str(float(parameter.float().sum())) for parameter in loaded.model.parameters()]
-    told = json.dumps([asdict(plan), repr(variant.masks), weights, has_texts, str(loaded.device)])
-    return hashlib.sha256(told.encode()).hexdigest()
+    content = json.dumps([asdict(plan), repr(variant.masks), weights, texts_key, str(loaded.device)])
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _measure(
@@ -230,15 +326,15 @@ def _measure(
     peaks: list[float] = []
     for asked, (score, written) in zip(cases, answers, strict=True):
         groups.setdefault((asked.task, asked.length, None if asked.case.depth is None else asked.depth), []).append(score)
-        found = footprint(masks, asked.tokens, written, plan.chunk_tokens)
+        found = footprint(masks, len(asked.ids), written, plan.chunk(asked.length))
         shares[asked.task].append(found.share)
         peaks.append(found.peak)
     longest = max(plan.lengths)
     if not cases:
-        found = footprint(masks, longest, 0, plan.chunk_tokens)
+        found = footprint(masks, longest, 0, plan.chunk(longest))
         shares, peaks = {"": [found.share]}, [found.peak]
-    speed = measure_speed(loaded, longest, rows=plan.rows, chunk_tokens=plan.chunk_tokens)
-    told = None if texts is None else perplexity(loaded, texts(), window=longest, batch_tokens=plan.rows * longest).to_json()
+    speed = measure_speed(loaded, longest, rows=plan.rows, chunk_tokens=plan.chunk(longest))
+    scored = None if texts is None else perplexity(loaded, texts(), window=longest, batch_tokens=plan.rows * longest).to_json()
     means = {task: sum(values) / len(values) for task, values in shares.items()}
     mean = sum(means.values()) / len(means)
     return VariantResult(
@@ -255,14 +351,17 @@ def _measure(
         speed.cache_bytes,
         speed.prefill_tokens_per_second,
         speed.decode_tokens_per_second,
-        told,
+        scored,
     )
 
 
 def _answer(loaded: LoadedModel, variant: Variant, plan: LongPlan, cases: list[Asked]) -> list[tuple[float, int]]:
     """Score and written tokens of every case; cases that end alike and are equally long go together."""
-    from headway.infer.generate import Options, generate
+    from headway.infer.generate import Options, generate_from_ids
+    from headway.tokenizer.chat import answer_end
 
+    assert loaded.tokenizer is not None
+    stop_ids = () if plan.template is None else answer_end(plan.template, loaded.tokenizer)
     results: list[tuple[float, int]] = [(0.0, 0)] * len(cases)
     groups: dict[tuple[str, int], list[int]] = {}
     for index, asked in enumerate(cases):
@@ -271,8 +370,8 @@ def _answer(loaded: LoadedModel, variant: Variant, plan: LongPlan, cases: list[A
         for indices in groups.values():
             some = [cases[index] for index in indices]
             most = max(asked.new_tokens for asked in some)
-            options = Options(most, some[0].case.stop, rows=plan.rows, chunk_tokens=plan.chunk_tokens)
-            made = generate(loaded, [asked.case.prompt for asked in some], options)
+            options = Options(most, some[0].case.stop, stop_ids, rows=plan.rows, chunk_tokens=plan.chunk(some[0].length))
+            made = generate_from_ids(loaded, [(asked.case.prompt, asked.ids) for asked in some], options)
             for index, asked, one in zip(indices, some, made, strict=True):
                 results[index] = (asked.case.score(one.text), len(one.token_ids))
             advance(len(some))

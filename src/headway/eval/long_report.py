@@ -14,7 +14,17 @@ from headway.eval.report import REPORT, RESULTS
 from headway.eval.tables import markdown_table
 from headway.runtime.storage import write_atomic
 
-KV_COLUMNS = ("variant", "streaming heads", "KV footprint", "peak KV", "cache bytes", "smaller", "prefill tokens/s", "decode tokens/s")
+KV_COLUMNS = (
+    "variant",
+    "masks",
+    "streaming heads",
+    "KV footprint",
+    "peak KV",
+    "cache bytes",
+    "smaller",
+    "prefill tokens/s",
+    "decode tokens/s",
+)
 
 
 def write_long_report(folder: Path, result: LongResult, preface: Sequence[str] = ()) -> None:
@@ -32,6 +42,7 @@ def kv_rows(variants: Sequence[VariantResult]) -> list[list[str]]:
     return [
         [
             one.name,
+            Path(one.masks_from).name if one.masks_from else "none",
             f"{one.sparsity:.1%}",
             f"{one.footprint:.1%}",
             f"{one.peak:.1%}",
@@ -64,6 +75,7 @@ def _lines(result: LongResult, pictures: Sequence[str], preface: Sequence[str]) 
     if plan.tasks:
         lengths = ", ".join(map(str, plan.lengths))
         yield f"`{result.model}`: {cases} questions at {lengths} tokens, seed {plan.seed}; the same for every variant."
+        yield f"Prompts: {result.prompts}."
         yield ""
         yield "Share of the answers found:"
         yield ""
@@ -77,11 +89,15 @@ def _lines(result: LongResult, pictures: Sequence[str], preface: Sequence[str]) 
     yield ""
     yield from markdown_table(KV_COLUMNS, kv_rows(variants))
     first = variants[0]
+    chunks = ", ".join(f"{chunk} at {length} tokens" for length, chunk in result.chunks.items())
     yield (
         f"Footprint: KV entries that are kept, summed over all steps, as a share of full attention (prompts read in chunks of "
-        f"{plan.chunk_tokens}). Cache and speed were measured at {first.length} tokens with {plan.rows} rows."
+        f"{chunks}). Cache and speed were measured at {first.length} tokens with {plan.rows} rows."
     )
     yield ""
+    for note in result.notes:
+        yield f"**Note**: {note}"
+        yield ""
     if HEAT_MAP in pictures:
         yield "## Where it is found"
         yield ""

@@ -11,9 +11,8 @@ from headway import __version__
 from headway.errors import ConfigError
 from headway.eval.evaluate import Evaluation, share_a_tokenizer
 from headway.eval.plots import LOSS_BY_POSITION, RELIABILITY, draw_plots
-from headway.eval.tables import NUMBERS, OTHER_TOKENIZERS, PART_NUMBERS, markdown_table, numbers, part_numbers
+from headway.eval.tables import MODELS, NUMBERS, OTHER_TOKENIZERS, PART_NUMBERS, markdown_table, model_cells, numbers, part_numbers
 from headway.eval.training import TRAINING, draw_training, training_lines
-from headway.infer.masks import in_words
 from headway.runtime.storage import write_atomic
 
 RESULTS = "results.json"
@@ -49,11 +48,14 @@ def _scores(evaluations: Sequence[Evaluation]) -> Iterable[str]:
     datasets = list(evaluations[0].datasets)
     for one in evaluations:
         first = one.datasets[datasets[0]]
-        yield f"- `{one.model}`: windows of {first.window} tokens, one every {first.stride}; masks: {in_words(one.masks)}"
+        yield f"- `{one.model}`: windows of {first.window} tokens, one every {first.stride}"
     yield ""
     yield from markdown_table(
         ["dataset", "model", *NUMBERS], ([name, one.model, *numbers(one.datasets[name])] for name in datasets for one in evaluations)
     )
+    yield from markdown_table(MODELS, map(model_cells, evaluations))
+    yield "Mean, standard deviation and range of the perplexity are over the datasets."
+    yield ""
     if not share_a_tokenizer(evaluations):
         yield OTHER_TOKENIZERS
         yield ""

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from headway.eval.perplexity import Part, Perplexity
+from headway.infer.masks import in_words
+
+if TYPE_CHECKING:
+    from headway.eval.evaluate import Evaluation
 
 NUMBERS = ("loss", "perplexity", "bits/byte", "accuracy", "ECE", "tokens", "documents")
+MODELS = ("model", "rope_theta", "layers without RoPE", "masks", "begin token", "mean perplexity", "std", "range")
+"""The spread is over the datasets."""
 PART_NUMBERS = ("loss", "perplexity", "bits/byte", "accuracy", "tokens", "documents")
 OTHER_TOKENIZERS = "The models have different tokenizers: compare bits per byte, not loss, perplexity or accuracy, which are per token."
+
+
+def model_cells(one: Evaluation) -> list[str]:
+    """The cells under `MODELS`: what a model is, and its perplexity over the datasets."""
+    theta = "unknown" if one.rope_theta is None else f"{one.rope_theta:g}"
+    layers = ", ".join(map(str, one.no_rope_layers)) or "none"
+    found = one.perplexities
+    over = ["", "", ""] if found is None else [f"{found.mean:.3f}", f"{found.std:.3f}", f"{found.min:.3f} - {found.max:.3f}"]
+    return [one.model, theta, layers, in_words(one.masks), one.begin or "none", *over]
 
 
 def numbers(result: Perplexity) -> list[str]:

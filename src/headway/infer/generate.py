@@ -23,6 +23,7 @@ from headway.model.kv_cache import KVCache
 from headway.runtime.progress import progress
 from headway.tokenizer.chat import Turn, answer_end, render_prompt
 from headway.tokenizer.load import Tokenizer
+from headway.tokenizer.opening import opening_ids
 
 DECODED_BEFORE = 16
 """Tokens of the prompt that are decoded with what was chosen; all of a long prompt at each token would cost more than the model."""
@@ -99,14 +100,6 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, special: bool = False) -> l
     if start is None:
         raise ConfigError("prompt is empty, and the tokenizer has no token that begins a text. Give a prompt.")
     return [start]
-
-
-def opening_ids(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts before every text."""
-    if tokenizer.is_sentencepiece:
-        return [tokenizer.bos_id] if tokenizer.config.get("add_bos_token") and tokenizer.bos_id is not None else []
-    bare, full = (tokenizer.fast.encode("a", add_special_tokens=added).ids for added in (False, True))
-    return next(full[:at] for at in range(len(full)) if full[at : at + len(bare)] == bare)
 
 
 def generate(loaded: LoadedModel, prompts: Sequence[str], options: Options) -> list[Generation]:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError
-from headway.eval.long_context import LongPlan, LongResult, evaluate_long, make_cases
+from headway.eval.long_context import LongPlan, LongResult, Variant, evaluate_long, make_cases
 from headway.eval.long_report import write_long_report
 from headway.export.mask_variants import FULL, MaskWish
-from headway.infer.masks import MaskChoice
+from headway.infer.masks import NONE, OWN, MaskChoice
 from headway.runtime.device import choose_compute
 
 if TYPE_CHECKING:
@@ -50,7 +50,13 @@ class SparsifyPlan:
     """Texts or stores to score by tokens of context."""
     rows: int = 4
     seed: int = 0
-    chunk_tokens: int = 4096
+    chunk_tokens: int | None = None
+    masks: str | None = None
+    """Masks to measure beside those of the sparsities: own (what the gates have come to) or a file."""
+    template: str | None = None
+    """Chat template in which the questions are asked; None: they are text to continue."""
+    bos: bool | None = None
+    """Whether the begin token stands before questions and texts; None: where the model expects it."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,9 @@ class Checked:
     """A plan that fits its recipe."""
 
     wish: MaskWish
+    """The run's own gates at each sparsity."""
+    extra: MaskWish
+    """Masks to measure beside them."""
     long: LongPlan
 
 
@@ -98,9 +107,10 @@ def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
     if not recipe.checkpoint.at_end:
         raise ConfigError("checkpoint.at_end is false; sparsify reads the trained model from it. Set it to true.")
     sparsities = plan.sparsities or (objective.target,)
+    extra = MaskWish(MaskChoice(plan.masks or NONE), random=plan.random and plan.masks not in (None, NONE), seed=plan.seed)
     wish = MaskWish(MaskChoice(equal_per_layer=plan.equal_per_layer), sparsities, plan.random, plan.seed)
     lengths = plan.lengths or (recipe.data.seq_len,)
-    long = LongPlan(plan.tasks, lengths, plan.depths, plan.samples, plan.seed, plan.chunk_tokens, plan.rows)
+    long = LongPlan(plan.tasks, lengths, plan.depths, plan.samples, plan.seed, plan.chunk_tokens, plan.rows, plan.template, plan.bos)
     resolved = resolve(recipe)
     longest = resolved.model.max_seq_len
     if max(lengths) > longest:
@@ -108,7 +118,9 @@ def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
     if resolved.tokenizer_path is None:
         raise ConfigError("the recipe has no tokenizer, and questions are text. Give tokenizer=DIR, or init.from a model that has one.")
     make_cases(load_tokenizer(resolved.tokenizer_path), long)
-    return Checked(wish, long)
+    if plan.masks not in (None, NONE, OWN):
+        extra.choice.read(Path(plan.masks), resolved.model)
+    return Checked(wish, extra, long)
 
 
 def sparsify(recipe: Recipe, plan: SparsifyPlan, *, train: Callable[[Recipe], dict[str, Any]] | None = None) -> Sparsified | int:
@@ -128,7 +140,7 @@ def sparsify(recipe: Recipe, plan: SparsifyPlan, *, train: Callable[[Recipe], di
     log.info("[3/3] ask the model as it is and under the masks")
     result = _ask(recipe, run, checked, plan)
     write_long_report(out, result, preface=list(_preface(summary, files)))
-    return Sparsified(run, files, _told(summary), result)
+    return Sparsified(run, files, _kept(summary), result)
 
 
 def write_mask_files(run: Path, wish: MaskWish, out: Path) -> list[str]:
@@ -153,29 +165,36 @@ def _ask(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) -> Lon
 
     compute = choose_compute(recipe.device, "auto")
     loaded = load_model(run, device=compute.device, dtype=compute.dtype)
-    variants = checked.wish.variants(run)
+    variants = [*checked.wish.variants(run), *(_named(one, plan.masks) for one in checked.extra.variants(run)[1:])]
     assert variants[0].name == FULL
     keep = run / FOLDER / "parts"
-    return evaluate_long(loaded, variants, checked.long, name=str(run), texts=_texts(plan.data, loaded), keep=keep)
+    return evaluate_long(loaded, variants, checked.long, name=str(run), texts=_texts(plan, loaded), keep=keep)
 
 
-def _texts(data: Sequence[str], loaded: LoadedModel) -> Callable[[], Iterable[Piece]] | None:
-    if not data:
+def _named(variant: Variant, masks: str | None) -> Variant:
+    """A variant under the name of the masks it is of, which no sparsity has."""
+    return replace(variant, name=("random " if variant.masks_from == "random" else "") + (Path(masks).name if masks else variant.name))
+
+
+def _texts(plan: SparsifyPlan, loaded: LoadedModel) -> Callable[[], Iterable[Piece]] | None:
+    if not plan.data:
         return None
-    from headway.eval.dataset import parse_datasets, read_pieces
+    from headway.eval.dataset import Reading, parse_datasets, read_pieces
 
-    datasets = parse_datasets(data)
-    return lambda: (piece for dataset in datasets for piece in read_pieces(dataset, loaded))
+    datasets, reading = parse_datasets(plan.data), Reading(bos=plan.bos)
+    return lambda: (piece for dataset in datasets for piece in read_pieces(dataset, loaded, reading))
 
 
-def _told(summary: dict[str, Any]) -> dict[str, Any]:
+def _kept(summary: dict[str, Any]) -> dict[str, Any]:
     names = ("steps", "first_valid_loss", "last_valid_loss", "tokens_per_second", "seconds")
     return {name: summary[name] for name in names if name in summary}
 
 
 def _preface(summary: dict[str, Any], files: Sequence[str]) -> Iterable[str]:
-    told = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in _told(summary).items() if isinstance(value, int | float))
-    yield f"Training: {told}."
+    numbers = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in _kept(summary).items() if isinstance(value, int | float))
+    yield f"Training: {numbers}."
+    yield ""
+    yield "`full` is the model without masks; `s=...` are the run's own gates at a sparsity, `own` what they have come to."
     yield ""
     yield f"Masks: {', '.join(f'`{name}`' for name in files)}; use one with `--masks` of `headway generate` and `headway eval`."
     yield ""

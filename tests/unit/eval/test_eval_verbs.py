@@ -171,6 +171,22 @@ def test_models_side_by_side_have_the_numbers_they_have_alone(
     assert "two or more" in output(capsys, "compare", model, model, *data, code=2)
 
 
+def test_a_comparison_says_what_each_model_is_and_how_its_perplexities_lie(
+    capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path
+) -> None:
+    other = str(write_model(tmp_path / "other", CONFIG.with_(rope_theta=5e5, no_rope_layers=(1,))))
+    arguments = ["compare", model, other, *data, "--out", str(tmp_path / "report")]
+    found = json.loads(output(capsys, *arguments, "--json"))["models"]
+    assert [(one["rope_theta"], one["no_rope_layers"], one["masks"]) for one in found] == [(1e4, [], None), (5e5, [1], None)]
+    for one in found:
+        first, second = (result["perplexity"] for result in one["datasets"].values())
+        spread = {"mean": (first + second) / 2, "std": abs(first - second) / 2, "min": min(first, second), "max": max(first, second)}
+        assert one["perplexities"] == pytest.approx(spread)
+    shown, report = output(capsys, *arguments), (tmp_path / "report" / "report.md").read_text()
+    assert f"| {other} | 500000 | 1 | none | none | {found[1]['perplexities']['mean']:.3f} |" in report
+    assert "layers without RoPE" in shown and "mean perplexity" in shown and "500000" in shown
+
+
 def test_models_with_other_tokenizers_are_compared_by_bits_per_byte(
     capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,13 @@ from support.byte_model import CONFIG, byte_tokenizer, write_model
 
 from headway.cli import main
 from headway.errors import ConfigError
+from headway.eval.dataset import Dataset, Reading, read_pieces
 from headway.eval.long_context import LongPlan, make_cases
 from headway.eval.long_tasks.base import find_task, fit, task_names
 from headway.infer.generate import prompt_ids
+from headway.infer.load import load_model
 from headway.model.head_masks import HeadMasks, write_masks
+from headway.tokenizer.load import Tokenizer
 
 TASKS = [
     "common_words", "key_value", "needle_multi_key", "needle_multi_query", "needle_multi_value", "needle_single", "passkey",
@@ -30,10 +34,10 @@ def test_every_task_has_a_file() -> None:
 def test_prompts_fill_their_length_with_any_tokenizer(task: str, tokenizer: str) -> None:
     count = TOKENIZERS[tokenizer]
     for length in (1500, 9000):
-        case, tokens = fit(task, count, length, 0.5, (0, 1))
+        case, tokens = fit(task, lambda case: count(case.prompt), length, 0.5, (0, 1))
         assert tokens == count(case.prompt) and 0.93 * length <= tokens <= length
-        assert fit(task, count, length, 0.5, (0, 1))[0] == case
-        assert fit(task, count, length, 0.5, (0, 2))[0] != case
+        assert fit(task, lambda case: count(case.prompt), length, 0.5, (0, 1))[0] == case
+        assert fit(task, lambda case: count(case.prompt), length, 0.5, (0, 2))[0] != case
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -109,14 +113,77 @@ def test_a_report_compares_the_model_with_masks(capsys: pytest.CaptureFixture[st
     assert stored["variants"] == found["variants"]
     report = (tmp_path / "report" / "report.md").read_text()
     assert "| task | full | s=0.75 | random s=0.75 | critical footprint |" in report and "Loss by tokens of context" in report
-    assert f"| full | 0.0% | 100.0% | 100.0% | {full['cache_bytes']:,} | 1.00x |" in report
+    assert f"| full | none | 0.0% | 100.0% | 100.0% | {full['cache_bytes']:,} | 1.00x |" in report
     for picture in ("heat-map.png", "score-by-footprint.png"):
         assert (tmp_path / "report" / picture).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     again = json.loads(run(capsys, *arguments, "--json"))
     assert again == found, "what was measured is kept, timings included"
     changed = json.loads(run(capsys, *arguments, "--seed", "1", "--json"))
     assert changed["variants"][0]["decode_tokens_per_second"] != full["decode_tokens_per_second"]
+    (tmp_path / "text.txt").write_text("another text of the same name, which is scored again " * 9)
+    assert json.loads(run(capsys, *arguments, "--json"))["variants"][0]["perplexity"] != full["perplexity"]
     assert "s=0.75" in run(capsys, *arguments)
+
+
+def test_prompts_are_read_in_eighths_of_their_length_by_default_and_one_piece_is_reported(
+    capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path
+) -> None:
+    plan = LongPlan(("key_value",), (400, 4096, 131072))
+    assert [plan.chunk(length) for length in plan.lengths] == [50, 512, 4096]
+    write_masks(HeadMasks(((False, False), (False, False)), 16, 4), tmp_path / "masks.tsv")
+    common = ["--model", model, "--tasks", "key_value", "--lengths", "400", "--depths", "0", "--samples", "1"]
+    masked = [*common, "--masks", str(tmp_path / "masks.tsv"), "--out", str(tmp_path / "report")]
+    found = json.loads(run(capsys, *masked, "--json"))
+    # Every head keeps 20 entries and up to 50 of a chunk: 50 * 51 / 2 cells of each of 8 chunks, and 50 * 20 of all but the first,
+    # of 400 * 401 / 2 in all.
+    assert found["variants"][1]["footprint"] == pytest.approx((8 * 1275 + 7 * 1000) / 80200, rel=0.1)
+    assert (found["chunks"], found["notes"]) == ({"400": 50}, [])
+    assert main(["eval", "long", "--device", "cpu", *masked, "--chunk-tokens", "400", "--json"]) == 0
+    captured = capsys.readouterr()
+    whole = json.loads(captured.out)
+    assert whole["variants"][1]["footprint"] > 0.9
+    (note,) = whole["notes"]
+    assert "--chunk-tokens is 400, not smaller than the length of 400 tokens" in note
+    assert note in captured.err and note in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_questions_are_asked_in_a_chat_template_and_the_answer_begins_behind_it() -> None:
+    tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>")
+    plan = LongPlan(tuple(TASKS), (1600,), (0.5,), samples=1, template="chatml")
+    for asked in make_cases(tokenizer, plan):
+        text = tokenizer.decode(asked.ids)
+        question, start = asked.case.question, asked.case.answer_start
+        assert text == f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{start}"
+        assert asked.case.prompt.startswith(question) and asked.case.prompt.endswith(start)
+        assert (start == "") == (asked.task == "key_value")
+        assert len(asked.ids) + asked.new_tokens <= 1600
+
+
+def chat_tokenizer(template: str | None) -> Tokenizer:
+    """A tokenizer that adds no begin token, with a chat template."""
+    return byte_tokenizer("<|im_start|>", "<|im_end|>").with_chat_template(template)
+
+
+@pytest.mark.parametrize(
+    ("template", "bos", "first"),
+    [
+        (None, None, []),
+        ("{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}", None, ["<s>"]),
+        ("{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}", False, []),
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", None, []),
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", True, ["<s>"]),
+        ("{{ raise_exception('no') }}", None, []),
+    ],
+)
+def test_texts_and_prompts_begin_as_the_model_expects(tmp_path: Path, template: str | None, bos: bool | None, first: list[str]) -> None:
+    tokenizer = chat_tokenizer(template)
+    expected = [tokenizer.special_tokens[name] for name in first]
+    (asked,) = make_cases(tokenizer, LongPlan(("key_value",), (256,), (0.0,), samples=1, bos=bos))
+    assert asked.ids == [*expected, *tokenizer.encode(asked.case.prompt)]
+    (tmp_path / "text.txt").write_text("the cat")
+    loaded = replace(load_model(write_model(tmp_path)), tokenizer=tokenizer)
+    (piece,) = read_pieces(Dataset("text", (str(tmp_path / "text.txt"),)), loaded, Reading(bos=bos))
+    assert (list(piece.lead), piece.ids) == (expected, tokenizer.encode("the cat"))
 
 
 @pytest.mark.parametrize(

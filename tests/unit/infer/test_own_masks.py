@@ -78,7 +78,7 @@ def test_models_side_by_side_are_each_read_under_their_own_masks(
     alone = [result(capsys, "eval", "ppl", "--model", str(one), "--data", str(text))["loss"] for one in (plain, gated)]
     losses = [one["datasets"]["text.txt"]["loss"] for one in found]
     assert losses == alone and losses[0] != losses[1]
-    assert "masks: own (1 of 4 heads full, window 6, sinks 2)" in (tmp_path / "report" / "report.md").read_text()
+    assert "| none | own (1 of 4 heads full, window 6, sinks 2) | none |" in (tmp_path / "report" / "report.md").read_text()
     without = result(capsys, *verb, "--masks", "none")["models"]
     assert [one["datasets"]["text.txt"]["loss"] for one in without] == [losses[0]] * 2
 

@@ -30,12 +30,18 @@ BY = typer.Option(None, help="Also split each dataset: by file, or by this key o
 MAX_SAMPLES = typer.Option(None, help="Score only this many documents of each dataset, from its beginning.")
 SPLIT = typer.Option("file", help="A .txt file is one document (file), or each line is one (line).")
 TEXT_KEY = typer.Option(None, help="Key that holds the text of a record; if not given 'text', or what the suite knows.")
-BOS = typer.Option(False, "--bos", help="Put the tokenizer's begin token before each window.")
+BOS = typer.Option(
+    None, "--bos/--no-bos", help="Put the begin token before each window; default: where the tokenizer or its chat template does."
+)
 PROMPT = typer.Option([], help="Also continue this text; may be given several times.")
 PROMPTS_FILE = typer.Option(None, help="More prompts: one per line, or a .jsonl file with a key `prompt`.")
 CHAT_TEMPLATE = typer.Option(
     None, help="Prompts are questions to answer, in this template: a name, tokenizer (the model's own) or a .jinja file."
 )
+ASK_TEMPLATE = typer.Option(
+    None, "--chat-template", help="Ask in this chat template: a name, tokenizer (the model's own) or a .jinja file; default: plain text."
+)
+CHUNK_TOKENS = typer.Option(None, help="Tokens of a prompt that go through the model at once; default: length/8, at most 4096.")
 SAMPLES = typer.Option(None, help="Continuations of each prompt; 1 if not given.")
 MAX_NEW_TOKENS = typer.Option(64, help="Tokens of a continuation at most.")
 TEMPERATURE = typer.Option(0.8, help="Of the continuations; 0 takes the likeliest token each time.")
@@ -144,7 +150,7 @@ def asked_in_chat(evaluations: Sequence[Evaluation]) -> bool:
 
 def _show_scores(evaluations: Sequence[Evaluation]) -> None:
     from headway.eval.evaluate import share_a_tokenizer
-    from headway.eval.tables import NUMBERS, OTHER_TOKENIZERS, PART_NUMBERS, numbers, part_numbers
+    from headway.eval.tables import MODELS, NUMBERS, OTHER_TOKENIZERS, PART_NUMBERS, model_cells, numbers, part_numbers
 
     several = len(evaluations) > 1
     # The counts at the end leave their room to the models' names; reports and --json have them.
@@ -160,5 +166,8 @@ def _show_scores(evaluations: Sequence[Evaluation]) -> None:
             typer.echo(f"\n{name} by part")
             shown_parts = [row if several else (row[0], *row[2:]) for row in parts]
             print_table(["part", *(["model"] if several else []), *PART_NUMBERS], shown_parts)
+    if several:
+        typer.echo("\nmodels, and their perplexity over the datasets")
+        print_table(MODELS, map(model_cells, evaluations))
     if not share_a_tokenizer(evaluations):
         typer.echo(OTHER_TOKENIZERS)

@@ -31,7 +31,7 @@ def command(
     split: str = _options.SPLIT,
     text_key: str | None = _options.TEXT_KEY,
     by: str | None = _options.BY,
-    bos: bool = _options.BOS,
+    bos: bool | None = _options.BOS,
     prompt: list[str] = _options.PROMPT,
     prompts_file: Path | None = _options.PROMPTS_FILE,
     chat_template: str | None = _options.CHAT_TEMPLATE,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headway.eval.perplexity import Piece
     from headway.infer.load import LoadedModel
 
+MAX_DIGITS = 12
 TASKS_HELP = "Tasks, comma separated; default: all. needle_* hide numbers, passkey, key_value, variable_tracking, common_words."
 
 
@@ -34,7 +35,9 @@ def command(
     stream_window: int | None = _masks.STREAM_WINDOW,
     stream_sinks: int | None = _masks.STREAM_SINKS,
     data: list[str] = typer.Option([], "--data", "--input", help="Also score this text by tokens of context; may be given several times."),
-    chunk_tokens: int = typer.Option(4096, help="Tokens of each prompt that go through the model at once."),
+    chat_template: str | None = _options.ASK_TEMPLATE,
+    bos: bool | None = _options.BOS,
+    chunk_tokens: int | None = _options.CHUNK_TOKENS,
     rows: int = typer.Option(4, help="Prompts that are computed at once."),
     seed: int = typer.Option(0, help="Seed of the questions."),
     out: Path | None = _options.OUT,
@@ -57,6 +60,8 @@ def command(
         seed,
         chunk_tokens,
         rows,
+        chat_template,
+        bos,
     )
     shares = split_numbers("--sparsities", sparsities) if sparsities is not None else ()
     wish = MaskWish(MaskChoice(masks, equal_per_layer, stream_window, stream_sinks), shares, random_masks)
@@ -64,7 +69,7 @@ def command(
     variants = wish.variants(model)
     loaded = _options.load_in_full(model, device, precision)
     keep = None if out is None else out / "parts"
-    result = evaluate_long(loaded, variants, plan, name=str(model), texts=_texts(data, loaded), keep=keep)
+    result = evaluate_long(loaded, variants, plan, name=str(model), texts=_texts(data, loaded, bos), keep=keep)
     if out is not None:
         write_long_report(out, result)
     if json:
@@ -97,7 +102,7 @@ def split_numbers(flag: str, texts: str) -> tuple[float, ...]:
 def _tokens(text: str) -> int:
     plain = text.strip().lower()
     digits, scale = (plain[:-1], 1024) if plain.endswith("k") else (plain, 1)
-    if not digits.isdigit():
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= MAX_DIGITS):
         raise ConfigError(f"--lengths holds {text!r}; write whole numbers of tokens, 4096 or 4k, comma separated.")
     return int(digits) * scale
 
@@ -109,10 +114,10 @@ def _number(flag: str, text: str) -> float:
         raise ConfigError(f"{flag} holds {text!r}; write numbers, comma separated.") from None
 
 
-def _texts(data: list[str], loaded: LoadedModel) -> Callable[[], Iterable[Piece]] | None:
+def _texts(data: list[str], loaded: LoadedModel, bos: bool | None) -> Callable[[], Iterable[Piece]] | None:
     if not data:
         return None
-    from headway.eval.dataset import parse_datasets, read_pieces
+    from headway.eval.dataset import Reading, parse_datasets, read_pieces
 
     datasets = parse_datasets(data)
-    return lambda: (piece for dataset in datasets for piece in read_pieces(dataset, loaded))
+    return lambda: (piece for dataset in datasets for piece in read_pieces(dataset, loaded, Reading(bos=bos)))

@@ -29,7 +29,7 @@ def command(
     split: str = _options.SPLIT,
     text_key: str | None = _options.TEXT_KEY,
     by: str | None = _options.BY,
-    bos: bool = _options.BOS,
+    bos: bool | None = _options.BOS,
     prompt: list[str] = _options.PROMPT,
     prompts_file: Path | None = _options.PROMPTS_FILE,
     chat_template: str | None = _options.CHAT_TEMPLATE,
@@ -90,7 +90,7 @@ def _print(result: Evaluation, json: bool, out: Path | None) -> None:
             {
                 "model": plain["model"],
                 **next(iter(plain["datasets"].values())),
-                **{key: plain[key] for key in ("masks", "samples", "template", "training")},
+                **{key: plain[key] for key in ("masks", "rope_theta", "no_rope_layers", "begin", "samples", "template", "training")},
             }
         )
     else:

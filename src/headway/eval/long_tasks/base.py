@@ -2,7 +2,7 @@
 
 A task is a file here with a function `write(rng, units, depth) -> Case`: the same rng and units give the same text, more units a longer
 one; `depth` 0..1 is where what is asked for stands (a task without one place says so by `Case.depth` None). Prompts end in the beginning
-of the answer, so that models answer which were never taught to chat.
+of the answer, so that models answer which were never trained to chat.
 """
 
 from __future__ import annotations
@@ -30,6 +30,13 @@ class Case:
     """Where the answer stands, from 0 (the beginning) to 1 (the end); None = in many places."""
     stop: tuple[str, ...] = ()
     """The answer ends before one of these."""
+    answer_start: str = ""
+    """How the prompt ends: the beginning of the answer, which in a chat is the assistant's."""
+
+    @property
+    def question(self) -> str:
+        """The prompt without the beginning of the answer: what a user asks in a chat."""
+        return self.prompt[: len(self.prompt) - len(self.answer_start)].rstrip()
 
     def score(self, text: str) -> float:
         """Share of the answers that a text holds."""
@@ -63,14 +70,14 @@ def _key(task: str, seed: Sequence[float | str]) -> str:
     return "-".join(map(str, (task, *seed)))
 
 
-def fit(task: str, count: Callable[[str], int], length: int, depth: float, seed: Sequence[float | str], room: int = 0) -> tuple[Case, int]:
+def fit(task: str, count: Callable[[Case], int], length: int, depth: float, seed: Sequence[float | str], room: int = 0) -> tuple[Case, int]:
     """The longest case that leaves `room` in `length` tokens as `count` counts them, and its tokens; the same for the same seed."""
     write = find_task(task)
     key = _key(task, seed)
 
     def made(units: int) -> tuple[Case, int]:
         case = write(random.Random(key), units, depth)
-        return case, count(case.prompt)
+        return case, count(case)
 
     units = LEAST_UNITS
     best, tokens = made(units)

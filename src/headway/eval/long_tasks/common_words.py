@@ -19,5 +19,6 @@ def write(rng: random.Random, units: int, depth: float) -> Case:
     rng.shuffle(listed)
     lines = " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
     opening = "Below is a numbered list of words. Some of them appear more often than others. Memorize those that appear most often.\n"
-    question = "What are the 10 most common words in the above list? The 10 most common words are:"
-    return Case(f"{opening}{lines}\n{question}", tuple(common), None)
+    start = "The 10 most common words are:"
+    question = f"What are the 10 most common words in the above list? {start}"
+    return Case(f"{opening}{lines}\n{question}", tuple(common), None, answer_start=start)

@@ -2,7 +2,7 @@
 
 import random
 
-from headway.eval.long_tasks._needle import needle, prompt
+from headway.eval.long_tasks._needle import case, needle
 from headway.eval.long_tasks._words import keys, numbers
 from headway.eval.long_tasks.base import Case, placed
 
@@ -11,4 +11,4 @@ def write(rng: random.Random, units: int, depth: float) -> Case:
     """One needle among `units` other needles."""
     (key, *others), (value, *wrong) = keys(rng, units + 1), numbers(rng, units + 1)
     filler = [needle(*pair) for pair in zip(others, wrong, strict=True)]
-    return Case(prompt(placed(rng, filler, [needle(key, value)], depth), key, False), (value,), depth)
+    return case(placed(rng, filler, [needle(key, value)], depth), key, [value], depth)

@@ -2,7 +2,7 @@
 
 import random
 
-from headway.eval.long_tasks._needle import needle, prompt
+from headway.eval.long_tasks._needle import case, needle
 from headway.eval.long_tasks._words import keys, noise, numbers
 from headway.eval.long_tasks.base import Case, placed
 
@@ -13,4 +13,4 @@ def write(rng: random.Random, units: int, depth: float) -> Case:
     """Needles of one name among `units` sentences; the first at the depth, the others anywhere."""
     (key,), values = keys(rng, 1), numbers(rng, VALUES)
     lines = placed(rng, noise(rng, units), [needle(key, value) for value in values], depth)
-    return Case(prompt(lines, key, True), tuple(values), depth)
+    return case(lines, key, values, depth)

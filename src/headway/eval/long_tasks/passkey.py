@@ -11,4 +11,5 @@ def write(rng: random.Random, units: int, depth: float) -> Case:
     (key,) = numbers(rng, 1, digits=5)
     lines = placed(rng, noise(rng, units), [f"The pass key is {key}. Remember it. {key} is the pass key."], depth)
     opening = "There is important information hidden inside a lot of irrelevant text. Find it and memorize it.\n"
-    return Case(f"{opening}{' '.join(lines)}\nWhat is the pass key? The pass key is", (key,), depth, stop=("\n",))
+    start = "The pass key is"
+    return Case(f"{opening}{' '.join(lines)}\nWhat is the pass key? {start}", (key,), depth, ("\n",), start)

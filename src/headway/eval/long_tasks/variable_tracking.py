@@ -24,7 +24,7 @@ def write(rng: random.Random, units: int, depth: float) -> Case:
         lines.insert(place + shift, next(upcoming[chain]))
     opening = "Memorize and track the chain of variable assignments hidden in the following text.\n"
     question = f"Find all variables that are assigned the value {values[0]} in the text above. They are:"
-    return Case(f"{opening}{' '.join(lines)}\n{question}", tuple(chains[0]), None)
+    return Case(f"{opening}{' '.join(lines)}\n{question}", tuple(chains[0]), None, answer_start="They are:")
 
 
 def _assignments(chain: list[str], value: str) -> list[str]:
