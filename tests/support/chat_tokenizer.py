@@ -8,7 +8,7 @@ from headway.tokenizer.templates import Turn
 
 SPECIALS = (
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-    "<eoh>", "<eoa>", "<|beginoftext|>", "<|role_end|>",
+    "<eoh>", "<eoa>", "<|beginoftext|>", "<|role_end|>", "<TOKENS_UNUSED_139>", "<TOKENS_UNUSED_140>", "<0x0A>",
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from headway.tokenizer.chat import answer_end
 from headway.tokenizer.load import Tokenizer
 
 CHUNK_TOKENS = 1 << 22
+PROBED_DOCUMENTS, PROBED_TOKENS = 4096, 1 << 20
 MARKS = ("kind=chat", "kind=preference")
 
 
@@ -40,7 +41,7 @@ def check_targets(data: OpenData, tokenizer: Tokenizer | None, end_ids: frozense
         for one in mixture:
             source = one.selection.source
             if source.masked and id(source) not in found:
-                stops = stop_ids(source, tokenizer) or end_ids | _end_of(tokenizer)
+                stops = stop_ids(source, tokenizer) or usual_end(source, tokenizer) or end_ids | _end_of(tokenizer)
                 found[id(source)] = (_check(one.selection, stops, tokenizer), stops)
     return Targets(tuple(line for line, _ in found.values()), end_ids.union(*(stops for _, stops in found.values())))
 
@@ -54,6 +55,34 @@ def stop_ids(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
         return frozenset(answer_end(template, tokenizer))
     except ConfigError:
         return frozenset()  # the template was a file that is no longer there
+
+
+def usual_end(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The special token that ends most samples of a store that does not name its template, such as zero2all's `<|im_end|>`.
+
+    It is the last target of a sample. Nothing is found where samples end in different ways or in ordinary text.
+    """
+    if tokenizer is None or isinstance(source, PairSource):
+        return frozenset()
+    numbers, lengths = _first_documents(source)
+    if not len(numbers):
+        return frozenset()
+    ids, mask = source.gather(numbers, np.zeros(len(numbers), np.int64), lengths)
+    starts = np.cumsum(lengths) - lengths
+    last = np.maximum.reduceat(np.where(mask if mask is not None else True, np.arange(len(ids)), -1), starts)
+    ends, counts = np.unique(ids[last[last >= 0]], return_counts=True)
+    if not len(ends) or 2 * int(counts.max()) <= len(numbers):
+        return frozenset()
+    found = int(ends[np.argmax(counts)])
+    return frozenset([found]) if found in tokenizer.special_tokens.values() else frozenset()
+
+
+def _first_documents(source: Source) -> tuple[Longs, Longs]:
+    """The numbers and lengths of the first documents that are not empty, some thousand tokens or more."""
+    lengths = source.lengths(0, min(source.num_documents, PROBED_DOCUMENTS))
+    numbers = np.flatnonzero(lengths)
+    enough = np.cumsum(lengths[numbers]) <= max(PROBED_TOKENS, int(lengths[numbers[:1]].sum()))
+    return numbers[enough], lengths[numbers][enough]
 
 
 def _origin(source: Source) -> tuple[str | None, str]:

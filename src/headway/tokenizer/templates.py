@@ -108,6 +108,8 @@ class TurnTemplate:
     tool_prompt: str | None = None
     """System text that lists the tools, with `{tools}` in it; None: the format has no place for tool definitions."""
     call_format: str = '{{"name": {name}, "arguments": {arguments}}}'
+    is_text: bool = True
+    """False: no text is read back as its tokens, so it has no form in jinja."""
     tool_joint: str | None = None
     """Written between the results of several tools in one frame; None: each has a frame of its own."""
 
@@ -254,6 +256,18 @@ BUILT_IN: dict[str, Template] = {
         },
         begin=(Token(role="bos"),),
         finish=(Token(role="eos"),),
+    ),
+    # The ids that InternLM's own tools/alpaca_tokenizer.py writes (103167, 103166, 13), as V7_sft.model spells them.
+    "internlm_alpaca": TurnTemplate(
+        "internlm_alpaca",
+        {
+            "system": Frame(("<|System|>:",), (Token("<0x0A>"),)),
+            "user": Frame(("<|User|>:",), (Token("<TOKENS_UNUSED_140>"), Token("<0x0A>"))),
+            "assistant": Frame(("<|Bot|>:",), (Token("<TOKENS_UNUSED_139>"), Token("<0x0A>"))),
+        },
+        begin=(Token(role="bos"),),
+        finish=(Token(role="eos"),),
+        is_text=False,
     ),
     "zero2all": TurnTemplate(
         "zero2all",

@@ -18,9 +18,11 @@ VALUE = "\0"
 
 
 def to_jinja(template: Template, tokenizer: Tokenizer) -> str | None:
-    """The template as jinja; None for one of a kind that is not known here."""
+    """The template as jinja; None for one that has no such form."""
     if isinstance(template, JinjaTemplate):
         return template.source
+    if isinstance(template, TurnTemplate) and not template.is_text:
+        return None
     if isinstance(template, TurnTemplate):
         return "\n".join(_turns(template, tokenizer)) + "\n"
     if isinstance(template, AlpacaTemplate):

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import chat_tokenizer
 from support.byte_model import byte_tokenizer
 
 from headway.data.chat import ChatOptions, tokenize_chat
 from headway.data.config import DataConfig
+from headway.data.convert import convert
 from headway.data.sources import OpenData, open_data
 from headway.data.store import StoreWriter, open_store
 from headway.data.targets import check_targets
@@ -127,3 +129,33 @@ def test_a_masked_store_without_any_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="1 of 1 samples have no target"):
         check_targets(opened(tmp_path / "store", None), None)
     assert open_store(tmp_path / "store").masked
+
+
+def sft_pairs(folder: Path, tokenizer: Path, template: str = "zero2all") -> Path:
+    """zero2all's SFT files, as its tool writes them: nothing in them names the template."""
+    lines = [json.dumps({"prompt": f"question {n}", "completion": "word " * (1 + n)}) for n in range(9)]
+    (folder / "chat.jsonl").write_text("\n".join(lines))
+    tokenize_chat([folder / "chat.jsonl"], tokenizer, folder / "pairs", ChatOptions(template=template, to="zero2all"))
+    return folder / "pairs"
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_answers_of_zero2alls_pair_files_stop_at_the_token_that_ends_them(tmp_path: Path, converted: bool) -> None:
+    chat_tokenizer.byte_tokenizer().save(tmp_path / "tokenizer")
+    loaded, path = load_tokenizer(tmp_path / "tokenizer"), sft_pairs(tmp_path, tmp_path / "tokenizer")
+    if converted:
+        convert(path, tmp_path / "store", "headway")
+        path = tmp_path / "store"
+    found = check_targets(opened(path, tmp_path / "tokenizer"), loaded)
+    end = loaded.token_to_id("<|im_end|>")
+    assert end != loaded.eos_id and found.end_ids == {end}
+    assert f"the stop token '<|im_end|>' (id {end}) is a target in 9" in found.lines[0]
+
+
+def test_samples_that_end_in_ordinary_text_have_no_stop_token_of_their_own(tmp_path: Path, tokenizer: Path) -> None:
+    writer = StoreWriter(tmp_path / "store", dtype="uint16", tokenizer_fingerprint=None, masked=True)
+    for last in (5, 5, 6):
+        writer.add(np.array([1, 2, 3, last], np.uint16), np.array([False, True, True, True]))
+    writer.finish()
+    loaded = load_tokenizer(tokenizer)
+    assert check_targets(opened(tmp_path / "store", None), loaded).end_ids == {loaded.eos_id}

@@ -19,7 +19,7 @@ def command(
     template: str = typer.Option(
         None,
         help="Text: several keys, e.g. '{title}\\n{content}'. Chat, preference: chatml (default), llama3, qwen, alpaca, internlm, "
-        "zero2all, `tokenizer` for the tokenizer's own, or a .jinja file.",
+        "internlm_alpaca, zero2all, `tokenizer` for the tokenizer's own, or a .jinja file.",
     ),
     split: str = typer.Option(None, help="Text: a .txt file is one document (file), or each line is one (line, the default to internlm)."),
     eos: bool = typer.Option(None, "--append-eos/--no-eos", help="Text: end documents with the end token; default: where there is one."),

@@ -14,7 +14,9 @@ def command(
     kind: str = typer.Option("text", help="What the records should be: text, chat or preference."),
     tokenizer: Path = typer.Option(None, help="Count lengths in tokens; chat and preference records are written with the template."),
     template: str = typer.Option(
-        None, help="Chat template (chatml with --tokenizer): chatml, llama3, qwen, alpaca, internlm, zero2all, tokenizer, or a .jinja file."
+        None,
+        help="Chat template (chatml with --tokenizer): chatml, llama3, qwen, alpaca, internlm, internlm_alpaca, zero2all, tokenizer, "
+        "or a .jinja file.",
     ),
     keys: str = typer.Option(
         None, metavar="NAME=KEY,...", help="Chat, preference: which key of a record is what, e.g. prompt=question,response=answer."
