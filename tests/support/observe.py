@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from headway.config.load import load
+from headway.data.foreign.internlm import InternlmWriter
 from headway.data.loader import Loader
 from headway.train import train
 from headway.train.build import build
@@ -50,6 +53,11 @@ def _root() -> Path:
     make_stores(folder)
     make_pair_store(folder / "pairs")
     (folder / "raw.jsonl").write_text("".join(json.dumps({"text": f"{i} words here", "other": "x" * i}) + "\n" for i in range(1, 60)))
+    for number, name in enumerate(("cn", "en")):
+        with InternlmWriter(folder / "types" / name / "a.bin") as writer:
+            for i in range(40):
+                writer.add(np.random.default_rng(100 * number + i).integers(2, 60, 20))
+            writer.finish()
     (folder / "lines.txt").write_text("".join(f"line {i} of a text\n" for i in range(200)))
     from headway.tokenizer.train_bpe import train_bpe
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 from headway.data.conversations import conversation_of
-from headway.data.convert import Options, convert_built
-from headway.data.masked_build import Build, Split, count_unread
+from headway.data.convert import Options, check_target, convert_built
+from headway.data.masked_build import SIDES, Build, Split, count_unread
 from headway.data.record_keys import KeyMap
 from headway.data.source import Flags, Ids
 from headway.errors import ConfigError
@@ -24,7 +24,7 @@ from headway.text.read import expand
 from headway.tokenizer.chat import Piece, Rendered, Template
 
 TooLong = Literal["truncate_right", "truncate_left", "drop"]
-TARGETS = ("headway", "internlm", "zero2all")
+TARGETS = ("headway", "internlm", "zero2all", "mds")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ChatOptions:
     valid_fraction: float = 0.0
     """Share of the records that goes into a store of its own."""
     to: str = "headway"
-    """Format of the result: headway, internlm or zero2all."""
+    """Format of the result: headway, internlm, zero2all or mds."""
     seed: int = 0
     drop_bad: bool = False
     """Leave out records that cannot be read as conversations, counted, instead of refusing them."""
@@ -121,6 +121,8 @@ class ChatEncoder:
 def tokenize_chat(inputs: Sequence[Path | str], tokenizer: Path | str, out: Path | str, options: ChatOptions = ChatOptions()) -> ChatReport:
     """Build a masked store (two with `valid_fraction`) of conversations; killed and called again, it continues."""
     options.check()
+    for folder in [Path(out)] if options.valid_fraction == 0 else [Path(out) / side for side in SIDES]:
+        check_target(folder, options.to, Options(type=options.type))
     build = _build(inputs, Path(tokenizer), options)
     counts = build.run_sides(Path(out), options.valid_fraction, options.seed, partial(_one_side, build, options))
     total = sum(counts, Counter[str]())

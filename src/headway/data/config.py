@@ -93,7 +93,14 @@ class ValidConfig(Section):
     """Validation data: a fraction of the training documents, or named sets of their own."""
 
     fraction: float | None = setting(None, "This share of the training documents, chosen by index, is kept for validation.", gt=0, lt=1)
-    sets: dict[str, tuple[SourceConfig, ...]] | None = setting(None, "Named sets, each a path (or a list of sources), each reported apart.")
+    sets: dict[str, tuple[SourceConfig, ...]] | str | None = setting(
+        None, "Named sets, each a path (or a list of sources), each reported apart; or a folder: each store, folder or file in it is a set."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, data: Any) -> Any:
+        return {"sets": data} if isinstance(data, str) else data
 
     @field_validator("sets", mode="before")
     @classmethod
@@ -113,7 +120,13 @@ class DataConfig(Section):
     """Which documents a run reads and how they become rows."""
 
     train: tuple[SourceConfig, ...] | None = setting(None, "Sources of the mixture; null = generated data.", on_resume="fixed")
-    valid: ValidConfig | None = setting(None, "Validation data.", on_resume="fixed")
+    valid: ValidConfig | None = setting(None, "Validation data; a text is short for sets.", on_resume="fixed")
+    by_type: bool = setting(
+        True,
+        "A folder of several types (InternLM's type folders, MDS domains, a store made of them) is one source per type, each with "
+        "its own loss and rows; false = one source.",
+        on_resume="free",
+    )
     seq_len: int = setting(512, "Tokens in a row.", ge=2, on_resume="fixed")
     packing: Packing = setting(
         "best_fit",

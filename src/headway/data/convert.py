@@ -90,7 +90,7 @@ class Item(NamedTuple):
 
 def convert(path: Path | str, out: Path | str, to: str, options: Options = Options(), tokenizer: Tokenizer | None = None) -> ConvertReport:
     """Write the store at `path` into the folder `out` in format `to`; a tokenizer lends its fingerprint after its ids are checked."""
-    target = _check_target(Path(out), to)
+    target = check_target(Path(out), to, options)
     source = open_source(path, options.kind, rebuild_index=options.rebuild_index, begin_id=options.begin_id)
     folder = Path(out)
     kind = source.kind if isinstance(source, ForeignStore) else "headway"
@@ -114,7 +114,7 @@ def tokenize_as(
 
     What another tokenizer, other files or other options have left there is not taken for it.
     """
-    _check_target(Path(out), to)
+    check_target(Path(out), to, layout)
     files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in expand(list(inputs))]
     key = hashlib.sha256(repr((load_tokenizer(tokenizer).fingerprint, files, replace(options, workers=None))).encode()).hexdigest()
     built = Path(out).with_name(f".tmp-{Path(out).name}-tokens-{key[:12]}")
@@ -134,11 +134,19 @@ def convert_built(built: Path, out: Path, to: str, layout: Options) -> ConvertRe
     return report
 
 
-def _check_target(out: Path, to: str) -> Target:
+def check_target(out: Path, to: str, options: Options = Options()) -> Target:
+    """Refuse a format nobody writes, and a place where something lies; in an InternLM folder only that of the type matters."""
     if to not in TARGETS:
         raise ConfigError(f"--to is {to!r}; it must be one of {', '.join(TARGETS)}.")
-    if to != "headway" and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out}: already exists and is not empty. Choose another folder or remove it first.")
+    if to == "headway" or not out.exists():
+        return to
+    places = [out]
+    if to == "internlm" and out.is_dir():
+        # Where the types come from the source, each folder is checked when its first document comes, before anything gets its name.
+        places = [] if options.type is None else [out / options.type.replace("/", "_")]
+    for place in places:
+        if place.exists() and (not place.is_dir() or any(place.iterdir())):
+            raise DataError(f"{place}: already exists and is not empty. Choose another folder or remove it first.")
     return to
 
 
@@ -152,7 +160,7 @@ def items(source: Source, split_packs: bool = False) -> Iterator[Item]:
         lengths = source.lengths(first, min(first + READ_DOCUMENTS, source.num_documents)).tolist()
         for i, length in enumerate(lengths, first):
             ids, mask, spans = source.tokens(i, 0, length), source.mask(i, 0, length), source.span_starts(i)
-            kind = source.type_of(i) if isinstance(source, ForeignStore) else ""
+            kind = source.type_of(i)
             if not split_packs or spans is None:
                 yield Item(ids, mask, spans, kind)
                 continue
@@ -176,11 +184,12 @@ def _to_headway(source: Source, folder: Path, tokenizer: Tokenizer | None, advan
         tokenizer_fingerprint=fingerprint,
         masked=source.masked,
         spans=packed,
+        typed=any(source.count_types()),
         sources=[source.name],
     ) as writer:
         documents = tokens = 0
         for item in items(source):
-            writer.add(item.ids, item.mask, item.spans if packed else None)
+            writer.add(item.ids, item.mask, item.spans if packed else None, item.type)
             documents, tokens = documents + 1, tokens + len(item.ids)
             advance(len(item.ids))
         writer.finish()
@@ -212,6 +221,8 @@ def _to_internlm(source: Source, folder: Path, options: Options, advance: Callab
                 kind = ""
             if kind not in writers:
                 file = folder / kind / "dataset.bin" if kind else folder
+                if kind and file.parent.exists() and any(file.parent.iterdir()):
+                    raise DataError(f"{file.parent}: already exists and is not empty. Choose another folder or remove it first.")
                 writers[kind] = stack.enter_context(InternlmWriter(file))
             writers[kind].add(item.ids, item.mask)
             documents, tokens = documents + 1, tokens + len(item.ids)

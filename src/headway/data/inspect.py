@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.data.foreign.detect import Kind, detect
-from headway.data.foreign.documents import ForeignStore
 from headway.data.foreign.source import open_source
 from headway.data.source import Source
 from headway.data.store import Store
@@ -87,7 +86,7 @@ def inspect(path: Path | str, kind: Kind | None = None, tokenizer: Tokenizer | N
         raise DataError(f"{path}: made by another tokenizer ({str(source.fingerprint)[:12]}) than the one given.")
     lengths = [source.lengths(i, min(i + READ_DOCUMENTS, source.num_documents)) for i in range(0, source.num_documents, READ_DOCUMENTS)]
     longest = max((int(some.max()) for some in lengths), default=0)
-    types = source.count_types() if isinstance(source, ForeignStore) else {}
+    types = source.count_types()
     return Inspection(
         path=str(path),
         kind=found,

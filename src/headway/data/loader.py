@@ -65,7 +65,8 @@ class Loader:
         self._sources = sources
         if state is not None and len(state.place.cursors) != len(sources):
             raise CheckpointError(
-                f"the data cursor is of {len(state.place.cursors)} sources, the recipe has {len(sources)}. Use the same data."
+                f"the data cursor is of {len(state.place.cursors)} sources, the recipe has {len(sources)}. Use the same data; a run that "
+                "began with a folder of several types as one source continues with data.by_type=false."
             )
         self._mixture = Mixture(sources, self._streams, state.place if state else None)
         self._state = state or LoaderState(0, self._mixture.place)

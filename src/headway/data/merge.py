@@ -32,7 +32,13 @@ def merge(stores: Sequence[Path], out: Path) -> Store:
     dtype = "uint32" if any(store.dtype == "uint32" for store in opened) else "uint16"
     manifest = first.manifest
     with StoreWriter(
-        Path(out), dtype=dtype, tokenizer_fingerprint=manifest.tokenizer, masked=manifest.masked, spans=manifest.spans, sources=sources
+        Path(out),
+        dtype=dtype,
+        tokenizer_fingerprint=manifest.tokenizer,
+        masked=manifest.masked,
+        spans=manifest.spans,
+        typed=any(store.manifest.types is not None for store in opened),
+        sources=sources,
     ) as writer:
         total = sum(store.num_documents for store in opened)
         with progress(f"merge into {Path(out).name}", total=total, unit="documents") as advance:
@@ -44,7 +50,7 @@ def merge(stores: Sequence[Path], out: Path) -> Store:
 
 
 def copy_documents(store: Store, writer: StoreWriter, begin: int, end: int) -> None:
-    """Append documents begin to end - 1 of a store, masks and spans with them."""
+    """Append documents begin to end - 1 of a store, masks, spans and types with them."""
     for first in range(begin, end, COPY_DOCUMENTS):
         documents = np.arange(first, min(first + COPY_DOCUMENTS, end))
         lengths = store.lengths(first, int(documents[-1]) + 1)
@@ -54,7 +60,8 @@ def copy_documents(store: Store, writer: StoreWriter, begin: int, end: int) -> N
             before = np.cumsum(lengths) - lengths
             starts = [store.span_starts(document) for document in documents.tolist()]
             spans = np.concatenate([start + at for start, at in zip(starts, before, strict=True) if start is not None])
-        writer.add_many(ids, lengths, mask, spans)
+        types = None if store.manifest.types is None else [store.type_of(document) for document in documents.tolist()]
+        writer.add_many(ids, lengths, mask, spans, types=types)
 
 
 def _in_order(stores: Sequence[Store]) -> Iterator[tuple[Store, int, int]]:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.data.source import Flags, Longs, Source
-from headway.errors import ConfigError, DataError
+from headway.errors import DataError
 
 ROUNDS = 6
 SCAN_DOCUMENTS = 1 << 20
@@ -68,6 +68,8 @@ class Selection:
     fraction: float = 0.0
     max_length: int | None = None
     """Leave out longer documents; None: documents of any length, which packing may cut."""
+    moved: int | None = None
+    """This document is on the other side than its index says; without it one side would hold nothing."""
 
     @property
     def num_documents(self) -> int:
@@ -85,7 +87,8 @@ class Selection:
     def key(self) -> str:
         """Changes whenever the selected content changes."""
         longest = "" if self.max_length is None else f"|{self.max_length}"
-        return f"{self.source.content_key}|{self.limit}|{self.min_length}|{self.side}|{self.fraction}{longest}"
+        moved = "" if self.moved is None else f"|moved {self.moved}"
+        return f"{self.source.content_key}|{self.limit}|{self.min_length}|{self.side}|{self.fraction}{longest}{moved}"
 
     def pick(self, first: int, last: int) -> tuple[Longs, Longs]:
         """The wanted documents among first to last - 1, and their lengths."""
@@ -98,7 +101,10 @@ class Selection:
         if self.max_length is not None:
             keep &= lengths <= self.max_length
         if self.side is not None:
-            keep &= in_valid(documents, self.fraction) == (self.side == "valid")
+            valid = in_valid(documents, self.fraction)
+            if self.moved is not None:
+                valid ^= documents == self.moved
+            keep &= valid == (self.side == "valid")
         return (documents, lengths) if keep.all() else (documents[keep], lengths[keep])
 
     def check(self) -> None:
@@ -111,13 +117,8 @@ class Selection:
                 f"{self.source.name}: no pair of it fits a row of data.seq_len={self.max_length} tokens. Raise data.seq_len, or tokenize "
                 f"with --max-length {self.max_length // 2}."
             )
-        if self.side is None:
-            why = f" with {self.min_length} tokens or more; lower min_length" if self.min_length > 1 else " with tokens; give other data"
-            raise DataError(f"{self.source.name}: holds no document{why}.")
-        raise ConfigError(
-            f"data.valid.fraction is {self.fraction:g}; it leaves no document of {self.source.name} ({self.num_documents} documents) for "
-            f"{'validation' if self.side == 'valid' else 'training'}. Choose another fraction, or valid.sets."
-        )
+        why = f" with {self.min_length} tokens or more; lower min_length" if self.min_length > 1 else " with tokens; give other data"
+        raise DataError(f"{self.source.name}: holds no document{why}.")
 
 
 @dataclass(frozen=True)

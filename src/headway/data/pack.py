@@ -1,4 +1,4 @@
-"""Packing ahead of training. In: a token store of any kind; out: a native store whose documents are packs that know the documents inside.
+"""Packing ahead of training. In: a token store of any kind; out: a store whose documents are packs that know the documents inside.
 
 concat    documents one after another, cut every `pack_length` tokens; nothing is lost
 best_fit  whole documents (longer ones in pieces of a pack), the longest first, each into the fullest pack it fits, within a stretch
@@ -13,11 +13,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
+from headway.data.convert import check_target
+from headway.data.foreign.mds_writer import MdsTokenWriter
 from headway.data.foreign.source import open_source
 from headway.data.packing import RowPlan, RowShape, plan_rows, split_spans
 from headway.data.source import Flags, Ids, Longs, Source
@@ -32,6 +35,16 @@ BEST_FIT_PACKS = 1024
 WRITE_TOKENS = 1 << 22
 Piece = tuple[int, int, int]
 """Document, start, length."""
+
+
+class Packs(NamedTuple):
+    """The tokens of some packs, the packs' lengths, the mask, where documents start, and the packs' types."""
+
+    ids: Ids
+    lengths: Longs
+    mask: Flags | None
+    spans: Longs
+    types: list[str] | None
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,10 @@ class PackOptions:
     """Keep the last, partly filled pack; None: yes, except in prulong."""
     workers: int = 2
     """Threads that read."""
+    to: Literal["headway", "mds"] = "headway"
+    """Format of the result."""
+    compression: str | None = None
+    """MDS: `zstd` or `zstd:LEVEL`."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -66,6 +83,10 @@ class PackOptions:
             raise ConfigError(f"overlap is {self.overlap}; it must be from 0 to pack_length - 1 = {self.pack_length - 1}.")
         if any(length < 1 for length in self.split_by_lengths):
             raise ConfigError(f"split_by_lengths is {list(self.split_by_lengths)}; lengths must be positive.")
+        if self.to not in ("headway", "mds"):
+            raise ConfigError(f"--to is {self.to!r}; packs are written as headway or mds.")
+        if self.compression is not None and self.to != "mds":
+            raise ConfigError(f"compression is {self.compression!r}; only --to mds knows it. Leave it out.")
         if self.keep_last is False and self.mode == "best_fit":
             raise ConfigError("keep_last is false, but best_fit has no last pack: every pack is as full as it gets. Leave it out.")
 
@@ -147,21 +168,19 @@ class Buffer:
 
 
 def pack(source: Path | str, out: Path, options: PackOptions) -> PackReport:
-    """Pack a store into the new native store `out`."""
+    """Pack a store into the new store `out`."""
+    check_target(Path(out), options.to)
     opened = open_source(source)
     report = PackReport(options.pack_length, documents=opened.num_documents)
-    writer = StoreWriter(
-        Path(out),
-        dtype=dtype_for(opened.max_id + 1),
-        tokenizer_fingerprint=opened.fingerprint,
-        masked=opened.masked,
-        spans=True,
-        sources=[opened.name],
-    )
-    with writer, ThreadPoolExecutor(options.workers) as readers, progress("pack", total=opened.num_tokens, unit="tokens") as advance:
-        reading: deque[Future[tuple[Ids, Longs, Flags | None, Longs]]] = deque()
+    typed = any(opened.count_types())
+    with (
+        _writer(opened, Path(out), options, typed) as writer,
+        ThreadPoolExecutor(options.workers) as readers,
+        progress("pack", total=opened.num_tokens, unit="tokens") as advance,
+    ):
+        reading: deque[Future[Packs]] = deque()
         for plan in _plans(opened, options, report):
-            reading.append(readers.submit(_read, opened, plan))
+            reading.append(readers.submit(_read, opened, plan, typed))
             if len(reading) > 2 * options.workers:
                 advance(_write(writer, report, reading.popleft().result()))
         while reading:
@@ -172,6 +191,20 @@ def pack(source: Path | str, out: Path, options: PackOptions) -> PackReport:
             )
         writer.finish()
     return report
+
+
+def _writer(source: Source, out: Path, options: PackOptions, typed: bool) -> StoreWriter | MdsTokenWriter:
+    if options.to == "mds":
+        return MdsTokenWriter(out, masked=source.masked, spans=True, compression=options.compression)
+    return StoreWriter(
+        out,
+        dtype=dtype_for(source.max_id + 1),
+        tokenizer_fingerprint=source.fingerprint,
+        masked=source.masked,
+        spans=True,
+        typed=typed,
+        sources=[source.name],
+    )
 
 
 def _plans(source: Source, options: PackOptions, report: PackReport) -> Iterator[RowPlan]:
@@ -249,17 +282,27 @@ def _plan(packs: Sequence[list[Piece]]) -> RowPlan:
     return RowPlan(columns[:, 0], columns[:, 1], columns[:, 2], np.zeros(len(columns), np.bool_), first)
 
 
-def _read(source: Source, plan: RowPlan) -> tuple[Ids, Longs, Flags | None, Longs]:
-    """The tokens of some packs, the packs' lengths, the mask, and where documents start; packs of the source are taken apart."""
+def _read(source: Source, plan: RowPlan, typed: bool) -> Packs:
+    """Some packs, those of the source taken apart. The type of a pack is that of its documents, or all of theirs joined by `+`."""
     plan = split_spans(plan, source)
     ids, mask = source.gather(plan.document, plan.start, plan.length)
     lengths = np.add.reduceat(plan.length, plan.first[:-1])
-    return ids, lengths, mask, np.cumsum(plan.length) - plan.length
+    types: list[str] | None = None
+    if typed:
+        kinds = [source.type_of(document) for document in plan.document.tolist()]
+        types = ["+".join(dict.fromkeys(kinds[a:b])) for a, b in pairwise(plan.first.tolist())]
+    return Packs(ids, lengths, mask, np.cumsum(plan.length) - plan.length, types)
 
 
-def _write(writer: StoreWriter, report: PackReport, read: tuple[Ids, Longs, Flags | None, Longs]) -> int:
-    ids, lengths, mask, spans = read
-    writer.add_many(ids, lengths, mask, spans)
+def _write(writer: StoreWriter | MdsTokenWriter, report: PackReport, packs: Packs) -> int:
+    ids, lengths, mask, spans, types = packs
+    if isinstance(writer, StoreWriter):
+        writer.add_many(ids, lengths, mask, spans, types=types)
+    else:
+        ends = np.cumsum(lengths).tolist()
+        for i, (a, b) in enumerate(pairwise([0, *ends])):
+            starts = spans[(spans >= a) & (spans < b)] - a
+            writer.add(ids[a:b], None if mask is None else mask[a:b], starts, "" if types is None else types[i])
     report.packs += len(lengths)
     report.tokens += len(ids)
     return len(ids)

@@ -74,6 +74,14 @@ class Source(Protocol):
         """Where the true documents start inside a pack (0 first); None where a document is just a document."""
         return None
 
+    def type_of(self, document: int) -> str:
+        """The type (folder, domain) of a document; empty where documents have none."""
+        return ""
+
+    def count_types(self) -> dict[str, tuple[int, int]]:
+        """Documents and tokens of each type; empty where documents have none."""
+        return {}
+
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
         """The ids (and loss mask) of many pieces, one after another."""
         pieces = list(zip(documents.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True))

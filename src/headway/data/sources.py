@@ -19,9 +19,12 @@ from headway.data.pairs import PairSource
 from headway.data.preference import is_preference
 from headway.data.record_keys import KeyMap
 from headway.data.source import Source
+from headway.data.source_types import by_type, sets_of
+from headway.data.split import one_side
 from headway.data.stage import staged
 from headway.data.store import Store, open_store
 from headway.data.synthetic import SyntheticSource
+from headway.data.views import View
 from headway.errors import ConfigError, DataError
 from headway.text.hub import is_hub_id, local_or_hub
 
@@ -57,6 +60,8 @@ def _content(source: Source, checksums: Checksums) -> str:
 
     if isinstance(source, PairSource):
         return _content(source.store, checksums)
+    if isinstance(source, View):
+        return f"{_content(source.source, checksums)}-{source.part_key}"
     if isinstance(source, Store):
         return source.content
     if isinstance(source, ForeignStore):
@@ -77,12 +82,14 @@ def open_data(config: DataConfig, *, tokenizer: Path | None, vocab_size: int, se
         opened: list[tuple[SourceConfig, Source]] = [(SourceConfig(path="generated data"), SyntheticSource(vocab_size, seed))]
     else:
         opened = [(one, open_source(one, config, tokenizer, checksums)) for one in config.train]
-    sets = (config.valid.sets if config.valid else None) or {}
+    sets = sets_of(config.valid.sets) if config.valid and config.valid.sets else {}
     valid = {name: [(one, open_source(one, config, tokenizer, checksums)) for one in many] for name, many in sets.items()}
     if config.train is not None:
         counter = _Counter()
         opened = [(one, _read_as(source, pairs, counter)) for one, source in opened]
         valid = {name: [(one, _read_as(source, pairs, counter)) for one, source in many] for name, many in valid.items()}
+        if config.by_type and not pairs:
+            opened = [typed for one, source in opened for typed in by_type(one, source)]
     stores = [] if config.train is None else [source for _, source in opened]
     _check([*stores, *(source for many in valid.values() for _, source in many)], tokenizer, vocab_size, config.tokenizer_unchecked)
     fraction = config.valid.fraction if config.valid else None
@@ -206,13 +213,10 @@ def _mixture(
 ) -> tuple[MixtureSource, ...]:
     found: list[MixtureSource] = []
     for one, source in opened:
-        longest = config.seq_len if isinstance(source, PairSource) else None
-        if side == VALID_NAME:
-            # Validation reads each document once, whatever the weights of training are.
-            found.append(MixtureSource(Selection(source, one.limit, one.min_length, "valid", fraction, longest)))
-        else:
-            selection = Selection(source, one.limit, one.min_length, None if side is None else "train", fraction, longest)
-            found.append(MixtureSource(selection, one.weight, one.repeat))
-    for mixed in found:
-        mixed.selection.check()
+        selection = Selection(source, one.limit, one.min_length, max_length=config.seq_len if isinstance(source, PairSource) else None)
+        selection.check()
+        if side is not None:
+            selection = one_side(selection, "valid" if side == VALID_NAME else "train", fraction)
+        # Validation reads each document once, whatever the weights of training are.
+        found.append(MixtureSource(selection) if side == VALID_NAME else MixtureSource(selection, one.weight, one.repeat))
     return tuple(found)

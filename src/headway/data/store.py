@@ -4,6 +4,7 @@
     docs-00000.idx     int64 offsets into it: where each document starts, and the end
     mask-00000.bin     optional, one bit per token (lowest first): is it a loss target
     spans-00000.idx    optional, int64 offsets: where true documents start inside the packs, and the end
+    types-00000.bin    optional, uint16 per document: which of store.json's `types` (folder, domain) it is of
 
 Invariant: sizes are checked when a store is opened and at every use, offsets when they are read, the checksum of a file when it is first
 read (see checksums.py), all of them by `Store.verify`.
@@ -72,6 +73,7 @@ class Store(Source):
             "docs": ("idx", "<i8"),
             "spans": ("idx", "<i8"),
             "mask": ("bin", "u1"),
+            "types": ("bin", "<u2"),
             "tokens": ("bin", f"<u{ITEM_BYTES[self.dtype]}"),
         }
         self._place_of = str(folder)
@@ -181,6 +183,32 @@ class Store(Source):
         if stop > first and (not starts.size or starts[0] != 0 or np.any(np.diff(starts) <= 0)):
             raise DataError(f"{self.folder}: the spans of document {document} are damaged. Copy or build the store again.")
         return starts
+
+    def type_of(self, document: int) -> str:
+        """The type (folder, domain) of a document; empty where the store keeps none."""
+        types = self.manifest.types
+        if types is None:
+            return ""
+        shard = int(np.searchsorted(self._first_document, document, side="right")) - 1
+        number = int(self._map("types", shard)[document - int(self._first_document[shard])])
+        if number >= len(types):
+            raise DataError(f"{self.folder}: the type of document {document} is damaged. Copy or build the store again.")
+        return types[number]
+
+    def type_numbers(self) -> Longs | None:
+        """The number of every document's type in the manifest's list; None where the store keeps none."""
+        if self.manifest.types is None:
+            return None
+        return np.concatenate([self._map("types", shard) for shard in range(len(self.manifest.shards))]).astype(np.int64)
+
+    def count_types(self) -> dict[str, tuple[int, int]]:
+        """Documents and tokens of each type; empty where the store keeps none."""
+        numbers = self.type_numbers()
+        if numbers is None or self.manifest.types is None:
+            return {}
+        documents = np.bincount(numbers, minlength=len(self.manifest.types)).tolist()
+        tokens = np.bincount(numbers, self.lengths(0, self.num_documents), len(self.manifest.types)).astype(np.int64).tolist()
+        return dict(zip(self.manifest.types, zip(documents, tokens, strict=True), strict=False))
 
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
         """The ids (and loss mask) of many pieces, one after another."""

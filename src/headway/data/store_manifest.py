@@ -19,7 +19,7 @@ VERSION = 1
 Dtype = Literal["uint16", "uint32"]
 CHECKSUM_LINE = '{{\n "checksum": "{}",'
 KEYS = {"checksum", "kind", "version", "dtype", "documents", "tokens", "max_id", "masked", "spans", "tokenizer", "sources", "shards"}
-KEYS |= {"division"}
+KEYS |= {"division", "types"}
 ITEM_BYTES = {"uint16": 2, "uint32": 4}
 
 
@@ -63,6 +63,8 @@ class Manifest:
     sources: tuple[str, ...]
     shards: tuple[Shard, ...]
     division: Division | None = None
+    types: tuple[str, ...] | None = None
+    """The names of the documents' types (folders, domains); None where documents have none."""
     key: str = field(default="", compare=False)
 
     @property
@@ -98,6 +100,8 @@ class Manifest:
             "tokenizer": self.tokenizer,
             "sources": list(self.sources),
         }
+        if self.types is not None:
+            head["types"] = list(self.types)
         tail: dict[str, Any] = {"shards": shards}
         if self.division is not None:
             tail["division"] = {"shard": self.division.shard, "of": self.division.of, "parts": [list(part) for part in self.division.parts]}
@@ -111,16 +115,16 @@ class Manifest:
         return hashlib.sha256(repr((self.dtype, self.masked, self.spans, self.tokenizer, files)).encode()).hexdigest()
 
 
-def file_names(number: int, masked: bool, spans: bool) -> list[str]:
-    """The files of one shard: tokens, documents, then mask and spans where the store has them."""
+def file_names(number: int, masked: bool, spans: bool, typed: bool = False) -> list[str]:
+    """The files of one shard: tokens, documents, then mask, spans and types where the store has them."""
     names = [f"tokens-{number:05}.bin", f"docs-{number:05}.idx"]
-    return names + [f"mask-{number:05}.bin"] * masked + [f"spans-{number:05}.idx"] * spans
+    return names + [f"mask-{number:05}.bin"] * masked + [f"spans-{number:05}.idx"] * spans + [f"types-{number:05}.bin"] * typed
 
 
-def file_sizes(shard: Shard, dtype: str, masked: bool, spans: bool) -> list[int]:
+def file_sizes(shard: Shard, dtype: str, masked: bool, spans: bool, typed: bool = False) -> list[int]:
     """The sizes the counts of a shard imply, in the order of `file_names`."""
     sizes = [shard.tokens * ITEM_BYTES[dtype], (shard.documents + 1) * 8]
-    return sizes + [-(-shard.tokens // 8)] * masked + [(shard.spans + 1) * 8] * spans
+    return sizes + [-(-shard.tokens // 8)] * masked + [(shard.spans + 1) * 8] * spans + [shard.documents * 2] * typed
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -179,6 +183,7 @@ def _parse(given: dict[str, Any], key: str) -> Manifest:
         sources=tuple(str(source) for source in given["sources"]),
         shards=tuple(_parse_shard(one) for one in given["shards"]),
         division=None if division is None else _parse_division(division),
+        types=None if given.get("types") is None else tuple(str(one) for one in given["types"]),
         key=key,
     )
 
@@ -203,9 +208,10 @@ def _check(manifest: Manifest, given: dict[str, Any]) -> None:
     if (manifest.documents, manifest.tokens) != (given["documents"], given["tokens"]):
         raise ValueError("the counts of the shards do not add up")
     for number, shard in enumerate(manifest.shards):
-        names = file_names(number, manifest.masked, manifest.spans)
+        typed = manifest.types is not None
+        names = file_names(number, manifest.masked, manifest.spans, typed)
         if list(shard.files) != names:
             raise ValueError(f"shard {number} lists other files than {', '.join(names)}")
-        sizes = file_sizes(shard, manifest.dtype, manifest.masked, manifest.spans)
+        sizes = file_sizes(shard, manifest.dtype, manifest.masked, manifest.spans, typed)
         if [f.bytes for f in shard.files.values()] != sizes:
             raise ValueError(f"the sizes of shard {number} contradict its counts")

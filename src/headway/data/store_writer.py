@@ -25,7 +25,8 @@ from headway.runtime.storage import CHUNK_BYTES, fsync_file, write_atomic, writi
 
 SHARD_TOKENS = 1 << 30
 BUFFER_TOKENS = 1 << 20
-FILE_PATTERNS = ("tokens-?????.bin", "docs-?????.idx", "mask-?????.bin", "spans-?????.idx")
+FILE_PATTERNS = ("tokens-?????.bin", "docs-?????.idx", "mask-?????.bin", "spans-?????.idx", "types-?????.bin")
+MOST_TYPES = 1 << 16
 NO_NOTE: dict[str, Any] = {}
 
 
@@ -121,6 +122,7 @@ class StoreWriter:
         tokenizer_fingerprint: str | None,
         masked: bool = False,
         spans: bool = False,
+        typed: bool = False,
         shard_tokens: int = SHARD_TOKENS,
         sources: Sequence[str] = (),
         resume: bool = False,
@@ -128,14 +130,17 @@ class StoreWriter:
         self.folder = Path(folder)
         self._settings: dict[str, Any] = {"dtype": dtype, "tokenizer": tokenizer_fingerprint, "masked": masked, "spans": spans}
         self._settings |= {"shard_tokens": shard_tokens, "sources": list(sources)}
+        self._settings |= {"typed": True} if typed else {}
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._highest = int(np.iinfo(dtype).max)
         self._masked, self._spans, self._shard_tokens = masked, spans, shard_tokens
+        self._types: dict[str, int] | None = {} if typed else None
         self._shards: list[Shard] = []
         self._growing = Growing()
         self._max_id = -1
         self._files: list[OpenFile] = []
         self._waiting: list[tuple[Ids, Flags | None, Longs | None]] = []
+        self._waiting_types: list[str] = []
         self._waiting_tokens = 0
         self.note: Mapping[str, Any] = NO_NOTE
         """What the last commit before a resume was told to remember; empty for a new store."""
@@ -152,22 +157,31 @@ class StoreWriter:
                 for stale in self.folder.glob(what):
                     stale.unlink()
 
-    def add(self, ids: Ids | Sequence[int], mask: Flags | None = None, spans: Longs | None = None) -> None:
-        """Append one document; `mask`: which tokens are loss targets; `spans`: where true documents start inside it."""
+    def add(self, ids: Ids | Sequence[int], mask: Flags | None = None, spans: Longs | None = None, type_name: str = "") -> None:
+        """Append one document; `mask`: which tokens are loss targets; `spans`: where true documents start inside it; its type."""
         array = np.asarray(ids)
+        self._waiting_types.append(type_name)
         self._waiting.append((array if array.size else array.astype(self._dtype), mask, spans))
         self._waiting_tokens += array.size
         if self._waiting_tokens >= BUFFER_TOKENS or len(self._waiting) >= BUFFER_TOKENS:
             self._flush()
 
-    def add_many(self, ids: Ids, lengths: Longs, mask: Flags | None = None, spans: Longs | None = None, open_tokens: int = 0) -> None:
+    def add_many(
+        self,
+        ids: Ids,
+        lengths: Longs,
+        mask: Flags | None = None,
+        spans: Longs | None = None,
+        open_tokens: int = 0,
+        types: Sequence[str] | None = None,
+    ) -> None:
         """Append many documents laid one after another; `spans` are offsets into `ids`.
 
         The last `open_tokens` ids begin (or continue) a document that the next call goes on with; only without mask and spans.
         """
         self._flush()
         whole = len(ids) - open_tokens
-        self._append(np.asarray(ids)[:whole], np.asarray(lengths, np.int64), mask, spans)
+        self._append(np.asarray(ids)[:whole], np.asarray(lengths, np.int64), mask, spans, types)
         if open_tokens:
             self._append_open(np.asarray(ids)[whole:])
 
@@ -179,6 +193,7 @@ class StoreWriter:
             for one in self._files:
                 one.sync()
         state = {"growing": asdict(self._growing), "max_id": self._max_id, "sizes": [one.size for one in self._files]}
+        state |= {} if self._types is None else {"types": self._types}
         shards = [asdict(shard) for shard in self._shards]
         journal = {"settings": self._settings, "state": state, "shards": shards, "note": dict(note)}
         write_atomic(self.folder / JOURNAL_NAME, json.dumps(journal))
@@ -214,10 +229,12 @@ class StoreWriter:
             tuple(given["sources"]),
             tuple(self._shards),
             division,
+            None if self._types is None else tuple(self._types),
         )
 
     def _flush(self) -> None:
         waiting, self._waiting, self._waiting_tokens = self._waiting, [], 0
+        types, self._waiting_types = self._waiting_types, []
         if not waiting:
             return
         lengths = np.array([len(ids) for ids, _, _ in waiting], np.int64)
@@ -232,12 +249,13 @@ class StoreWriter:
             firsts = np.cumsum(lengths) - lengths
             starts = [np.zeros(1, np.int64) if spans is None else np.asarray(spans, np.int64) for _, _, spans in waiting]
             spans = np.concatenate([start + first for start, first in zip(starts, firsts, strict=True)])
-        self._append(ids, lengths, mask, spans)
+        self._append(ids, lengths, mask, spans, types)
 
-    def _append(self, ids: Ids, lengths: Longs, mask: Flags | None, spans: Longs | None) -> None:
+    def _append(self, ids: Ids, lengths: Longs, mask: Flags | None, spans: Longs | None, types: Sequence[str] | None) -> None:
         if ids.size != int(lengths.sum()) or (mask is not None and mask.size != ids.size):
             raise ValueError("lengths, mask and ids do not fit together")
         self._check_ids(ids)
+        numbers = self._numbers(types, len(lengths))
         ends = np.cumsum(lengths)
         first = 0
         while first < len(lengths):
@@ -252,7 +270,19 @@ class StoreWriter:
             stop = int(ends[last - 1])
             inner = None if spans is None else spans[(spans >= before) & (spans < stop)] - before
             self._write(ids[before:stop], lengths[first:last], None if mask is None else mask[before:stop], inner)
+            if self._types is not None:
+                with writing(self.folder):
+                    self._files[-1].write(numbers[first:last])
             first = last
+
+    def _numbers(self, types: Sequence[str] | None, documents: int) -> Ids:
+        if self._types is None:
+            return np.zeros(0, "<u2")
+        known = self._types
+        numbers = [known.setdefault(name, len(known)) for name in (types if types is not None else [""] * documents)]
+        if len(known) > MOST_TYPES:
+            raise DataError(f"{self.folder}: the documents are of more than {MOST_TYPES} types, which a store cannot hold.")
+        return np.array(numbers, "<u2")
 
     def _append_open(self, ids: Ids) -> None:
         assert not self._masked and not self._spans, "only documents without mask and spans come in parts"
@@ -299,7 +329,7 @@ class StoreWriter:
                 now.bits = bits[whole:].astype(int).tolist()
             if self._spans and spans is not None and spans.size:
                 # A span's end is the next one's start: the starts are written, and the shard's end when it is closed.
-                self._files[-1].write((now.tokens + spans).astype("<i8"))
+                self._files[2 + self._masked].write((now.tokens + spans).astype("<i8"))
                 now.spans += int(spans.size)
         now.tokens += int(ids.size)
         now.documents += len(lengths)
@@ -308,7 +338,7 @@ class StoreWriter:
     def _open_shard(self, keep_bytes: Sequence[int] | None = None) -> None:
         if self._files:
             return
-        names = file_names(self._growing.number, self._masked, self._spans)
+        names = file_names(self._growing.number, self._masked, self._spans, self._types is not None)
         kept = keep_bytes if keep_bytes is not None else [0] * len(names)
         self._files = [OpenFile.create(self.folder / name, size) for name, size in zip(names, kept, strict=True)]
         if keep_bytes is None:
@@ -321,7 +351,7 @@ class StoreWriter:
             if self._masked and now.bits:
                 self._files[2].write(np.packbits(np.array(now.bits, np.bool_), bitorder="little"))
             if self._spans:
-                self._files[-1].write(np.array([now.tokens], "<i8"))
+                self._files[2 + self._masked].write(np.array([now.tokens], "<i8"))
             files = {one.path.name: one.done() for one in self._files}
         self._files = []
         self._shards.append(Shard(now.documents, now.tokens, now.spans, files))
@@ -335,6 +365,7 @@ class StoreWriter:
                 Shard(s["documents"], s["tokens"], s["spans"], {n: ShardFile(**f) for n, f in s["files"].items()}) for s in given["shards"]
             ]
             self._growing, self._max_id, sizes = Growing(**state["growing"]), state["max_id"], state["sizes"]
+            self._types = self._types if self._types is None else dict(state["types"])
         except (ValueError, KeyError, TypeError) as problem:
             raise DataError(f"{journal}: damaged ({problem}). Remove the folder {self.folder} and build the store again.") from None
         if settings != self._settings:

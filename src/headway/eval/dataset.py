@@ -16,6 +16,7 @@ from headway.eval.encoded_text import encode_blocks
 from headway.eval.perplexity import Piece
 
 if TYPE_CHECKING:
+    from headway.data.foreign.detect import Kind
     from headway.infer.load import LoadedModel
     from headway.text.document import Document
 
@@ -135,32 +136,49 @@ def read_pieces(dataset: Dataset, loaded: LoadedModel, reading: Reading = Readin
 
 
 def _pieces(dataset: Dataset, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
-    from headway.data.store import is_store
-
     if reading.text_key is not None:
         dataset = replace(dataset, text_key=reading.text_key)
-    for path in dataset.paths:
-        if is_store(Path(path)):
-            yield from _stored(Path(path), loaded, reading)
-    raw = [path for path in dataset.paths if not is_store(Path(path))]
+    kinds: dict[str, Kind] = {path: _kind(path) for path in dataset.paths}
+    for path, kind in kinds.items():
+        if kind != "raw":
+            yield from _stored(Path(path), kind, loaded, reading)
+    raw = [path for path, kind in kinds.items() if kind == "raw"]
     if raw:
         yield from _encoded(raw, dataset, loaded, reading)
 
 
-def _stored(path: Path, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
-    from headway.data.store import open_store
+def _kind(path: str) -> Kind:
+    """What a path holds; what only the reader of raw files knows (a hub id, a chosen split, a file without a suffix) is raw."""
+    from headway.data.foreign.detect import detect
+
+    try:
+        return detect(path)
+    except DataError:
+        if Path(path).is_dir():
+            raise
+        return "raw"
+
+
+def _stored(path: Path, kind: Kind, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
+    from headway.data.convert import items
+    from headway.data.foreign.source import open_source
     from headway.tokenizer.opening import expected_ids
 
-    if reading.by not in (None, "file"):
-        raise ConfigError(f"--by is {reading.by!r}; {path} is a token store, whose documents have no keys. Use --by file.")
-    store = open_store(path)
+    store = open_source(path, kind)
+    by_type = reading.by in ("type", "domain") and any(store.count_types())
+    if reading.by not in (None, "file") and not by_type:
+        raise ConfigError(f"--by is {reading.by!r}; {path} is a token store, whose documents have no keys. Use --by file (or type).")
     if loaded.tokenizer is not None and store.fingerprint not in (None, loaded.tokenizer.fingerprint):
         raise DataError(f"{path}: made by another tokenizer than the one of {loaded.path}. Give the text itself, or another store.")
     # A store is scored as it is unless --bos says otherwise; a begin token it holds already is not put there twice.
     lead = tuple(expected_ids(loaded.tokenizer, True)) if reading.bos and loaded.tokenizer is not None else ()
-    for index in range(store.num_documents):
-        ids = store.document(index).tolist()
-        yield Piece(ids[1:] if lead and ids[:1] == [*lead] else ids, None, str(path) if reading.by else None, lead)
+    for item in items(store, split_packs=True):
+        highest = int(item.ids.max()) if len(item.ids) else 0
+        if highest >= loaded.config.vocab:
+            raise DataError(f"{path}: holds id {highest}; the model's vocabulary has {loaded.config.vocab} ids. Give its own data.")
+        ids = item.ids.tolist()
+        part = None if reading.by is None else item.type if by_type else str(path)
+        yield Piece(ids[1:] if lead and ids[:1] == [*lead] else ids, None, part, lead)
 
 
 def _encoded(raw: Sequence[str], dataset: Dataset, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:

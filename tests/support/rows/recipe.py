@@ -83,6 +83,7 @@ ROWS: dict[str, Row] = {
     "init.from": (("run.name=x", "model.hidden_size=16"), None, "$/runs1/run", numbers),
     "tokenizer": (RAW, "$/tok0", "$/tok1", numbers),
     "data.train.path": ((), ["$/store0"], ["$/store1"], numbers),
+    "data.by_type": (("data.train=[$/types]", "data.tokenizer_unchecked=true"), True, False, lambda o: sorted(k for k in observed(o).records[0] if k.startswith("loss/"))),
     "data.train.weight": ((), ["{path: $/store0, weight: 1}", "{path: $/store1, weight: 1}"], ["{path: $/store0, weight: 1}", "{path: $/store1, weight: 9}"], numbers),
     "data.train.repeat": (("steps=null", "epochs=1"), ["{path: $/store0}"], ["{path: $/store0, repeat: 2}"], lambda o: len(observed(o).records)),
     "data.train.limit": (("steps=null", "epochs=1"), ["{path: $/store0}"], ["{path: $/store0, limit: 10}"], lambda o: len(observed(o).records)),

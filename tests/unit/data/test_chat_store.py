@@ -155,7 +155,7 @@ def test_raw_chat_is_built_once_into_the_cache_and_again_when_anything_changes(t
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (ChatOptions(to="mds"), "--to is 'mds'"),
+        (ChatOptions(to="megatron"), "--to is 'megatron'"),
         (ChatOptions(valid_fraction=1.0), "--valid-fraction is 1.0"),
         (ChatOptions(max_length=1), "--max-length is 1"),
         (ChatOptions(too_long="shorten"), "--too-long is 'shorten'"),  # pyright: ignore[reportArgumentType]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headway.data.order import Selection, Windows, in_valid, mix, permuted, shuffled
 from headway.data.synthetic import SyntheticSource
-from headway.errors import ConfigError, DataError
+from headway.errors import DataError
 
 
 @settings(max_examples=100, deadline=None)
@@ -67,14 +67,6 @@ def test_windows_hold_every_wanted_document_once(documents: int, window: int, bl
 
 def test_a_limit_leaves_no_empty_windows_behind() -> None:
     assert Windows(Selection(SyntheticSource(100, 0), limit=10), 1 << 12, 4).num_windows <= 2
-
-
-@pytest.mark.parametrize("side", ["train", "valid"])
-def test_a_split_that_leaves_a_side_empty_is_refused(side) -> None:
-    source = SyntheticSource(100, 0, num_documents=3)
-    fraction = 1 - 1e-9 if side == "train" else 1e-9
-    with pytest.raises(ConfigError, match=r"data\.valid\.fraction .* leaves no document"):
-        Selection(source, side=side, fraction=fraction).check()
 
 
 def test_a_min_length_that_leaves_nothing_is_refused() -> None:

@@ -1,11 +1,17 @@
 """What is scored besides short texts: long ones in pieces, token stores of headway and of other systems."""
 
+import json
 from pathlib import Path
 
 import pytest
 from support.byte_model import write_model
 
-from headway.eval.dataset import Dataset, read_pieces
+from headway.data.convert import Options, convert
+from headway.data.foreign.mds_writer import MdsTokenWriter
+from headway.data.pack import PackOptions, pack
+from headway.data.store import StoreWriter
+from headway.errors import ConfigError, DataError
+from headway.eval.dataset import Dataset, Reading, read_pieces
 from headway.eval.encoded_text import FileIds
 from headway.eval.perplexity import perplexity
 from headway.infer.load import LoadedModel, load_model
@@ -31,3 +37,33 @@ def test_a_long_text_is_scored_in_pieces_from_a_file_with_the_same_numbers(
     (piece,) = read_pieces(dataset, loaded)
     assert isinstance(piece.ids, FileIds)
     assert perplexity(loaded, [piece], window=32) == whole
+
+
+def test_stores_of_every_kind_score_like_their_text(tmp_path: Path, loaded: LoadedModel) -> None:
+    assert loaded.tokenizer is not None
+    texts = [TEXT[:200], TEXT[3:90], TEXT[7:30]]
+    (tmp_path / "raw.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    whole = perplexity(loaded, read_pieces(Dataset("raw", (str(tmp_path / "raw.jsonl"),)), loaded), window=32)
+    with StoreWriter(tmp_path / "headway", dtype="uint16", tokenizer_fingerprint=loaded.tokenizer.fingerprint) as writer:
+        for text in texts:
+            writer.add(loaded.tokenizer.encode(text))
+        writer.finish()
+    convert(tmp_path / "headway", tmp_path / "mds", "mds")
+    convert(tmp_path / "headway", tmp_path / "internlm", "internlm", Options(type="cn"))
+    pack(tmp_path / "headway", tmp_path / "packs", PackOptions(1000, to="mds"))
+    for kind in ("headway", "mds", "internlm", "packs"):
+        scored = perplexity(loaded, read_pieces(Dataset(kind, (str(tmp_path / kind),)), loaded), window=32)
+        assert (scored.tokens, scored.documents) == (whole.tokens, 3), kind
+        assert scored.loss == pytest.approx(whole.loss, rel=1e-6)
+    (piece, *_) = read_pieces(Dataset("t", (str(tmp_path / "internlm"),)), loaded, Reading(by="type"))
+    assert piece.part == "cn"
+    with pytest.raises(ConfigError, match="whose documents have no keys"):
+        list(read_pieces(Dataset("t", (str(tmp_path / "headway"),)), loaded, Reading(by="type")))
+
+
+def test_ids_beyond_the_model_are_refused(tmp_path: Path, loaded: LoadedModel) -> None:
+    with MdsTokenWriter(tmp_path / "mds") as writer:
+        writer.add([1, 2, 60000])
+        writer.finish()
+    with pytest.raises(DataError, match="holds id 60000; the model's vocabulary has"):
+        list(read_pieces(Dataset("t", (str(tmp_path / "mds"),)), loaded))

@@ -19,6 +19,8 @@ def command(
     keep_last: bool = typer.Option(
         None, "--keep-last/--drop-last", help="The last, partly filled pack; default: kept, dropped in prulong."
     ),
+    to: str = typer.Option("headway", help="Format of the result: headway or mds."),
+    compression: str = typer.Option(None, help="To mds: zstd or zstd:LEVEL."),
     workers: int = typer.Option(2, min=1, help="Threads that read."),
     json: bool = JSON_FLAG,
 ) -> None:
@@ -31,7 +33,8 @@ def command(
     parts = [part.strip() for part in split_by_lengths.split(",") if part.strip()]
     if not all(part.isdigit() for part in parts):
         raise ConfigError(f"--split-by-lengths is {split_by_lengths!r}; it must be numbers, e.g. 1024,4096.")
-    options = PackOptions(pack_length, mode, min_length, overlap, tuple(map(int, parts)), intact, keep_last, workers)  # pyright: ignore[reportArgumentType] - checked there
+    lengths = tuple(map(int, parts))
+    options = PackOptions(pack_length, mode, min_length, overlap, lengths, intact, keep_last, workers, to, compression)  # pyright: ignore[reportArgumentType] - checked there
     report = pack(source, out, options)
     if json:
         print_json({"out": out, **asdict(report), "utilisation": report.utilisation})

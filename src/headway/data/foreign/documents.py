@@ -10,7 +10,7 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +62,10 @@ class Part(ABC):
         """The type of the part's document `i`."""
         return self.common_type() or ""
 
+    def folder_type(self, root: Path) -> str:
+        """The folder below the store's root that the file lies in, which names its data; empty at the root itself."""
+        return "" if self.file == root else self.file.parent.relative_to(root).as_posix().removeprefix(".")
+
     def is_masked(self) -> bool:
         """Whether some tokens are no loss targets."""
         return False
@@ -74,8 +78,12 @@ class Part(ABC):
 class ForeignStore(Source):
     """A store in the format of another system; being a `Source`, it can be trained on in place."""
 
-    def __init__(self, kind: str, path: Path, parts: Sequence[Part], reopen: Callable[[], ForeignStore]) -> None:
+    def __init__(
+        self, kind: str, path: Path, parts: Sequence[Part], reopen: Callable[[], ForeignStore], folder_type: str | None = None
+    ) -> None:
         self.kind = kind
+        self.folder_type = folder_type
+        """Which of the folder's types this is, where it is one of several."""
         self.path = path
         self.parts = parts
         self.reopen = reopen
@@ -88,8 +96,8 @@ class ForeignStore(Source):
 
     @property
     def name(self) -> str:
-        """The path."""
-        return str(self.path)
+        """The path, and the folder in it."""
+        return str(self.path / (self.folder_type or ""))
 
     @property
     def num_documents(self) -> int:
@@ -185,10 +193,20 @@ class ForeignStore(Source):
             for i in range(len(part.lengths)):
                 yield Document(*part.read(i), part.type_of(i))
 
-    def type_of(self, i: int) -> str:
-        """The type (folder, domain) of document `i`."""
-        part, local = self.locate(i)
+    def type_of(self, document: int) -> str:
+        """The type (folder, domain) of a document."""
+        part, local = self.locate(document)
         return part.type_of(local)
+
+    def by_folder(self) -> list[ForeignStore]:
+        """One store for each type folder of this one, in the order of its files; itself alone where there are not several."""
+        groups: dict[str, list[Part]] = {}
+        for part in self.parts:
+            if len(part.lengths):
+                groups.setdefault(part.folder_type(self.path), []).append(part)
+        if len(groups) < 2:
+            return [self]
+        return [ForeignStore(self.kind, self.path, parts, partial(_of_folder, self.reopen, name), name) for name, parts in groups.items()]
 
     def count_types(self) -> dict[str, tuple[int, int]]:
         """Documents and tokens of each type."""
@@ -223,6 +241,10 @@ class ForeignStore(Source):
 
     def __reduce__(self) -> tuple[Callable[[], ForeignStore], tuple[()]]:
         return self.reopen, ()
+
+
+def _of_folder(reopen: Callable[[], ForeignStore], name: str) -> ForeignStore:
+    return next(store for store in reopen().by_folder() if store.folder_type == name)
 
 
 def as_ids(values: np.ndarray[Any, Any], where: str) -> Ids:

@@ -92,6 +92,9 @@ class InternlmBin(Part):
     def common_type(self) -> str:
         return self.type
 
+    def folder_type(self, root: Path) -> str:
+        return "" if self.file == root or self.file.parent == root else self.type
+
     def read(self, i: int) -> tuple[Ids, Flags | None]:
         last = self._last
         if last is None or last[0] != i:
