@@ -20,6 +20,7 @@ import typer
 from headway import __version__
 from headway.errors import HeadwayError
 from headway.runtime.log import start_logging
+from headway.runtime.open_files import raise_open_files
 from headway.runtime.output import ReaderGone, standard_streams
 from headway.runtime.process import leave_outcome
 from headway.runtime.storage import explain
@@ -109,6 +110,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     """Run one verb. A user's mistake ends in one line on standard error and exit code 2, never in a traceback."""
     # CPU threads that wait should sleep, not spin: spinning makes a machine that does anything else crawl. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    raise_open_files()
     asked = _Interrupt()
     try:
         # without standalone mode the code of `typer.Exit` comes back as the result

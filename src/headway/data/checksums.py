@@ -119,7 +119,7 @@ class _Background:
         """The checksum, computed by one process of those that want it; None where nobody wants it any more."""
         if self.memory is None:
             return _compute(None, path, self._over)
-        lock = self.memory / FOLDER / f"{hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:32]}.lock"
+        lock = self.memory / FOLDER / f"{hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:32]}.lock"
         with held(lock, until=lambda: self._over.is_set() or remembered(self.memory, path) is not None):
             return remembered(self.memory, path) or _compute(self.memory, path, self._over)
 
@@ -139,7 +139,7 @@ def remembered(memory: Path | None, path: Path) -> str | None:
 
 def _entry(memory: Path, path: Path) -> Path:
     status = os.stat(path)
-    parts = (str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+    parts = (os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
     return memory / FOLDER / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 

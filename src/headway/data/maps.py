@@ -79,6 +79,9 @@ class MappedFiles:
         self._maps: OrderedDict[str, tuple[int, Array]] = OrderedDict()
         self._guard = threading.Lock()
 
+    def __len__(self) -> int:
+        return len(self._maps)
+
     def get(self, path: str, dtype: str, size: int) -> Array:
         """The map of a file that must have `size` bytes; one that was replaced is mapped again."""
         try:

@@ -27,6 +27,7 @@ from headway.text.document import Record
 from headway.text.read import read_records
 from headway.tokenizer.chat import Piece, Rendered, Template, find_template, render_pieces
 from headway.tokenizer.load import Tokenizer, load_tokenizer
+from headway.tokenizer.unknown import refuse_unknown, texts_in
 
 log = logging.getLogger("headway")
 
@@ -94,6 +95,7 @@ class Build:
     def run(self, out: Path, split: Split | None) -> Counter[str]:
         """Build one store; continues one that was killed."""
         loaded = load_tokenizer(self.tokenizer)
+        refuse_unknown(loaded, self.tokenizer, (text for record in read_records(self.files) for text in texts_in(record.data)))
         small = sum(path.stat().st_size for path in self.files) <= SMALL_BYTES
         workers = self.workers or (1 if small else usable_cores())
         encoder = MaskedEncoder(self.tokenizer, self.template, self.encoder, self.drop_bad, threads=self.workers is None and workers == 1)

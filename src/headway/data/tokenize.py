@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -21,6 +21,7 @@ from headway.text.clean import CleanReport, CleanRules, clean
 from headway.text.read import expand, read_blocks, read_documents
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.tokenizer.safe_cuts import TextPiece
+from headway.tokenizer.unknown import refuse_unknown
 
 SMALL_BYTES = 8 << 20
 
@@ -144,6 +145,7 @@ def tokenize(
     workers = options.workers or (1 if small else usable_cores())
     encoder = TextEncoder(Path(tokenizer), bos_id, eos_id, threads=options.workers is None and workers == 1)
     settings = repr((loaded.fingerprint, bos_id, eos_id, options.text_key, options.template, options.split, options.clean))
+    refuse_unknown(loaded, tokenizer, (piece.text for piece, _ in ReadTexts(replace(options, clean=None), loaded)(files)))
     read = ReadTexts(options, loaded)
     job = Job(files, read, encoder, settings, workers, options.shard, in_one=options.clean is not None)
     writer = StoreWriter(

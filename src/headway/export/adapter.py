@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from headway.errors import CheckpointError, ConfigError
 from headway.export.huggingface import MARK, atomic_folder
+from headway.export.weights_file import save_weights
 from headway.infer.adapted import Carried
 from headway.infer.load import FINAL, find_model
 from headway.model.adapter.config import AdapterConfig
@@ -30,7 +31,6 @@ def write_adapter(
 ) -> None:
     """Write a PEFT folder from updates and from whole parameters that were trained beside them; an earlier adapter there is replaced."""
     import torch
-    from safetensors.torch import save_file
 
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not is_adapter(out)):
         raise ConfigError(f"out is {str(out)!r}, which holds other things than an earlier adapter. Give a folder that does not exist yet.")
@@ -39,7 +39,7 @@ def write_adapter(
     narrow: torch.dtype = getattr(torch, dtype)
     tensors = {name: value.detach().to("cpu", narrow).contiguous().clone() for name, value in their_tensors(values, model)}
     with writing(out, error=CheckpointError), atomic_folder(out) as folder:
-        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata=MARK)
+        save_weights(tensors, folder / ADAPTER_WEIGHTS, MARK)
         (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 

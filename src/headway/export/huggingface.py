@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headway.errors import CheckpointError, ConfigError
+from headway.export.weights_file import save_weights
 from headway.infer.load import check_vocabulary, find_model
 from headway.model.families.base import family_of, published, published_with_code
 from headway.model.gates_file import write_gates
@@ -173,9 +174,7 @@ def _shards(weights: Iterator[tuple[str, torch.Tensor]], dtype: Dtype, limit: in
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(tensors, path, metadata=MARK)
+    save_weights(tensors, path, MARK)
     _sync(path)
 
 

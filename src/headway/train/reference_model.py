@@ -218,7 +218,7 @@ def _table(data: OpenData, wanted: _Wanted, digest: str, scoring: Scoring) -> Te
         source = selection.source
         assert isinstance(source, PairSource)
         path = _cache_path(selection, wanted, digest, scoring)
-        found = _read(path, source.num_documents)
+        found = read_table(path, source.num_documents)
         if scoring.ranks.most(0 if found is not None else 1):  # ranks on other machines may not see it: then all make it again
             model = model or _load(wanted, wanted.weights(), scoring)
             found = _score(model, selection, scoring)
@@ -244,7 +244,8 @@ def _cache_path(selection: Selection, wanted: _Wanted, digest: str, scoring: Sco
     return (scoring.data.cache_dir or default_cache_dir()) / "reference" / f"{key[:32]}.sealed"
 
 
-def _read(path: Path, pairs: int) -> Tensor | None:
+def read_table(path: Path, pairs: int) -> Tensor | None:
+    """The log-probabilities kept in a file; None where there are none, or where they are damaged, which is a warning."""
     try:
         content = read_sealed(path)
     except (OSError, ValueError) as problem:

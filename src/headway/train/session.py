@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
+from headway.data.config import default_cache_dir
+from headway.data.dry_cache import dry_cache, make_dry_cache
 from headway.errors import CommunicationError, ConfigError
 from headway.infer.load import FINAL
 from headway.model.families.base import published
@@ -19,6 +23,7 @@ from headway.runtime.device import Compute, backend_of, choose_compute
 from headway.runtime.flight import flight_recorder
 from headway.runtime.heartbeat import Heartbeat, is_lost
 from headway.runtime.log import start_logging
+from headway.runtime.open_files import raise_open_files
 from headway.runtime.process import Process, from_environment, set_environment
 from headway.runtime.stop import Interrupted, StopSignal
 from headway.tokenizer.load import Tokenizer
@@ -58,6 +63,7 @@ class Session:
 def run_recipe(recipe: Recipe, resume: str = "auto", probe: Probe = nullcontext) -> dict[str, Any]:
     """Train, in one stage or several; returns the summary. Nothing is written before everything is built."""
     process = from_environment()
+    raise_open_files()
     heart, folder = Heartbeat(process.rank), recipe.run.folder
     well = False
     with StopSignal(grace_seconds=recipe.run.grace_seconds, starting=True) as stop:
@@ -141,13 +147,17 @@ def _train(run: Run, probe: Probe, tokenizer: Tokenizer | None) -> dict[str, Any
     run.tell("start", f"{'begins' if start.checkpoint is None else 'goes on'} at step {run.state.step} of {run.total_steps}")
     run.saver.resume_upload()
     with probe(run):
-        return run_loop(run)
+        summary = run_loop(run)
+    if left := run.data.checksums.unchecked:
+        log.warning("%d files of the data were read and not checked before the run ended, the first is %s", len(left), left[0])
+    return summary
 
 
 def try_recipe(recipe: Recipe, resume: str = "auto") -> dict[str, Any]:
     """Build everything and train one step in memory, of every stage that is not done; returns what a run would do."""
     process = from_environment()
-    with start_group(process, backend_of(recipe.device), recipe.parallel.timeout_seconds) as world:
+    backend, timeout_seconds = backend_of(recipe.device), recipe.parallel.timeout_seconds
+    with start_group(process, backend, timeout_seconds) as world, _leaving_no_cache(recipe, world) as recipe:
         if not recipe.stages:
             return _try(resolve(recipe), resume, process, world)
         begin = Begin(**first_decides(world, lambda: vars(decide(recipe, resume))))
@@ -157,6 +167,17 @@ def try_recipe(recipe: Recipe, resume: str = "auto") -> dict[str, Any]:
         ]
     lines = [f"{one['name']}: {line}" for one in found for line in one["would"]]
     return {"would": lines, "stages": found, "total_steps": sum(one["total_steps"] for one in found)}
+
+
+@contextmanager
+def _leaving_no_cache(recipe: Recipe, world: Group) -> Iterator[Recipe]:
+    """The recipe with a cache that is read and not filled, and with no copies of stores; the same folder on all ranks."""
+    cache = recipe.data.cache_dir or default_cache_dir()
+    folder = Path(first_decides(world, lambda: {"folder": str(make_dry_cache(cache))})["folder"])
+    with dry_cache(folder, cache):
+        world.barrier()
+        yield recipe.model_copy(update={"data": recipe.data.model_copy(update={"cache_dir": folder, "stage_to": None})})
+        world.barrier()
 
 
 def _try(resolved: Resolved, resume: str, process: Process, world: Group) -> dict[str, Any]:

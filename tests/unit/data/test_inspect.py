@@ -57,7 +57,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_a_refused_conversion_has_tokenized_is_not_taken_for_the_next_one(
     tmp_path: Path, words: Path, letters: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "raw.jsonl").write_text('{"text": "abc"}\n{"text": "def"}\n', encoding="utf-8")
+    (tmp_path / "raw.jsonl").write_text('{"text": "a是"}\n{"text": "b和源"}\n', encoding="utf-8")
     source = ["data", "tokenize", "--input", str(tmp_path / "raw.jsonl"), "--out", str(tmp_path / "out"), "--to", "zero2all"]
     assert main([*source, "--tokenizer", str(letters)]) == 2
     assert "need one begin token" in capsys.readouterr().err
