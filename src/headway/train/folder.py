@@ -20,6 +20,7 @@ from headway.checkpoint.source import source_of
 from headway.config.load import dump_yaml, load
 from headway.config.section import differences
 from headway.errors import CheckpointError, ConfigError, HeadwayError
+from headway.infer.load import FINAL
 from headway.parallel.collectives import Group
 from headway.runtime.heartbeat import clear_beats
 from headway.runtime.machine import environment
@@ -29,7 +30,7 @@ from headway.runtime.run_lock import LOCK
 from headway.runtime.s3 import StoreDown
 from headway.runtime.storage import check_writable, write_atomic
 from headway.runtime.temporary import clear_temporary
-from headway.track.outside import begin_claims
+from headway.track.outside import EVENTS, begin_claims
 from headway.train.config import Recipe
 from headway.train.request import withdraw
 from headway.train.saved import FILE as SAVED
@@ -41,6 +42,7 @@ RECIPE = "recipe.yaml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 JOB = Path("logs") / "job.txt"
+FILES = (RECIPE, METRICS, SUMMARY, "train.log", EVENTS)
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
     folder = recipe.run.folder
     local, place = recipe.checkpoint.place(folder)
     refuse_dangling([folder, folder / RECIPE, local])
+    refuse_misplaced(folder)
     for here in (folder, local):
         check_writable(here)
     remote = None if place is None else Remote(place, recipe.checkpoint)
@@ -89,6 +92,19 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
     if found.path is None and found.rejected:
         raise CheckpointError(f"{local}: no checkpoint there can be read. Use --resume never to begin anew beside them, or --resume PATH.")
     return Start(folder, found.reader, changes=tuple(changes))
+
+
+def refuse_misplaced(folder: Path) -> None:
+    """Refuse what stands where a run would write and is of another kind: found now, not when the last step is done."""
+    for name in ("logs", FINAL):
+        path = folder / name
+        if path.is_symlink() and name == FINAL:
+            raise ConfigError(f"{path} is a link, and a run writes a folder there. Move it away, or choose another run.name.")
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path} is a file, and a run keeps a folder there. Move it away, or choose another run.name.")
+    for name in FILES:
+        if (folder / name).is_dir():
+            raise ConfigError(f"{folder / name} is a folder, and a run keeps a file there. Move it away, or choose another run.name.")
 
 
 def _step_found(found: Found) -> int:
