@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help setup demo test test-gpu check format drill docs bench clean
+.PHONY: help setup demo test test-gpu check format drill mutants docs bench clean
 
 help:
 	@echo "make demo      set up .venv and run the whole pipeline in small (CPU, offline, minutes)"
@@ -12,6 +12,7 @@ help:
 	@echo "make check     formatting, lint, types, import layers, file sizes"
 	@echo "make drill     the long tests: full matrices, kill drills"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make mutants   small mistakes put into the source one at a time: does a test notice each?"
 	@echo "make bench     CPU step benchmark against transformers"
 
 $(VENV)/.ready: pyproject.toml
@@ -35,6 +36,9 @@ drill: setup
 	$(BIN)/python -m pytest -m drill
 	HEADWAY_FUZZ_SECONDS=120 $(BIN)/python -m pytest -s tests/e2e/test_fuzz.py
 	HEADWAY_KILLS=200 HEADWAY_TERMS=20 $(BIN)/python -m pytest -s tests/e2e/test_kill_drill.py
+
+mutants: setup
+	nice $(BIN)/python tests/mutation --jobs $(JOBS) $(MUTANTS)
 
 check: setup
 	$(BIN)/ruff format --check src tests benchmarks

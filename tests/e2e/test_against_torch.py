@@ -191,3 +191,24 @@ def test_a_run_is_the_loop_that_torch_alone_makes(
     reader = open_checkpoint(recipe.run.folder / "checkpoints" / "latest")
     for parameter, value in weights.items():
         torch.testing.assert_close(reader.read(parameter, "master"), value, rtol=1e-4, atol=1e-5, msg=parameter)
+
+
+@pytest.mark.parametrize(("micro_rows", "world"), [(2, 1), (1, 2), (4, 1)])
+def test_a_validation_reads_the_first_rows_and_no_more(
+    micro_rows: int, world: int, torch_only: tuple[Path, list[dict[str, Any]], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    """Rows of one document each: three rows are the first three documents, on however many ranks."""
+    folder = torch_only[0]
+    held = write_store(tmp_path / "valid", 2, 9)
+    given = ("data.packing=pad", "eval.rows=3", "eval.every=1", "steps=1", "optim.lr=0", "checkpoint.at_end=false", f"run.dir={tmp_path}")
+    recipe = recipe_of(folder, f"rows{micro_rows}-{world}", *given, f"batch.micro_rows={micro_rows}")
+    if world == 1:
+        train(recipe)
+    else:
+        start_processes(lambda: train(recipe), world)
+    (record,) = read_metrics(recipe.run.folder / "metrics.jsonl")
+    config = ModelConfig.model_validate({**SHAPE, "init_std": 0.2, "tie_embeddings": False})
+    weights = {spec.name: initial_value(spec.name, spec.shape, config, 11) for spec in param_specs(config)}
+    found = [nll(weights, document) for document in held[:3]]
+    assert record["valid"]["held"]["tokens"] == sum(count for _, count in found)
+    assert record["valid"]["held"]["loss"] == pytest.approx(float(sum(t for t, _ in found)) / sum(c for _, c in found), rel=1e-5)

@@ -50,7 +50,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="only see whether every mutant fits the source")
     parser.add_argument("--quick", action="store_true", help="only run the tests that mutants name")
     parser.add_argument("--json", type=Path, help="write counts and verdicts to this file")
-    parser.add_argument("--seconds", type=float, default=240.0, help="the most that the tests of one mutant may take")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="the most that the tests a mutant names may take; its package's take 4 times that"
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to work on, if not this one")
     parser.add_argument("--state", type=Path, default=ROOT / ".mutants", help="where verdicts are kept")
     return parser.parse_args(arguments)
@@ -105,7 +107,8 @@ class _Running:
 
     def _start(self, targets: Sequence[str]) -> None:
         excused = [option for test in self.excused for option in ("--deselect", test)]
-        self.trial = Trial(self.copy, [*targets, *excused], self.mutant.module, self.given.seconds) if targets else None
+        limit = self.given.seconds if self.is_named else 4 * self.given.seconds
+        self.trial = Trial(self.copy, [*targets, *excused], self.mutant.module, limit) if targets else None
 
     def is_done(self) -> bool:
         """Whether there is a verdict; starts what comes next if there is none."""
@@ -143,7 +146,7 @@ def _confirm(outcomes: dict[str, Result], copy: Copy, given: argparse.Namespace)
     if not killers:
         return
     _say(f"{len(killers)} tests noticed a mutant; they run once without any")
-    trial = Trial(copy, killers, None, 20 * given.seconds, stop_at_first=False)
+    trial = Trial(copy, killers, None, 40 * given.seconds, stop_at_first=False)
     while (found := trial.result()) is None:
         time.sleep(POLL_SECONDS)
     if found["outcome"] == BROKEN:

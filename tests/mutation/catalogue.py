@@ -1,4 +1,4 @@
-"""The mutants, as data: `catalogue/<package>.toml` comes in, checked `Mutant`s go out.
+"""The mutants, as data: `catalogue/*.toml` come in, checked `Mutant`s go out. A mutant belongs to the package whose file it changes.
 
     fallback = ["tests/e2e/test_heal.py"]        tried after the tests of the package's own folder, tests/unit/<package>
 
@@ -92,12 +92,12 @@ def read_catalogue(root: Path = ROOT, folder: Path = FOLDER) -> list[Mutant]:
     """All mutants, every one of which fits the source below `root`."""
     found: list[Mutant] = []
     problems: list[str] = []
-    for path in sorted(folder.glob("*.toml")):
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-        fallback = tuple(content.get("fallback", ()))
-        for one in content["mutant"]:
+    pages = {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.toml"))}
+    for page in pages.values():
+        for one in page["mutant"]:
+            package = Path(one["file"]).parts[0]
             tests = tuple(one.pop("tests", ()))
-            mutant = Mutant(path.stem, **one, tests=tests, fallback=fallback)
+            mutant = Mutant(package, **one, tests=tests, fallback=tuple(pages.get(package, {}).get("fallback", ())))
             found.append(mutant)
             try:
                 mutant.mutated(root)

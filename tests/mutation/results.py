@@ -24,14 +24,17 @@ class Results:
         if fresh:
             path.unlink(missing_ok=True)
         self.known: dict[str, Result] = {}
+        self._keys: dict[str, str] = {}
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             found = json.loads(line)
             self.known[found["key"]] = found
         self._tests = digest(sorted((root / "tests").rglob("*.py")))
 
     def key(self, mutant: Mutant) -> str:
-        """A verdict holds as long as the mutant and the file it changes are the same."""
-        return f"{mutant.digest}-{digest([mutant.source(self.root)])}"
+        """A verdict holds as long as the mutant and the file it changes are the same; the file as it was when it was first asked for."""
+        if mutant.id not in self._keys:
+            self._keys[mutant.id] = f"{mutant.digest}-{digest([mutant.source(self.root)])}"
+        return self._keys[mutant.id]
 
     def get(self, mutant: Mutant) -> Result | None:
         """What is known: a kill while the file of the test that made it is the same, anything else while all tests are."""

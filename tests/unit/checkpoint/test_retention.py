@@ -113,3 +113,14 @@ def test_what_would_be_among_the_best_is_known_before_it_is_saved(tmp_path: Path
     assert is_among_best(0.9, tmp_path, config)
     run(tmp_path, [0.5, 0.3], config)
     assert is_among_best(0.4, tmp_path, config) and not is_among_best(0.5, tmp_path, config) and not is_among_best(None, tmp_path, config)
+
+
+def test_of_equal_values_the_earlier_is_the_better(tmp_path: Path) -> None:
+    config = CheckpointConfig(keep_last=1, keep_best=1)
+    assert run(tmp_path, [0.5, 0.3, 0.3, 0.3, 0.4], config) == {"step-00000020", "step-00000050"}
+    assert [one.step for one in best_checkpoints(tmp_path, config)] == [20, 50]
+    for step in (60, 70):
+        save(tmp_path, step, 0.3)
+    assert [one.step for one in best_checkpoints(tmp_path, config)] == [20, 60, 70, 50]
+    higher = CheckpointConfig(metric="accuracy")
+    assert [one.step for one in best_checkpoints(tmp_path, higher)] == [20, 60, 70, 50]
