@@ -166,6 +166,7 @@ def torch_only(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dic
         ("plain", (), 1),
         ("accumulated", ("batch.micro_rows=1",), 1),
         ("zero1", ("batch.micro_rows=1",), 2),
+        ("resumed", ("checkpoint.every=3", "checkpoint.at_end=false"), 1),
     ],
 )
 def test_a_run_is_the_loop_that_torch_alone_makes(
@@ -177,6 +178,9 @@ def test_a_run_is_the_loop_that_torch_alone_makes(
         train(recipe)
     else:
         start_processes(lambda: train(recipe), world)
+    if name == "resumed":  # its newest checkpoint is of step 3
+        (recipe.run.folder / "summary.json").unlink()
+        train(recipe_of(folder, name))
     records = read_metrics(recipe.run.folder / "metrics.jsonl")
     norms = [step["grad_norm"] for step in seen[:STEPS]]
     assert min(norms) < CLIP < max(norms), f"the clip takes part in some steps and not in others: {norms}"

@@ -10,6 +10,7 @@ import compileall
 import importlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,8 @@ from catalogue import PACKAGE, Mutant
 COPIED = ("src", "tests", "recipes", "docs", "benchmarks", "pyproject.toml", "README.md", "README.zh-CN.md", "ARCHITECTURE.md", "Makefile")
 OPTIONS = ("-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=short", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 PRELOADED = "import support.ranks, support.runs, headway.train.build, headway.cli, hypothesis, pytest_timeout"
+MOST_BYTES = 6 << 30
+"""Memory of one trial: a mutant may fill it without end."""
 KILLED, SURVIVED, BROKEN = "killed", "survived", "broken"
 
 
@@ -141,6 +144,7 @@ def _run(folder: Path, targets: Sequence[str], module: str | None, stop_at_first
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.chdir(folder)
+        resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
         sys.dont_write_bytecode = True
         sys.modules["__main__"] = ModuleType("__main__")  # processes that tests spawn run the main module again
         source = str(folder / "src")

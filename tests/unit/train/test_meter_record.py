@@ -1,7 +1,6 @@
 """A record of three steps whose every number was counted by hand; the clock is the test's own."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 from headway.data.batch import StepBatch, StepStats
 from headway.model.config import ModelConfig
 from headway.model.flops import TokenFlops
-from headway.parallel import mark as mark_module
 from headway.parallel.engine import StepResult, Update
-from headway.train.meter import Facts, Mark, Meter
+from headway.parallel.mark import Mark
+from headway.train.meter import Facts, Meter
 
 FACTS = Facts(
     config=ModelConfig(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=160, vocab_size=1000, max_seq_len=100),
@@ -45,7 +44,7 @@ def result_of(loss: float, skipped: float = 0.0, verdict: int = 0) -> tuple[Step
 
 def add(meter: Meter, monkeypatch: pytest.MonkeyPatch, step: int, times: tuple[float, float, float], tokens: int, **more: Any) -> Any:
     begin, between, end = times
-    monkeypatch.setattr(mark_module, "time", SimpleNamespace(perf_counter=lambda: end))
+    monkeypatch.setattr(meter, "mark", lambda: Mark(None, end))
     result, update = result_of(2.5, **more)
     meter.add(step, step_of(tokens), {"lr": 0.1}, result, update, (Mark(None, begin), Mark(None, between), 0.25))
     (record,) = meter.collect()
