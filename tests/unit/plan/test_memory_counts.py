@@ -10,7 +10,7 @@ import pytest
 
 from headway.model.config import ModelConfig
 from headway.parallel.memory import MemoryConfig
-from headway.plan.memory import GIB, Job, amount, estimate
+from headway.plan.memory import GIB, Job, amount, estimate, suggestions
 
 SHAPE = ModelConfig(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=160, vocab_size=1000, max_seq_len=100)
 JOB = Job(SHAPE, 1_000_000, 0, rows=2, seq_len=100, accumulate=2, compute_bytes=2, shards=4)
@@ -97,3 +97,11 @@ def test_a_recomputed_block_is_whole_while_its_backward_runs() -> None:
 
 def test_bytes_are_written_for_people() -> None:
     assert (amount(1.5 * GIB), amount(0.04 * GIB)) == ("1.5 GiB", "41.0 MiB")
+
+
+def test_fewer_rows_mean_more_microbatches_and_the_next_smaller_divisor() -> None:
+    found = dict(suggestions(replace(JOB, rows=6, accumulate=1, on_cuda=True, shards=1, trained=40_000)))
+    assert "batch.micro_rows=3" in found and not any(name.startswith("batch.micro_rows=") and name[-1] != "3" for name in found)
+    # with two microbatches gradients are kept between them: what is freed is less by their bytes
+    whole, half = (estimate(replace(JOB, rows=r, accumulate=a, on_cuda=True, shards=1, trained=40_000)).total for r, a in ((6, 1), (3, 2)))
+    assert found["batch.micro_rows=3"] == whole - half

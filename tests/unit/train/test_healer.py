@@ -72,6 +72,7 @@ def test_only_ways_back_to_the_same_checkpoint_count_and_the_limit_is_the_last_t
     run: Any = SimpleNamespace(
         healer=healer, checkpoints=tmp_path / "checkpoints", saver=SimpleNamespace(remote=None), start=SimpleNamespace(folder=tmp_path),
         recipe=SimpleNamespace(heal=HealConfig(limit=2)), loader=loader,
+        writes=SimpleNamespace(replace=lambda path, text: path.write_text(text)),
     )  # fmt: skip
     (tmp_path / heal.FILE).write_text(json.dumps([{"to_step": 5, "batches": [6, 6]}] * 3))
     plans = [heal._decide(run, 12, (11, 11), "spike") for _ in range(3)]
