@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from headway.checkpoint.load import open_checkpoint
 from headway.config.load import load
+from headway.errors import ConfigError
+from headway.export.huggingface import export_model
 from headway.infer.load import load_model
 from headway.train import train
 from headway.train.config import Recipe
@@ -39,6 +42,25 @@ def test_a_family_of_ones_own_trains_exports_and_loads(tmp_path: Path) -> None:
     saved = open_checkpoint(tmp_path / "run" / "checkpoints" / "latest")
     loaded = load_model(tmp_path / "run" / "checkpoints" / "latest")
     assert torch.equal(loaded.model.head_weight, saved.weight("model.embed_tokens.weight"))
+
+
+def test_a_checkpoints_word_alone_imports_no_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(load(Recipe, None, [*TINY, f"run.dir={tmp_path}", "model.family=support.my_lab.family"]))
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    monkeypatch.setattr("headway.model.families.base.own_module", lambda *_: pytest.fail("it was imported"))
+    load_model(latest)
+    said = "names the family 'support.my_lab.family'.*not imported on a checkpoint's word"
+    with pytest.raises(ConfigError, match=said):
+        export_model(latest, tmp_path / "exported")
+    with pytest.raises(ConfigError, match=said):
+        train(load(Recipe, None, [*TINY, f"run.dir={tmp_path}", "run.name=next", f"init.from={latest}"]))
+    with pytest.raises(ConfigError, match="does not name it as a family of its own"):
+        export_model(latest, tmp_path / "exported", family="support.my_lab.other")
+    monkeypatch.undo()
+    export_model(latest, tmp_path / "exported", family="support.my_lab.family")
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["model_type"] == "my_llama"
+    again = [*TINY, f"run.dir={tmp_path}", "run.name=next", f"init.from={latest}", "model.family=support.my_lab.family"]
+    assert train(load(Recipe, None, again))["steps"] == 3
 
 
 def test_a_tracker_of_ones_own_gets_every_logged_step(tmp_path: Path) -> None:

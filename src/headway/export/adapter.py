@@ -11,7 +11,7 @@ from headway.errors import CheckpointError, ConfigError
 from headway.export.huggingface import MARK, atomic_folder
 from headway.export.weights_file import save_weights
 from headway.infer.adapted import Carried
-from headway.infer.load import FINAL, find_model
+from headway.infer.load import FINAL, find_own
 from headway.model.adapter.config import AdapterConfig
 from headway.model.adapter.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_settings, is_adapter, their_tensors
 from headway.optim.groups import ADAPTER
@@ -43,11 +43,11 @@ def write_adapter(
         (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def export_adapter(model: Path | str, out: Path, *, dtype: str = "float32") -> None:
+def export_adapter(model: Path | str, out: Path, *, dtype: str = "float32", family: str | None = None) -> None:
     """Write only the adapter of what `--model` names: a run or a checkpoint that was trained with one, or an adapter folder."""
     path = Path(model)
     inside = next((folder for folder in (path / FINAL / FOLDER, path / FOLDER) if is_adapter(folder)), path)
-    found = find_model(inside)
+    found = find_own(inside, family)
     carried: Carried | None = found.carried
     if carried is None:
         raise ConfigError(f"{path}: was trained without an adapter. Leave --adapter out to export the whole model.")

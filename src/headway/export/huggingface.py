@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from headway.errors import CheckpointError, ConfigError
 from headway.export.weights_file import save_weights
-from headway.infer.load import check_vocabulary, find_model
+from headway.infer.load import check_vocabulary, find_own
 from headway.model.families.base import family_of, published, published_with_code
 from headway.model.gates_file import write_gates
 from headway.model.layout import GATES, num_parameters, param_specs
@@ -78,9 +78,9 @@ def _generation(ids: dict[str, int | None], end_ids: Collection[int]) -> dict[st
     return {**known, "eos_token_id": more if end is None else [end, *more]}
 
 
-def export_model(model: Path | str, out: Path, *, dtype: Dtype = "float32", remote_code: bool = False) -> None:
-    """Export what `--model` names: a run, a checkpoint or another Hugging Face folder."""
-    found = find_model(model)
+def export_model(model: Path | str, out: Path, *, dtype: Dtype = "float32", remote_code: bool = False, family: str | None = None) -> None:
+    """Export what `--model` names: a run, a checkpoint or another Hugging Face folder. `family` is one's own that a checkpoint names."""
+    found = find_own(model, family)
     export_huggingface(
         found.config, found.weights(), out, tokenizer=found.tokenizer_folder, dtype=dtype, remote_code=remote_code, end_ids=found.end_ids
     )

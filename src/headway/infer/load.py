@@ -12,9 +12,9 @@ An adapter is merged: whoever loads a model sees one without updates.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,14 @@ from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.infer.adapted import Carried, base_folder, carry, is_adapter
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
+from headway.model.families.base import as_stored, trusting
+from headway.model.finite_weights import finite
 from headway.model.gates_file import MASKS_FILE, TrainedGates, read_gates
 from headway.model.layout import GATES, param_specs
 from headway.model.old_weights import is_internlm, open_internlm
-from headway.model.pretrained import is_pretrained, read_config, read_end_ids, read_weights
+from headway.model.other_formats import named_format
+from headway.model.pretrained import check_weights, has_weights, is_pretrained, read_config, read_end_ids, read_weights
+from headway.runtime.json_file import read_object
 from headway.runtime.places import Place, S3Path, place_of
 from headway.text.hub import is_hub_id, local_or_hub
 
@@ -72,6 +76,11 @@ class StoredModel:
         found = carry(folder, self.config, str(self.path), self.weights)
         return replace(self, weights=lambda: found.merged(self.config), carried=found)
 
+    def of_family(self, family: str | None) -> StoredModel:
+        """This model with the family of one's own that a recipe or flag names; a checkpoint's word alone imports nothing."""
+        config = trusting(self.config, family)
+        return self if config is self.config else replace(self, config=config)
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -110,27 +119,53 @@ def find_model(path: Place | str) -> StoredModel:
     if isinstance(place, S3Path):
         return _checkpoint(locate(place))
     path = place
-    if not path.is_dir():
-        raise ConfigError(f"model is {str(path)!r}, which is no folder. Give a run folder, a checkpoint folder or a Hugging Face folder.")
+    if not _is_dir(path):
+        said = named_format(path)
+        if said is not None:
+            raise ConfigError(f"model is {str(path)!r}, which is {said}")
+        raise ConfigError(
+            f"model is {str(path)[:500]!r}, which is no folder. Give a run folder, a checkpoint folder or a Hugging Face folder."
+        )
     if not (path / MANIFEST).is_file():
         for folder in (path, path / FINAL):
             if is_pretrained(folder):
                 return _pretrained(folder)
         if is_internlm(path):
             config, weights = open_internlm(path)
-            return StoredModel(path, config, None, weights)
+            return StoredModel(path, config, None, lambda: finite(weights(), path))
         if is_adapter(path):
             return _adapter(path)
         if (path / STAGES).is_file():
             return _staged(path)
+        said = None if (path / "checkpoints").is_dir() or step_folders(path) else named_format(path)
+        if said is not None:
+            raise ConfigError(f"{path}: holds neither a checkpoint nor a Hugging Face model; {said}")
     return _checkpoint(locate(path))
+
+
+def _is_dir(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name that no file system takes
+        return False
+
+
+def find_own(path: Place | str, family: str | None) -> StoredModel:
+    """The model a path means, whose family of one's own `--family` names."""
+    found = find_model(path)
+    if family is not None and found.of_family(family) is found:
+        raise ConfigError(f"--family is {family!r}; {path} does not name it as a family of its own. Leave it out.")
+    return found.of_family(family)
 
 
 def _staged(run: Path) -> StoredModel:
     """The model of the last stage that has left one."""
-    listed = json.loads((run / STAGES).read_text(encoding="utf-8"))["stages"]
-    for stage in reversed(listed):
-        folder = run / stage["folder"]
+    listed = read_object(run / STAGES, ConfigError).get("stages")
+    folders = [one.get("folder") if isinstance(one, dict) else None for one in listed] if isinstance(listed, list) else [None]
+    if not all(isinstance(name, str) and Path(name).parts and "\0" not in name and ".." not in Path(name).parts for name in folders):
+        raise ConfigError(f"{run / STAGES}: does not list stages. Give the folder of one stage.")
+    for name in reversed(folders):
+        folder = run / str(name)
         if (folder / FINAL).is_dir() or step_folders(folder / "checkpoints"):
             return find_model(folder)
     raise ConfigError(f"{run}: none of its stages has saved anything yet. Wait for the first checkpoint.")
@@ -142,11 +177,15 @@ def _adapter(folder: Path) -> StoredModel:
         found = find_model(local_or_hub(base) if is_hub_id(base) else base)
     except HeadwayError as problem:
         raise ConfigError(f"{folder}: its base cannot be opened: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"{folder}: is an adapter of itself. Give the model, and this folder as init.adapter.") from None
     return replace(found.with_adapter(folder), path=folder)
 
 
 def _pretrained(folder: Path) -> StoredModel:
     config = read_config(folder)
+    if has_weights(folder):
+        check_weights(folder, config)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES) or any(folder.glob("*.tiktoken"))
     stored = read_gates(folder, config)
     gated = config if stored is None else config.with_(head_gates=stored.config)
@@ -154,7 +193,7 @@ def _pretrained(folder: Path) -> StoredModel:
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         if stored is not None:
             yield GATES, stored.log_alpha
-        yield from read_weights(folder, config)
+        yield from finite(read_weights(folder, config), folder)
 
     table = folder / MASKS_FILE
     tokenizer_folder = folder if has_tokenizer else None
@@ -166,7 +205,7 @@ def _checkpoint(folder: Place) -> StoredModel:
     shape: Any = reader.scalars.get("model")
     if not isinstance(shape, dict):
         raise CheckpointError(f"{folder}: its manifest does not say what shape the model has. Use another checkpoint.")
-    config = validate(ModelConfig, shape)
+    config = as_stored(validate(ModelConfig, shape))
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for spec in param_specs(config):
@@ -215,9 +254,15 @@ def load_model(path: Place | str, *, device: torch.device | str = "cpu", dtype: 
             else:
                 yield name, value
 
-    model = frozen_model(config, weights(), on, dtype)
+    model = frozen_model(config, _begun(weights()), on, dtype)
     own = gates[0] if gates else None
     return LoadedModel(model, config, tokenizer, found.path, end_ids, gates=own, masks_file=found.masks_file)
+
+
+def _begun(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same weights with the first one read: files that do not fit the config are refused before memory is taken for a model."""
+    first = next(weights)
+    return chain([first], weights)
 
 
 def frozen_model(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device, dtype: torch.dtype) -> Transformer:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import CheckpointError
 from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.head_masks import HeadMasks, keep_heads, rank_heads, write_masks
+from headway.runtime.json_file import read_object
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:
@@ -73,14 +74,18 @@ def read_gates(folder: Path, config: ModelConfig) -> TrainedGates | None:
     import torch
 
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = read_object(path, CheckpointError)
         log_alpha = torch.tensor(content["log_alpha"], dtype=torch.float32, device="cpu")
         gates = HeadGatesConfig(window=content["window"], sinks=content["sinks"])
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise CheckpointError(f"{path}: cannot be read as head gates ({problem}). Delete it to go on without gates.") from None
+    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as problem:
+        raise CheckpointError(f"{path}: cannot be read as head gates ({_first_line(problem)}). Delete it to go on without gates.") from None
     if tuple(log_alpha.shape) != (config.num_layers, config.kv_heads):
         raise CheckpointError(
             f"{path}: holds gates of shape {list(log_alpha.shape)}; the model has {config.num_layers} layers of {config.kv_heads} KV "
             "heads. It is another model's; delete it."
         )
     return TrainedGates(gates, log_alpha)
+
+
+def _first_line(problem: BaseException) -> str:
+    return (str(problem).splitlines() or [type(problem).__name__])[0][:200]

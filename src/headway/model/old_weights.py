@@ -36,6 +36,8 @@ Shards = list[dict[str, Any]]
 UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError,
               MemoryError, struct.error)  # fmt: skip
 """What torch's loader may raise over damaged files."""
+MISFITS = (LookupError, TypeError, AttributeError, RuntimeError, ValueError, ArithmeticError)
+"""What putting together shards of unexpected content may raise."""
 
 
 def open_pickled(path: Path, stand_ins: Mapping[str, type] | None = None) -> dict[str, Any]:
@@ -88,6 +90,17 @@ def is_internlm(folder: Path) -> bool:
 
 def open_internlm(folder: Path) -> tuple[ModelConfig, Callable[[], Iterator[tuple[str, torch.Tensor]]]]:
     """The shape of the model in an InternLM folder, and its parameters under our names."""
+    try:
+        return _open_internlm(folder)
+    except MISFITS as problem:
+        raise _misfit(folder, problem) from None
+
+
+def _misfit(folder: Path, problem: BaseException) -> CheckpointError:
+    return CheckpointError(f"{folder}: its shards do not make a model of InternLM: {_first_line(problem)}. Fetch them again.")
+
+
+def _open_internlm(folder: Path) -> tuple[ModelConfig, Callable[[], Iterator[tuple[str, torch.Tensor]]]]:
     stages = internlm_stages(folder)
     first, last = stages[0], stages[-1]
     layers = layers_of(stages)
@@ -115,7 +128,10 @@ def open_internlm(folder: Path) -> tuple[ModelConfig, Callable[[], Iterator[tupl
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         merged = Merge(config, stages, layers)
         for spec in param_specs(config):
-            value = merged.parameter(spec.name)
+            try:
+                value = merged.parameter(spec.name)
+            except MISFITS as problem:
+                raise _misfit(folder, problem) from None
             if tuple(value.shape) != spec.shape:
                 raise CheckpointError(f"{folder}: {spec.name} comes to {list(value.shape)}; the model has {list(spec.shape)}.")
             yield spec.name, value
@@ -135,13 +151,21 @@ def layers_of(stages: list[Shards]) -> list[tuple[Shards, int]]:
 
 def internlm_stages(folder: Path) -> list[Shards]:
     """The state dicts by pipeline stage and tensor rank, all of them there."""
+    import torch
+
     found = {(int(m.group(2)), int(m.group(1))): path for path in folder.iterdir() if (m := SHARD.fullmatch(path.name))}
     stages, ranks = max(stage for stage, _ in found) + 1, max(rank for _, rank in found) + 1
     for stage in range(stages):
         for rank in range(ranks):
             if (stage, rank) not in found:
                 raise CheckpointError(f"{folder / f'model_tp{rank}_pp{stage}.pt'}: no such file, but others of its kind are there.")
-    return [[_plain(open_pickled(found[stage, rank])) for rank in range(ranks)] for stage in range(stages)]
+    opened = [[_plain(open_pickled(found[stage, rank])) for rank in range(ranks)] for stage in range(stages)]
+    for shards in opened:
+        for shard in shards:
+            strange = [key for key, value in shard.items() if not isinstance(value, torch.Tensor) or value.layout is not torch.strided]
+            if strange:
+                raise CheckpointError(f"{folder}: {strange[0]} in its shards is no plain tensor. Fetch them again.")
+    return opened
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:

@@ -5,16 +5,18 @@ Every parameter of the config must be there in its shape, and every tensor in th
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import CheckpointError, ConfigError
 from headway.model.families.base import family_for, family_of
 from headway.model.layout import HEAD, param_specs
 from headway.model.old_weights import open_pickled, zero2all_file
+from headway.model.other_formats import named_format, pointer, quantised
+from headway.runtime.json_file import read_object
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +24,12 @@ if TYPE_CHECKING:
     from headway.model.config import ModelConfig
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
+LONGEST_LINE = 1000
+FILE_NAME = re.compile(r"[^/\x00-\x1f][^\x00-\x1f]{0,254}")
+Places = dict[str, tuple[str, str]]
+"""Our name -> (file, their name)."""
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
@@ -30,14 +38,22 @@ def is_pretrained(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights under one of the names of Hugging Face."""
+    return any((folder / name).is_file() for name in (WEIGHTS, INDEX))
+
+
 def read_config(folder: Path) -> ModelConfig:
     """The shape of the model in a Hugging Face folder."""
     path = folder / CONFIG
     given = read_json(path)
+    said = quantised(given, folder)
+    if said is not None:
+        raise ConfigError(f"{path}: {said}")
     try:
         return family_for(given).read(given)
     except ConfigError as error:
-        raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
+        raise ConfigError(f"{path}: {_short('; '.join(str(error).splitlines()))}") from None
 
 
 def read_end_ids(folder: Path) -> frozenset[int]:
@@ -45,50 +61,117 @@ def read_end_ids(folder: Path) -> frozenset[int]:
     for name in ("generation_config.json", CONFIG):
         ids = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
+            listed = ids if isinstance(ids, list) else [ids]
+            if not all(isinstance(one, int) and not isinstance(one, bool) for one in listed):
+                raise ConfigError(f"{folder / name}: eos_token_id is {str(ids)[:80]}; an id or a list of ids is expected.")
+            return frozenset(listed)
     return frozenset()
 
 
+def check_weights(folder: Path, config: ModelConfig) -> None:
+    """Compare names and shapes of all tensors with the config, from the heads of safetensors files alone; pickles are left for reading."""
+    with ExitStack() as opened:
+        where = _places(folder, config)
+        if all(file.endswith(SUFFIX) for file, _ in where.values()):
+            _check_shapes(folder, config, where, _opened(folder, where, opened))
+
+
 def read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Our name and tensor of every parameter, in forward order, each read when it is asked for."""
+    """Our name and tensor of every parameter, in forward order, each read when it is asked for; shapes are compared before the first."""
     import torch
-    from safetensors import safe_open
 
     where = _places(folder, config)
     with ExitStack() as opened:
-
-        def open_file(name: str) -> Any:
-            if name.endswith(".safetensors"):
-                return opened.enter_context(safe_open(folder / name, framework="pt"))
-            return _Pickled(open_pickled(folder / name))
-
-        files = {name: open_file(name) for name in {file for file, _ in where.values()}}
+        files = _opened(folder, where, opened)
+        _check_shapes(folder, config, where, files)
         for spec in param_specs(config):
-            file, theirs = where[spec.name]
-            value = _read(files, where[spec.name])
-            if tuple(value.shape) != spec.shape:
-                raise CheckpointError(f"{folder / file}: {theirs} has shape {list(value.shape)}; {CONFIG} makes it {list(spec.shape)}.")
-            if spec.tied_to in where and not torch.equal(value, _read(files, where[spec.tied_to])):
+            _, theirs = where[spec.name]
+            value = _read(folder, files, where[spec.name])
+            if spec.tied_to in where and not torch.equal(value, _read(folder, files, where[spec.tied_to])):
                 raise CheckpointError(
                     f"{folder}: {spec.tied_to} differs from {theirs}, but {CONFIG} says tie_word_embeddings. Set it to false."
                 )
             yield spec.name, value
 
 
-def _read(files: dict[str, Any], place: tuple[str, str]) -> torch.Tensor:
+def _opened(folder: Path, where: Places, opened: ExitStack) -> dict[str, Any]:
+    """Every file that holds tensors, open."""
+    return {name: _open(folder / name, opened) for name in sorted({file for file, _ in where.values()})}
+
+
+def _open(path: Path, opened: ExitStack) -> Any:
+    if not path.name.endswith(SUFFIX):
+        return _Pickled(open_pickled(path))
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return opened.enter_context(safe_open(path, framework="pt"))
+    except (SafetensorError, OSError, ValueError) as error:
+        said = pointer(path)
+        what = f"is {said}" if said is not None else f"not a safetensors file: {_first_line(error)}. Fetch it again."
+        raise CheckpointError(f"{path}: {what}") from None
+
+
+def _check_shapes(folder: Path, config: ModelConfig, where: Places, files: dict[str, Any]) -> None:
+    for spec in param_specs(config):
+        file, theirs = where[spec.name]
+        shape, dtype = _form(folder, files, where[spec.name])
+        if shape != spec.shape:
+            raise CheckpointError(f"{folder / file}: {theirs} has shape {list(shape)}; {CONFIG} makes it {list(spec.shape)}.")
+        if dtype not in FLOATS:
+            raise CheckpointError(
+                f"{folder / file}: {theirs} is of type {dtype}; headway reads weights of 16, 32 or 64 bits. "
+                "Give the model they were quantised from."
+            )
+
+
+def _form(folder: Path, files: dict[str, Any], place: tuple[str, str]) -> tuple[tuple[int, ...], str]:
+    """Shape and type of a tensor without reading it."""
+    from safetensors import SafetensorError
+
     file, name = place
-    return files[file].get_tensor(name)
+    try:
+        if isinstance(files[file], _Pickled):
+            value = files[file].get_tensor(name)
+            return tuple(value.shape), str(value.dtype).removeprefix("torch.")
+        part = files[file].get_slice(name)
+        return tuple(part.get_shape()), part.get_dtype()
+    except (SafetensorError, KeyError) as error:
+        raise CheckpointError(f"{folder / file}: holds no {name}: {_first_line(error)}. Fetch the model again.") from None
+
+
+def _read(folder: Path, files: dict[str, Any], place: tuple[str, str]) -> torch.Tensor:
+    from safetensors import SafetensorError
+
+    file, name = place
+    try:
+        return files[file].get_tensor(name)
+    except (SafetensorError, KeyError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{folder / file}: {name} cannot be read: {_first_line(error)}. Fetch the model again.") from None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_LINE else text[:LONGEST_LINE] + "..."
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")
 
 
 class _Pickled:
     """A state dict that is read like a safetensors file."""
 
     def __init__(self, state: dict[str, Any]) -> None:
-        self.state = {plain_name(name): value for name, value in state.items()}
+        self.state = {plain_name(str(name)): value for name, value in state.items()}
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """One tensor."""
-        return self.state[name]
+        import torch
+
+        value = self.state[name]
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            raise KeyError(f"{name} is no plain tensor")
+        return value
 
 
 def plain_name(name: str) -> str:
@@ -96,10 +179,10 @@ def plain_name(name: str) -> str:
     return name.removeprefix("module.").removeprefix("_orig_mod.")
 
 
-def _places(folder: Path, config: ModelConfig) -> dict[str, tuple[str, str]]:
+def _places(folder: Path, config: ModelConfig) -> Places:
     """Our name -> (file, their name), checked to be complete and to hold nothing else."""
     family = family_of(config.family)
-    found: dict[str, tuple[str, str]] = {}
+    found: Places = {}
     for theirs, file in _tensors(folder).items():
         ours = family.to_ours(theirs)
         if ours is not None:
@@ -117,8 +200,6 @@ def _places(folder: Path, config: ModelConfig) -> dict[str, tuple[str, str]]:
 
 def _tensors(folder: Path) -> dict[str, str]:
     """Name of every tensor -> its file."""
-    from safetensors import SafetensorError, safe_open
-
     for index in (INDEX, PICKLED_INDEX):
         if (folder / index).is_file() and (index == INDEX or not (folder / WEIGHTS).is_file()):
             return _listed(folder, index)
@@ -126,23 +207,26 @@ def _tensors(folder: Path) -> dict[str, str]:
     if not path.is_file():
         pickled = folder / PICKLED if (folder / PICKLED).is_file() else zero2all_file(folder)
         if pickled is not None:
-            return {plain_name(name): str(pickled.relative_to(folder)) for name in open_pickled(pickled)}
+            return {plain_name(str(name)): str(pickled.relative_to(folder)) for name in open_pickled(pickled)}
+        said = named_format(folder)
+        if said is not None:
+            raise ConfigError(f"{folder}: has neither {WEIGHTS} nor {PICKLED}; {said}")
         raise ConfigError(f"{folder}: has neither {WEIGHTS} nor {INDEX} nor {PICKLED}. Give a folder that holds the weights.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return dict.fromkeys(file.keys(), WEIGHTS)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: not a safetensors file: {error}. Fetch it again.") from None
+    with ExitStack() as opened:
+        return dict.fromkeys(_open(path, opened).keys(), WEIGHTS)
 
 
 def _listed(folder: Path, index: str) -> dict[str, str]:
     listed = read_json(folder / index).get("weight_map")
-    if not isinstance(listed, dict):
+    if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{folder / index}: has no weight_map. Fetch the model again.")
-    absent = sorted({str(file) for file in listed.values() if not (folder / str(file)).is_file()})
+    for file in listed.values():
+        if not isinstance(file, str) or not FILE_NAME.fullmatch(file) or ".." in PurePosixPath(file).parts:
+            raise CheckpointError(f"{folder / index}: names the file {str(file)[:80]!r}; files of the folder are expected. Fetch it again.")
+    absent = sorted({file for file in listed.values() if not (folder / file).is_file()})
     if absent:
         raise CheckpointError(f"{folder / absent[0]}: no such file, but {index} lists it. Fetch the whole model again.")
-    return {str(name): str(file) for name, file in listed.items()}
+    return dict(listed)
 
 
 def _some(names: list[str]) -> str:
@@ -151,12 +235,6 @@ def _some(names: list[str]) -> str:
 
 def read_json(path: Path, holds: str = "a Hugging Face model") -> dict[str, Any]:
     """The mapping in a file of a folder that should hold something."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file. Give a folder that holds {holds}.") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}.") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: must hold a mapping, not a {type(found).__name__}.")
-    return found
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file. Give a folder that holds {holds}.")
+    return read_object(path, ConfigError)

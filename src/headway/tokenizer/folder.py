@@ -10,11 +10,15 @@ Invariant: a loaded backend neither truncates nor pads, and treats special token
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from headway.errors import ConfigError, DataError
 from headway.tokenizer.byte_alphabet import unspell
+from headway.tokenizer.folder_config import ROLES, read_config
 from headway.tokenizer.load import Tokenizer
 from headway.tokenizer.presplit import QWEN, byte_level
 from headway.tokenizer.zero2all_folder import is_bare, is_zero2all, read_zero2all, written_out
@@ -22,10 +26,10 @@ from headway.tokenizer.zero2all_folder import is_bare, is_zero2all, read_zero2al
 if TYPE_CHECKING:
     import tokenizers
 
-ROLES = ("bos", "eos", "pad", "unk")
 GUESSES = {"bos": ("<s>", "<|begin_of_text|>", "<bos>"), "eos": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")}
 OTHER_JSON = ("config.json", "map.json", "index.json", "processor_config.json", "vocab.json", "manifest.json", "results.json", "state.json")
 """Ends of the names of JSON files in model folders that are no tokenizer."""
+PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
 KNOWN_FILES = "tokenizer.json, vocab.json with merges.txt, tokenizer.model or a .tiktoken file"
 
 
@@ -74,19 +78,13 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
     return finish(backend, config)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, completed from special_tokens_map.json and chat_template.jinja."""
-    config = _read_object(folder / "tokenizer_config.json")
-    for key, value in _read_object(folder / "special_tokens_map.json").items():
-        config.setdefault(key, value)
-    template = folder / "chat_template.jinja"
-    if template.is_file():
-        config["chat_template"] = template.read_text(encoding="utf-8")
-    return config
-
-
 def finish(backend: tokenizers.Tokenizer, config: dict[str, Any], extra_special: tuple[str, ...] = ()) -> Tokenizer:
     """Make a `Tokenizer` of a backend: special tokens the config names are added, roles and chat template are read."""
+    with _answering("the tokenizer cannot be completed"):
+        return _finish(backend, config, extra_special)
+
+
+def _finish(backend: tokenizers.Tokenizer, config: dict[str, Any], extra_special: tuple[str, ...]) -> Tokenizer:
     from tokenizers import AddedToken
 
     def special(token: Any) -> AddedToken:
@@ -102,7 +100,7 @@ def finish(backend: tokenizers.Tokenizer, config: dict[str, Any], extra_special:
             backend.add_special_tokens([special(token)]) if token.get("special") else backend.add_tokens([special(token)])
         if backend.token_to_id(token["content"]) != int(number):
             raise DataError(
-                f"tokenizer_config.json gives {token['content']!r} the id {number}, "
+                f"tokenizer_config.json gives {token['content'][:80]!r} the id {number}, "
                 f"but the vocabulary gives it {backend.token_to_id(token['content'])}; the two files are not of one tokenizer."
             )
     named = [config.get(f"{role}_token") for role in ROLES]
@@ -116,7 +114,9 @@ def finish(backend: tokenizers.Tokenizer, config: dict[str, Any], extra_special:
     if not config:
         vocabulary = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
         roles = {role: name for role, names in GUESSES.items() for name in reversed(names) if name in vocabulary}
-    return Tokenizer(backend, roles, config, _default_template(config.get("chat_template")))
+    if not backend.get_vocab_size(with_added_tokens=True):
+        raise DataError("the tokenizer's vocabulary is empty. Fetch or train it again.")
+    return Tokenizer(backend, roles, config, default_template(config.get("chat_template")))
 
 
 def _check_typed(backend: tokenizers.Tokenizer) -> None:
@@ -236,23 +236,33 @@ def read_fast(path: Path) -> tokenizers.Tokenizer:
     """The backend of a tokenizer.json, without truncation and padding."""
     import tokenizers
 
-    try:
-        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:
-        raise DataError(f"{path} is no tokenizer.json: {_first_line(error)}.") from None
+    with _answering(f"{path} is no tokenizer.json"):
+        text = read_bytes(path).decode()
+        _check_prefix(path, text)
+        backend = tokenizers.Tokenizer.from_str(text)
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _check_prefix(path: Path, text: str) -> None:
+    """Refuse merges without the prefix that the model says continued words have: the tokenizers library aborts the process over them."""
+    if not PREFIX.search(text):
+        return
+    model = json.loads(text)["model"]
+    prefix = model.get("continuing_subword_prefix") or ""
+    for merge in model.get("merges", []):
+        right = merge[1] if isinstance(merge, list) else merge.split(" ", 1)[1]
+        if not right.startswith(prefix):
+            raise DataError(f"{path}: continuing_subword_prefix is {prefix[:40]!r}, but the merge {str(merge)[:80]} has no such prefix.")
 
 
 def _read_vocab_and_merges(folder: Path, *, qwen: bool) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers
 
-    try:
+    with _answering(f"{folder}: vocab.json and merges.txt cannot be read"):
         model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    except Exception as error:
-        raise DataError(f"{folder}: vocab.json and merges.txt cannot be read: {_first_line(error)}.") from None
     backend = Backend(model)
     if qwen:
         backend.normalizer = normalizers.NFC()
@@ -274,6 +284,19 @@ def _ask_transformers(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
+@contextmanager
+def _answering(what: str) -> Iterator[None]:
+    """The errors of the tokenizers library, its panics too, as one line."""
+    try:
+        yield
+    except DataError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what}: {_first_line(error)}.") from None
+
+
 def read_bytes(path: Path) -> bytes:
     """A tokenizer's file, whole."""
     try:
@@ -282,19 +305,7 @@ def read_bytes(path: Path) -> bytes:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not valid JSON: {error}.") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds a {type(found).__name__}; a JSON object is expected.")
-    return cast(dict[str, Any], found)
-
-
-def _default_template(template: Any) -> str | None:
+def default_template(template: Any) -> str | None:
     """The one template, or the one called `default` where a folder holds several named ones."""
     if isinstance(template, list):
         named = {str(entry["name"]): str(entry["template"]) for entry in cast(list[dict[str, Any]], template)}
@@ -313,4 +324,4 @@ def _pretty(value: Any) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    return (str(error).splitlines() or [type(error).__name__])[0][:300].rstrip(".")

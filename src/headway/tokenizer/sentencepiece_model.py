@@ -26,7 +26,7 @@ ROLE_IDS = ("bos", "eos", "pad", "unk")
 def read_model(path: Path, config: dict[str, Any] | None = None, special: Sequence[str] = ()) -> Tokenizer:
     """Open a .model file; `config` is that of the folder it lies in, where there is one. `special` tokens become control pieces: those the
     model calls user-defined in their places, the others behind the last piece."""
-    from headway.tokenizer.folder import finish, read_bytes
+    from headway.tokenizer.folder import default_template, finish, read_bytes
     from headway.tokenizer.tiktoken_ranks import is_ranks, read_ranks
 
     config = _neutral(config or {})
@@ -41,7 +41,7 @@ def read_model(path: Path, config: dict[str, Any] | None = None, special: Sequen
         return finish(convert(proto), {**_role_tokens(proto), **config})
     roles = {role.removesuffix("_token"): token for role, token in _role_tokens(proto).items()}
     roles |= {role: _content(config[f"{role}_token"]) for role in ROLE_IDS if config.get(f"{role}_token") is not None}
-    return Tokenizer(_processor(path, data), roles, config, config.get("chat_template"))
+    return Tokenizer(_processor(path, data), roles, config, default_template(config.get("chat_template")))
 
 
 def _parse(path: Path, data: bytes) -> Any:

@@ -61,8 +61,10 @@ def read_ranks(path: Path, config: dict[str, Any] | None = None) -> Tokenizer:
 
 
 def _parse(path: Path) -> dict[bytes, int]:
+    from headway.tokenizer.folder import read_bytes
+
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_bytes(path).splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -72,6 +72,7 @@ class Resolved:
 def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
     """Read what a recipe refers to; anything missing or contradictory is a ConfigError. `given` weights come before those of init.from."""
     weights = _find_weights(recipe) if given is None else given
+    weights = None if weights is None else weights.of_family(recipe.model.family)
     path = recipe.tokenizer or (weights.tokenizer_folder if weights else None)
     if recipe.tokenizer is not None and not recipe.tokenizer.exists():
         raise ConfigError(f"tokenizer is {str(recipe.tokenizer)!r}; there is no such file or folder. `headway tokenizer train` makes one.")

@@ -27,6 +27,7 @@ def command(
         "it then loads with trust_remote_code=True alone.",
     ),
     adapter: bool = typer.Option(False, "--adapter", help="Write only the adapter, as a PEFT folder; without it an adapter is merged."),
+    family: str | None = typer.Option(None, help="The module of your own that a checkpoint names as its family; it is imported."),
     json: bool = JSON_FLAG,
 ) -> None:
     """Write a folder that transformers loads as it is: weights, config and tokenizer."""
@@ -39,9 +40,9 @@ def command(
 
         if remote_code:
             raise ConfigError("--adapter and --remote-code are both given; an adapter has no class of its own. Leave one of them out.")
-        export_adapter(model, out, dtype=dtype.value)
+        export_adapter(model, out, dtype=dtype.value, family=family)
     else:
-        export_model(model, out, dtype=dtype.value, remote_code=remote_code)
+        export_model(model, out, dtype=dtype.value, remote_code=remote_code, family=family)
     if json:
         print_json({"out": str(out), "dtype": dtype.value, "remote_code": remote_code, "adapter_only": adapter})
     else:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import CheckpointError, ConfigError
 from headway.model.adapter.config import PARTS, AdapterConfig, linears
 from headway.model.families.base import family_of, published
+from headway.model.finite_weights import finite
 from headway.model.layout import param_specs
 from headway.model.pretrained import read_json
 
@@ -74,8 +75,12 @@ def read_adapter(folder: Path, model: ModelConfig) -> PeftAdapter:
         raise CheckpointError(f"{folder}: has no {ADAPTER_WEIGHTS}. Save the adapter as safetensors; a pickle can run code.")
     try:
         found = load_file(path)
-    except SafetensorError as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not a safetensors file: {error}. Fetch it again.") from None
+    for name, value in found.items():
+        if not value.is_floating_point() or value.element_size() < 2:
+            raise CheckpointError(f"{path}: {name} is of type {value.dtype}; headway reads adapters of 16 or 32 bits.")
+    found = dict(finite(found.items(), path))
     updates, whole = _sort(found, model, path)
     modules = sorted({name.removesuffix("." + part) for name in updates for part in PARTS if name.endswith(part)})
     config = _config(settings, modules, folder)
@@ -119,7 +124,7 @@ def _config(settings: dict[str, Any], modules: list[str], folder: Path) -> Adapt
             dropout=float(settings.get("lora_dropout") or 0.0),
             targets=tuple(modules),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{folder / ADAPTER_CONFIG}: rank, alpha or targets cannot be read: {str(error).splitlines()[0]}.") from None
 
 

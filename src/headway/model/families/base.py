@@ -15,6 +15,7 @@ from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 
 PACKAGE = "headway.model.families"
+STORED = "stored:"
 MEMBERS = ("MODEL_TYPE", "ARCHITECTURE", "read", "published", "write", "to_theirs", "to_ours")
 
 
@@ -53,8 +54,24 @@ def family_names() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(folder.__path__) if m.name != "base" and not m.name.startswith("_"))
 
 
+def as_stored(config: ModelConfig) -> ModelConfig:
+    """A config that a checkpoint holds: a family of one's own stays a name, which is never imported until a recipe or flag says it too."""
+    return config.with_(family=STORED + config.family) if "." in config.family else config
+
+
+def trusting(config: ModelConfig, family: str | None) -> ModelConfig:
+    """The config with its own family again, where the user names the same one."""
+    return config.with_(family=family) if family is not None and config.family == STORED + family else config
+
+
 def family_of(name: str) -> Family:
     """The family that `model.family` names; an unknown one is an error that lists what exists."""
+    if name.startswith(STORED):
+        own = name.removeprefix(STORED)
+        raise ConfigError(
+            f"the checkpoint names the family {own!r}, a module of its own, which is not imported on a checkpoint's word. "
+            f"If you trust it, say so: model.family={own} in a recipe, --family {own} in `headway export hf`."
+        )
     names = family_names()
     if "." not in name and name not in names:
         near = difflib.get_close_matches(name, names, n=1)
@@ -96,6 +113,8 @@ def family_for(given: Mapping[str, Any]) -> Family:
     shipped = list(map(family_of, family_names()))
     families = {family.MODEL_TYPE: family for family in shipped}
     families |= {vars(family)["CODE_TYPE"]: family for family in shipped if "CODE_TYPE" in vars(family)}
-    if wanted not in families:
-        raise ConfigError(f"model_type is {wanted!r}; headway reads {', '.join(families)}. A family module of your own can read others.")
+    if not isinstance(wanted, str) or wanted not in families:
+        raise ConfigError(
+            f"model_type is {str(wanted)[:80]!r}; headway reads {', '.join(families)}. A family module of your own can read others."
+        )
     return families[wanted]

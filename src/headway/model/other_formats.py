@@ -1,0 +1,114 @@
+"""Models in forms that headway cannot read: a path comes in, one sentence that names the form and what to give instead goes out.
+
+Only names and the first bytes of files are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+SAFETENSORS = "Give the Hugging Face folder with safetensors that it was made from."
+MAGIC = {
+    b"GGUF": f"a GGUF file of llama.cpp. {SAFETENSORS}",
+    b"lmgg": f"a GGML file of early llama.cpp. {SAFETENSORS}",
+    b"fmgg": f"a GGML file of early llama.cpp. {SAFETENSORS}",
+    b"tjgg": f"a GGML file of early llama.cpp. {SAFETENSORS}",
+    b"\x89HDF": f"an HDF5 file of TensorFlow or Keras. {SAFETENSORS}",
+    b"Rar!": "a rar archive. Unpack it and give the folder.",
+    b"7z\xbc\xaf": "a 7z archive. Unpack it and give the folder.",
+    b"\x1f\x8b": "a gzip archive. Unpack it and give the folder.",
+    b"version https://git-lfs": "a pointer of Git LFS, not the file itself. Fetch it with `git lfs pull` or `headway download`.",
+}
+"""First bytes of a file, which say more than its name."""
+NAMES = {
+    "*.gguf": MAGIC[b"GGUF"],
+    "*ggml*.bin": MAGIC[b"lmgg"],
+    "*.ggml": MAGIC[b"lmgg"],
+    "*.onnx": f"an ONNX graph. {SAFETENSORS}",
+    "*.onnx_data": f"an ONNX graph. {SAFETENSORS}",
+    "tf_model*.h5": f"TensorFlow weights. {SAFETENSORS}",
+    "*.h5": f"Keras or TensorFlow weights. {SAFETENSORS}",
+    "saved_model.pb": f"a TensorFlow SavedModel. {SAFETENSORS}",
+    "*.ckpt.index": f"a TensorFlow checkpoint. {SAFETENSORS}",
+    "flax_model*.msgpack": f"Flax weights. {SAFETENSORS}",
+    "*.msgpack": f"Flax weights. {SAFETENSORS}",
+    "rust_model.ot": f"weights of rust-bert. {SAFETENSORS}",
+    "openvino_*.xml": f"an OpenVINO graph. {SAFETENSORS}",
+    "openvino_*.bin": f"an OpenVINO graph. {SAFETENSORS}",
+    "*.mlmodel": f"a Core ML model. {SAFETENSORS}",
+    "*.mlpackage": f"a Core ML model. {SAFETENSORS}",
+    "*.tflite": f"a TensorFlow Lite model. {SAFETENSORS}",
+    "*.engine": f"a TensorRT engine. {SAFETENSORS}",
+    "*.plan": f"a TensorRT engine. {SAFETENSORS}",
+    "*.nemo": "an archive of NeMo. Export it to Hugging Face with NeMo's own converter first.",
+    "*.npz": f"NumPy arrays (MLX writes such weights). {SAFETENSORS}",
+    "consolidated*.pth": "weights in Meta's own form (consolidated.*.pth with params.json). Give Meta's Hugging Face folder of this model.",
+    "consolidated*.safetensors": "weights in Mistral's own form (consolidated.safetensors with params.json). Give the files of its Hugging "
+    "Face form: config.json and model-*.safetensors.",
+    "*.distcp": "shards of torch.distributed.checkpoint. Write one safetensors folder from them with the trainer that made them.",
+    "mp_rank_*": "shards of Megatron or DeepSpeed. Convert them to a Hugging Face folder with the trainer that made them.",
+    "zero_pp_rank_*": "shards of DeepSpeed's ZeRO. Run the zero_to_fp32.py beside them, then give the Hugging Face folder.",
+    "latest_checkpointed_iteration.txt": "a checkpoint folder of Megatron. Convert it to a Hugging Face folder with Megatron's own tool.",
+    "zero_to_fp32.py": "a checkpoint folder of DeepSpeed. Run the zero_to_fp32.py in it, then give the Hugging Face folder.",
+    "*.zip": "a zip archive. Unpack it and give the folder.",
+    "*.tar": "a tar archive. Unpack it and give the folder.",
+    "*.safetensors": "a single safetensors file. Give the folder that holds it together with config.json.",
+    "*.bin": "a single file of weights. Give the folder that holds it together with config.json.",
+    "*.pt": "a single file of weights. Give the folder that holds it together with config.json.",
+    "*.pth": "a single file of weights. Give the folder that holds it together with config.json.",
+    "*.ckpt": "a single checkpoint file of another trainer. Convert it to a Hugging Face folder with that trainer.",
+}
+"""Names of files, the most telling first."""
+LOOK_AT = 1000
+"""Entries of a folder that are looked at."""
+
+
+def named_format(path: Path) -> str | None:
+    """What a file is, or what the files of a folder are, in a form that headway cannot read; None if nothing is recognised."""
+    try:
+        if path.is_file():
+            return _by_content(path) or _by_name(path.name)
+        names = [entry.name for _, entry in zip(range(LOOK_AT), path.iterdir(), strict=False)]
+    except (OSError, ValueError):
+        return None
+    found = {pattern: name for pattern in NAMES for name in sorted(names, reverse=True) if fnmatchcase(name, pattern)}
+    return next((f"{found[pattern]} is {NAMES[pattern]}" for pattern in NAMES if pattern in found), None)
+
+
+def _by_name(name: str) -> str | None:
+    return next((said for pattern, said in NAMES.items() if fnmatchcase(name, pattern)), None)
+
+
+def _by_content(path: Path) -> str | None:
+    with open(path, "rb") as file:
+        head = file.read(32)
+    return next((said for magic, said in MAGIC.items() if head.startswith(magic)), None)
+
+
+def pointer(path: Path) -> str | None:
+    """What stands at a path in place of weights, by its first bytes: a pointer of Git LFS looks like a short file."""
+    try:
+        return _by_content(path)
+    except OSError:
+        return None
+
+
+def quantised(config: Mapping[str, Any], folder: Path) -> str | None:
+    """How the weights of a Hugging Face folder are quantised, as its config.json or a file of the quantiser says; None if they are not."""
+    given = config.get("quantization_config")
+    method = given.get("quant_method") if isinstance(given, Mapping) else None
+    if given is None and (folder / "quantize_config.json").is_file():
+        given, method = {}, "gptq"
+    if given is None:
+        return None
+    name = NAMED_QUANTISERS.get(str(method), str(method)) if method is not None else "an unnamed method"
+    return (
+        f"the weights are quantised ({name}); headway trains and computes with 16 or 32 bits. "
+        "Give the model they were made from, or dequantise them first."
+    )
+
+
+NAMED_QUANTISERS = {"awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "fp8": "FP8", "mxfp4": "MXFP4"}
