@@ -161,7 +161,7 @@ def _compute(memory: Path | None, path: Path, over: threading.Event) -> str | No
     ):
         with suppress(OSError, HeadwayError):  # a cache that cannot be written costs time, nothing else
             entry.parent.mkdir(parents=True, exist_ok=True)
-            write_sealed(entry, found.encode())
+            write_sealed(entry, found.encode(), durable=False)
     return found
 
 

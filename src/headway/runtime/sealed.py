@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headway.runtime.storage import write_atomic
+from headway.runtime.storage import TEMPORARY_PREFIX, write_atomic
 
 HEAD = b"headway-sealed "
 HEAD_BYTES = len(HEAD) + 64 + 1
 
 
-def write_sealed(path: Path, content: bytes) -> None:
-    """Write bytes with their checksum, whole or not at all."""
-    write_atomic(path, HEAD + hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+def write_sealed(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Write bytes with their checksum, whole or not at all; `durable` waits for the disk."""
+    whole = HEAD + hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+    if durable:
+        write_atomic(path, whole)
+        return
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex}")
+    temporary.write_bytes(whole)
+    os.replace(temporary, path)
 
 
 def read_sealed(path: Path) -> bytes | None:
