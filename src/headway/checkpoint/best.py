@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from headway.checkpoint.config import CheckpointConfig
-from headway.checkpoint.load import open_checkpoint, step_folders
-from headway.errors import CheckpointError, ConfigError
+from headway.checkpoint.heads import Heads
+from headway.checkpoint.load import step_folders
+from headway.errors import ConfigError
 
 VALID = "valid"
 """The key of a manifest's scalars that holds a validation: {set: {number: value}}."""
@@ -52,20 +53,16 @@ def _values(valid: Mapping[str, Any], metric: str) -> Iterator[Any]:
         yield from (numbers.get(metric[len(name) + 1 :]) for name, numbers in valid.items() if metric.startswith(f"{name}/"))
 
 
-def best_checkpoints(checkpoints: Path, config: CheckpointConfig | None = None) -> list[Ranked]:
+def best_checkpoints(checkpoints: Path, config: CheckpointConfig | None = None, heads: Heads | None = None) -> list[Ranked]:
     """The whole checkpoints of a folder that have a value, best first; of equals the earlier. Snapshots and damaged ones do not count."""
     config = config or CheckpointConfig()
     found: list[Ranked] = []
-    for path in step_folders(checkpoints, snapshots=False):
-        try:
-            reader = open_checkpoint(path)
-            reader.verify(deep=False)
-        except CheckpointError:
-            continue
-        valid: Any = reader.scalars.get(VALID)
+    folders = step_folders(checkpoints, snapshots=False)
+    for path, head in zip(folders, (heads or Heads()).of(folders), strict=True):
+        valid: Any = None if head is None else head.scalars.get(VALID)
         value = metric_value(valid, config.metric)
-        if value is not None:
-            found.append(Ranked(path, reader.step, value))
+        if head is not None and value is not None:
+            found.append(Ranked(path, head.step, value))
     return sorted(found, key=lambda one: (-one.value if config.higher_is_better else one.value, one.step))
 
 
@@ -74,11 +71,11 @@ def best_checkpoint(checkpoints: Path, config: CheckpointConfig | None = None) -
     return next(iter(best_checkpoints(checkpoints, config)), None)
 
 
-def is_among_best(value: float | None, checkpoints: Path, config: CheckpointConfig) -> bool:
+def is_among_best(value: float | None, checkpoints: Path, config: CheckpointConfig, heads: Heads | None = None) -> bool:
     """Whether a checkpoint with this value would be one of the `keep_best`."""
     if value is None or not config.keep_best:
         return False
-    ranked = best_checkpoints(checkpoints, config)[: config.keep_best]
+    ranked = best_checkpoints(checkpoints, config, heads)[: config.keep_best]
     if len(ranked) < config.keep_best:
         return True
     return value > ranked[-1].value if config.higher_is_better else value < ranked[-1].value

@@ -86,14 +86,51 @@ class Manifest:
         return CHECKSUM_LINE.format(hashlib.sha256(rest).hexdigest()).encode() + rest
 
 
+@dataclass(frozen=True)
+class Head:
+    """What stands before the tensors in a manifest."""
+
+    step: int
+    run: str
+    scalars: Mapping[str, Json]
+    files: tuple[StoredFile, ...]
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read and check a folder's manifest.json; any damage is a CheckpointError that names it."""
+    return parse_manifest(folder, _content(folder))
+
+
+def read_head(folder: Path) -> Head:
+    """The head of a folder's manifest.json, whose checksum is checked; shapes and boxes, which are most of it, are not read."""
+    path, content = folder / MANIFEST, _content(folder)
+    if content is None or not _matches_checksum(content):
+        return _head(parse_manifest(folder, content))  # says what is wrong
+    try:
+        begin, end = content.index(b'\n "version": '), content.rindex(b'\n "shapes": ')
+        body: Any = json.loads(b"{" + content[begin:end].rstrip().rstrip(b",") + b"}")
+        if body["version"] != VERSION:
+            return _head(parse_manifest(folder, content))
+        return Head(body["step"], body.get("run", ""), body["scalars"], tuple(StoredFile(**file) for file in body["files"]))
+    except (ValueError, KeyError, TypeError, RecursionError) as problem:
+        raise CheckpointError(f"{path}: damaged: {problem}. Use another checkpoint.") from None
+
+
+def _head(manifest: Manifest) -> Head:
+    return Head(manifest.step, manifest.run, manifest.scalars, manifest.files)
+
+
+def _content(folder: Path) -> bytes | None:
     path = folder / MANIFEST
     try:
-        content = path.read_bytes() if path.exists() else None
+        return path.read_bytes() if path.exists() else None
     except OSError as problem:
         raise CheckpointError(f"{path}: cannot be read: {problem.strerror}. Use another checkpoint.") from None
-    return parse_manifest(folder, content)
+
+
+def _matches_checksum(content: bytes) -> bool:
+    rest = content[len(CHECKSUM_LINE.format("0" * 64)) :]
+    return content == CHECKSUM_LINE.format(hashlib.sha256(rest).hexdigest()).encode() + rest
 
 
 def parse_manifest(folder: Place, content: bytes | None) -> Manifest:
@@ -102,8 +139,7 @@ def parse_manifest(folder: Place, content: bytes | None) -> Manifest:
     if content is None:
         raise CheckpointError(f"{path}: no such file, so this is not a complete checkpoint. Use another one.")
     try:
-        rest = content[len(CHECKSUM_LINE.format("0" * 64)) :]
-        if content != CHECKSUM_LINE.format(hashlib.sha256(rest).hexdigest()).encode() + rest:
+        if not _matches_checksum(content):
             raise ValueError("its checksum does not match")
         body: Any = json.loads(content)
         if body["version"] != VERSION:

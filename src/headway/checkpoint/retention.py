@@ -13,7 +13,9 @@ from typing import Any
 
 from headway.checkpoint.best import VALID, metric_value
 from headway.checkpoint.config import CheckpointConfig
-from headway.checkpoint.load import Reader, open_checkpoint, step_folders, step_of
+from headway.checkpoint.heads import Heads
+from headway.checkpoint.load import Reader, step_folders, step_of
+from headway.checkpoint.manifest import Head
 from headway.checkpoint.save import LATEST, REPLACED_PREFIX, STEP_FOLDER
 from headway.errors import CheckpointError
 from headway.runtime.storage import link_atomic, remove_folder, rename_folder, writing
@@ -37,7 +39,7 @@ class Entry:
     """The run that saved it; empty where it does not say."""
 
     @classmethod
-    def of(cls, name: str, reader: Reader | None, metric: str) -> Entry:
+    def of(cls, name: str, reader: Reader | Head | None, metric: str) -> Entry:
         """What a reader says, None for one that cannot be read."""
         match = STEP_FOLDER.fullmatch(name.removeprefix(REPLACED_PREFIX))
         assert match is not None
@@ -87,9 +89,11 @@ def _older_than(entries: list[Entry], keep: int) -> list[Entry]:
     return left
 
 
-def retain(checkpoints: Path, config: CheckpointConfig, own: Own = Own()) -> list[Path]:
+def retain(checkpoints: Path, config: CheckpointConfig, own: Own = Own(), heads: Heads | None = None) -> list[Path]:
     """Point best-1, best-2, ... at the best, delete what need not stay, and return what was deleted."""
-    best, unneeded = choose([Entry.of(path.name, _whole(path), config.metric) for path in _all_folders(checkpoints)], config, own)
+    folders = _all_folders(checkpoints)
+    found = (heads or Heads()).of(folders)
+    best, unneeded = choose([Entry.of(path.name, head, config.metric) for path, head in zip(folders, found, strict=True)], config, own)
     _link_best(checkpoints, best)
     linked = {path.resolve() for path in checkpoints.iterdir() if path.is_symlink()}
     doomed = [path for name in unneeded if (path := checkpoints / name).resolve() not in linked]
@@ -100,9 +104,9 @@ def retain(checkpoints: Path, config: CheckpointConfig, own: Own = Own()) -> lis
 
 
 def _all_folders(checkpoints: Path) -> list[Path]:
-    """Checkpoints and snapshots, a snapshot of the same step as a checkpoint too."""
+    """Checkpoints and snapshots, oldest first, a snapshot of the same step as a checkpoint too."""
     full = step_folders(checkpoints, snapshots=False)
-    return [*full, *(path for path in checkpoints.glob("snapshot-*") if STEP_FOLDER.fullmatch(path.name))]
+    return sorted([*full, *(path for path in checkpoints.glob("snapshot-*") if STEP_FOLDER.fullmatch(path.name))], key=step_of)
 
 
 def _link_best(checkpoints: Path, best: list[str]) -> None:
@@ -115,16 +119,6 @@ def _link_best(checkpoints: Path, best: list[str]) -> None:
         if not link.is_symlink() or str(link.readlink()) != target:
             with writing(link, error=CheckpointError):
                 link_atomic(link, target)
-
-
-def _whole(path: Path) -> Reader | None:
-    """The checkpoint, if manifest, sizes and coverage are right; the bytes are not read."""
-    try:
-        reader = open_checkpoint(path)
-        reader.verify(deep=False)
-    except CheckpointError:
-        return None
-    return reader
 
 
 def set_aside_later(checkpoints: Path, step: int) -> list[Path]:

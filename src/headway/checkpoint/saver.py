@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.checkpoint.config import CheckpointConfig
+from headway.checkpoint.heads import Heads
 from headway.checkpoint.host import HostCopy
 from headway.checkpoint.load import step_folders, step_of
 from headway.checkpoint.manifest import Json
@@ -72,6 +73,8 @@ class Saver:
         """Which run this is; its checkpoints say so."""
         self.on_saved: Callable[[int], None] = lambda step: None
         """Called on the first rank with the step of every save that is complete, before older ones go."""
+        self.heads = Heads()
+        """What the checkpoints here say about themselves, read once."""
         self._failures = 0
         self._host = HostCopy()
         self._copies: bool | None = None
@@ -194,7 +197,7 @@ class Saver:
         remote = self.remote
         self._quietly(lambda: remote.retain(Own(self.run, step)), "older checkpoints in the store")
         here = self.config.model_copy(update={"keep_last": 1, "keep_best": min(1, self.config.keep_best), "keep_every": None})
-        self._quietly(lambda: retain(self.checkpoints, here, Own(self.run, step)), "older local checkpoints")
+        self._quietly(lambda: retain(self.checkpoints, here, Own(self.run, step), self.heads), "older local checkpoints")
 
     def resume_upload(self) -> None:
         """At the start of a run: what an earlier start left complete on the disk, but not in the store, goes up beside training."""
@@ -234,7 +237,7 @@ class Saver:
 
     def _retain(self, step: int) -> None:
         """Let go what need not stay; the new checkpoint is whole even if this fails."""
-        self._quietly(lambda: retain(self.checkpoints, self.config, Own(self.run, step)), "older checkpoints")
+        self._quietly(lambda: retain(self.checkpoints, self.config, Own(self.run, step), self.heads), "older checkpoints")
 
     def _quietly(self, work: Callable[[], object], what: str, verb: str = "removed") -> None:
         """Tidy up on the first rank; a failure is told and fails nothing."""

@@ -34,7 +34,7 @@ def due_after(run: Run) -> str | None:
         if due != "checkpoint" and (config.on_best or (stop is not None and stop.restore_best)):
             run.saver.wait()  # what is under way counts
             value = metric_value(state.valid, config.metric)
-            best = run.process.is_first and is_among_best(value, run.checkpoints, config)
+            best = run.process.is_first and is_among_best(value, run.checkpoints, config, run.saver.heads)
             due = "checkpoint" if run.ranks.world.most(int(best)) else due
     return due
 
