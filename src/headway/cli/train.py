@@ -182,7 +182,7 @@ def work(arguments: list[str], options: Options) -> int:
     from headway.runtime.output import OutputError
     from headway.runtime.process import from_environment, kill_at_step, set_environment
     from headway.train import dry_run as try_recipe
-    from headway.train import train
+    from headway.train.session import run_recipe
 
     recipe = read_recipe(arguments)
     if options.profile:
@@ -193,9 +193,7 @@ def work(arguments: list[str], options: Options) -> int:
     probe = profiled(plan) if options.profile else nullcontext
     if (step := kill_at_step()) is not None:
         probe = killed_at(step)
-    outcome: dict[str, Any] = (
-        try_recipe(recipe, resume=options.resume) if options.dry_run else train(recipe, resume=options.resume, probe=probe)
-    )
+    outcome: dict[str, Any] = try_recipe(recipe, resume=options.resume) if options.dry_run else run_recipe(recipe, options.resume, probe)
     if options.json and from_environment().is_first:
         try:
             print_json(outcome)

@@ -31,6 +31,12 @@ def heeded_signals() -> list[int]:
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
+def deliver_again(name: str | None) -> None:
+    """Hand a signal that was heeded to its usual handler; what is no signal (None, a request from outside) is left alone."""
+    if name is not None and name in signal.Signals.__members__ and threading.current_thread() is threading.main_thread():
+        signal.raise_signal(signal.Signals[name])
+
+
 class Interrupted(BaseException):
     """Asked to stop while there was nothing to save yet. No library that catches its own exceptions may swallow it."""
 

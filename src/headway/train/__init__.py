@@ -11,10 +11,17 @@ if TYPE_CHECKING:
 
 
 def train(recipe: Recipe, *, resume: str = "auto", probe: Probe = nullcontext) -> dict[str, Any]:
-    """Run a recipe to its end, continuing its run folder's newest checkpoint unless told otherwise; returns the summary."""
+    """Run a recipe to its end, continuing its run folder's newest checkpoint unless told otherwise; returns the summary.
+
+    A signal that stops training is not swallowed: once the run is saved, Ctrl-C raises KeyboardInterrupt, and another signal is delivered
+    again to whoever handled it before. Only if that handler returns, and after `headway stop`, the summary comes back with `stopped_by`.
+    """
+    from headway.runtime.stop import deliver_again
     from headway.train.session import run_recipe
 
-    return run_recipe(recipe, resume, probe)
+    summary = run_recipe(recipe, resume, probe)
+    deliver_again(summary.get("stopped_by"))
+    return summary
 
 
 def dry_run(recipe: Recipe, *, resume: str = "auto") -> dict[str, Any]:

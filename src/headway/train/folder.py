@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -240,8 +241,19 @@ def begin_in(folder: Path) -> None:
     begin_claims(folder)
     if supervisor() is None:
         withdraw(folder)  # a request to stop that an earlier start left; under a supervisor it may be for this one
-    write_atomic(folder / "command.txt", " ".join(sys.argv) + "\n")
-    write_json(folder / "environment.json", environment())
+    keep_start(folder)
+
+
+def keep_start(folder: Path) -> None:
+    """Write what was called and where; the run folder holds that of the newest start, logs/starts/ that of every one, by number."""
+    starts = folder / "logs" / "starts"
+    starts.mkdir(exist_ok=True)
+    number = max((int(path.name) for path in starts.iterdir() if path.name.isdecimal()), default=0) + 1
+    found = environment()
+    (starts / f"{number:04}").mkdir()
+    for place in (starts / f"{number:04}", folder):
+        write_atomic(place / "command.txt", shlex.join(sys.argv) + "\n")
+        write_json(place / "environment.json", found)
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:

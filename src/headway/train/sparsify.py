@@ -125,7 +125,7 @@ def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
 
 def sparsify(recipe: Recipe, plan: SparsifyPlan, *, train: Callable[[Recipe], dict[str, Any]] | None = None) -> Sparsified | int:
     """Do every part that is not done yet; the exit code where training was stopped. `train` may train elsewhere, in several ranks say."""
-    from headway.train import train as train_here
+    from headway.train.session import run_recipe as train_here  # a stop is an exit code here, no signal
 
     checked = check(recipe, plan)
     run = recipe.run.folder

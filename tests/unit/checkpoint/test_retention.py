@@ -124,3 +124,34 @@ def test_of_equal_values_the_earlier_is_the_better(tmp_path: Path) -> None:
     assert [one.step for one in best_checkpoints(tmp_path, config)] == [20, 60, 70, 50]
     higher = CheckpointConfig(metric="accuracy")
     assert [one.step for one in best_checkpoints(tmp_path, higher)] == [20, 60, 70, 50]
+
+
+def test_a_manifest_is_read_once_however_often_checkpoints_are_retained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.checkpoint import heads
+    from headway.checkpoint.best import is_among_best
+
+    config = CheckpointConfig(keep_last=1, keep_best=1, keep_every=1)
+    for step in range(1, 9):
+        save_checkpoint(tmp_path, step, [], {"valid": {"a": {"loss": float(step)}}})
+    read: list[str] = []
+    plain = heads.read_head
+    monkeypatch.setattr(heads, "read_head", lambda path: (read.append(path.name), plain(path))[1])
+    known = heads.Heads()
+    assert retain(tmp_path, config, heads=known) == [] and len(read) == 8
+    assert (tmp_path / "best-1").readlink().name == "step-00000001"
+    save_checkpoint(tmp_path, 9, [], {"valid": {"a": {"loss": 0.5}}})
+    retain(tmp_path, config, heads=known)
+    assert read[8:] == ["step-00000009"] and (tmp_path / "best-1").readlink().name == "step-00000009"
+    assert not is_among_best(0.7, tmp_path, config, known) and is_among_best(0.3, tmp_path, config, known) and len(read) == 9
+    (tmp_path / "step-00000009" / "manifest.json").write_bytes(b"damaged")
+    retain(tmp_path, config, heads=known)
+    assert (tmp_path / "best-1").readlink().name == "step-00000001", "what was changed is read again"
+
+
+def test_the_head_of_a_manifest_says_what_the_whole_says(tmp_path: Path) -> None:
+    from headway.checkpoint.manifest import read_head, read_manifest
+
+    scalars = {"valid": {"a": {"loss": 1.5}}, "odd": ['\n "shapes": {}', '\n "version": 7', {"files": []}], "deep": {"shapes": {"x": 1}}}
+    path = save_checkpoint(tmp_path, 3, [], scalars)
+    head, whole = read_head(path), read_manifest(path)
+    assert (head.step, head.run, head.scalars, head.files) == (whole.step, whole.run, whole.scalars, whole.files)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from headway.launch.supervise import Policy, Supervisor
-from headway.runtime.heartbeat import stacks_file
+from headway.launch import supervise
+from headway.launch.supervise import Patience, Policy, Supervisor
+from headway.runtime.heartbeat import Beat, stacks_file
 from headway.train.request import Request, ask
 
 FAST = Policy(max_restarts=2, backoff_seconds=0.0, hang_seconds=1.0)
@@ -143,3 +145,60 @@ def test_a_request_to_stop_between_two_starts_is_heeded(tmp_path: Path) -> None:
     threading.Thread(target=send).start()
     assert watching.run() == 143
     assert turns(tmp_path) == 1 and not (tmp_path / "stop.json").exists()
+
+
+def beat(*, progress_at: float, at: float, step: int = 3) -> Beat:
+    return Beat(0, os.getpid(), socket.gethostname(), step, "step", progress_at, at)
+
+
+def test_a_clock_that_jumps_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(supervise.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(supervise.time, "time", lambda: 4e9)
+    patience = Patience(60)
+    for step in range(100):
+        now[0] += 1
+        clock = 1e9 + step + (3600 if step > 50 else 0) - (7200 if step > 70 else 0)
+        assert not patience.hung([beat(progress_at=clock, at=clock, step=step)])
+
+
+def test_silence_is_a_hang_after_the_seconds_that_were_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(supervise.time, "monotonic", lambda: now[0])
+    patience = Patience(60)
+    hung_after = 0
+    for look in range(1, 100):
+        if patience.hung([beat(progress_at=5.0, at=1e9 + look)]):
+            hung_after = look
+            break
+        now[0] += 1
+    assert hung_after == 62, "first seen at the first look, silent for more than 60 looks of a second"
+
+
+def test_a_pause_of_the_whole_machine_counts_for_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(supervise.time, "monotonic", lambda: now[0])
+    patience = Patience(60)
+    silent = beat(progress_at=5.0, at=6.0)
+    patience.hung([silent])
+    now[0] += 7200
+    assert not patience.hung([silent])
+
+
+def test_silence_on_a_disk_that_cannot_be_written_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(supervise.time, "monotonic", lambda: now[0])
+    patience = Patience(3)
+    for _ in range(20):
+        now[0] += 1
+        assert not patience.hung([beat(progress_at=5.0, at=6.0)], counts=False)
+
+
+def test_what_an_earlier_start_left_is_not_this_ones_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(supervise.time, "monotonic", lambda: now[0])
+    left = beat(progress_at=5.0, at=6.0)
+    patience = Patience(3, [left])
+    for _ in range(20):
+        now[0] += 1
+        assert not patience.hung([left])

@@ -14,7 +14,7 @@ RECORD: dict[str, Any] = {
     "step": 120, "loss": 3.41234, "lr": 3e-4, "grad_norm": 0.912, "inf_nan_skip_batches": 0, "valid": {"loss": 3.2, "code/loss": None},
     "time": {
         "tokens_per_second": 12345.6, "mfu_full": 0.412, "mfu_causal": 0.38, "memory_bytes": 12.1e9, "eta_seconds": 185.0,
-        "gpu_power_watts": "unknown", "data_wait_seconds": 0.001,
+        "gpu_power_watts": None, "data_wait_seconds": 0.001,
     },
 }  # fmt: skip
 
@@ -49,7 +49,7 @@ def test_large_numbers_fit_100_columns_and_unknown_ones_say_so() -> None:
         "memory_bytes": 139.8e9, "eta_seconds": 187200.0,
     }  # fmt: skip
     assert len(step_line(100000, 100000, flatten(big))) <= 100
-    assert step_line(1, None, {"loss": float("nan"), "mfu_full": "unknown", "mfu_causal": "unknown"}) == "step 1  loss nan  mfu unknown"
+    assert step_line(1, None, {"loss": float("nan"), "mfu_full": None, "mfu_causal": None}) == "step 1  loss nan  mfu unknown"
     assert step_line(1, None, {"loss": None, "lr": 0.0, "grad_norm": None}) == "step 1  loss None  lr 0.0e0  grad None"
 
 
@@ -58,7 +58,7 @@ def test_verbose_shows_every_number(caplog: pytest.LogCaptureFixture) -> None:
         Console(1000).log(120, RECORD)
     line, valid, rest = caplog.messages
     assert line.startswith("120/1000") and valid == "valid/loss 3.2  valid/code/loss None"
-    assert "inf_nan_skip_batches 0" in rest and "gpu_power_watts unknown" in rest and "loss 3" not in rest
+    assert "inf_nan_skip_batches 0" in rest and "gpu_power_watts" not in rest and "loss 3" not in rest
     caplog.clear()
     with caplog.at_level(logging.INFO, "headway"):
         Console(1000).note("hello")
@@ -78,7 +78,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     for steps, value in ((range(1, 6), 1.0), (range(4, 8), 2.0)):  # killed after 5, resumed from 3
         tracker = config.build(tmp_path, "run")
         for step in steps:
-            tracker.log(step, {"step": step, "loss": value, "time": {"tgs": 5, "mfu_full": "unknown"}})
+            tracker.log(step, {"step": step, "loss": value, "time": {"tgs": 5, "mfu_full": None}})
         tracker.close()
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in shown.Scalars("loss")] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0), (7, 2.0)]

@@ -1,0 +1,115 @@
+"""Signals: a terminal that closes saves a run; `train()` in a program of one's own does not swallow what stops it; the demo ends."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.runs import make_stores, start_headway, tiny_settings, wait_for_step
+
+from headway.config.load import load
+from headway.demo.run import run_demo
+from headway.train import train
+from headway.train.config import Recipe
+
+
+def soon(run: Path, step: int, act: Callable[[], object]) -> threading.Thread:
+    """Do something once a run has come to a step."""
+
+    def work() -> None:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            if (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_bytes().count(b"\n") >= step:
+                act()
+                return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def recipe(folder: Path) -> Recipe:
+    make_stores(folder)
+    return load(Recipe, None, [*tiny_settings(folder, "run"), "steps=100000"])
+
+
+def saved(run: Path) -> bool:
+    return (run / "checkpoints" / "latest" / "manifest.json").exists()
+
+
+def test_ctrl_c_saves_and_then_raises(tmp_path: Path) -> None:
+    soon(tmp_path / "run", 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe(tmp_path))
+    assert saved(tmp_path / "run")
+
+
+def test_sigterm_reaches_the_handler_that_was_there(tmp_path: Path) -> None:
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    try:
+        soon(tmp_path / "run", 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        summary = train(recipe(tmp_path))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert got == [signal.SIGTERM] and summary["stopped_by"] == "SIGTERM" and saved(tmp_path / "run")
+
+
+def test_ctrl_c_ends_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.demo import run as demo
+
+    stages: list[str] = []
+
+    def pretrain(_: object) -> dict[str, object]:
+        stages.append("pretrain")
+        soon(tmp_path / "run", 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+        train(recipe(tmp_path))
+        return {}
+
+    for name in ("make_corpus", "make_tokenizer", "make_store", "make_instructions"):
+        monkeypatch.setattr(demo, name, lambda _: {})
+    monkeypatch.setattr(demo, "pretrain", pretrain)
+    monkeypatch.setattr(demo, "evaluate", lambda _: stages.append("evaluate"))
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(tmp_path / "demo")
+    assert stages == ["pretrain"]
+
+
+def test_a_terminal_that_closes_saves_the_run(tmp_path: Path) -> None:
+    make_stores(tmp_path)
+    process = start_headway("train", *tiny_settings(tmp_path, "run"), "steps=100000")
+    wait_for_step(tmp_path / "run" / "metrics.jsonl", 2, process)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait() == 128 + signal.SIGHUP
+    assert saved(tmp_path / "run")
+
+
+def test_nohup_keeps_a_run_from_stopping(tmp_path: Path) -> None:
+    make_stores(tmp_path)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what a process forked now inherits, as from nohup
+    try:
+        process = start_headway("train", *tiny_settings(tmp_path, "run"), "steps=40")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_for_step(tmp_path / "run" / "metrics.jsonl", 2, process)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait() == 0
+
+
+def test_every_start_keeps_its_command_and_a_healthy_run_has_no_crash(tmp_path: Path) -> None:
+    from support.runs import headway
+
+    make_stores(tmp_path)
+    for steps in (2, 3):
+        assert headway("train", *tiny_settings(tmp_path, "run"), f"steps={steps}").returncode == 0
+    logs = tmp_path / "run" / "logs"
+    commands = [(logs / "starts" / name / "command.txt").read_text() for name in ("0001", "0002")]
+    assert "steps=2" in commands[0] and "steps=3" in commands[1]
+    assert (tmp_path / "run" / "command.txt").read_text() == commands[1]
+    assert json.loads((logs / "starts" / "0001" / "environment.json").read_text())["packages"]["torch"]
+    assert not (logs / "crash.json").exists()
