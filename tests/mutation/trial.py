@@ -23,7 +23,8 @@ from typing import Any
 
 from catalogue import PACKAGE, Mutant
 
-COPIED = ("src", "tests", "recipes", "docs", "benchmarks", "pyproject.toml", "README.md", "README.zh-CN.md", "ARCHITECTURE.md", "Makefile")
+COPIED = ("src", "tests", "recipes", "docs", "benchmarks", "pyproject.toml", "Makefile")
+PAGES = "*.md"
 OPTIONS = ("-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=short", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 PRELOADED = "import support.ranks, support.runs, headway.train.build, headway.cli, hypothesis, pytest_timeout"
 MOST_BYTES = 6 << 30
@@ -38,7 +39,7 @@ class Copy:
         self.folder = folder
         folder.mkdir(parents=True)
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", ".pytest_cache", "mutation")
-        for name in COPIED:
+        for name in (*COPIED, *(page.name for page in root.glob(PAGES))):
             source = root / name
             if source.is_dir():
                 shutil.copytree(source, folder / name, ignore=ignored)
