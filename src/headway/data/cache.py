@@ -18,8 +18,8 @@ from headway.data.config import default_cache_dir
 from headway.data.lock import held
 from headway.data.store import is_store, open_store
 from headway.data.tokenize import TokenizeOptions, tokenize
-from headway.errors import DataError
-from headway.runtime.storage import remove_folder, rename_folder
+from headway.errors import ConfigError, DataError
+from headway.runtime.storage import check_writable, remove_folder, rename_folder
 from headway.runtime.temporary import TEMPORARY_PREFIX, temporary_name
 from headway.text.read import expand
 from headway.tokenizer.load import load_tokenizer
@@ -52,18 +52,29 @@ def cached_store(
 
 def obtain(wanted: CachedBuild, cache_dir: Path) -> Path:
     """The finished store of a cached build; only one of many processes that ask for it does the work. A damaged one is built again."""
+    if not cache_dir.is_dir():
+        check_cache(cache_dir)
     folder, checksums = cache_dir / "stores", Checksums(cache_dir)
     named = list(zip([path.name for path in wanted.files], _sizes(wanted.files), checksums.of_all(wanted.files), strict=True))
     key = hashlib.sha256(repr((named, wanted.settings)).encode()).hexdigest()
     store = folder / key[:32]
     if is_store(store) and is_whole(store, checksums):
         return store
+    check_cache(cache_dir)
     with held(folder / f"{store.name}.lock", until=lambda: is_store(store) and is_whole(store, checksums)) as mine:
         if mine:
             discard_damaged(store)
             log.info("build a token store of %s in %s", wanted.what, store)
             _build(wanted, store)
     return store
+
+
+def check_cache(cache_dir: Path) -> None:
+    """Refuse a cache folder that cannot be written (or created)."""
+    try:
+        check_writable(cache_dir)
+    except ConfigError as problem:
+        raise ConfigError(f"data.cache_dir: {problem}") from None
 
 
 def is_whole(store: Path, checksums: Checksums) -> bool:

@@ -27,6 +27,7 @@ from headway.data.store import StoreWriter, dtype_for, is_store
 from headway.data.tokenize import TokenizeOptions, tokenize
 from headway.errors import ConfigError, DataError, HeadwayError
 from headway.runtime.progress import progress
+from headway.runtime.storage import check_writable
 from headway.text.read import expand
 from headway.tokenizer.load import load_tokenizer
 
@@ -138,6 +139,7 @@ def check_target(out: Path, to: str, options: Options = Options()) -> Target:
     """Refuse a format nobody writes, and a place where something lies; in an InternLM folder only that of the type matters."""
     if to not in TARGETS:
         raise ConfigError(f"--to is {to!r}; it must be one of {', '.join(TARGETS)}.")
+    check_writable(out)
     if to == "headway" or not out.exists():
         return to
     places = [out]
@@ -227,6 +229,8 @@ def _to_internlm(source: Source, folder: Path, options: Options, advance: Callab
             writers[kind].add(item.ids, item.mask)
             documents, tokens = documents + 1, tokens + len(item.ids)
             advance(len(item.ids))
+        for writer in writers.values():
+            writer.prepare()
         for writer in writers.values():
             writer.finish()
     return documents, tokens, 0, 0

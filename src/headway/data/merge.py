@@ -12,12 +12,14 @@ import numpy as np
 from headway.data.store import Store, StoreWriter, open_store
 from headway.errors import DataError
 from headway.runtime.progress import progress
+from headway.runtime.storage import check_writable
 
 COPY_DOCUMENTS = 4096
 
 
 def merge(stores: Sequence[Path], out: Path) -> Store:
     """Join stores into the new store `out`."""
+    check_writable(Path(out))
     opened = [open_store(path) for path in stores]
     if not opened:
         raise DataError("merge: no store is given; name at least one.")

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, Self
@@ -21,7 +22,7 @@ import numpy as np
 from headway.data.source import Flags, Ids, Longs
 from headway.data.store_manifest import JOURNAL_NAME, MANIFEST_NAME, Division, Dtype, Manifest, Shard, ShardFile, file_names
 from headway.errors import DataError
-from headway.runtime.storage import CHUNK_BYTES, fsync_file, write_atomic, writing
+from headway.runtime.storage import CHUNK_BYTES, fsync_file, missing_folders, remove_empty, write_atomic, writing
 
 SHARD_TOKENS = 1 << 30
 BUFFER_TOKENS = 1 << 20
@@ -144,6 +145,8 @@ class StoreWriter:
         self._waiting_tokens = 0
         self.note: Mapping[str, Any] = NO_NOTE
         """What the last commit before a resume was told to remember; empty for a new store."""
+        self._finished = False
+        self._made = missing_folders(self.folder)
         if (self.folder / MANIFEST_NAME).exists():
             raise DataError(f"{self.folder}: holds a finished token store already. Choose another folder or remove it first.")
         with writing(self.folder):
@@ -153,9 +156,7 @@ class StoreWriter:
             self._restore(journal)
         else:
             journal.unlink(missing_ok=True)
-            for what in FILE_PATTERNS:
-                for stale in self.folder.glob(what):
-                    stale.unlink()
+            self._remove_files()
 
     def add(self, ids: Ids | Sequence[int], mask: Flags | None = None, spans: Longs | None = None, type_name: str = "") -> None:
         """Append one document; `mask`: which tokens are loss targets; `spans`: where true documents start inside it; its type."""
@@ -204,19 +205,30 @@ class StoreWriter:
         if self._files or not self._shards:
             self._close_shard()
         write_atomic(self.folder / MANIFEST_NAME, self._manifest(division).dump())
+        self._finished = True
         (self.folder / JOURNAL_NAME).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let go of the files without finishing; what was committed can be resumed."""
+        """Let go of the files; where nothing was committed that could be resumed, an unfinished store is removed."""
         for one in self._files:
-            one.file.close()
+            # A full disk cannot take what is still in memory; that was reported when it was written.
+            with suppress(OSError):
+                one.file.close()
         self._files = []
+        if not self._finished and not (self.folder / JOURNAL_NAME).exists():
+            self._remove_files()
+            remove_empty(self._made)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _remove_files(self) -> None:
+        for what in FILE_PATTERNS:
+            for stale in self.folder.glob(what):
+                stale.unlink()
 
     def _manifest(self, division: Division | None) -> Manifest:
         given = self._settings

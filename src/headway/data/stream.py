@@ -19,6 +19,7 @@ import numpy as np
 from headway.data.order import Windows, permuted, shuffled
 from headway.data.packing import RowPlan, RowShape, join, plan_rows
 from headway.data.source import Longs, Source
+from headway.errors import HeadwayError
 from headway.runtime.progress import progress
 from headway.runtime.sealed import read_sealed, write_sealed
 from headway.runtime.seed import derive
@@ -123,8 +124,11 @@ class Stream:
         except (OSError, ValueError) as problem:
             logging.getLogger("headway").warning("%s is damaged (%s); rows are counted again", path, problem)
         found = self._count_rows()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_sealed(path, found.astype("<i8").tobytes())
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_sealed(path, found.astype("<i8").tobytes())
+        except (OSError, HeadwayError) as problem:
+            logging.getLogger("headway").warning("%s: not kept (%s); rows are counted again at the next start", path, problem)
         return found
 
     @cached_property

@@ -8,8 +8,8 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headway.errors import ConfigError, HeadwayError, TrainingError
@@ -94,6 +94,18 @@ def existing_ancestor(path: Path) -> Path:
     while not here.exists() and here != here.parent:
         here = here.parent
     return here
+
+
+def missing_folders(path: Path) -> list[Path]:
+    """The folder and those above it that do not exist yet, the innermost first."""
+    return [one for one in (Path(path), *Path(path).parents) if not one.exists()]
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Remove folders that were made for nothing, the innermost first; one that holds something stays."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def free_bytes(path: Path) -> int:

@@ -30,8 +30,11 @@ def _expand_one(given: Path | str) -> list[Path]:
         return [path]
     if path.is_dir():
         return _folder(path, None)
+    refuse_stream(path)
     matches = [Path(name) for name in sorted(glob.glob(str(given), recursive=True))]
     if matches:
+        for match in matches:
+            refuse_stream(match)
         return [file for match in matches for file in ([match] if match.is_file() else _folder(match, None))]
     base, _, choice = str(given).rpartition(":")
     if base and choice and Path(base).is_dir():
@@ -44,6 +47,12 @@ def _expand_one(given: Path | str) -> list[Path]:
     if cached is not None:
         return _folder(cached, choice if base else None)
     raise DataError(f"{given}: no such file or folder, and no dataset of that name in the hub's cache.")
+
+
+def refuse_stream(path: Path) -> None:
+    """Refuse a pipe or device: what is read is looked at more than once, and a build continues where it was."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise DataError(f"{path}: is a pipe or device, whose content can be read only once. Write it to a file first and give that.")
 
 
 def _folder(folder: Path, choice: str | None) -> list[Path]:

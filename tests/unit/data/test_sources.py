@@ -95,6 +95,7 @@ def test_a_store_without_a_fingerprint_is_read_when_the_recipe_says_so(tmp_path:
 def test_what_is_not_there_or_half_written_is_refused(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "half", dtype="uint16", tokenizer_fingerprint=None) as writer:
         writer.add_many(np.arange(9), np.array([4, 5]))
+        writer.commit()
     for path, said in (("half", "unfinished"), ("absent", "no such file"), ("text.txt", "needs a tokenizer")):
         (tmp_path / "text.txt").write_text("w1 w2")
         with pytest.raises((DataError, ConfigError), match=said):

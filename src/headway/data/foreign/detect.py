@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from headway.data.foreign import mds, megatron, zero2all_sft
 from headway.data.store import is_store
 from headway.errors import ConfigError, DataError
+from headway.text.expand import refuse_stream
 from headway.text.formats import FORMATS, SUPPORTED
 from headway.text.formats.mds import is_mds
 from headway.text.raw import RawFile
@@ -26,6 +27,7 @@ LOOKED_FOR = (
 def detect(path: Path | str) -> Kind:
     """The kind of what lies at a path; what is of no known kind is an error that lists what was looked for."""
     where = Path(path)
+    refuse_stream(where)
     found = _of_folder(where) if where.is_dir() else _of_file(where) if where.is_file() else None
     if found is not None:
         return found

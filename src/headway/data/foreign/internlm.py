@@ -26,7 +26,6 @@ from headway.data.foreign.documents import LARGEST_ID, ForeignStore, Part
 from headway.data.foreign.writer import ForeignWriter, PendingFile
 from headway.data.source import Flags, Ids, Longs
 from headway.errors import DataError
-from headway.runtime.storage import write_atomic
 
 KIND = "internlm"
 REBUILD = "Rebuild it: headway data convert SRC DST --to internlm --rebuild-index."
@@ -193,6 +192,7 @@ class InternlmWriter(ForeignWriter):
         self._index = array("q")
         self._offset = 0
         self._bin = PendingFile(self.file)
+        self._meta: PendingFile | None = None
 
     def add(self, ids: Ids | Sequence[int], mask: Flags | None = None) -> None:
         """Append one document; tokens whose mask is False are written negated, save the first, which nothing predicts."""
@@ -211,15 +211,26 @@ class InternlmWriter(ForeignWriter):
         self._index.extend((self._offset, len(signed)))
         self._offset += len(line)
 
+    def prepare(self) -> None:
+        """Put everything on the disk; what is left to do needs no space, so that an older bin is never lost to a full disk."""
+        if self._meta is None:
+            packed = io.BytesIO()
+            np.save(packed, np.array(self._index, dtype=np.int64).reshape(-1, 2), allow_pickle=False)
+            self._bin.seal()
+            self._meta = PendingFile(self.file.with_name(self.file.name + ".meta"))
+            self._meta.write(packed.getvalue())
+            self._meta.seal()
+
     def finish(self) -> None:
         """Put both files in place, the meta last; an older meta goes first, so that it never lies beside the new bin."""
-        packed = io.BytesIO()
-        np.save(packed, np.array(self._index, dtype=np.int64).reshape(-1, 2), allow_pickle=False)
-        meta = self.file.with_name(self.file.name + ".meta")
-        meta.unlink(missing_ok=True)
+        self.prepare()
+        assert self._meta is not None
+        self._meta.path.unlink(missing_ok=True)
         self._bin.place()
-        write_atomic(meta, packed.getvalue())
+        self._meta.place()
 
     def close(self) -> None:
         """Remove the bin if it was not finished."""
+        if self._meta is not None:
+            self._meta.drop()
         self._bin.drop()

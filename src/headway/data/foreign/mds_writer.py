@@ -17,7 +17,7 @@ import numpy as np
 from headway.data.foreign.writer import ForeignWriter, PendingFile
 from headway.data.source import Flags, Ids, Longs
 from headway.errors import ConfigError, DataError
-from headway.runtime.storage import write_atomic
+from headway.runtime.storage import missing_folders, remove_empty, write_atomic, writing
 from headway.text.formats.mds import DTYPE_CODES, SCALARS
 
 SIZE_LIMIT = 1 << 26
@@ -51,6 +51,7 @@ class MdsWriter:
         self._bytes = self._empty_bytes = 8 + len(self._described)
         self._shards: list[dict[str, Any]] = []
         self._finished = False
+        self._made = missing_folders(self.folder)
         if (self.folder / "index.json").exists() or any(self.folder.glob("shard.*.mds*")):
             raise DataError(f"{folder}: already holds MDS shards. Choose an empty folder.")
 
@@ -73,7 +74,8 @@ class MdsWriter:
         """Write the last shard and the index."""
         if self._samples:
             self._flush()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(self.folder / "index.json", json.dumps({"version": 2, "shards": self._shards}, sort_keys=True))
         self._finished = True
 
@@ -82,6 +84,7 @@ class MdsWriter:
         if not self._finished:
             for shard in self._shards:
                 (self.folder / (shard["zip_data"] or shard["raw_data"])["basename"]).unlink(missing_ok=True)
+            remove_empty(self._made)
 
     def _flush(self) -> None:
         head = 4 * (len(self._samples) + 2) + len(self._described)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Self
 
 from headway.data.source import Flags, Ids
-from headway.errors import DataError
-from headway.runtime.storage import fsync_file, fsync_folder, writing
+from headway.runtime.storage import fsync_file, fsync_folder, missing_folders, remove_empty, writing
+from headway.runtime.temporary import clear_leftovers, temporary_name
 
 
 class ForeignWriter(ABC):
@@ -40,31 +41,40 @@ class PendingFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._temporary = path.with_name(f".tmp-{path.name}")
-        with writing(path, error=DataError):
+        self._temporary = temporary_name(path)
+        self._made = missing_folders(path.parent)
+        self._placed = False
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle: BinaryIO | None = open(self._temporary, "wb", buffering=1 << 20)  # noqa: SIM115 - open until placed or dropped
+            clear_leftovers(path)
+            self._handle: BinaryIO = open(self._temporary, "xb", buffering=1 << 20)  # noqa: SIM115 - open until sealed or dropped
 
     def write(self, content: bytes) -> None:
         """Append bytes."""
-        assert self._handle is not None
-        with writing(self.path, len(content), DataError):
+        with writing(self.path, len(content)):
             self._handle.write(content)
+
+    def seal(self) -> None:
+        """Put everything on the disk: after this only the name is missing, which needs no space."""
+        if not self._handle.closed:
+            with writing(self.path):
+                self._handle.flush()
+                fsync_file(self._handle.fileno())
+                self._handle.close()
 
     def place(self) -> None:
         """Give the file its name."""
-        assert self._handle is not None
-        with writing(self.path, error=DataError):
-            self._handle.flush()
-            fsync_file(self._handle.fileno())
-            self._handle.close()
+        self.seal()
+        with writing(self.path):
             os.replace(self._temporary, self.path)
             fsync_folder(self.path.parent)
-        self._handle = None
+        self._placed = True
 
     def drop(self) -> None:
-        """Remove the file if it was not placed."""
-        if self._handle is not None:
+        """Remove the file if it was not placed, and the folders that were made for it."""
+        if self._placed:
+            return
+        with suppress(OSError):
             self._handle.close()
-            self._temporary.unlink(missing_ok=True)
-            self._handle = None
+        self._temporary.unlink(missing_ok=True)
+        remove_empty(self._made)

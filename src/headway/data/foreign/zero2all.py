@@ -19,10 +19,10 @@ import numpy as np
 
 from headway.data.foreign.documents import ForeignStore, Part, map_file
 from headway.data.foreign.internlm import bin_files
-from headway.data.foreign.writer import ForeignWriter
+from headway.data.foreign.writer import ForeignWriter, PendingFile
 from headway.data.source import Flags, Ids, Longs
 from headway.errors import DataError
-from headway.runtime.storage import fsync_file, fsync_folder, write_atomic, writing
+from headway.runtime.storage import fsync_file, fsync_folder, missing_folders, remove_empty, writing
 
 KIND = "zero2all"
 BEGIN_ID = 64000
@@ -137,7 +137,9 @@ class Zero2allWriter(ForeignWriter):
         self._pending: list[Ids] = []
         self._pending_tokens = 0
         self._temporary = folder / "01_bin_for_train.tmp"
-        with writing(folder, error=DataError):
+        self._made = missing_folders(folder)
+        self._map: PendingFile | None = None
+        with writing(folder):
             if any(folder.rglob("*.bin")):
                 raise DataError(f"{folder}: already holds .bin files, which the index map would include. Choose an empty folder.")
             self._temporary.mkdir(parents=True, exist_ok=True)
@@ -166,20 +168,25 @@ class Zero2allWriter(ForeignWriter):
         """Write the last bin and the index map; the folder gets its name last."""
         if self._pending:
             self._flush()
-        with writing(self.folder, error=DataError):
+        self._map = PendingFile(self.folder / f"all_sample_index_map_{self.seq_len}.ibin")
+        self._map.write(index_map(self._sizes, self.seq_len).tobytes())
+        self._map.seal()
+        with writing(self.folder):
             os.rename(self._temporary, self.folder / "01_bin_for_train")
             fsync_folder(self.folder)
-        pairs = index_map(self._sizes, self.seq_len)
-        write_atomic(self.folder / f"all_sample_index_map_{self.seq_len}.ibin", pairs.tobytes())
+        self._map.place()
 
     def close(self) -> None:
         """Remove the bins if they were not finished."""
+        if self._map is not None:
+            self._map.drop()
         if self._temporary.exists():
             shutil.rmtree(self._temporary)
+            remove_empty(self._made)
 
     def _flush(self) -> None:
         file = self._temporary / f"file_000_{len(self._sizes):05}.bin"
-        with writing(file, error=DataError), open(file, "wb") as handle:
+        with writing(file, 2 * self._pending_tokens), open(file, "wb") as handle:
             for tokens in self._pending:
                 handle.write(tokens.tobytes())
             handle.flush()

@@ -21,7 +21,6 @@ from headway.data.foreign.writer import ForeignWriter, PendingFile
 from headway.data.foreign.zero2all import map_stream
 from headway.data.source import Flags, Ids, Longs
 from headway.errors import DataError
-from headway.runtime.storage import write_atomic
 
 KIND = "zero2all-sft"
 IGNORED = 65436
@@ -139,6 +138,7 @@ class SftPairWriter(ForeignWriter):
         if any(self.folder.rglob(f"*{IDS_END}")):
             raise DataError(f"{folder}: already holds *{IDS_END} files. Choose an empty folder.")
         self._ids, self._labels = PendingFile(self.folder / (base + IDS_END)), PendingFile(self.folder / (base + LABELS_END))
+        self._files = [self._ids, self._labels]
 
     def add(self, ids: Ids | Sequence[int], mask: Flags | None = None) -> None:
         """Append one sample."""
@@ -153,12 +153,15 @@ class SftPairWriter(ForeignWriter):
 
     def finish(self) -> None:
         """Put the files in place, the maps last."""
-        self._ids.place()
-        self._labels.place()
-        write_atomic(self.folder / (self.base + MAP_END), json.dumps(self._samples))
-        write_atomic(self.folder / ALL_MAP, json.dumps([(0, *sample) for sample in self._samples]))
+        for name, listed in ((self.base + MAP_END, self._samples), (ALL_MAP, [(0, *sample) for sample in self._samples])):
+            self._files.append(PendingFile(self.folder / name))
+            self._files[-1].write(json.dumps(listed).encode())
+        for file in self._files:
+            file.seal()
+        for file in self._files:
+            file.place()
 
     def close(self) -> None:
         """Remove the files that were not finished."""
-        self._ids.drop()
-        self._labels.drop()
+        for file in reversed(self._files):
+            file.drop()

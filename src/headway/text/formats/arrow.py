@@ -25,12 +25,37 @@ def read(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
                 # Damaged offsets inside a batch would be followed blindly; this check makes them an error.
                 batch.validate(full=True)
                 for start in range(0, batch.num_rows, SLICE_ROWS):
-                    for row in batch.slice(start, SLICE_ROWS).to_pylist():
+                    for row in rows(batch.slice(start, SLICE_ROWS)):
                         number += 1
                         yield Record(row, raw.name, number)
-        except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError, NanosecondsError) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
             raise DataError(f"{raw.name}: not a readable arrow file: {why}. Fetch or write it again.") from None
+
+
+class NanosecondsError(ValueError):
+    """Times inside lists or structures that Python's have no room for."""
+
+
+def rows(batch: Any) -> list[dict[str, Any]]:
+    """The rows of a batch as plain values; times in nanoseconds, finer than Python's, are texts (durations: numbers)."""
+    import pyarrow as pa
+
+    for place, column in enumerate(batch.schema):
+        kind = column.type
+        if (pa.types.is_timestamp(kind) or pa.types.is_time64(kind)) and kind.unit == "ns":
+            batch = batch.set_column(place, column.name, batch.column(place).cast(pa.string()))
+        elif pa.types.is_duration(kind) and kind.unit == "ns":
+            batch = batch.set_column(place, column.name, batch.column(place).cast(pa.int64()))
+    try:
+        return batch.to_pylist()
+    except ValueError as error:
+        if "anosecond" not in str(error):
+            raise
+        named = ", ".join(column.name for column in batch.schema if "[ns" in str(column.type))
+        raise NanosecondsError(
+            f"times in nanoseconds inside {named or 'a column'}, which cannot be read; leave it out or round it"
+        ) from None
 
 
 def _batches(stream: Any) -> Iterator[Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from headway.errors import DataError
 from headway.text.document import Record
+from headway.text.formats.arrow import NanosecondsError, rows
 from headway.text.raw import RawFile
 
 BATCH_ROWS = 256
@@ -24,10 +25,10 @@ def read(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
             number = 0
             for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
                 batch.validate(full=True)
-                for row in batch.to_pylist():
+                for row in rows(batch):
                     number += 1
                     yield Record(row, raw.name, number)
-        except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError, NanosecondsError) as error:
             raise DataError(f"{raw.name}: not a readable parquet file: {_first_line(error)}. Fetch or write it again.") from None
 
 
