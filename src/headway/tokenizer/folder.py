@@ -274,10 +274,8 @@ def _read_vocab_and_merges(folder: Path, *, qwen: bool) -> tokenizers.Tokenizer:
 def _ask_transformers(folder: Path) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer
 
-    try:
+    with _answering(f"{folder} holds a tokenizer that neither headway nor transformers can read"):
         found: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-        raise DataError(f"{folder} holds a tokenizer that neither headway nor transformers can read: {_first_line(error)}.") from None
     backend = getattr(found, "backend_tokenizer", None)
     if backend is None:
         raise DataError(f"{folder} holds a slow tokenizer ({type(found).__name__}); convert it to a tokenizer.json first.")

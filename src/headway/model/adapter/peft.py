@@ -101,16 +101,16 @@ def _settings(folder: Path) -> dict[str, Any]:
     found = read_json(path, "a PEFT adapter")
     kind = found.get("peft_type")
     if kind != "LORA":
-        raise ConfigError(f"{path}: peft_type is {kind!r}; headway reads LORA.")
+        raise ConfigError(f"{path}: peft_type is {str(kind)[:80]!r}; headway reads LORA.")
     strange = [key for key, value in found.items() if value and key not in HARMLESS]
     if found.get("bias", "none") != "none":
         strange.append("bias")
     if strange:
-        named = ", ".join(f"{key} is {found[key]!r}" for key in strange)
+        named = ", ".join(f"{key} is {str(found[key])[:80]!r}" for key in strange)
         raise ConfigError(f"{path}: {named}, which headway does not do. Merge the adapter with PEFT first.")
     base = found.get("base_model_name_or_path")
     if base is not None and not isinstance(base, str):
-        raise ConfigError(f"{path}: base_model_name_or_path is {base!r}; a name or path is expected.")
+        raise ConfigError(f"{path}: base_model_name_or_path is {str(base)[:80]}; a name or path is expected.")
     return found
 
 
@@ -125,7 +125,7 @@ def _config(settings: dict[str, Any], modules: list[str], folder: Path) -> Adapt
             targets=tuple(modules),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{folder / ADAPTER_CONFIG}: rank, alpha or targets cannot be read: {str(error).splitlines()[0]}.") from None
+        raise ConfigError(f"{folder / ADAPTER_CONFIG}: rank, alpha or targets cannot be read: {str(error)[:200].splitlines()[0]}") from None
 
 
 def _own_numbers(settings: dict[str, Any], linear: str, folder: Path) -> tuple[int, float]:
@@ -134,10 +134,12 @@ def _own_numbers(settings: dict[str, Any], linear: str, folder: Path) -> tuple[i
     for key in found:
         patterns = settings.get(key) or {}
         if not isinstance(patterns, dict):
-            raise ConfigError(f"{folder / ADAPTER_CONFIG}: {key} is {patterns!r}; a mapping from linears to numbers is expected.")
+            raise ConfigError(f"{folder / ADAPTER_CONFIG}: {key} is {str(patterns)[:80]}; a mapping from linears to numbers is expected.")
         for pattern, value in patterns.items():
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise ConfigError(f"{folder / ADAPTER_CONFIG}: {key} gives {pattern!r} {value!r}; a number above 0 is expected.")
+                raise ConfigError(
+                    f"{folder / ADAPTER_CONFIG}: {key} has {pattern[:80]!r} {str(value)[:80]!r}; a number above 0 is expected."
+                )
             if not PATTERN.fullmatch(pattern):
                 raise ConfigError(
                     f"{folder / ADAPTER_CONFIG}: {key} holds the expression {pattern[:80]!r}; headway reads names and paths there. "
