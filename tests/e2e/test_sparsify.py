@@ -84,6 +84,7 @@ def test_one_command_trains_exports_asks_and_reports_and_does_nothing_twice(
         (["--tasks", "haystack"], "--tasks holds 'haystack'"),
         (["--sparsities", "1.5"], "--sparsities is 1.5"),
         (["--chat-template", "nothing"], "template is 'nothing'"),
+        (["--data", "nowhere.txt"], "nowhere.txt: no such file"),
         (["--masks", "nowhere.tsv"], "masks is 'nowhere.tsv'"),
         (["--masks", "none", "--random-masks", "--chunk-tokens", "0"], "--chunk-tokens is 0"),
         (["checkpoint.at_end=false"], "checkpoint.at_end is false"),

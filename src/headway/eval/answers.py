@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from headway.errors import CheckpointError, ConfigError, DataError
-from headway.eval.perplexity import BATCH_TOKENS
+from headway.eval.perplexity import BATCH_TOKENS, check_windows
 from headway.eval.scoring import Row, cut, score
 from headway.runtime.progress import progress
 
@@ -43,8 +43,7 @@ class Answers:
             raise ConfigError(
                 f"{loaded.path}: holds no tokenizer, and tasks are texts. Put tokenizer.json and tokenizer_config.json there."
             )
-        if batch_tokens < 1:
-            raise ConfigError(f"--batch-tokens is {batch_tokens}; it must be 1 or more.")
+        check_windows(None, None, batch_tokens)
         self.loaded, self.tokenizer, self.batch_tokens, self.group = loaded, loaded.tokenizer, batch_tokens, group
         self.limit = loaded.config.max_seq_len
 

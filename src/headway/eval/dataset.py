@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from headway.text.document import Document
 
 
+MAX_SAMPLES = 10**12
+
+
 @dataclass(frozen=True)
 class Dataset:
     """Something to score under one name."""
@@ -50,8 +53,8 @@ class Reading:
     def __post_init__(self) -> None:
         if self.split not in ("file", "line"):
             raise ConfigError(f"--split is {self.split!r}; it must be 'file' or 'line'.")
-        if self.max_samples is not None and self.max_samples < 1:
-            raise ConfigError(f"--max-samples is {self.max_samples}; it must be 1 or more.")
+        if self.max_samples is not None and not 1 <= self.max_samples <= MAX_SAMPLES:
+            raise ConfigError(f"--max-samples is {self.max_samples}; it must be from 1 to {MAX_SAMPLES}.")
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError
 from headway.eval.dataset import Dataset, Reading, read_pieces
-from headway.eval.perplexity import BATCH_TOKENS, Perplexity, perplexity
+from headway.eval.perplexity import BATCH_TOKENS, Perplexity, check_windows, perplexity
 from headway.eval.training import Training
 from headway.infer.masks import describe
 
 if TYPE_CHECKING:
+    from headway.infer.generate import Options
     from headway.infer.load import LoadedModel
     from headway.parallel.collectives import Group
 
 log = logging.getLogger("headway")
+
+MAX_PER_PROMPT = 10_000
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,21 @@ class SamplePlan:
     """Chat template: a prompt is what a user says, and the text is the answer; None: a prompt is text to continue."""
 
     def __post_init__(self) -> None:
-        if self.per_prompt < 1:
-            raise ConfigError(f"--samples is {self.per_prompt}; it must be 1 or more.")
+        if not 1 <= self.per_prompt <= MAX_PER_PROMPT:
+            raise ConfigError(f"--samples is {self.per_prompt}; it must be from 1 to {MAX_PER_PROMPT}.")
         if self.template is not None and not self.prompts:
             raise ConfigError(f"--chat-template is {self.template!r}, and there is nothing to answer. Give --prompt or --prompts-file.")
+        if "" in self.prompts:
+            raise ConfigError("a prompt is empty; there is nothing to continue. Give some text.")
+        if self.prompts:
+            self.options()
+
+    def options(self) -> Options:
+        """How to generate; wrong numbers are refused here, before anything is measured."""
+        from headway.infer.generate import Options
+        from headway.infer.sampling import Sampling
+
+        return Options(self.max_new_tokens, sampling=Sampling(self.temperature, seed=self.seed))
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,9 @@ class EvalPlan:
     stride: int | None = None
     batch_tokens: int = BATCH_TOKENS
     samples: SamplePlan = SamplePlan()
+
+    def __post_init__(self) -> None:
+        check_windows(self.window, self.stride, self.batch_tokens)
 
 
 @dataclass(frozen=True)
@@ -155,10 +172,9 @@ def share_a_tokenizer(evaluations: Sequence[Evaluation]) -> bool:
 def _samples(loaded: LoadedModel, plan: SamplePlan) -> list[Sample]:
     if not plan.prompts:
         return []
-    from headway.infer.generate import Options, answer, generate
-    from headway.infer.sampling import Sampling
+    from headway.infer.generate import answer, generate
 
     prompts = [prompt for prompt in plan.prompts for _ in range(plan.per_prompt)]
-    options = Options(plan.max_new_tokens, sampling=Sampling(plan.temperature, seed=plan.seed))
+    options = plan.options()
     made = generate(loaded, prompts, options) if plan.template is None else answer(loaded, prompts, plan.template, options)
     return [Sample(prompt, one.text) for prompt, one in zip(prompts, made, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
     from headway.parallel.collectives import Group
 
+log = logging.getLogger("headway")
+
 BATCH_TOKENS = 8192
+MAX_TOKENS = 2**40
+"""More than any model reads at once."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,17 @@ class _Seen:
         return nll / math.log(2) / self.num_bytes if self.bytes_known and self.num_bytes else None
 
 
+def check_windows(window: int | None, stride: int | None, batch_tokens: int) -> None:
+    """Refuse windows that cannot be; None is the model's own."""
+    if window is not None and not 2 <= window <= MAX_TOKENS:
+        raise ConfigError(f"--window is {window}; it must be at least 2, one token of context and one to score, and at most {MAX_TOKENS}.")
+    if stride is not None and (stride < 1 or (window is not None and stride > window)):
+        most = "" if window is None else f" and at most the window of {window}"
+        raise ConfigError(f"--stride is {stride}; it must be at least 1{most}.")
+    if not 1 <= batch_tokens <= MAX_TOKENS:
+        raise ConfigError(f"--batch-tokens is {batch_tokens}; it must be from 1 to {MAX_TOKENS}.")
+
+
 def perplexity(
     loaded: LoadedModel,
     pieces: Iterable[Piece],
@@ -131,12 +147,9 @@ def perplexity(
     rank, world = (0, 1) if group is None else (group.rank, group.size)
     window = loaded.config.max_seq_len if window is None else window
     stride = window if stride is None else stride
-    if window < 2:
-        raise ConfigError(f"window is {window}; it must be at least 2: one token of context and one to score.")
-    if not 0 < stride <= window:
-        raise ConfigError(f"stride is {stride}; it must be at least 1 and at most the window of {window}.")
-    if batch_tokens < 1:
-        raise ConfigError(f"batch-tokens is {batch_tokens}; it must be 1 or more.")
+    check_windows(window, stride, batch_tokens)
+    if window > loaded.config.max_seq_len and rank == 0:
+        log.warning("window is %d; the model's max_seq_len is %d: longer contexts are beyond it.", window, loaded.config.max_seq_len)
     seen, tally = _Seen(), Tally()
     table = None if loaded.tokenizer is None else TokenBytes(loaded.tokenizer)
     with progress("score" if world == 1 else f"score on rank {rank} of {world}", unit="tokens") as advance:

@@ -6,6 +6,7 @@ prompts -> ids, left-aligned in one batch -> forwards over chunks of all prompts
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,8 +26,12 @@ from headway.tokenizer.chat import Turn, answer_end, render_prompt
 from headway.tokenizer.load import Tokenizer
 from headway.tokenizer.opening import opening_ids
 
+log = logging.getLogger("headway")
+
 DECODED_BEFORE = 16
 """Tokens of the prompt that are decoded with what was chosen; all of a long prompt at each token would cost more than the model."""
+MAX_PROMPTS_BYTES = 64 << 20
+"""Of a prompts file."""
 StoppedBy = Literal["eos", "stop", "length", "context"]
 
 
@@ -48,6 +53,8 @@ class Options:
     """Tokens of each prompt that go through the model at once; no result depends on it beyond rounding."""
 
     def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ConfigError(f"rows is {self.rows}; it must be 1 or more.")
         if self.max_new_tokens < 1:
             raise ConfigError(f"max-new-tokens is {self.max_new_tokens}; it must be 1 or more.")
         if self.chunk_tokens < 1:
@@ -72,8 +79,12 @@ class Generation:
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file: one per line, or the key `prompt` of each line of a .jsonl file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        with open(path, "rb") as file:
+            data = file.read(MAX_PROMPTS_BYTES + 1)  # bounded: a device may have no end
+        if len(data) > MAX_PROMPTS_BYTES:
+            raise ConfigError(f"prompts-file is {str(path)!r}, which holds more than {MAX_PROMPTS_BYTES >> 20} MiB. Give fewer prompts.")
+        lines = data.decode("utf-8").splitlines()
+    except (OSError, ValueError) as error:
         raise ConfigError(f"prompts-file is {str(path)!r}; it cannot be read as text: {error}.") from None
     if path.suffix != ".jsonl":
         return [line for line in lines if line.strip()]
@@ -134,12 +145,25 @@ def generate_from_ids(loaded: LoadedModel, prompts: Sequence[tuple[str, list[int
         # The same prompt twice is two samples; a prompt alone is the first of its kind.
         rows.append(_Row(tokenizer, loaded.end_ids, options, ids, key=f"{seen[prompt]}:{prompt}", room=limit - len(ids)))
         seen[prompt] += 1
+    _report_room(rows, options, limit)
     with progress("generate", total=len(rows), unit="prompts") as advance:
         for first in range(0, len(rows), options.rows):
             some = rows[first : first + options.rows]
             _run(loaded, some, options)
             advance(len(some))
     return [row.result() for row in rows]
+
+
+def _report_room(rows: Sequence[_Row], options: Options, limit: int) -> None:
+    """Say where answers will end before the tokens that were asked for, because the model's context is full."""
+    least = min((row.room for row in rows), default=options.max_new_tokens)
+    if least < options.max_new_tokens:
+        log.warning(
+            "max-new-tokens is %d; the model's max_seq_len=%d leaves room for %d after the longest prompt, where its text ends.",
+            options.max_new_tokens,
+            limit,
+            least,
+        )
 
 
 class _Row:

@@ -6,6 +6,7 @@ batch nor the device take part in it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,12 +29,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ConfigError(f"temperature is {self.temperature}; it must be 0 (likeliest token) or more.")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"--temperature is {self.temperature}; it must be 0 (likeliest token) or more, and finite.")
         if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top-k is {self.top_k}; it must be 1 or more. Leave it out to sample among all tokens.")
+            raise ConfigError(f"--top-k is {self.top_k}; it must be 1 or more. Leave it out to sample among all tokens.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(f"top-p is {self.top_p}; it must be above 0 and at most 1.")
+            raise ConfigError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")
 
     def draw(self, key: str, position: int) -> float:
         """The number in [0, 1) with which the token at a position of a sequence is chosen."""
@@ -45,12 +46,14 @@ def choose(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> 
     if sampling.temperature == 0:
         return logits.argmax(-1)
     # Double, so that the running sum over a large vocabulary decides alike on every device.
-    probability = (logits.double() / sampling.temperature).softmax(-1)
+    # The greatest is subtracted first: a tiny temperature would make it infinite.
+    wide = logits.double()
+    probability = ((wide - wide.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
     likely, token = probability.sort(dim=-1, descending=True, stable=True)
     reached = likely.cumsum(-1)
     if sampling.top_p is not None:
         likely = likely.masked_fill(reached - likely >= sampling.top_p, 0.0)
-    if sampling.top_k is not None:
+    if sampling.top_k is not None and sampling.top_k < likely.shape[-1]:
         likely[:, sampling.top_k :] = 0.0
     reached = likely.cumsum(-1)
     draw = torch.tensor(draws, dtype=torch.float64, device=logits.device)[:, None]

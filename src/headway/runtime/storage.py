@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ CHUNK_BYTES = 4 << 20
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Write a small file so that a reader sees the old content or the new, never half of it."""
     content = data.encode() if isinstance(data, str) else data
+    refuse_device(path)
     temporary = temporary_name(path)
     with writing(path, len(content)):
         with open(temporary, "xb") as file:
@@ -33,6 +35,16 @@ def write_atomic(path: Path, data: bytes | str) -> None:
                 temporary.unlink(missing_ok=True)
                 raise
         fsync_folder(path.parent)
+
+
+def refuse_device(path: Path) -> None:
+    """Refuse to put a file in the place of a device or a pipe (/dev/null, say), which a rename would do."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):  # nothing there, or no name for a file: writing says what is wrong
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ConfigError(f"{path}: is a device or a pipe, which a file would replace. Give the name of a file.")
 
 
 def sha256_file(path: Path) -> str:

@@ -118,9 +118,22 @@ def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
     if resolved.tokenizer_path is None:
         raise ConfigError("the recipe has no tokenizer, and questions are text. Give tokenizer=DIR, or init.from a model that has one.")
     make_cases(load_tokenizer(resolved.tokenizer_path), long)
+    _check_data(plan.data)
     if plan.masks not in (None, NONE, OWN):
         extra.choice.read(Path(plan.masks), resolved.model)
     return Checked(wish, extra, long)
+
+
+def _check_data(data: Sequence[str]) -> None:
+    """Refuse text that cannot be read: its first document is."""
+    from headway.data.store import is_store
+    from headway.eval.dataset import parse_datasets
+    from headway.text.read import read_documents
+
+    for dataset in parse_datasets(data) if data else []:
+        for path in dataset.paths:
+            if not is_store(Path(path)):
+                next(iter(read_documents([path])), None)
 
 
 def sparsify(recipe: Recipe, plan: SparsifyPlan, *, train: Callable[[Recipe], dict[str, Any]] | None = None) -> Sparsified | int:

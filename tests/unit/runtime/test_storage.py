@@ -73,3 +73,14 @@ def test_links_are_replaced_and_folders_removed(tmp_path: Path) -> None:
         assert (tmp_path / "latest").resolve().name == name
     remove_folder(tmp_path / "one")
     assert sorted(os.listdir(tmp_path)) == ["latest", "two"]
+
+
+def test_a_file_never_takes_the_place_of_a_device_or_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    for path in (pipe, tmp_path / "link"):
+        with pytest.raises(ConfigError, match="is a device or a pipe"):
+            write_atomic(path, "text")
+    assert pipe.is_fifo() and (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,10 +61,21 @@ def check_start(device: str, precision: str, *places: Path | None) -> None:
 
     for place in places:
         if place is not None:
+            _check_name(place)
             check_writable(place)
     for name, value, known in (("device", device, ("auto", "cpu", "cuda")), ("precision", precision, ("auto", "fp32", "bf16"))):
         if value not in known:
             raise ConfigError(f"--{name} is {value!r}; it must be {', '.join(known[:-1])} or {known[-1]}.")
+
+
+def _check_name(place: Path) -> None:
+    """Refuse what no file system or report can hold."""
+    try:
+        text = os.fspath(place).encode()
+    except UnicodeEncodeError:
+        text = b"\0"
+    if b"\0" in text:
+        raise ConfigError(f"the folder {str(place)!r} has a name that is no text. Give another one.")
 
 
 def load(model: Path, device: str, precision: str, choice: MaskChoice, *, quiet: bool = False) -> LoadedModel:
