@@ -134,3 +134,30 @@ def test_files_and_pages_exist(page: Path) -> None:
         assert (ROOT / path).exists(), path
     for link in re.findall(r"\]\(([^)#\s]+)", text):
         assert "://" in link or (page.parent / link).exists(), link
+
+
+IN_CHINESE = [page for page in PAGES if page.name.endswith(".zh-CN.md")]
+
+
+def without_prompt(words: list[str]) -> list[str]:
+    return [word for before, word in zip(["", *words], words, strict=False) if before != "--prompt"]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name.startswith("coming-from") and page not in IN_CHINESE], ids=lambda page: page.name
+)
+def test_every_guide_for_users_of_another_system_exists_in_chinese_and_both_link_to_each_other(page: Path) -> None:
+    chinese = page.with_suffix(".zh-CN.md")
+    assert f"[中文]({chinese.name})" in page.read_text(encoding="utf-8")
+    assert f"[English]({page.name})" in chinese.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", IN_CHINESE, ids=lambda page: page.name)
+def test_a_page_has_the_same_commands_headings_and_table_rows_in_both_languages(page: Path) -> None:
+    both = [page, page.with_name(page.name.replace(".zh-CN", ""))]
+    chinese, english = ([without_prompt(words) for words in lines(one)] for one in both)
+    assert chinese == english
+    codes = [set(re.findall(r"`([^`\n]+)`", re.sub(r"(?s)```.*?```", "", one.read_text(encoding="utf-8")))) for one in both]
+    assert codes[1] <= codes[0], f"only in {both[1].name}: {sorted(codes[1] - codes[0])}"
+    for kind in (r"(?m)^#+ ", r"(?m)^\|", r"(?m)^- "):
+        assert len({len(re.findall(kind, one.read_text(encoding="utf-8"))) for one in both}) == 1, kind
