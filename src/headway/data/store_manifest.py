@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from headway.errors import DataError
+from headway.runtime.json_file import read_bounded
 
 MANIFEST_NAME = "store.json"
 JOURNAL_NAME = "progress.json"
@@ -131,7 +132,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check store.json: right kind, version and types, counts that agree with the sizes it lists."""
     path = folder / MANIFEST_NAME
     try:
-        content = path.read_bytes()
+        content = read_bounded(path)
     except FileNotFoundError:
         raise DataError(_absent(folder)) from None
     except OSError as problem:

@@ -22,6 +22,7 @@ import numpy as np
 from headway.data.source import Flags, Ids, Longs
 from headway.data.store_manifest import JOURNAL_NAME, MANIFEST_NAME, Division, Dtype, Manifest, Shard, ShardFile, file_names
 from headway.errors import DataError
+from headway.runtime.json_file import load_json
 from headway.runtime.storage import CHUNK_BYTES, fsync_file, missing_folders, remove_empty, write_atomic, writing
 
 SHARD_TOKENS = 1 << 30
@@ -371,7 +372,7 @@ class StoreWriter:
 
     def _restore(self, journal: Path) -> None:
         try:
-            given = json.loads(journal.read_text(encoding="utf-8"))
+            given = load_json(journal)
             settings, state = given["settings"], given["state"]
             shards = [
                 Shard(s["documents"], s["tokens"], s["spans"], {n: ShardFile(**f) for n, f in s["files"].items()}) for s in given["shards"]

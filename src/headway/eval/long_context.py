@@ -19,6 +19,7 @@ import numpy as np
 from headway.errors import ConfigError
 from headway.eval.kv_footprint import critical_footprint, footprint
 from headway.eval.long_tasks.base import Case, find_task, fit, smallest
+from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.storage import write_atomic
 
@@ -286,7 +287,7 @@ def _kept(
     key = _key(loaded, variant, plan, texts_key) if keep is not None else ""
     file = keep / f"{variant.name.replace(' ', '-')}.json" if keep is not None else None
     if file is not None and file.is_file():
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = load_json(file)
         if content.get("key") == key:
             stored = content["result"]
             return VariantResult(**{**stored, "cells": [Cell(**cell) for cell in stored["cells"]]})

@@ -21,6 +21,7 @@ from headway.model.families.base import family_of, published, published_with_cod
 from headway.model.gates_file import write_gates
 from headway.model.layout import GATES, num_parameters, param_specs
 from headway.model.pretrained import CONFIG, INDEX, WEIGHTS
+from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.storage import fsync_file, fsync_folder, remove_folder, rename_folder, writing
 from headway.runtime.temporary import clear_leftovers, temporary_name
@@ -201,10 +202,10 @@ def _is_export(folder: Path) -> bool:
     mark = MARK["written_by"]
     try:
         if (folder / INDEX).is_file():
-            return json.loads((folder / INDEX).read_text(encoding="utf-8"))["metadata"].get("written_by") == mark
+            return load_json(folder / INDEX)["metadata"].get("written_by") == mark
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             return (file.metadata() or {}).get("written_by") == mark
-    except (OSError, ValueError, KeyError, SafetensorError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return False
 
 

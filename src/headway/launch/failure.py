@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from headway.errors import HeadwayError, TrainingError
+from headway.runtime.json_file import load_json
 from headway.runtime.output import say
 from headway.runtime.stop import SIGNALS
 
@@ -87,7 +88,7 @@ def report_failure(path: Path, error: Exception) -> int:
 def read_failure(path: Path) -> Failure | None:
     """What a rank wrote; None if it wrote nothing, or was killed while writing."""
     try:
-        return Failure(**json.loads(path.read_text(encoding="utf-8")))
+        return Failure(**load_json(path))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from headway.errors import ConfigError, DataError
+from headway.runtime.json_file import load_json
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def _reach(file: Path) -> tuple[int | None, int | None]:
         if not beside.is_file():
             continue
         try:
-            content: Any = json.loads(beside.read_text(encoding="utf-8"))
+            content: Any = load_json(beside)
         except (OSError, ValueError) as problem:
             raise DataError(f"{beside}: cannot be read as JSON ({problem}); it says the window and sinks of {file.name}.") from None
         if isinstance(content, dict) and any(key in content for key in keys):

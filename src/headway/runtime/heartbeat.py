@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from headway.errors import CommunicationError
+from headway.runtime.json_file import load_json
 from headway.runtime.storage import writing
 
 FOLDER = Path("logs") / "heartbeat"
@@ -179,7 +180,7 @@ def read_beats(run_dir: Path) -> list[Beat]:
     found: list[Beat] = []
     for path in sorted((run_dir / FOLDER).glob("rank-*.json")):
         try:
-            found.append(Beat(**json.loads(path.read_text(encoding="utf-8"))))
+            found.append(Beat(**load_json(path)))
         except (OSError, ValueError, TypeError):
             continue
     return found

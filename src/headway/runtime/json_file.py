@@ -1,6 +1,12 @@
-"""JSON files that others wrote: whatever is in one, an object comes out or one line says what is wrong."""
+"""JSON files that others wrote, or that a crash cut short: a value comes out, or one of two errors says what is wrong.
 
+One rule for every reader: only regular files, of a bounded size, and nesting of any depth is an ordinary error.
+"""
+
+import errno
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,18 +15,38 @@ from headway.errors import HeadwayError
 LARGEST_BYTES = 1 << 28
 
 
-def read_object(path: Path, error: type[HeadwayError]) -> dict[str, Any]:
-    """The object in a JSON file; text that is damaged, too deep or too large, or another value, is an `error` that names the file."""
+def read_bounded(path: Path, largest: int = LARGEST_BYTES) -> bytes:
+    """The bytes of a regular file; a device, a pipe and a file beyond `largest` bytes are an OSError like any other."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "is a device or a pipe; a file is expected", str(path))
+        if found.st_size > largest:
+            raise OSError(errno.EFBIG, f"has {found.st_size} bytes; at most {largest} are expected", str(path))
+        return file.read(largest + 1)
+
+
+def load_json(path: Path, largest: int = LARGEST_BYTES) -> Any:
+    """The value in a JSON file. Raises OSError where it cannot be read, ValueError where it is no JSON, and nothing else."""
+    content = read_bounded(path, largest)
     try:
-        if path.stat().st_size > LARGEST_BYTES:
-            raise error(f"{path}: has {path.stat().st_size} bytes; a JSON file of at most {LARGEST_BYTES} is expected.")
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        return json.loads(content.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError("its values lie too deep in one another") from None
+    except MemoryError:
+        raise ValueError("it does not fit into memory") from None
+
+
+def read_object(path: Path, error: type[HeadwayError]) -> dict[str, Any]:
+    """The object in a JSON file; what is damaged, too deep or too large, or another value, is an `error` that names the file."""
+    try:
+        found = load_json(path)
     except OSError as problem:
         raise error(f"{path}: cannot be read: {problem.strerror or problem}.") from None
-    except (ValueError, MemoryError) as problem:
+    except ValueError as problem:
         raise error(f"{path}: not JSON: {' '.join(str(problem).split())[:200]}.") from None
-    except RecursionError:
-        raise error(f"{path}: not read: its values lie too deep in one another.") from None
     if not isinstance(found, dict):
         raise error(f"{path}: must hold a mapping, not a {type(found).__name__}.")
     return cast(dict[str, Any], found)

@@ -9,14 +9,13 @@ A folder with several splits gives `train` unless another is chosen (`folder:tes
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from headway.errors import DataError
+from headway.runtime.json_file import read_object
 
 log = logging.getLogger("headway")
 
@@ -28,7 +27,7 @@ Part = tuple[str, str]
 def saved_files(folder: Path) -> dict[Part, list[Path]] | None:
     """The arrow files of a folder that `save_to_disk` wrote, by ("", split); None if it is no such folder."""
     if (folder / "dataset_dict.json").is_file():
-        splits = _json(folder / "dataset_dict.json").get("splits", [])
+        splits = read_object(folder / "dataset_dict.json", DataError).get("splits", [])
         return {("", str(split)): _state_files(folder / str(split)) for split in splits}
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return {("", "train"): _state_files(folder)}
@@ -77,7 +76,7 @@ def _part(file: Path) -> Part | None:
 
 
 def _state_files(folder: Path) -> list[Path]:
-    state = _json(folder / "state.json")
+    state = read_object(folder / "state.json", DataError)
     try:
         files = [folder / str(entry["filename"]) for entry in state["_data_files"]]
     except (KeyError, TypeError) as error:
@@ -88,13 +87,3 @@ def _state_files(folder: Path) -> list[Path]:
     if missing:
         raise DataError(f"{missing[0]}: listed in state.json, but not there.")
     return files
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {error}.") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path}: a JSON object is expected.")
-    return found

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from headway.errors import ConfigError, DataError
-from headway.runtime.storage import fsync_file, fsync_folder, writing
+from headway.runtime.storage import fsync_file, fsync_folder, refuse_device, writing
 from headway.runtime.temporary import clear_leftovers, temporary_name
 
 BATCH_ROWS = 4096
@@ -27,6 +27,7 @@ def record_file(path: Path) -> Iterator[Write]:
     kind = next((suffix for suffix in WRITABLE if path.name.endswith(suffix)), None)
     if kind is None:
         raise ConfigError(f"{path}: the output must be named {', '.join(WRITABLE)}.")
+    refuse_device(path)
     temporary = temporary_name(path)
     with writing(path, error=DataError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.infer.load import FINAL
 from headway.parallel.collectives import Group
 from headway.runtime.heartbeat import clear_beats
+from headway.runtime.json_file import load_json
 from headway.runtime.machine import environment
 from headway.runtime.places import Place, place_of
 from headway.runtime.process import restarted_job, supervisor
@@ -259,7 +260,7 @@ def keep_start(folder: Path) -> None:
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """What a run that is done has left in summary.json; None where there is none, or it is damaged and is to be written anew."""
     try:
-        found: Any = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        found: Any = load_json(folder / SUMMARY)
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and {"steps", "seconds", "checkpoint"} <= found.keys() else None

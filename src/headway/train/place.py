@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headway.infer.load import STAGES
+from headway.runtime.json_file import load_json
 from headway.track.jsonl import MetricsFile
 
 
@@ -55,7 +55,7 @@ def steps_saved(run: Path) -> int:
     """Up to which step a run's checkpoints reach, counted over all its stages; -1 where there is none. Reads names only, not files."""
     found = [int(path.name[5:]) for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
     try:
-        listed = json.loads((run / STAGES).read_text(encoding="utf-8"))["stages"]
+        listed = load_json(run / STAGES)["stages"]
         done = sum(stage["steps"] for stage in listed if stage["state"] == "done")
         under_way = [steps_saved(run / stage["folder"]) for stage in listed if stage["state"] == "running"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # a file of stages that is not there, or damaged

@@ -40,6 +40,7 @@ from headway.parallel.assemble import dress
 from headway.parallel.collectives import Group
 from headway.parallel.memory import MemoryConfig
 from headway.parallel.passes import Settings
+from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.sealed import parse_sealed_json, read_sealed, sealed_json, write_sealed
 from headway.runtime.storage import write_atomic
@@ -69,7 +70,7 @@ class Reference:
         if start.checkpoint is None or not path.is_file():
             return
         try:
-            given = json.loads(path.read_bytes())
+            given = load_json(path)
             before = str((parse_sealed_json(json.dumps(given)) if "checksum" in given else given)["sha256"])
         except (OSError, ValueError, KeyError, TypeError) as problem:
             log.warning("%s is damaged (%s): whether the reference is still the same cannot be checked", path, problem)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headway.errors import ConfigError, LaunchError
 from headway.runtime.heartbeat import is_alive, read_beats
+from headway.runtime.json_file import load_json
 from headway.runtime.storage import write_atomic
 
 FILE = "stop.json"
@@ -44,7 +45,7 @@ def withdraw(run_dir: Path) -> None:
 def read_request(run_dir: Path) -> Request | None:
     """What is asked of a run now."""
     try:
-        return Request(**json.loads((run_dir / FILE).read_text(encoding="utf-8")))
+        return Request(**load_json(run_dir / FILE))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -54,7 +55,7 @@ def is_supervised(run_dir: Path) -> bool:
     from headway.runtime.heartbeat import Beat
 
     try:
-        found = json.loads((run_dir / "logs" / "supervisor.json").read_text(encoding="utf-8"))
+        found = load_json(run_dir / "logs" / "supervisor.json")
         return is_alive(Beat(0, found["pid"], found["host"], 0, "", 0.0, found["at"]), silent_seconds=30.0)
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -9,7 +9,6 @@ A stage that is done is never run again; its settings may not change any more. A
 from __future__ import annotations
 
 import gc
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from headway.config.load import dump_yaml, load
 from headway.errors import ConfigError
 from headway.infer.load import FINAL, STAGES, StoredModel, find_model
 from headway.parallel.collectives import Group
+from headway.runtime.json_file import load_json
 from headway.runtime.storage import check_writable, link_atomic, write_atomic
 from headway.train.config import Recipe
 from headway.train.expand import FOLDER, Stage, changes_of_finished, expand
@@ -156,7 +156,7 @@ def _back_to(path: Path, done: list[dict[str, Any]], home: Path, stages: list[St
 def read_ledger(home: Path) -> list[dict[str, Any]]:
     """What stages.json says, stage by stage; nothing where there is none. One that is damaged is a ValueError."""
     try:
-        found: Any = json.loads((home / STAGES).read_text(encoding="utf-8"))
+        found: Any = load_json(home / STAGES)
         listed: list[dict[str, Any]] = list(found["stages"])
         if any(entry["state"] == "done" and not {"steps", "seconds", "checkpoint"} <= entry.keys() for entry in listed):
             raise ValueError("an entry lacks what its stage came to")

@@ -21,12 +21,15 @@ from headway.data.foreign.writer import ForeignWriter, PendingFile
 from headway.data.foreign.zero2all import map_stream
 from headway.data.source import Flags, Ids, Longs
 from headway.errors import DataError
+from headway.runtime.json_file import load_json
 
 KIND = "zero2all-sft"
 IGNORED = 65436
 """-100 as uint16."""
 IDS_END, LABELS_END, MAP_END = "_input_ids.bin", "_labels.bin", "_sample_index_map.ijson"
 ALL_MAP = "all_sample_index_map.ijson"
+LARGEST_INDEX_BYTES = 16 << 30
+"""An entry a sample, as text."""
 
 
 def open_zero2all_sft(path: Path) -> ForeignStore:
@@ -101,7 +104,7 @@ def open_pair(base: Path) -> SftPair:
 def read_index_json(path: Path, columns: int) -> Longs:
     """A JSON list of lists of whole numbers >= 0, as int64 [n, columns]."""
     try:
-        listed: Any = json.loads(path.read_bytes())
+        listed: Any = load_json(path, LARGEST_INDEX_BYTES)
         values = np.array(listed) if listed else np.zeros((0, columns), dtype=np.int64)
     except (ValueError, RecursionError, OSError):
         raise DataError(f"{path}: is not a JSON list of index entries; the file is damaged.") from None

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from headway.errors import DataError
+from headway.runtime.json_file import load_json
 from headway.text.document import Record
 from headway.text.raw import RawFile
 
@@ -87,7 +88,7 @@ def mds_shards(folder: Path) -> list[Shard]:
             raise DataError(f"{folder}: no index.json, here or one level down; not an MDS folder.")
         return [shard for child in below for shard in mds_shards(child)]
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = load_json(index)
         version, entries = content["version"], content["shards"]
         shards = [_shard(folder, entry) for entry in entries]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
