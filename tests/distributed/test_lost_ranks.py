@@ -18,6 +18,7 @@ from headway.errors import CommunicationError
 from headway.runtime.heartbeat import Beat, suspects
 from headway.train import train
 from headway.train.config import Recipe
+from headway.train.session import run_recipe
 
 
 def disturbed(recipe: Recipe, rank: int, what: Callable[[], None]) -> list[Any]:
@@ -75,7 +76,7 @@ def test_ranks_asked_to_stop_leave_alike_though_one_has_begun_its_loop_and_the_o
         os.kill(os.getpid(), signal.SIGTERM)
         yield
 
-    assert [outcome["exit_code"] for outcome in start_processes(lambda: train(plan, probe=probe), 2)] == [143, 143]
+    assert [outcome["exit_code"] for outcome in start_processes(lambda: run_recipe(plan, probe=probe), 2)] == [143, 143]
 
 
 def test_a_crash_of_one_rank_is_told_once_with_its_traceback(recipe: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from headway.data.store import StoreWriter
 from headway.track.jsonl import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
+from headway.train.session import run_recipe
 
 SAME = ("loss", "nll", "grad_norm", "tokens", "num_samples_in_batch", "num_consumed_tokens", "lr", "epoch", "loss_scale")
 
@@ -94,4 +95,4 @@ def until(recipe: Recipe, stop: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
         threading.Thread(target=ask, daemon=True).start()
-    train(recipe)
+    run_recipe(recipe)

@@ -27,6 +27,7 @@ from headway.runtime.places import S3Path
 from headway.train import train
 from headway.train.config import Recipe
 from headway.train.folder import decide_start, prepare_folder
+from headway.train.session import run_recipe
 
 PLACE = S3Path("bucket", "runs/run")
 
@@ -138,7 +139,7 @@ def test_asked_to_stop_while_the_store_is_down_a_run_leaves_in_time_and_the_next
         return nullcontext()
 
     begun = time.monotonic()
-    stopped = train(recipe("checkpoint.retry_seconds=60", "run.grace_seconds=1"), probe=probe)
+    stopped = run_recipe(recipe("checkpoint.retry_seconds=60", "run.grace_seconds=1"), "auto", probe)
     assert stopped["exit_code"] == 128 + signal.SIGTERM and time.monotonic() - begun < 20
     assert newest_good(tmp_path / "runs/run/checkpoints").path == tmp_path / "runs/run/checkpoints/step-00000003"
     down.clear()

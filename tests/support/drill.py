@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.config.load import load
-from headway.train import train
 from headway.train.config import Recipe
+from headway.train.session import run_recipe
 from support.ranks import free_port
 
 OVERRIDES = (
@@ -130,11 +130,11 @@ def _rank(recipe: Recipe, rank: int, world: int, port: int, places: Any, around:
         plain(descriptor)
 
     os.fsync = slow  # pyright: ignore[reportAttributeAccessIssue]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
     try:
         with around(rank):
-            outcome = train(recipe, probe=lambda run: _noting(run, places, rank))
+            outcome = run_recipe(recipe, probe=lambda run: _noting(run, places, rank))
         os._exit(outcome.get("exit_code", 0))
     except BaseException:
         (recipe.run.folder.parent / f"error-{rank}.txt").write_text(traceback.format_exc())

@@ -26,7 +26,8 @@ class Heads:
     def of(self, paths: Sequence[Path]) -> list[Head | None]:
         """The heads of checkpoints, the newest last; None for one that is not whole. The bytes of tensors are not read."""
         found = [self._head(path, thorough=place >= len(paths) - THOROUGH) for place, path in enumerate(paths)]
-        self._known = {path: self._known[path] for path in paths if path in self._known}
+        known = self._known
+        self._known = {path: known[path] for path in paths if path in known}
         return found
 
     def _head(self, path: Path, *, thorough: bool) -> Head | None:

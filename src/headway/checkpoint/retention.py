@@ -6,7 +6,7 @@ Nothing goes before as many newer ones as should stay are known to be whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,14 +89,16 @@ def _older_than(entries: list[Entry], keep: int) -> list[Entry]:
     return left
 
 
-def retain(checkpoints: Path, config: CheckpointConfig, own: Own = Own(), heads: Heads | None = None) -> list[Path]:
-    """Point best-1, best-2, ... at the best, delete what need not stay, and return what was deleted."""
+def retain(
+    checkpoints: Path, config: CheckpointConfig, own: Own = Own(), heads: Heads | None = None, needed: Collection[str] = ()
+) -> list[Path]:
+    """Point best-1, best-2, ... at the best, delete what need not stay, and return what was deleted; what is `needed` stays."""
     folders = _all_folders(checkpoints)
     found = (heads or Heads()).of(folders)
     best, unneeded = choose([Entry.of(path.name, head, config.metric) for path, head in zip(folders, found, strict=True)], config, own)
     _link_best(checkpoints, best)
     linked = {path.resolve() for path in checkpoints.iterdir() if path.is_symlink()}
-    doomed = [path for name in unneeded if (path := checkpoints / name).resolve() not in linked]
+    doomed = [path for name in unneeded if name not in needed and (path := checkpoints / name).resolve() not in linked]
     for path in doomed:
         with writing(path, error=CheckpointError):
             remove_folder(path)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from headway.runtime.storage import (
     fsync_folder,
     link_atomic,
     remove_folder,
+    remove_tree,
     rename_folder,
     require_space,
     sha256_file,
@@ -102,10 +103,11 @@ def save_checkpoint(
     *,
     snapshot: bool = False,
     run: str = "",
+    needed: Collection[str] = (),
 ) -> Path:
     """Write one checkpoint and point `latest` at it. All ranks call it; `scalars`, `tokenizer` and `run`, the run's id, are rank 0's.
 
-    Returns its folder.
+    Returns its folder. What a rank has of the checkpoints `needed` on a disk of its own stays: it is being sent.
     """
     final = step_folder(checkpoints, step, snapshot=snapshot)
     temporary = checkpoints / f"{TEMPORARY_PREFIX}{final.name}"
@@ -114,7 +116,7 @@ def save_checkpoint(
     is_first = writers.rank == 0
     try:
         writers.share(final, lambda: _prepare(checkpoints, temporary) if is_first else None)
-        parts = writers.share(final, lambda: _write_rank(temporary, records, writers.rank, read_back=not snapshot))
+        parts = writers.share(final, lambda: _write_rank(temporary, records, writers.rank, read_back=not snapshot, needed=needed))
         writers.share(
             final,
             lambda: (
@@ -146,23 +148,27 @@ def clean(checkpoints: Path) -> None:
                 rename_folder(path, original)
         elif path.name.startswith(TEMPORARY_PREFIX):
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
+                remove_tree(path)
             else:
-                path.unlink()
+                path.unlink(missing_ok=True)
 
 
-def _drop_own(checkpoints: Path, name: str) -> None:
+def _drop_own(checkpoints: Path, name: str, needed: Collection[str]) -> None:
     """On a disk of its own a rank's files keep their first names, and nobody else removes those of earlier saves."""
     for path in checkpoints.glob(f"{TEMPORARY_PREFIX}*/{name}"):
+        if path.parent.name.removeprefix(TEMPORARY_PREFIX) in needed:
+            continue
         path.unlink()
         if not any(path.parent.iterdir()):
             path.parent.rmdir()
 
 
-def _write_rank(folder: Path, records: Iterable[TensorRecord], rank: int, *, read_back: bool) -> dict[str, Any]:
+def _write_rank(
+    folder: Path, records: Iterable[TensorRecord], rank: int, *, read_back: bool, needed: Collection[str] = ()
+) -> dict[str, Any]:
     """Write this rank's safetensors file; each box is hashed while it is written, and at most one is copied to the host at a time."""
     path = folder / f"rank-{rank:05}.safetensors"
-    _drop_own(folder.parent, path.name)
+    _drop_own(folder.parent, path.name, needed)
     folder.mkdir(parents=True, exist_ok=True)  # there already, unless this machine has a disk of its own
     records = list(records)
     pieces = [

@@ -3,8 +3,8 @@
     training:  ... step | copy to the host | step | step | step ...        stalled only for the copy
     thread:                                | write, hash, fsync, read back, manifest, rename, retain |
 
-One save is under way at a time; the next waits for it, but not for a store that is down. A save that fails leaves the older checkpoints,
-is told, and does not end training.
+One save is under way at a time; the next waits for it, but not for a store: what is whole on the disk is sent by a thread of its own
+(`uploads.py`). A save that fails leaves the older checkpoints, is told, and does not end training.
 All ranks come to the same end, because they agree on every stage over a group of their own.
 """
 
@@ -14,7 +14,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from headway.checkpoint.manifest import Json
 from headway.checkpoint.remote import Remote
 from headway.checkpoint.retention import Own, retain
 from headway.checkpoint.save import ALONE, TensorRecord, Writers, clean, save_checkpoint
+from headway.checkpoint.uploads import Uploads
 from headway.errors import CheckpointError, HeadwayError
 from headway.runtime.machine import ram_bytes
 from headway.runtime.storage import writing
@@ -34,6 +34,9 @@ log = logging.getLogger("headway")
 
 MEMORY_SHARE = 0.5
 """Of the free host memory, what copies of all ranks on a machine may take before `async: auto` writes without a copy."""
+POLL_SECONDS = 0.1
+HURRY_SECONDS = 5.0
+"""How long an upload may still take once a stopped run does not wait for it any longer."""
 ABANDON_SECONDS = 60.0
 """How long a failing run still waits for the save under way."""
 
@@ -75,11 +78,18 @@ class Saver:
         """Called on the first rank with the step of every save that is complete, before older ones go."""
         self.heads = Heads()
         """What the checkpoints here say about themselves, read once."""
+        self.uploads = Uploads(self._send, self._not_sent)
+        self._tidying = threading.Lock()
         self._failures = 0
         self._host = HostCopy()
         self._copies: bool | None = None
         self._thread: threading.Thread | None = None
         self._bug: BaseException | None = None
+
+    def send_to(self, remote: Remote) -> None:
+        """Send every checkpoint to a store, once it is complete here."""
+        self.remote = remote
+        self.uploads.hurry = lambda on: remote.store.hurry(on=on)
 
     def on_failure(self, tell: Callable[[str], None]) -> None:
         """Whom to tell of saves that fail, and of a store that does not answer."""
@@ -94,9 +104,9 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save or an upload is under way."""
         thread = self._thread
-        return thread is not None and thread.is_alive()
+        return (thread is not None and thread.is_alive()) or self.uploads.is_busy
 
     def save(self, job: Job, records: Iterable[TensorRecord]) -> float:
         """Save; returns for how many seconds the caller was kept from other work. A failure is told, not raised."""
@@ -114,42 +124,55 @@ class Saver:
             self.wait()
         return time.perf_counter() - begun
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until nothing is under way."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-            if self._thread.is_alive():
-                return
-            self._thread = None
-        if self._bug is not None:
-            bug, self._bug = self._bug, None
-            raise bug
+    def wait(self) -> None:
+        """Wait until nothing is under way, neither a save nor an upload."""
+        self.make_room()
+        self.uploads.wait()
+        self._raise_bug()
 
     def make_room(self) -> None:
-        """Wait like `wait`, but not for a store that is down: that upload fails, and the next one sends a newer checkpoint."""
-        with nullcontext() if self.remote is None else self.remote.store.hurried():
-            self.wait()
+        """Wait until no save is under way; what goes to a store keeps nobody waiting."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise_bug()
 
     def part(self, seconds: float) -> None:
         """For a run that was asked to stop: what is whole on the disk but cannot be sent in so many seconds is left to the next start."""
-        self.wait(seconds)
         self.make_room()
-        if self.failed is not None and self.remote is not None and self.saved_step == self.started_step:
-            log.warning("the checkpoint of step %d stays on the disk; the next start sends it", self.saved_step)
-            self.failed = None
+        if self.remote is None:
+            return
+        until = time.monotonic() + seconds
+        while not self.uploads.wait(POLL_SECONDS) and time.monotonic() < until:
+            pass
+        with self.remote.store.hurried():
+            is_sent = self.uploads.wait(HURRY_SECONDS) and self.uploads.failed is None
+        if not all(self.writers.gather(is_sent)):
+            self.uploads.leave()
+            if self.writers.rank == 0:
+                log.warning("the checkpoint of step %d stays on the disk; the next start sends it", self.saved_step)
+        self._raise_bug()
 
     def require(self) -> None:
         """Wait, and raise what the newest save failed of: at the end of a run nothing may be lost silently."""
         self.wait()
-        if self.failed is not None:
+        if (problem := self.failed or self.uploads.failed) is not None:
             raise CheckpointError(
-                f"the last save failed: {self.failed} In {self.checkpoints} {self._newest()}; the same command goes on from there."
+                f"the last save failed: {problem} In {self.checkpoints} {self._newest()}; the same command goes on from there."
             )
 
     def abandon(self) -> None:
-        """The run is failing: give the save under way a while to end."""
+        """The run is failing: give what is under way a while to end."""
+        until = time.monotonic() + ABANDON_SECONDS
         if self._thread is not None:
             self._thread.join(ABANDON_SECONDS)
+        self.uploads.wait(max(0.0, until - time.monotonic()))
+
+    def _raise_bug(self) -> None:
+        bug = self._bug or self.uploads.bug
+        self._bug = self.uploads.bug = None
+        if bug is not None:
+            raise bug
 
     def _is_beside(self, records: list[TensorRecord]) -> bool:
         """Whether there is memory for a copy, decided at the first save, by all ranks alike."""
@@ -171,33 +194,42 @@ class Saver:
         begun = time.perf_counter()
         try:
             path = save_checkpoint(
-                self.checkpoints, job.step, records, job.scalars, self.tokenizer, self.writers, snapshot=job.snapshot, run=self.run
-            )
+                self.checkpoints, job.step, records, job.scalars, self.tokenizer, self.writers,
+                snapshot=job.snapshot, run=self.run, needed=self.uploads.names,
+            )  # fmt: skip
             if not job.snapshot:
                 self.saved_step = job.step
             if self.writers.rank == 0:
                 log.info("saved %s in %.1f s", path, time.perf_counter() - begun)
             self._quietly(lambda: self.on_saved(job.step), "the record of what was saved", "written")
+            if self.remote is not None:
+                self.uploads.put(path.name)
             self._retain(job.step)
-            self._publish(path, job.step)
             self.failed, self._failures = None, 0
         except CheckpointError as problem:
             self._failed(job, problem)
         except BaseException as bug:  # raised by the next wait
             self._bug = bug
 
-    def _publish(self, path: Path, step: int) -> None:
+    def _send(self, name: str) -> None:
         """Send a checkpoint to the store; where that fails, the local one stays and the next save or start tries again."""
-        if self.remote is None:
-            return
-        begun = time.perf_counter()
-        self.remote.publish(path, self.writers)
+        assert self.remote is not None
+        begun, path, remote = time.perf_counter(), self.checkpoints / name, self.remote
+        remote.publish(path, self.uploads.writers)
         if self.writers.rank == 0:
-            log.info("sent %s to %s in %.1f s", path.name, self.remote.place, time.perf_counter() - begun)
-        remote = self.remote
-        self._quietly(lambda: remote.retain(Own(self.run, step)), "older checkpoints in the store")
+            log.info("sent %s to %s in %.1f s", name, remote.place, time.perf_counter() - begun)
+        own = Own(self.run, step_of(path))
+        self._quietly(lambda: remote.retain(own), "older checkpoints in the store")
         here = self.config.model_copy(update={"keep_last": 1, "keep_best": min(1, self.config.keep_best), "keep_every": None})
-        self._quietly(lambda: retain(self.checkpoints, here, Own(self.run, step), self.heads), "older local checkpoints")
+        self._quietly(lambda: retain(self.checkpoints, here, own, self.heads, self.uploads.names), "older local checkpoints")
+
+    def _not_sent(self, name: str, problem: CheckpointError, in_a_row: int) -> None:
+        if self.writers.rank == 0:
+            times = "" if in_a_row == 1 else f" ({in_a_row} uploads in a row)"
+            job = Job(step_of(self.checkpoints / name), {}, name.startswith("snapshot"))
+            text = f"{job.name} was not sent{times}: {problem} Training goes on; {self._newest()}."
+            log.error("%s", text)
+            self.tell(text)
 
     def resume_upload(self) -> None:
         """At the start of a run: what an earlier start left complete on the disk, but not in the store, goes up beside training."""
@@ -211,18 +243,7 @@ class Saver:
             folders = [path for path in folders if path.name not in there]
         name = self.writers.gather(folders[-1].name if folders else None)[0]
         if name is not None:
-            job = Job(step_of(self.checkpoints / name), {})
-            self._thread = threading.Thread(target=self._send, args=(job, self.checkpoints / name), name="headway-save", daemon=True)
-            self._thread.start()
-
-    def _send(self, job: Job, path: Path) -> None:
-        try:
-            self._publish(path, job.step)
-            self.failed, self._failures = None, 0
-        except CheckpointError as problem:
-            self._failed(job, problem)
-        except BaseException as bug:  # raised by the next wait
-            self._bug = bug
+            self.uploads.put(name)
 
     def _failed(self, job: Job, problem: CheckpointError) -> None:
         """Tell, every time: a failure that is told once and goes on is forgotten."""
@@ -230,20 +251,20 @@ class Saver:
         self._failures += 1
         if self.writers.rank == 0:
             times = "" if self._failures == 1 else f" ({self._failures} saves in a row)"
-            what = "was not sent" if self.remote is not None and self.saved_step == job.step else "was not saved"
-            text = f"{job.name} {what}{times}: {problem} Training goes on; {self._newest()}."
+            text = f"{job.name} was not saved{times}: {problem} Training goes on; {self._newest()}."
             log.error("%s", text)
             self.tell(text)
 
     def _retain(self, step: int) -> None:
         """Let go what need not stay; the new checkpoint is whole even if this fails."""
-        self._quietly(lambda: retain(self.checkpoints, self.config, Own(self.run, step), self.heads), "older checkpoints")
+        own, names = Own(self.run, step), self.uploads.names
+        self._quietly(lambda: retain(self.checkpoints, self.config, own, self.heads, names), "older checkpoints")
 
     def _quietly(self, work: Callable[[], object], what: str, verb: str = "removed") -> None:
         """Tidy up on the first rank; a failure is told and fails nothing."""
         if self.writers.rank == 0:
             try:
-                with writing(self.checkpoints, error=CheckpointError):
+                with self._tidying, writing(self.checkpoints, error=CheckpointError):
                     work()
             except HeadwayError as problem:
                 text = f"{what} cannot be {verb}: {problem}"

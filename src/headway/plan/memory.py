@@ -28,6 +28,8 @@ STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.125}
 """Bytes of AdamW's moments per parameter."""
 OUTSIDE = 3
 """Blocks whose activations are on the device at once when they are offloaded: one at work, two on their way."""
+PAGE_LOCKED_ROUND = 1.44
+"""What rounding up to a power of two adds on the average, over many tensors of any size: 1 / ln 2."""
 ROUND = 1.02
 """What allocators round up, on the average."""
 
@@ -108,10 +110,28 @@ def estimate(job: Job) -> Estimate:
         "activations": activations,
         "logits and head": logits,
     }
-    host = (state + (0 if job.fsdp else masters)) if on_host else 0
+    host = _on_host(job, 0 if job.fsdp else masters, state, per_state) if on_host else 0
     if "activations" in job.memory.offload:
         host += int(_per_block(job) * job.model.num_layers)
     return Estimate({kind: int(size * ROUND) for kind, size in kinds.items()}, host)
+
+
+def _on_host(job: Job, masters: int, state: int, per_state: float) -> int:
+    """What the optimizer keeps in host memory. Page-locked memory, which a GPU copies from, comes in powers of two from torch's allocator.
+
+    Masters and each moment are one tensor of the main group; fsdp has one for each parameter, whose rounding evens out.
+    """
+    if not job.on_cuda:
+        return masters + state
+    if job.fsdp:
+        return int(PAGE_LOCKED_ROUND * (masters + state))
+    moments = 2 if job.other_state_bytes is None else max(1, round(per_state / 4))
+    return page_locked(masters) + moments * page_locked(state // moments)
+
+
+def page_locked(size: int) -> int:
+    """What a page-locked tensor of so many bytes takes: the next power of two."""
+    return 0 if size <= 0 else 1 << (size - 1).bit_length()
 
 
 def _weights(job: Job) -> int:

@@ -49,11 +49,15 @@ class S3:
     @contextmanager
     def hurried(self) -> Iterator[None]:
         """Inside, calls under way in other threads that fail are not made again for long; one that the store answers takes its time."""
-        self._hurry.set()
+        self.hurry(on=True)
         try:
             yield
         finally:
-            self._hurry.clear()
+            self.hurry(on=False)
+
+    def hurry(self, *, on: bool) -> None:
+        """Like `hurried`, until it is turned off."""
+        (self._hurry.set if on else self._hurry.clear)()
 
     @property
     def client(self) -> Any:

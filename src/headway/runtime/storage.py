@@ -89,7 +89,16 @@ def remove_folder(path: Path) -> None:
     if not path.name.startswith(TEMPORARY_PREFIX):
         doomed = temporary_name(path.with_name(f"removed-{path.name}"))
         os.rename(path, doomed)
-    shutil.rmtree(doomed)
+    remove_tree(doomed)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a folder that somebody else may be deleting too."""
+    while path.exists():
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            continue
 
 
 def link_atomic(link: Path, target: str) -> None:

@@ -282,10 +282,13 @@ def make_saver(resolved: Resolved, start: Start, ranks: Ranks, process: Process)
     config = resolved.recipe.checkpoint
     local, place = config.place(start.folder)
     timeout_seconds = resolved.recipe.parallel.timeout_seconds
-    group = ranks.world.beside(timeout_seconds if place is None else max(timeout_seconds, UPLOAD_SECONDS))
+    group = ranks.world.beside(timeout_seconds)
     saver = Saver(local, config, Writers(group.rank, group.size, group.gather), resolved.tokenizer_path)
     saver.ranks_here = -(-process.world // process.num_nodes)
-    saver.remote = None if place is None else Remote(place, config)
+    if place is not None:
+        saver.send_to(Remote(place, config))
+        sending = ranks.world.beside(max(timeout_seconds, UPLOAD_SECONDS))  # saves go on meanwhile, over the other one
+        saver.uploads.writers = Writers(sending.rank, sending.size, sending.gather)
     return saver
 
 

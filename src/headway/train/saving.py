@@ -32,7 +32,7 @@ def due_after(run: Run) -> str | None:
         require_metric(state.valid, config.metric)
         stop = run.recipe.eval.stop
         if due != "checkpoint" and (config.on_best or (stop is not None and stop.restore_best)):
-            run.saver.wait()  # what is under way counts
+            run.saver.make_room()  # what is under way counts
             value = metric_value(state.valid, config.metric)
             best = run.process.is_first and is_among_best(value, run.checkpoints, config, run.saver.heads)
             due = "checkpoint" if run.ranks.world.most(int(best)) else due

@@ -1,0 +1,119 @@
+"""A slow store delays no save: what waits to be sent is replaced by what is newer, and stays on the disk until it is sent."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import run_ranks
+
+from headway.checkpoint.config import CheckpointConfig
+from headway.checkpoint.load import step_folders
+from headway.checkpoint.save import TensorRecord, Writers
+from headway.checkpoint.saver import Job, Saver
+from headway.errors import CheckpointError
+from headway.parallel.collectives import Group
+
+
+class SlowStore:
+    """Stands in for Remote: notes what it is given, and takes until it is let."""
+
+    def __init__(self, checkpoints: Path) -> None:
+        self.checkpoints, self.place = checkpoints, "s3://bucket/run"
+        self.begun, self.let = threading.Semaphore(0), threading.Semaphore(0)
+        self.sent: list[str] = []
+        self.fails = False
+        self.store = self
+
+    def hurried(self) -> threading.Lock:
+        return threading.Lock()
+
+    def hurry(self, *, on: bool) -> None: ...
+
+    def publish(self, folder: Path, writers: Writers) -> None:
+        self.begun.release()
+        self.let.acquire()
+        assert (folder / "manifest.json").exists(), f"{folder} was removed while it was being sent"
+        if self.fails:
+            raise CheckpointError("the store is down.")
+        self.sent.append(folder.name)
+
+    def retain(self, own: object) -> list[str]:
+        return []
+
+
+def saver(folder: Path) -> tuple[Saver, SlowStore]:
+    one, store = Saver(folder, CheckpointConfig(keep_last=1, keep_best=0)), SlowStore(folder)
+    one.send_to(store)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+    return one, store
+
+
+def save(one: Saver, *steps: int) -> None:
+    for step in steps:
+        one.save(Job(step, {}), [TensorRecord("w", "master", (4,), [((0,), torch.full((4,), float(step)))])])
+        one.make_room()
+
+
+def test_saves_go_on_while_the_store_takes_its_time(tmp_path: Path) -> None:
+    one, store = saver(tmp_path)
+    save(one, 10)
+    store.begun.acquire()
+    save(one, 20, 30, 40)  # none of them waits for the upload of 10, which nobody has let go on
+    assert one.saved_step == 40 and store.sent == []
+    assert [path.name for path in step_folders(tmp_path)] == ["step-00000010", "step-00000040"], "what is being sent stays"
+    for _ in range(2):
+        store.let.release()
+    one.require()
+    assert store.sent == ["step-00000010", "step-00000040"], "20 and 30 were replaced while they waited"
+    assert [path.name for path in step_folders(tmp_path)] == ["step-00000040"]
+    assert not one.is_busy
+
+
+def test_a_run_that_stops_does_not_wait_for_a_slow_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from headway.checkpoint import saver as module
+
+    monkeypatch.setattr(module, "HURRY_SECONDS", 0.01)
+    one, store = saver(tmp_path)
+    save(one, 10)
+    store.begun.acquire()
+    one.part(0.05)
+    assert "the checkpoint of step 10 stays on the disk; the next start sends it" in caplog.text
+    one.require()
+    store.let.release()
+
+
+def test_what_was_not_sent_fails_the_end_of_a_run(tmp_path: Path) -> None:
+    told: list[str] = []
+    one, store = saver(tmp_path)
+    one.tell = told.append
+    store.fails = True
+    store.let.release()
+    save(one, 10)
+    with pytest.raises(CheckpointError, match="the last save failed: the store is down"):
+        one.require()
+    assert told[0].startswith("the checkpoint of step 10 was not sent: the store is down.")
+    store.fails = False
+    store.let.release()
+    save(one, 20)
+    one.require()
+    assert store.sent == ["step-00000020"]
+
+
+def test_ranks_send_the_same_checkpoints(tmp_path: Path) -> None:
+    def work(world: Group) -> list[str]:
+        one, store = saver(tmp_path)
+        saves, uploads = world.beside(60), world.beside(60)
+        one.writers = Writers(saves.rank, saves.size, saves.gather)
+        one.uploads.writers = Writers(uploads.rank, uploads.size, uploads.gather)
+        for step in (10, 20, 30):
+            one.save(Job(step, {}), [TensorRecord("w", "master", (2, 4), [((world.rank, 0), torch.full((1, 4), float(step)))])])
+            one.make_room()
+        for _ in range(3):
+            store.let.release()
+        one.require()
+        return store.sent
+
+    first, second = run_ranks(work, 2)
+    assert first == second and first[-1] == "step-00000030"
