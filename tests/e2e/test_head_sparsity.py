@@ -77,7 +77,8 @@ def test_a_resumed_run_draws_the_same_gates(world: Path) -> None:
     again = world / "again"
     again.mkdir()
     shutil.copytree(world / "masks", again / "masks", symlinks=True)
-    shutil.rmtree(again / "masks" / "checkpoints" / "step-00000006")
+    shutil.rmtree(again / "masks" / "checkpoints" / "step-00000006")  # as if it had been killed after step 3
+    (again / "masks" / "saved.json").unlink()
     (again / "masks" / "summary.json").unlink()
     for link in (again / "masks" / "checkpoints").iterdir():
         if link.is_symlink() and not link.exists():

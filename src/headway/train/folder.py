@@ -67,7 +67,6 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
     folder = recipe.run.folder
     local, place = recipe.checkpoint.place(folder)
     refuse_dangling([folder, folder / RECIPE, local])
-    refuse_misplaced(folder)
     for here in (folder, local):
         check_writable(here)
     remote = None if place is None else Remote(place, recipe.checkpoint)
@@ -75,6 +74,7 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
         _probe(remote, has_begun=(folder / RECIPE).exists())
     if resume not in ("auto", "never"):
         path = locate(resume)
+        refuse_misplaced(folder)
         old = path.parent.parent / RECIPE if isinstance(path, Path) else path.parent / RECIPE
         return Start(folder, open_checkpoint(path), changes=tuple(_allowed_changes(old, recipe)))
     if resume == "never":
@@ -83,8 +83,10 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
     old = next((place / RECIPE for place in places if source_of(place).read(RECIPE) is not None), None)
     if old is None:
         refuse_leftovers(folder, local, RECIPE)
+        refuse_misplaced(folder)
         return Start(folder, None)
     changes = _allowed_changes(old, recipe)
+    refuse_misplaced(folder)
     stored, saved = [*([remote.place] if remote is not None else []), local], read_saved(folder)
     finds = [newest_good(here, "" if saved is None else saved.run) for here in stored]
     refuse_missing(folder, stored, saved, finds)
