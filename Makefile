@@ -34,6 +34,7 @@ test-gpu:
 
 drill: setup
 	$(BIN)/python -m pytest -m drill
+	HEADWAY_FAULTS=60 $(BIN)/python -m pytest tests/e2e/test_random_faults.py
 	HEADWAY_FUZZ_SECONDS=120 $(BIN)/python -m pytest -s tests/e2e/test_fuzz.py
 	HEADWAY_KILLS=200 HEADWAY_TERMS=20 $(BIN)/python -m pytest -s tests/e2e/test_kill_drill.py
 

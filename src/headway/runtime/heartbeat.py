@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import re
 import signal
@@ -29,6 +30,9 @@ from headway.runtime.storage import writing
 
 FOLDER = Path("logs") / "heartbeat"
 WRITE_SECONDS = 0.5
+log = logging.getLogger("headway")
+
+STANDARD_ERROR = 2
 STACK_SIGNAL = signal.SIGUSR2
 KEPT_COLLECTIVES = 64
 LOST = ("timed out", "timeout", "connection closed", "connection reset", "connection refused", "broken pipe", "gloo", "nccl")
@@ -120,12 +124,20 @@ class Heartbeat:
             folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"rank-{self.rank:05}.json"
         if hasattr(faulthandler, "register"):
-            self._stacks = stacks_file(run_dir, self.rank).open("a", encoding="utf-8")
-            faulthandler.register(STACK_SIGNAL, self._stacks, all_threads=True, chain=False)
+            self._answer_stacks(stacks_file(run_dir, self.rank))
         self._write()
         self._over.clear()
         self._thread = threading.Thread(target=self._work, name="headway-heartbeat", daemon=True)
         self._thread.start()
+
+    def _answer_stacks(self, path: Path) -> None:
+        """On a signal, the stacks go to a file; where that cannot be opened, to standard error, and the run continues."""
+        try:
+            self._stacks = path.open("a", encoding="utf-8")
+        except OSError as problem:
+            log.warning("%s: %s; stacks will go to standard error", path, problem.strerror)
+        # without a handler the signal would end the process
+        faulthandler.register(STACK_SIGNAL, self._stacks if self._stacks is not None else STANDARD_ERROR, all_threads=True, chain=False)
 
     def _work(self) -> None:
         while not self._over.wait(WRITE_SECONDS):
@@ -147,12 +159,13 @@ class Heartbeat:
             self._thread.join()
             self._thread = None
         if self._path is not None:
+            if hasattr(faulthandler, "register"):
+                faulthandler.unregister(STACK_SIGNAL)
             self._write()
             if well:
                 self._path.unlink(missing_ok=True)
             self._path = None
         if self._stacks is not None:
-            faulthandler.unregister(STACK_SIGNAL)
             self._stacks.close()
             self._stacks = None
 

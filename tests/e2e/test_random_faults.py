@@ -1,0 +1,71 @@
+"""System calls on a run's files fail at random (input/output errors, a full disk, no permission): a start may fail in one line, never
+with a traceback, and the next clean start ends with the parameters and metrics of the undisturbed run.
+
+HEADWAY_FAULTS sets the number of cases (`make drill` runs many), HEADWAY_FAULT_SEED the first seed.
+"""
+
+import errno
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support import crash
+from support.runs import assert_same_run, headway, make_stores, write_recipe
+
+CASES = int(os.environ.get("HEADWAY_FAULTS", "4"))
+FIRST = int(os.environ.get("HEADWAY_FAULT_SEED", "0"))
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EMFILE)
+STEPS = 12
+LAST = ["checkpoint.every=3", f"steps={STEPS}"]
+
+
+@contextmanager
+def faults(folder: Path, seed: int, rate: float) -> Iterator[None]:
+    """Processes forked inside the block: every call on a file below `folder` fails with this probability."""
+    rng, here = random.Random(seed), str(folder)
+
+    def on_event(event: str, arguments: tuple[object, ...]) -> None:
+        if event in crash.EVENTS and here in str(arguments[:2]) and rng.random() < rate:
+            code = rng.choice(ERRORS)
+            raise OSError(code, os.strerror(code), str(arguments[0]))
+
+    crash.watch = on_event
+    try:
+        yield
+    finally:
+        crash.watch = None
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """Stores, and the run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    stores = make_stores(folder)
+    assert headway("train", str(write_recipe(folder, stores)), *LAST).returncode == 0
+    return folder / "runs" / "run", stores
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
+def test_faults_at_random_lose_nothing(whole: tuple[Path, list[Path]], tmp_path: Path, seed: int) -> None:
+    undisturbed, stores = whole
+    recipe, run = write_recipe(tmp_path, stores), tmp_path / "runs" / "run"
+    rng = random.Random(f"rates-{seed}")
+    for start in range(2):
+        with faults(tmp_path / "runs", 1000 * seed + start, rng.choice((0.002, 0.01, 0.03, 0.1))):
+            done = headway("train", str(recipe), *LAST)
+        assert "Traceback" not in done.stderr, done.stderr[-3000:]
+        assert done.returncode in (0, 1, 2), done.stderr[-2000:]
+    done = headway("train", str(recipe), *LAST)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert_same_run(undisturbed, run, STEPS)
+
+
+def test_where_every_call_fails_the_start_is_refused_in_one_line(whole: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, whole[1])
+    with faults(tmp_path / "runs", 0, 1.0):
+        done = headway("train", str(recipe), *LAST)
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
