@@ -18,8 +18,8 @@ from support.fuzz_files import file_targets
 from support.fuzzing import HOSTILE_TEXTS, Target, hostile_text, mutate_bytes, run_verb
 from support.runs import make_stores, tiny_settings
 
-SHALLOW = ("run.supervise", "device")
-"""Settings whose hostile values are validated alone: they would start processes."""
+SHALLOW = ("run.supervise", "device", "kernels.compile")
+"""Settings whose hostile values are validated alone: they would start processes or the compiler."""
 RECIPE_TEXT = b"""\
 run: {name: a, dir: runs}
 model: &shape {hidden_size: 32, num_layers: 2, num_heads: 4, ffn_size: 48, vocab_size: 64, max_seq_len: 64}

@@ -27,7 +27,8 @@ from typing import Any
 from headway.errors import HeadwayError
 
 CASE_SECONDS = 10.0
-MEMORY_BYTES = 12 << 30
+MEMORY_BYTES = 6 << 30
+"""What a case may take beyond what the process holds when it begins."""
 
 
 class Hang(BaseException):
@@ -107,7 +108,8 @@ def _events(reading: int, pid: int) -> Iterator[dict[str, str]]:
 
 
 def _run_cases(target: Target, folder: Path, seed: int, number: int, end: float, writing: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()  # what the parent had mapped already
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, mapped + MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     out = os.fdopen(writing, "w", encoding="utf-8", errors="replace")
     signal.signal(signal.SIGALRM, _ring)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from headway.config.section import Section, setting
+from pydantic import field_validator
+
+from headway.config.section import Section, setting, unusable_path
 from headway.runtime.places import S3Path, place_of
 
 CHECKPOINTS = "checkpoints"
@@ -42,6 +44,13 @@ class CheckpointConfig(Section):
     def higher_is_better(self) -> bool:
         """Whether more of the metric is better."""
         return self.goal == "max" or (self.goal == "auto" and self.metric.rsplit("/", 1)[-1] in HIGHER_IS_BETTER)
+
+    @field_validator("to")
+    @classmethod
+    def _is_a_place(cls, to: str | None) -> str | None:
+        if to is not None and (problem := unusable_path(to)):
+            raise ValueError(problem)
+        return to
 
     def place(self, run_folder: Path) -> tuple[Path, S3Path | None]:
         """The local folder of a run's checkpoints, and the place in S3 they go to from there, if any. A stage lies below its run."""

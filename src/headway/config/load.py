@@ -37,17 +37,25 @@ def load(schema: type[S], path: Path | None = None, overrides: Sequence[str] = (
 def _replace_alternatives(data: dict[str, Any], given: Sequence[Loc], where: Where) -> Iterator[str]:
     """An override takes the place of what the file says about the same thing in another way: batch.rows that of batch.tokens."""
     for loc in given:
-        node: Any = data
-        for part in loc[:-1]:
-            node = node[part]
+        node = _node_at(data, loc[:-1])
         own = next((ways for ways in ALTERNATIVES if any(loc[-1] in way for way in ways)), ())
-        if not isinstance(node, dict) or node[loc[-1]] is None:
+        if not isinstance(node, dict) or node.get(loc[-1]) is None:
             continue
         for key in (key for way in own if loc[-1] not in way for key in way):
             other = (*loc[:-1], key)
             if node.get(key) is not None and other not in given:
                 at = where.get(other, "the recipe")
                 yield f"{'.'.join(map(str, loc))}={node[loc[-1]]} replaces {'.'.join(map(str, other))}={node.pop(key)} of {at}"
+
+
+def _node_at(data: Any, loc: Loc) -> Any:
+    """What lies at a place; None where a later override took the place away."""
+    for part in loc:
+        if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int) and part < len(data)):
+            data = data[part]
+        else:
+            return None
+    return data
 
 
 def read_plain(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:

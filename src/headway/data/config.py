@@ -14,7 +14,7 @@ from headway.runtime.places import cache_home
 
 Packing = Literal["best_fit", "concat", "pad", "one_document"]
 SUFFIX = re.compile(r"^(?P<path>.+?)(?:@(?P<weight>\d+(?:\.\d*)?(?:e-?\d+)?)|#(?P<repeat>\d+))?$")
-MOST_TOKENS = 10**9
+MOST_TOKENS = 1 << 28
 DEFAULT_ROWS = 8
 
 

@@ -25,7 +25,7 @@ def read_bounded(path: Path, largest: int = LARGEST_BYTES) -> bytes:
             raise OSError(errno.EINVAL, "is a device or a pipe; a file is expected", str(path))
         if found.st_size > largest:
             raise OSError(errno.EFBIG, f"has {found.st_size} bytes; at most {largest} are expected", str(path))
-        return file.read(largest + 1)
+        return file.read(found.st_size + 1)
 
 
 def load_json(path: Path, largest: int = LARGEST_BYTES) -> Any:

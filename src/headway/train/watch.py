@@ -30,8 +30,8 @@ class HealConfig(Section):
         "alert", "A spike: only tell it, skip the step, or go back to a checkpoint and leave out that batch."
     )
     sigma: float | None = setting(6.0, "A spike is so many standard deviations above the mean of the window; null = never.", gt=0)
-    window: int = setting(128, "Good losses the rule looks back on; nothing is a spike before there are so many.", gt=1)
-    skip_before: int = setting(0, "Going back: batches before the bad one that are left out with it.", ge=0)
+    window: int = setting(128, "Good losses the rule looks back on; nothing is a spike before there are so many.", gt=1, le=1_000_000)
+    skip_before: int = setting(0, "Going back: batches before the bad one that are left out with it.", ge=0, le=1_000_000)
     limit: int = setting(
         3, "Skipped steps in a row, or ways back to the same checkpoint, after which the run gives up (exit code 3).", ge=0
     )

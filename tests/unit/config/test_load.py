@@ -143,3 +143,28 @@ def test_recompute_takes_the_switch_that_other_systems_have(given: str, meant: f
 )
 def test_content_is_a_list_a_name_or_all(given: str, meant: object) -> None:
     assert load(Recipe, None, ["init.from=x", f"init.content={given}"]).init.content == meant
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.hook.kind=torch_style", "parallel.hook.state=x", "parallel.hook={kind: compress}"],
+        ["optim.schedule.zero_steps=3", "optim=adamw"],
+    ],
+)
+def test_a_later_override_may_take_the_place_of_an_earlier_one(overrides: list[str]) -> None:
+    load(Recipe, None, overrides)
+
+
+@pytest.mark.parametrize("setting", ["checkpoint.to", "run.dir", "run.name", "init.from", "init.masks", "tokenizer"])
+def test_a_path_that_no_file_system_takes_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match="at most 255 bytes"):
+        load(Recipe, None, [f"{setting}={'é' * 200}"])
+
+
+def test_integers_beyond_63_bits_and_endless_steps_are_refused() -> None:
+    for override in ("seed=9223372036854775808", "heal.window=9223372036854775807", "adapter.rank=100000000000000"):
+        with pytest.raises(ConfigError, match=r"must be smaller|less than or equal"):
+            load(Recipe, None, [override])
+    with pytest.raises(ConfigError, match=r"are no step\. Lower it"):
+        load(Recipe, None, ["batch.rows=100000000000000"]).batch.resolve(512, 1)

@@ -172,8 +172,9 @@ def test_models_side_by_side_have_the_numbers_they_have_alone(
 
 
 def test_a_comparison_says_what_each_model_is_and_how_its_perplexities_lie(
-    capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # a test runner may have set it, and narrow tables fold their headings
     other = str(write_model(tmp_path / "other", CONFIG.with_(rope_theta=5e5, no_rope_layers=(1,))))
     arguments = ["compare", model, other, *data, "--out", str(tmp_path / "report")]
     found = json.loads(output(capsys, *arguments, "--json"))["models"]

@@ -47,15 +47,10 @@ def rows(batch: Any) -> list[dict[str, Any]]:
             batch = batch.set_column(place, column.name, batch.column(place).cast(pa.string()))
         elif pa.types.is_duration(kind) and kind.unit == "ns":
             batch = batch.set_column(place, column.name, batch.column(place).cast(pa.int64()))
-    try:
-        return batch.to_pylist()
-    except ValueError as error:
-        if "anosecond" not in str(error):
-            raise
-        named = ", ".join(column.name for column in batch.schema if "[ns" in str(column.type))
-        raise NanosecondsError(
-            f"times in nanoseconds inside {named or 'a column'}, which cannot be read; leave it out or round it"
-        ) from None
+    # refused by type, because whether pyarrow can convert them depends on whether pandas is installed
+    if nested := [column.name for column in batch.schema if "[ns" in str(column.type)]:
+        raise NanosecondsError(f"times in nanoseconds inside {', '.join(nested)}, which cannot be read; leave it out or round it")
+    return batch.to_pylist()
 
 
 def _batches(stream: Any) -> Iterator[Any]:
