@@ -10,6 +10,11 @@ def hide_credentials(text: str) -> str:
     return CREDENTIALS.sub("***@", text)
 
 
+def first_line(error: BaseException, most: int = 200) -> str:
+    """The first line of what another library says, at most so many characters, without the full stop; its type where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:most].rstrip(".")
+
+
 class HeadwayError(Exception):
     """A problem the user can act on. The command line prints it as one line and exits with `exit_code`."""
 

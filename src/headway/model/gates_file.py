@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, first_line
 from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.head_masks import HeadMasks, keep_heads, rank_heads, write_masks
 from headway.runtime.json_file import read_object
@@ -78,14 +78,10 @@ def read_gates(folder: Path, config: ModelConfig) -> TrainedGates | None:
         log_alpha = torch.tensor(content["log_alpha"], dtype=torch.float32, device="cpu")
         gates = HeadGatesConfig(window=content["window"], sinks=content["sinks"])
     except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as problem:
-        raise CheckpointError(f"{path}: cannot be read as head gates ({_first_line(problem)}). Delete it to go on without gates.") from None
+        raise CheckpointError(f"{path}: cannot be read as head gates ({first_line(problem)}). Delete it to go on without gates.") from None
     if tuple(log_alpha.shape) != (config.num_layers, config.kv_heads):
         raise CheckpointError(
             f"{path}: holds gates of shape {list(log_alpha.shape)}; the model has {config.num_layers} layers of {config.kv_heads} KV "
             "heads. It is another model's; delete it."
         )
     return TrainedGates(gates, log_alpha)
-
-
-def _first_line(problem: BaseException) -> str:
-    return (str(problem).splitlines() or [type(problem).__name__])[0][:200]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, first_line
 from headway.model.families import internlm
 from headway.model.layout import param_specs
 
@@ -59,7 +59,7 @@ def open_pickled(path: Path, stand_ins: Mapping[str, type] | None = None) -> dic
     except pickle.UnpicklingError as problem:
         raise CheckpointError(f"{path}: refused: {_refusal(str(problem))}.") from None
     except UNREADABLE as problem:
-        raise CheckpointError(f"{path}: cannot be read: {_first_line(problem)}. Fetch it again.") from None
+        raise CheckpointError(f"{path}: cannot be read: {first_line(problem)}. Fetch it again.") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: holds a {type(found).__name__}, not tensors by name.")
     return found
@@ -72,10 +72,6 @@ def _refusal(problem: str) -> str:
         return f"it holds more than tensors ({named.group(1) or named.group(2)}), and such a file can run code"
     first = problem.splitlines()[0][:200] if problem else "no pickle of torch"
     return f"it holds more than tensors, and such a file can run code ({first})"
-
-
-def _first_line(problem: BaseException) -> str:
-    return (str(problem).splitlines() or [type(problem).__name__])[0][:200].rstrip(".")
 
 
 def zero2all_file(folder: Path) -> Path | None:
@@ -97,7 +93,7 @@ def open_internlm(folder: Path) -> tuple[ModelConfig, Callable[[], Iterator[tupl
 
 
 def _misfit(folder: Path, problem: BaseException) -> CheckpointError:
-    return CheckpointError(f"{folder}: its shards do not make a model of InternLM: {_first_line(problem)}. Fetch them again.")
+    return CheckpointError(f"{folder}: its shards do not make a model of InternLM: {first_line(problem)}. Fetch them again.")
 
 
 def _open_internlm(folder: Path) -> tuple[ModelConfig, Callable[[], Iterator[tuple[str, torch.Tensor]]]]:

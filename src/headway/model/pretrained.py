@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from headway.errors import CheckpointError, ConfigError
+from headway.errors import CheckpointError, ConfigError, first_line
 from headway.model.families.base import family_for, family_of
 from headway.model.layout import HEAD, param_specs
 from headway.model.old_weights import open_pickled, zero2all_file
@@ -108,7 +108,7 @@ def _open(path: Path, opened: ExitStack) -> Any:
         return opened.enter_context(safe_open(path, framework="pt"))
     except (SafetensorError, OSError, ValueError) as error:
         said = pointer(path)
-        what = f"is {said}" if said is not None else f"not a safetensors file: {_first_line(error)}. Fetch it again."
+        what = f"is {said}" if said is not None else f"not a safetensors file: {first_line(error)}. Fetch it again."
         raise CheckpointError(f"{path}: {what}") from None
 
 
@@ -137,7 +137,7 @@ def _form(folder: Path, files: dict[str, Any], place: tuple[str, str]) -> tuple[
         part = files[file].get_slice(name)
         return tuple(part.get_shape()), part.get_dtype()
     except (SafetensorError, KeyError) as error:
-        raise CheckpointError(f"{folder / file}: holds no {name}: {_first_line(error)}. Fetch the model again.") from None
+        raise CheckpointError(f"{folder / file}: holds no {name}: {first_line(error)}. Fetch the model again.") from None
 
 
 def _read(folder: Path, files: dict[str, Any], place: tuple[str, str]) -> torch.Tensor:
@@ -147,15 +147,11 @@ def _read(folder: Path, files: dict[str, Any], place: tuple[str, str]) -> torch.
     try:
         return files[file].get_tensor(name)
     except (SafetensorError, KeyError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{folder / file}: {name} cannot be read: {_first_line(error)}. Fetch the model again.") from None
+        raise CheckpointError(f"{folder / file}: {name} cannot be read: {first_line(error)}. Fetch the model again.") from None
 
 
 def _short(text: str) -> str:
     return text if len(text) <= LONGEST_LINE else text[:LONGEST_LINE] + "..."
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")
 
 
 class _Pickled:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.errors import ConfigError, DataError
+from headway.errors import ConfigError, DataError, first_line
 from headway.runtime.storage import sha256_file
 from headway.text.hub_files import Wanted, fetch_large
 
@@ -163,7 +163,7 @@ def _unreachable(repo_id: str, dataset: bool, error: BaseException) -> str:
     from huggingface_hub import constants
 
     flag = " --dataset" if dataset else ""
-    why = (str(error).splitlines() or [type(error).__name__])[0][:120].rstrip(".")
+    why = first_line(error, 120)
     return (
         f"{repo_id}: not here, and {constants.ENDPOINT} cannot give it ({why}). On a connected machine run "
         f"`headway download {repo_id}{flag} --to {repo_id.rpartition('/')[2]}`, copy that folder here and give its path; "

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from headway.errors import ConfigError, DataError
+from headway.errors import ConfigError, DataError, first_line
 from headway.tokenizer.byte_alphabet import unspell
 from headway.tokenizer.folder_config import ROLES, read_config
 from headway.tokenizer.load import Tokenizer
@@ -292,7 +292,7 @@ def _answering(what: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise DataError(f"{what}: {_first_line(error)}.") from None
+        raise DataError(f"{what}: {first_line(error, 300)}.") from None
 
 
 def read_bytes(path: Path) -> bytes:
@@ -319,7 +319,3 @@ def _as_list(value: Any) -> list[Any]:
 
 def _pretty(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300].rstrip(".")

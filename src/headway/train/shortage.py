@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headway.errors import ConfigError, TrainingError
+from headway.errors import ConfigError, TrainingError, first_line
 from headway.model.adapter.linear import adapt
 from headway.model.transformer import Transformer
 from headway.objective.base import StepInfo
 from headway.optim.adamw import Config as AdamWConfig
 from headway.parallel.assemble import group_parameters
 from headway.plan.memory import GIB, Job, amount, estimate, suggestions
-from headway.runtime.heartbeat import first_line
 from headway.runtime.machine import ram_bytes
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def explaining_shortage(job: Callable[[], Job], device: Callable[[], torch.devic
         if place.type == "cuda":
             free, whole = torch.cuda.mem_get_info(place)
             held = f" ({amount(torch.cuda.max_memory_allocated(place))} held at most, {amount(free)} of {amount(whole)} free)"
-        message = f"out of memory on {place.type}{held}: {first_line(error)[:160]} {explain(job())}"
+        message = f"out of memory on {place.type}{held}: {first_line(error, 160)}. {explain(job())}"
     else:
         return
     raise OutOfMemoryError(message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from headway.errors import DataError
+from headway.errors import DataError, first_line
 from headway.text.document import Record
 from headway.text.raw import RawFile
 
@@ -29,7 +29,7 @@ def read(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
                         number += 1
                         yield Record(row, raw.name, number)
         except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError, NanosecondsError) as error:
-            why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            why = first_line(error, 1000)
             raise DataError(f"{raw.name}: not a readable arrow file: {why}. Fetch or write it again.") from None
 
 

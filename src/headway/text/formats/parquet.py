@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from headway.errors import DataError
+from headway.errors import DataError, first_line
 from headway.text.document import Record
 from headway.text.formats.arrow import NanosecondsError, rows
 from headway.text.raw import RawFile
@@ -29,8 +29,4 @@ def read(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
                     number += 1
                     yield Record(row, raw.name, number)
         except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError, NanosecondsError) as error:
-            raise DataError(f"{raw.name}: not a readable parquet file: {_first_line(error)}. Fetch or write it again.") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise DataError(f"{raw.name}: not a readable parquet file: {first_line(error, 1000)}. Fetch or write it again.") from None
