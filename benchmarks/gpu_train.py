@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.data.store import StoreWriter
+from headway.store.reader import StoreWriter
 
 LLAMA_1B: dict[str, Any] = {"model": ["model.preset=llama-1b"], "shape": "1b"}
 LLAMA_3B: dict[str, Any] = {"model": ["model.preset=llama-3b"]}

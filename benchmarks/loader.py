@@ -19,8 +19,8 @@ import numpy as np
 from headway.data.config import DataConfig
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
-from headway.data.order import Selection
-from headway.data.store import Store, StoreWriter, open_store
+from headway.data.shuffle import Selection
+from headway.store.reader import Store, StoreWriter, open_store
 
 TARGET = 20e6
 CASES = [("best_fit", 4096), ("best_fit", 8192), ("concat", 4096), ("concat", 8192), ("pad", 1024)]

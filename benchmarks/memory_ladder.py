@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.data.store import StoreWriter
+from headway.store.reader import StoreWriter
 
 RUNGS: dict[str, list[str]] = {
     "none": [],

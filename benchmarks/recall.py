@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from headway.config.load import load
-from headway.data.tokenize import tokenize
 from headway.eval.long_tasks.key_value import pairs, table
+from headway.prepare.tokenize import tokenize
 from headway.runtime.log import start_logging
 from headway.tokenizer.train_bpe import train_bpe
 from headway.train import train
 from headway.train.config import Recipe
-from headway.train.sparsify import SparsifyPlan, sparsify
+from headway.workflows.sparsify import SparsifyPlan, sparsify
 
 TOKENS_PER_LINE = 4.3
 

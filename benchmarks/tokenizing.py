@@ -17,8 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from headway.data.build import usable_cores
-from headway.data.tokenize import TokenizeOptions, tokenize
+from headway.prepare.build import usable_cores
+from headway.prepare.tokenize import TokenizeOptions, tokenize
 from headway.tokenizer.load import load_tokenizer
 from headway.tokenizer.train_bpe import train_bpe
 

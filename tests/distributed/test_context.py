@@ -19,13 +19,13 @@ from support.runs import make_stores, write_recipe
 from headway.checkpoint.load import open_checkpoint
 from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
 from headway.config.load import load
-from headway.data.store import StoreWriter
 from headway.model.config import HeadGatesConfig
 from headway.model.layout import GATES
 from headway.objective.base import StepInfo
 from headway.objective.head_sparsity import Config as HeadSparsity
 from headway.parallel.collectives import Group
 from headway.parallel.context import to_heads, to_tokens
+from headway.store.reader import StoreWriter
 from headway.track.jsonl import read_metrics
 from headway.train import train
 from headway.train.config import Recipe

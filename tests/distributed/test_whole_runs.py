@@ -14,7 +14,7 @@ from support.ranks import start_processes
 from support.runs import make_stores, write_recipe
 
 from headway.config.load import load
-from headway.data.store import StoreWriter
+from headway.store.reader import StoreWriter
 from headway.track.jsonl import read_metrics
 from headway.train import train
 from headway.train.config import Recipe

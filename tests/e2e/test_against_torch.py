@@ -20,11 +20,11 @@ from torch import Tensor
 from headway.checkpoint.load import open_checkpoint
 from headway.config.load import load
 from headway.data.loader import Loader
-from headway.data.sources import open_data
-from headway.data.store import StoreWriter
+from headway.data.open import open_data
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
+from headway.store.reader import StoreWriter
 from headway.track.jsonl import read_metrics
 from headway.train import train
 from headway.train.config import Recipe

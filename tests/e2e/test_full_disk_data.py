@@ -10,9 +10,9 @@ from support.chat_tokenizer import byte_tokenizer
 from support.runs import headway
 from support.small_disk import on_small_disk
 
-from headway.data.foreign.internlm import InternlmWriter
-from headway.data.store import StoreWriter, open_store
 from headway.errors import TrainingError
+from headway.store.foreign.internlm import InternlmWriter
+from headway.store.reader import StoreWriter, open_store
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_an_older_internlm_file_survives_a_failed_rewrite(tmp_path: Path, monkey
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("headway.data.foreign.writer.fsync_file", full)
+    monkeypatch.setattr("headway.store.foreign.writer.fsync_file", full)
     with pytest.raises(TrainingError, match="the disk is full"):
         write()
     assert {path.name: path.read_bytes() for path in (tmp_path / "cn").iterdir()} == before

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from support.runs import headway, tiny_settings
 
-from headway.data.maps import MappedFiles, map_file
-from headway.data.store import StoreWriter, open_store
 from headway.errors import DataError
+from headway.store.memory_map import MappedFiles, map_file
+from headway.store.reader import StoreWriter, open_store
 
 
 def write_store(path: Path, documents: int, shard_tokens: int) -> None:

@@ -10,7 +10,7 @@ from support.byte_model import byte_tokenizer
 from support.runs import headway, make_stores, tiny_settings
 
 from headway.checkpoint.load import open_checkpoint
-from headway.data.store import StoreWriter
+from headway.store.reader import StoreWriter
 from headway.track.jsonl import read_metrics
 
 

@@ -14,8 +14,8 @@ from support.ranks import start_processes
 from support.runs import assert_same_run, deterministic
 
 from headway.config.load import load
-from headway.data.store import StoreWriter
 from headway.errors import HeadwayError
+from headway.store.reader import StoreWriter
 from headway.tokenizer.load import load_tokenizer
 from headway.track.jsonl import read_metrics
 from headway.train import train

@@ -10,11 +10,11 @@ from pydantic import BaseModel
 
 from headway.config.load import load, read_yaml
 from headway.config.section import Section
-from headway.data.tokenize import tokenize
 from headway.export.huggingface import export_huggingface
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
+from headway.prepare.tokenize import tokenize
 from headway.tokenizer.train_bpe import train_bpe
 from headway.train import train
 from headway.train.config import Recipe

@@ -12,9 +12,9 @@ import pytest
 from support.runs import make_stores, start_headway, tiny_settings, wait_for_step
 
 from headway.config.load import load
-from headway.demo.run import run_demo
 from headway.train import train
 from headway.train.config import Recipe
+from headway.workflows.demo.run import run_demo
 
 
 def soon(run: Path, step: int, act: Callable[[], object]) -> threading.Thread:
@@ -61,7 +61,7 @@ def test_sigterm_reaches_the_handler_that_was_there(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.demo import run as demo
+    from headway.workflows.demo import run as demo
 
     stages: list[str] = []
 

@@ -8,9 +8,9 @@ import pytest
 from support.byte_model import CONFIG, write_model
 
 from headway.cli import main
-from headway.data.tokenize import tokenize
 from headway.eval.long_tasks.key_value import pairs, table
 from headway.model.head_masks import read_masks
+from headway.prepare.tokenize import tokenize
 
 RECIPE = """\
 run: {{name: sparse, dir: {out}/runs}}

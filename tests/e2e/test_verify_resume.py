@@ -14,9 +14,9 @@ from support.runs import headway, make_stores, write_recipe
 from headway.cli.verify.resume import show
 from headway.config.load import load
 from headway.errors import ConfigError
-from headway.launch.proof import Trial, killed_at, prove_resume
 from headway.train import train
 from headway.train.config import Recipe
+from headway.workflows.resume_proof import Trial, killed_at, prove_resume
 
 
 def forked(arguments: list[str], nproc: int | None, kill_at: int | None) -> None:

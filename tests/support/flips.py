@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from headway.data.cache import cached_store
-from headway.data.checksums import Checksums
 from headway.data.config import DataConfig
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
-from headway.data.order import Selection
-from headway.data.store import StoreWriter, open_store
+from headway.data.shuffle import Selection
 from headway.errors import HeadwayError
+from headway.prepare.cache import cached_store
 from headway.runtime.sealed import write_sealed
+from headway.store.checksums import Checksums
+from headway.store.reader import StoreWriter, open_store
 from headway.train.reference_model import read_table
 from support.byte_model import byte_tokenizer
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from headway.config.load import load
-from headway.data.foreign.internlm import InternlmWriter
 from headway.data.loader import Loader
+from headway.store.foreign.internlm import InternlmWriter
 from headway.train import train
 from headway.train.build import build
 from headway.train.config import Recipe

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from headway.data.batch import Batch
-from headway.data.store import StoreWriter
+from headway.store.reader import StoreWriter
 
 Pair = tuple[Sequence[int], Sequence[int], Sequence[int]]
 """Prompt, chosen answer, rejected answer."""

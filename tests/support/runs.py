@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from headway.checkpoint.load import open_checkpoint
-from headway.data.store import StoreWriter
+from headway.store.reader import StoreWriter
 from headway.track.jsonl import read_metrics
 from support.forked import Forked
 

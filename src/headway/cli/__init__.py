@@ -1,4 +1,4 @@
-"""The command line: one file per verb (`cli/train.py`, `cli/data/tokenize.py`), found by name; each holds one function `command`.
+"""The command line: one file per verb (`cli/train.py`, `cli/prepare/tokenize.py`), found by name; each holds one function `command`.
 
 Verb files import typer alone at the top, so that help is instant; the work is a typed function of the package that the verb calls.
 """

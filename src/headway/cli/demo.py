@@ -13,9 +13,9 @@ def command(
     json: bool = JSON_FLAG,
 ) -> None:
     """The main job in small: tokenizer, data, pretraining, evaluation, fine-tuning, preference, export; on a CPU, offline, in minutes."""
-    from headway.demo.run import run_demo
     from headway.runtime.log import start_logging
     from headway.runtime.storage import check_writable
+    from headway.workflows.demo.run import run_demo
 
     check_writable(out)
     with start_logging():

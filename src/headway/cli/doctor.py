@@ -15,7 +15,7 @@ def command(
     """Check this machine: Python, packages, GPUs, attention kernels, memory, disk. Each line is ok, warn or fail, with a remedy."""
     from dataclasses import asdict
 
-    from headway.launch.doctor import examine
+    from headway.diagnose.doctor import examine
 
     checks = examine(run_dir)
     failed = any(check.state == "fail" for check in checks)

@@ -47,7 +47,7 @@ def command(
     from headway.cli._recipe import read_recipe
     from headway.cli.eval.long import show, split_numbers, split_tokens
     from headway.runtime.process import own_command
-    from headway.train.sparsify import SparsifyPlan, sparsify
+    from headway.workflows.sparsify import SparsifyPlan, sparsify
 
     plan = SparsifyPlan(
         split_numbers("--sparsities", sparsities) if sparsities is not None else (),

@@ -177,12 +177,12 @@ def work(arguments: list[str], options: Options) -> int:
     from contextlib import nullcontext
 
     from headway.cli._recipe import read_recipe
-    from headway.launch.profile import plan_profile, profiled
-    from headway.launch.proof import killed_at
+    from headway.diagnose.profile import plan_profile, profiled
     from headway.runtime.output import OutputError
     from headway.runtime.process import from_environment, kill_at_step, set_environment
     from headway.train import dry_run as try_recipe
     from headway.train.session import run_recipe
+    from headway.workflows.resume_proof import killed_at
 
     recipe = read_recipe(arguments)
     if options.profile:

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from headway.config.section import Section, setting
-from headway.data.record_keys import KeyMap
 from headway.errors import ConfigError
+from headway.prepare.record_keys import KeyMap
 from headway.runtime.places import cache_home
 
 Packing = Literal["best_fit", "concat", "pad", "one_document"]

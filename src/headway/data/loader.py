@@ -17,10 +17,10 @@ from typing import Self
 from headway.data.batch import Batch, StepBatch
 from headway.data.config import DataConfig, Rampup, default_cache_dir
 from headway.data.mixture import Mixture, MixtureSource, Row
-from headway.data.order import Windows
 from headway.data.packing import RowShape
 from headway.data.pairs import PairSource
 from headway.data.rows import Fill, fill_rows
+from headway.data.shuffle import Windows
 from headway.data.step import BatchShape, LoaderState, PlannedStep, StepPlanner
 from headway.data.stream import Stream
 from headway.errors import CheckpointError, ConfigError

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headway.data.order import Selection
+from headway.data.shuffle import Selection
 from headway.data.stream import Block, Cursor, Stream
 
 

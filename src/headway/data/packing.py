@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.data.config import Packing
-from headway.data.source import Flags, Longs, Source
 from headway.errors import DataError
+from headway.store.source import Flags, Longs, Source
 
 
 @dataclass(frozen=True)

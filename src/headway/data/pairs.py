@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.data.preference import num_pairs
-from headway.data.source import Flags, Ids, Longs, Source
-from headway.data.store import Store
+from headway.prepare.preference import num_pairs
+from headway.store.reader import Store
+from headway.store.source import Flags, Ids, Longs, Source
 
 PAIR = "pair"
 """The column of a batch that says which pairs its rows hold: [rows, pairs of a row], -1 where there is none."""

@@ -13,9 +13,9 @@ import numpy as np
 from headway.data.batch import Batch
 from headway.data.mixture import Row
 from headway.data.pairs import PAIR, PairSource
-from headway.data.source import Flags, Ids, Longs, Source
-from headway.data.store import ranges
 from headway.errors import DataError
+from headway.store.reader import ranges
+from headway.store.source import Flags, Ids, Longs, Source
 
 LEAST_BOUND = 128
 """Bounds on the longest document are powers of two from here, so that few different ones occur."""

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from headway.data.config import SourceConfig
-from headway.data.foreign.documents import ForeignStore
-from headway.data.source import Source
-from headway.data.store import Store, is_store
-from headway.data.views import DocumentRange
 from headway.errors import ConfigError, DataError
+from headway.store.foreign.documents import ForeignStore
+from headway.store.reader import Store, is_store
+from headway.store.source import Source
+from headway.store.views import DocumentRange
 
 FOLDERS_ARE_TYPES = ("internlm", "mds")
 
@@ -76,7 +76,7 @@ def _set_name(child: Path) -> str:
 
 
 def _is_set(child: Path) -> bool:
-    from headway.data.foreign.detect import detect
+    from headway.store.foreign.detect import detect
 
     if child.name.startswith(".") or child.suffix == ".meta" or child.name.lower().startswith(("readme", "license")):
         return False

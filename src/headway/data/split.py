@@ -11,10 +11,10 @@ from typing import Literal
 
 import numpy as np
 
-from headway.data.order import SCAN_DOCUMENTS, SPLIT_KEY, Selection, in_valid, mix
 from headway.data.pairs import PairSource
-from headway.data.views import TokenRange
+from headway.data.shuffle import SCAN_DOCUMENTS, SPLIT_KEY, Selection, in_valid, mix
 from headway.errors import ConfigError
+from headway.store.views import TokenRange
 
 LEAST_TOKENS = 2
 """A token and the next one, which is its target."""

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.data.order import Windows, permuted, shuffled
 from headway.data.packing import RowPlan, RowShape, join, plan_rows
-from headway.data.source import Longs, Source
+from headway.data.shuffle import Windows, permuted, shuffled
 from headway.errors import HeadwayError
 from headway.runtime.progress import progress
 from headway.runtime.sealed import read_sealed, write_sealed
 from headway.runtime.seed import derive
+from headway.store.source import Longs, Source
 
 KEPT_BLOCKS = 2
 CACHED_FROM_WINDOWS = 64

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.data.order import mix
-from headway.data.source import Ids, Longs, Source
+from headway.data.shuffle import mix
 from headway.runtime.seed import derive
+from headway.store.source import Ids, Longs, Source
 
 STEPS = 7
 PATTERN = np.exp(np.linspace(np.log(32), np.log(1024), 64)).astype(np.int64)[(np.arange(64) * 37) % 64]

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.data.order import Selection
+from headway.data.open import OpenData
 from headway.data.pairs import PairSource
-from headway.data.source import Ids, Longs, Source
-from headway.data.sources import OpenData
-from headway.data.store import Store
+from headway.data.shuffle import Selection
 from headway.errors import ConfigError, DataError
+from headway.store.reader import Store
+from headway.store.source import Ids, Longs, Source
 from headway.tokenizer.chat import answer_end
 from headway.tokenizer.load import Tokenizer
 

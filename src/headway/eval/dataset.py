@@ -16,8 +16,8 @@ from headway.eval.encoded_text import encode_blocks
 from headway.eval.perplexity import Piece
 
 if TYPE_CHECKING:
-    from headway.data.foreign.detect import Kind
     from headway.infer.load import LoadedModel
+    from headway.store.foreign.detect import Kind
     from headway.text.document import Document
 
 
@@ -152,7 +152,7 @@ def _pieces(dataset: Dataset, loaded: LoadedModel, reading: Reading) -> Iterator
 
 def _kind(path: str) -> Kind:
     """What a path holds; what only the reader of raw files knows (a hub id, a chosen split, a file without a suffix) is raw."""
-    from headway.data.foreign.detect import detect
+    from headway.store.foreign.detect import detect
 
     try:
         return detect(path)
@@ -163,8 +163,8 @@ def _kind(path: str) -> Kind:
 
 
 def _stored(path: Path, kind: Kind, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
-    from headway.data.convert import items
-    from headway.data.foreign.source import open_source
+    from headway.store.convert import items
+    from headway.store.foreign.source import open_source
     from headway.tokenizer.opening import expected_ids
 
     store = open_source(path, kind)

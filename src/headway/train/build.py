@@ -19,7 +19,7 @@ from headway.checkpoint.saver import Saver
 from headway.data.batch import Batch, StepBatch
 from headway.data.config import ResolvedBatch
 from headway.data.loader import Loader
-from headway.data.sources import OpenData, open_data
+from headway.data.open import OpenData, open_data
 from headway.data.targets import Targets, check_targets
 from headway.errors import CheckpointError, ConfigError
 from headway.model.adapter.values import with_updates

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from headway.data.batch import Batch
-from headway.data.cache import default_cache_dir
 from headway.data.config import DataConfig
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
-from headway.data.order import Selection
+from headway.data.open import OpenData
 from headway.data.pairs import PAIR, PairSource
-from headway.data.sources import OpenData
+from headway.data.shuffle import Selection
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.infer.load import find_model, frozen_model
 from headway.kernels.attention import mask_of
@@ -40,6 +39,7 @@ from headway.parallel.assemble import dress
 from headway.parallel.collectives import Group
 from headway.parallel.memory import MemoryConfig
 from headway.parallel.passes import Settings
+from headway.prepare.cache import default_cache_dir
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.sealed import parse_sealed_json, read_sealed, sealed_json, write_sealed

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from headway.data.config import default_cache_dir
-from headway.data.dry_cache import dry_cache, make_dry_cache
 from headway.errors import CommunicationError, ConfigError
 from headway.infer.load import FINAL
 from headway.model.families.base import published
 from headway.optim.groups import count
 from headway.parallel.collectives import Group, form_groups, start_group
 from headway.plan.memory import Job, amount, estimate
+from headway.prepare.dry_cache import dry_cache, make_dry_cache
 from headway.runtime.device import Compute, backend_of, choose_compute
 from headway.runtime.flight import flight_recorder
 from headway.runtime.heartbeat import Heartbeat, is_lost

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from headway.data.sources import open_data
+from headway.data.open import open_data
 from headway.data.targets import check_targets
 from headway.errors import HeadwayError
 from headway.infer.adapted import Carried

@@ -16,10 +16,10 @@ from headway.data.batch import TENSOR_FIELDS, Batch
 from headway.data.config import DataConfig, Rampup
 from headway.data.loader import Loader, LoaderState
 from headway.data.mixture import MixtureSource
-from headway.data.order import Selection
-from headway.data.store import Store, StoreWriter, open_store
+from headway.data.shuffle import Selection
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.runtime.sealed import read_sealed
+from headway.store.reader import Store, StoreWriter, open_store
 
 
 def make_store(folder: Path, lengths: list[int], *, first_id: int = 1, masked: bool = False, seed: int = 0) -> Store:
@@ -360,7 +360,7 @@ def test_the_row_index_is_kept_by_content(tmp_path: Path) -> None:
 def test_the_bound_on_document_lengths_covers_every_segment_and_is_tight(tmp_path: Path) -> None:
     from headway.data.config import DataConfig
     from headway.data.mixture import MixtureSource
-    from headway.data.order import Selection
+    from headway.data.shuffle import Selection
     from headway.data.synthetic import SyntheticSource
 
     config = DataConfig(seq_len=2048, workers=0)

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data.mixture import Mixture, MixtureSource
-from headway.data.order import Selection, Windows
 from headway.data.packing import RowShape
-from headway.data.store import Store, StoreWriter, open_store
+from headway.data.shuffle import Selection, Windows
 from headway.data.stream import Stream
+from headway.store.reader import Store, StoreWriter, open_store
 
 ROW = 8
 

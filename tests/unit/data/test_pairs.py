@@ -11,11 +11,11 @@ from support.pairs import make_pair_store
 from headway.data.config import DataConfig
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
-from headway.data.order import Selection, Windows
+from headway.data.open import open_data
 from headway.data.pairs import PAIR, PairSource
-from headway.data.sources import open_data
-from headway.data.store import StoreWriter, open_store
+from headway.data.shuffle import Selection, Windows
 from headway.errors import DataError
+from headway.store.reader import StoreWriter, open_store
 
 
 def read(config: DataConfig, sources: list[MixtureSource], **options: Any) -> list[Any]:

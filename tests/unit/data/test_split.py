@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pairs import make_pair_store
 
-from headway.data.foreign.source import open_source
-from headway.data.order import Selection
 from headway.data.pairs import PairSource
+from headway.data.shuffle import Selection
 from headway.data.split import one_side
-from headway.data.store import Store, StoreWriter, open_store
 from headway.errors import ConfigError
+from headway.store.foreign.source import open_source
+from headway.store.reader import Store, StoreWriter, open_store
 
 
 def make_store(folder: Path, lengths: list[int]) -> Store:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from headway.data.config import Packing
-from headway.data.order import Selection, Windows
 from headway.data.packing import RowShape
-from headway.data.store import StoreWriter, open_store
+from headway.data.shuffle import Selection, Windows
 from headway.data.stream import Cursor, Stream
+from headway.store.reader import StoreWriter, open_store
 
 
 def stream_of(folder: Path, lengths: list[int], *, packing: Packing = "best_fit", window: int = 32, block_windows: int = 2) -> Stream:

@@ -9,13 +9,13 @@ import pytest
 from support import chat_tokenizer
 from support.byte_model import byte_tokenizer
 
-from headway.data.chat import ChatOptions, tokenize_chat
 from headway.data.config import DataConfig
-from headway.data.convert import convert
-from headway.data.sources import OpenData, open_data
-from headway.data.store import StoreWriter, open_store
+from headway.data.open import OpenData, open_data
 from headway.data.targets import check_targets
 from headway.errors import DataError
+from headway.prepare.chat import ChatOptions, tokenize_chat
+from headway.store.convert import convert
+from headway.store.reader import StoreWriter, open_store
 from headway.tokenizer.chat import Turn, render
 from headway.tokenizer.load import load_tokenizer
 

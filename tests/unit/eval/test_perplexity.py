@@ -9,13 +9,13 @@ import pytest
 import torch
 from support.byte_model import write_model
 
-from headway.data.store import StoreWriter
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.eval.dataset import Dataset, Reading, parse_datasets, read_pieces
 from headway.eval.perplexity import Piece, perplexity
 from headway.eval.scoring import Row, TokenScores, batches
 from headway.eval.tally import NUM_BINS, Tally
 from headway.infer.load import LoadedModel, load_model
+from headway.store.reader import StoreWriter
 
 TEXTS = ["the cat sat on the mat and then it went away, far over the hills", "a", "the dog", "zwölf Boxkämpfer jagen Viktor quer"]
 

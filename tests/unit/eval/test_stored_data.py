@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from support.byte_model import write_model
 
-from headway.data.convert import Options, convert
-from headway.data.foreign.mds_writer import MdsTokenWriter
-from headway.data.pack import PackOptions, pack
-from headway.data.store import StoreWriter
 from headway.errors import ConfigError, DataError
 from headway.eval.dataset import Dataset, Reading, read_pieces
 from headway.eval.encoded_text import FileIds
 from headway.eval.perplexity import perplexity
 from headway.infer.load import LoadedModel, load_model
+from headway.prepare.pack import PackOptions, pack
+from headway.store.convert import Options, convert
+from headway.store.foreign.mds_writer import MdsTokenWriter
+from headway.store.reader import StoreWriter
 
 TEXT = "the cat sat on the mat, and then zwölf Boxkämpfer went away.\n" * 40
 

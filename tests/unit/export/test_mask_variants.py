@@ -14,7 +14,7 @@ from headway.infer.masks import MaskChoice
 from headway.model.config import HeadGatesConfig
 from headway.model.gates_file import TrainedGates, write_gates
 from headway.model.head_masks import HeadMasks, read_masks, write_masks
-from headway.train.sparsify import write_mask_files
+from headway.workflows.sparsify import write_mask_files
 
 SCORES = torch.tensor([[3.0, 5.0, 9.0, 8.0], [-9.0, -4.0, -5.0, 2.0]])
 BEST = ((False, False, True, True), (False, True, False, True))

@@ -9,15 +9,15 @@ from support.pairs import make_pair_store
 
 from headway.config.load import load
 from headway.data.loader import Loader
+from headway.data.open import open_data
 from headway.data.pairs import PAIR
-from headway.data.sources import open_data
-from headway.data.store import Store, open_store
 from headway.kernels.attention import causal_mask
 from headway.model.init import initialize
 from headway.model.transformer import Transformer
 from headway.objective.dpo import REFERENCE
 from headway.parallel.collectives import Group
 from headway.parallel.passes import Settings
+from headway.store.reader import Store, open_store
 from headway.train.config import Recipe
 from headway.train.reference_model import Scoring, make_reference
 from headway.train.resolve import resolve

@@ -29,8 +29,8 @@ def command(
     json: bool = JSON_FLAG,
 ) -> None:
     """Write a token store in another format."""
-    from headway.data.convert import Options, convert
-    from headway.data.foreign.detect import checked_kind
+    from headway.store.convert import Options, convert
+    from headway.store.foreign.detect import checked_kind
     from headway.tokenizer.load import load_tokenizer
 
     options = Options(checked_kind(kind) if kind else None, rebuild_index, begin_id, seq_len, type_name, compression)

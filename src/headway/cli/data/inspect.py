@@ -8,7 +8,7 @@ import typer
 from headway.cli._output import JSON_FLAG, print_json, print_table
 
 if TYPE_CHECKING:
-    from headway.data.inspect import Sample
+    from headway.prepare.inspect import Sample
 
 
 def command(
@@ -23,9 +23,9 @@ def command(
     """Say what a path holds: its kind, how many documents and tokens, and what they look like."""
     from dataclasses import asdict
 
-    from headway.data.foreign.detect import checked_kind
-    from headway.data.inspect import inspect
-    from headway.data.inspect import samples as take_samples
+    from headway.prepare.inspect import inspect
+    from headway.prepare.inspect import samples as take_samples
+    from headway.store.foreign.detect import checked_kind
     from headway.tokenizer.load import load_tokenizer
 
     chosen = checked_kind(kind) if kind else None

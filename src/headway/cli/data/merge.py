@@ -13,7 +13,7 @@ def command(
     json: bool = JSON_FLAG,
 ) -> None:
     """Join token stores into one; the shards of one tokenization come out as if it had not been divided."""
-    from headway.data.merge import merge
+    from headway.store.merge import merge
 
     store = merge(stores, out)
     result = {"out": out, "documents": store.num_documents, "tokens": store.num_tokens}

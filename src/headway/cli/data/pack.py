@@ -27,8 +27,8 @@ def command(
     """Pack documents into pieces of one length ahead of training; each pack knows the documents inside it."""
     from dataclasses import asdict
 
-    from headway.data.pack import PackOptions, pack
     from headway.errors import ConfigError
+    from headway.prepare.pack import PackOptions, pack
 
     parts = [part.strip() for part in split_by_lengths.split(",") if part.strip()]
     if not all(part.isdigit() for part in parts):

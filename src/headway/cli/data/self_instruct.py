@@ -32,9 +32,9 @@ def command(
     from dataclasses import asdict
     from typing import cast
 
-    from headway.data.self_instruct.endpoint import KEY_VARIABLE, Endpoint
-    from headway.data.self_instruct.generate import SelfInstruct, self_instruct
-    from headway.data.self_instruct.task import Language
+    from headway.text.self_instruct.endpoint import KEY_VARIABLE, Endpoint
+    from headway.text.self_instruct.generate import SelfInstruct, self_instruct
+    from headway.text.self_instruct.task import Language
 
     key = os.environ.get(KEY_VARIABLE, "").strip() or None
     server = Endpoint(endpoint, model, key, temperature, max_tokens, timeout, max_retries, rate_limit)

@@ -53,8 +53,8 @@ def command(
     records = {"template": template or "chatml", "max_length": max_length, "valid_fraction": valid_fraction or 0.0, "to": to}
     records |= {"seed": seed or 0, "drop_bad": drop_bad, "workers": workers}
     if kind == "text":
-        from headway.data.convert import Options, tokenize_as
-        from headway.data.tokenize import TokenizeOptions, tokenize
+        from headway.prepare.tokenize import TokenizeOptions, tokenize
+        from headway.store.convert import Options, tokenize_as
         from headway.text.clean import CleanRules
 
         rules = CleanRules() if clean else None
@@ -69,14 +69,14 @@ def command(
 
 def _tokenize_records(files: list[str], tokenizer: Path, out: Path, keys: str | None, options: dict[str, Any]) -> Any:
     """Conversations where the options say what happens to long ones, else preference pairs."""
-    from headway.data.record_keys import KeyMap
+    from headway.prepare.record_keys import KeyMap
 
     named = KeyMap.parse(keys)
     if "too_long" in options:
-        from headway.data.chat import ChatOptions, tokenize_chat
+        from headway.prepare.chat import ChatOptions, tokenize_chat
 
         return tokenize_chat(files, tokenizer, out, ChatOptions(**options, keys=named))
-    from headway.data.preference import PreferenceOptions, tokenize_preference
+    from headway.prepare.preference import PreferenceOptions, tokenize_preference
 
     return tokenize_preference(files, tokenizer, out, PreferenceOptions(**options, keys=named))
 

@@ -28,10 +28,10 @@ def command(
     """Read everything and report every bad record with file and line; exit code 1 if there is one."""
     from dataclasses import asdict
 
-    from headway.data.masked_build import describe_unread
-    from headway.data.record_keys import KeyMap
-    from headway.data.validate import KINDS, Reading, validate
     from headway.errors import ConfigError
+    from headway.prepare.masked_build import describe_unread
+    from headway.prepare.record_keys import KeyMap
+    from headway.prepare.validate import KINDS, Reading, validate
     from headway.text.document import TextOf
     from headway.tokenizer.load import load_tokenizer
 

@@ -22,8 +22,8 @@ def command(
     """Prove on your own recipe that a killed run, started again, ends exactly where it would have ended; exit code 1 if it does not."""
     from headway.cli._recipe import read_recipe
     from headway.errors import ConfigError
-    from headway.launch.proof import Trial, prove_resume
     from headway.runtime.temporary import temporary_folder
+    from headway.workflows.resume_proof import Trial, prove_resume
 
     recipe = read_recipe(arguments)
     trial = Trial(tuple(arguments or ()), steps, kill_at, nproc, resume_nproc, bound, max(1, len(recipe.stages)))

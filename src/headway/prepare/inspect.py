@@ -1,0 +1,161 @@
+"""What a path holds, in numbers and in samples. In: a token store of any kind, or raw data; out: an `Inspection`, and samples with masks.
+
+Counting a token store reads its index alone; raw data is read to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from headway.errors import DataError
+from headway.runtime.progress import progress
+from headway.store.foreign.detect import Kind, detect
+from headway.store.foreign.source import open_source
+from headway.store.reader import Store
+from headway.store.source import Source
+from headway.text.document import Record, TextOf
+from headway.text.formats import FORMATS
+from headway.text.raw import RawFile
+from headway.text.read import Document, expand, read_documents, read_records
+from headway.tokenizer.load import Tokenizer
+
+READ_DOCUMENTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Documents and tokens of one type."""
+
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a path holds."""
+
+    path: str
+    kind: Kind
+    documents: int
+    tokens: int | None
+    """None: raw data, and no tokenizer was given."""
+    bytes: int = 0
+    """On the disk, as they lie there."""
+    dtype: str | None = None
+    fingerprint: str | None = None
+    """The tokenizer that made the ids, where the store says so."""
+    longest: int | None = None
+    """Tokens of the longest document."""
+    masked: bool | None = None
+    """Whether some tokens are no loss targets."""
+    types: dict[str, Counts] = field(default_factory=dict)
+    """Foreign stores: counts by data type (folder, domain)."""
+    files: list[str] = field(default_factory=list)
+
+
+class Stretch(NamedTuple):
+    """Neighbouring tokens of one sample that are all loss targets, or all not."""
+
+    text: str
+    target: bool
+
+
+class Sample(NamedTuple):
+    """The beginning of a document, as text."""
+
+    document: int
+    tokens: int
+    shown: int
+    """Tokens that the stretches hold."""
+    stretches: list[Stretch]
+
+
+def inspect(path: Path | str, kind: Kind | None = None, tokenizer: Tokenizer | None = None) -> Inspection:
+    """Count what lies at a path; a tokenizer counts raw data in tokens, and is checked against the ids of a token store."""
+    found = kind or detect(path)
+    if found == "raw":
+        return _raw(path, tokenizer)
+    source = open_source(path, found)
+    if tokenizer is not None and source.fingerprint not in (None, tokenizer.fingerprint):
+        raise DataError(f"{path}: made by another tokenizer ({str(source.fingerprint)[:12]}) than the one given.")
+    lengths = [source.lengths(i, min(i + READ_DOCUMENTS, source.num_documents)) for i in range(0, source.num_documents, READ_DOCUMENTS)]
+    longest = max((int(some.max()) for some in lengths), default=0)
+    types = source.count_types()
+    return Inspection(
+        path=str(path),
+        kind=found,
+        documents=source.num_documents,
+        tokens=source.num_tokens,
+        bytes=_bytes(Path(path)),
+        dtype=source.dtype if isinstance(source, Store) else str(source.tokens(0, 0, 1).dtype),
+        fingerprint=source.fingerprint,
+        longest=longest,
+        masked=source.masked,
+        types={name: Counts(*counts) for name, counts in types.items()},
+        files=list(source.manifest.sources) if isinstance(source, Store) else [str(part.file) for part in source.parts],  # pyright: ignore[reportAttributeAccessIssue]
+    )
+
+
+def samples(path: Path | str, tokenizer: Tokenizer, count: int = 3, max_tokens: int = 400, kind: Kind | None = None) -> Iterator[Sample]:
+    """The beginnings of some documents, spread over the store, cut where the loss mask changes."""
+    source = open_source(path, kind)
+    for i in np.unique(np.linspace(0, source.num_documents - 1, count).astype(np.int64)).tolist():
+        yield _sample(source, i, tokenizer, max_tokens)
+
+
+def _sample(source: Source, i: int, tokenizer: Tokenizer, max_tokens: int) -> Sample:
+    length = int(source.lengths(i, i + 1)[0])
+    shown = min(length, max_tokens)
+    ids, mask = source.tokens(i, 0, shown), source.mask(i, 0, shown)
+    if shown and int(ids.max()) >= tokenizer.vocab_size:
+        raise DataError(f"{source.name}: document {i} holds id {int(ids.max())}; the tokenizer has {tokenizer.vocab_size} ids.")
+    flags = np.ones(shown, np.bool_) if mask is None else mask
+    edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), shown]
+    stretches = [Stretch(tokenizer.decode(ids[a:b].tolist()), bool(flags[a])) for a, b in pairwise(edges) if b > a]
+    return Sample(i, length, shown, stretches)
+
+
+def _raw(path: Path | str, tokenizer: Tokenizer | None) -> Inspection:
+    files = expand([path])
+    documents = tokens = longest = 0
+    with progress("inspect", total=sum(file.stat().st_size for file in files), unit="bytes") as advance:
+        for file in files:
+            texts = _texts(file, tokenizer is not None)
+            while batch := list(islice(texts, 256)):
+                documents += len(batch)
+                if tokenizer is not None:
+                    lengths = [len(ids) for ids in tokenizer.encode_batch(batch)]
+                    tokens, longest = tokens + sum(lengths), max(longest, *lengths)
+            advance(file.stat().st_size)
+    counted = tokenizer is not None
+    return Inspection(
+        path=str(path),
+        kind="raw",
+        documents=documents,
+        tokens=tokens if counted else None,
+        bytes=sum(file.stat().st_size for file in files),
+        longest=longest if counted else None,
+        files=[str(file) for file in files],
+    )
+
+
+def _bytes(path: Path) -> int:
+    """Of a file, or of all files below a folder."""
+    return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
+
+
+def _texts(file: Path, needed: bool) -> Iterator[str]:
+    """The texts of a file's documents; records without a `text` are counted, and refused only if their text is needed."""
+    text_of = TextOf()
+    entries: Iterator[Document | Record] = read_documents([file]) if FORMATS.get(RawFile.at(file).suffix) == "txt" else read_records([file])
+    for one in entries:
+        if isinstance(one, Document):
+            yield one.text
+        else:
+            yield text_of(one).text if needed else ""

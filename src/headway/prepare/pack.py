@@ -1,0 +1,308 @@
+"""Packing ahead of training. In: a token store of any kind; out: a store whose documents are packs that know the documents inside.
+
+concat    documents one after another, cut every `pack_length` tokens; nothing is lost
+best_fit  whole documents (longer ones in pieces of a pack), the longest first, each into the fullest pack it fits, within a stretch
+prulong   as concat, but the rest of a cut document goes on only if long enough (`min_length`), `overlap` tokens earlier (at most those
+          its document has given), or not at all (`intact`); `split_by_lengths` cuts documents to listed lengths first; the last,
+          partly filled pack is dropped unless kept
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+from headway.data.packing import RowPlan, RowShape, plan_rows, split_spans
+from headway.errors import ConfigError, DataError
+from headway.runtime.progress import progress, quantity
+from headway.store.convert import check_target
+from headway.store.foreign.mds_writer import MdsTokenWriter
+from headway.store.foreign.source import open_source
+from headway.store.reader import StoreWriter, dtype_for
+from headway.store.source import Flags, Ids, Longs, Source
+
+Mode = Literal["concat", "best_fit", "prulong"]
+SECTION_DOCUMENTS = 1 << 16
+BEST_FIT_DOCUMENTS = 1 << 12
+BEST_FIT_PACKS = 1024
+WRITE_TOKENS = 1 << 22
+Piece = tuple[int, int, int]
+"""Document, start, length."""
+
+
+class Packs(NamedTuple):
+    """The tokens of some packs, the packs' lengths, the mask, where documents start, and the packs' types."""
+
+    ids: Ids
+    lengths: Longs
+    mask: Flags | None
+    spans: Longs
+    types: list[str] | None
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """How documents are packed."""
+
+    pack_length: int
+    mode: Mode = "concat"
+    min_length: int = 1
+    """concat, best_fit: shorter documents are left out; prulong: shorter rests of cut documents are."""
+    overlap: int = 0
+    """prulong: the rest of a cut document begins this many tokens before the cut, or where the document begins if that is later."""
+    split_by_lengths: tuple[int, ...] = ()
+    """prulong: each document is cut into pieces of the longest of these lengths that fits; what is shorter than all is left out."""
+    intact: bool = False
+    """prulong: the rest of a cut document is always dropped."""
+    keep_last: bool | None = None
+    """Keep the last, partly filled pack; None: yes, except in prulong."""
+    workers: int = 2
+    """Threads that read."""
+    to: Literal["headway", "mds"] = "headway"
+    """Format of the result."""
+    compression: str | None = None
+    """MDS: `zstd` or `zstd:LEVEL`."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ConfigError(f"mode is {self.mode!r}; it must be one of {', '.join(get_args(Mode))}.")
+        for name, least in (("pack_length", 2), ("min_length", 1), ("workers", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+        for name in ("overlap", "split_by_lengths", "intact"):
+            if getattr(self, name) and self.mode != "prulong":
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; only mode prulong knows it. Use --mode prulong, or leave it out.")
+        if not 0 <= self.overlap < self.pack_length:
+            raise ConfigError(f"overlap is {self.overlap}; it must be from 0 to pack_length - 1 = {self.pack_length - 1}.")
+        if any(length < 1 for length in self.split_by_lengths):
+            raise ConfigError(f"split_by_lengths is {list(self.split_by_lengths)}; lengths must be positive.")
+        if self.to not in ("headway", "mds"):
+            raise ConfigError(f"--to is {self.to!r}; packs are written as headway or mds.")
+        if self.compression is not None and self.to != "mds":
+            raise ConfigError(f"compression is {self.compression!r}; only --to mds knows it. Leave it out.")
+        if self.keep_last is False and self.mode == "best_fit":
+            raise ConfigError("keep_last is false, but best_fit has no last pack: every pack is as full as it gets. Leave it out.")
+
+
+@dataclass
+class PackReport:
+    """What was packed and what that cost."""
+
+    pack_length: int
+    packs: int = 0
+    documents: int = 0
+    """Documents of the source."""
+    tokens: int = 0
+    """Tokens in packs."""
+    cut_documents: int = 0
+    """Times a document was cut where a pack was full (or, in best_fit, longer than a pack)."""
+    dropped_tokens: int = 0
+    """Tokens of rests, short documents and a dropped last pack."""
+    repeated_tokens: int = 0
+    """Tokens that are in two packs because of an overlap."""
+    short_documents: int = 0
+    """Documents left out because they were too short."""
+
+    @property
+    def utilisation(self) -> float:
+        """How full packs are."""
+        return self.tokens / (self.packs * self.pack_length) if self.packs else 0.0
+
+    def describe(self) -> str:
+        """A line for people."""
+        cut = f"{self.cut_documents} cuts, {self.dropped_tokens} tokens dropped, {self.repeated_tokens} repeated"
+        short = f", {self.short_documents} short documents left out" if self.short_documents else ""
+        return f"{quantity(self.packs, 'packs')} of {self.pack_length}, {self.utilisation:.2%} full; {cut}{short}"
+
+
+@dataclass
+class Buffer:
+    """The pack being filled, and the counts so far."""
+
+    source: Source
+    options: PackOptions
+    report: PackReport
+    pieces: list[Piece] = field(default_factory=list)
+    filled: int = 0
+
+    def add(self, document: int, start: int, length: int) -> Iterator[list[Piece]]:
+        """Append a piece of a document; yields every pack that is full by it."""
+        given = self.options
+        while length:
+            taken = min(given.pack_length - self.filled, length)
+            self.pieces.append((document, start, taken))
+            self.filled += taken
+            start, length = start + taken, length - taken
+            if self.filled == given.pack_length:
+                yield self.take()
+                if length:
+                    repeated = min(given.overlap, start - self._begin(document, start)) if given.overlap else 0
+                    start, length = (start - repeated, length + repeated) if self._keeps(length, repeated) else (start, 0)
+
+    def take(self) -> list[Piece]:
+        """The pack as it is; a new one begins."""
+        pieces, self.pieces, self.filled = self.pieces, [], 0
+        return pieces
+
+    def _begin(self, document: int, start: int) -> int:
+        """Where the true document begins that token `start` belongs to: inside a pack of the source, that is one of its spans."""
+        spans = self.source.span_starts(document)
+        return 0 if spans is None else int(spans[np.searchsorted(spans, start, side="right") - 1])
+
+    def _keeps(self, length: int, repeated: int) -> bool:
+        """Whether the rest of a cut document, `length` tokens, goes on after `repeated` tokens that it begins with."""
+        given, report = self.options, self.report
+        report.cut_documents += 1
+        if given.intact or (given.mode == "prulong" and length + repeated < given.min_length):
+            report.dropped_tokens += length
+            return False
+        report.repeated_tokens += repeated
+        return True
+
+
+def pack(source: Path | str, out: Path, options: PackOptions) -> PackReport:
+    """Pack a store into the new store `out`."""
+    check_target(Path(out), options.to)
+    opened = open_source(source)
+    report = PackReport(options.pack_length, documents=opened.num_documents)
+    typed = any(opened.count_types())
+    with (
+        _writer(opened, Path(out), options, typed) as writer,
+        ThreadPoolExecutor(options.workers) as readers,
+        progress("pack", total=opened.num_tokens, unit="tokens") as advance,
+    ):
+        reading: deque[Future[Packs]] = deque()
+        for plan in _plans(opened, options, report):
+            reading.append(readers.submit(_read, opened, plan, typed))
+            if len(reading) > 2 * options.workers:
+                advance(_write(writer, report, reading.popleft().result()))
+        while reading:
+            advance(_write(writer, report, reading.popleft().result()))
+        if not report.packs:
+            raise DataError(
+                f"{source}: gives no pack of {options.pack_length} tokens. Lower --pack-length or --min-length, or keep the last."
+            )
+        writer.finish()
+    return report
+
+
+def _writer(source: Source, out: Path, options: PackOptions, typed: bool) -> StoreWriter | MdsTokenWriter:
+    if options.to == "mds":
+        return MdsTokenWriter(out, masked=source.masked, spans=True, compression=options.compression)
+    return StoreWriter(
+        out,
+        dtype=dtype_for(source.max_id + 1),
+        tokenizer_fingerprint=source.fingerprint,
+        masked=source.masked,
+        spans=True,
+        typed=typed,
+        sources=[source.name],
+    )
+
+
+def _plans(source: Source, options: PackOptions, report: PackReport) -> Iterator[RowPlan]:
+    """Packs by the batch, planned from lengths alone."""
+    most = max(1, WRITE_TOKENS // options.pack_length)
+    waiting: list[list[Piece]] = []
+    for packed in _best_fit(source, options, report) if options.mode == "best_fit" else _concat(source, options, report):
+        waiting.append(packed)
+        if len(waiting) == most:
+            yield _plan(waiting)
+            waiting = []
+    if waiting:
+        yield _plan(waiting)
+
+
+def _concat(source: Source, options: PackOptions, report: PackReport) -> Iterator[list[Piece]]:
+    buffer = Buffer(source, options, report)
+    for first in range(0, source.num_documents, SECTION_DOCUMENTS):
+        lengths = source.lengths(first, min(first + SECTION_DOCUMENTS, source.num_documents))
+        for document, length in enumerate(lengths.tolist(), first):
+            if options.mode == "concat" and length < options.min_length:
+                report.short_documents += 1
+                report.dropped_tokens += length
+                continue
+            for start, piece in _split(length, options, report):
+                yield from buffer.add(document, start, piece)
+    keep = options.mode != "prulong" if options.keep_last is None else options.keep_last
+    if buffer.filled and keep:
+        yield buffer.take()
+    report.dropped_tokens += buffer.filled
+
+
+def _split(length: int, options: PackOptions, report: PackReport) -> Iterator[tuple[int, int]]:
+    """The pieces (start, length) a document is cut into before packing."""
+    if not options.split_by_lengths:
+        yield 0, length
+        return
+    start = 0
+    while (fitting := [wanted for wanted in options.split_by_lengths if wanted <= length - start]) and start < length:
+        yield start, max(fitting)
+        start += max(fitting)
+    report.short_documents += start == 0
+    report.dropped_tokens += length - start
+
+
+def _best_fit(source: Source, options: PackOptions, report: PackReport) -> Iterator[list[Piece]]:
+    shape = RowShape(options.pack_length, options.pack_length, "best_fit")
+    documents: list[Longs] = []
+    sizes: list[Longs] = []
+    tokens = 0
+    for first in range(0, source.num_documents, BEST_FIT_DOCUMENTS):
+        lengths = source.lengths(first, min(first + BEST_FIT_DOCUMENTS, source.num_documents))
+        keep = lengths >= options.min_length
+        report.short_documents += int((~keep).sum())
+        report.dropped_tokens += int(lengths[~keep].sum())
+        documents.append(np.arange(first, first + len(lengths))[keep])
+        sizes.append(lengths[keep])
+        tokens += int(lengths[keep].sum())
+        if tokens >= BEST_FIT_PACKS * options.pack_length or first + BEST_FIT_DOCUMENTS >= source.num_documents:
+            plan = plan_rows(np.concatenate(documents), np.concatenate(sizes), shape)
+            report.cut_documents += int(plan.has_next.sum())
+            yield from _pieces(plan)
+            documents, sizes, tokens = [], [], 0
+
+
+def _pieces(plan: RowPlan) -> Iterator[list[Piece]]:
+    every = list(zip(plan.document.tolist(), plan.start.tolist(), plan.length.tolist(), strict=True))
+    for row in range(plan.num_rows):
+        yield every[plan.first[row] : plan.first[row + 1]]
+
+
+def _plan(packs: Sequence[list[Piece]]) -> RowPlan:
+    columns = np.array([piece for one in packs for piece in one], np.int64).reshape(-1, 3)
+    first = np.cumsum([0, *(len(one) for one in packs)])
+    return RowPlan(columns[:, 0], columns[:, 1], columns[:, 2], np.zeros(len(columns), np.bool_), first)
+
+
+def _read(source: Source, plan: RowPlan, typed: bool) -> Packs:
+    """Some packs, those of the source taken apart. The type of a pack is that of its documents, or all of theirs joined by `+`."""
+    plan = split_spans(plan, source)
+    ids, mask = source.gather(plan.document, plan.start, plan.length)
+    lengths = np.add.reduceat(plan.length, plan.first[:-1])
+    types: list[str] | None = None
+    if typed:
+        kinds = [source.type_of(document) for document in plan.document.tolist()]
+        types = ["+".join(dict.fromkeys(kinds[a:b])) for a, b in pairwise(plan.first.tolist())]
+    return Packs(ids, lengths, mask, np.cumsum(plan.length) - plan.length, types)
+
+
+def _write(writer: StoreWriter | MdsTokenWriter, report: PackReport, packs: Packs) -> int:
+    ids, lengths, mask, spans, types = packs
+    if isinstance(writer, StoreWriter):
+        writer.add_many(ids, lengths, mask, spans, types=types)
+    else:
+        ends = np.cumsum(lengths).tolist()
+        for i, (a, b) in enumerate(pairwise([0, *ends])):
+            starts = spans[(spans >= a) & (spans < b)] - a
+            writer.add(ids[a:b], None if mask is None else mask[a:b], starts, "" if types is None else types[i])
+    report.packs += len(lengths)
+    report.tokens += len(ids)
+    return len(ids)

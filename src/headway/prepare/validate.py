@@ -1,0 +1,261 @@
+"""Raw data read to the end and judged record by record. In: files, what they should be (text, chat, preference); out: every bad record.
+
+Lengths are counted in tokens where a tokenizer is given, else in characters. A file that cannot be read on (cut-off JSON, damaged
+compression) is one bad record where reading ended; a .jsonl file is read line by line, so one bad line hides no other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Literal, get_args
+
+from headway.errors import ConfigError, DataError
+from headway.prepare.conversations import Conversation, PreferencePair, conversation_of, preference_of
+from headway.prepare.masked_build import count_unread
+from headway.prepare.preference import pair_pieces
+from headway.prepare.record_keys import KeyMap
+from headway.runtime.progress import progress
+from headway.text.document import Record, TextOf, place_of
+from headway.text.formats import FORMATS
+from headway.text.formats.jsonl import parse_object
+from headway.text.raw import RawFile, decode
+from headway.text.read import Document, expand, read_documents, read_records
+from headway.tokenizer.chat import Piece, Template, Turn, find_template, render_pieces
+from headway.tokenizer.load import Tokenizer
+from headway.tokenizer.templates import BUILT_IN
+
+Kind = Literal["text", "chat", "preference"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+BATCH_RECORDS = 256
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A record that cannot be used, and why."""
+
+    file: str
+    line: int | None
+    message: str
+    record: int | None = None
+    """In a JSON list: which entry it is, counted from 1."""
+
+    @property
+    def place(self) -> str:
+        """`file:line`, with the record's number where it stands in a list."""
+        return place_of(self.file, self.line, self.record)
+
+
+@dataclass(frozen=True)
+class Bin:
+    """How many records have a length from `low` to `high`."""
+
+    low: int
+    high: int
+    records: int
+
+
+@dataclass
+class ValidationReport:
+    """What was found."""
+
+    kind: Kind
+    unit: Literal["tokens", "characters"]
+    files: int = 0
+    good: int = 0
+    bad: list[Bad] = field(default_factory=list)
+    total: int = 0
+    """Length of all good records together."""
+    longest: int = 0
+    sizes: Counter[int] = field(default_factory=Counter)
+    """How many records need so many bits for their length."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """Keys of good records that were not read, and in how many."""
+
+    @property
+    def records(self) -> int:
+        """Good and bad records."""
+        return self.good + len(self.bad)
+
+    def histogram(self) -> list[Bin]:
+        """Lengths by powers of two, from the shortest to the longest that occur."""
+        if not self.sizes:
+            return []
+        bits = range(min(self.sizes), max(self.sizes) + 1)
+        return [Bin(1 << (b - 1) if b else 0, (1 << b) - 1, self.sizes[b]) for b in bits]
+
+    def count(self, length: int) -> None:
+        """Add a good record."""
+        self.good += 1
+        self.total += length
+        self.longest = max(self.longest, length)
+        self.sizes[length.bit_length()] += 1
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How records are understood."""
+
+    kind: Kind
+    tokenizer: Tokenizer | None = None
+    template: str | None = None
+    """The chat template; None: chatml where lengths are counted in tokens, else records are not written down."""
+    keys: KeyMap = KeyMap()
+    text: TextOf = field(default_factory=TextOf)
+
+
+def validate(paths: Sequence[Path | str], reading: Reading) -> ValidationReport:
+    """Read everything; what is bad is in the report, nothing is raised for it."""
+    if reading.kind not in KINDS:
+        raise ConfigError(f"--kind is {reading.kind!r}; it must be one of {', '.join(KINDS)}.")
+    report = ValidationReport(reading.kind, "characters" if reading.tokenizer is None else "tokens")
+    measure = _measure(reading)
+    files = expand(list(paths))
+    with progress("validate", total=sum(file.stat().st_size for file in files), unit="bytes") as advance:
+        for file in files:
+            report.files += 1
+            understood = _understood(file, reading)
+            while batch := list(islice(understood, BATCH_RECORDS)):
+                report.bad += [one for one in batch if isinstance(one, Bad)]
+                good = [one for one in batch if not isinstance(one, Bad)]
+                for one, found in zip(good, measure(good), strict=True):
+                    if isinstance(found, Bad):
+                        report.bad.append(found)
+                        continue
+                    report.count(found)
+                    if not isinstance(one.content, str):
+                        count_unread(one.content.unread, report.unread)
+            advance(file.stat().st_size)
+    return report
+
+
+@dataclass(frozen=True)
+class Understood:
+    """A record that has the shape it should."""
+
+    place: Record | Document
+    content: str | Conversation | PreferencePair
+
+
+def _understood(file: Path, reading: Reading) -> Iterator[Understood | Bad]:
+    for one in _entries(file, reading.kind):
+        if isinstance(one, Bad):
+            yield one
+            continue
+        try:
+            if isinstance(one, Document):
+                content = one.text
+            elif reading.kind == "text":
+                content = reading.text(one).text
+            else:
+                content = conversation_of(one, reading.keys) if reading.kind == "chat" else preference_of(one, reading.keys)
+            if isinstance(content, str) and not content.strip():
+                raise DataError(f"{one.place}: the text is empty.")
+            yield Understood(one, content)
+        except DataError as error:
+            yield _bad(one, error)
+
+
+def _entries(file: Path, kind: Kind) -> Iterator[Record | Document | Bad]:
+    raw = RawFile.at(file)
+    format_name = FORMATS.get(raw.suffix)
+    if format_name == "jsonl":
+        yield from _lines(raw)
+        return
+    try:
+        yield from read_documents([file]) if format_name == "txt" and kind == "text" else read_records([file])
+    except DataError as error:
+        yield _ended(str(file), error)
+
+
+def _lines(raw: RawFile) -> Iterator[Record | Bad]:
+    number = 0
+    try:
+        with raw.open() as stream:
+            for number, line in enumerate(stream, 1):
+                if not line.strip():
+                    continue
+                try:
+                    yield Record(parse_object(decode(line, raw.name, number), raw.name, number), raw.name, number)
+                except DataError as error:
+                    yield Bad(raw.name, number, _without(str(error), f"{raw.name}:{number}"))
+    except DataError as error:
+        yield Bad(raw.name, number or None, _without(str(error), raw.name))
+    if number == 0:
+        yield Bad(raw.name, None, "no records; the file is empty.")
+
+
+def _ended(file: str, error: DataError) -> Bad:
+    """The error that ended a file, with the line and record its message names."""
+    found = re.match(r":(\d+)(?: \(record (\d+)\))?: ", rest := str(error).removeprefix(file))
+    if found is None:
+        return Bad(file, None, _without(str(error), file))
+    return Bad(file, int(found[1]), rest[found.end() :], int(found[2]) if found[2] else None)
+
+
+def _bad(one: Record | Document, error: DataError) -> Bad:
+    return Bad(one.source, one.line, _without(str(error), one.place), one.number if isinstance(one, Record) else None)
+
+
+def _without(message: str, place: str) -> str:
+    return message.removeprefix(f"{place}: ")
+
+
+def _measure(reading: Reading) -> Callable[[list[Understood]], Iterator[int | Bad]]:
+    """How long records are: in tokens of the tokenizer, or in characters."""
+    tokenizer = reading.tokenizer
+    if reading.kind == "text" or (tokenizer is None and reading.template is None):
+        if tokenizer is None:
+            return lambda batch: (_characters(one.content) for one in batch)
+        return lambda batch: (len(ids) for ids in tokenizer.encode_batch([str(one.content) for one in batch]))
+    if tokenizer is not None:
+        template = find_template(reading.template or "chatml", tokenizer)
+        return lambda batch: _rendered(batch, template, tokenizer)
+    if reading.template not in BUILT_IN:
+        raise ConfigError(f"--template {reading.template} needs the tokenizer whose special tokens it writes. Give --tokenizer.")
+    return lambda batch: _written(batch, BUILT_IN[str(reading.template)])
+
+
+def _rendered(batch: list[Understood], template: Template, tokenizer: Tokenizer) -> Iterator[int | Bad]:
+    for one in batch:
+        try:
+            found = render_pieces(_pieces(one.content, template), template.name, tokenizer)
+            for rendered in found:
+                if isinstance(rendered, DataError):
+                    raise rendered
+            yield max(len(rendered.ids) for rendered in found if not isinstance(rendered, DataError))
+        except DataError as error:
+            yield _bad(one.place, error)
+
+
+def _written(batch: list[Understood], template: Template) -> Iterator[int | Bad]:
+    """Lengths in characters of records that the template has a place for."""
+    for one in batch:
+        try:
+            _pieces(one.content, template)
+            yield _characters(one.content)
+        except DataError as error:
+            yield _bad(one.place, error)
+
+
+def _pieces(content: str | Conversation | PreferencePair, template: Template) -> list[list[Piece]]:
+    if isinstance(content, PreferencePair):
+        return pair_pieces(content, template)
+    assert isinstance(content, Conversation)
+    return [template.pieces(content.turns, content.tools)]
+
+
+def _characters(content: str | Conversation | PreferencePair) -> int:
+    if isinstance(content, str):
+        return len(content)
+    if isinstance(content, Conversation):
+        return _said(content.turns)
+    return _said(content.prompt) + max(_said(content.chosen), _said(content.rejected))
+
+
+def _said(turns: Sequence[Turn]) -> int:
+    return sum(len(turn.content) + len(turn.context) for turn in turns)

@@ -1,0 +1,82 @@
+"""What a path holds: a token store of headway or of another system, or raw data. Decided by names and first bytes, nothing is read."""
+
+from __future__ import annotations
+
+import glob
+import re
+from pathlib import Path
+from typing import Literal, get_args
+
+from headway.errors import ConfigError, DataError
+from headway.store.foreign import mds, megatron, zero2all_sft
+from headway.store.reader import is_store
+from headway.text.expand import refuse_stream
+from headway.text.formats import FORMATS, SUPPORTED
+from headway.text.formats.mds import is_mds
+from headway.text.raw import RawFile
+
+Kind = Literal["headway", "internlm", "zero2all", "zero2all-sft", "mds", "megatron", "raw"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+ZERO2ALL_NAME = re.compile(r"file_\d{3}_\d{5}\.bin")
+LOOKED_FOR = (
+    "a headway store (store.json), InternLM (X.bin with X.bin.meta), zero2all (.bin with .ibin, or *_input_ids.bin), MDS (index.json), "
+    "Megatron (X.idx with X.bin)"
+)
+
+
+def detect(path: Path | str) -> Kind:
+    """The kind of what lies at a path; what is of no known kind is an error that lists what was looked for."""
+    where = Path(path)
+    refuse_stream(where)
+    found = _of_folder(where) if where.is_dir() else _of_file(where) if where.is_file() else None
+    if found is not None:
+        return found
+    if not where.exists():
+        if glob.has_magic(str(path)) and glob.glob(str(path), recursive=True):
+            return "raw"
+        raise DataError(f"{path}: no such file or folder.")
+    raise DataError(f"{path}: of no known kind. Looked for {LOOKED_FOR}; raw data ({SUPPORTED}). Bare .bin files need --from zero2all.")
+
+
+def checked_kind(kind: str) -> Kind:
+    """A kind by the name a flag gives."""
+    if kind not in KINDS:
+        raise ConfigError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}.")
+    return kind
+
+
+def _of_folder(path: Path) -> Kind | None:
+    if is_store(path) or any(path.glob("tokens-*.bin")):
+        return "headway"
+    if inside := sorted(str(one.parent) for one in path.glob("*/store.json")):
+        raise DataError(
+            f"{path}: holds {len(inside)} token store{'s'[: len(inside) > 1]} and is none itself. Give {' or '.join(inside[:3])}."
+        )
+    if is_mds(path):
+        return "mds" if mds.has_tokens(path) else "raw"
+    if any(_is_megatron(index) for index in path.rglob("*.idx")):
+        return "megatron"
+    if any(path.rglob(f"*{zero2all_sft.IDS_END}")):
+        return "zero2all-sft"
+    if any(path.rglob("*.bin.meta")):
+        return "internlm"
+    if any(path.rglob("*.ibin")) or any(ZERO2ALL_NAME.fullmatch(file.name) for file in path.rglob("*.bin")):
+        return "zero2all"
+    return "raw" if any(RawFile.at(file).suffix in FORMATS for file in path.rglob("*") if file.is_file()) else None
+
+
+def _of_file(path: Path) -> Kind | None:
+    if path.suffix == ".idx" or (path.suffix == ".bin" and _is_megatron(path.with_suffix(".idx"))):
+        return "megatron"
+    if path.name.endswith(".bin.meta") or path.with_name(path.name + ".meta").exists():
+        return "internlm"
+    if path.suffix == ".bin" and ZERO2ALL_NAME.fullmatch(path.name):
+        return "zero2all"
+    return "raw" if RawFile.at(path).suffix in FORMATS else None
+
+
+def _is_megatron(index: Path) -> bool:
+    if not index.is_file():
+        return False
+    with open(index, "rb") as file:
+        return file.read(len(megatron.MAGIC)) == megatron.MAGIC

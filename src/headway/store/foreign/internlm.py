@@ -1,0 +1,236 @@
+"""InternLM's token files: `X.bin` is JSON Lines of {"tokens": [...]}, `X.bin.meta` a .npy array of (byte offset, tokens) per document.
+
+In: a bin, or a folder whose subfolders name the data types (`cn/`, `en/`, `code/`). Out: documents. A negative id -t means: the input is t,
+and t is no loss target; id 0 cannot be negated, so in a document with negative ids it is never a target (InternLM itself drops label 0).
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import mmap
+import os
+import re
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.errors import DataError
+from headway.store.foreign.documents import LARGEST_ID, ForeignStore, Part
+from headway.store.foreign.writer import ForeignWriter, PendingFile
+from headway.store.source import Flags, Ids, Longs
+
+KIND = "internlm"
+REBUILD = "Rebuild it: headway data convert SRC DST --to internlm --rebuild-index."
+
+
+def open_internlm(path: Path, rebuild_index: bool = False) -> ForeignStore:
+    """Open a bin or a folder of bins; `rebuild_index` reads every line instead of trusting the .meta files."""
+    path = Path(path)
+    bins = bin_files(path)
+    if not bins:
+        raise DataError(f"{path}: no .bin file here; InternLM data is X.bin beside X.bin.meta, in one folder per type (cn/, en/).")
+    parts: list[InternlmBin] = []
+    for file in bins:
+        meta = scan_lines(file) if rebuild_index else read_meta(file)
+        parts.append(InternlmBin(file, type_of_bin(file, path), meta))
+    return ForeignStore(KIND, path, parts, partial(open_internlm, path, rebuild_index))
+
+
+def bin_files(path: Path) -> list[Path]:
+    """The bins under a path in InternLM's order: folder by folder, names sorted."""
+    if path.is_file():
+        return [path.with_suffix("") if path.suffix == ".meta" else path]
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(path, followlinks=True):
+        subfolders.sort()
+        found += [Path(folder, name) for name in sorted(names) if name.endswith(".bin")]
+    return found
+
+
+def type_of_bin(file: Path, root: Path) -> str:
+    """The data type of a bin: the first folder below the root; `z_cn` counts as `cn` where `cn` exists."""
+    if file == root:
+        return file.parent.name
+    parents = file.relative_to(root).parts[:-1]
+    if not parents:
+        return root.name
+    plain = parents[0].lstrip("z_")
+    return plain if plain and (root / plain).is_dir() else parents[0]
+
+
+@dataclass(eq=False)
+class InternlmBin(Part):
+    """One bin with its checked index."""
+
+    file: Path
+    type: str
+    meta: Longs
+    """[documents, 2]: byte offset, tokens."""
+    _last: tuple[int, tuple[Ids, Flags | None]] | None = None
+
+    @property
+    def lengths(self) -> Longs:
+        return self.meta[:, 1]
+
+    def is_masked(self) -> bool:
+        return self._bytes.find(b"-") >= 0
+
+    @cached_property
+    def _bytes(self) -> mmap.mmap | bytes:
+        with open(self.file, "rb") as handle:
+            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if len(self.meta) else b""
+
+    def common_type(self) -> str:
+        return self.type
+
+    def folder_type(self, root: Path) -> str:
+        return "" if self.file == root or self.file.parent == root else self.type
+
+    def read(self, i: int) -> tuple[Ids, Flags | None]:
+        last = self._last
+        if last is None or last[0] != i:
+            self._last = last = (i, self._parse(i))
+        return last[1]
+
+    def _parse(self, i: int) -> tuple[Ids, Flags | None]:
+        start = int(self.meta[i, 0])
+        stop = int(self.meta[i + 1, 0]) if i + 1 < len(self.meta) else len(self._bytes)
+        line = self._bytes[start:stop]
+        if (start and self._bytes[start - 1 : start] != b"\n") or line.find(b"\n") != len(line) - 1:
+            raise DataError(f"{self.file}: document {i} at byte {start} is not one line; bin and .meta do not belong together. {REBUILD}")
+        signed = parse_line(line, f"{self.file}: document {i} at byte {start}")
+        if len(signed) != self.meta[i, 1]:
+            raise DataError(f"{self.file}: document {i} has {len(signed)} tokens, its .meta says {int(self.meta[i, 1])}. {REBUILD}")
+        ids = np.abs(signed).astype(np.uint32)
+        return ids, (signed > 0 if bool((signed < 0).any()) else None)
+
+
+def parse_line(line: bytes, where: str) -> Longs:
+    """The signed ids of one line."""
+    try:
+        tokens: Any = json.loads(line)["tokens"]
+        values = np.array(tokens) if tokens else np.zeros(0, dtype=np.int64)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise DataError(f'{where} is not {{"tokens": [...]}}; the bin is damaged or of another format.') from None
+    listed = isinstance(tokens, list) and values.ndim == 1 and values.dtype.kind == "i"
+    if not listed or int(values.max(initial=0)) > LARGEST_ID or int(values.min(initial=0)) < -LARGEST_ID:
+        raise DataError(f"{where}: tokens must be a list of whole numbers between -{LARGEST_ID} and {LARGEST_ID}.")
+    return values
+
+
+def read_meta(file: Path) -> Longs:
+    """The index of a bin as int64 (offset, tokens), refused where it cannot describe the bin."""
+    path = file.with_name(file.name + ".meta")
+    if not path.exists():
+        raise DataError(f"{file}: {path.name} is missing beside it. {REBUILD}")
+    try:
+        raw = parse_npy(path.read_bytes())
+    except (ValueError, KeyError, SyntaxError, TypeError, MemoryError, RecursionError, struct.error):
+        raise DataError(f"{path}: is not a .npy array; the file is damaged. {REBUILD}") from None
+    if raw.ndim != 2 or raw.shape[1] < 2 or raw.dtype.kind not in "iu":
+        raise DataError(f"{path}: must be an integer array of shape (documents, 2). {REBUILD}")
+    meta = np.stack([raw[:, 0].astype(np.int64), raw[:, -1].astype(np.int64)], axis=1)
+    _check_meta(meta, raw.dtype, path, file.stat().st_size)
+    return meta
+
+
+def parse_npy(content: bytes) -> np.ndarray[Any, Any]:
+    """The array of a .npy file's bytes; stricter than np.load, whose repairs of old headers fail in many ways on damaged ones."""
+    wide = content[6:7] != b"\x01"
+    (size,) = struct.unpack_from("<I" if wide else "<H", content, 8)
+    begin = (12 if wide else 10) + size
+    header: Any = ast.literal_eval(content[begin - size : begin].decode("latin1"))
+    if content[:6] != b"\x93NUMPY" or not re.fullmatch("[<>|=][iuf][1248]", header["descr"]):
+        raise ValueError("not a .npy file of numbers")
+    values = np.frombuffer(content, np.dtype(header["descr"]), offset=begin)
+    return values.reshape(header["shape"], order="F" if header["fortran_order"] else "C")
+
+
+def _check_meta(meta: Longs, dtype: np.dtype[Any], path: Path, size_bytes: int) -> None:
+    if len(meta) == 0:
+        if size_bytes:
+            raise DataError(f"{path}: lists no document, but the bin has {size_bytes} bytes. {REBUILD}")
+        return
+    steps = np.diff(meta[:, 0])
+    if int(meta[:, 0].min()) < 0 or bool((steps <= 0).any()):
+        first = int(np.argmax(np.concatenate([[meta[0, 0] < 0], (steps <= 0) | (meta[1:, 0] < 0)])))
+        wrapped = f"they are {dtype.name} and wrapped past {2 if dtype.kind == 'i' else 4} GiB"
+        why = wrapped if dtype.itemsize == 4 else "the file is damaged"
+        raise DataError(f"{path}: byte offsets must rise, but number {first} is {int(meta[first, 0])}; {why}. {REBUILD}")
+    if int(meta[0, 0]) != 0 or int(meta[-1, 0]) >= size_bytes:
+        edge = f"first offset is {int(meta[0, 0])}, last is {int(meta[-1, 0])}"
+        raise DataError(f"{path}: {edge}, but the bin has {size_bytes} bytes: bin and .meta do not belong together. {REBUILD}")
+    if int(meta[:, 1].min()) < 0 or int(meta[:, 1].max()) > size_bytes:
+        raise DataError(f"{path}: token counts do not fit a bin of {size_bytes} bytes: bin and .meta do not belong together. {REBUILD}")
+
+
+def scan_lines(file: Path) -> Longs:
+    """The index of a bin, made by reading every line."""
+    found, offset = array("q"), 0
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                raise DataError(f"{file}:{number}: the last line has no end; the bin was cut off.")
+            found.extend((offset, len(parse_line(line, f"{file}:{number}"))))
+            offset += len(line)
+    return np.array(found, dtype=np.int64).reshape(-1, 2)
+
+
+class InternlmWriter(ForeignWriter):
+    """Writes one bin and its meta (int64)."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = Path(file)
+        self._index = array("q")
+        self._offset = 0
+        self._bin = PendingFile(self.file)
+        self._meta: PendingFile | None = None
+
+    def add(self, ids: Ids | Sequence[int], mask: Flags | None = None) -> None:
+        """Append one document; tokens whose mask is False are written negated, save the first, which nothing predicts."""
+        signed = np.asarray(ids).astype(np.int64)
+        if mask is not None and not bool(np.asarray(mask)[1:].all()):
+            keep = np.asarray(mask, dtype=bool).copy()
+            keep[:1] = True
+            plain, signed = signed, np.where(keep, signed, -signed)
+            if bool(((plain == 0) & keep)[1:].any()) or not bool((signed < 0).any()):
+                raise DataError(
+                    f"{self.file}: document {len(self._index) // 2} has token 0 inside; InternLM files mark masked tokens by sign and "
+                    "drop label 0, so they cannot hold its mask. Write --to headway, or use a tokenizer whose id 0 is no text."
+                )
+        line = json.dumps({"tokens": signed.tolist()}).encode() + b"\n"
+        self._bin.write(line)
+        self._index.extend((self._offset, len(signed)))
+        self._offset += len(line)
+
+    def prepare(self) -> None:
+        """Put everything on the disk; what is left to do needs no space, so that an older bin is never lost to a full disk."""
+        if self._meta is None:
+            packed = io.BytesIO()
+            np.save(packed, np.array(self._index, dtype=np.int64).reshape(-1, 2), allow_pickle=False)
+            self._bin.seal()
+            self._meta = PendingFile(self.file.with_name(self.file.name + ".meta"))
+            self._meta.write(packed.getvalue())
+            self._meta.seal()
+
+    def finish(self) -> None:
+        """Put both files in place, the meta last; an older meta goes first, so that it never lies beside the new bin."""
+        self.prepare()
+        assert self._meta is not None
+        self._meta.path.unlink(missing_ok=True)
+        self._bin.place()
+        self._meta.place()
+
+    def close(self) -> None:
+        """Remove the bin if it was not finished."""
+        if self._meta is not None:
+            self._meta.drop()
+        self._bin.drop()

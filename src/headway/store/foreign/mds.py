@@ -1,0 +1,257 @@
+"""Token data in MDS shards (mosaicml streaming, version 2; the layout is drawn in headway.text.formats.mds), read in place.
+
+In: an MDS folder, or a folder of them (one per domain), with a column `input_ids` (or `tokens`), and perhaps
+    mask      uint8 array: 1 where the token is a loss target
+    indices   [n, 2] array: (start, end) of the true documents inside a pack; the sample is then a pack with those spans
+    domain    text: the type of the sample
+Out: one document per sample. Raw shards are mapped; compressed ones are unpacked into memory, a few at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from headway.errors import DataError
+from headway.store.foreign.documents import ForeignStore, Part, as_ids, map_file
+from headway.store.source import Flags, Ids, Longs
+from headway.text.formats.mds import Column, Shard, check_shard, decode_value, mds_shards
+from headway.text.raw import RawFile
+
+KIND = "mds"
+TOKEN_COLUMNS = ("input_ids", "tokens")
+UNPACKED_SHARDS = 4
+
+
+def open_mds(path: Path, verify: bool = False) -> ForeignStore:
+    """Open an MDS folder with a token column; `verify` compares the shards' hashes with the index."""
+    path = Path(path)
+    cache = Unpacked()
+    parts: list[MdsShard] = []
+    for shard in mds_shards(path):
+        if verify:
+            check_shard(shard)
+        parts.append(MdsShard(shard, path, cache))
+    if not parts:
+        raise DataError(f"{path}: index.json lists no shard.")
+    return ForeignStore(KIND, path, parts, partial(open_mds, path, verify))
+
+
+def has_tokens(path: Path) -> bool:
+    """Whether the first shard of an MDS folder has a column of tokens (else it holds text)."""
+    shards = mds_shards(path)
+    return bool(shards) and any(column.name in TOKEN_COLUMNS for column in MdsShard(shards[0], path, Unpacked()).table.columns)
+
+
+class Unpacked:
+    """The bytes of the compressed shards read last."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Path, np.ndarray[Any, Any]] = OrderedDict()
+        self._lock = Lock()
+
+    def data(self, path: Path) -> np.ndarray[Any, Any]:
+        """The unpacked bytes of a shard."""
+        with self._lock:
+            if path not in self._kept:
+                with RawFile.at(path).open() as stream:
+                    self._kept[path] = np.frombuffer(stream.read(), np.uint8)
+            self._kept.move_to_end(path)
+            if len(self._kept) > UNPACKED_SHARDS:
+                self._kept.popitem(last=False)
+            return self._kept[path]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where things lie in a shard: its columns, and the byte range of each column in each sample."""
+
+    columns: tuple[Column, ...]
+    starts: Longs
+    """[samples, columns + 1]: byte offsets; the last is the end of the sample."""
+
+
+class MdsShard(Part):
+    """One shard as a part of a store."""
+
+    def __init__(self, shard: Shard, root: Path, cache: Unpacked) -> None:
+        self.file = shard.path
+        self._shard = shard
+        self._folder = shard.path.parent.name if shard.path.parent != root else root.name
+        self._cache = cache
+        size = shard.path.stat().st_size
+        if shard.stored_bytes is not None and size != shard.stored_bytes:
+            raise DataError(f"{self.file}: has {size} bytes, but index.json promises {shard.stored_bytes}; copy it again.")
+
+    @cached_property
+    def table(self) -> Table:
+        """The shard's own description, checked against its size and the index."""
+        found = read_table(self._data, self.file)
+        if len(found.starts) != self._shard.samples:
+            raise DataError(f"{self.file}: has {len(found.starts)} samples, but index.json promises {self._shard.samples}.")
+        return found
+
+    @property
+    def lengths(self) -> Longs:
+        return self._lengths
+
+    def common_type(self) -> str | None:
+        return None if "domain" in self._names else self._folder
+
+    def type_of(self, i: int) -> str:
+        return str(self._value(i, "domain")) if "domain" in self._names else self._folder
+
+    def is_masked(self) -> bool:
+        return "mask" in self._names
+
+    def read(self, i: int) -> tuple[Ids, Flags | None]:
+        ids = self._ids(i)
+        mask = None
+        if self.is_masked():
+            mask = np.asarray(self._value(i, "mask")) != 0
+            if mask.shape != ids.shape:
+                raise DataError(f"{self.file}: sample {i}: {mask.size} mask values for {ids.size} tokens.")
+        spans = self._spans(i, len(ids))
+        if spans is None or (spans[0, 0] == 0 and spans[-1, 1] == len(ids) and np.array_equal(spans[1:, 0], spans[:-1, 1])):
+            return ids, mask
+        kept = np.concatenate([np.arange(start, stop) for start, stop in spans])
+        return ids[kept], None if mask is None else mask[kept]
+
+    def span_starts(self, i: int) -> Longs | None:
+        if "indices" not in self._names:
+            return None
+        spans = self._spans(i, self._array_lengths[i])
+        lengths = np.zeros(0, np.int64) if spans is None else spans[:, 1] - spans[:, 0]
+        return np.cumsum(lengths) - lengths
+
+    @property
+    def _data(self) -> np.ndarray[Any, Any]:
+        return self._mapped if self.file.suffix == ".mds" else self._cache.data(self.file)
+
+    @cached_property
+    def _mapped(self) -> np.ndarray[Any, Any]:
+        return map_file(self.file)
+
+    @cached_property
+    def _names(self) -> dict[str, int]:
+        return {column.name: number for number, column in enumerate(self.table.columns)}
+
+    @cached_property
+    def _tokens(self) -> str:
+        for name in TOKEN_COLUMNS:
+            if name in self._names:
+                return name
+        have = ", ".join(self._names)
+        raise DataError(
+            f"{self.file}: no column {' or '.join(TOKEN_COLUMNS)}; it has {have}. Text columns are read by `headway data tokenize`."
+        )
+
+    @cached_property
+    def _array_lengths(self) -> Longs:
+        """Elements of the token column, from the byte ranges and the shape in front of the values."""
+        number = self._names[self._tokens]
+        encoding = self.table.columns[number].encoding
+        starts, stops = self.table.starts[:, number], self.table.starts[:, number + 1]
+        if encoding != "ndarray" and not encoding.startswith("ndarray:"):
+            return np.array([len(self._ids(i)) for i in range(len(starts))], np.int64)
+        return array_lengths(self._data, starts, stops, encoding, self.file)
+
+    @cached_property
+    def _lengths(self) -> Longs:
+        found = self._array_lengths
+        if "indices" not in self._names:
+            return found
+        spans = [self._spans(i, length) for i, length in enumerate(found.tolist())]
+        return np.array([0 if span is None else int((span[:, 1] - span[:, 0]).sum()) for span in spans], np.int64)
+
+    def _ids(self, i: int) -> Ids:
+        values = self._value(i, self._tokens)
+        if isinstance(values, bytes):
+            if len(values) % 8:
+                raise DataError(f"{self.file}: sample {i}: tokens as bytes must be int64; {len(values)} is no multiple of 8.")
+            values = np.frombuffer(values, "<i8")
+        array = np.asarray(values)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise DataError(f"{self.file}: sample {i}: {self._tokens} must be a one-dimensional array of integers.")
+        return as_ids(array, f"{self.file}: sample {i}")
+
+    def _spans(self, i: int, length: int) -> Longs | None:
+        """The spans of a pack that hold a token; None where there are none, or the shard knows no spans."""
+        if "indices" not in self._names:
+            return None
+        spans = np.asarray(self._value(i, "indices"))
+        if spans.ndim != 2 or spans.shape[1] != 2 or spans.dtype.kind not in "iu":
+            raise DataError(f"{self.file}: sample {i}: indices must be an [n, 2] array of (start, end).")
+        spans = spans.astype(np.int64)
+        if bool((spans[:, 0] < 0).any() or (spans[:, 1] < spans[:, 0]).any() or (spans[:, 1] > length).any()):
+            raise DataError(f"{self.file}: sample {i}: indices reach outside its {length} tokens.")
+        spans = spans[spans[:, 1] > spans[:, 0]]
+        return spans if len(spans) else None
+
+    def _value(self, i: int, name: str) -> Any:
+        number = self._names[name]
+        start, stop = (int(at) for at in self.table.starts[i, number : number + 2])
+        try:
+            return decode_value(self.table.columns[number].encoding, self._data[start:stop].tobytes())
+        except (ValueError, IndexError, KeyError, TypeError, DataError) as error:
+            raise DataError(f"{self.file}: sample {i}: column {name} cannot be read: {error}") from None
+
+
+def read_table(data: np.ndarray[Any, Any], file: Path) -> Table:
+    """The columns of a shard and the place of each in each sample, all bounds checked."""
+    count = int(data[:4].view("<u4")[0]) if len(data) >= 4 else -1
+    begin = 4 + 4 * (count + 1)
+    if count < 0 or len(data) < begin:
+        raise DataError(f"{file}: the shard is cut short: {len(data)} bytes cannot hold its sample offsets.")
+    offsets = data[4:begin].view("<u4").astype(np.int64)
+    if offsets[0] <= begin or offsets[-1] != len(data) or bool((np.diff(offsets) < 0).any()):
+        raise DataError(f"{file}: the sample offsets do not fit its {len(data)} bytes; no MDS shard, or a damaged one.")
+    try:
+        config = json.loads(data[begin : offsets[0]].tobytes())
+        columns = tuple(Column(*c) for c in zip(config["column_names"], config["column_encodings"], config["column_sizes"], strict=True))
+        variable = [column.size is None for column in columns]
+        if not columns or not all(c.size is None or (isinstance(c.size, int) and c.size > 0) for c in columns):
+            raise ValueError("column sizes must be numbers or null")
+        if any(not isinstance(c.encoding, str) or c.encoding == "pkl" for c in columns):
+            raise ValueError("columns must not be pickled")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{file}: the shard's description of its columns is damaged: {error}.") from None
+    starts, head = offsets[:-1], 4 * sum(variable)
+    if bool((np.diff(offsets) < head).any()):
+        raise DataError(f"{file}: a sample is shorter than its header; the shard is damaged.")
+    listed = data[starts[:, None] + np.arange(head)].reshape(len(starts), head).view("<u4").astype(np.int64)
+    sizes = np.empty((len(starts), len(columns)), np.int64)
+    sizes[:, variable] = listed
+    sizes[:, np.logical_not(variable)] = [column.size for column in columns if column.size is not None]
+    places = np.concatenate([(starts + head)[:, None], (starts + head)[:, None] + np.cumsum(sizes, axis=1)], axis=1)
+    if not np.array_equal(places[:, -1], offsets[1:]):
+        wrong = int(np.argmax(places[:, -1] != offsets[1:]))
+        raise DataError(f"{file}: the columns of sample {wrong} do not fill it; the shard is damaged.")
+    return Table(columns, places)
+
+
+def array_lengths(data: np.ndarray[Any, Any], starts: Longs, stops: Longs, encoding: str, file: Path) -> Longs:
+    """How many elements the one-dimensional arrays in some byte ranges have."""
+    given = encoding.split(":")[1:]
+    try:
+        itemsize = np.dtype(given[0]).itemsize if given else 0
+    except TypeError:
+        raise DataError(f"{file}: arrays of encoding {encoding!r} cannot be read.") from None
+    if len(given) == 2:
+        return (stops - starts) // itemsize
+    header = starts if given else starts + 1
+    if bool((header >= stops).any()):
+        raise DataError(f"{file}: an array has no shape; the shard is damaged.")
+    shape = data[header]
+    body = header + 1 + (1 << (shape & 3).astype(np.int64))
+    sizes = np.full(len(starts), itemsize, np.int64) if given else np.maximum(1, data[starts].astype(np.int64) >> 3)
+    if bool((shape >> 2 != 1).any()) or bool(((stops - body) % sizes != 0).any()) or bool((body > stops).any()):
+        raise DataError(f"{file}: a token array is not one-dimensional, or damaged.")
+    return (stops - body) // sizes

@@ -1,0 +1,195 @@
+"""zero2all's pretraining files: `*.bin` of raw little-endian uint16 ids, and `all_sample_index_map_{L}.ibin` of (file, offset) pairs.
+
+In: a bin, or a folder of bins. Out: documents, which begin at each begin token (64000 in zero2all's own vocabulary; every file starts with
+one). The index map cuts the same stream into samples of L + 1 tokens; headway does not need it to read, but checks it, because a map that
+no longer fits the bins is how wrong batches are made.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from headway.errors import DataError
+from headway.runtime.storage import fsync_file, fsync_folder, missing_folders, remove_empty, writing
+from headway.store.foreign.documents import ForeignStore, Part, map_file
+from headway.store.foreign.internlm import bin_files
+from headway.store.foreign.writer import ForeignWriter, PendingFile
+from headway.store.source import Flags, Ids, Longs
+
+KIND = "zero2all"
+BEGIN_ID = 64000
+FILE_TOKENS = 52_428_800
+SCAN_TOKENS = 1 << 24
+MAP_NAME = re.compile(r"all_sample_index_map_(\d+)\.ibin")
+
+
+def open_zero2all(path: Path, begin_id: int | None = None, rebuild_index: bool = False) -> ForeignStore:
+    """Open a bin or a folder of bins; `begin_id` is taken from the files if not given, `rebuild_index` ignores the index maps."""
+    path = Path(path)
+    files = [file for file in bin_files(path) if not file.name.endswith(("_input_ids.bin", "_labels.bin"))]
+    if not files:
+        raise DataError(f"{path}: no .bin file here; zero2all data is a folder of .bin files of uint16 ids.")
+    streams = [map_stream(file) for file in files]
+    if not rebuild_index and path.is_dir():
+        for found in sorted(path.glob("all_sample_index_map_*.ibin")):
+            check_index_map(found, files, [len(stream) for stream in streams])
+    begin = common_begin(files, streams) if begin_id is None else begin_id
+    parts = [Zero2allBin(file, stream, document_starts(file, stream, begin)) for file, stream in zip(files, streams, strict=True)]
+    return ForeignStore(KIND, path, parts, partial(open_zero2all, path, begin_id, rebuild_index))
+
+
+@dataclass(frozen=True, eq=False)
+class Zero2allBin(Part):
+    """One bin with the starts of its documents."""
+
+    file: Path
+    stream: Ids
+    starts: Longs
+    """One more than there are documents."""
+
+    @property
+    def lengths(self) -> Longs:
+        return np.diff(self.starts)
+
+    def common_type(self) -> str:
+        return self.file.parent.name
+
+    def read(self, i: int) -> tuple[Ids, Flags | None]:
+        return self.stream[self.starts[i] : self.starts[i + 1]], None
+
+
+def map_stream(file: Path) -> Ids:
+    """The ids of a bin, mapped."""
+    size_bytes = file.stat().st_size
+    if size_bytes % 2:
+        raise DataError(f"{file}: {size_bytes} bytes is no whole number of uint16 ids; the file was cut off or is of another format.")
+    return map_file(file, np.dtype("<u2"))
+
+
+def common_begin(files: list[Path], streams: list[Ids]) -> int:
+    """The begin token: the id every non-empty bin starts with."""
+    firsts = {int(stream[0]): file for file, stream in zip(files, streams, strict=True) if len(stream)}
+    if not firsts:
+        raise DataError(f"{files[0].parent}: every .bin file here is empty.")
+    if len(firsts) > 1:
+        (one, where), (other, there), *_ = firsts.items()
+        raise DataError(f"{where} starts with id {one} but {there} with {other}; every file must start with the begin token. Is it uint16?")
+    return next(iter(firsts))
+
+
+def document_starts(file: Path, stream: Ids, begin: int) -> Longs:
+    """Where documents start (int64), and the end of the stream."""
+    if len(stream) and stream[0] != begin:
+        raise DataError(f"{file}: starts with id {int(stream[0])}, not with the begin token {begin}. Name the right one with --begin-id.")
+    found = [np.flatnonzero(stream[i : i + SCAN_TOKENS] == begin) + i for i in range(0, len(stream), SCAN_TOKENS)]
+    return np.concatenate([*found, [len(stream)]]).astype(np.int64)
+
+
+def index_map(sizes: list[int], seq_len: int) -> Ids:
+    """The (file, offset) pairs of all samples: every seq_len tokens of the joined files, while seq_len + 1 tokens remain."""
+    ends = np.cumsum(sizes, dtype=np.int64)
+    starts = np.arange(max(0, (int(ends[-1]) - 1) // seq_len) if len(ends) else 0, dtype=np.int64) * seq_len
+    file = np.searchsorted(ends, starts, side="right")
+    return np.stack([file, starts - (ends - np.array(sizes, dtype=np.int64))[file]], axis=1).astype("<u4")
+
+
+def check_index_map(path: Path, files: list[Path], sizes: list[int]) -> None:
+    """Refuse a map that does not fit the bins it lies beside."""
+    matched = MAP_NAME.fullmatch(path.name)
+    if matched is None or int(matched[1]) == 0:
+        raise DataError(f"{path}: the name must be all_sample_index_map_<tokens per sample>.ibin.")
+    remedy = f"Delete it, or pass --rebuild-index to ignore it ({len(files)} .bin files found)."
+    raw = map_file(path)
+    if len(raw) % 8:
+        raise DataError(f"{path}: {len(raw)} bytes is no whole number of (file, offset) pairs; the map was cut off. {remedy}")
+    pairs, expected = raw.view("<u4").reshape(-1, 2), index_map(sizes, int(matched[1]))
+    if len(pairs) == len(expected) and np.array_equal(pairs, expected):
+        return
+    shared = min(len(pairs), len(expected))
+    wrong = np.flatnonzero((pairs[:shared] != expected[:shared]).any(axis=1))
+    at = int(wrong[0]) if len(wrong) else shared
+    says = f"sample {at} is {tuple(pairs[at].tolist())}" if at < len(pairs) else f"it ends after {len(pairs)} samples"
+    should = f"{tuple(expected[at].tolist())}" if at < len(expected) else f"an end after {len(expected)} samples"
+    why = "bins were added, removed or changed after it was built"
+    if at < shared and pairs[at, 0] == expected[at, 0] and int(pairs[at, 1]) == sizes[max(0, int(pairs[at, 0]) - 1)]:
+        why = f"its builder did not reset the offset after a file of an exact multiple of {matched[1]} tokens"
+    raise DataError(f"{path}: {says}, the .bin files say {should}: {why}. {remedy}")
+
+
+class Zero2allWriter(ForeignWriter):
+    """Writes bins of about 100 MiB and the index map for `seq_len`; each document gets the begin token if it does not start with it."""
+
+    def __init__(self, folder: Path, begin_id: int = BEGIN_ID, seq_len: int = 2048, file_tokens: int = FILE_TOKENS) -> None:
+        self.folder = folder
+        self.begin_id = begin_id
+        self.seq_len = seq_len
+        self.file_tokens = file_tokens
+        self.begins_added = 0
+        self._sizes: list[int] = []
+        self._pending: list[Ids] = []
+        self._pending_tokens = 0
+        self._temporary = folder / "01_bin_for_train.tmp"
+        self._made = missing_folders(folder)
+        self._map: PendingFile | None = None
+        with writing(folder):
+            if any(folder.rglob("*.bin")):
+                raise DataError(f"{folder}: already holds .bin files, which the index map would include. Choose an empty folder.")
+            self._temporary.mkdir(parents=True, exist_ok=True)
+
+    def add(self, ids: Ids | Sequence[int], mask: Flags | None = None) -> None:
+        """Append one document."""
+        if mask is not None and not bool(np.asarray(mask)[1:].all()):
+            raise DataError(f"{self.folder}: zero2all's pretraining files carry no loss mask; masked documents go into its SFT pair files.")
+        tokens = np.asarray(ids)
+        if len(tokens) and int(tokens.max()) > 0xFFFF:
+            raise DataError(f"{self.folder}: token id {int(tokens.max())} does not fit zero2all's uint16 files (at most 65535).")
+        if len(tokens) == 0 or int(tokens[0]) != self.begin_id:
+            tokens = np.concatenate([[self.begin_id], tokens])
+            self.begins_added += 1
+        if bool((tokens[1:] == self.begin_id).any()):
+            raise DataError(
+                f"{self.folder}: the begin token {self.begin_id} stands inside a document, where zero2all files would cut it in two. "
+                "Choose another with --begin-id."
+            )
+        self._pending.append(tokens.astype("<u2"))
+        self._pending_tokens += len(tokens)
+        if self._pending_tokens >= self.file_tokens:
+            self._flush()
+
+    def finish(self) -> None:
+        """Write the last bin and the index map; the folder gets its name last."""
+        if self._pending:
+            self._flush()
+        self._map = PendingFile(self.folder / f"all_sample_index_map_{self.seq_len}.ibin")
+        self._map.write(index_map(self._sizes, self.seq_len).tobytes())
+        self._map.seal()
+        with writing(self.folder):
+            os.rename(self._temporary, self.folder / "01_bin_for_train")
+            fsync_folder(self.folder)
+        self._map.place()
+
+    def close(self) -> None:
+        """Remove the bins if they were not finished."""
+        if self._map is not None:
+            self._map.drop()
+        if self._temporary.exists():
+            shutil.rmtree(self._temporary)
+            remove_empty(self._made)
+
+    def _flush(self) -> None:
+        file = self._temporary / f"file_000_{len(self._sizes):05}.bin"
+        with writing(file, 2 * self._pending_tokens), open(file, "wb") as handle:
+            for tokens in self._pending:
+                handle.write(tokens.tobytes())
+            handle.flush()
+            fsync_file(handle.fileno())
+        self._sizes.append(self._pending_tokens)
+        self._pending, self._pending_tokens = [], 0

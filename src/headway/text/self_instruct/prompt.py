@@ -1,0 +1,98 @@
+"""What the model is asked, and its answer taken apart: seed tasks become a prompt, an answer becomes tasks and a count of what was none.
+
+Tasks are numbered `<|k|>`, which no text of a task is likely to hold; the examples are 1 to 3, so new tasks begin at 4.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from headway.runtime.seed import derive
+from headway.text.self_instruct.task import SEEDS_PER_PROMPT, Language, Task
+
+NO_INPUT = {"en": "<none>", "zh": "<无>"}
+LABELS = {"en": ("Instruction:", "Input:", "Output:"), "zh": ("指令：", "输入：", "输出：")}
+
+REQUEST = {
+    "en": """You write training tasks for an assistant that works with text alone. Below are {given} examples.
+Write {wanted} new tasks, numbered <|{first}|> to <|{last}|>, each in exactly the form of the examples.
+
+- Make the tasks as different as you can: other verbs and subjects, questions as well as orders, daily life as well as work and science.
+- Ask only for what can be read and answered as text.
+- An instruction has one or two sentences. An input is concrete and complete, never a blank to fill in; write {none} if none is needed.
+- Give the full and correct answer as the output.
+- Write in English and add nothing before, between or after the tasks.""",
+    "zh": """请为一个只处理文字的助手编写训练任务。下面有 {given} 个示例。
+请再写 {wanted} 个新任务，编号从 <|{first}|> 到 <|{last}|>，格式与示例完全相同。
+
+- 任务之间差别要尽量大：换用不同的动词和主题，既有提问也有要求，既涉及日常生活，也涉及工作与科学。
+- 只要求能够用文字阅读和回答的内容。
+- 指令为一到两句话。输入要具体、完整，不要留空让人填写；不需要输入时写 {none}。
+- 输出要给出完整、正确的答案。
+- 用中文书写，任务前后和中间不要添加任何其他内容。""",
+}
+
+_NUMBER = re.compile(r"^[ \t*#]*<\|\s*\d+\s*\|>[.:：、*]*", re.MULTILINE)
+_LABEL = re.compile(
+    r"^[ \t*#]*(?:(?P<instruction>Instruction|指令)|(?P<input>Input|输入)|(?P<output>Output|输出))[ \t*]*[:：]",
+    re.MULTILINE | re.IGNORECASE,
+)
+_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_NOTHING = frozenset({"", "none", "n/a", "noinput", "no input", "无", "没有", "空"})
+
+
+def make_prompt(seeds: Sequence[Task], language: Language, per_request: int, seed: int, number: int) -> str:
+    """The prompt of one request; the examples depend on the seed and the request's number alone."""
+    examples = random.Random(derive(seed, "self-instruct", number)).sample(list(seeds), SEEDS_PER_PROMPT)
+    first = len(examples) + 1
+    head = REQUEST[language].format(
+        given=len(examples), wanted=per_request, first=first, last=first + per_request - 1, none=NO_INPUT[language]
+    )
+    shown = [f"<|{k}|>\n{_show(task, language)}" for k, task in enumerate(examples, start=1)]
+    return "\n\n".join([head, *shown])
+
+
+def _show(task: Task, language: Language) -> str:
+    values = (task.instruction, task.input or NO_INPUT[language], task.output)
+    return "\n".join(f"{label} {value}" for label, value in zip(LABELS[language], values, strict=True))
+
+
+def parse_answer(answer: str, was_cut: bool) -> tuple[list[Task], Counter[str]]:
+    """The tasks of an answer in order, and how many pieces of it were no whole task. The last task of an answer that was cut is dropped."""
+    pieces = _NUMBER.split(_THOUGHT.sub("", answer))[1:]
+    dropped: Counter[str] = Counter()
+    if was_cut and pieces:
+        pieces = pieces[:-1]
+        dropped["cut off"] += 1
+    tasks: list[Task] = []
+    for piece in pieces:
+        if task := _task(piece):
+            tasks.append(task)
+        else:
+            dropped["unreadable"] += 1
+    if not pieces and not dropped:
+        dropped["no task in the answer"] += 1
+    return tasks, dropped
+
+
+def _task(piece: str) -> Task | None:
+    labels = list(_LABEL.finditer(piece))
+    begin = next((k for k, label in enumerate(labels) if label["instruction"]), None)
+    if begin is None:
+        return None
+    end = next((k for k in range(begin + 1, len(labels)) if labels[k]["output"]), None)
+    if end is None:
+        return None
+    given = next((k for k in range(begin + 1, end) if labels[k]["input"]), None)
+    instruction = _clean(piece[labels[begin].end() : labels[end if given is None else given].start()])
+    about = "" if given is None else _clean(piece[labels[given].end() : labels[end].start()])
+    output = _clean(piece[labels[end].end() :])
+    return Task(instruction, "" if about.strip("<>()（）[].。 ").lower() in _NOTHING else about, output)
+
+
+def _clean(text: str) -> str:
+    # A lone surrogate is valid in JSON's escapes and in no UTF-8 file.
+    return text.encode("utf-8", "replace").decode().strip(" \t\r\n*")

@@ -1,0 +1,236 @@
+"""The main job in small: text -> tokenizer -> store -> pretrain -> evaluate -> fine-tune -> prefer -> export, on a CPU, in minutes.
+
+Every stage leaves its result in the demo's folder and is not done twice; a second call only reports.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.workflows.demo.bigram import bigram_loss
+from headway.workflows.demo.corpus import write_corpus, write_instructions
+from headway.workflows.demo.post_training import VALID_FRACTION as VALID_QUESTIONS
+from headway.workflows.demo.post_training import compare_answers, fine_tune, prefer
+from headway.workflows.demo.sparsify import STEPS, sparsify_demo
+
+log = logging.getLogger("headway")
+
+VOCAB_SIZE = 2048
+VALID_FRACTION = 0.03
+PROMPT = "def read(self, path):\n"
+RECIPE = """\
+run: {{name: pretrain, dir: {out}/runs}}
+model: {{hidden_size: 128, num_layers: 3, num_heads: 4, num_kv_heads: 2, ffn_size: 344, max_seq_len: 256}}
+tokenizer: {out}/tokenizer
+data:
+  train: [{out}/store]
+  valid: {{fraction: {fraction}}}
+  seq_len: 256
+  cache_dir: {out}/cache
+batch: {{tokens: 2048, micro_rows: 8}}
+optim: {{lr: 4e-3, schedule: {{kind: cosine, warmup: 0.05, floor: 0.05}}}}
+steps: {steps}
+eval: {{every: 100, rows: 96}}
+checkpoint: {{every: 250}}
+track: [{{kind: tensorboard}}]
+log: {{every: 50}}
+device: cpu
+"""
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Where the demo's parts lie."""
+
+    out: Path
+    steps: int
+
+    @property
+    def corpus(self) -> Path:
+        """The raw text."""
+        return self.out / "corpus" / "library.jsonl"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The trained tokenizer."""
+        return self.out / "tokenizer"
+
+    @property
+    def store(self) -> Path:
+        """The token store."""
+        return self.out / "store"
+
+    @property
+    def instructions(self) -> Path:
+        """Instruction data made from docstrings."""
+        return self.out / "instructions"
+
+    @property
+    def pairs(self) -> Path:
+        """Right and wrong answers."""
+        return self.out / "pairs"
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe of the pretraining run."""
+        return self.out / "pretrain.yaml"
+
+    @property
+    def run(self) -> Path:
+        """The pretraining run."""
+        return self.out / "runs" / "pretrain"
+
+    @property
+    def export(self) -> Path:
+        """The Hugging Face folder."""
+        return self.out / "hf"
+
+
+def run_demo(out: Path, steps: int = 1000) -> dict[str, Any]:
+    """Do every stage that is not done yet; returns the summary."""
+    demo = Demo(out, steps)
+    out.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    stages: list[tuple[str, Callable[[Demo], dict[str, Any]]]] = [
+        ("corpus", make_corpus),
+        ("tokenizer", make_tokenizer),
+        ("token store", make_store),
+        ("instruction data", make_instructions),
+        ("pretrain", pretrain),
+        ("evaluate", evaluate),
+        ("fine-tune on questions", fine_tune),
+        ("prefer right answers", prefer),
+        ("sparsify", sparsify),
+        ("export and generate", export_and_generate),
+    ]
+    summary: dict[str, Any] = {"out": str(out)}
+    for number, (name, stage) in enumerate(stages, start=1):
+        log.info("[%d/%d] %s", number, len(stages), name)
+        summary |= stage(demo)
+    summary |= compare_answers(demo, summary)
+    summary["seconds"] = time.perf_counter() - began
+    summary["next"] = next_commands(demo)
+    (out / "summary.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return summary
+
+
+def make_corpus(demo: Demo) -> dict[str, Any]:
+    """The standard library's source as JSON lines."""
+    if not demo.corpus.exists():
+        write_corpus(demo.corpus)
+    lines = demo.corpus.read_text(encoding="utf-8").splitlines()
+    return {"modules": len(lines), "corpus_bytes": sum(len(json.loads(line)["text"].encode()) for line in lines)}
+
+
+def make_tokenizer(demo: Demo) -> dict[str, Any]:
+    """A byte-level BPE tokenizer of the corpus."""
+    from headway.text.read import read_documents
+    from headway.tokenizer.load import load_tokenizer
+    from headway.tokenizer.train_bpe import train_bpe
+
+    if not (demo.tokenizer / "tokenizer.json").exists():
+        train_bpe((document.text for document in read_documents([demo.corpus])), vocab_size=VOCAB_SIZE, out=demo.tokenizer)
+    return {"vocabulary": load_tokenizer(demo.tokenizer).vocab_size}
+
+
+def make_store(demo: Demo) -> dict[str, Any]:
+    """The corpus as a token store."""
+    from headway.prepare.tokenize import tokenize
+    from headway.store.reader import is_store, open_store
+
+    if not is_store(demo.store):
+        tokenize([demo.corpus], demo.tokenizer, demo.store)
+    store = open_store(demo.store)
+    return {"documents": store.num_documents, "tokens": store.num_tokens}
+
+
+def make_instructions(demo: Demo) -> dict[str, Any]:
+    """Questions and answers from docstrings, as masked stores: exactly the answers and their end token are to be learned."""
+    from headway.prepare.chat import ChatOptions, tokenize_chat
+    from headway.store.reader import is_store, open_store
+
+    raw, stores = demo.instructions / "docstrings.jsonl", demo.instructions / "store"
+    if not raw.exists():
+        write_instructions(raw)
+    if not (is_store(stores / "train") and is_store(stores / "valid")):
+        tokenize_chat([raw], demo.tokenizer, stores, ChatOptions(template="chatml", valid_fraction=VALID_QUESTIONS))
+    train, valid = open_store(stores / "train"), open_store(stores / "valid")
+    return {"conversations": train.num_documents, "valid_conversations": valid.num_documents, "conversation_tokens": train.num_tokens}
+
+
+def pretrain(demo: Demo) -> dict[str, Any]:
+    """Train a small Llama-style model from scratch."""
+    from headway.config.load import load
+    from headway.train import train
+    from headway.train.config import Recipe
+
+    demo.recipe.write_text(RECIPE.format(out=demo.out.as_posix(), fraction=VALID_FRACTION, steps=demo.steps), encoding="utf-8")
+    summary = train(load(Recipe, demo.recipe))
+    return {key: summary[key] for key in ("steps", "first_valid_loss", "last_valid_loss", "tokens_per_second")}
+
+
+def evaluate(demo: Demo) -> dict[str, Any]:
+    """Perplexity and bits per byte on held-out modules, beside a bigram model of the same tokens."""
+    import numpy as np
+
+    from headway.data.shuffle import in_valid
+    from headway.eval.perplexity import Piece, perplexity
+    from headway.infer.load import load_model
+    from headway.store.reader import open_store
+
+    store = open_store(demo.store)
+    loaded = load_model(demo.run)
+    tokenizer = loaded.tokenizer
+    assert tokenizer is not None
+    held_out = in_valid(np.arange(store.num_documents), VALID_FRACTION)
+    ids = {side: [store.document(i) for i in np.flatnonzero(held_out == (side == "valid")).tolist()] for side in ("train", "valid")}
+    valid = [document.tolist() for document in ids["valid"]]
+    pieces = [Piece(document, len(tokenizer.decode_bytes(document, skip_special=True))) for document in valid]
+    result = perplexity(loaded, pieces, stride=128)
+    assert result.num_bytes is not None
+    # Both score every token of a document but its first, so that both losses are about the same bytes.
+    assert result.tokens == sum(len(document) - 1 for document in valid)
+    baseline = bigram_loss(ids["train"], ids["valid"], tokenizer.vocab_size)
+    return {
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "bits_per_byte": result.bits_per_byte,
+        "bigram_bits_per_byte": baseline * result.tokens / math.log(2) / result.num_bytes,
+    }
+
+
+def sparsify(demo: Demo) -> dict[str, Any]:
+    """Which heads need the whole past, and what a smaller cache saves and costs."""
+    return sparsify_demo(demo.out, demo.run, demo.store, VALID_FRACTION, steps=min(STEPS, demo.steps))
+
+
+def export_and_generate(demo: Demo) -> dict[str, Any]:
+    """A Hugging Face folder of the model, and a sample from it."""
+    from headway.export.huggingface import export_huggingface
+    from headway.infer.generate import Options, generate
+    from headway.infer.load import find_model, load_model
+    from headway.infer.sampling import Sampling
+
+    found = find_model(demo.run)
+    if not demo.export.exists():
+        export_huggingface(found.config, found.weights(), demo.export, tokenizer=found.tokenizer_folder)
+    sampling = Sampling(temperature=0.7, top_p=0.9, seed=1)
+    sample = generate(load_model(demo.export), [PROMPT], Options(max_new_tokens=64, sampling=sampling))[0]
+    return {"export": str(demo.export), "sample": PROMPT + sample.text}
+
+
+def next_commands(demo: Demo) -> list[str]:
+    """What to try next."""
+    return [
+        f"headway generate --model {demo.run} --prompt 'import os' --max-new-tokens 80 --temperature 0.8",
+        f"headway eval ppl --model {demo.run} --data README.md",
+        f"headway train {demo.recipe} run.name=longer steps={demo.steps * 4}",
+        f"headway train {demo.out / 'dpo.yaml'} run.name=ipo objective.loss_type=ipo",
+    ]

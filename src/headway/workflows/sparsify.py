@@ -1,0 +1,215 @@
+"""Head sparsity from training to a report in one folder: a recipe with head gates comes in, `<run>/sparsify/` goes out.
+
+    train -> masks_sp0.7.tsv ... heads.png -> questions and perplexity under each mask -> report.md, results.json, pictures
+
+Every part is kept: started again, a finished run is not trained, and what was asked of a variant is not asked again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import ConfigError
+from headway.eval.long_context import LongPlan, LongResult, Variant, evaluate_long, make_cases
+from headway.eval.long_report import write_long_report
+from headway.export.mask_variants import FULL, MaskWish
+from headway.infer.masks import NONE, OWN, MaskChoice
+from headway.runtime.device import choose_compute
+
+if TYPE_CHECKING:
+    from headway.eval.perplexity import Piece
+    from headway.infer.load import LoadedModel
+    from headway.train.config import Recipe
+
+log = logging.getLogger("headway")
+
+FOLDER = "sparsify"
+PICTURE = "heads.png"
+DEFAULT_TASKS = ("key_value",)
+
+
+@dataclass(frozen=True)
+class SparsifyPlan:
+    """What is made of the trained gates."""
+
+    sparsities: tuple[float, ...] = ()
+    """Shares of streaming heads to export and measure; none = the objective's target."""
+    tasks: tuple[str, ...] = DEFAULT_TASKS
+    lengths: tuple[int, ...] = ()
+    """Tokens of the questions; none = the recipe's data.seq_len."""
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    samples: int = 2
+    random: bool = True
+    """Beside each mask, a random one with as many heads."""
+    equal_per_layer: bool = False
+    data: tuple[str, ...] = ()
+    """Texts or stores to score by tokens of context."""
+    rows: int = 4
+    seed: int = 0
+    chunk_tokens: int | None = None
+    masks: str | None = None
+    """Masks to measure beside those of the sparsities: own (what the gates have come to) or a file."""
+    template: str | None = None
+    """Chat template in which the questions are asked; None: they are text to continue."""
+    bos: bool | None = None
+    """Whether the begin token stands before questions and texts; None: where the model expects it."""
+
+
+@dataclass(frozen=True)
+class Sparsified:
+    """Where everything is, and what was measured."""
+
+    run: Path
+    masks: list[str]
+    training: dict[str, Any]
+    result: LongResult
+
+    @property
+    def folder(self) -> Path:
+        """Masks, report and pictures."""
+        return self.run / FOLDER
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        files = [str(self.folder / name) for name in self.masks]
+        return {
+            "run": str(self.run),
+            "report": str(self.folder / "report.md"),
+            "masks": files,
+            "training": self.training,
+            **self.result.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A plan that fits its recipe."""
+
+    wish: MaskWish
+    """The run's own gates at each sparsity."""
+    extra: MaskWish
+    """Masks to measure beside them."""
+    long: LongPlan
+
+
+def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
+    """Everything that can be refused is refused before training."""
+    from headway.tokenizer.load import load_tokenizer
+    from headway.train.resolve import resolve
+
+    objective: Any = recipe.objective
+    if objective.kind != "head_sparsity":
+        raise ConfigError(f"objective.kind is {objective.kind!r}; sparsify trains head gates. Use objective: {{kind: head_sparsity}}.")
+    if not recipe.checkpoint.at_end:
+        raise ConfigError("checkpoint.at_end is false; sparsify reads the trained model from it. Set it to true.")
+    sparsities = plan.sparsities or (objective.target,)
+    extra = MaskWish(MaskChoice(plan.masks or NONE), random=plan.random and plan.masks not in (None, NONE), seed=plan.seed)
+    wish = MaskWish(MaskChoice(equal_per_layer=plan.equal_per_layer), sparsities, plan.random, plan.seed)
+    lengths = plan.lengths or (recipe.data.seq_len,)
+    long = LongPlan(plan.tasks, lengths, plan.depths, plan.samples, plan.seed, plan.chunk_tokens, plan.rows, plan.template, plan.bos)
+    resolved = resolve(recipe)
+    longest = resolved.model.max_seq_len
+    if max(lengths) > longest:
+        raise ConfigError(f"--lengths holds {max(lengths)}; the model's max_seq_len is {longest}. Give lengths up to that.")
+    if resolved.tokenizer_path is None:
+        raise ConfigError("the recipe has no tokenizer, and questions are text. Give tokenizer=DIR, or init.from a model that has one.")
+    make_cases(load_tokenizer(resolved.tokenizer_path), long)
+    _check_data(plan.data)
+    if plan.masks not in (None, NONE, OWN):
+        extra.choice.read(Path(plan.masks), resolved.model)
+    return Checked(wish, extra, long)
+
+
+def _check_data(data: Sequence[str]) -> None:
+    """Refuse text that cannot be read: its first document is."""
+    from headway.eval.dataset import parse_datasets
+    from headway.store.reader import is_store
+    from headway.text.read import read_documents
+
+    for dataset in parse_datasets(data) if data else []:
+        for path in dataset.paths:
+            if not is_store(Path(path)):
+                next(iter(read_documents([path])), None)
+
+
+def sparsify(recipe: Recipe, plan: SparsifyPlan, *, train: Callable[[Recipe], dict[str, Any]] | None = None) -> Sparsified | int:
+    """Do every part that is not done yet; the exit code where training was stopped. `train` may train elsewhere, in several ranks say."""
+    from headway.train.session import run_recipe as train_here  # a stop is an exit code here, no signal
+
+    checked = check(recipe, plan)
+    run = recipe.run.folder
+    log.info("[1/3] train %s", run)
+    summary = (train or train_here)(recipe)
+    if summary.get("exit_code"):
+        return summary["exit_code"]
+    out = run / FOLDER
+    out.mkdir(exist_ok=True)
+    log.info("[2/3] masks at sparsity %s", ", ".join(map(str, checked.wish.sparsities)))
+    files = write_mask_files(run, checked.wish, out)
+    log.info("[3/3] ask the model as it is and under the masks")
+    result = _ask(recipe, run, checked, plan)
+    write_long_report(out, result, preface=list(_preface(summary, files)))
+    return Sparsified(run, files, _kept(summary), result)
+
+
+def write_mask_files(run: Path, wish: MaskWish, out: Path) -> list[str]:
+    """One mask file per sparsity, and a picture of the gates with the last one; returns the files' names."""
+    from headway.export.masks import draw_masks, export_masks, read_trained_gates
+
+    files: list[str] = []
+    masks = None
+    for variant in wish.variants(run):
+        if variant.masks is None or variant.name.startswith("random"):
+            continue
+        masks = variant.masks
+        files.append(f"masks_sp{variant.name.removeprefix('s=')}.tsv")
+        export_masks(masks, out / files[-1])
+    assert masks is not None
+    draw_masks(masks, out / PICTURE, read_trained_gates(run).log_alpha)
+    return files
+
+
+def _ask(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) -> LongResult:
+    from headway.infer.load import load_model
+
+    compute = choose_compute(recipe.device, "auto")
+    loaded = load_model(run, device=compute.device, dtype=compute.dtype)
+    variants = [*checked.wish.variants(run), *(_named(one, plan.masks) for one in checked.extra.variants(run)[1:])]
+    assert variants[0].name == FULL
+    keep = run / FOLDER / "parts"
+    return evaluate_long(loaded, variants, checked.long, name=str(run), texts=_texts(plan, loaded), keep=keep)
+
+
+def _named(variant: Variant, masks: str | None) -> Variant:
+    """A variant under the name of the masks it is of, which no sparsity has."""
+    return replace(variant, name=("random " if variant.masks_from == "random" else "") + (Path(masks).name if masks else variant.name))
+
+
+def _texts(plan: SparsifyPlan, loaded: LoadedModel) -> Callable[[], Iterable[Piece]] | None:
+    if not plan.data:
+        return None
+    from headway.eval.dataset import Reading, parse_datasets, read_pieces
+
+    datasets, reading = parse_datasets(plan.data), Reading(bos=plan.bos)
+    return lambda: (piece for dataset in datasets for piece in read_pieces(dataset, loaded, reading))
+
+
+def _kept(summary: dict[str, Any]) -> dict[str, Any]:
+    names = ("steps", "first_valid_loss", "last_valid_loss", "tokens_per_second", "seconds")
+    return {name: summary[name] for name in names if name in summary}
+
+
+def _preface(summary: dict[str, Any], files: Sequence[str]) -> Iterable[str]:
+    numbers = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in _kept(summary).items() if isinstance(value, int | float))
+    yield f"Training: {numbers}."
+    yield ""
+    yield "`full` is the model without masks; `s=...` are the run's own gates at a sparsity, `own` what they have come to."
+    yield ""
+    yield f"Masks: {', '.join(f'`{name}`' for name in files)}; use one with `--masks` of `headway generate` and `headway eval`."
+    yield ""
+    yield f"![gates of all heads]({PICTURE})"
+    yield ""

@@ -1,0 +1,282 @@
+"""Tokenizing: the same bytes however the work is divided or interrupted, and shards that merge into the undivided store."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import headway.prepare.build as build
+from headway.cli import main
+from headway.errors import ConfigError, DataError
+from headway.prepare.tokenize import TokenizeOptions, tokenize
+from headway.store.merge import merge
+from headway.store.reader import open_store
+from headway.text.clean import CleanRules
+from headway.tokenizer.load import Tokenizer, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tokenizers
+
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|end|>": 0, "<unk>": 1, **{f"w{i}": i + 2 for i in range(90)}}, "<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<|end|>"])
+    folder = tmp_path_factory.mktemp("tokenizer")
+    Tokenizer(made, {"eos": "<|end|>"}).save(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "CHUNK_BYTES", 200)
+    monkeypatch.setattr(build, "COMMIT_SECONDS", 0.0)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> list[Path]:
+    files = []
+    for number in range(3):
+        path = tmp_path / f"part-{number}.jsonl"
+        texts = [" ".join(f"w{(7 * number + line + i) % 90}" for i in range(line % 20)) for line in range(60)]
+        path.write_text("".join(json.dumps({"text": text, "title": "w1"}) + "\n" for text in texts), encoding="utf-8")
+        files.append(path)
+    return files
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_documents_end_with_the_end_token_and_empty_ones_are_counted(tmp_path: Path, tokenizer: Path, corpus: list[Path]) -> None:
+    report = tokenize(corpus, tokenizer, tmp_path / "s")
+    store = open_store(tmp_path / "s")
+    assert (
+        (report.documents, report.empty_documents, report.tokens)
+        == (store.num_documents, 9, store.num_tokens)
+        == (171, 9, store.num_tokens)
+    )
+    assert store.document(0).tolist() == [3, 0] and store.fingerprint == load_tokenizer(tokenizer).fingerprint
+    tokenize(corpus, tokenizer, tmp_path / "t", TokenizeOptions(append_eos=False, template="{title} {text}"))
+    assert open_store(tmp_path / "t").document(1).tolist() == [3, 3]
+
+
+def test_any_number_of_workers_gives_the_same_bytes(tmp_path: Path, tokenizer: Path, corpus: list[Path]) -> None:
+    tokenize(corpus, tokenizer, tmp_path / "one", TokenizeOptions(workers=1))
+    tokenize(corpus, tokenizer, tmp_path / "two", TokenizeOptions(workers=2))
+    tokenize(corpus, tokenizer, tmp_path / "auto")
+    assert content(tmp_path / "one") == content(tmp_path / "two") == content(tmp_path / "auto")
+
+
+def test_cleaning_on_the_way_leaves_out_duplicates_of_all_files(tmp_path: Path, tokenizer: Path, corpus: list[Path]) -> None:
+    rules = CleanRules(min_characters=5, max_digits=1.0, max_signs=1.0, min_letters=0.0, duplicates="exact")
+    texts = {json.loads(line)["text"] for path in corpus for line in path.read_text().splitlines()}
+    report = tokenize([*corpus, corpus[0]], tokenizer, tmp_path / "s", TokenizeOptions(clean=rules))
+    assert report.documents == len({text for text in texts if len(text) >= 5})
+    assert report.removed["duplicate"] > 30 and "duplicate" in report.describe()
+
+
+@pytest.mark.parametrize(
+    ("stop_after", "rules"), [(0, None), (1, None), (9, None), (20, None), (4, CleanRules(max_digits=1.0, duplicates="exact"))]
+)
+def test_an_interrupted_build_ends_with_the_same_bytes(tmp_path: Path, tokenizer: Path, corpus, stop_after, rules, monkeypatch) -> None:
+    options = TokenizeOptions(clean=rules)
+    tokenize(corpus, tokenizer, tmp_path / "whole", options)
+    encoded = []
+
+    class Died(Exception):
+        pass
+
+    def dying(job, chunks):
+        for number, pair in enumerate(original(job, chunks)):
+            if number == stop_after:
+                raise Died
+            encoded.append(pair)
+            yield pair
+
+    original = build._encoded
+    monkeypatch.setattr(build, "_encoded", dying)
+    with pytest.raises(Died):
+        tokenize(corpus, tokenizer, tmp_path / "s", options)
+    with pytest.raises(DataError, match=r"unfinished|not a token store|no such folder"):
+        open_store(tmp_path / "s")
+    stop_after = 10**9
+    tokenize(corpus, tokenizer, tmp_path / "s", options)
+    assert content(tmp_path / "s") == content(tmp_path / "whole")
+    assert len(encoded) == len({(chunk.unit, chunk.number) for chunk, _ in encoded}), "no chunk is encoded twice"
+
+
+@pytest.mark.parametrize(("shards", "unit_bytes"), [(1, 10**9), (3, 10**9), (2, 100)])
+def test_merged_shards_are_the_undivided_store(tmp_path: Path, tokenizer: Path, corpus, shards: int, unit_bytes: int, monkeypatch) -> None:
+    monkeypatch.setattr(build.make_units, "__defaults__", (unit_bytes,))
+    monkeypatch.setattr(build, "UNITS_PER_SHARD", 1)
+    tokenize(corpus, tokenizer, tmp_path / "whole")
+    parts = [tmp_path / f"shard-{i}" for i in range(shards)]
+    for i, part in enumerate(parts):
+        tokenize(corpus, tokenizer, part, TokenizeOptions(shard=(i, shards)))
+    merge(parts[::-1], tmp_path / "merged")
+    assert content(tmp_path / "merged") == content(tmp_path / "whole")
+    if shards > 1:
+        with pytest.raises(DataError, match="shard 0/"):
+            merge(parts[1:], tmp_path / "some")
+        with pytest.raises(DataError, match="same part"):
+            merge([*parts, parts[0]], tmp_path / "twice")
+        with pytest.raises(DataError, match="no shard"):
+            merge([tmp_path / "whole", *parts], tmp_path / "mixed")
+
+
+def test_a_changed_file_or_option_does_not_continue_an_old_build(tmp_path: Path, tokenizer: Path, corpus, monkeypatch) -> None:
+    monkeypatch.setattr(build.StoreWriter, "finish", lambda *_: None)
+    tokenize_quietly = lambda **options: tokenize(corpus, tokenizer, tmp_path / "s", TokenizeOptions(**options))  # noqa: E731
+    with pytest.raises(DataError, match="unfinished"):
+        tokenize_quietly()  # opening the store it was kept from finishing
+    with pytest.raises(DataError, match="other files or with other options"):
+        tokenize_quietly(append_eos=False)
+    os.utime(corpus[0], ns=(1, 1))
+    with pytest.raises(DataError, match="other files or with other options"):
+        tokenize_quietly()
+
+
+def test_a_killed_process_continues(tmp_path: Path, tokenizer: Path) -> None:
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"w{i % 90} " * 400}) + "\n" for i in range(2500)), encoding="utf-8")
+    script = (
+        "import sys; import headway.prepare.build as b; b.CHUNK_BYTES = 20000; b.COMMIT_SECONDS = 0.05;"
+        "from headway.prepare.tokenize import *; tokenize([sys.argv[1]], sys.argv[2], sys.argv[3], TokenizeOptions(workers=1))"
+    )
+    command = [sys.executable, "-c", script, str(corpus), str(tokenizer)]
+    process = subprocess.Popen([*command, str(tmp_path / "killed")])
+    until = time.monotonic() + 30
+    while not (tmp_path / "killed" / "progress.json").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    committed = json.loads((tmp_path / "killed" / "progress.json").read_text())["note"]["chunk"]
+    assert committed > 0
+    subprocess.run([*command, str(tmp_path / "killed")], check=True)
+    subprocess.run([*command, str(tmp_path / "whole")], check=True)
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")
+
+
+def test_mistakes_are_one_line(tmp_path: Path, tokenizer: Path, corpus: list[Path]) -> None:
+    with pytest.raises(ConfigError, match="no begin token"):
+        tokenize(corpus, tokenizer, tmp_path / "s", TokenizeOptions(bos=True))
+    with pytest.raises(DataError, match="no such file"):
+        tokenize([tmp_path / "absent.jsonl"], tokenizer, tmp_path / "s")
+    with pytest.raises(DataError, match="no key 'body'"):
+        tokenize(corpus, tokenizer, tmp_path / "s", TokenizeOptions(text_key="body"))
+    with pytest.raises(ConfigError, match="shard is 3/3"):
+        tokenize(corpus, tokenizer, tmp_path / "s", TokenizeOptions(shard=(3, 3)))
+    tokenize(corpus, tokenizer, tmp_path / "done")
+    with pytest.raises(DataError, match="finished token store already"):
+        tokenize(corpus, tokenizer, tmp_path / "done")
+
+
+def test_the_command_line_says_what_was_made(tmp_path: Path, tokenizer: Path, corpus: list[Path], capsys) -> None:
+    files = [str(path) for path in corpus]
+    base = ["data", "tokenize", "--tokenizer", str(tokenizer), "--workers", "1"]
+    assert main([*base, "--out", str(tmp_path / "a"), "--json", "--input", *files]) == 0
+    assert json.loads(capsys.readouterr().out)["documents"] == 171
+    assert main([*base, "--out", str(tmp_path / "b"), "--input", files[0], "--no-eos"]) == 0
+    assert main(["data", "merge", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "ab"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.split("\n", 1)[1])["documents"] == 171 + 57
+    assert main([*base, "--out", str(tmp_path / "d"), "--input", *files, "--clean"]) == 0
+    assert "too short" in capsys.readouterr().out
+    assert main([*base, "--out", str(tmp_path / "c"), "--input", files[0], "--shard", "2/2"]) == 2
+    assert "--shard is '2/2'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def long_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of .txt files, one of them much longer than a chunk, that is read in blocks of 97 bytes and encoded in pieces of 50."""
+    monkeypatch.setattr("headway.text.raw.BLOCK_BYTES", 97)
+    monkeypatch.setattr("headway.tokenizer.load.WHOLE_CHARACTERS", 60)
+    monkeypatch.setattr("headway.tokenizer.safe_cuts.PIECE_CHARACTERS", 50)
+    folder = tmp_path / "long"
+    folder.mkdir()
+    for number, words in enumerate((30, 2000, 3, 500)):
+        text = " ".join(f"w{(number * 11 + i * i) % 90}" for i in range(words))
+        (folder / f"{number}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def in_one_piece(folder: Path, tokenizer: Path, out: Path, shard_tokens: int) -> dict[str, bytes]:
+    """The store of whole texts, written document by document."""
+    from headway.store.reader import StoreWriter
+
+    loaded = load_tokenizer(tokenizer)
+    writer = StoreWriter(out, dtype="uint16", tokenizer_fingerprint=loaded.fingerprint, sources=[str(folder)], shard_tokens=shard_tokens)
+    with writer:
+        for path in sorted(folder.iterdir()):
+            writer.add([*loaded.fast.encode(path.read_text(encoding="utf-8"), add_special_tokens=False).ids, 0])
+        writer.finish()
+    return content(out)
+
+
+def test_a_document_longer_than_a_chunk_is_built_in_slices_into_the_same_bytes(tmp_path: Path, tokenizer: Path, long_text: Path) -> None:
+    from headway.prepare.tokenize import TextEncoder
+
+    sizes: list[int] = []
+    encode = TextEncoder.encode
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TextEncoder, "encode", lambda self, items: (sizes.append(sum(len(i.text) for i in items)), encode(self, items))[1])
+        tokenize([long_text], tokenizer, tmp_path / "s", TokenizeOptions(workers=1))
+    whole = in_one_piece(long_text, tokenizer, tmp_path / "w", 1 << 30)
+    assert max(sizes) < 300, "nobody holds more than a slice"
+    assert content(tmp_path / "s") == whole
+
+
+def test_slices_are_divided_and_merged_as_whole_documents(tmp_path: Path, tokenizer: Path, long_text: Path) -> None:
+    for number in range(3):
+        tokenize([long_text], tokenizer, tmp_path / f"s{number}", TokenizeOptions(shard=(number, 3), workers=1))
+    merge([tmp_path / f"s{number}" for number in range(3)], tmp_path / "m")
+    whole = in_one_piece(long_text, tokenizer, tmp_path / "w", 1 << 30)
+    assert {k: v for k, v in content(tmp_path / "m").items() if k != "store.json"} == {k: v for k, v in whole.items() if k != "store.json"}
+
+
+def test_a_build_killed_inside_a_long_document_ends_with_the_same_bytes(
+    tmp_path: Path, tokenizer: Path, long_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headway.store.reader import StoreWriter
+
+    whole = in_one_piece(long_text, tokenizer, tmp_path / "w", 1 << 30)
+    add_many, calls = StoreWriter.add_many, [0]
+
+    def dies(self: StoreWriter, *given: object, **named: object) -> None:
+        calls[0] += 1
+        if calls[0] == 12:
+            raise KeyboardInterrupt
+        add_many(self, *given, **named)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(StoreWriter, "add_many", dies)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize([long_text], tokenizer, tmp_path / "s", TokenizeOptions(workers=1))
+    tokenize([long_text], tokenizer, tmp_path / "s", TokenizeOptions(workers=1))
+    assert content(tmp_path / "s") == whole
+
+
+@pytest.mark.parametrize("shard_tokens", [40, 600, 2000, 2100, 2600])
+def test_a_document_in_parts_lies_in_the_shard_it_would_lie_in_as_a_whole(tmp_path: Path, shard_tokens: int) -> None:
+    import numpy as np
+
+    from headway.store.reader import StoreWriter
+
+    lengths = [31, 30, 2001, 4, 501, 7]
+    ids = np.arange(sum(lengths), dtype=np.uint16)
+    ends = np.cumsum(lengths)
+    with StoreWriter(tmp_path / "whole", dtype="uint16", tokenizer_fingerprint=None, shard_tokens=shard_tokens) as writer:
+        writer.add_many(ids, np.array(lengths))
+        writer.finish()
+    with StoreWriter(tmp_path / "parts", dtype="uint16", tokenizer_fingerprint=None, shard_tokens=shard_tokens) as writer:
+        for start in range(0, len(ids), 25):
+            stop = min(start + 25, len(ids))
+            inside = [end for end in ends.tolist() if start < end <= stop]
+            parts = np.diff([start, *inside])
+            writer.add_many(ids[start:stop], parts, open_tokens=stop - (inside[-1] if inside else start))
+        writer.finish()
+    assert content(tmp_path / "parts") == content(tmp_path / "whole")

@@ -1,0 +1,121 @@
+"""Conversion between all formats keeps ids, masks, types and packs."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.errors import ConfigError, DataError
+from headway.store.convert import TARGETS, Options, convert, convert_built, items
+from headway.store.foreign.internlm import InternlmWriter, open_internlm
+from headway.store.foreign.mds import open_mds
+from headway.store.foreign.source import open_source
+from headway.store.reader import StoreWriter, open_store
+
+documents = st.lists(
+    st.lists(st.tuples(st.integers(1, 65000), st.booleans()), min_size=2, max_size=30),
+    min_size=1,
+    max_size=8,
+)
+
+
+def native(folder: Path, given_documents: list[list[tuple[int, bool]]], masked: bool) -> Path:
+    with StoreWriter(folder, dtype="uint16", tokenizer_fingerprint="abc", masked=masked) as writer:
+        for document in given_documents:
+            ids, mask = (np.array(column) for column in zip(*document, strict=True))
+            writer.add(ids, mask if masked else None)
+        writer.finish()
+    return folder
+
+
+def content(path: Path) -> list[tuple[list[int], list[bool] | None]]:
+    """Ids, and the mask of what can be a target: all but the first token."""
+    source = open_source(path)
+    return [(item.ids.tolist(), None if item.mask is None else item.mask.tolist()[1:]) for item in items(source)]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@settings(deadline=None, max_examples=12)
+@given(given_documents=documents)
+def test_a_store_comes_back_unchanged_from_every_format(
+    masked: bool, given_documents: list[list[tuple[int, bool]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("convert")
+    begin = [(65001, True)]
+    store = native(root / "native", [begin + d for d in given_documents], masked)
+    for target in TARGETS:
+        report = convert(store, root / target, target)
+        assert (report.documents, report.begins_added, report.empty_dropped) == (len(given_documents), 0, 0)
+        convert(root / target, root / f"{target} back", "headway")
+        back, expected = content(root / f"{target} back"), content(store)
+        assert [ids for ids, _ in back] == [ids for ids, _ in expected]
+        if open_store(root / f"{target} back").masked:
+            assert [mask for _, mask in back] == [mask for _, mask in expected]
+        else:
+            assert all(mask is None or all(mask) for _, mask in expected)
+
+
+def test_types_become_folders_and_domains(tmp_path: Path) -> None:
+    for kind in ("cn", "en"):
+        with InternlmWriter(tmp_path / "in" / kind / "a.bin") as writer:
+            writer.add([1, 2, 3])
+            writer.finish()
+    convert(tmp_path / "in", tmp_path / "mds", "mds", Options(compression="zstd"))
+    assert [d.type for d in open_mds(tmp_path / "mds").documents()] == ["cn", "en"]
+    convert(tmp_path / "mds", tmp_path / "out", "internlm")
+    assert sorted(p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*.bin")) == [
+        "cn/dataset.bin",
+        "en/dataset.bin",
+    ]
+    convert(tmp_path / "mds", tmp_path / "one", "internlm", Options(type="code"))
+    assert open_internlm(tmp_path / "one").type_of(1) == "code"
+
+
+def test_packs_stay_packs_where_the_format_knows_them_and_are_split_where_not(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "packs", dtype="uint32", tokenizer_fingerprint=None, spans=True) as writer:
+        writer.add(np.arange(1, 11), None, np.array([0, 4]))
+        writer.finish()
+    convert(tmp_path / "packs", tmp_path / "mds", "mds")
+    assert open_mds(tmp_path / "mds").span_starts(0).tolist() == [0, 4]  # pyright: ignore[reportOptionalMemberAccess]
+    convert(tmp_path / "mds", tmp_path / "back", "headway")
+    assert open_store(tmp_path / "back").span_starts(0).tolist() == [0, 4]  # pyright: ignore[reportOptionalMemberAccess]
+    assert convert(tmp_path / "mds", tmp_path / "internlm", "internlm").documents == 2
+
+
+def test_begin_tokens_are_named_or_found_and_counted(tmp_path: Path) -> None:
+    store = native(tmp_path / "native", [[(1, True), (2, True)], [(3, True), (4, True)]], masked=False)
+    with pytest.raises(ConfigError, match="--begin-id"):
+        convert(store, tmp_path / "a", "zero2all")
+    between = tmp_path / ".tmp-a-tokens"
+    shutil.copytree(store, between)
+    with pytest.raises(ConfigError, match=f"^{tmp_path / 'a'}: documents begin"):
+        convert_built(between, tmp_path / "a", "zero2all", Options())
+    assert not between.exists()
+    report = convert(store, tmp_path / "b", "zero2all", Options(begin_id=9, seq_len=2))
+    assert (report.begins_added, report.tokens) == (2, 6)
+    assert content(tmp_path / "b") == [([9, 1, 2], None), ([9, 3, 4], None)]
+
+
+def test_empty_documents_are_counted_where_mds_cannot_hold_them(tmp_path: Path) -> None:
+    with InternlmWriter(tmp_path / "in" / "en" / "a.bin") as writer:
+        for ids in ([], [5]):
+            writer.add(ids)
+        writer.finish()
+    report = convert(tmp_path / "in", tmp_path / "out", "mds")
+    assert (report.documents, report.empty_dropped) == (1, 1)
+
+
+def test_a_wrong_target_a_used_folder_and_raw_data_are_refused(tmp_path: Path) -> None:
+    store = native(tmp_path / "native", [[(1, True), (2, True)]], masked=False)
+    with pytest.raises(ConfigError, match="must be one of headway, internlm, zero2all, mds"):
+        convert(store, tmp_path / "a", "parquet")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("x")
+    with pytest.raises(DataError, match="not empty"):
+        convert(store, tmp_path / "full", "mds")
+    (tmp_path / "raw.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match="headway data tokenize"):
+        convert(tmp_path / "raw.jsonl", tmp_path / "b", "headway")
