@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,7 +38,21 @@ log = logging.getLogger("headway")
 FILE = "heal.json"
 KEPT_CURSORS = 8
 MOST_BYTES = 64 << 20
-Bad = Literal["nan", "spike"]
+Anomaly = Literal["nan", "spike"]
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A step to roll back, and why."""
+
+    step: int
+    kind: Anomaly
+    description: str
+
+    @property
+    def reason(self) -> str:
+        """As heal.json keeps it."""
+        return f"{self.kind}: {self.description}"
 
 
 class Healer:
@@ -46,8 +60,8 @@ class Healer:
 
     def __init__(self, config: HealConfig, *, scales_loss: bool) -> None:
         self.config, self.scales_loss = config, scales_loss
-        self.bad: tuple[int, str] | None = None
-        """The first step that is to be undone, and why."""
+        self.bad: BadStep | None = None
+        """The first step to roll back."""
         self.hopeless: str | None = None
         """Why the run should end."""
         self.healed: list[dict[str, Any]] | None = None
@@ -87,7 +101,7 @@ class Healer:
         action = self.config.on_nan if kind == "nan" else self.config.on_spike
         what = f"the loss of step {step} is {record['loss']:.4g}, the norm of its gradients {record['grad_norm']:.4g}"
         if action == "rollback":
-            self.bad = self.bad or (step, f"{kind}: {what}")
+            self.bad = self.bad or BadStep(step, kind, what)
             return
         if action == "alert":
             run.tell(kind, what)
@@ -99,7 +113,7 @@ class Healer:
         if self._in_a_row > self.config.limit:
             self.hopeless = f"{self._in_a_row} steps in a row were skipped, the last one {step} ({what}); heal.limit is {self.config.limit}"
 
-    def _kind(self, record: dict[str, Any]) -> Bad | None:
+    def _kind(self, record: dict[str, Any]) -> Anomaly | None:
         if record.get("anomaly") is not None:
             return record["anomaly"]
         # with a loss scale an overflow is business as usual; without one a gradient that is not finite is trouble though the loss is none
@@ -115,8 +129,8 @@ def roll_back(run: Run, bad_step: int) -> None:
     healer, config = run.healer, run.recipe.heal
     batch = healer.batch_of(bad_step)
     first = max(0, batch - config.skip_before)
-    reason = healer.bad[1] if healer.bad is not None else "another rank saw it"
-    plan = _decide(run, bad_step, (first, batch), reason) if run.process.is_first else {}
+    bad = healer.bad or BadStep(bad_step, "spike", "another rank saw it")
+    plan = _decide(run, bad, (first, batch)) if run.process.is_first else {}
     plan = run.ranks.world.gather(plan)[0]
     if "gave_up" in plan:
         raise GaveUpError(plan["gave_up"])
@@ -132,15 +146,13 @@ def roll_back(run: Run, bad_step: int) -> None:
     run.metrics.cut_to(run.state.step)
     run.heart.beat("step", run.state.step)
     healer.went_back(run.state.step)
-    text = f"{reason}; back to step {run.state.step}, without batches {first} to {batch}"
-    run.tell(
-        "nan" if reason.startswith("nan") else "spike", text, batches=[first, batch], documents=plan["documents"], healed=plan["healed"]
-    )
+    text = f"{bad.reason}; back to step {run.state.step}, without batches {first} to {batch}"
+    run.tell(bad.kind, text, batches=[first, batch], documents=plan["documents"], healed=plan["healed"])
 
 
-def _decide(run: Run, bad_step: int, batches: tuple[int, int], reason: str) -> dict[str, Any]:
+def _decide(run: Run, bad: BadStep, batches: tuple[int, int]) -> dict[str, Any]:
     """Where to go back to, written down for every later start; by the first rank."""
-    before = run.healer.step_of(batches[0], bad_step) - 1
+    before = run.healer.step_of(batches[0], bad.step) - 1
     saved = forget_saved(run.start.folder)
     set_aside_later(run.checkpoints, before)
     found = newest_good(run.checkpoints)
@@ -148,13 +160,13 @@ def _decide(run: Run, bad_step: int, batches: tuple[int, int], reason: str) -> d
         run.saver.remote.set_aside_later(before)
         found = found if found.reader is not None else newest_good(run.saver.remote.place)
     if found.reader is None or found.path is None:
-        return {"gave_up": f"{reason}; there is no checkpoint before step {bad_step} to go back to."}
+        return {"gave_up": f"{bad.reason}; there is no checkpoint before step {bad.step} to go back to."}
     healed = run.healer.healed = read_healed(run.start.folder) if run.healer.healed is None else run.healer.healed
     to_step, limit = found.reader.step, run.recipe.heal.limit
     if sum(one["to_step"] == to_step for one in healed) >= limit:
-        return {"gave_up": f"{reason}; the run went back to step {to_step} {limit} times already (heal.limit). See {FILE}."}
+        return {"gave_up": f"{bad.reason}; the run went back to step {to_step} {limit} times already (heal.limit). See {FILE}."}
     documents = run.loader.documents_of(run.healer.before(batches[0]), *batches)
-    entry = {"batches": list(batches), "bad_step": bad_step, "to_step": to_step, "reason": reason, "documents": documents}
+    entry = {"batches": list(batches), "bad_step": bad.step, "to_step": to_step, "reason": bad.reason, "documents": documents}
     healed.append(entry)
     run.writes.replace(run.start.folder / FILE, json.dumps(healed, indent=1, ensure_ascii=False) + "\n")
     write_saved(run.start.folder, replace(saved, step=to_step))

@@ -44,7 +44,7 @@ def run_loop(run: Run) -> dict[str, Any]:
             validate_at_start(run)
             while goes_on(run):
                 run.hold.check()
-                order = run.orders.look(state.step, run.healer.bad[0] if run.healer.bad else None, is_hopeless=bool(run.healer.hopeless))
+                order = run.orders.look(state.step, run.healer.bad.step if run.healer.bad else None, is_hopeless=bool(run.healer.hopeless))
                 if order.is_hopeless:
                     raise GaveUpError(run.healer.hopeless or "another rank gave up")
                 if order.bad_step is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from headway.train.straggler import OwnTimes
 from headway.train.watch import NAMES
 
 MAX_PENDING = 2
+SCALARS = ("loss", "grad_norm", "skipped", "loss_scale", "verdict")
+"""What every step measures besides the metrics of its objective."""
 INTERNLM_MULTIPLE = 256
 """InternLM rounds the width of its feed-forward layers up to a multiple of this."""
 WARM_STEPS = 5
@@ -58,14 +61,23 @@ class Facts:
     """Ranks that share the tokens of a row."""
 
 
+@dataclass(frozen=True)
+class Metric:
+    """A mean that a step measures: sums over weights, one of each, or one per source."""
+
+    name: str
+    num_sources: int | None = None
+
+
 @dataclass
 class Pending:
     """One step whose numbers are on their way."""
 
     step: int
     host: dict[str, Any]
-    names: list[str]
+    metrics: list[Metric]
     values: Tensor
+    """SCALARS, then the sums and the weights of each metric."""
     begin: Mark
     between: Mark
     end: Mark
@@ -127,7 +139,7 @@ class Meter:
         """Begin the record of a step; device numbers start their way to the host."""
         stats = batch.stats
         self.consumed_tokens += stats.tokens
-        names, tensors = _flatten(result, update)
+        metrics, tensors = _flatten(result, update)
         values = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
         if values.is_cuda:
             values = values.to("cpu", non_blocking=True)
@@ -142,7 +154,7 @@ class Meter:
             "tokens": stats.tokens,
         }
         begin, between, data_wait = marks
-        pending = Pending(step, {**host, **facts}, names, values, begin, between, self.mark(), data_wait, self.save_stall, self.fresh)
+        pending = Pending(step, {**host, **facts}, metrics, values, begin, between, self.mark(), data_wait, self.save_stall, self.fresh)
         pending.own, pending.read_seconds = result.own, read_seconds
         self.fresh, self.save_stall = False, 0.0
         self.waiting.append(pending)
@@ -161,7 +173,6 @@ class Meter:
         return done
 
     def _finish(self, pending: Pending) -> dict[str, Any]:
-        numbers = dict(zip(pending.names, pending.values.tolist(), strict=True))
         seconds = pending.end.since(pending.begin if pending.fresh or self.previous_end is None else self.previous_end)
         self.previous_end = pending.end
         self.smoothed = seconds if self.smoothed is None else 0.9 * self.smoothed + 0.1 * seconds
@@ -169,7 +180,7 @@ class Meter:
         self.seen += 1
         if pending.own is not None and self.seen > WARM_STEPS:
             self.own = self.own.plus(pending.own[1].since(pending.own[0]), pending.read_seconds, seconds)
-        record: dict[str, Any] = {"step": pending.step, **_divide(numbers, self.sources), **pending.host, **pending.valid}
+        record: dict[str, Any] = {"step": pending.step, **_divide(pending, self.sources), **pending.host, **pending.valid}
         self.skipped += record.pop("skipped")
         if verdict := int(record.pop("verdict")):
             record["anomaly"] = NAMES[verdict]
@@ -205,34 +216,29 @@ def short_names(paths: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(short if last.count(short) == 1 else path for short, path in zip(last, paths, strict=True))
 
 
-def _flatten(result: StepResult, update: Update) -> tuple[list[str], list[Tensor]]:
-    names = ["loss", "grad_norm", "skipped", "loss_scale", "verdict"]
+def _flatten(result: StepResult, update: Update) -> tuple[list[Metric], list[Tensor]]:
     verdict = torch.zeros_like(result.loss) if result.verdict is None else result.verdict
     tensors = [result.loss, update.norm, update.skipped, update.loss_scale, verdict]
+    metrics: list[Metric] = []
     for name, (total, weight) in result.metrics.items():
-        for part, tensor in (("sum", total), ("weight", weight)):
-            names += [f"{name}|{index}|{part}" for index in range(tensor.numel())] if tensor.dim() else [f"{name}||{part}"]
-            tensors.append(tensor)
-    return names, tensors
+        metrics.append(Metric(name, total.numel() if total.dim() else None))
+        tensors += [total, weight]
+    return metrics, tensors
 
 
-def _divide(numbers: dict[str, float], source_names: tuple[str, ...]) -> dict[str, Any]:
-    """Sums over weights: `nll||sum`, `nll||weight` become `nll`; `nll/source|2|sum` becomes `loss/<name of source 2>`."""
-    record: dict[str, Any] = {}
-    for key, value in numbers.items():
-        name, bar, rest = key.partition("|")
-        if not bar:
-            record[name] = value
+def _divide(pending: Pending, source_names: tuple[str, ...]) -> dict[str, Any]:
+    """Sums over weights: `nll` as it is called, `nll/source` as `loss/<name>` and `targets/<name>` of each source."""
+    values = iter(pending.values.tolist())
+    record: dict[str, Any] = {name: next(values) for name in SCALARS}
+    for metric in pending.metrics:
+        size = 1 if metric.num_sources is None else metric.num_sources
+        sums, weights = list(islice(values, size)), list(islice(values, size))
+        if metric.num_sources is None:
+            record[metric.name] = sums[0] / weights[0] if weights[0] else None
             continue
-        index, _, part = rest.partition("|")
-        if part == "weight":
-            continue
-        weight = numbers[f"{name}|{index}|weight"]
-        label = name
-        if index:
-            source = source_names[int(index)]
-            label = f"{name.removesuffix('/source').replace('nll', 'loss')}/{source}"
+        prefix = metric.name.removesuffix("/source").replace("nll", "loss")
+        for source, total, weight in zip(source_names[:size], sums, weights, strict=True):
             record[f"targets/{source}"] = int(weight)
-        record[label] = value / weight if weight else None
+            record[f"{prefix}/{source}"] = total / weight if weight else None
     record["skipped"] = int(record["skipped"])
     return record

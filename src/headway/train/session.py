@@ -144,7 +144,13 @@ def _train(run: Run, probe: Probe, tokenizer: Tokenizer | None) -> dict[str, Any
         run.loader.close()
         return summarize(run)
     run.metrics.cut_to(run.state.step)
-    run.tell("start", f"{'begins' if start.checkpoint is None else 'goes on'} at step {run.state.step} of {run.total_steps}")
+    begins = start.checkpoint is None
+    run.tell(
+        "start",
+        f"{'begins' if begins else 'resumes'} at step {run.state.step} of {run.total_steps}",
+        stage=None if run.place is None else run.place.stage,
+        checkpoint=None if start.checkpoint is None else str(start.checkpoint.path),
+    )
     run.saver.resume_upload()
     with probe(run):
         summary = run_loop(run)

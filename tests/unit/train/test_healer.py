@@ -11,7 +11,7 @@ from headway.checkpoint.save import TensorRecord, save_checkpoint
 from headway.data.loader import LoaderState
 from headway.data.mixture import Place
 from headway.train import heal
-from headway.train.heal import Healer
+from headway.train.heal import BadStep, Healer
 from headway.train.watch import HealConfig
 
 
@@ -75,7 +75,7 @@ def test_only_ways_back_to_the_same_checkpoint_count_and_the_limit_is_the_last_t
         writes=SimpleNamespace(replace=lambda path, text: path.write_text(text)),
     )  # fmt: skip
     (tmp_path / heal.FILE).write_text(json.dumps([{"to_step": 5, "batches": [6, 6]}] * 3))
-    plans = [heal._decide(run, 12, (11, 11), "spike") for _ in range(3)]
+    plans = [heal._decide(run, BadStep(12, "spike", "too high"), (11, 11)) for _ in range(3)]
     assert ["gave_up" in plan for plan in plans] == [False, False, True]
     assert "went back to step 10 2 times already" in plans[-1]["gave_up"]
     assert [one["to_step"] for one in heal.read_healed(tmp_path)] == [5, 5, 5, 10, 10]
