@@ -1,7 +1,7 @@
 """How the launchers of a run find each other: node 0 serves a small key-value store, every launcher says there who it is.
 
     node 0  binds the port, serves ◀── node 1 .. n-1 connect
-    each    node/<k> = number of its ranks, host        all wait until every node/<k> stands
+    each    node/<k> = number of its ranks, host (JSON) all wait until every node/<k> stands
     each    failed/<k> = when and why, if one failed     all look now and then
     each    done     + 1 at its end                      node 0 serves until all are done
 
@@ -10,6 +10,7 @@ The ranks use the same store to find each other, so that no port is ever free be
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import time
@@ -126,10 +127,11 @@ class Meeting:
     def gather(self) -> None:
         """Wait for the launchers of all nodes; afterwards every one knows where its ranks begin."""
         store, num = self._served(), self.nodes.num
-        mine = f"{self.num_ranks} {num} {socket.gethostname()} {uuid.uuid4()}"
+        mine = json.dumps({"num_ranks": self.num_ranks, "num_nodes": num, "host": socket.gethostname(), "id": str(uuid.uuid4())})
         there = store.compare_set(self._key(self.nodes.rank), "", mine).decode()
         if there != mine:
-            raise LaunchError(f"--node-rank is {self.nodes.rank}; {there.split()[2]} is that node already. Give each node its own.")
+            host = json.loads(there)["host"]
+            raise LaunchError(f"--node-rank is {self.nodes.rank}; {host} is that node already. Give each node its own.")
         deadline = time.monotonic() + self.nodes.timeout_seconds
         while missing := [node for node in range(num) if not store.check([self._key(node)])]:
             if (told := self.trouble()) is not None:
@@ -137,12 +139,12 @@ class Meeting:
             if time.monotonic() > deadline:
                 self._give_up(missing)
             time.sleep(POLL_SECONDS)
-        said = [store.get(self._key(node)).decode().split() for node in range(num)]
-        if wrong := [f"node {node} was given {one[1]}" for node, one in enumerate(said) if int(one[1]) != num]:
+        said = [json.loads(store.get(self._key(node))) for node in range(num)]
+        if wrong := [f"node {node} was given {one['num_nodes']}" for node, one in enumerate(said) if one["num_nodes"] != num]:
             raise LaunchError(f"--nnodes is {num}; {', '.join(wrong)}. Give all nodes the same.")
-        counts = [int(one[0]) for one in said]
+        counts = [one["num_ranks"] for one in said]
         self.first_rank, self.world = sum(counts[: self.nodes.rank]), sum(counts)
-        hosts = ", ".join(f"node {node} {one[2]} with {one[0]}" for node, one in enumerate(said))
+        hosts = ", ".join(f"node {node} {one['host']} with {one['num_ranks']}" for node, one in enumerate(said))
         log.info("%d ranks on %d nodes: %s", self.world, num, hosts)
 
     def _give_up(self, missing: list[int]) -> None:
@@ -162,8 +164,7 @@ class Meeting:
         try:
             for key in (f"{PREFIX}failed/{node}" for node in range(self.nodes.num)):
                 if self.store.check([key]):
-                    at, code, message = self.store.get(key).decode().split(" ", 2)
-                    told.append(RankError(message, int(code), float(at)))
+                    told.append(RankError(**json.loads(self.store.get(key))))
         except RuntimeError:
             return RankError(f"node 0 is gone: {self.host}:{self.port} no longer answers. All ranks here were ended.", 1, time.time())
         return min(told, key=lambda one: one.at, default=None)
@@ -173,7 +174,8 @@ class Meeting:
         if self.store is None or self.nodes.num == 1:
             return
         try:
-            self.store.set(f"{PREFIX}failed/{self.nodes.rank}", f"{error.at} {error.exit_code} {error}")
+            failure = {"message": str(error), "exit_code": error.exit_code, "at": error.at}
+            self.store.set(f"{PREFIX}failed/{self.nodes.rank}", json.dumps(failure))
         except RuntimeError:
             return  # node 0 is gone, and the others see that themselves
 

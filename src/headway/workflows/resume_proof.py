@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from headway.runtime.device import backend_of
 from headway.runtime.process import KILL_AT_STEP, own_command
 from headway.runtime.progress import progress
 from headway.track.jsonl import read_metrics
+from headway.track.outside import read_events
 
 if TYPE_CHECKING:
     from headway.train.build import Run
@@ -284,8 +284,8 @@ def _same_order(one: Path, two: Path) -> bool:
 
 
 def _resumed_from(run: Path, trial: Trial, labels: list[str]) -> int:
-    """The step the second start went on from, counted over all stages: that of a checkpoint, by its log, or the beginning of a stage."""
+    """The step at which the second start resumed, counted over all stages: that of a checkpoint, or the first step of a stage."""
     killed_in = (trial.kill_at - 1) // trial.steps
-    found = re.findall(r"continues (\S+) at step (\d+)", (run / "train.log").read_text(encoding="utf-8"))
-    inside = [int(step) for path, step in found if labels[killed_in] in path]
-    return killed_in * trial.steps + (inside[-1] if inside else 0)
+    stage = labels[killed_in] or None
+    starts = [one for one in read_events(run) if one.get("event") == "start" and one.get("stage") == stage and one.get("checkpoint")]
+    return killed_in * trial.steps + (starts[-1]["step"] if starts else 0)

@@ -160,16 +160,11 @@ def write_mask_files(run: Path, wish: MaskWish, out: Path) -> list[str]:
     """One mask file per sparsity, and a picture of the gates with the last one; returns the files' names."""
     from headway.export.masks import draw_masks, export_masks, read_trained_gates
 
-    files: list[str] = []
-    masks = None
-    for variant in wish.variants(run):
-        if variant.masks is None or variant.name.startswith("random"):
-            continue
-        masks = variant.masks
-        files.append(f"masks_sp{variant.name.removeprefix('s=')}.tsv")
-        export_masks(masks, out / files[-1])
-    assert masks is not None
-    draw_masks(masks, out / PICTURE, read_trained_gates(run).log_alpha)
+    learned = [one.masks for one in wish.variants(run) if one.masks is not None and one.masks_from != "random"]
+    files = [f"masks_sp{sparsity:g}.tsv" for sparsity in sorted(wish.sparsities)]
+    for masks, name in zip(learned, files, strict=True):
+        export_masks(masks, out / name)
+    draw_masks(learned[-1], out / PICTURE, read_trained_gates(run).log_alpha)
     return files
 
 
