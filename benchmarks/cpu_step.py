@@ -23,7 +23,7 @@ from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
-from headway.parallel.zero1 import Settings
+from headway.parallel.engine import EngineSpec
 
 SHAPES = {
     "laptop, 8 x 512": (ModelConfig(preset="laptop", vocab_size=4096), 8, 512),
@@ -38,10 +38,8 @@ SHAPES = {
 def headway_step(config: ModelConfig, rows: int, seq_len: int, compile_blocks: bool = False) -> Callable[[], float]:
     """One update through headway's engine."""
     optim = AdamW(lr=1e-4)
-    engine = assemble(
-        config, NextToken().build(), optim, Settings(torch.device("cpu"), torch.float32, 1.0, 2048, seed=0), compile_blocks=compile_blocks
-    )
-    engine.fill((name, initial_value(name, tuple(value.shape), config, 0)) for name, value in engine.masters.items())
+    engine = assemble(EngineSpec(config, NextToken(), optim, compile_blocks=compile_blocks))
+    engine.fill((name, initial_value(name, shape, config, 0)) for name, shape in engine.shapes.items())
     numbers = hypers(optim, engine.groups, 10, 100)
     position = torch.arange(seq_len, dtype=torch.int32).expand(rows, seq_len)
     zeros = torch.zeros(rows, seq_len, dtype=torch.int32)

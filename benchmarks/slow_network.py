@@ -79,7 +79,6 @@ def batch_of(step: int, rank: int) -> Any:
 
 def headway_step(group: Any, settings: dict[str, Any], total_steps: int) -> Callable[[int], float]:
     """A step of headway's engine; returns the loss over all ranks."""
-    import torch
 
     from headway.config.load import validate
     from headway.data.batch import StepBatch, StepStats
@@ -91,14 +90,12 @@ def headway_step(group: Any, settings: dict[str, Any], total_steps: int) -> Call
     from headway.parallel.assemble import assemble
     from headway.parallel.collectives import form_groups
     from headway.parallel.config import ParallelConfig
-    from headway.parallel.passes import Settings
+    from headway.parallel.engine import EngineSpec
 
     config, optim = ModelConfig(**SHAPE), make_optim()
     parallel = validate(ParallelConfig, settings)
     ranks = form_groups(parallel.mesh(group.rank, group.size), group)
-    engine = assemble(
-        config, NextToken().build(), optim, Settings(torch.device("cpu"), torch.float32, 1.0, 2048, 0), parallel=parallel, ranks=ranks
-    )
+    engine = assemble(EngineSpec(config, NextToken(), optim, parallel=parallel, ranks=ranks))
     engine.fill((name, initial_value(name, shape, config, 0)) for name, shape in engine.shapes.items())
     targets = float(group.size * ROWS * SEQ_LEN)
 

@@ -27,8 +27,8 @@ from headway.objective.head_sparsity import Config as HeadSparsity
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
+from headway.parallel.engine import EngineSpec
 from headway.parallel.memory import MemoryConfig
-from headway.parallel.passes import Settings
 from headway.parallel.zero1 import FlatEngine
 
 CASES: dict[str, dict[str, Any]] = {
@@ -45,13 +45,14 @@ def make_engine(case: dict[str, Any], device: torch.device) -> FlatEngine:
         {"preset": case["preset"], "vocab_size": case.get("vocab", 4096 if device.type == "cpu" else 128256)}
     ).with_(max_seq_len=case["tokens"], head_gates=reach)
     on_cuda = device.type == "cuda"
-    settings = Settings(device, torch.bfloat16 if on_cuda else torch.float32, 1.0, 8192 if on_cuda else 2048, seed=0)
-    objective = HeadSparsity()
-    engine = assemble(
-        config, objective.build(), AdamW(), settings, freeze=["weights"], rules=objective.rules,
+    spec = EngineSpec(
+        config, HeadSparsity(), AdamW(), device, torch.bfloat16 if on_cuda else torch.float32,
+        chunk_tokens=8192 if on_cuda else 2048,
+        freeze=("weights",),
         compile_blocks=on_cuda and case.get("compile", True),
         memory=MemoryConfig.model_validate(case["memory"]),
     )  # fmt: skip
+    engine = assemble(spec)
     assert isinstance(engine, FlatEngine)
     with torch.no_grad():
         for name, value in engine.frozen.values.items():
@@ -85,7 +86,7 @@ def step_of(tokens: int, documents: int, vocab: int, seed: int) -> StepBatch:
 
 def measure(engine: FlatEngine, case: dict[str, Any], share: float, options: argparse.Namespace, *, skip: bool) -> dict[str, Any]:
     """Seconds of a step (median), tokens per second and peak memory at one sparsity."""
-    device, optim = engine.settings.device, AdamW(lr=0.0)
+    device, optim = engine.spec.device, AdamW(lr=0.0)
     gates = engine.model.head_gates
     assert gates is not None
     gates.skip = skip

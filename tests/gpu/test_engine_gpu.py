@@ -12,7 +12,8 @@ from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
-from headway.parallel.zero1 import FlatEngine, Settings
+from headway.parallel.engine import EngineSpec
+from headway.parallel.zero1 import FlatEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CONFIG = ModelConfig(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=256, vocab_size=1000, max_seq_len=128)
@@ -45,8 +46,9 @@ def test_chunks_do_not_change_the_loss() -> None:
 
 def engine_on(device: str, dtype: torch.dtype, *, compiled: bool = False) -> FlatEngine:
     engine = assemble(
-        CONFIG, NextToken().build(), AdamW(lr=1e-2), Settings(torch.device(device), dtype, 1.0, 64, seed=3), compile_blocks=compiled
+        EngineSpec(CONFIG, NextToken(), AdamW(lr=1e-2), torch.device(device), dtype, chunk_tokens=64, seed=3, compile_blocks=compiled)
     )
+    assert isinstance(engine, FlatEngine)
     engine.fill((name, initial_value(name, tuple(value.shape), CONFIG, 1)) for name, value in engine.masters.items())
     return engine
 

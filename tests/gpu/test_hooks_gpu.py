@@ -15,15 +15,15 @@ from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
 from headway.parallel.config import ParallelConfig
-from headway.parallel.passes import Settings
+from headway.parallel.engine import EngineSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CONFIG = ModelConfig(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=256, vocab_size=1000, max_seq_len=128)
 POWERSGD = {"kind": "powersgd", "rank": 512, "min_compression_rate": 0.0, "start_step": 0}
 
 
-def settings(dtype: torch.dtype) -> Settings:
-    return Settings(torch.device("cuda"), dtype, 1.0, 64, seed=3)
+def spec_of(dtype: torch.dtype, **options: Any) -> EngineSpec:
+    return EngineSpec(CONFIG, NextToken(), AdamW(lr=1e-2), torch.device("cuda"), dtype, chunk_tokens=64, seed=3, **options)
 
 
 def filled(engine: Any) -> Any:
@@ -33,7 +33,7 @@ def filled(engine: Any) -> Any:
 
 def engine_with(dtype: torch.dtype, **parallel: Any) -> Any:
     config = ParallelConfig.model_validate({"bucket_bytes": 100_000, **parallel})
-    return filled(assemble(CONFIG, NextToken().build(), AdamW(lr=1e-2), settings(dtype), parallel=config))
+    return filled(assemble(spec_of(dtype, parallel=config)))
 
 
 def losses(engine: Any, steps: int = 4) -> list[float]:
@@ -68,20 +68,18 @@ def test_an_fp16_step_never_waits_for_the_device(parallel: dict[str, Any]) -> No
 def test_the_sharded_engine_trains_like_the_flat_one(dtype: torch.dtype, tmp_path: Path) -> None:
     import torch.distributed as dist
 
-    from headway.model.transformer import Transformer
-    from headway.parallel.assemble import group_parameters
+    from headway.parallel.assemble import group_parameters, meta_model
     from headway.parallel.collectives import Group, Ranks
-    from headway.parallel.fsdp import ShardedEngine, Sharding
+    from headway.parallel.fsdp import ShardedEngine
     from headway.parallel.mesh import Mesh
 
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         group = Group(0, 1, dist.group.WORLD)
-        cut = Sharding.of(ParallelConfig(strategy="fsdp"), Ranks(Mesh(), group, group, group, group, Group(), Group()))
-        with torch.device("meta"):
-            model = Transformer(CONFIG)
-        objective, optim = NextToken().build(), AdamW(lr=1e-2)
-        engine = ShardedEngine(model, objective, group_parameters(model, objective, optim, (), ()), optim.build(), settings(dtype), cut)
+        ranks = Ranks(Mesh(), group, group, group, group, Group(), Group())
+        spec = spec_of(dtype, parallel=ParallelConfig(strategy="fsdp"), ranks=ranks)
+        model, objective = meta_model(spec), spec.objective.build()
+        engine = ShardedEngine(model, objective, group_parameters(model, objective, spec), spec)
         assert losses(filled(engine)) == pytest.approx(losses(engine_with(dtype)), rel=1e-5 if dtype == torch.float32 else 1e-2)
     finally:
         dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
+from headway.parallel.engine import EngineSpec
 from headway.parallel.memory import MemoryConfig
-from headway.parallel.zero1 import FlatEngine, Settings
+from headway.parallel.zero1 import FlatEngine
 from headway.plan.memory import Job, estimate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -38,8 +40,8 @@ MODES: dict[str, dict[str, Any]] = {
 def engine_with(memory: dict[str, Any], *, compiled: bool = False, dropout: float = 0.0, state: str = "fp32") -> FlatEngine:
     config = CONFIG.with_(dropout=dropout)
     optim = AdamW(lr=LR, state_dtype=state)  # pyright: ignore[reportArgumentType]
-    settings = Settings(torch.device("cuda"), torch.bfloat16, 1.0, 2048, seed=3)
-    engine = assemble(config, NextToken().build(), optim, settings, compile_blocks=compiled, memory=MemoryConfig(**memory))
+    spec = EngineSpec(config, NextToken(), optim, torch.device("cuda"), torch.bfloat16, seed=3, compile_blocks=compiled)
+    engine = assemble(replace(spec, memory=MemoryConfig(**memory)))
     assert isinstance(engine, FlatEngine)
     names = list(engine.shapes)
     engine.fill((name, initial_value(name, engine.shapes[name], config, 1)) for name in names)

@@ -18,7 +18,7 @@ from headway.objective.head_sparsity import Config as HeadSparsity
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import OBJECTIVE, hypers
 from headway.parallel.assemble import assemble
-from headway.parallel.passes import Settings
+from headway.parallel.engine import EngineSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 T = 640
@@ -114,9 +114,8 @@ def test_between_reading_the_gates_and_the_update_nothing_waits_for_the_device()
         hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, ffn_size=256, vocab_size=512, max_seq_len=T,
         head_gates=HeadGatesConfig(window=64, sinks=16, init_mean=0.0, init_std=2.0),
     )  # fmt: skip
-    objective = HeadSparsity()
-    settings = Settings(torch.device("cuda"), torch.bfloat16, 1.0, 512, seed=0)
-    engine = assemble(config, objective.build(), AdamW(), settings, freeze=["weights"], rules=objective.rules)
+    spec = EngineSpec(config, HeadSparsity(), AdamW(), torch.device("cuda"), torch.bfloat16, chunk_tokens=512, freeze=("weights",))
+    engine = assemble(spec)
     engine.fill((n, initial_value(n, engine.shapes[n], config, 0)) for n in engine.shapes if not n.startswith(OBJECTIVE))
     gates = engine.model.head_gates
     assert gates is not None

@@ -20,8 +20,8 @@ from headway.optim.schedule import Schedule
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import Group, form_groups
 from headway.parallel.config import ParallelConfig
+from headway.parallel.engine import EngineSpec
 from headway.parallel.memory import MemoryConfig
-from headway.parallel.passes import Settings
 from support.batches import make_batch
 
 CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=64, max_seq_len=32, dropout=0.1)
@@ -51,13 +51,13 @@ def make_engine(group: Group, setup: Setup) -> Any:
     """The engine of one rank, with the weights of a seed."""
     parallel = ParallelConfig.model_validate({"bucket_bytes": 8000, **setup.parallel})
     ranks = form_groups(parallel.mesh(group.rank, group.size), group)
-    settings = Settings(torch.device("cpu"), setup.dtype, OPTIM.clip, 16, seed=3)
-    objective = setup.objective or NextToken()
-    engine = assemble(
+    spec = EngineSpec(
         setup.config,
-        objective.build(),
+        setup.objective or NextToken(),
         OPTIM.model_copy(update={"state_dtype": setup.state_dtype}),
-        settings,
+        dtype=setup.dtype,
+        chunk_tokens=16,
+        seed=3,
         freeze=setup.freeze,
         compile_blocks=setup.compile_blocks,
         parallel=parallel,
@@ -65,8 +65,8 @@ def make_engine(group: Group, setup: Setup) -> Any:
         loss_scale=setup.loss_scale,
         memory=MemoryConfig.model_validate_json(json.dumps(setup.memory)),
         adapter=setup.adapter,
-        rules=objective.rules,
     )
+    engine = assemble(spec)
     names = [name for name in engine.shapes if not name.startswith(OBJECTIVE) and ADAPTER not in name]
     values: Any = ((name, initial_value(name, engine.shapes[name], setup.config, 1)) for name in names)
     engine.fill(values if setup.adapter is None else with_updates(values, setup.adapter, setup.adapter.modules(setup.config), 1, {}))

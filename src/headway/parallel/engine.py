@@ -3,21 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from headway.data.batch import Batch, StepBatch
-from headway.objective.base import MetricSums, StepInfo
-from headway.optim.base import Hyper
+from headway.kernels.fp8 import Scaling
+from headway.model.adapter.config import AdapterConfig
+from headway.model.config import ModelConfig
+from headway.objective.base import MetricSums, ObjectiveConfig, StepInfo
+from headway.optim.base import Hyper, OptimConfig
 from headway.optim.groups import Group
+from headway.optim.scaler import ScalerConfig
+from headway.parallel.collectives import Ranks, alone
+from headway.parallel.config import ParallelConfig
 from headway.parallel.mark import Mark
+from headway.parallel.memory import MemoryConfig
 
 Box = tuple[tuple[int, ...], Tensor]
 StateTensor = tuple[str, str, tuple[int, ...], list[Box]]
 ReadTensor = Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
 """(name, role, offset, shape) -> tensor: how a checkpoint's content reaches an engine, whatever the layout it was saved from."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Everything that decides an engine: what trains, in which precision and memory, and how ranks share the work."""
+
+    model: ModelConfig
+    objective: ObjectiveConfig
+    optim: OptimConfig
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+    """What the model computes in; master weights are fp32."""
+    chunk_tokens: int = 2048
+    """Tokens whose logits exist at one time."""
+    seed: int = 0
+    freeze: tuple[str, ...] = ()
+    train: tuple[str, ...] = ()
+    adapter: AdapterConfig | None = None
+    fp8: Scaling | None = None
+    loss_scale: ScalerConfig = ScalerConfig()
+    attention: str = "auto"
+    compile_blocks: bool = False
+    memory: MemoryConfig = MemoryConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    ranks: Ranks = field(default_factory=alone)
+    prepare: Callable[[Batch], Batch] | None = None
+    """Adds the columns an objective needs to a microbatch on the device, such as a reference model's log-probabilities."""
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """The precision in which the flat engine adds up the gradients of microbatches."""
+        return torch.float32 if self.parallel.accumulate_dtype == "fp32" else self.dtype
+
+    @property
+    def state_on_host(self) -> bool:
+        """Whether optimizer state (and the flat engine's master weights) stay in host memory between updates."""
+        return "optimizer" in self.memory.offload
 
 
 @dataclass(frozen=True)

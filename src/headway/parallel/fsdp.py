@@ -27,18 +27,16 @@ from headway.data.batch import Batch, StepBatch
 from headway.model.layout import GATES
 from headway.model.transformer import Transformer
 from headway.objective.base import MetricSums, Objective, StepInfo
-from headway.optim.base import Hyper, Optimizer
+from headway.optim.base import Hyper
 from headway.optim.groups import OBJECTIVE, Group, is_wide
-from headway.optim.scaler import Scaler
 from headway.optim.state import storage_of
 from headway.parallel.collectives import Ranks
-from headway.parallel.config import ParallelConfig
-from headway.parallel.engine import Box, ReadTensor, StateTensor, StepResult, Update
-from headway.parallel.passes import Passes, Settings
+from headway.parallel.engine import DTYPES, Box, EngineSpec, ReadTensor, StateTensor, StepResult, Update
+from headway.parallel.passes import Passes
 from headway.parallel.streamed import Local, Streamed
 from headway.parallel.trial import ShardTrial
 from headway.parallel.update import clip_guard, square_norm
-from headway.parallel.zero1 import parameter_at, parameter_homes
+from headway.parallel.zero1 import make_scaler, parameter_at, parameter_homes
 
 
 @dataclass
@@ -69,19 +67,11 @@ class Part:
 class ShardedEngine:
     """Implements parallel.engine.Engine."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        objective: Objective,
-        groups: Sequence[Group],
-        optimizer: Optimizer,
-        settings: Settings,
-        cut: Sharding,
-        scaler: Scaler | None = None,
-    ) -> None:
-        self.model, self.optimizer, self.settings, self.scaler, self.ranks = model, optimizer, settings, scaler, cut.ranks
+    def __init__(self, model: Transformer, objective: Objective, groups: Sequence[Group], spec: EngineSpec) -> None:
+        self.model, self.spec, self.ranks = model, spec, spec.ranks
+        self.optimizer, self.scaler = spec.optim.build(), make_scaler(spec)
         self.groups = list(groups)
-        self.passes = Passes(model, objective, settings, self.ranks)
+        self.passes = Passes(model, objective, spec)
         self.passes.waits_in_layers = True
         homes = parameter_homes(model, objective)
         self.shapes = {name: tuple(parameter_at(home).shape) for name, home in homes.items()}
@@ -90,18 +80,18 @@ class ShardedEngine:
             if name in group_of or is_wide(name):
                 parameter_at((owner, leaf)).requires_grad_(name in group_of)
             else:  # in the compute dtype only: what does not train needs no master
-                owner._parameters[leaf] = nn.Parameter(parameter_at((owner, leaf)).detach().to(settings.dtype), requires_grad=False)
+                owner._parameters[leaf] = nn.Parameter(parameter_at((owner, leaf)).detach().to(spec.dtype), requires_grad=False)
         if GATES in group_of:
             model.model.embed_tokens.register_forward_hook(_needs_gradient)
-        cut.apply(model, settings)
+        shard_model(model, spec)
         self.trial = ShardTrial(model)
-        self.storage = storage_of(optimizer)
-        self.streamed = Streamed(optimizer, settings.device) if cut.state_on_host else None
+        self.storage = storage_of(self.optimizer)
+        self.streamed = Streamed(self.optimizer, spec.device) if spec.state_on_host else None
         if objective.module is not None:
-            objective.module.to(settings.device, torch.float32)
+            objective.module.to(spec.device, torch.float32)
         self.parts = {name: self._part(name, parameter_at(home), group_of.get(name)) for name, home in homes.items()}
-        self.skipped = torch.zeros((), dtype=torch.float32, device=settings.device)
-        self._one = torch.ones((), dtype=torch.float32, device=settings.device)
+        self.skipped = torch.zeros((), dtype=torch.float32, device=spec.device)
+        self._one = torch.ones((), dtype=torch.float32, device=spec.device)
 
     def _part(self, name: str, parameter: nn.Parameter, group: str | None) -> Part:
         shape = self.shapes[name]
@@ -167,11 +157,11 @@ class ShardedEngine:
         parts = self._training()
         grads = {part.name: _grad(part) for part in parts}
         cut = [grads[part.name] for part in parts if not part.is_whole]
-        square = square_norm(cut).to(self.settings.device)
+        square = square_norm(cut).to(self.spec.device)
         self.ranks.shard.all_reduce(square).wait()
-        square = square + square_norm([grads[part.name] for part in parts if part.is_whole]).to(self.settings.device)
+        square = square + square_norm([grads[part.name] for part in parts if part.is_whole]).to(self.spec.device)
         scale = self._one if self.scaler is None else self.scaler.scale.clone()
-        norm, guard, overflow = clip_guard(square.sqrt().float(), self.settings.clip, scale, skip)
+        norm, guard, overflow = clip_guard(square.sqrt().float(), self.spec.optim.clip, scale, skip)
         for group in self.groups:
             mine = [part for part in parts if part.group == group.name]
             held = [part for part in mine if part.master.numel()]
@@ -263,47 +253,32 @@ class ShardedEngine:
         return sum(tensor.nbytes for part in self._training() for tensor in (part.master, *part.state.values()))
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """How `fully_shard` is to cut a model."""
+def shard_model(model: Transformer, spec: EngineSpec) -> None:
+    """Apply `fully_shard` to every block, then to the rest; allocate what this rank holds, all zero."""
+    param_dtype = None if spec.dtype == torch.float32 else spec.dtype
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=DTYPES[spec.parallel.reduce_dtype], cast_forward_inputs=False)
+    mesh = _device_mesh(spec.ranks, spec.device.type)
+    for block in model.model.layers.values():
+        fully_shard(block, mesh=mesh, reshard_after_forward=spec.parallel.fsdp.reshard_after_forward, mp_policy=policy)
+    whole = {model.head_gates.log_alpha} if model.head_gates is not None else None
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole)
+    model.to_empty(device=spec.device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            _local(parameter).zero_()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
-    ranks: Ranks
-    reshard_after_forward: bool
-    reduce_dtype: torch.dtype
-    state_on_host: bool = False
-    """The optimizer's state waits in host memory between updates."""
 
-    @classmethod
-    def of(cls, parallel: ParallelConfig, ranks: Ranks, *, state_on_host: bool = False) -> Sharding:
-        """What a recipe asks for."""
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        return cls(ranks, parallel.fsdp.reshard_after_forward, dtypes[parallel.reduce_dtype], state_on_host)
-
-    def apply(self, model: Transformer, settings: Settings) -> None:
-        """Cut every block on its own, then the rest; allocate what this rank holds, all zero."""
-        narrow = None if settings.dtype == torch.float32 else settings.dtype
-        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
-        mesh = self._mesh(settings.device.type)
-        for block in model.model.layers.values():
-            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
-        whole = {model.head_gates.log_alpha} if model.head_gates is not None else None
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole)
-        model.to_empty(device=settings.device)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                _local(parameter).zero_()
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-
-    def _mesh(self, device_type: str) -> DeviceMesh:
-        shard, replicate, sizes = self.ranks.shard.handle, self.ranks.replicate.handle, self.ranks.mesh
-        assert shard is not None
-        if replicate is None:
-            return DeviceMesh.from_group(shard, device_type, mesh_dim_names=("shard",))
-        layout = torch.arange(sizes.world).view(sizes.replicate, sizes.shard)
-        return DeviceMesh.from_group([replicate, shard], device_type, mesh=layout, mesh_dim_names=("replicate", "shard"))
+def _device_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
+    shard, replicate, sizes = ranks.shard.handle, ranks.replicate.handle, ranks.mesh
+    assert shard is not None
+    if replicate is None:
+        return DeviceMesh.from_group(shard, device_type, mesh_dim_names=("shard",))
+    layout = torch.arange(sizes.world).view(sizes.replicate, sizes.shard)
+    return DeviceMesh.from_group([replicate, shard], device_type, mesh=layout, mesh_dim_names=("replicate", "shard"))
 
 
 def _needs_gradient(_module: nn.Module, _inputs: Any, x: Tensor) -> Tensor:

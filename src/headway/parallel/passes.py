@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,42 +14,29 @@ from headway.kernels.cross_entropy import Place
 from headway.model.head import Head, ModelOut
 from headway.model.transformer import Transformer
 from headway.objective.base import MetricSums, Objective, StepInfo, StepObjective
-from headway.parallel.collectives import Exchange, Ranks
+from headway.parallel.collectives import Exchange
 from headway.parallel.context import part_of
-from headway.parallel.engine import StepResult
+from headway.parallel.engine import EngineSpec, StepResult
 from headway.parallel.mark import Mark
 from headway.runtime.seed import derive
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What an engine needs to know beside the model, the objective and the groups."""
-
-    device: torch.device
-    dtype: torch.dtype
-    clip: float | None
-    chunk_tokens: int
-    seed: int
-    prepare: Callable[[Batch], Batch] | None = None
-    """Adds the columns an objective needs to a microbatch on the device, such as a reference's log-probabilities."""
 
 
 class Passes:
     """Runs a model and an objective over microbatches."""
 
-    def __init__(self, model: Transformer, objective: Objective, settings: Settings, ranks: Ranks) -> None:
-        self.model, self.objective, self.settings, self.ranks = model, objective, settings, ranks
-        self.exchange = Exchange(ranks.reduce)
+    def __init__(self, model: Transformer, objective: Objective, spec: EngineSpec) -> None:
+        self.model, self.objective, self.spec, self.ranks = model, objective, spec, spec.ranks
+        self.exchange = Exchange(self.ranks.reduce)
         self.head_place: Place | None = None
         """Where an engine wants the gradient of the head."""
         self._log_alpha: Tensor | None = None
-        self.waits_in_layers = ranks.context.size > 1
+        self.waits_in_layers = self.ranks.context.size > 1
         """Whether ranks exchange something inside each layer, so that all of them take as long as the slowest."""
 
     def backward(self, batch: StepBatch, at: StepInfo, scale: Tensor | None, before_last: Callable[[], None]) -> StepResult:
         """Back-propagate every microbatch's share of the step's loss, times `scale`; the result is still this rank's part."""
         self.model.train()
-        loss = torch.zeros((), dtype=torch.float32, device=self.settings.device)
+        loss = torch.zeros((), dtype=torch.float32, device=self.spec.device)
         sums: MetricSums = {}
         last = len(batch.microbatches) - 1
         totals = {**batch.totals, "microbatches": float(len(batch.microbatches) * self.ranks.reduce.size)}
@@ -61,10 +48,10 @@ class Passes:
             self._reseed(at, number)
             out = self._forward(micro, self._noise(at, number))
             if index == 0:  # before this, parameters may have been waited for
-                own.append(Mark.now(self.settings.device))
+                own.append(Mark.now(self.spec.device))
             outcome = self.objective.loss(out, micro, at, self.exchange)
             if self.waits_in_layers and index == 0:
-                own.append(Mark.now(self.settings.device))
+                own.append(Mark.now(self.spec.device))
             share = outcome.share(totals)
             if index == last:
                 before_last()
@@ -72,7 +59,7 @@ class Passes:
             loss += share.detach()
             _add(sums, self._apart(outcome.metrics))
         if not self.waits_in_layers:
-            own.append(Mark.now(self.settings.device))
+            own.append(Mark.now(self.spec.device))
         return StepResult(loss, sums, own=(own[0], own[1]))
 
     def _apart(self, metrics: MetricSums) -> MetricSums:
@@ -95,19 +82,19 @@ class Passes:
         moved, at = self._surveyed(batches, at, 0)
         for micro in moved:
             _add(sums, self.objective.loss(self._forward(micro), micro, at, self.exchange).metrics)
-        return self.over_ranks(StepResult(torch.zeros((), device=self.settings.device), sums)).metrics
+        return self.over_ranks(StepResult(torch.zeros((), device=self.spec.device), sums)).metrics
 
     def _reseed(self, at: StepInfo, microbatch: int) -> None:
         # torch.manual_seed notes a stack trace for every kind of device that this machine does not have: milliseconds each time
-        seed = derive(self.settings.seed, "microbatch", at.step, microbatch)
+        seed = derive(self.spec.seed, "microbatch", at.step, microbatch)
         torch.default_generator.manual_seed(seed)
-        if self.settings.device.type == "cuda":
+        if self.spec.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     def _moved(self, micro: Batch) -> Batch:
         """A microbatch on the device, with every column the objective needs; of its tokens, those that are this rank's."""
-        moved = micro.to(self.settings.device)
-        return part_of(moved if self.settings.prepare is None else self.settings.prepare(moved), self.ranks.context)
+        moved = micro.to(self.spec.device)
+        return part_of(moved if self.spec.prepare is None else self.spec.prepare(moved), self.ranks.context)
 
     @torch.no_grad()
     def _surveyed(self, batches: Iterable[Batch], at: StepInfo, first: int) -> tuple[Iterable[Batch], StepInfo]:
@@ -130,7 +117,7 @@ class Passes:
 
     def _noise(self, at: StepInfo, microbatch: int) -> int | None:
         """The seed of the gates of one microbatch, the same on all ranks that share it; evaluation has none."""
-        return derive(self.settings.seed, "gates", at.step, microbatch) if at.training else None
+        return derive(self.spec.seed, "gates", at.step, microbatch) if at.training else None
 
     def _forward(self, batch: Batch, noise: int | None = None) -> ModelOut:
         """One pass; head gates are sampled with the noise of a seed, or settled without one."""
@@ -139,7 +126,7 @@ class Passes:
             draw = self.model.head_gates.draw(self._log_alpha, noise)
             mask = replace(mask, mix=draw.mix)
         hidden = self.model(batch.tokens, batch.position, mask)
-        return ModelOut(Head(hidden, self.model.head_weight, self.settings.chunk_tokens, self.head_place), gates=draw)
+        return ModelOut(Head(hidden, self.model.head_weight, self.spec.chunk_tokens, self.head_place), gates=draw)
 
     @torch.no_grad()
     def over_ranks(self, result: StepResult) -> StepResult:

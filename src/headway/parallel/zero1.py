@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,90 +21,66 @@ from torch import Tensor, nn
 from headway.data.batch import Batch, StepBatch
 from headway.model.transformer import Transformer
 from headway.objective.base import MetricSums, Objective, StepInfo
-from headway.optim.base import Guard, Hyper, Optimizer
+from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, Group, is_wide
 from headway.optim.scaler import Scaler
 from headway.optim.state import storage_of
 from headway.parallel.bucket import Bucket, InPlace, Reducer, make_buckets
 from headway.parallel.buffer import Cut, FrozenBuffer, Held, Keep, Slot, Span, TrainBuffer, boxes_of
-from headway.parallel.collectives import Ranks
-from headway.parallel.config import OverlapConfig
-from headway.parallel.engine import Box, ReadTensor, StateTensor, StepResult, Update
+from headway.parallel.engine import DTYPES, Box, EngineSpec, ReadTensor, StateTensor, StepResult, Update
 from headway.parallel.gather import ParameterGather
+from headway.parallel.hooks.all_reduce import AllReduce
 from headway.parallel.hooks.base import Hook, StatefulHook
-from headway.parallel.passes import Passes, Settings
+from headway.parallel.hooks.compress import Compress
+from headway.parallel.hooks.reduce_scatter import ReduceScatter
+from headway.parallel.passes import Passes
 from headway.parallel.streamed import Local, Streamed
 from headway.parallel.update import clip_guard, square_norm
-
-__all__ = ["Exchanged", "FlatEngine", "Settings"]
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """How ranks exchange: their groups, bucket size, hook (None = nothing to exchange) and overlaps."""
-
-    ranks: Ranks
-    bucket_bytes: int
-    hook: Hook | None
-    overlap: OverlapConfig
-    grad_dtype: torch.dtype = torch.float32
-    state_on_host: bool = False
-    """Master weights and optimizer state wait in host memory between updates."""
 
 
 class FlatEngine:
     """Implements parallel.engine.Engine."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        objective: Objective,
-        groups: Sequence[Group],
-        optimizer: Optimizer,
-        settings: Settings,
-        exchanged: Exchanged,
-        scaler: Scaler | None = None,
-    ) -> None:
-        self.model, self.optimizer, self.settings, self.scaler = model, optimizer, settings, scaler
-        self.ranks, self.overlap = exchanged.ranks, exchanged.overlap
+    def __init__(self, model: Transformer, objective: Objective, groups: Sequence[Group], spec: EngineSpec) -> None:
+        self.model, self.spec, self.ranks, self.overlap = model, spec, spec.ranks, spec.parallel.overlap
+        self.optimizer, self.scaler = spec.optim.build(), make_scaler(spec)
         self.groups = list(groups)
-        self.passes = Passes(model, objective, settings, self.ranks)
+        self.passes = Passes(model, objective, spec)
         self.homes = parameter_homes(model, objective)
         self.shapes = {name: tuple(parameter_at(home).shape) for name, home in self.homes.items()}
-        self._allocate(exchanged)
+        self._allocate()
         buckets = make_buckets(self.buffers, list(self.homes), self.ranks)
-        self.reducer = Reducer(buckets, exchanged.hook, overlap=self.overlap.reduce)
+        self.reducer = Reducer(buckets, choose_hook(spec), overlap=self.overlap.reduce)
         self.gather = ParameterGather(buckets, self.ranks.shard)
         self._register_all()
         self._place_head()
         if self.ranks.shard.size > 1 and self.overlap.gather:
             self.gather.watch(model)
-        self.skipped = torch.zeros((), dtype=torch.float32, device=settings.device)
-        self._one = torch.ones((), dtype=torch.float32, device=settings.device)
-        self.lets_go = settings.device.type == "cuda"
+        self.skipped = torch.zeros((), dtype=torch.float32, device=spec.device)
+        self._one = torch.ones((), dtype=torch.float32, device=spec.device)
+        self.lets_go = spec.device.type == "cuda"
         """Gradients have no memory between an update and the backward that brings the next ones, when activations need it most."""
         self._squares: list[Tensor] = []
         """Sums of squares of buckets that were taken while others were still under way."""
 
-    def _allocate(self, exchanged: Exchanged) -> None:
-        settings, shard = self.settings, self.ranks.shard
-        narrow = exchanged.grad_dtype
-        cut = Cut(max(1, exchanged.bucket_bytes // narrow.itemsize), shard.size, shard.rank)
+    def _allocate(self) -> None:
+        spec, shard = self.spec, self.ranks.shard
+        cut = Cut(max(1, spec.parallel.bucket_bytes // spec.grad_dtype.itemsize), shard.size, shard.rank)
         training = {name for group in self.groups for name in group.names}
         self.storage = storage_of(self.optimizer)
-        self.streamed = Streamed(self.optimizer, settings.device) if exchanged.state_on_host else None
-        keep = Keep(self.optimizer.slots, self.storage, narrow, exchanged.state_on_host)
+        self.streamed = Streamed(self.optimizer, spec.device) if spec.state_on_host else None
+        keep = Keep(self.optimizer.slots, self.storage, spec.grad_dtype, spec.state_on_host)
         self.buffers = [
-            TrainBuffer.allocate(group, self.shapes, self._dtype_of(group.names[0]), settings.device, cut, keep) for group in self.groups
+            TrainBuffer.allocate(group, self.shapes, self._dtype_of(group.names[0]), spec.device, cut, keep) for group in self.groups
         ]
         frozen = [name for name in self.shapes if name not in training]
-        self.frozen = FrozenBuffer.allocate(frozen, self.shapes, self._dtype_of, settings.device)
+        self.frozen = FrozenBuffer.allocate(frozen, self.shapes, self._dtype_of, spec.device)
         self._places: dict[str, tuple[TrainBuffer, Span, Slot]] = {
             slot.name: (buffer, span, slot) for buffer in self.buffers for span in buffer.spans for slot in span.slots
         }
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        return torch.float32 if is_wide(name) else self.settings.dtype
+        return torch.float32 if is_wide(name) else self.spec.dtype
 
     def _register_all(self) -> None:
         """Put views of the flat buffers where the model has its parameters; values they already have come along."""
@@ -174,7 +149,7 @@ class FlatEngine:
         square = torch.stack(self._squares).sum() if self._squares else square_norm([bucket.own for bucket in self.reducer.buckets])
         self.ranks.shard.all_reduce(square).wait()
         scale = self._one if self.scaler is None else self.scaler.scale.clone()
-        norm, guard, overflow = clip_guard(square.sqrt().float(), self.settings.clip, scale, skip)
+        norm, guard, overflow = clip_guard(square.sqrt().float(), self.spec.optim.clip, scale, skip)
         self._step_all(hypers, guard)
         self.skipped += guard.found_inf
         if self.scaler is not None:
@@ -304,7 +279,7 @@ class FlatEngine:
         if self.scaler is not None and scalars.get("scaler") is not None:
             self.scaler.load(scalars["scaler"])
         if isinstance(self.reducer.hook, StatefulHook) and scalars.get("hook") is not None:
-            self.reducer.hook.load(read, scalars["hook"], self.ranks.reduce, self.settings.device)
+            self.reducer.hook.load(read, scalars["hook"], self.ranks.reduce, self.spec.device)
         self.gather.begin()
         self.gather.flush()
 
@@ -322,7 +297,7 @@ class FlatEngine:
         self.flush()
         for bucket in self.gather.buckets:
             buffer, span = bucket.buffer, bucket.span
-            part = buffer.mine(span, buffer.master).to(self.settings.device)
+            part = buffer.mine(span, buffer.master).to(self.spec.device)
             whole = part
             if self.ranks.shard.size > 1:
                 whole = torch.empty(span.stop - span.start, dtype=torch.float32, device=part.device)
@@ -341,6 +316,23 @@ class FlatEngine:
     def state_bytes(self) -> int:
         """Bytes of fp32 masters and optimizer state on this rank."""
         return sum(flat.nbytes for buffer in self.buffers for flat in (buffer.master, *buffer.state.values()))
+
+
+def make_scaler(spec: EngineSpec) -> Scaler | None:
+    """The loss scale of fp16; other precisions need none."""
+    return Scaler(spec.loss_scale, spec.device) if spec.dtype == torch.float16 else None
+
+
+def choose_hook(spec: EngineSpec) -> Hook | None:
+    """The hook of a recipe; without one, the plain sum that fits the layout. None: nothing to exchange."""
+    parallel, mesh = spec.parallel, spec.ranks.mesh
+    if parallel.hook is not None:
+        return parallel.hook.build(spec.device)
+    if mesh.reduce == 1:
+        return None
+    if DTYPES[parallel.reduce_dtype] != spec.grad_dtype:
+        return Compress(parallel.reduce_dtype, spec.device)
+    return ReduceScatter(spec.device) if mesh.shard > 1 else AllReduce()
 
 
 def _view(flat: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:

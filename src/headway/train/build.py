@@ -30,8 +30,7 @@ from headway.model.layout import GATES
 from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import Ranks, alone
-from headway.parallel.engine import Engine
-from headway.parallel.passes import Settings
+from headway.parallel.engine import Engine, EngineSpec
 from headway.runtime.deferred import Deferred
 from headway.runtime.device import Compute, choose_compute, set_arithmetic
 from headway.runtime.heartbeat import Heartbeat
@@ -184,18 +183,14 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
     pairs = recipe.objective.PAIRS
     data = open_data(recipe.data, tokenizer=resolved.tokenizer_path, vocab_size=model.vocab, seed=recipe.seed, pairs=pairs)
     targets = check_targets(data, resolved.tokenizer, resolved.weights.end_ids if resolved.weights else frozenset())
-    settings = engine_settings(recipe, compute)
-    reference = make_reference(
-        resolved,
-        data,
-        Scoring(settings, recipe.data, batch.micro_rows, ranks.data, recipe.kernels.attention, compiles_blocks(recipe, compute)),
-    )
+    spec = engine_spec(recipe, model, compute, ranks)
+    reference = make_reference(resolved, data, Scoring(spec, recipe.data, batch.micro_rows, ranks.data))
     if reference is not None:
         reference.check_same(start)
-        settings = replace(settings, prepare=reference.prepare)
+        spec = replace(spec, prepare=reference.prepare)
     if recipe.memory.offload:
         check_host_memory(describe_job(recipe, model, compute, batch, ranks.reduce.size), -(-process.world // process.num_nodes))
-    engine = make_engine(recipe, model, compute, ranks, settings)
+    engine = assemble(spec)
     if recipe.memory.limit_gib is not None:
         keep_limit(recipe, describe_job(recipe, model, compute, batch, ranks.reduce.size), compute.device)
     loader = make_loader(recipe, data, batch, None, ranks)
@@ -299,36 +294,32 @@ def peak_kind(recipe: Recipe, compute: Compute) -> str:
     return "tf32" if compute.precision == "fp32" and recipe.kernels.tf32 else compute.precision
 
 
-def engine_settings(recipe: Recipe, compute: Compute) -> Settings:
-    """What an engine needs to know of a recipe beside the model and the objective."""
-    chunk = recipe.memory.chunk_tokens(on_cuda=compute.device.type == "cuda")
-    return Settings(compute.device, compute.dtype, recipe.optim.clip, chunk, recipe.seed)
-
-
 def compiles_blocks(recipe: Recipe, compute: Compute) -> bool:
     """Whether the halves of each block are compiled."""
     wanted = recipe.kernels.compile
     return compute.device.type == "cuda" if wanted == "auto" else wanted
 
 
-def make_engine(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: Ranks, settings: Settings | None = None) -> Engine:
-    """The engine of this rank, its parameters still zero."""
-    return assemble(
+def engine_spec(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: Ranks) -> EngineSpec:
+    """What decides the engine of this rank."""
+    return EngineSpec(
         model,
-        recipe.objective.build(),
+        recipe.objective,
         recipe.optim,
-        settings or engine_settings(recipe, compute),
-        rules=recipe.objective.rules,
+        compute.device,
+        compute.dtype,
+        chunk_tokens=recipe.memory.chunk_tokens(on_cuda=compute.device.type == "cuda"),
+        seed=recipe.seed,
         freeze=recipe.freeze,
         train=recipe.train,
+        adapter=recipe.adapter,
+        fp8=recipe.fp8.scaling if compute.precision == "fp8" else None,
+        loss_scale=recipe.loss_scale,
         attention=recipe.kernels.attention,
         compile_blocks=compiles_blocks(recipe, compute),
+        memory=recipe.memory,
         parallel=recipe.parallel,
         ranks=ranks,
-        loss_scale=recipe.loss_scale,
-        fp8=recipe.fp8.scaling if compute.precision == "fp8" else None,
-        memory=recipe.memory,
-        adapter=recipe.adapter,
     )
 
 

@@ -35,10 +35,10 @@ from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.model.transformer import Transformer
 from headway.objective.dpo import REFERENCE, document_sums
-from headway.parallel.assemble import dress
+from headway.parallel.assemble import wrap_blocks
 from headway.parallel.collectives import Group
+from headway.parallel.engine import EngineSpec
 from headway.parallel.memory import MemoryConfig
-from headway.parallel.passes import Settings
 from headway.prepare.cache import default_cache_dir
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
@@ -90,12 +90,10 @@ class Reference:
 class Scoring:
     """How the reference is computed: on what, in which rows, with which ranks."""
 
-    settings: Settings
+    spec: EngineSpec
     data: DataConfig
     micro_rows: int
     ranks: Group
-    attention: str = "auto"
-    compile_blocks: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def make_reference(resolved: Resolved, data: OpenData, scoring: Scoring) -> Refe
         prepare, how = _looking_up(table), "log-probabilities of all pairs"
     else:
         frozen = _load(wanted, digest.through(wanted.weights()), scoring)
-        prepare, how = _scoring(frozen, scoring.settings.chunk_tokens), "kept as a second model"
+        prepare, how = _scoring(frozen, scoring.spec.chunk_tokens), "kept as a second model"
     return Reference(prepare, digest.sha256, f"reference {wanted.name} ({digest.sha256[:12]}), {how}")
 
 
@@ -185,8 +183,8 @@ class _Digest:
 
 
 def _load(wanted: _Wanted, weights: Iterable[tuple[str, Tensor]], scoring: Scoring) -> Transformer:
-    model = frozen_model(wanted.config, weights, scoring.settings.device, scoring.settings.dtype)
-    dress(model, scoring.attention, scoring.compile_blocks, MemoryConfig(), scoring.settings.device)
+    model = frozen_model(wanted.config, weights, scoring.spec.device, scoring.spec.dtype)
+    wrap_blocks(model, replace(scoring.spec, memory=MemoryConfig()))
     return model
 
 
@@ -229,7 +227,7 @@ def _table(data: OpenData, wanted: _Wanted, digest: str, scoring: Scoring) -> Te
                 log.info("reference log-probabilities of %s are kept in %s", source.name, path)
         assert found is not None
         parts.append((source.first_pair, found))
-    return torch.cat([part for _, part in sorted(parts, key=lambda one: one[0])]).to(scoring.settings.device)
+    return torch.cat([part for _, part in sorted(parts, key=lambda one: one[0])]).to(scoring.spec.device)
 
 
 def _cache_path(selection: Selection, wanted: _Wanted, digest: str, scoring: Scoring) -> Path:
@@ -239,7 +237,7 @@ def _cache_path(selection: Selection, wanted: _Wanted, digest: str, scoring: Sco
         selection.source.content_key,
         selection.limit,
         selection.max_length,
-        str(scoring.settings.dtype),
+        str(scoring.spec.dtype),
     )
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
     return (scoring.data.cache_dir or default_cache_dir()) / "reference" / f"{key[:32]}.sealed"
@@ -264,7 +262,7 @@ def _score(model: Transformer, selection: Selection, scoring: Scoring) -> Tensor
     assert isinstance(source, PairSource)
     table = torch.zeros(source.num_documents, 2)
     seen = torch.zeros(source.num_documents)
-    prepare = _scoring(model, scoring.settings.chunk_tokens)
+    prepare = _scoring(model, scoring.spec.chunk_tokens)
     config = scoring.data.model_copy(update={"workers": 0, "skip_batches": "", "max_tokens": None, "balance": False})
     whole = MixtureSource(Selection(source, selection.limit, max_length=selection.max_length))
     with (
@@ -276,7 +274,7 @@ def _score(model: Transformer, selection: Selection, scoring: Scoring) -> Tensor
     ):  # fmt: skip
         for step, _ in loader:
             for micro in step.microbatches:
-                scored = prepare(micro.to(scoring.settings.device)).extra[REFERENCE].float().cpu()
+                scored = prepare(micro.to(scoring.spec.device)).extra[REFERENCE].float().cpu()
                 pair = micro.extra[PAIR]
                 held = pair >= 0
                 numbers = pair[held] - source.first_pair

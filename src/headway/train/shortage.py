@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from headway.errors import ConfigError, TrainingError, first_line
-from headway.model.adapter.linear import adapt
-from headway.model.transformer import Transformer
 from headway.objective.base import StepInfo
 from headway.optim.adamw import Config as AdamWConfig
-from headway.parallel.assemble import group_parameters
+from headway.parallel.assemble import group_parameters, meta_model
+from headway.parallel.engine import EngineSpec
 from headway.plan.memory import GIB, Job, amount, estimate, suggestions
 from headway.runtime.machine import ram_bytes
 
@@ -44,11 +43,9 @@ class OutOfMemoryError(TrainingError):
 
 def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: ResolvedBatch, num_ranks: int) -> Job:
     """What decides the memory of one rank of a run."""
-    with torch.device("meta"):
-        shape = Transformer(model)
-        if recipe.adapter is not None:
-            adapt(shape, recipe.adapter, recipe.adapter.modules(model))
-    groups = group_parameters(shape, recipe.objective.build(), recipe.optim, recipe.freeze, recipe.train, recipe.objective.rules)
+    spec = EngineSpec(model, recipe.objective, recipe.optim, freeze=recipe.freeze, train=recipe.train, adapter=recipe.adapter)
+    shape = meta_model(spec)
+    groups = group_parameters(shape, recipe.objective.build(), spec)
     sizes = {name: prod(parameter.shape) for name, parameter in shape.named_parameters()}
     trained = sum(sizes.get(name, 0) for group in groups for name in group.names)
     on_cuda = compute.device.type == "cuda"

@@ -1,9 +1,11 @@
 """Settings of ranks and of the loss scale."""
 
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from headway.train.config import Recipe
-from support.observe import Row, engine, load, numbers, observed
+from support.observe import BASE, Row, engine, load, numbers, observed
 
 FP16 = ("precision=fp16",)
 OVERFLOWS = (*FP16, "steps=4", "loss_scale.initial=1e30", "loss_scale.max=1e38", "loss_scale.hysteresis=1")
@@ -19,26 +21,33 @@ def bucket_count(run: Any) -> Any:
 
 def on_two_ranks(overrides: tuple[str, ...]) -> Any:
     """The layout and the hook the first of two ranks would have, or why it is refused."""
-    import torch
-
     from headway.errors import HeadwayError
-    from headway.parallel.assemble import choose_hook
-    from headway.parallel.passes import Settings
+    from headway.parallel.collectives import alone
+    from headway.parallel.engine import EngineSpec
+    from headway.parallel.zero1 import choose_hook
 
-    parallel = load(Recipe, None, list(overrides)).parallel
+    recipe = load(Recipe, None, list(overrides))
+    parallel = recipe.parallel
     try:
         mesh = parallel.mesh(0, 2)
         parallel.check(mesh, "float32")
-        return mesh, type(choose_hook(parallel, mesh, Settings(torch.device("cpu"), torch.float32, None, 16, 0))).__name__
+        ranks = replace(alone(), mesh=mesh)
+        return mesh, type(choose_hook(EngineSpec(recipe.model, recipe.objective, recipe.optim, parallel=parallel, ranks=ranks))).__name__
     except HeadwayError as error:
         return str(error)
 
 
 def sharding(overrides: tuple[str, ...]) -> Any:
-    from headway.parallel.collectives import alone
-    from headway.parallel.fsdp import Sharding
+    """What `fully_shard` is called with for the blocks and for the root."""
+    from headway.parallel import fsdp
+    from headway.parallel.assemble import meta_model
+    from headway.parallel.engine import EngineSpec
 
-    return Sharding.of(load(Recipe, None, list(overrides)).parallel, alone()).reshard_after_forward
+    recipe = load(Recipe, None, [*BASE, *overrides])
+    spec = EngineSpec(recipe.model, recipe.objective, recipe.optim, parallel=recipe.parallel)
+    with patch.object(fsdp, "fully_shard") as called, patch.object(fsdp, "_device_mesh"):
+        fsdp.shard_model(meta_model(spec), spec)
+    return [call.kwargs["reshard_after_forward"] for call in called.call_args_list]
 
 
 POWERSGD = (
@@ -54,7 +63,7 @@ ROWS: dict[str, Row] = {
     "loss_scale.hysteresis": (OVERFLOWS, 1, 2, scales),
     "parallel.strategy": (("parallel.hook.kind=all_reduce",), "zero1", "fsdp", on_two_ranks),
     "parallel.fsdp.size": (("parallel.strategy=fsdp",), "auto", 1, on_two_ranks),
-    "parallel.fsdp.reshard_after_forward": ((), True, False, lambda o: sharding(o)),
+    "parallel.fsdp.reshard_after_forward": ((), True, False, sharding),
     "parallel.zero1.size": ((), "auto", 1, on_two_ranks),
     "parallel.bucket_bytes": ((), 1 << 20, 4096, engine(bucket_count)),
     "parallel.accumulate_dtype": (("precision=bf16",), "fp32", "compute", numbers),

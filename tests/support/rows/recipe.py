@@ -161,7 +161,7 @@ ROWS: dict[str, Row] = {
     "kernels.attention": ((), "auto", "varlen", refused),
     "kernels.compile": ((), False, True, engine(lambda run: type(run.engine.model.model.layers["0"].before).__name__)),
     "kernels.tf32": ((), True, False, engine(lambda run: __import__("torch").backends.cuda.matmul.allow_tf32)),
-    "memory.loss_chunk_tokens": ((), "auto", 16, engine(lambda run: run.engine.settings.chunk_tokens)),
+    "memory.loss_chunk_tokens": ((), "auto", 16, engine(lambda run: run.engine.spec.chunk_tokens)),
     "eval.every": ((*STORES, "data.valid.fraction=0.2"), None, 1, lambda o: sum("valid" in r for r in observed(o).records)),
     "eval.at_start": ((*STORES, "data.valid.fraction=0.2"), False, True, lambda o: ["valid_at_start" in r for r in observed(o).records]),
     "eval.rows": ((*STORES, "data.valid.fraction=0.4"), 2, 8, valid),

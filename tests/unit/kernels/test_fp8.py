@@ -8,7 +8,7 @@ from headway.errors import ConfigError
 from headway.kernels.fp8 import E4M3, Fp8Linear, Scaling, convert, fp8_linear, rounded
 from headway.model.config import ModelConfig
 from headway.model.transformer import Transformer
-from headway.parallel.assemble import narrow
+from headway.parallel.assemble import convert_to_fp8
 from headway.runtime.device import choose_compute
 
 SHAPE = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 48, "vocab_size": 50, "max_seq_len": 16}
@@ -49,7 +49,7 @@ def test_the_largest_value_is_kept_and_zeros_stay_zero() -> None:
 def test_converted_models_keep_names_and_parameters() -> None:
     model = Transformer(ModelConfig(**SHAPE))
     before = dict(model.named_parameters())
-    narrow(model, "rowwise")
+    convert_to_fp8(model, "rowwise")
     assert dict(model.named_parameters()).keys() == before.keys()
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     layers = [module for module in model.modules() if isinstance(module, Fp8Linear)]
@@ -60,7 +60,7 @@ def test_converted_models_keep_names_and_parameters() -> None:
 def test_sizes_the_kernel_does_not_take_are_refused() -> None:
     assert convert(nn.Sequential(nn.Linear(16, 24)), "tensorwise") == [".0 [24, 16]"]
     with pytest.raises(ConfigError, match=r"multiples of 16, unlike .*gate_proj \[50, 32\]"):
-        narrow(Transformer(ModelConfig(**{**SHAPE, "ffn_size": 50})), "tensorwise")
+        convert_to_fp8(Transformer(ModelConfig(**{**SHAPE, "ffn_size": 50})), "tensorwise")
 
 
 def test_a_cpu_refuses_fp8() -> None:

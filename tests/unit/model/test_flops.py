@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from support.batches import make_batch, make_step
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,7 +14,7 @@ from headway.objective.base import StepInfo
 from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
-from headway.parallel.passes import Settings
+from headway.parallel.engine import EngineSpec
 
 ROWS, SEQ = 2, 32
 SMALL = ModelConfig(
@@ -89,14 +88,7 @@ def test_gates_over_frozen_weights_train_none_of_them() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_it_is_what_the_engine_multiplies(how: dict[str, Any], tied: bool) -> None:
     config = SMALL.with_(tie_embeddings=tied)
-    engine = assemble(
-        config,
-        NextToken().build(),
-        AdamW(),
-        Settings(torch.device("cpu"), torch.float32, None, 1 << 16, seed=0),
-        attention="reference",
-        **how,
-    )
+    engine = assemble(EngineSpec(config, NextToken(), AdamW(), chunk_tokens=1 << 16, attention="reference", **how))
     step = make_step(make_batch([[SEQ]] * ROWS, seq_len=SEQ, vocab=96), 1)
     with FlopCounterMode(display=False) as counter:
         engine.forward_backward(step, StepInfo(0, 1))

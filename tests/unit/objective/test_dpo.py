@@ -20,7 +20,7 @@ from headway.objective.dpo import DPO, Config, Pairs, document_sums
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import Exchange, Group
-from headway.parallel.passes import Settings
+from headway.parallel.engine import EngineSpec
 from headway.train.reference_model import _scoring
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl" / "losses.json").read_text())
@@ -44,8 +44,8 @@ def scored(config: Config, micro: list[Batch], *, reference_shift: float = 0.1) 
     """Loss, gradient norm, metrics and gradients of one step over some microbatches."""
     device = torch.device("cpu")
     reference = frozen_model(MODEL, wave(reference_shift).items(), device, torch.float32)
-    settings = Settings(device, torch.float32, None, 8, 0, None if config.reference_free else _scoring(reference, 8))
-    engine: Any = assemble(MODEL, config.build(), AdamW(), settings)
+    prepare = None if config.reference_free else _scoring(reference, 8)
+    engine: Any = assemble(EngineSpec(MODEL, config, AdamW(), chunk_tokens=8, prepare=prepare))
     engine.fill(wave(0.0).items())
     totals = {"pairs": float(len(PAIRS)), "targets": 1.0, "rows": 1.0}
     result = engine.forward_backward(StepBatch(tuple(micro), totals, StepStats(1, 1, 1, 1, 1, 0)), StepInfo(0, 1))

@@ -18,7 +18,7 @@ from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import OBJECTIVE, hypers
 from headway.optim.schedule import Schedule
 from headway.parallel.assemble import assemble
-from headway.parallel.passes import Settings
+from headway.parallel.engine import EngineSpec
 from headway.parallel.zero1 import FlatEngine
 from headway.runtime.seed import derive
 
@@ -30,8 +30,7 @@ OPTIM = AdamW(lr=1e-3, schedule=Schedule(warmup=0.1, floor=0.01))
 
 
 def engine_of(config: Config, freeze: tuple[str, ...] = ("weights",), shape: ModelConfig = SHAPE) -> FlatEngine:
-    settings = Settings(torch.device("cpu"), torch.float32, 1.0, 64, 3)
-    engine = assemble(shape, config.build(), OPTIM, settings, freeze=freeze, rules=config.rules)
+    engine = assemble(EngineSpec(shape, config, OPTIM, chunk_tokens=64, seed=3, freeze=freeze))
     assert isinstance(engine, FlatEngine)
     engine.fill((name, initial_value(name, engine.shapes[name], shape, 1)) for name in engine.shapes if not name.startswith(OBJECTIVE))
     return engine
@@ -127,10 +126,8 @@ def test_the_sparsity_comes_to_its_target_within_two_hundredths(measure: str) ->
 
 
 def test_gates_without_an_aim_and_an_aim_without_gates_are_refused() -> None:
-    settings = Settings(torch.device("cpu"), torch.float32, 1.0, 64, 3)
     with pytest.raises(ConfigError, match="nothing says how sparse they are to become"):
-        assemble(SHAPE, NextToken().build(), OPTIM, settings)
-    assemble(SHAPE, NextToken().build(), OPTIM, settings, freeze=["gates"])
-    config = Config()
+        assemble(EngineSpec(SHAPE, NextToken(), OPTIM))
+    assemble(EngineSpec(SHAPE, NextToken(), OPTIM, freeze=("gates",)))
     with pytest.raises(ConfigError, match="freeze holds the gates"):
-        assemble(SHAPE, config.build(), OPTIM, settings, freeze=["gates"], rules=config.rules)
+        assemble(EngineSpec(SHAPE, Config(), OPTIM, freeze=("gates",)))

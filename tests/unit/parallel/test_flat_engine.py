@@ -22,7 +22,8 @@ from headway.optim.groups import hypers
 from headway.optim.scaler import ScalerConfig
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import Group
-from headway.parallel.zero1 import FlatEngine, Settings
+from headway.parallel.engine import EngineSpec
+from headway.parallel.zero1 import FlatEngine
 
 CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=64, max_seq_len=32)
 AT = StepInfo(0, 10)
@@ -32,8 +33,8 @@ def engine_for(
     config: ModelConfig = CONFIG, optim: AdamW | None = None, dtype: torch.dtype = torch.float32, **options: object
 ) -> FlatEngine:
     optim = optim or AdamW(lr=1e-2)
-    settings = Settings(torch.device("cpu"), dtype, optim.clip, 16, seed=3)
-    engine = assemble(config, NextToken().build(), optim, settings, **options)  # pyright: ignore[reportArgumentType]
+    engine = assemble(EngineSpec(config, NextToken(), optim, dtype=dtype, chunk_tokens=16, seed=3, **options))  # pyright: ignore[reportArgumentType]
+    assert isinstance(engine, FlatEngine)
     engine.fill((name, initial_value(name, tuple(value.shape), config, 1)) for name, value in engine.masters.items())
     return engine
 

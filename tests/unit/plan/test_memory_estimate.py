@@ -23,7 +23,7 @@ WIDE = ModelConfig(hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, f
 def job_of(engine: Any, **changes: Any) -> Job:
     trained = sum(slot.size for buffer in engine.buffers for slot in buffer.slots)
     frozen = sum(value.numel() for value in engine.frozen.values.values())
-    start = Job(WIDE, trained, frozen, rows=2, seq_len=256, accumulate=2, compute_bytes=engine.settings.dtype.itemsize)
+    start = Job(WIDE, trained, frozen, rows=2, seq_len=256, accumulate=2, compute_bytes=engine.spec.dtype.itemsize)
     return replace(start, **changes)
 
 
