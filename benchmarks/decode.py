@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from headway.infer.decode import Decoder
-from headway.infer.masks import random_masks
 from headway.infer.prefill import CHUNK_TOKENS, chunks
 from headway.model.config import ModelConfig
-from headway.model.head_masks import HeadMasks, heads_kept
+from headway.model.head_masks.masks import HeadMasks, num_full_heads, random_masks
 from headway.model.kv_cache import KVCache
 from headway.model.transformer import Transformer
 
@@ -48,7 +47,7 @@ def masks_at(config: ModelConfig, sparsity: float, window: int, sinks: int) -> H
     """Masks with as many streaming heads as a sparsity says, at random places."""
     if sparsity == 0:
         return None
-    kept, heads = heads_kept(config.num_layers * config.kv_heads, sparsity), config.kv_heads
+    kept, heads = num_full_heads(config.num_layers * config.kv_heads, sparsity), config.kv_heads
     flat = [index < kept for index in range(config.num_layers * heads)]
     rows = tuple(tuple(flat[layer * heads : (layer + 1) * heads]) for layer in range(config.num_layers))
     return random_masks(HeadMasks(rows, window, sinks), seed=0)

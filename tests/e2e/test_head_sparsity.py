@@ -16,9 +16,10 @@ from headway.cli import main
 from headway.config.load import load
 from headway.errors import ConfigError
 from headway.infer.load import find_model, load_model
-from headway.infer.masks import MaskChoice
 from headway.model.head_gates import settled_masks
-from headway.model.head_masks import HeadMasks, read_masks, write_masks
+from headway.model.head_masks.choice import MaskChoice
+from headway.model.head_masks.file import read_masks, write_masks
+from headway.model.head_masks.masks import HeadMasks
 from headway.model.layout import GATES
 from headway.track.jsonl import read_metrics
 from headway.train import train
@@ -186,8 +187,8 @@ def test_runs_checkpoints_and_exports_are_read_under_what_their_gates_have_come_
     for path in (world / "masks", world / "masks" / "checkpoints" / "step-00000006", world / "masks" / "final"):
         loaded = load_model(path)
         assert loaded.masks is None
-        assert (MaskChoice().of(loaded).masks, MaskChoice().of(loaded).masks_from) == (settled, "own")
-        assert MaskChoice("none").of(loaded).masks is None
+        assert (loaded.with_mask_choice(MaskChoice()).masks, loaded.with_mask_choice(MaskChoice()).masks_from) == (settled, "own")
+        assert loaded.with_mask_choice(MaskChoice("none")).masks is None
 
 
 def test_masks_are_exported_raw_at_a_sparsity_and_equal_per_layer(world: Path, capsys: pytest.CaptureFixture[str]) -> None:

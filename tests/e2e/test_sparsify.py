@@ -9,7 +9,7 @@ from support.byte_model import CONFIG, write_model
 
 from headway.cli import main
 from headway.eval.long_tasks.key_value import pairs, table
-from headway.model.head_masks import read_masks
+from headway.model.head_masks.file import read_masks
 from headway.prepare.tokenize import tokenize
 
 RECIPE = """\

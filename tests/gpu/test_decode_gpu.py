@@ -8,7 +8,7 @@ from headway.infer.decode import Decoder
 from headway.infer.prefill import chunks
 from headway.kernels.attention import causal_mask
 from headway.model.config import ModelConfig
-from headway.model.head_masks import HeadMasks
+from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initialize
 from headway.model.kv_cache import KVCache
 from headway.model.transformer import Transformer

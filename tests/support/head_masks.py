@@ -3,7 +3,7 @@
 import torch
 
 from headway.kernels.attention import AttentionMask, causal_mask, visible
-from headway.model.head_masks import HeadMasks
+from headway.model.head_masks.masks import HeadMasks
 from headway.model.transformer import Block, Transformer
 
 

@@ -9,7 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
-    from headway.infer.masks import MaskChoice
+    from headway.model.head_masks.choice import MaskChoice
 
 log = logging.getLogger("headway")
 
@@ -26,10 +26,10 @@ STREAM_SINKS = typer.Option(None, help="First tokens a streaming head keeps; def
 
 def with_masks(loaded: LoadedModel, choice: MaskChoice, *, quiet: bool = False) -> LoadedModel:
     """The model under the masks that were asked for; what is used is reported where the model or the user has masks."""
-    from headway.infer.masks import describe, in_words
+    from headway.model.head_masks.masks import in_words
 
-    chosen = choice.of(loaded)
+    chosen = loaded.with_mask_choice(choice)
     if not quiet and (choice.masks is not None or chosen.masks is not None):
         hint = " --masks none reads it without." if choice.masks is None else ""
-        log.info("%s: masks %s.%s", loaded.path, in_words(describe(chosen)), hint)
+        log.info("%s: masks %s.%s", loaded.path, in_words(chosen.describe_masks()), hint)
     return chosen

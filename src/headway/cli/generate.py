@@ -37,8 +37,8 @@ def command(
     """Continue prompts, or answer questions, with a trained model."""
     from headway.infer.generate import Options, answer, generate, read_prompts
     from headway.infer.load import load_model
-    from headway.infer.masks import MaskChoice, describe
     from headway.infer.sampling import Sampling
+    from headway.model.head_masks.choice import MaskChoice
     from headway.runtime.device import choose_compute
 
     choice = MaskChoice(masks, equal_per_layer, stream_window, stream_sinks)
@@ -56,7 +56,7 @@ def command(
     results = generate(loaded, prompts, options) if chat_template is None else answer(loaded, prompts, chat_template, options)
     if json:
         found = asdict(results[0]) if len(results) == 1 else {"generations": [asdict(result) for result in results]}
-        print_json({**found, "masks": describe(loaded)})
+        print_json({**found, "masks": loaded.describe_masks()})
         return
     for one, result in zip(prompts, results, strict=True):
         typer.echo(one + result.text if chat_template is None else f"{one}\n{result.text}")

@@ -12,7 +12,6 @@ from headway.errors import ConfigError
 from headway.eval.dataset import Dataset, Reading, read_pieces
 from headway.eval.perplexity import BATCH_TOKENS, Perplexity, check_windows, perplexity
 from headway.eval.training import Training
-from headway.infer.masks import describe
 
 if TYPE_CHECKING:
     from headway.infer.generate import Options
@@ -140,7 +139,7 @@ def evaluate(loaded: LoadedModel, plan: EvalPlan, *, name: str | None = None, gr
         results,
         samples,
         plan.samples.template,
-        masks=describe(loaded),
+        masks=loaded.describe_masks(),
         rope_theta=loaded.config.rope_theta,
         no_rope_layers=list(loaded.config.no_rope_layers),
         begin=_begin(loaded, plan.reading),

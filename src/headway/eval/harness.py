@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway import __version__
 from headway.errors import ConfigError, DataError
-from headway.infer.masks import describe, in_words
+from headway.model.head_masks.masks import in_words
 from headway.runtime.process import set_environment
 from headway.runtime.storage import write_atomic
 
@@ -121,7 +121,7 @@ def run_harness(answers: Answers, plan: HarnessPlan, *, name: str | None = None)
         return None
     path = str(answers.loaded.path)
     kept = {key: found[key] for key in ("results", "groups", "versions", "n-shot", "n-samples", "configs") if key in found}
-    masks = describe(answers.loaded)
+    masks = answers.loaded.describe_masks()
     return HarnessResult(name or path, path, masks, lm_eval.__version__, list(_metrics(found)), kept, found.get("samples", {}))
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headway.model.head_masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks
+from headway.model.head_masks.masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks
 
 ENOUGH = 0.9
 

@@ -26,7 +26,7 @@ from headway.runtime.storage import write_atomic
 if TYPE_CHECKING:
     from headway.eval.perplexity import Piece
     from headway.infer.load import LoadedModel
-    from headway.model.head_masks import HeadMasks
+    from headway.model.head_masks.choice import MaskVariant
     from headway.tokenizer.load import Tokenizer
 
 
@@ -82,16 +82,6 @@ class LongPlan:
     def whole(self) -> list[int]:
         """Lengths that go through the model in one chunk, so that nothing is evicted while a prompt is read."""
         return [length for length in self.lengths if self.chunk(length) >= length]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to read the model."""
-
-    name: str
-    masks: HeadMasks | None
-    masks_from: str | None = None
-    """`own` (of the model's gates), a file or `random`; None where there are none."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +194,7 @@ def prompts_in_words(tokenizer: Tokenizer, plan: LongPlan) -> str:
     return f"text behind {tokenizer.decode(before)}" if before else "text with no begin token"
 
 
-def variant_in_words(variant: Variant) -> str:
+def variant_in_words(variant: MaskVariant) -> str:
     """Which heads a variant keeps, for people."""
     masks = variant.masks
     if masks is None:
@@ -241,7 +231,7 @@ def _answer_tokens(case: Case, tokenizer: Tokenizer) -> int:
 
 def evaluate_long(
     loaded: LoadedModel,
-    variants: Sequence[Variant],
+    variants: Sequence[MaskVariant],
     plan: LongPlan,
     *,
     name: str | None = None,
@@ -277,7 +267,7 @@ def evaluate_long(
 
 def _kept(
     loaded: LoadedModel,
-    variant: Variant,
+    variant: MaskVariant,
     plan: LongPlan,
     cases: list[Asked],
     texts: Callable[[], Iterable[Piece]] | None,
@@ -307,7 +297,7 @@ def _texts_key(texts: Iterable[Piece]) -> str:
     return found.hexdigest()
 
 
-def _key(loaded: LoadedModel, variant: Variant, plan: LongPlan, texts_key: str) -> str:
+def _key(loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, texts_key: str) -> str:
     """What a variant's numbers depend on."""
     weights = [str(float(parameter.float().sum())) for parameter in loaded.model.parameters()]
     content = json.dumps([asdict(plan), repr(variant.masks), weights, texts_key, str(loaded.device)])
@@ -315,7 +305,7 @@ def _key(loaded: LoadedModel, variant: Variant, plan: LongPlan, texts_key: str) 
 
 
 def _measure(
-    loaded: LoadedModel, variant: Variant, plan: LongPlan, cases: list[Asked], texts: Callable[[], Iterable[Piece]] | None
+    loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, cases: list[Asked], texts: Callable[[], Iterable[Piece]] | None
 ) -> VariantResult:
     from headway.eval.perplexity import perplexity
     from headway.infer.speed import measure_speed
@@ -356,7 +346,7 @@ def _measure(
     )
 
 
-def _answer(loaded: LoadedModel, variant: Variant, plan: LongPlan, cases: list[Asked]) -> list[tuple[float, int]]:
+def _answer(loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, cases: list[Asked]) -> list[tuple[float, int]]:
     """Score and written tokens of every case; cases that end alike and are equally long go together."""
     from headway.infer.generate import Options, generate_from_ids
     from headway.tokenizer.chat import answer_end

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from headway.eval.perplexity import Part, Perplexity
-from headway.infer.masks import in_words
+from headway.model.head_masks.masks import in_words
 
 if TYPE_CHECKING:
     from headway.eval.evaluate import Evaluation

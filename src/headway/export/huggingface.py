@@ -18,7 +18,7 @@ from headway.errors import CheckpointError, ConfigError
 from headway.export.weights_file import save_weights
 from headway.infer.load import check_vocabulary, find_own
 from headway.model.families.base import family_of, published, published_with_code
-from headway.model.gates_file import write_gates
+from headway.model.head_masks.gates_file import write_gates
 from headway.model.layout import GATES, num_parameters, param_specs
 from headway.model.pretrained import CONFIG, INDEX, WEIGHTS
 from headway.runtime.json_file import load_json
@@ -51,7 +51,7 @@ def export_huggingface(
 
     `end_ids` end a text besides the tokenizer's own end token; generation_config.json lists them.
     With `remote_code`, a model that transformers has no class for gets its class in a file beside the weights. Head gates go
-    into files of their own (model/gates_file.py): the weights are those of the plain model.
+    into files of their own (model/head_masks/gates_file.py): the weights are those of the plain model.
     """
     gates, config = config.head_gates, config.with_(head_gates=None)
     found: list[torch.Tensor] = []

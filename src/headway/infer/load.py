@@ -27,7 +27,8 @@ from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.model.families.base import as_stored, trusting
 from headway.model.finite_weights import finite
-from headway.model.gates_file import MASKS_FILE, TrainedGates, read_gates
+from headway.model.head_masks.choice import OWN, MaskChoice, MaskSource
+from headway.model.head_masks.gates_file import MASKS_FILE, TrainedGates, read_gates
 from headway.model.layout import GATES, param_specs
 from headway.model.old_weights import is_internlm, open_internlm
 from headway.model.other_formats import named_format
@@ -39,7 +40,7 @@ from headway.text.hub import is_hub_id, local_or_hub
 if TYPE_CHECKING:
     import torch
 
-    from headway.model.head_masks import HeadMasks
+    from headway.model.head_masks.masks import HeadMasks
     from headway.model.transformer import Transformer
     from headway.tokenizer.load import Tokenizer
 
@@ -65,8 +66,12 @@ class StoredModel:
     masks_file: Path | None = None
     """A mask table in its Hugging Face folder."""
 
+    def mask_source(self) -> MaskSource:
+        """What its own head masks are made from."""
+        return MaskSource(str(self.path), self.config, self.gates, self.masks_file)
+
     def gates(self) -> TrainedGates | None:
-        """The head gates it was trained with, where it was."""
+        """The head gates it was trained with, or None."""
         if self.config.head_gates is None:
             return None
         return TrainedGates(self.config.head_gates, next(value for name, value in self.weights() if name == GATES).float().cpu())
@@ -97,15 +102,24 @@ class LoadedModel:
     masks_from: str | None = None
     """Where the masks come from: `own`, or a file; None where there are none."""
     gates: TrainedGates | None = None
-    """The head gates it was trained with; `infer/masks.py` makes the model's own masks of them."""
+    """The head gates it was trained with."""
     masks_file: Path | None = None
     """A mask table in its Hugging Face folder."""
 
     def with_masks(self, masks: HeadMasks | None, masks_from: str | None = None) -> LoadedModel:
-        """The same weights, read with other masks."""
+        """The same weights under other masks."""
         if masks is not None:
             masks.check(self.config)
         return replace(self, masks=masks, masks_from=masks_from if masks is not None else None)
+
+    def with_mask_choice(self, choice: MaskChoice) -> LoadedModel:
+        """The same weights under the masks that `--masks` and its options select."""
+        source = MaskSource(str(self.path), self.config, lambda: self.gates, self.masks_file)
+        return self.with_masks(choice.resolve(source), OWN if choice.file is None else str(choice.file))
+
+    def describe_masks(self) -> dict[str, Any] | None:
+        """The masks as plain values for a result; None where every head keeps the whole past."""
+        return None if self.masks is None else self.masks.describe(self.masks_from or "given")
 
     @property
     def device(self) -> torch.device:
@@ -230,7 +244,7 @@ def _checkpoint(folder: Place) -> StoredModel:
 def load_model(path: Place | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:
     """Read a model onto a device; without a dtype it computes in fp32 on the CPU and in bf16 elsewhere.
 
-    Every head keeps the whole past, also where the model was trained under masks: `MaskChoice().of(model)` reads it under its own.
+    Every head keeps the whole past, also where the model was trained under masks: `model.with_mask_choice(MaskChoice())` uses its own.
     """
     import torch
 

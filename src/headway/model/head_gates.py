@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from headway.kernels.head_mix import HeadMix
 from headway.kernels.streaming import Reach
-from headway.model.head_masks import HeadMasks, highest
+from headway.model.head_masks.masks import HeadMasks, select_heads
 from headway.model.layout import DECIDED
 
 if TYPE_CHECKING:
@@ -91,10 +91,14 @@ def sample(log_alpha: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     return z, torch.where((z > 0) & (z < 1), slope, 0.0).float()
 
 
+def expected_full_heads(log_alpha: Tensor) -> int:
+    """How many heads the gates expect to be full; the number that stream is rounded to the nearest, a half up."""
+    return log_alpha.numel() - math.floor(float((1 - expected_z(log_alpha.double())).sum()) + 0.5)
+
+
 def settle(log_alpha: Tensor) -> Tensor:
-    """Bool [L,KV] on the host: which heads are full. The number that stream is what the gates expect, rounded; the lowest stream."""
-    streaming = math.floor(float((1 - expected_z(log_alpha.double())).sum()) + 0.5)
-    return torch.tensor(highest(log_alpha.tolist(), log_alpha.numel() - streaming), device="cpu")
+    """Bool [L,KV] on the host: which heads are full. As many as the gates expect, those with the highest log_alpha."""
+    return torch.tensor(select_heads(log_alpha.tolist(), expected_full_heads(log_alpha)).full, device="cpu")
 
 
 def settled_masks(log_alpha: Tensor, window: int, sinks: int) -> HeadMasks:

@@ -29,7 +29,7 @@ from headway.kernels.attention import dense
 from headway.kernels.chunk_attention import attend_chunk
 from headway.kernels.decode_attention import DecodePlan, decode_attention
 from headway.model.config import ModelConfig
-from headway.model.head_masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks
+from headway.model.head_masks.masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks
 
 Whole = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Causal attention, under the layer's own window, of tokens that have nothing before them: q, k, v -> o."""

@@ -16,7 +16,8 @@ from headway.infer.adapted import Carried
 from headway.infer.load import StoredModel, find_model
 from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.families.base import family_of
-from headway.model.head_masks import HeadMasks, find_masks, read_masks, read_table
+from headway.model.head_masks.file import find_masks, read_masks, read_table
+from headway.model.head_masks.masks import HeadMasks
 from headway.model.layout import DECIDED
 from headway.runtime.s3 import StoreDown
 from headway.text.hub import is_hub_id, local_or_hub

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError
-from headway.eval.long_context import LongPlan, LongResult, Variant, evaluate_long, make_cases
+from headway.eval.long_context import LongPlan, LongResult, evaluate_long, make_cases
 from headway.eval.long_report import write_long_report
-from headway.export.mask_variants import FULL, MaskWish
-from headway.infer.masks import NONE, OWN, MaskChoice
+from headway.model.head_masks.choice import FULL, NONE, OWN, MaskChoice, MaskSpec, MaskVariant
 from headway.runtime.device import choose_compute
 
 if TYPE_CHECKING:
@@ -89,9 +88,9 @@ class Sparsified:
 class Checked:
     """A plan that fits its recipe."""
 
-    wish: MaskWish
+    spec: MaskSpec
     """The run's own gates at each sparsity."""
-    extra: MaskWish
+    extra: MaskSpec
     """Masks to measure beside them."""
     long: LongPlan
 
@@ -107,8 +106,8 @@ def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
     if not recipe.checkpoint.at_end:
         raise ConfigError("checkpoint.at_end is false; sparsify reads the trained model from it. Set it to true.")
     sparsities = plan.sparsities or (objective.target,)
-    extra = MaskWish(MaskChoice(plan.masks or NONE), random=plan.random and plan.masks not in (None, NONE), seed=plan.seed)
-    wish = MaskWish(MaskChoice(equal_per_layer=plan.equal_per_layer), sparsities, plan.random, plan.seed)
+    extra = MaskSpec(MaskChoice(plan.masks or NONE), random=plan.random and plan.masks not in (None, NONE), seed=plan.seed)
+    spec = MaskSpec(MaskChoice(equal_per_layer=plan.equal_per_layer), sparsities, plan.random, plan.seed)
     lengths = plan.lengths or (recipe.data.seq_len,)
     long = LongPlan(plan.tasks, lengths, plan.depths, plan.samples, plan.seed, plan.chunk_tokens, plan.rows, plan.template, plan.bos)
     resolved = resolve(recipe)
@@ -121,7 +120,7 @@ def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
     _check_data(plan.data)
     if plan.masks not in (None, NONE, OWN):
         extra.choice.read(Path(plan.masks), resolved.model)
-    return Checked(wish, extra, long)
+    return Checked(spec, extra, long)
 
 
 def _check_data(data: Sequence[str]) -> None:
@@ -148,38 +147,42 @@ def sparsify(recipe: Recipe, plan: SparsifyPlan, *, train: Callable[[Recipe], di
         return summary["exit_code"]
     out = run / FOLDER
     out.mkdir(exist_ok=True)
-    log.info("[2/3] masks at sparsity %s", ", ".join(map(str, checked.wish.sparsities)))
-    files = write_mask_files(run, checked.wish, out)
+    log.info("[2/3] masks at sparsity %s", ", ".join(map(str, checked.spec.sparsities)))
+    files = write_mask_files(run, checked.spec, out)
     log.info("[3/3] ask the model as it is and under the masks")
     result = _ask(recipe, run, checked, plan)
     write_long_report(out, result, preface=list(_preface(summary, files)))
     return Sparsified(run, files, _kept(summary), result)
 
 
-def write_mask_files(run: Path, wish: MaskWish, out: Path) -> list[str]:
+def write_mask_files(run: Path, spec: MaskSpec, out: Path) -> list[str]:
     """One mask file per sparsity, and a picture of the gates with the last one; returns the files' names."""
-    from headway.export.masks import draw_masks, export_masks, read_trained_gates
+    from headway.infer.load import find_model
+    from headway.model.head_masks.file import write_masks
+    from headway.model.head_masks.plot import draw_masks
 
-    learned = [one.masks for one in wish.variants(run) if one.masks is not None and one.masks_from != "random"]
-    files = [f"masks_sp{sparsity:g}.tsv" for sparsity in sorted(wish.sparsities)]
+    source = find_model(run).mask_source()
+    learned = [one.masks for one in spec.variants(source) if one.masks is not None and one.masks_from != "random"]
+    files = [f"masks_sp{sparsity:g}.tsv" for sparsity in sorted(spec.sparsities)]
     for masks, name in zip(learned, files, strict=True):
-        export_masks(masks, out / name)
-    draw_masks(learned[-1], out / PICTURE, read_trained_gates(run).log_alpha)
+        write_masks(masks, out / name)
+    draw_masks(learned[-1], out / PICTURE, source.trained_gates().log_alpha)
     return files
 
 
 def _ask(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) -> LongResult:
-    from headway.infer.load import load_model
+    from headway.infer.load import find_model, load_model
 
     compute = choose_compute(recipe.device, "auto")
     loaded = load_model(run, device=compute.device, dtype=compute.dtype)
-    variants = [*checked.wish.variants(run), *(_named(one, plan.masks) for one in checked.extra.variants(run)[1:])]
+    source = find_model(run).mask_source()
+    variants = [*checked.spec.variants(source), *(_named(one, plan.masks) for one in checked.extra.variants(source)[1:])]
     assert variants[0].name == FULL
     keep = run / FOLDER / "parts"
     return evaluate_long(loaded, variants, checked.long, name=str(run), texts=_texts(plan, loaded), keep=keep)
 
 
-def _named(variant: Variant, masks: str | None) -> Variant:
+def _named(variant: MaskVariant, masks: str | None) -> MaskVariant:
     """A variant under the name of the masks it is of, which no sparsity has."""
     return replace(variant, name=("random " if variant.masks_from == "random" else "") + (Path(masks).name if masks else variant.name))
 

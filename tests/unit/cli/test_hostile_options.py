@@ -12,7 +12,7 @@ from support.byte_model import CONFIG, write_model
 
 from headway.cli import build_app, main
 from headway.model.config import HeadGatesConfig
-from headway.model.gates_file import write_gates
+from headway.model.head_masks.gates_file import write_gates
 
 HOSTILE = ("nan", "inf", "-1", str(10**14), "1e-320", "9" * 5000, "", "a\0b", "²")
 SKIPPED = ("help", "json", "device", "precision", "nproc", "gpus")

@@ -3,7 +3,7 @@
 import pytest
 
 from headway.eval.kv_footprint import critical_footprint, footprint
-from headway.model.head_masks import HeadMasks
+from headway.model.head_masks.masks import HeadMasks
 
 
 def masks(full: int, heads: int, window: int, sinks: int) -> HeadMasks:

@@ -15,7 +15,8 @@ from headway.eval.long_context import LongPlan, make_cases
 from headway.eval.long_tasks.base import find_task, fit, task_names
 from headway.infer.generate import prompt_ids
 from headway.infer.load import load_model
-from headway.model.head_masks import HeadMasks, write_masks
+from headway.model.head_masks.file import write_masks
+from headway.model.head_masks.masks import HeadMasks
 from headway.tokenizer.load import Tokenizer
 
 TASKS = [

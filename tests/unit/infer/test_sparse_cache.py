@@ -15,9 +15,10 @@ from headway.infer.decode import Decoder
 from headway.infer.fuse import fuse_projections
 from headway.infer.generate import Options, generate
 from headway.infer.load import LoadedModel, load_model
-from headway.infer.masks import MaskChoice, random_masks
 from headway.kernels.attention import causal_mask
-from headway.model.head_masks import HeadMasks, write_masks
+from headway.model.head_masks.choice import MaskChoice
+from headway.model.head_masks.file import write_masks
+from headway.model.head_masks.masks import HeadMasks, random_masks
 from headway.model.kv_cache import KVCache
 
 MASKS = HeadMasks(((True, False), (False, False)), window=6, sinks=2)

@@ -19,7 +19,7 @@ from headway.model.head_gates import (
     settle,
     settled_masks,
 )
-from headway.model.head_masks import HeadMasks
+from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initial_value
 from headway.model.layout import GATES, param_specs
 from headway.model.transformer import Transformer

@@ -9,7 +9,8 @@ import pytest
 
 from headway.errors import ConfigError, DataError
 from headway.model.config import ModelConfig
-from headway.model.head_masks import HeadMasks, heads_kept, rank_heads, read_masks, write_masks
+from headway.model.head_masks.file import read_masks, write_masks
+from headway.model.head_masks.masks import HeadMasks, num_full_heads, select_at_sparsity
 
 FULL = ((True, False, True), (False, False, True))
 
@@ -37,23 +38,23 @@ def test_heads_of_a_layer() -> None:
     ("total", "sparsity", "kept"), [(256, 0.7, 76), (10, 0.9, 1), (10, 0.7, 3), (8, 0.0, 8), (8, 1.0, 0), (30, 0.1, 27)]
 )
 def test_the_number_of_full_heads_is_exact(total: int, sparsity: float, kept: int) -> None:
-    assert heads_kept(total, sparsity) == kept
+    assert num_full_heads(total, sparsity) == kept
 
 
 def test_heads_are_ranked_over_the_whole_model_and_ties_go_to_the_first() -> None:
     scores = ((-9.0, -8.0, 1.0, -9.0), (-9.0, 2.0, 3.0, -8.0))
-    assert rank_heads(scores, 0.5).full == ((False, True, True, False), (False, True, True, False))
-    assert rank_heads(scores, 0.25).num_full == 6
-    assert rank_heads(((0.0, 0.0), (0.0, 0.0)), 0.25).full == ((True, True), (True, False))
+    assert select_at_sparsity(scores, 0.5).full == ((False, True, True, False), (False, True, True, False))
+    assert select_at_sparsity(scores, 0.25).num_full == 6
+    assert select_at_sparsity(((0.0, 0.0), (0.0, 0.0)), 0.25).full == ((True, True), (True, False))
 
 
 def test_equal_per_layer_gives_every_layer_the_same_count() -> None:
     scores = ((5.0, 4.0, 3.0, 2.0), (1.0, 0.0, -1.0, -2.0), (9.0, 9.0, 9.0, 9.0))
-    assert [sum(row) for row in rank_heads(scores, 0.5).full] == [2, 0, 4]
-    equal = rank_heads(scores, 0.5, equal_per_layer=True)
+    assert [sum(row) for row in select_at_sparsity(scores, 0.5).full] == [2, 0, 4]
+    equal = select_at_sparsity(scores, 0.5, equal_per_layer=True)
     assert [sum(row) for row in equal.full] == [2, 2, 2]
     assert equal.full[1] == (True, True, False, False)
-    assert [sum(row) for row in rank_heads(((1.0, 2.0),) * 2, 0.25, equal_per_layer=True).full] == [2, 2]  # 1.5 each rounds up
+    assert [sum(row) for row in select_at_sparsity(((1.0, 2.0),) * 2, 0.25, equal_per_layer=True).full] == [2, 2]  # 1.5 each rounds up
 
 
 def duo_folder(at: Path) -> Path:

@@ -7,7 +7,7 @@ from support.head_masks import masked_forward
 from headway.errors import ConfigError
 from headway.infer.prefill import chunks, last_hidden
 from headway.model.config import ModelConfig
-from headway.model.head_masks import HeadMasks
+from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initialize
 from headway.model.kv_cache import KVCache, Part, split_heads
 from headway.model.transformer import Transformer

@@ -18,7 +18,7 @@ from headway.errors import ConfigError
 if TYPE_CHECKING:
     from headway.eval.evaluate import Evaluation
     from headway.infer.load import LoadedModel
-    from headway.infer.masks import MaskChoice
+    from headway.model.head_masks.choice import MaskChoice
 
 DATA = typer.Option([], "--data", "--input", help="NAME=PATH or PATH: text files, a folder or a token store; may be given several times.")
 SUITE = typer.Option(

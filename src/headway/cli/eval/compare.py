@@ -54,7 +54,7 @@ def command(
     """Several models side by side: the same data, the same prompts, and how those that are runs trained; one is loaded at a time."""
     from headway.eval.dataset import Reading, parse_datasets
     from headway.eval.evaluate import EvalPlan, SamplePlan
-    from headway.infer.masks import MaskChoice
+    from headway.model.head_masks.choice import MaskChoice
 
     choice = MaskChoice(masks, equal_per_layer, stream_window, stream_sinks)
     _check_models(models)

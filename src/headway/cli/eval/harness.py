@@ -41,7 +41,7 @@ def command(
     from headway.errors import ConfigError
     from headway.eval.harness import COLUMNS, HarnessPlan, check_installed, run_harness, write_results
     from headway.infer.load import find_model
-    from headway.infer.masks import MaskChoice
+    from headway.model.head_masks.choice import MaskChoice
 
     check_installed()
     choice = MaskChoice(masks, equal_per_layer, stream_window, stream_sinks)

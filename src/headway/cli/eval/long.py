@@ -49,8 +49,8 @@ def command(
     from headway.eval.long_context import LongPlan, evaluate_long
     from headway.eval.long_report import write_long_report
     from headway.eval.long_tasks.base import task_names
-    from headway.export.mask_variants import MaskWish
-    from headway.infer.masks import MaskChoice
+    from headway.infer.load import find_model
+    from headway.model.head_masks.choice import MaskChoice, MaskSpec
 
     plan = LongPlan(
         tuple(tasks.split(",")) if tasks is not None else tuple(task_names()),
@@ -64,9 +64,9 @@ def command(
         bos,
     )
     shares = split_numbers("--sparsities", sparsities) if sparsities is not None else ()
-    wish = MaskWish(MaskChoice(masks, equal_per_layer, stream_window, stream_sinks), shares, random_masks)
+    spec = MaskSpec(MaskChoice(masks, equal_per_layer, stream_window, stream_sinks), shares, random_masks)
     _options.check_start(device, precision, out)
-    variants = wish.variants(model)
+    variants = spec.variants(find_model(model).mask_source())
     loaded = _options.load_in_full(model, device, precision)
     keep = None if out is None else out / "parts"
     result = evaluate_long(loaded, variants, plan, name=str(model), texts=_texts(data, loaded, bos), keep=keep)

@@ -52,7 +52,7 @@ def command(
     """Perplexity, bits per byte, accuracy and calibration of a model on text, with a sliding window where documents are longer than it."""
     from headway.eval.dataset import Reading, parse_datasets
     from headway.eval.evaluate import EvalPlan, SamplePlan
-    from headway.infer.masks import MaskChoice
+    from headway.model.head_masks.choice import MaskChoice
 
     choice = MaskChoice(masks, equal_per_layer, stream_window, stream_sinks)
     prompts, times = _options.prompts_of(prompt, prompts_file, samples)

@@ -17,18 +17,19 @@ def command(
     json: bool = JSON_FLAG,
 ) -> None:
     """Write which KV heads keep the whole past (1) and which only sinks and a window (0): one row per layer, tab separated."""
-    from headway.export.masks import export_masks, export_raw, read_trained_gates
+    from headway.infer.load import find_model
+    from headway.model.head_masks.file import write_masks
 
     if raw and (sparsity is not None or equal_per_layer):
         raise ConfigError("--raw writes what was learned and decides nothing; leave out --sparsity and --equal-per-layer.")
-    gates = read_trained_gates(model)
+    gates = find_model(model).mask_source().trained_gates()
     reach = {"window": gates.config.window, "sinks": gates.config.sinks}
     if raw:
-        export_raw(gates, out)
+        gates.write_raw(out)
         result = {"out": str(out), "raw": True, "heads": gates.log_alpha.numel(), **reach}
     else:
         masks = gates.masks(sparsity, equal_per_layer=equal_per_layer)
-        export_masks(masks, out)
+        write_masks(masks, out)
         heads = masks.num_layers * masks.num_kv_heads
         result = {"out": str(out), "raw": False, "heads": heads, "full_heads": masks.num_full, "sparsity": masks.sparsity, **reach}
     if json:

@@ -17,14 +17,15 @@ def command(
     json: bool = JSON_FLAG,
 ) -> None:
     """Show which KV heads see everything and which stream, as a table and a picture."""
-    from headway.export.masks import draw_masks, read_trained_gates
-    from headway.model.head_masks import read_masks
+    from headway.infer.load import find_model
+    from headway.model.head_masks.file import read_masks
+    from headway.model.head_masks.plot import draw_masks
 
     if (model is None) == (masks is None):
         raise ConfigError("give either --model or --masks.")
     if out is not None and out.suffix != ".png":
         raise ConfigError(f"out is {str(out)!r}; the picture is a PNG. Give a name that ends in .png.")
-    gates = None if model is None else read_trained_gates(model)
+    gates = None if model is None else find_model(model).mask_source().trained_gates()
     if gates is not None:
         found = gates.masks(sparsity, equal_per_layer=equal_per_layer)
     else:

@@ -36,8 +36,8 @@ def sparsify_demo(out: Path, model: Path, store: Path, fraction: float, steps: i
     from headway.config.load import load
     from headway.eval.long_context import LongPlan, evaluate_long
     from headway.eval.long_report import kv_rows, write_long_report
-    from headway.export.mask_variants import MaskWish
-    from headway.infer.load import load_model
+    from headway.infer.load import find_model, load_model
+    from headway.model.head_masks.choice import MaskSpec
     from headway.train import train
     from headway.train.config import Recipe
     from headway.workflows.sparsify import FOLDER, write_mask_files
@@ -50,14 +50,14 @@ def sparsify_demo(out: Path, model: Path, store: Path, fraction: float, steps: i
     write_atomic(file, text)
     recipe = load(Recipe, file)
     train(recipe)
-    run, wish = recipe.run.folder, MaskWish(sparsities=(SPARSITY,), random=True)
+    run, spec = recipe.run.folder, MaskSpec(sparsities=(SPARSITY,), random=True)
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
-    files = write_mask_files(run, wish, folder)
+    files = write_mask_files(run, spec, folder)
     loaded = load_model(run)
     plan = LongPlan((), (256,), chunk_tokens=64, rows=8)
     texts = lambda: _held_out(store, fraction)  # noqa: E731
-    result = evaluate_long(loaded, wish.variants(run), plan, name=str(run), texts=texts, keep=folder / "parts")
+    result = evaluate_long(loaded, spec.variants(find_model(run).mask_source()), plan, name=str(run), texts=texts, keep=folder / "parts")
     write_long_report(folder, result)
     losses = {one.name: one.perplexity["loss"] for one in result.variants if one.perplexity is not None}
     table = kv_rows(result.variants)

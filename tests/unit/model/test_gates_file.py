@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.export.masks import RAW_COLUMNS, TrainedGates, export_raw
 from headway.model.config import HeadGatesConfig
+from headway.model.head_masks.gates_file import RAW_COLUMNS, TrainedGates
 
 
 def test_every_raw_column_holds_what_its_header_says(tmp_path: Path) -> None:
     gates = TrainedGates(HeadGatesConfig(window=8, sinks=2), torch.tensor([[3.0, -2.0, 0.0], [1.0, 2.0, -4.0]]))
-    export_raw(gates, tmp_path / "raw.tsv")
+    gates.write_raw(tmp_path / "raw.tsv")
     head, *lines = (tmp_path / "raw.tsv").read_text().splitlines()
     assert head.split("\t") == ["layer", "head", "log_alpha", "expected_z", "p_streaming", "p_full"] == list(RAW_COLUMNS)
     rows = [dict(zip(head.split("\t"), map(float, line.split("\t")), strict=True)) for line in lines]

@@ -11,12 +11,12 @@ from support.byte_model import CONFIG, write_model
 from headway.cli import main
 from headway.errors import ConfigError
 from headway.eval.answers import Answers
-from headway.export.mask_variants import MaskWish
 from headway.infer.load import load_model
-from headway.infer.masks import MaskChoice
 from headway.model.config import HeadGatesConfig
-from headway.model.gates_file import write_gates
-from headway.model.head_masks import HeadMasks, write_masks
+from headway.model.head_masks.choice import MaskChoice, MaskSpec
+from headway.model.head_masks.file import write_masks
+from headway.model.head_masks.gates_file import write_gates
+from headway.model.head_masks.masks import HeadMasks
 
 TEXT = "the cat sat on the mat and then it went away over the hills and far away, to the sea, and never came back again"
 GATES = torch.tensor([[9.0, -7.0], [-8.0, -6.0]])
@@ -96,7 +96,7 @@ def test_long_questions_are_asked_in_full_and_under_the_models_own_masks(
 def test_tasks_of_the_harness_are_answered_under_the_chosen_masks(gated: Path) -> None:
     loaded = load_model(gated)
     pairs = [(TEXT, " and"), (TEXT, " cat")]
-    own, none = (Answers(MaskChoice(masks).of(loaded)).loglikelihood(pairs) for masks in (None, "none"))
+    own, none = (Answers(loaded.with_mask_choice(MaskChoice(masks))).loglikelihood(pairs) for masks in (None, "none"))
     assert own == Answers(loaded.with_masks(OWN)).loglikelihood(pairs)
     assert none == Answers(loaded).loglikelihood(pairs) != own
 
@@ -104,18 +104,18 @@ def test_tasks_of_the_harness_are_answered_under_the_chosen_masks(gated: Path) -
 def test_a_table_in_the_folder_is_the_models_own_where_it_has_no_gates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_model(tmp_path, CONFIG)
     write_masks(OWN, folder / "masks.tsv")
-    assert MaskChoice().of(load_model(folder)).masks == OWN
+    assert load_model(folder).with_mask_choice(MaskChoice()).masks == OWN
     # With gates these decide, and a table that differs is reported.
     write_gates(folder, HeadGatesConfig(window=6, sinks=2), -GATES)
-    assert MaskChoice().of(load_model(folder)).masks == HeadMasks(((False, True), (True, True)), 6, 2)
+    assert load_model(folder).with_mask_choice(MaskChoice()).masks == HeadMasks(((False, True), (True, True)), 6, 2)
     assert "differs" not in caplog.text
     write_masks(OWN, folder / "masks.tsv")
-    assert MaskChoice().of(load_model(folder)).masks == HeadMasks(((False, True), (True, True)), 6, 2)
+    assert load_model(folder).with_mask_choice(MaskChoice()).masks == HeadMasks(((False, True), (True, True)), 6, 2)
     assert "masks.tsv: differs from the gates of the model, which are used" in caplog.text
 
 
 def test_window_and_sinks_of_own_masks_can_be_changed(gated: Path) -> None:
-    chosen = MaskChoice("own", window=9, sinks=0).of(load_model(gated))
+    chosen = load_model(gated).with_mask_choice(MaskChoice("own", window=9, sinks=0))
     assert (chosen.masks, chosen.masks_from) == (OWN.with_reach(9, 0), "own")
 
 
@@ -129,4 +129,4 @@ def test_what_contradicts_itself_is_one_line(plain: Path, gated: Path, capsys: p
         error = capsys.readouterr().err.strip().splitlines()
         assert len(error) == 1 and said in error[0]
     with pytest.raises(ConfigError, match="--sparsities is given with --masks none"):
-        MaskWish(MaskChoice("none"), (0.5,))
+        MaskSpec(MaskChoice("none"), (0.5,))

@@ -9,11 +9,12 @@ from support.byte_model import CONFIG, write_model
 
 from headway.cli import main
 from headway.errors import ConfigError
-from headway.export.mask_variants import MaskWish
-from headway.infer.masks import MaskChoice
+from headway.infer.load import find_model
 from headway.model.config import HeadGatesConfig
-from headway.model.gates_file import TrainedGates, write_gates
-from headway.model.head_masks import HeadMasks, read_masks, write_masks
+from headway.model.head_masks.choice import MaskChoice, MaskSpec
+from headway.model.head_masks.file import read_masks, write_masks
+from headway.model.head_masks.gates_file import TrainedGates, write_gates
+from headway.model.head_masks.masks import HeadMasks
 from headway.workflows.sparsify import write_mask_files
 
 SCORES = torch.tensor([[3.0, 5.0, 9.0, 8.0], [-9.0, -4.0, -5.0, 2.0]])
@@ -37,10 +38,10 @@ def test_every_verb_keeps_the_best_heads_of_each_layer(gated: Path, tmp_path: Pa
     assert main(["masks", "show", *flags]) == 0
     assert json.loads(capsys.readouterr().out)["full"] == [[int(keeps) for keeps in row] for row in BEST]
     # eval long --sparsities, and the mask files of sparsify
-    wish = MaskWish(EQUAL, (0.5,))
-    _, variant = wish.variants(gated)
+    spec = MaskSpec(EQUAL, (0.5,))
+    _, variant = spec.variants(find_model(gated).mask_source())
     assert variant.masks == HeadMasks(BEST, 6, 2)
-    (name,) = write_mask_files(gated, wish, tmp_path)
+    (name,) = write_mask_files(gated, spec, tmp_path)
     assert read_masks(tmp_path / name) == HeadMasks(BEST, 6, 2)
 
 
@@ -52,7 +53,7 @@ def test_soft_mask_files_are_ranked_in_each_layer(gated: Path, tmp_path: Path, c
     assert main(["masks", "show", "--masks", str(soft), "--equal-per-layer", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["full"] == [[int(keeps) for keeps in row] for row in BEST]
     for sparsities in ((), (0.5,)):
-        _, variant = MaskWish(MaskChoice(str(soft), equal_per_layer=True), sparsities).variants(gated)
+        _, variant = MaskSpec(MaskChoice(str(soft), equal_per_layer=True), sparsities).variants(find_model(gated).mask_source())
         assert variant.masks is not None and variant.masks.full == BEST
 
 

@@ -1,0 +1,135 @@
+"""One decision per layer and KV head, and the rules that make it from scores.
+
+A query at position i of its document sees key j of the same document iff j <= i and, for a streaming head,
+(i - j < window or j < sinks). Positions count from the document's first token. Imports without torch.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.model.config import ModelConfig
+
+Table = Sequence[Sequence[float]]
+DEFAULT_WINDOW, DEFAULT_SINKS = 1024, 128
+"""Of streaming heads where neither the masks nor the user give them."""
+
+
+@dataclass(frozen=True)
+class HeadMasks:
+    """One decision per layer and KV head; the query heads of a group follow their KV head."""
+
+    full: tuple[tuple[bool, ...], ...]
+    """[num_layers][num_kv_heads]: True = the head keeps and sees the whole past of its document."""
+    window: int | None = None
+    """Tokens a streaming head sees, the query's own included; None = the file does not say."""
+    sinks: int | None = None
+    """First tokens of the document that a streaming head also sees (0 = none); None = the file does not say."""
+
+    @property
+    def num_layers(self) -> int:
+        """Rows of the table."""
+        return len(self.full)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Columns of the table."""
+        return len(self.full[0])
+
+    @property
+    def num_full(self) -> int:
+        """Full heads of the whole model."""
+        return sum(map(sum, self.full))
+
+    @property
+    def sparsity(self) -> float:
+        """Share of streaming heads."""
+        return 1 - self.num_full / (self.num_layers * self.num_kv_heads)
+
+    def full_heads(self, layer: int) -> tuple[int, ...]:
+        """Indices of the full KV heads of one layer, ascending."""
+        return tuple(head for head, is_full in enumerate(self.full[layer]) if is_full)
+
+    def streaming_heads(self, layer: int) -> tuple[int, ...]:
+        """Indices of the streaming KV heads of one layer, ascending."""
+        return tuple(head for head, is_full in enumerate(self.full[layer]) if not is_full)
+
+    def with_reach(self, window: int | None, sinks: int | None) -> HeadMasks:
+        """The same heads; window and sinks are replaced where given."""
+        return replace(self, window=self.window if window is None else window, sinks=self.sinks if sinks is None else sinks)
+
+    def check(self, config: ModelConfig, what: str = "masks") -> None:
+        """Refuse masks of another model."""
+        if (self.num_layers, self.num_kv_heads) != (config.num_layers, config.kv_heads):
+            raise ConfigError(
+                f"{what} holds {self.num_layers} layers of {self.num_kv_heads} KV heads; the model has {config.num_layers} layers of "
+                f"{config.kv_heads}. Use masks made for this model."
+            )
+
+    def describe(self, origin: str) -> dict[str, Any]:
+        """Plain values for a result; `origin` says where the masks come from."""
+        return {
+            "from": origin,
+            "full_heads": self.num_full,
+            "heads": self.num_layers * self.num_kv_heads,
+            "sparsity": self.sparsity,
+            "window": self.window,
+            "sinks": self.sinks,
+        }
+
+
+def in_words(described: dict[str, Any] | None) -> str:
+    """`HeadMasks.describe` as one line for people; None = no masks."""
+    if described is None:
+        return "none"
+    return (
+        f"{described['from']} ({described['full_heads']} of {described['heads']} heads full, window {described['window']}, "
+        f"sinks {described['sinks']})"
+    )
+
+
+def num_full_heads(total: int, sparsity: float) -> int:
+    """How many of `total` heads stay full: floor(total * (1 - sparsity)) in exact decimal arithmetic; 10 heads at 0.9 leave one."""
+    if not 0 <= sparsity <= 1:
+        raise ConfigError(f"sparsity is {sparsity}; it must lie between 0 and 1.")
+    return math.floor(total * (1 - Fraction(str(sparsity))))
+
+
+def select_heads(scores: Table, num_full: int, *, equal_per_layer: bool = False) -> HeadMasks:
+    """The `num_full` heads with the highest scores are full; ties go to the lower layer, then to the lower head.
+
+    With `equal_per_layer` every layer has the same number of full heads: num_full / layers, rounded to the nearest (a half rounds up).
+    In each layer these are its highest scores. This is the only rule for equal layers; gates and mask files both use it.
+    """
+    if equal_per_layer:
+        each = math.floor(Fraction(num_full, len(scores)) + Fraction(1, 2))
+        return HeadMasks(tuple(_highest([row], each)[0] for row in scores))
+    return HeadMasks(_highest(scores, num_full))
+
+
+def select_at_sparsity(scores: Table, sparsity: float, *, equal_per_layer: bool = False) -> HeadMasks:
+    """`select_heads` with as many full heads as a sparsity leaves in the whole model."""
+    return select_heads(scores, num_full_heads(len(scores) * len(scores[0]), sparsity), equal_per_layer=equal_per_layer)
+
+
+def random_masks(like: HeadMasks, seed: int) -> HeadMasks:
+    """As many full heads, drawn at random over the whole model: the baseline for a selection."""
+    heads = [(layer, head) for layer in range(like.num_layers) for head in range(like.num_kv_heads)]
+    return replace(like, full=_table(like.full, set(random.Random(seed).sample(heads, like.num_full))))
+
+
+def _highest(scores: Table, num_full: int) -> tuple[tuple[bool, ...], ...]:
+    order = sorted((-score, layer, head) for layer, row in enumerate(scores) for head, score in enumerate(row))
+    return _table(scores, {(layer, head) for _, layer, head in order[:num_full]})
+
+
+def _table(shape: Sequence[Sequence[Any]], full: set[tuple[int, int]]) -> tuple[tuple[bool, ...], ...]:
+    return tuple(tuple((layer, head) in full for head in range(len(row))) for layer, row in enumerate(shape))
