@@ -92,9 +92,7 @@ class MaskChoice:
             return self.read(self.file, source.config)
         masks = self.own(source)
         if masks is None and (flag := self.first_flag()) is not None:
-            raise ConfigError(
-                f"{flag} is given without --masks, and the model has no masks. Give --masks FILE, or leave it out."
-            )
+            raise ConfigError(f"{flag} is given without --masks, and the model has no masks. Give --masks FILE, or leave it out.")
         return masks
 
     def own(self, source: MaskSource) -> HeadMasks | None:

@@ -80,9 +80,7 @@ def read_gates(folder: Path, config: ModelConfig) -> TrainedGates | None:
         log_alpha = torch.tensor(fields["log_alpha"], dtype=torch.float32, device="cpu")
         gates = HeadGatesConfig(window=fields["window"], sinks=fields["sinks"])
     except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as problem:
-        raise CheckpointError(
-            f"{path}: cannot be read as head gates ({first_line(problem)}). Delete it to run without gates."
-        ) from None
+        raise CheckpointError(f"{path}: cannot be read as head gates ({first_line(problem)}). Delete it to run without gates.") from None
     if tuple(log_alpha.shape) != (config.num_layers, config.kv_heads):
         raise CheckpointError(
             f"{path}: holds gates of shape {list(log_alpha.shape)}; the model has {config.num_layers} layers of {config.kv_heads} KV "
