@@ -22,7 +22,7 @@ from headway.prepare.record_keys import KeyMap
 from headway.runtime.progress import progress
 from headway.text.document import Record, TextOf, place_of
 from headway.text.formats import FORMATS
-from headway.text.formats.jsonl import parse_object
+from headway.text.formats.json import parse_object
 from headway.text.raw import RawFile, decode
 from headway.text.read import Document, expand, read_documents, read_records
 from headway.tokenizer.chat import Piece, Template, Turn, find_template, render_pieces

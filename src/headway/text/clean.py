@@ -1,11 +1,12 @@
-"""Leave out documents that are too short, badly made or there already, and say what was left out and why.
+"""Drop documents that are too short, of poor quality or duplicates, and report how many were dropped and why.
 
 In: a stream of documents. Out: those that pass, unchanged and in order, and a `CleanReport`. Each document is counted under the first
-rule it breaks. Works alike for languages with and without spaces: everything is counted in characters.
+rule it breaks. Lengths and shares are counted in characters, so that languages without spaces work too.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,12 +15,23 @@ from typing import Any, Literal
 
 from headway.errors import ConfigError, DataError
 from headway.runtime.progress import progress
-from headway.text.characters import kinds
-from headway.text.dedup import ExactDuplicates, NearDuplicates
-from headway.text.document import Document
-from headway.text.formats.txt import Split
+from headway.text.dedup import ExactDuplicates, NearDuplicates, count_characters
+from headway.text.document import Document, TextSplit
 from headway.text.read import expand, read_documents
 from headway.text.write import record_file
+
+TO_SIMPLIFIED = "t2s"
+"""OpenCC's name for: traditional characters to simplified ones, words as they are."""
+
+
+def simplifier(option: str) -> Callable[[str], str]:
+    """What converts a text; where OpenCC is not installed, the option that needs it is refused."""
+    try:
+        opencc = importlib.import_module("opencc")
+    except ImportError:
+        raise ConfigError(f"{option} needs OpenCC, which is not installed. Run pip install 'headway[zh]', or leave it out.") from None
+    return opencc.OpenCC(TO_SIMPLIFIED).convert
+
 
 EXAMPLES = 3
 
@@ -113,7 +125,7 @@ def clean_files(
     *,
     text_key: str = "text",
     template: str | None = None,
-    split: Split = "file",
+    split: TextSplit = "file",
     convert: Callable[[str], str] | None = None,
 ) -> CleanReport:
     """Clean files into one new file: records keep all their keys; a template's text goes under `text`. `convert` rewrites texts first."""
@@ -144,7 +156,7 @@ def broken_rule(text: str, rules: CleanRules) -> str | None:
         return "too short"
     if rules.max_characters is not None and length > rules.max_characters:
         return "too long"
-    counted = kinds(text)
+    counted = count_characters(text)
     visible = max(1, counted.visible)
     checks: tuple[tuple[str, Callable[[], bool]], ...] = (
         ("control characters", lambda: counted.controls / visible > rules.max_controls),

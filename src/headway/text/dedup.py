@@ -1,24 +1,73 @@
-"""Documents seen before, exactly or nearly, in bounded memory.
+"""Detects duplicate documents, exact or near, in bounded memory. `count_characters` counts letters, digits and other kinds.
 
-Exact: 64-bit hashes in sorted arrays, 8 bytes per document. Near: MinHash. A text is the set of its runs of characters (5 in Chinese, 16
-elsewhere: about three words); the share of equal entries in two signatures estimates the share of runs two texts have in common.
+Exact: 64-bit hashes in sorted arrays, 8 bytes per document. Near: MinHash over runs of characters (5 in Chinese, 16 elsewhere: about
+three words). The share of equal entries in two signatures estimates the share of runs that two texts have in common.
 
-    text -> runs -> one 64-bit hash each -> the least hash of each of 128 bins = signature -> bands of entries -> keys to look up
+    text -> runs -> one 64-bit hash each -> the smallest hash of each of 128 bins = signature -> bands of entries -> lookup keys
 
-Candidates that share a key are compared by signature. When the index is full its older half is forgotten, which `forgotten` reports.
+Candidates that share a key are compared by signature. When the index is full, its older half is discarded; `forgotten` counts it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+import unicodedata
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from headway.errors import ConfigError
 from headway.runtime.seed import derive
-from headway.text.characters import code_points, kinds
+
+LETTER, DIGIT, SIGN, SPACE, CONTROL, HAN = range(6)
+_CLASS_OF = {"L": LETTER, "M": LETTER, "N": DIGIT, "P": SIGN, "S": SIGN, "Z": SPACE, "C": CONTROL}
+
+
+@dataclass(frozen=True)
+class CharacterCounts:
+    """How many characters of each kind a text has; Han characters count as letters too."""
+
+    letters: int
+    digits: int
+    signs: int
+    spaces: int
+    controls: int
+    han: int
+
+    @property
+    def visible(self) -> int:
+        """All characters that are no spaces."""
+        return self.letters + self.digits + self.signs + self.controls
+
+
+def count_characters(text: str) -> CharacterCounts:
+    """Count the characters of each kind in a text."""
+    counts = np.bincount(_table()[code_points(text)], minlength=6).tolist()
+    return CharacterCounts(counts[LETTER] + counts[HAN], counts[DIGIT], counts[SIGN], counts[SPACE], counts[CONTROL], counts[HAN])
+
+
+def code_points(text: str) -> npt.NDArray[np.uint32]:
+    """The characters of a text as numbers."""
+    return np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+
+
+@cache
+def _table() -> npt.NDArray[np.uint8]:
+    """The kind of every code point; line ends and tabs are spaces, the replacement character is a control."""
+    table: Any = np.full(0x110000, CONTROL, dtype=np.uint8)
+    # Planes 4 to 16 hold no letters, only private use and tags.
+    for point in range(0x40000):
+        char = chr(point)
+        table[point] = SPACE if char.isspace() else _CLASS_OF[unicodedata.category(char)[0]]
+    for first, last in ((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF)):
+        table[first : last + 1] = HAN
+    table[0xFFFD] = CONTROL
+    return table
+
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -174,7 +223,7 @@ def run_hashes(text: str) -> Hashes:
     text = _SPACES.sub(" ", text.lower()).strip()
     if not text:
         return np.zeros(1, np.uint64)
-    counted = kinds(text)
+    counted = count_characters(text)
     length = min(HAN_RUN if 3 * counted.han > counted.visible else OTHER_RUN, len(text))
     points = code_points(text).astype(np.uint64) + np.uint64(1)
     # The sum of point * base^place over a window, times base^-start, is the same wherever the window stands (all modulo 2^64).

@@ -8,9 +8,12 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from headway.errors import ConfigError, DataError
+
+TextSplit = Literal["file", "line"]
+"""A text file is one document, or each of its lines is one."""
 
 
 def place_of(source: str, line: int | None, number: int | None = None) -> str:

@@ -1,5 +1,6 @@
-"""Files as streams of bytes: decompressed on the way by what they hold (gz, bz2, zst, xz), with damage reported by name.
+"""Files and archive members as streams of bytes, decompressed by content (gz, bz2, zst, xz). Errors name the damaged file.
 
+Members of zip and tar archives come in the archive's order; tar is read as a stream.
 Invariant: nothing here reads more of a file than its caller asks for.
 """
 
@@ -10,6 +11,7 @@ import gzip
 import io
 import lzma
 import shutil
+import struct
 import tarfile
 import tempfile
 import zipfile
@@ -17,8 +19,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from pathlib import Path, PurePosixPath
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from headway.errors import DataError
 
@@ -197,3 +199,64 @@ def decode(data: bytes, name: str, line: int, column: int = 0) -> str:
             f"{name}:{at}: not UTF-8 at byte {place} of the line (0x{data[error.start]:02x}, {error.reason}); convert the file to UTF-8."
         ) from None
     return text.removeprefix("\ufeff") if line == 1 and not column else text
+
+
+def archive_members(raw: RawFile, kind: str) -> Iterator[RawFile]:
+    """The files in a `zip` or `tar`; read each one before taking the next. Hidden files are skipped."""
+    for member in _zip(raw) if kind == "zip" else _tar(raw):
+        inner = PurePosixPath(member.name.removeprefix(f"{raw.name}:"))
+        if not any(part.startswith((".", "__MACOSX")) and part != "." for part in inner.parts):
+            yield member
+
+
+def _zip(raw: RawFile) -> Iterator[RawFile]:
+    with raw.seekable() as stream:
+        with _damaged_zip():
+            archive = zipfile.ZipFile(stream)
+        for entry in archive.infolist():
+            if entry.flag_bits & 1:
+                raise DataError(f"{raw.name}:{entry.filename}: the member is encrypted; unpack the archive first.")
+            if entry.filename and not entry.is_dir():
+                yield RawFile(f"{raw.name}:{entry.filename}", lambda entry=entry: _open_zip_member(archive, entry))
+
+
+def _open_zip_member(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> io.BufferedReader:
+    with _damaged_zip():
+        member: Any = archive.open(entry)
+    return io.BufferedReader(member)
+
+
+@contextmanager
+def _damaged_zip() -> Iterator[None]:
+    """Turn the many errors that zipfile raises for damaged headers into BadZipFile."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError, ValueError, struct.error) as error:
+        raise zipfile.BadZipFile(str(error)) from None
+
+
+def _tar(raw: RawFile) -> Iterator[RawFile]:
+    with raw.open() as stream:
+        archive = tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictEntry)  # noqa: SIM115 - the stream's owner closes it
+        for entry in archive:
+            if entry.isfile():
+                yield RawFile(f"{raw.name}:{entry.name}", lambda entry=entry: _extract(archive, entry))
+
+
+class _StrictEntry(tarfile.TarInfo):
+    """A tar entry whose damaged header is an error; the library would take it for the end of the archive."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if len(buf) == tarfile.BLOCKSIZE and not any(buf):
+                raise
+            raise tarfile.ReadError(str(error)) from None
+
+
+def _extract(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> io.BufferedReader:
+    found = archive.extractfile(entry)
+    assert isinstance(found, io.BufferedReader)
+    return found

@@ -12,13 +12,11 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
-from headway.errors import DataError
-from headway.text.document import Document, Record, TextOf
+from headway.errors import ConfigError, DataError
+from headway.text.document import Document, Record, TextOf, TextSplit
 from headway.text.expand import expand
-from headway.text.formats import FORMATS, SUPPORTED
-from headway.text.formats.archive import members
-from headway.text.formats.txt import Split, read_text
-from headway.text.raw import RawFile, text_blocks
+from headway.text.formats import FORMATS, MODULES, SUPPORTED
+from headway.text.raw import RawFile, archive_members, decode, lines, text_blocks
 
 __all__ = ["Document", "Record", "expand", "read_blocks", "read_documents", "read_records"]
 
@@ -31,7 +29,7 @@ def read_documents(
     *,
     text_key: str = "text",
     template: str | None = None,
-    split: Split = "file",
+    split: TextSplit = "file",
     keep_record: bool = False,
 ) -> Iterator[Document]:
     """Every document of some files, folders or globs; a record's text is its `text_key`, or `template` filled from it.
@@ -49,7 +47,7 @@ def read_blocks(
     *,
     text_key: str = "text",
     template: str | None = None,
-    split: Split = "file",
+    split: TextSplit = "file",
     keep_record: bool = False,
 ) -> Iterator[tuple[Document, Iterator[str]]]:
     """As `read_documents`, but each document comes with its text in blocks, to be read before the next document.
@@ -77,7 +75,7 @@ def _some(items: Iterator[T], path: Path) -> Iterator[T]:
         raise DataError(f"{path}: no documents; the file is empty.")
 
 
-def _documents(raw: RawFile, text_of: TextOf, split: Split, keys: list[str] | None) -> Iterator[Document]:
+def _documents(raw: RawFile, text_of: TextOf, split: TextSplit, keys: list[str] | None) -> Iterator[Document]:
     kind = _kind(raw)
     if kind == "txt":
         yield from read_text(raw, split)
@@ -88,7 +86,20 @@ def _documents(raw: RawFile, text_of: TextOf, split: Split, keys: list[str] | No
         yield from map(text_of, _read(kind, raw, keys))
 
 
-def _in_blocks(raw: RawFile, text_of: TextOf, split: Split, keys: list[str] | None) -> Iterator[tuple[Document, Iterator[str]]]:
+def read_text(raw: RawFile, split: TextSplit = "file") -> Iterator[Document]:
+    """The documents of a text file: the whole file, or each line that is not blank."""
+    if split == "line":
+        yield from (Document(text, raw.name, number) for number, text in lines(raw) if text.strip())
+    elif split == "file":
+        with raw.open() as stream:
+            text = decode(stream.read(), raw.name, 1)
+        if text:
+            yield Document(text, raw.name)
+    else:
+        raise ConfigError(f"split is {split!r}; it must be 'file' or 'line'.")
+
+
+def _in_blocks(raw: RawFile, text_of: TextOf, split: TextSplit, keys: list[str] | None) -> Iterator[tuple[Document, Iterator[str]]]:
     kind = _kind(raw)
     if kind == "txt" and split == "file":
         blocks = text_blocks(raw)
@@ -113,12 +124,12 @@ def _records(raw: RawFile) -> Iterator[Record]:
 
 
 def _read(kind: str, raw: RawFile, keys: list[str] | None) -> Iterator[Record]:
-    return importlib.import_module(f"headway.text.formats.{kind}").read(raw, keys)
+    return getattr(importlib.import_module(f"headway.text.formats.{MODULES[kind]}"), f"read_{kind}")(raw, keys)
 
 
 def _data_members(raw: RawFile, kind: str) -> Iterator[RawFile]:
     """The members of a known format, as from a folder; an archive inside an archive is an error."""
-    for member in members(raw, kind):
+    for member in archive_members(raw, kind):
         inner = FORMATS.get(member.suffix)
         if inner in ("zip", "tar"):
             raise DataError(f"{member.name}: an archive inside an archive is not read; unpack the outer one.")

@@ -7,33 +7,36 @@ documents with the lowest numbers are the sample, as many as fit the source's by
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from headway.errors import ConfigError, DataError
 from headway.runtime.seed import derive
-from headway.text.document import Document
-from headway.text.formats.txt import Split
+from headway.text.document import Document, TextSplit
 from headway.text.read import read_documents
 from headway.text.write import record_file
 
+_UNITS = {"": 1, "b": 1, **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}}
+_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)} | {k: 1000**p for p, k in enumerate("kmgt", 1)}
+
 
 @dataclass(frozen=True)
-class Share:
+class SourceShare:
     """One source and its part of the whole; parts are relative to each other."""
 
     path: str
     weight: float = 1.0
 
     @staticmethod
-    def parse(text: str) -> Share:
+    def parse(text: str) -> SourceShare:
         """`PATH@0.7`, or a path alone for weight 1."""
         path, at, weight = text.rpartition("@")
         if not at or Path(text).exists():
-            return Share(text)
+            return SourceShare(text)
         try:
-            share = Share(path, float(weight))
+            share = SourceShare(path, float(weight))
         except ValueError:
             raise ConfigError(f"input is {text!r}; after @ comes the source's share, as in {path}@0.7.") from None
         if not 0 < share.weight < float("inf"):
@@ -42,7 +45,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Taken:
+class SampledSource:
     """What was taken from one source."""
 
     path: str
@@ -54,25 +57,25 @@ class Taken:
 
 
 def sample(
-    shares: Sequence[Share],
+    shares: Sequence[SourceShare],
     total_bytes: int,
     out: Path,
     *,
     seed: int = 0,
     text_key: str = "text",
     template: str | None = None,
-    split: Split = "file",
-) -> list[Taken]:
+    split: TextSplit = "file",
+) -> list[SampledSource]:
     """Write a sample of `total_bytes` of text to `out`, the sources mixed; a source too small for its share is an error."""
     whole = sum(share.weight for share in shares)
     chosen: list[tuple[int, int, Document]] = []
-    taken: list[Taken] = []
+    taken: list[SampledSource] = []
     for place, share in enumerate(shares):
         wanted = int(total_bytes * share.weight / whole)
         documents = read_documents(share.path, text_key=text_key, template=template, split=split)
-        kept, count, size = take(documents, wanted, derive(seed, "sample", place))
+        kept, count, size = choose_documents(documents, wanted, derive(seed, "sample", place))
         used = sum(len(document.text.encode()) for _, document in kept)
-        taken.append(Taken(share.path, wanted, len(kept), used, count, size))
+        taken.append(SampledSource(share.path, wanted, len(kept), used, count, size))
         _check(taken[-1], total_bytes, share.weight / whole, split)
         chosen += [(number, place, document) for number, document in kept]
     with record_file(out) as write:
@@ -81,7 +84,7 @@ def sample(
     return taken
 
 
-def take(documents: Iterable[Document], max_bytes: int, seed: int) -> tuple[list[tuple[int, Document]], int, int]:
+def choose_documents(documents: Iterable[Document], max_bytes: int, seed: int) -> tuple[list[tuple[int, Document]], int, int]:
     """A random choice of documents of at most `max_bytes` together, with the number each drew; also how many and how large all are."""
     heap: list[tuple[int, int, Document]] = []
     used = count = size = 0
@@ -102,7 +105,7 @@ def take(documents: Iterable[Document], max_bytes: int, seed: int) -> tuple[list
     return [(-negative, document) for negative, _, document in heap], count, size
 
 
-def _check(taken: Taken, total_bytes: int, part: float, split: Split) -> None:
+def _check(taken: SampledSource, total_bytes: int, part: float, split: TextSplit) -> None:
     if taken.available_bytes < taken.wanted_bytes:
         most = int(taken.available_bytes / part)
         raise DataError(
@@ -112,3 +115,14 @@ def _check(taken: Taken, total_bytes: int, part: float, split: Split) -> None:
     if not taken.documents:
         remedy = " or --split line" if split == "file" else ""
         raise DataError(f"{taken.path}: no document fits the {taken.wanted_bytes} bytes of its share; ask for more bytes{remedy}.")
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """The number of bytes a size stands for; `name` is the flag it came from."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ConfigError(f"{name} is {text!r}; write a size such as 500MB, 4GB or 2GiB.")
+    size = int(float(found[1]) * _UNITS[found[2].lower()])
+    if size <= 0:
+        raise ConfigError(f"{name} is {text!r}; it must be more than nothing.")
+    return size

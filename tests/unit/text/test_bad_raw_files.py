@@ -15,7 +15,8 @@ import pytest
 import zstandard
 
 from headway.errors import DataError
-from headway.text.formats.mds import read_mds
+from headway.store.foreign.mds import has_tokens
+from headway.text.formats.mds import check_shard, mds_shards
 from headway.text.read import read_documents
 
 ROWS = [{"text": f"document {i}: 你好世界 " + "abc def " * (i % 7), "n": i} for i in range(40)]
@@ -243,18 +244,22 @@ def test_an_mds_folder_is_checked_against_its_index(tmp_path: Path) -> None:
     entry |= {"samples": len(ROWS), "format": "mds"}
     index = {"version": 2, "shards": [entry]}
 
-    def check(message: str) -> None:
+    def check(message: str, read: Callable[[], object]) -> None:
         (tmp_path / "index.json").write_text(json.dumps(index), encoding="utf-8")
         with pytest.raises(DataError, match=message):
-            list(read_mds(tmp_path))
+            read()
+
+    def check_shards() -> None:
+        for shard in mds_shards(tmp_path):
+            check_shard(shard)
 
     entry["samples"] += 1
-    check("has 40 samples, but index.json promises 41")
+    check("has 40 samples, but index.json promises 41", lambda: has_tokens(tmp_path))
     entry["raw_data"]["hashes"] = {"sha1": "0" * 40}
-    check("its sha1 is not the one in index.json")
+    check("its sha1 is not the one in index.json", check_shards)
     entry["raw_data"]["bytes"] -= 1
-    check("bytes, but index.json promises")
+    check("bytes, but index.json promises", check_shards)
     entry["raw_data"]["basename"] = "other.mds"
-    check("listed in index.json, but not there")
+    check("listed in index.json, but not there", check_shards)
     index["version"] = 1
-    check("not there|version")
+    check("not there|version", check_shards)

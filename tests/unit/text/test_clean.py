@@ -13,9 +13,8 @@ import pytest
 
 from headway.cli import main
 from headway.errors import ConfigError, DataError
-from headway.text.characters import kinds
 from headway.text.clean import CleanReport, CleanRules, broken_rule, clean, clean_files
-from headway.text.dedup import ExactDuplicates, NearDuplicates, SeenHashes, run_hashes
+from headway.text.dedup import ExactDuplicates, NearDuplicates, SeenHashes, count_characters, run_hashes
 from headway.text.document import Document
 
 ENGLISH = "The river had frozen early that year, and the children were crossing it on foot to school. "
@@ -43,7 +42,7 @@ def test_each_rule_is_named(text: str, reason: str | None) -> None:
 
 
 def test_characters_are_counted_by_kind() -> None:
-    counted = kinds("Añ 中文 12, ①\n\x00é́")
+    counted = count_characters("Añ 中文 12, ①\n\x00é́")
     assert (counted.letters, counted.han, counted.digits, counted.signs, counted.spaces, counted.controls) == (6, 2, 3, 1, 4, 1)
 
 

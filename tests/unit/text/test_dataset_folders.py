@@ -12,7 +12,7 @@ import zstandard
 
 from headway.errors import DataError
 from headway.text.expand import expand
-from headway.text.formats.mds import decode_value, read_mds
+from headway.text.formats.mds import decode_value
 from headway.text.read import read_documents, read_records
 
 
@@ -109,7 +109,7 @@ def write_mds(folder: Path, texts: list[str], *, compressed: bool = False, prefi
 def test_mds_folders_give_all_columns_and_their_texts(tmp_path: Path, compressed: bool) -> None:
     index = write_mds(tmp_path, ["一", "two"], compressed=compressed)
     (tmp_path / "index.json").write_text(json.dumps(index), encoding="utf-8")
-    samples = list(read_mds(tmp_path))
+    samples = [record.data for record in read_records(tmp_path)]
     assert [s["text"] for s in samples] == ["一", "two"] == texts(tmp_path)
     assert [s["n"] for s in samples] == [0, 1]
     assert samples[1]["ids"].tolist() == [0, 1] and samples[1]["ids"].dtype == np.uint16

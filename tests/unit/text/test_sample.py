@@ -11,8 +11,7 @@ from headway.cli import main
 from headway.errors import ConfigError, DataError
 from headway.text.document import Document
 from headway.text.read import read_records
-from headway.text.sample import Share, sample, take
-from headway.text.size import parse_bytes
+from headway.text.sample import SourceShare, choose_documents, parse_bytes, sample
 
 
 def source(folder: Path, name: str, count: int) -> str:
@@ -22,7 +21,7 @@ def source(folder: Path, name: str, count: int) -> str:
 
 
 def test_bytes_are_taken_in_the_given_shares(tmp_path: Path) -> None:
-    shares = [Share(source(tmp_path, "a.jsonl", 3000), 0.7), Share(source(tmp_path, "b.jsonl", 2000), 0.3)]
+    shares = [SourceShare(source(tmp_path, "a.jsonl", 3000), 0.7), SourceShare(source(tmp_path, "b.jsonl", 2000), 0.3)]
     taken = sample(shares, 40_000, tmp_path / "out.jsonl", seed=4)
     assert [t.wanted_bytes for t in taken] == [28_000, 12_000]
     assert all(t.wanted_bytes - 70 < t.bytes <= t.wanted_bytes for t in taken)
@@ -34,7 +33,7 @@ def test_bytes_are_taken_in_the_given_shares(tmp_path: Path) -> None:
 
 
 def test_the_sample_depends_on_the_seed_alone(tmp_path: Path) -> None:
-    shares = [Share(source(tmp_path, "a.jsonl", 2000))]
+    shares = [SourceShare(source(tmp_path, "a.jsonl", 2000))]
     for name, seed in (("1", 1), ("2", 1), ("3", 2)):
         sample(shares, 9_000, tmp_path / f"{name}.jsonl", seed=seed)
     one, two, three = ((tmp_path / f"{name}.jsonl").read_bytes() for name in "123")
@@ -44,7 +43,7 @@ def test_the_sample_depends_on_the_seed_alone(tmp_path: Path) -> None:
 def test_every_document_has_the_same_chance() -> None:
     seen: Counter[int] = Counter()
     for seed in range(400):
-        kept, count, _ = take((Document("12345678", "f", i) for i in range(40)), 80, seed)
+        kept, count, _ = choose_documents((Document("12345678", "f", i) for i in range(40)), 80, seed)
         assert count == 40 and len(kept) == 10
         seen.update(document.line or 0 for _, document in kept)
     assert set(seen) == set(range(40)) and min(seen.values()) > 60 and max(seen.values()) < 145
@@ -55,7 +54,7 @@ def test_a_document_that_drew_more_than_one_that_had_to_go_stays_out_however_sma
     drawn = {0: 10, 1: 30, 2: 20, 3: 40, 4: 25}
     monkeypatch.setattr("headway.text.sample.derive", lambda seed, place: drawn[place])
     texts = ["a" * 5, "b" * 5, "c" * 4, "d", "e"]  # 0 and 2 use 9 of 11 bytes; 1 (drew 30) had to go, so 3 (drew 40) may not come
-    kept, count, size = take((Document(text, "f", place) for place, text in enumerate(texts)), 11, 0)
+    kept, count, size = choose_documents((Document(text, "f", place) for place, text in enumerate(texts)), 11, 0)
     assert sorted((number, document.text) for number, document in kept) == [(10, "a" * 5), (20, "c" * 4), (25, "e")]
     assert (count, size) == (5, 16)
 
@@ -70,7 +69,7 @@ def test_memory_stays_within_the_sample() -> None:
 
     tracemalloc.start()
     try:
-        take(stream(), 400_000, 1)
+        choose_documents(stream(), 400_000, 1)
         assert tracemalloc.get_traced_memory()[1] < 2_000_000
     finally:
         tracemalloc.stop()
@@ -79,21 +78,21 @@ def test_memory_stays_within_the_sample() -> None:
 def test_a_source_too_small_for_its_share_is_an_error(tmp_path: Path) -> None:
     small = source(tmp_path, "a.jsonl", 10)
     with pytest.raises(DataError, match=r"its share of 100000 is 50000. Ask for at most \d+ bytes"):
-        sample([Share(small), Share(source(tmp_path, "b.jsonl", 5000))], 100_000, tmp_path / "out.jsonl")
+        sample([SourceShare(small), SourceShare(source(tmp_path, "b.jsonl", 5000))], 100_000, tmp_path / "out.jsonl")
     (tmp_path / "long.txt").write_text("one long line\n" * 1000, encoding="utf-8")
     with pytest.raises(DataError, match="no document fits the 100 bytes of its share; ask for more bytes or --split line"):
-        sample([Share(str(tmp_path / "long.txt"))], 100, tmp_path / "out.jsonl")
+        sample([SourceShare(str(tmp_path / "long.txt"))], 100, tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_inputs_and_sizes_are_parsed(tmp_path: Path) -> None:
-    assert Share.parse("a/b.jsonl@0.7") == Share("a/b.jsonl", 0.7)
-    assert Share.parse("a/b.jsonl") == Share("a/b.jsonl", 1.0)
+    assert SourceShare.parse("a/b.jsonl@0.7") == SourceShare("a/b.jsonl", 0.7)
+    assert SourceShare.parse("a/b.jsonl") == SourceShare("a/b.jsonl", 1.0)
     (tmp_path / "odd@1").touch()
-    assert Share.parse(str(tmp_path / "odd@1")) == Share(str(tmp_path / "odd@1"))
+    assert SourceShare.parse(str(tmp_path / "odd@1")) == SourceShare(str(tmp_path / "odd@1"))
     for wrong in ("a@much", "a@0", "a@-1", "a@inf"):
         with pytest.raises(ConfigError, match="input is 'a@"):
-            Share.parse(wrong)
+            SourceShare.parse(wrong)
     assert [parse_bytes(s, "x") for s in ("12", "1.5kB", "100MB", "2GiB", "3 gb")] == [12, 1500, 100_000_000, 2 << 30, 3_000_000_000]
     for wrong in ("", "MB", "-3MB", "3 bananas", "0"):
         with pytest.raises(ConfigError, match="--bytes is"):

@@ -19,8 +19,7 @@ from headway.errors import ConfigError, DataError
 from headway.prepare.validate import Reading, validate
 from headway.text.self_instruct import endpoint as endpoint_module
 from headway.text.self_instruct.endpoint import Client, Endpoint, EndpointError
-from headway.text.self_instruct.generate import SelfInstruct, self_instruct
-from headway.text.self_instruct.journal import NAME, Journal
+from headway.text.self_instruct.generate import NAME, Journal, SelfInstruct, self_instruct
 
 KEY = "sk-very-secret-0123456789"
 

@@ -6,10 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from headway.text.self_instruct.filters import MAX_SIMILARITY, Filter, Kept
-from headway.text.self_instruct.prompt import make_prompt, parse_answer
-from headway.text.self_instruct.similarity import SimilarityIndex, tokens_of
-from headway.text.self_instruct.task import LANGUAGES, Language, Task, load_seeds
+from headway.text.self_instruct.filters import MAX_SIMILARITY, KeptTask, SimilarityIndex, TaskFilter, tokens_of
+from headway.text.self_instruct.tasks import LANGUAGES, Language, Task, load_seeds, make_prompt, parse_answer
 
 
 def slow_rouge_l(one: list[str], other: list[str]) -> float:
@@ -38,7 +36,7 @@ def test_chinese_is_compared_per_character_and_english_per_word() -> None:
 def test_own_seed_tasks_pass_their_own_filters_one_after_another(language: Language) -> None:
     seeds = load_seeds(language)
     assert len(seeds) == 30
-    judge = Filter(language, [])
+    judge = TaskFilter(language, [])
     verdicts = {seed.instruction: judge.judge(seed) for seed in seeds}
     assert {text: verdict for text, verdict in verdicts.items() if isinstance(verdict, str)} == {}
 
@@ -89,13 +87,13 @@ def test_answers_with_markdown_thoughts_and_cut_ends_are_read() -> None:
 )
 def test_each_bad_task_is_dropped_for_its_reason(language: Language, task: Task, reason: str) -> None:
     known = {"en": "List the capitals of northern Europe", "zh": "介绍北欧各国的首都"}
-    assert Filter(language, [Task(known[language], "", "x")]).judge(task) == reason
+    assert TaskFilter(language, [Task(known[language], "", "x")]).judge(task) == reason
 
 
 def test_a_kept_task_names_its_neighbours_and_joins_them() -> None:
-    judge = Filter("en", [Task("List five green vegetables for soup", "", "x"), Task("Who wrote this sonnet about summer", "", "x")])
+    judge = TaskFilter("en", [Task("List five green vegetables for soup", "", "x"), Task("Who wrote this sonnet about summer", "", "x")])
     kept = judge.judge(Task("List five kinds of tree", "", "Oak"))
-    assert isinstance(kept, Kept)
+    assert isinstance(kept, KeptTask)
     scores = [2 * 2 / 11, 0.0]
     assert list(kept.most_similar.values()) == pytest.approx(scores, abs=1e-4)
     assert kept.avg_similarity == pytest.approx(sum(scores) / 2, abs=1e-4)
@@ -104,6 +102,6 @@ def test_a_kept_task_names_its_neighbours_and_joins_them() -> None:
 
 
 def test_limits_of_length_are_open_below_and_closed_above() -> None:
-    assert isinstance(Filter("en", []).judge(Task("Name three long rivers", "", "x")), Kept)
-    assert isinstance(Filter("en", []).judge(Task(" ".join(f"w{i}" for i in range(150)), "", "x")), Kept)
-    assert isinstance(Filter("zh", []).judge(Task("写首小诗", "", "x")), Kept)
+    assert isinstance(TaskFilter("en", []).judge(Task("Name three long rivers", "", "x")), KeptTask)
+    assert isinstance(TaskFilter("en", []).judge(Task(" ".join(f"w{i}" for i in range(150)), "", "x")), KeptTask)
+    assert isinstance(TaskFilter("zh", []).judge(Task("写首小诗", "", "x")), KeptTask)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from headway.text.formats.mediawiki import clean_wikitext
 from headway.text.read import read_documents
-from headway.text.wiki import clean_wikitext
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,8 @@ def command(
 ) -> None:
     """Leave out bad and duplicate documents, and report what was left out and why."""
     from headway.errors import ConfigError
-    from headway.text.clean import CleanRules, clean_files
-    from headway.text.simplified import simplifier
-    from headway.text.size import parse_bytes
+    from headway.text.clean import CleanRules, clean_files, simplifier
+    from headway.text.sample import parse_bytes
 
     if len(paths) < 2:
         raise ConfigError("give at least one source and, last, the output: headway data clean SRC... DST.jsonl")

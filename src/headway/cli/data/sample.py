@@ -21,12 +21,11 @@ def command(
 ) -> None:
     """Take a random sample of many sources in given shares, in one pass."""
     from headway.errors import ConfigError
-    from headway.text.sample import Share, sample
-    from headway.text.size import parse_bytes
+    from headway.text.sample import SourceShare, parse_bytes, sample
 
     if split not in ("file", "line"):
         raise ConfigError(f"--split is {split!r}; it must be 'file' or 'line'.")
-    shares = [Share.parse(text) for text in inputs]
+    shares = [SourceShare.parse(text) for text in inputs]
     taken = sample(shares, parse_bytes(size, "--bytes"), out, seed=seed, text_key=text_key, template=template, split=split)
     if json:
         print_json(

@@ -34,7 +34,7 @@ def command(
 
     from headway.text.self_instruct.endpoint import KEY_VARIABLE, Endpoint
     from headway.text.self_instruct.generate import SelfInstruct, self_instruct
-    from headway.text.self_instruct.task import Language
+    from headway.text.self_instruct.tasks import Language
 
     key = os.environ.get(KEY_VARIABLE, "").strip() or None
     server = Endpoint(endpoint, model, key, temperature, max_tokens, timeout, max_retries, rate_limit)

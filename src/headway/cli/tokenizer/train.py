@@ -27,7 +27,7 @@ def command(
     from headway.errors import ConfigError
     from headway.runtime.storage import check_writable
     from headway.text.read import read_documents
-    from headway.text.size import parse_bytes
+    from headway.text.sample import parse_bytes
     from headway.tokenizer.train_bpe import SPECIAL_TOKENS, train_bpe
     from headway.tokenizer.train_sentencepiece import train_sentencepiece
 

@@ -22,7 +22,7 @@ import numpy as np
 from headway.errors import DataError
 from headway.store.foreign.documents import ForeignStore, Part, as_ids, map_file
 from headway.store.source import Flags, Ids, Longs
-from headway.text.formats.mds import Column, Shard, check_shard, decode_value, mds_shards
+from headway.text.formats.mds import Column, MdsShardEntry, check_shard, decode_value, mds_shards
 from headway.text.raw import RawFile
 
 KIND = "mds"
@@ -81,7 +81,7 @@ class Table:
 class MdsShard(Part):
     """One shard as a part of a store."""
 
-    def __init__(self, shard: Shard, root: Path, cache: Unpacked) -> None:
+    def __init__(self, shard: MdsShardEntry, root: Path, cache: Unpacked) -> None:
         self.file = shard.path
         self._shard = shard
         self._folder = shard.path.parent.name if shard.path.parent != root else root.name

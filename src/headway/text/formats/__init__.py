@@ -1,6 +1,7 @@
-"""One file per raw format: `read(raw, keys)` gives the `Record`s of a `RawFile` in bounded memory, reading only `keys` where it can.
+"""Raw file formats: `read_<format>(raw, keys)` yields the `Record`s of a `RawFile` in bounded memory, and reads only `keys` if it can.
 
-`FORMATS` maps the suffix of a name (without that of compression) to its format.
+`FORMATS` maps a file suffix (without the compression suffix) to its format. `MODULES` names the module of a format; text files and
+archives have none, because `text/read.py` and `text/raw.py` read them.
 """
 
 FORMATS = {
@@ -24,3 +25,5 @@ SUPPORTED = (
     "txt, md, json, jsonl, csv, tsv, parquet, arrow, mds, a MediaWiki dump (xml), zip, tar; "
     "all but zip also as .gz, .bz2, .zst, .xz; folders and globs of them; Hugging Face dataset and MDS folders"
 )
+
+MODULES = {"json": "json", "jsonl": "json", "csv": "csv", "arrow": "arrow", "parquet": "arrow", "mds": "mds", "mediawiki": "mediawiki"}

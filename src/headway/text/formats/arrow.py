@@ -1,43 +1,64 @@
-"""Arrow files as Hugging Face `save_to_disk` writes them (stream or file form), one record batch in memory at a time."""
+"""Arrow files (stream or file form, as Hugging Face `save_to_disk` writes them) and Parquet files, a batch of rows at a time.
+
+Only the columns of `keys` are read, where all of them exist. Rows are numbered from 1.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from headway.errors import DataError, first_line
 from headway.text.document import Record
 from headway.text.raw import RawFile
 
-SLICE_ROWS = 256
+BATCH_ROWS = 256
 
 
-def read(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
-    """The rows of a file, numbered from 1; only the columns of `keys` where all of them exist."""
+def read_arrow(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
+    """The rows of an Arrow file."""
+    with raw.seekable() as stream, _readable(raw, "arrow"):
+        yield from _records(raw, _arrow_batches(stream, keys))
+
+
+def read_parquet(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
+    """The rows of a Parquet file."""
+    import pyarrow.parquet as pq
+
+    with raw.seekable() as stream, _readable(raw, "parquet"):
+        file = pq.ParquetFile(stream, page_checksum_verification=True, pre_buffer=False)
+        names: list[str] = file.schema_arrow.names
+        columns = list(dict.fromkeys(keys)) if keys is not None and set(keys) <= set(names) else None
+        yield from _records(raw, file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False))
+
+
+@contextmanager
+def _readable(raw: RawFile, form: str) -> Iterator[None]:
     import pyarrow as pa
 
-    with raw.seekable() as stream:
-        number = 0
-        try:
-            for batch in _batches(stream):
-                if keys is not None and set(keys) <= set(batch.schema.names):
-                    batch = batch.select(list(dict.fromkeys(keys)))
-                # Damaged offsets inside a batch would be followed blindly; this check makes them an error.
-                batch.validate(full=True)
-                for start in range(0, batch.num_rows, SLICE_ROWS):
-                    for row in rows(batch.slice(start, SLICE_ROWS)):
-                        number += 1
-                        yield Record(row, raw.name, number)
-        except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError, NanosecondsError) as error:
-            why = first_line(error, 1000)
-            raise DataError(f"{raw.name}: not a readable arrow file: {why}. Fetch or write it again.") from None
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError, NanosecondsError) as error:
+        raise DataError(f"{raw.name}: not a readable {form} file: {first_line(error, 1000)}. Fetch or write it again.") from None
+
+
+def _records(raw: RawFile, batches: Iterator[Any]) -> Iterator[Record]:
+    number = 0
+    for batch in batches:
+        # Damaged offsets inside a batch would be followed blindly; this check makes them an error.
+        batch.validate(full=True)
+        for start in range(0, batch.num_rows, BATCH_ROWS):
+            for row in _rows(batch.slice(start, BATCH_ROWS)):
+                number += 1
+                yield Record(row, raw.name, number)
 
 
 class NanosecondsError(ValueError):
-    """Times inside lists or structures that Python's have no room for."""
+    """Times in nanoseconds inside lists or structures, which Python's types cannot hold."""
 
 
-def rows(batch: Any) -> list[dict[str, Any]]:
+def _rows(batch: Any) -> list[dict[str, Any]]:
     """The rows of a batch as plain values; times in nanoseconds, finer than Python's, are texts (durations: numbers)."""
     import pyarrow as pa
 
@@ -53,13 +74,15 @@ def rows(batch: Any) -> list[dict[str, Any]]:
     return batch.to_pylist()
 
 
-def _batches(stream: Any) -> Iterator[Any]:
+def _arrow_batches(stream: Any, keys: Sequence[str] | None) -> Iterator[Any]:
     import pyarrow as pa
 
     head = stream.read(6)
     stream.seek(0)
     if head == b"ARROW1":
         file = pa.ipc.open_file(stream)
-        yield from (file.get_batch(i) for i in range(file.num_record_batches))
+        batches: Iterator[Any] = (file.get_batch(i) for i in range(file.num_record_batches))
     else:
-        yield from pa.ipc.open_stream(stream)
+        batches = iter(pa.ipc.open_stream(stream))
+    for batch in batches:
+        yield batch.select(list(dict.fromkeys(keys))) if keys is not None and set(keys) <= set(batch.schema.names) else batch

@@ -12,7 +12,7 @@ from headway.text.raw import RawFile, decode
 FIELD_BYTES = (1 << 31) - 1
 
 
-def read(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
+def read_csv(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
     """The rows of a table, each with the line it ends on."""
     csv.field_size_limit(FIELD_BYTES)
     with raw.open() as stream:

@@ -1,6 +1,6 @@
-"""JSON files of any size: a list of objects, or objects one after the other (one per line, or one per file), read piece by piece.
+"""JSON (a list of objects, or objects one after another) and JSON lines (one object per line, blank lines skipped).
 
-Only the object at hand is in memory; a damaged file is noticed where the damage is, not after all of it has been read.
+Only one object is in memory at a time. Damage is reported at its place in the file, not after the whole file was read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 
 from headway.errors import DataError
 from headway.text.document import Record, place_of
-from headway.text.raw import RawFile, decode
+from headway.text.raw import RawFile, decode, lines
 
 CHUNK_BYTES = 1 << 18
 WHITE = re.compile(r"[ \t\r\n]*")
@@ -22,7 +22,27 @@ DECODER = json.JSONDecoder()
 NEAR_END = 16
 
 
-def read(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
+def read_jsonl(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
+    """The objects of a file with one object per line."""
+    for number, line in lines(raw):
+        if line.strip():
+            yield Record(parse_object(line, raw.name, number), raw.name, number)
+
+
+def parse_object(text: str, name: str, line: int) -> dict[str, Any]:
+    """One JSON object, or an error that names file and line."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{name}:{line}: not valid JSON at column {error.colno}: {error.msg}. Each line must be one JSON object.") from None
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{name}:{line}: not readable JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise DataError(f'{name}:{line}: a JSON {type(found).__name__}; each line must be one JSON object, as in {{"text": "..."}}.')
+    return found
+
+
+def read_json(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
     """The objects of a file, each with the line it begins on."""
     with raw.open() as stream:
         text = _Text(stream, raw.name)

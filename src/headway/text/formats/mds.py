@@ -50,25 +50,13 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Shard:
+class MdsShardEntry:
     """A shard that an index lists: the file that is there (raw, else compressed), how many samples, what the index says of the file."""
 
     path: Path
     samples: int
     stored_bytes: int | None
     hashes: dict[str, str]
-
-
-def read_mds(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every sample of an MDS folder in the order of its index, as column name -> value."""
-    for shard in mds_shards(folder):
-        check_shard(shard)
-        count = 0
-        for record in read(RawFile.at(shard.path)):
-            count += 1
-            yield record.data
-        if count != shard.samples:
-            raise DataError(f"{shard.path}: has {count} samples, but index.json promises {shard.samples}.")
 
 
 def is_mds(folder: Path) -> bool:
@@ -79,7 +67,7 @@ def is_mds(folder: Path) -> bool:
     return any(child.is_dir() and (child / "index.json").is_file() and is_mds(child) for child in sorted(folder.iterdir()))
 
 
-def mds_shards(folder: Path) -> list[Shard]:
+def mds_shards(folder: Path) -> list[MdsShardEntry]:
     """The shards of an MDS folder, or of the MDS folders inside it, in order."""
     index = folder / "index.json"
     if not index.is_file():
@@ -98,7 +86,7 @@ def mds_shards(folder: Path) -> list[Shard]:
     return shards
 
 
-def check_shard(shard: Shard) -> None:
+def check_shard(shard: MdsShardEntry) -> None:
     """Compare a shard's size, and its hashes as far as Python knows them, with the index."""
     size = shard.path.stat().st_size
     if shard.stored_bytes is not None and size != shard.stored_bytes:
@@ -110,7 +98,7 @@ def check_shard(shard: Shard) -> None:
                     raise DataError(f"{shard.path}: its {name} is not the one in index.json; the file is damaged, copy it again.")
 
 
-def read(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
+def read_mds(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
     """The samples of one shard file, which describes its own columns."""
     with raw.open() as stream:
         columns, offsets = _read_header(stream, raw.name)
@@ -194,12 +182,12 @@ def _exactly(stream: io.BufferedIOBase, size: int, name: str) -> bytes:
     return data
 
 
-def _shard(folder: Path, entry: dict[str, Any]) -> Shard:
+def _shard(folder: Path, entry: dict[str, Any]) -> MdsShardEntry:
     if entry["format"] != "mds":
         raise DataError(f"{folder / 'index.json'}: shards of format {entry['format']!r}; only mds is known.")
     options = [described for described in (entry["raw_data"], entry["zip_data"]) if described is not None]
     for described in options:
         path = folder / described["basename"]
         if path.is_file():
-            return Shard(path, int(entry["samples"]), described.get("bytes"), dict(described.get("hashes") or {}))
+            return MdsShardEntry(path, int(entry["samples"]), described.get("bytes"), dict(described.get("hashes") or {}))
     raise DataError(f"{folder / options[0]['basename']}: listed in index.json, but not there.")

@@ -2,27 +2,133 @@
 
     examples ──prompt──▶ endpoint ──answer──▶ tasks ──filter──▶ kept ──▶ journal ──▶ tasks.jsonl
 
-Requests go out in rounds and are judged in the order of their numbers, so that equal answers give equal tasks. Only seed tasks are shown
-as examples: mistakes of the model do not feed on themselves. Whatever ends a run, what is kept is written; started again, it continues.
+Requests go out in rounds, and answers are judged in the order of request numbers, so equal answers give equal tasks. Only seed tasks
+serve as examples, so mistakes of the model do not accumulate. When a run ends for any reason, kept tasks are written to tasks.jsonl.
+
+The journal has the settings in its first line, then one line per answered request. Each line is on disk before the next request starts.
+A killed process leaves whole lines and at most one partial line, which is removed; a restart repeats no request and loses no task.
+Only one process at a time may write to a folder.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import queue
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import count, islice
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, DataError
 from headway.runtime.progress import Advance, progress
+from headway.runtime.storage import fsync_file, fsync_folder, writing
 from headway.text.self_instruct.endpoint import Client, Endpoint, EndpointError, Reply
-from headway.text.self_instruct.filters import Filter, Kept
-from headway.text.self_instruct.journal import Answered, Journal
-from headway.text.self_instruct.prompt import make_prompt, parse_answer
-from headway.text.self_instruct.task import LANGUAGES, Language, Task, fingerprint, load_seeds
+from headway.text.self_instruct.filters import KeptTask, TaskFilter
+from headway.text.self_instruct.tasks import LANGUAGES, Language, Task, fingerprint, load_seeds, make_prompt, parse_answer
 from headway.text.write import record_file
+
+NAME = ".journal.jsonl"  # hidden: a reader of the folder's data must not take it for tasks
+
+
+@dataclass(frozen=True)
+class AnsweredRequest:
+    """One request that was answered: what was kept of it, what was dropped and why, what it took."""
+
+    number: int
+    kept: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    dropped: dict[str, int] = field(default_factory=dict[str, int])
+    retries: dict[str, int] = field(default_factory=dict[str, int])
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Journal:
+    """The journal of an output folder, open for appending and locked."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.path = folder / NAME
+        self.answered: list[AnsweredRequest] = []
+        with writing(self.path, error=DataError):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "a+b")  # noqa: SIM115
+        try:
+            self._lock()
+            self._read(dict(settings))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, answered: AnsweredRequest) -> None:
+        """Add one request; on the disk when this returns."""
+        self._write(asdict(answered))
+        self.answered.append(answered)
+
+    def kept(self) -> list[dict[str, Any]]:
+        """The records of all tasks kept so far, in order."""
+        return [record for one in self.answered for record in one.kept]
+
+    def totals(self) -> tuple[Counter[str], Counter[str]]:
+        """Dropped tasks by reason and retries by reason, of all requests."""
+        dropped: Counter[str] = Counter()
+        retries: Counter[str] = Counter()
+        for one in self.answered:
+            dropped.update(one.dropped)
+            retries.update(one.retries)
+        return dropped, retries
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{self.path.parent}: another process writes tasks here. Wait for it or choose another --out.") from None
+        except OSError as problem:
+            raise DataError(f"{self.path}: cannot be locked: {problem.strerror}. Choose another --out.") from None
+
+    def _read(self, settings: dict[str, Any]) -> None:
+        self._file.seek(0)
+        content = self._file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            with writing(self.path, error=DataError):
+                self._file.truncate(len(whole))
+        lines = whole.splitlines()
+        if len(lines) <= 1:  # nothing was answered under other settings
+            with writing(self.path, error=DataError):
+                self._file.truncate(0)
+                fsync_folder(self.path.parent)
+            self._write({"settings": settings})
+            return
+        try:
+            before: dict[str, Any] = json.loads(lines[0])["settings"]
+            changed = [key for key in settings if before.get(key) != settings[key]]
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise DataError(f"{self.path}:1: damaged. Choose another --out.") from None
+        if changed:
+            was = ", ".join(f"{key} was {before.get(key)!r} and is {settings[key]!r}" for key in changed)
+            raise ConfigError(f"{self.path.parent} holds tasks made otherwise: {was}. Give the same settings or another --out.")
+        for number, line in enumerate(lines[1:], start=2):
+            try:
+                self.answered.append(AnsweredRequest(**json.loads(line)))
+            except (ValueError, TypeError):
+                raise DataError(f"{self.path}:{number}: damaged. Remove the line; its tasks are lost.") from None
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        with writing(self.path, error=DataError):
+            self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
+            fsync_file(self._file.fileno())
+
 
 TASKS = "tasks.jsonl"
 
@@ -43,7 +149,7 @@ class SelfInstruct:
 
 
 @dataclass(frozen=True)
-class Report:
+class SelfInstructReport:
     """What came of it, over all starts of the run."""
 
     tasks: Path
@@ -56,7 +162,7 @@ class Report:
     completion_tokens: int
 
 
-def self_instruct(wanted: SelfInstruct, endpoint: Endpoint) -> Report:
+def self_instruct(wanted: SelfInstruct, endpoint: Endpoint) -> SelfInstructReport:
     """Ask until there are enough tasks. What is in the output folder already counts; a run that is complete asks nothing."""
     _check(wanted, endpoint)
     seeds = load_seeds(wanted.language, wanted.seeds)
@@ -82,7 +188,7 @@ def self_instruct(wanted: SelfInstruct, endpoint: Endpoint) -> Report:
                     for record in journal.kept():
                         write(record)
         dropped, retries = journal.totals()
-        return Report(
+        return SelfInstructReport(
             tasks=wanted.out / TASKS,
             kept=run.num_kept,
             wanted=wanted.num,
@@ -102,7 +208,7 @@ class _Run:
         self.seeds = seeds
         self.journal = journal
         self.client = client
-        self.filter = Filter(wanted.language, seeds)
+        self.filter = TaskFilter(wanted.language, seeds)
         self.num_kept = 0
         self._barren = 0
         for record in journal.kept():
@@ -158,18 +264,18 @@ class _Run:
     def _take(self, number: int, reply: Reply) -> int:
         """Judge the tasks of a reply and write them down; how many were kept."""
         tasks, dropped = parse_answer(reply.text, reply.was_cut)
-        kept: list[Kept] = []
+        kept: list[KeptTask] = []
         for task in tasks:
             if self.num_kept + len(kept) == self.wanted.num:
                 dropped["more than wanted"] += 1
                 continue
             verdict = self.filter.judge(task)
-            if isinstance(verdict, Kept):
+            if isinstance(verdict, KeptTask):
                 kept.append(verdict)
             else:
                 dropped[verdict] += 1
         records = [one.record() for one in kept]
-        self.journal.append(Answered(number, records, dict(dropped), reply.retries, reply.prompt_tokens, reply.completion_tokens))
+        self.journal.append(AnsweredRequest(number, records, dict(dropped), reply.retries, reply.prompt_tokens, reply.completion_tokens))
         self.num_kept += len(kept)
         self._barren = 0 if kept or dropped["more than wanted"] else self._barren + 1
         return len(kept)

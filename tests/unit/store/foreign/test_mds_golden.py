@@ -9,7 +9,7 @@ import pytest
 
 from headway.store.foreign.mds import open_mds
 from headway.store.foreign.mds_writer import MdsWriter
-from headway.text.formats.mds import read_mds
+from headway.text.read import read_records
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "mds"
 TOKENS = {"input_ids": "ndarray:uint32", "length": "int", "domain": "str"}
@@ -63,7 +63,7 @@ SETS = {
 @pytest.mark.parametrize("name", SETS)
 def test_shards_of_mosaicml_are_read_exactly(name: str) -> None:
     _, samples, _ = SETS[name]
-    found, expected = list(read_mds(GOLDEN / name)), list(samples())
+    found, expected = [record.data for record in read_records(GOLDEN / name)], list(samples())
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()

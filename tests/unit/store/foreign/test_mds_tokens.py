@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headway.errors import ConfigError, DataError
 from headway.store.foreign.mds import has_tokens, open_mds
 from headway.store.foreign.mds_writer import MdsTokenWriter, MdsWriter
-from headway.text.formats.mds import read_mds
+from headway.text.read import read_records
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "float16", "uint32", "int32", "float32", "uint64", "int64", "float64")
 samples = st.lists(
@@ -56,7 +56,7 @@ def test_every_encoding_survives_the_round_trip(
     for sample in written:
         writer.write(sample)
     writer.finish()
-    found = list(read_mds(folder))
+    found = [record.data for record in read_records(folder)]
     assert len(found) == len(written)
     for one, other in zip(found, written, strict=True):
         assert one.keys() == other.keys()

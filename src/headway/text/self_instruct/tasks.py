@@ -1,17 +1,73 @@
-"""What the model is asked, and its answer taken apart: seed tasks become a prompt, an answer becomes tasks and a count of what was none.
+"""Self-instruct tasks: seed tasks, the prompt made from them, and the parser for the model's answer.
 
-Tasks are numbered `<|k|>`, which no text of a task is likely to hold; the examples are 1 to 3, so new tasks begin at 4.
+Tasks have Alpaca's form. A prompt numbers them `<|k|>`, a mark that task texts rarely contain; examples are 1 to 3, new tasks start at 4.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Literal, get_args
 
+from headway.errors import DataError
 from headway.runtime.seed import derive
-from headway.text.self_instruct.task import SEEDS_PER_PROMPT, Language, Task
+from headway.text.document import Record
+from headway.text.read import read_records
+
+Language = Literal["en", "zh"]
+LANGUAGES: tuple[Language, ...] = get_args(Language)
+SEEDS_PER_PROMPT = 3
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked, what it is asked about (may be empty), and the answer."""
+
+    instruction: str
+    input: str
+    output: str
+
+    def record(self) -> dict[str, str]:
+        """The task as an Alpaca record."""
+        return {"instruction": self.instruction, "input": self.input, "output": self.output}
+
+
+def load_seeds(language: Language, path: Path | None = None) -> list[Task]:
+    """The seed tasks of a file in Alpaca's form, or headway's own of that language."""
+    if path is None:
+        with as_file(files("headway.text.self_instruct") / f"seeds_{language}.jsonl") as own:
+            return _read_seeds(own)
+    return _read_seeds(path)
+
+
+def fingerprint(tasks: Sequence[Task]) -> str:
+    """A digest of the tasks, to know them again."""
+    return hashlib.sha256(json.dumps([task.record() for task in tasks], ensure_ascii=False).encode()).hexdigest()[:16]
+
+
+def _read_seeds(path: Path) -> list[Task]:
+    tasks = [_task(record) for record in read_records([path])]
+    if len(tasks) < SEEDS_PER_PROMPT:
+        raise DataError(f"{path}: {len(tasks)} seed tasks; at least {SEEDS_PER_PROMPT} are needed.")
+    return tasks
+
+
+def _task(record: Record) -> Task:
+    values = {key: record.data.get(key) or "" for key in ("instruction", "input", "output")}
+    for key, value in values.items():
+        if not isinstance(value, str) or (key != "input" and not value.strip()):
+            raise DataError(
+                f"{record.place}: {key} must be a text; a seed task is {{instruction, input, output}}, where input may be empty."
+            )
+    return Task(**{key: str(value).strip() for key, value in values.items()})
+
 
 NO_INPUT = {"en": "<none>", "zh": "<无>"}
 LABELS = {"en": ("Instruction:", "Input:", "Output:"), "zh": ("指令：", "输入：", "输出：")}
@@ -69,7 +125,7 @@ def parse_answer(answer: str, was_cut: bool) -> tuple[list[Task], Counter[str]]:
         dropped["cut off"] += 1
     tasks: list[Task] = []
     for piece in pieces:
-        if task := _task(piece):
+        if task := _parse_task(piece):
             tasks.append(task)
         else:
             dropped["unreadable"] += 1
@@ -78,7 +134,7 @@ def parse_answer(answer: str, was_cut: bool) -> tuple[list[Task], Counter[str]]:
     return tasks, dropped
 
 
-def _task(piece: str) -> Task | None:
+def _parse_task(piece: str) -> Task | None:
     labels = list(_LABEL.finditer(piece))
     begin = next((k for k, label in enumerate(labels) if label["instruction"]), None)
     if begin is None:
