@@ -170,14 +170,14 @@ def worker(variant: str, steps: int, total_steps: int, compression: dict[str, An
     """One rank of one variant; the first prints what it measured."""
     import torch
 
-    from headway.parallel.collectives import Group, start_group
+    from headway.parallel.collectives import RankGroup, start_group
     from headway.runtime.process import from_environment
 
     torch.set_num_threads(1)
     with start_group(from_environment(), "gloo", 300) as group:
         wanted = VARIANTS[variant]
         if wanted == "alone":
-            step = headway_step(Group(), {}, total_steps)
+            step = headway_step(RankGroup(), {}, total_steps)
         elif isinstance(wanted, str):
             step = torch_step(group, compression if wanted == "torch powersgd" else None, total_steps)
         else:

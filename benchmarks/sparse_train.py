@@ -27,9 +27,9 @@ from headway.objective.head_sparsity import Config as HeadSparsity
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
+from headway.parallel.config import MemoryConfig
 from headway.parallel.engine import EngineSpec
-from headway.parallel.memory import MemoryConfig
-from headway.parallel.zero1 import FlatEngine
+from headway.parallel.flat.engine import FlatEngine
 
 CASES: dict[str, dict[str, Any]] = {
     "1b": {"preset": "llama-1b", "tokens": 65536, "shares": [0.35, 0.7], "naive": True, "memory": {}},

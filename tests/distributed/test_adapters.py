@@ -13,7 +13,7 @@ from headway.model.adapter.values import merged
 from headway.model.layout import num_parameters
 from headway.optim.groups import ADAPTER
 from headway.optim.scaler import ScalerConfig
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 
 STEPS, MICRO = 6, 4
 DORA = AdapterConfig(kind="dora", rank=4, alpha=8.0, dropout=0.1)
@@ -27,7 +27,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 Seen = tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]
 
 
-def trained(setup: Setup, group: Group) -> Seen:
+def trained(setup: Setup, group: RankGroup) -> Seen:
     engine = make_engine(group, setup)
     seen = train_steps(engine, group, MICRO, 0, STEPS)
     assert setup.adapter is not None
@@ -38,7 +38,7 @@ def trained(setup: Setup, group: Group) -> Seen:
 
 @functools.cache
 def alone(adapter: AdapterConfig, dtype: torch.dtype) -> Seen:
-    return trained(Setup(dtype=dtype, micro=MICRO, freeze=(), adapter=adapter, loss_scale=ScalerConfig(initial=256.0)), Group())
+    return trained(Setup(dtype=dtype, micro=MICRO, freeze=(), adapter=adapter, loss_scale=ScalerConfig(initial=256.0)), RankGroup())
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_adapters_train_like_in_one_process(strategy: str, ranks: int, adapter: 
 
 
 def test_a_frozen_base_in_bf16_has_no_gradient_no_master_and_no_state() -> None:
-    engine = make_engine(Group(), Setup(dtype=torch.bfloat16, freeze=(), adapter=LORA))
+    engine = make_engine(RankGroup(), Setup(dtype=torch.bfloat16, freeze=(), adapter=LORA))
     updates = sum(torch.Size(shape).numel() for shape in LORA.shapes(CONFIG).values())
     base = num_parameters(CONFIG)
     padding = 64 * len(engine.shapes)
@@ -80,12 +80,12 @@ def test_a_frozen_base_in_bf16_has_no_gradient_no_master_and_no_state() -> None:
     gradients = sum(grad.numel() for buffer in engine.buffers for grad in buffer.grads)
     assert updates <= gradients <= updates + padding
     assert updates * 12 <= engine.state_bytes <= (updates + padding) * 12  # fp32: master and two moments
-    train_steps(engine, Group(), MICRO, 0, 1)
+    train_steps(engine, RankGroup(), MICRO, 0, 1)
     assert all(p.grad is None for p in engine.model.parameters())
     assert {name for name, role, _, _ in engine.tensors() if role != "param"} == set(LORA.shapes(CONFIG))
 
 
-def sharded_bytes(group: Group) -> tuple[int, int, set[torch.dtype]]:
+def sharded_bytes(group: RankGroup) -> tuple[int, int, set[torch.dtype]]:
     engine = make_engine(group, Setup(STRATEGIES["fsdp"], torch.bfloat16, MICRO, (), adapter=LORA))
     frozen = [part for part in engine.parts.values() if part.group is None]
     return sum(part.master.nbytes for part in frozen), engine.state_bytes, {part.master.dtype for part in frozen}

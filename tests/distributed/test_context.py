@@ -23,7 +23,7 @@ from headway.model.config import HeadGatesConfig
 from headway.model.layout import GATES
 from headway.objective.base import StepInfo
 from headway.objective.head_sparsity import Config as HeadSparsity
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 from headway.parallel.context import to_heads, to_tokens
 from headway.store.reader import StoreWriter
 from headway.track.jsonl import read_metrics
@@ -49,17 +49,17 @@ def setup(strategy: str, context: int, *, gated: bool = False, freeze: tuple[str
     return Setup(parallel, config=GATED if gated else PLAIN, freeze=freeze, objective=objective, **more)
 
 
-def rows_of(one: Setup, group: Group) -> Group:
+def rows_of(one: Setup, group: RankGroup) -> RankGroup:
     """Which rows a rank reads, as a group to count by."""
     context = one.parallel["context"] if group.size > 1 else 1
-    return Group(group.rank // context, group.size // context)
+    return RankGroup(group.rank // context, group.size // context)
 
 
 def alone_of(one: Setup) -> Setup:
     return Setup({}, config=one.config, freeze=one.freeze, objective=one.objective)
 
 
-def gate_gradient(one: Setup, group: Group) -> torch.Tensor:
+def gate_gradient(one: Setup, group: RankGroup) -> torch.Tensor:
     """The gradient of log_alpha after the first step's exchange, from the mix of heads and from the constraint on their sparsity."""
     engine, rows = make_engine(group, one), rows_of(one, group)
     engine.fill([("objective.lambda_1", torch.tensor(2.0)), ("objective.lambda_2", torch.tensor(3.0))])
@@ -73,13 +73,13 @@ def gate_gradient(one: Setup, group: Group) -> torch.Tensor:
 @pytest.mark.parametrize(("strategy", "ranks", "context"), [("ddp", 2, 2), ("ddp", 4, 4), ("fsdp", 4, 2)])
 def test_gate_gradients_are_those_of_one_rank(strategy: str, ranks: int, context: int) -> None:
     one = setup(strategy, context, gated=True, freeze=("weights",))
-    right = gate_gradient(alone_of(one), Group())
+    right = gate_gradient(alone_of(one), RankGroup())
     assert ((right != 0).sum(1) >= 2).all(), "several heads of every layer are undecided, on more than one rank"
     for got in run_ranks(functools.partial(gate_gradient, one), ranks):
         torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-7)
 
 
-def trained(one: Setup, group: Group) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], float]:
+def trained(one: Setup, group: RankGroup) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], float]:
     """Losses and norms, weights, and the loss of a validation afterwards."""
     engine, rows = make_engine(group, one), rows_of(one, group)
     seen = train_steps(engine, rows, one.micro, 0, STEPS)
@@ -91,7 +91,7 @@ def trained(one: Setup, group: Group) -> tuple[list[tuple[float, float, float]],
 
 @functools.cache
 def right_of(gated: bool, freeze: tuple[str, ...]) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], float]:
-    return trained(alone_of(setup("ddp", 1, gated=gated, freeze=freeze)), Group())
+    return trained(alone_of(setup("ddp", 1, gated=gated, freeze=freeze)), RankGroup())
 
 
 def check(one: Setup, ranks: int) -> None:
@@ -122,7 +122,7 @@ def test_blocks_that_are_computed_again_exchange_again() -> None:
     check(setup("zero1", 2, gated=True, freeze=("weights",), memory={"recompute": 1.0}), 2)
 
 
-def decided_on_one_rank(one: Setup, group: Group) -> torch.Tensor:
+def decided_on_one_rank(one: Setup, group: RankGroup) -> torch.Tensor:
     engine, rows = make_engine(group, one), rows_of(one, group)
     engine.fill([(GATES, torch.tensor([[0.5, 0.0, 30.0, 30.0], [-30.0, -30.0, 0.0, -0.5]]))])
     engine.forward_backward(share_of_step(0, one.micro, rows.rank, rows.size), StepInfo(0, 20))
@@ -134,12 +134,12 @@ def decided_on_one_rank(one: Setup, group: Group) -> torch.Tensor:
 def test_a_rank_whose_heads_are_all_decided_keeps_the_others_company(memory: dict[str, Any]) -> None:
     """Frozen weights, and in the first layer only the first rank's gates are open: nobody waits for a gradient that never comes."""
     one = setup("ddp", 2, gated=True, freeze=("weights",), memory=memory)
-    right = decided_on_one_rank(alone_of(one), Group())
+    right = decided_on_one_rank(alone_of(one), RankGroup())
     for got in run_ranks(functools.partial(decided_on_one_rank, one), 2, timeout=20):
         torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-7)
 
 
-def first_half(folder: Path, one: Setup, group: Group) -> list[float]:
+def first_half(folder: Path, one: Setup, group: RankGroup) -> list[float]:
     engine = make_engine(group, one)
     seen = train_steps(engine, rows_of(one, group), one.micro, 0, 2)
     records = (TensorRecord(*tensor) for tensor in engine.tensors())
@@ -147,7 +147,7 @@ def first_half(folder: Path, one: Setup, group: Group) -> list[float]:
     return [step[0] for step in seen]
 
 
-def second_half(folder: Path, one: Setup, group: Group) -> list[float]:
+def second_half(folder: Path, one: Setup, group: RankGroup) -> list[float]:
     engine = make_engine(group, one)
     with open_checkpoint(folder / "step-00000002") as reader:
         engine.load(reader.read, reader.scalars["engine"])  # pyright: ignore[reportArgumentType]
@@ -165,7 +165,7 @@ def test_a_run_continues_with_another_number_of_ranks_to_a_row(
             assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def there_and_back(group: Group) -> None:
+def there_and_back(group: RankGroup) -> None:
     q, k = (torch.randn(2, 3, heads, 5, dtype=torch.bfloat16) for heads in (8, 4))
     by_heads = to_heads((q, k), group)
     assert [tuple(x.shape) for x in by_heads] == [(2, 12, 2, 5), (2, 12, 1, 5)]

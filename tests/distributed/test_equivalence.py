@@ -14,7 +14,7 @@ import torch
 from support.engines import Setup, make_engine, train_steps
 from support.ranks import run_ranks
 
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 
 STEPS = 20
 OFF = {"reduce": False, "gather": False, "step": False}
@@ -54,7 +54,7 @@ def setup_of(case: Case) -> Setup:
     return Setup(parallel, torch.bfloat16 if precision == "bf16" else torch.float32, micro=ranks * accumulate)
 
 
-def trained(setup: Setup, group: Group) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
+def trained(setup: Setup, group: RankGroup) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
     engine = make_engine(group, setup)
     seen = train_steps(engine, group, setup.micro, 0, STEPS)
     return seen, {name: value.clone() for name, value in engine.weights()}
@@ -62,7 +62,7 @@ def trained(setup: Setup, group: Group) -> tuple[list[tuple[float, float, float]
 
 @functools.cache
 def alone(micro: int, dtype: torch.dtype) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
-    return trained(Setup(dtype=dtype, micro=micro), Group())
+    return trained(Setup(dtype=dtype, micro=micro), RankGroup())
 
 
 def check(case: Case) -> None:

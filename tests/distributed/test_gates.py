@@ -14,7 +14,7 @@ from headway.model.config import HeadGatesConfig
 from headway.model.layout import GATES
 from headway.objective.base import StepInfo
 from headway.objective.head_sparsity import Config as HeadSparsity
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 
 STEPS = 6
 GATED = CONFIG.with_(head_gates=HeadGatesConfig(window=3, sinks=1, init_mean=0.0, init_std=1.5), init_std=0.3)
@@ -26,7 +26,7 @@ def setup(layout: str, freeze: tuple[str, ...], dtype: torch.dtype = torch.float
     return Setup(LAYOUTS[layout], dtype, freeze=freeze, config=GATED, objective=objective)
 
 
-def gradient(one: Setup, group: Group) -> torch.Tensor:
+def gradient(one: Setup, group: RankGroup) -> torch.Tensor:
     """The gradient of the gates after the first step's exchange."""
     engine = make_engine(group, one)
     engine.forward_backward(share_of_step(0, one.micro, group.rank, group.size), StepInfo(0, 20))
@@ -39,13 +39,13 @@ def gradient(one: Setup, group: Group) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_gate_gradients_of_two_ranks_are_those_of_one(layout: str) -> None:
     one = setup(layout, ("weights",))
-    right = gradient(one, Group())
+    right = gradient(one, RankGroup())
     assert (right != 0).sum() >= 2
     for got in run_ranks(functools.partial(gradient, one), 2):
         torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-7)
 
 
-def trained(one: Setup, group: Group) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], int]:
+def trained(one: Setup, group: RankGroup) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], int]:
     engine = make_engine(group, one)
     seen = train_steps(engine, group, one.micro, 0, STEPS)
     weights = {name: value.clone() for name, value in engine.weights()}
@@ -56,7 +56,7 @@ def trained(one: Setup, group: Group) -> tuple[list[tuple[float, float, float]],
 
 @functools.cache
 def alone(freeze: tuple[str, ...]) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor], int]:
-    return trained(setup("ddp", freeze), Group())
+    return trained(setup("ddp", freeze), RankGroup())
 
 
 @pytest.mark.parametrize(("layout", "freeze"), [("zero1", ("weights",)), ("zero1", ("layers.0",)), ("fsdp", ("weights",)), ("fsdp", ())])
@@ -72,14 +72,16 @@ def test_ranks_train_gates_like_one_process(layout: str, freeze: tuple[str, ...]
 def test_blocks_that_are_computed_again_see_the_same_gates() -> None:
     right, weights, _ = alone(("layers.0",))
     one = setup("ddp", ("layers.0",))
-    again = trained(Setup(one.parallel, freeze=one.freeze, config=one.config, objective=one.objective, memory={"recompute": 1.0}), Group())
+    again = trained(
+        Setup(one.parallel, freeze=one.freeze, config=one.config, objective=one.objective, memory={"recompute": 1.0}), RankGroup()
+    )
     assert again[0] == right
     assert all(torch.equal(again[1][name], weights[name]) for name in weights)
 
 
 def test_frozen_weights_have_neither_gradient_nor_state_and_lie_in_the_compute_dtype() -> None:
-    engine = make_engine(Group(), setup("ddp", ("weights",), torch.bfloat16))
-    train_steps(engine, Group(), 4, 0, 1)
+    engine = make_engine(RankGroup(), setup("ddp", ("weights",), torch.bfloat16))
+    train_steps(engine, RankGroup(), 4, 0, 1)
     assert {name for group in engine.groups for name in group.names} == {GATES, "objective.lambda_1", "objective.lambda_2"}
     assert engine.state_bytes < 10_000
     for name, parameter in engine.model.named_parameters():
@@ -92,10 +94,10 @@ def test_gates_are_fp32_beside_16_bit_weights_whether_they_train_or_not() -> Non
     from headway.objective.next_token import Config as NextToken
 
     for freeze, objective in (((), OBJECTIVE), (("gates",), NextToken())):
-        engine = make_engine(Group(), setup("ddp", freeze, torch.bfloat16, objective))
+        engine = make_engine(RankGroup(), setup("ddp", freeze, torch.bfloat16, objective))
         log_alpha = engine.model.head_gates.log_alpha
         assert log_alpha.dtype == torch.float32
         assert (log_alpha.bfloat16() != log_alpha).any(), "values that 16 bits would round"
         before = log_alpha.detach().clone()
-        train_steps(engine, Group(), 4, 0, 2)
+        train_steps(engine, RankGroup(), 4, 0, 2)
         assert torch.equal(log_alpha, before) == (freeze == ("gates",))

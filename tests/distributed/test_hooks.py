@@ -9,7 +9,7 @@ from support.engines import Setup, make_engine, share_of_step, train_steps
 from support.ranks import run_ranks
 
 from headway.objective.base import StepInfo
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 
 PLAIN: dict[str, Any] = {"zero1": {"size": 1}}
 POWERSGD = {"kind": "powersgd", "rank": 2, "min_compression_rate": 0.0, "start_step": 1}
@@ -21,7 +21,7 @@ TORCH_POWERSGD = {
 }
 
 
-def gradients(parallel: dict[str, Any], group: Group, steps: int = 1) -> list[dict[str, torch.Tensor]]:
+def gradients(parallel: dict[str, Any], group: RankGroup, steps: int = 1) -> list[dict[str, torch.Tensor]]:
     """The summed gradients of some steps without updates between them."""
     engine = make_engine(group, Setup(parallel, micro=2))
     found = []
@@ -51,12 +51,12 @@ def on_two(parallel: dict[str, Any], steps: int = 1) -> list[dict[str, torch.Ten
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_a_hook_gives_the_sum_over_ranks(hook: dict[str, Any], bound: float) -> None:
-    right = gradients({}, Group())[0]
+    right = gradients({}, RankGroup())[0]
     for name, value in on_two({**PLAIN, "hook": hook})[0].items():
         assert (value - right[name]).norm() <= bound * right[name].norm() + 1e-9, name
 
 
-def cut_losses(parallel: dict[str, Any], group: Group) -> list[tuple[float, float, float]]:
+def cut_losses(parallel: dict[str, Any], group: RankGroup) -> list[tuple[float, float, float]]:
     return train_steps(make_engine(group, Setup(parallel, micro=4)), group, 4, 0, 4)
 
 
@@ -65,7 +65,7 @@ def cut_losses(parallel: dict[str, Any], group: Group) -> list[tuple[float, floa
     "hook", [{"kind": "reduce_scatter"}, {"kind": "compress"}, {"kind": "powersgd", "rank": 64, "min_compression_rate": 0.0}]
 )
 def test_hooks_serve_a_cut_optimizer_state(size: int, hook: dict[str, Any]) -> None:
-    right = cut_losses({}, Group())
+    right = cut_losses({}, RankGroup())
     for seen in run_ranks(partial(cut_losses, {"zero1": {"size": size}, "hook": hook}), 4):
         assert [s[0] for s in seen] == pytest.approx([r[0] for r in right], rel=5e-4)
 
@@ -92,7 +92,7 @@ def test_powersgd_agrees_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_error_feedback_loses_nothing_for_good() -> None:
     """Summed over steps, approximations plus what is still in the residuals are the true gradients."""
 
-    def totals(group: Group) -> tuple[Any, Any, Any]:
+    def totals(group: RankGroup) -> tuple[Any, Any, Any]:
         engine = make_engine(group, Setup({**PLAIN, "hook": POWERSGD}, micro=2))
         exact = make_engine(group, Setup(PLAIN, micro=2))
         sums = []
@@ -115,7 +115,7 @@ def test_error_feedback_loses_nothing_for_good() -> None:
 def test_a_step_that_is_not_finite_leaves_nothing_in_the_residuals() -> None:
     """One rank alone overflows in the third step; the fourth is what it would be if the third had sent nothing."""
 
-    def spoiled(group: Group) -> tuple[Any, Any, Any]:
+    def spoiled(group: RankGroup) -> tuple[Any, Any, Any]:
         engine = make_engine(group, Setup({**PLAIN, "hook": POWERSGD}, micro=2))
         exact = make_engine(group, Setup(PLAIN, micro=2))
         kept = {name: value.clone() for name, value in engine.masters.items()}

@@ -9,7 +9,7 @@ from support.engines import CONFIG, Setup, make_engine, share_of_step, train_ste
 from support.ranks import run_ranks
 
 from headway.objective.base import StepInfo
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 from headway.train import shortage
 
 STRATEGIES = {"zero1": {}, "fsdp": {"strategy": "fsdp"}}
@@ -18,11 +18,11 @@ STRATEGIES = {"zero1": {}, "fsdp": {"strategy": "fsdp"}}
 @pytest.mark.parametrize("state_dtype", ["fp32", "8bit"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_with_their_state_in_host_memory_train_as_one_process(strategy: str, state_dtype: str) -> None:
-    def steps(group: Group, parallel: dict[str, Any], offload: list[str]) -> list[Any]:
+    def steps(group: RankGroup, parallel: dict[str, Any], offload: list[str]) -> list[Any]:
         engine = make_engine(group, Setup(parallel, state_dtype=state_dtype, memory={"offload": offload}))
         return train_steps(engine, group, 4, 0, 4)
 
-    expected = steps(Group(), {}, [])
+    expected = steps(RankGroup(), {}, [])
     for seen in run_ranks(lambda group: steps(group, STRATEGIES[strategy], ["optimizer"]), 2):
         for one, other in zip(expected, seen, strict=True):
             assert other == pytest.approx(one, rel=1e-3 if state_dtype == "8bit" else 1e-4)
@@ -31,18 +31,18 @@ def test_ranks_with_their_state_in_host_memory_train_as_one_process(strategy: st
 @pytest.mark.parametrize("memory", [{"recompute": 0.5}, {"recompute": "selective", "offload": ["activations"]}])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_that_recompute_train_as_one_process_that_keeps_everything(strategy: str, memory: dict[str, Any]) -> None:
-    def steps(group: Group, parallel: dict[str, Any], memory: dict[str, Any]) -> list[Any]:
+    def steps(group: RankGroup, parallel: dict[str, Any], memory: dict[str, Any]) -> list[Any]:
         return train_steps(make_engine(group, Setup(parallel, memory=memory)), group, 4, 0, 3)
 
     plain = run_ranks(lambda group: steps(group, STRATEGIES[strategy], {}), 2)
     assert run_ranks(lambda group: steps(group, STRATEGIES[strategy], memory), 2) == plain
-    for one, other in zip(steps(Group(), {}, {}), plain[0], strict=True):
+    for one, other in zip(steps(RankGroup(), {}, {}), plain[0], strict=True):
         assert other == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rehearsal_of_ranks_leaves_nothing_behind(strategy: str) -> None:
-    def steps(group: Group, rehearse: bool) -> list[Any]:
+    def steps(group: RankGroup, rehearse: bool) -> list[Any]:
         engine = make_engine(group, Setup(STRATEGIES[strategy]))
         if rehearse:
             engine.rehearse(share_of_step(9, 4, group.rank, group.size), StepInfo(0, 1))
@@ -100,9 +100,9 @@ def test_where_one_rank_runs_out_of_memory_all_take_the_next_smaller_microbatch_
     monkeypatch.setattr(shortage, "begin_peak", lambda device: None)
     monkeypatch.setattr(shortage, "peak_bytes", lambda device: 1)
 
-    def steps(group: Group, search: bool) -> Any:
+    def steps(group: RankGroup, search: bool) -> Any:
         engine = make_engine(group, Setup(parallel, config=config))
-        data = Group(group.rank // engine.ranks.context.size, engine.ranks.data.size)
+        data = RankGroup(group.rank // engine.ranks.context.size, engine.ranks.data.size)
         if search:
             run_out(engine, rows=rows, where=where)
 

@@ -12,12 +12,12 @@ from support.ranks import run_ranks
 from support.spare import spare
 
 from headway.objective.base import StepInfo
-from headway.parallel.collectives import Exchange, Group
+from headway.parallel.collectives import DifferentiableCollectives, RankGroup
 
 STRATEGIES: dict[str, dict[str, Any]] = {"ddp": {"zero1": {"size": 1}}, "zero1": {}, "fsdp": {"strategy": "fsdp"}}
 
 
-def objective_values(setup: Setup, group: Group) -> tuple[list[float], dict[str, float]]:
+def objective_values(setup: Setup, group: RankGroup) -> tuple[list[float], dict[str, float]]:
     engine = make_engine(group, setup)
     losses = [loss for loss, _, _ in train_steps(engine, group, setup.micro, 0, 6)]
     saved = {
@@ -32,7 +32,7 @@ def objective_values(setup: Setup, group: Group) -> tuple[list[float], dict[str,
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_unused_parameters_count_as_zero_gradients(strategy: str) -> None:
     setup = Setup(STRATEGIES[strategy], micro=4, objective=spare())
-    right, values = objective_values(Setup(micro=4, objective=spare()), Group())
+    right, values = objective_values(Setup(micro=4, objective=spare()), RankGroup())
     assert values["objective.scale"] != 1.5
     assert values["objective.spare"] == 2.0
     found: dict[str, float] = {}
@@ -47,7 +47,7 @@ def test_a_parameter_that_joins_after_its_bucket_left_is_named() -> None:
     with pytest.raises(AssertionError, match=r"objective\.turns got a gradient after its bucket"):
         run_ranks(partial(objective_values, setup), 2)
     late = Setup({"zero1": {"size": 1}, "overlap": {"reduce": False}}, micro=4, objective=spare(since=3))
-    right = objective_values(Setup(micro=4, objective=spare(since=3)), Group())[0]
+    right = objective_values(Setup(micro=4, objective=spare(since=3)), RankGroup())[0]
     assert run_ranks(partial(objective_values, late), 2)[0][0] == pytest.approx(right, rel=1e-6)
 
 
@@ -69,7 +69,7 @@ class Traced:
         return self.background.run(slowly)
 
 
-def trace(overlap: bool, group: Group) -> tuple[list[str], float]:
+def trace(overlap: bool, group: RankGroup) -> tuple[list[str], float]:
     """The order of the last step's events, and the seconds backward's end waited for exchanges."""
     engine = make_engine(group, Setup({"zero1": {"size": 1}, "bucket_bytes": 20_000, "overlap": {"reduce": overlap}}, micro=2, freeze=()))
     events: list[tuple[str, float]] = []
@@ -115,10 +115,10 @@ def test_exchange_overlaps_with_backward() -> None:
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_optimizer_state_falls_with_the_number_of_ranks(strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def state_bytes(group: Group) -> int:
+    def state_bytes(group: RankGroup) -> int:
         return make_engine(group, Setup(STRATEGIES[strategy], dtype=torch.bfloat16, freeze=())).state_bytes
 
-    alone = state_bytes(Group())
+    alone = state_bytes(RankGroup())
     for world in (2, 4):
         measured = run_ranks(state_bytes, world)
         with capsys.disabled():
@@ -127,8 +127,8 @@ def test_optimizer_state_falls_with_the_number_of_ranks(strategy: str, capsys: p
 
 
 def test_what_an_objective_exchanges_has_gradients() -> None:
-    def exchanged(group: Group) -> tuple[torch.Tensor, ...]:
-        exchange = Exchange(group)
+    def exchanged(group: RankGroup) -> tuple[torch.Tensor, ...]:
+        exchange = DifferentiableCollectives(group)
         value = torch.tensor([[1.0 + group.rank, 2.0]], requires_grad=True)
         total = exchange.sum(value)
         (total.square().sum() / group.size).backward()

@@ -11,7 +11,7 @@ from support.ranks import run_ranks
 
 from headway.checkpoint.load import open_checkpoint
 from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 
 ONE: dict[str, Any] = {}
 DDP: dict[str, Any] = {"zero1": {"size": 1}}
@@ -22,7 +22,7 @@ HSDP: dict[str, Any] = {"strategy": "fsdp", "fsdp": {"size": 2, "reshard_after_f
 MICRO, CUT, END = 4, 4, 8
 
 
-def first_half(folder: Path, setup: Setup, group: Group) -> list[float]:
+def first_half(folder: Path, setup: Setup, group: RankGroup) -> list[float]:
     engine = make_engine(group, setup)
     seen = train_steps(engine, group, MICRO, 0, CUT)
     records = (TensorRecord(*tensor) for tensor in engine.tensors())
@@ -30,7 +30,7 @@ def first_half(folder: Path, setup: Setup, group: Group) -> list[float]:
     return [step[0] for step in seen]
 
 
-def second_half(folder: Path, setup: Setup, group: Group) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
+def second_half(folder: Path, setup: Setup, group: RankGroup) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
     engine = make_engine(group, setup)
     with open_checkpoint(folder / f"step-{CUT:08}") as reader:
         engine.load(reader.read, reader.scalars["engine"])  # pyright: ignore[reportArgumentType]
@@ -50,8 +50,8 @@ def second_half(folder: Path, setup: Setup, group: Group) -> tuple[list[float], 
     ],
 )
 def test_a_run_continues_on_another_layout(before: tuple[Any, int], after: tuple[Any, int], tmp_path: Path) -> None:
-    whole = make_engine(Group(), Setup(micro=MICRO))
-    right = [step[0] for step in train_steps(whole, Group(), MICRO, 0, END)]
+    whole = make_engine(RankGroup(), Setup(micro=MICRO))
+    right = [step[0] for step in train_steps(whole, RankGroup(), MICRO, 0, END)]
     first = run_ranks(partial(first_half, tmp_path, Setup(before[0], micro=MICRO)), before[1])
     second = run_ranks(partial(second_half, tmp_path, Setup(after[0], micro=MICRO)), after[1])
     for losses in first:
@@ -67,7 +67,7 @@ def test_a_run_continues_on_another_layout(before: tuple[Any, int], after: tuple
 def test_the_same_layout_continues_bit_for_bit(parallel: dict[str, Any], tmp_path: Path) -> None:
     setup = Setup(parallel, dtype=torch.bfloat16, micro=MICRO)
 
-    def without_a_break(group: Group) -> list[float]:
+    def without_a_break(group: RankGroup) -> list[float]:
         return [step[0] for step in train_steps(make_engine(group, setup), group, MICRO, 0, END)]
 
     right = run_ranks(without_a_break, 2)[0]
@@ -78,7 +78,7 @@ def test_the_same_layout_continues_bit_for_bit(parallel: dict[str, Any], tmp_pat
 POWERSGD = {"zero1": {"size": 1}, "hook": {"kind": "powersgd", "rank": 2, "min_compression_rate": 0.0, "start_step": 1}}
 
 
-def residuals(folder: Path, group: Group) -> dict[str, torch.Tensor]:
+def residuals(folder: Path, group: RankGroup) -> dict[str, torch.Tensor]:
     engine = make_engine(group, Setup(POWERSGD, micro=MICRO))
     with open_checkpoint(folder / f"step-{CUT:08}") as reader:
         engine.load(reader.read, reader.scalars["engine"])  # pyright: ignore[reportArgumentType]
@@ -88,7 +88,7 @@ def residuals(folder: Path, group: Group) -> dict[str, torch.Tensor]:
 def test_powersgd_continues_bit_for_bit_and_shares_its_residual_among_other_ranks(tmp_path: Path) -> None:
     setup = Setup(POWERSGD, micro=MICRO)
 
-    def without_a_break(group: Group) -> list[float]:
+    def without_a_break(group: RankGroup) -> list[float]:
         return [step[0] for step in train_steps(make_engine(group, setup), group, MICRO, 0, END)]
 
     right = run_ranks(without_a_break, 2)[0]

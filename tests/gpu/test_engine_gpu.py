@@ -13,7 +13,7 @@ from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
-from headway.parallel.zero1 import FlatEngine
+from headway.parallel.flat.engine import FlatEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CONFIG = ModelConfig(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=256, vocab_size=1000, max_seq_len=128)

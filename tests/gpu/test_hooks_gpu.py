@@ -69,17 +69,17 @@ def test_the_sharded_engine_trains_like_the_flat_one(dtype: torch.dtype, tmp_pat
     import torch.distributed as dist
 
     from headway.parallel.assemble import group_parameters, meta_model
-    from headway.parallel.collectives import Group, Ranks
-    from headway.parallel.fsdp import ShardedEngine
+    from headway.parallel.collectives import RankGroup, RankGroups
+    from headway.parallel.fsdp import FsdpEngine
     from headway.parallel.mesh import Mesh
 
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
-        group = Group(0, 1, dist.group.WORLD)
-        ranks = Ranks(Mesh(), group, group, group, group, Group(), Group())
+        group = RankGroup(0, 1, dist.group.WORLD)
+        ranks = RankGroups(Mesh(), group, group, group, group, RankGroup(), RankGroup())
         spec = spec_of(dtype, parallel=ParallelConfig(strategy="fsdp"), ranks=ranks)
         model, objective = meta_model(spec), spec.objective.build()
-        engine = ShardedEngine(model, objective, group_parameters(model, objective, spec), spec)
+        engine = FsdpEngine(model, objective, group_parameters(model, objective, spec), spec)
         assert losses(filled(engine)) == pytest.approx(losses(engine_with(dtype)), rel=1e-5 if dtype == torch.float32 else 1e-2)
     finally:
         dist.destroy_process_group()

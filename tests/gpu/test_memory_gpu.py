@@ -17,10 +17,10 @@ from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
+from headway.parallel.config import MemoryConfig
 from headway.parallel.engine import EngineSpec
-from headway.parallel.memory import MemoryConfig
-from headway.parallel.zero1 import FlatEngine
-from headway.plan.memory import Job, estimate
+from headway.parallel.flat.engine import FlatEngine
+from headway.plan.memory import MemoryJob, estimate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CONFIG = ModelConfig(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=2, ffn_size=2048, vocab_size=8192, max_seq_len=2048)
@@ -128,7 +128,7 @@ def test_the_estimate_is_near_the_measured_peak(mode: str) -> None:
     steps(engine, 2)
     measured = torch.cuda.max_memory_allocated() - base
     trained = sum(slot.size for buffer in engine.buffers for slot in buffer.slots)
-    job = Job(CONFIG, trained, 0, 4, 2048, 1, 2, memory=MemoryConfig(**memory), compiled=True, on_cuda=True, chunk_tokens=2048)
+    job = MemoryJob(CONFIG, trained, 0, 4, 2048, 1, 2, memory=MemoryConfig(**memory), compiled=True, on_cuda=True, chunk_tokens=2048)
     assert estimate(job).total == pytest.approx(measured, rel=0.15)
 
 

@@ -18,10 +18,9 @@ from headway.optim.groups import ADAPTER, OBJECTIVE, hypers
 from headway.optim.scaler import ScalerConfig
 from headway.optim.schedule import Schedule
 from headway.parallel.assemble import assemble
-from headway.parallel.collectives import Group, form_groups
-from headway.parallel.config import ParallelConfig
+from headway.parallel.collectives import RankGroup, form_groups
+from headway.parallel.config import MemoryConfig, ParallelConfig
 from headway.parallel.engine import EngineSpec
-from headway.parallel.memory import MemoryConfig
 from support.batches import make_batch
 
 CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=64, max_seq_len=32, dropout=0.1)
@@ -47,7 +46,7 @@ class Setup:
     compile_blocks: bool = False
 
 
-def make_engine(group: Group, setup: Setup) -> Any:
+def make_engine(group: RankGroup, setup: Setup) -> Any:
     """The engine of one rank, with the weights of a seed."""
     parallel = ParallelConfig.model_validate({"bucket_bytes": 8000, **setup.parallel})
     ranks = form_groups(parallel.mesh(group.rank, group.size), group)
@@ -84,7 +83,7 @@ def share_of_step(index: int, micro: int, rank: int, world: int) -> StepBatch:
     return StepBatch(micros, totals, StepStats(batch.tokens.numel(), 1, 1, 1, 1, 0), first_microbatch=rank * each)
 
 
-def train_steps(engine: Any, group: Group, micro: int, first: int, last: int) -> list[tuple[float, float, float]]:
+def train_steps(engine: Any, group: RankGroup, micro: int, first: int, last: int) -> list[tuple[float, float, float]]:
     """Train; returns (loss, norm, skipped) of every step."""
     seen = []
     for index in range(first, last):

@@ -14,7 +14,7 @@ import torch
 import torch._dynamo  # what ranks may need is loaded here once, not by each of them after it was forked
 
 import headway.parallel.fsdp  # noqa: F401
-from headway.parallel.collectives import Group, start_group
+from headway.parallel.collectives import RankGroup, start_group
 from headway.runtime.process import Process
 
 
@@ -23,13 +23,13 @@ def start_processes(function: Callable[[], Any], world: int, *, timeout: float =
     return _run(lambda rank: function(), world, timeout)
 
 
-def run_ranks(function: Callable[[Group], Any], world: int, *, timeout: float = 60) -> list[Any]:
+def run_ranks(function: Callable[[RankGroup], Any], world: int, *, timeout: float = 60) -> list[Any]:
     """Call `function` with the group of all ranks, in `world` processes; returns what each gave, in rank order.
 
     An exception on any rank comes out here with its rank and trace. Results travel through torch.save, so they may be tensors.
     """
     if world == 1:
-        return [function(Group())]
+        return [function(RankGroup())]
 
     def joined(rank: int) -> Any:
         with start_group(Process(rank, rank, world), "gloo", timeout) as group:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from headway.parallel.collectives import Group
+    from headway.parallel.collectives import RankGroup
 
 TIMEOUT_SECONDS = 1800.0
 """How long a rank waits for the others."""
 
 
-def over_ranks(context: typer.Context, device: str, nproc: int | None, gpus: str | None, work: Callable[[Group], None]) -> None:
+def over_ranks(context: typer.Context, device: str, nproc: int | None, gpus: str | None, work: Callable[[RankGroup], None]) -> None:
     """Run `work` in as many ranks as were asked for, or in this process where it is one of several already."""
     from headway.cli.train import as_rank
     from headway.launch.local import Wishes, is_launched, launch, plan_ranks
@@ -43,7 +43,7 @@ def over_ranks(context: typer.Context, device: str, nproc: int | None, gpus: str
         raise typer.Exit(code)
 
 
-def _joined(device: str, work: Callable[[Group], None]) -> int:
+def _joined(device: str, work: Callable[[RankGroup], None]) -> int:
     from headway.parallel.collectives import start_group
     from headway.runtime.device import backend_of
     from headway.runtime.process import from_environment

@@ -24,7 +24,7 @@ from headway.runtime.progress import progress
 if TYPE_CHECKING:
     from headway.infer.generate import Options
     from headway.infer.load import LoadedModel
-    from headway.parallel.collectives import Group
+    from headway.parallel.collectives import RankGroup
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {"num_beams": (1, None), "repetition_pe
 class Answers:
     """A model that answers the harness."""
 
-    def __init__(self, loaded: LoadedModel, *, batch_tokens: int = BATCH_TOKENS, group: Group | None = None) -> None:
+    def __init__(self, loaded: LoadedModel, *, batch_tokens: int = BATCH_TOKENS, group: RankGroup | None = None) -> None:
         if loaded.tokenizer is None:
             raise ConfigError(
                 f"{loaded.path}: holds no tokenizer, and tasks are texts. Put tokenizer.json and tokenizer_config.json there."

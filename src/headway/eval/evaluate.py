@@ -16,7 +16,7 @@ from headway.eval.training import Training
 if TYPE_CHECKING:
     from headway.infer.generate import Options
     from headway.infer.load import LoadedModel
-    from headway.parallel.collectives import Group
+    from headway.parallel.collectives import RankGroup
 
 log = logging.getLogger("headway")
 
@@ -117,7 +117,7 @@ class Evaluation:
         return asdict(self)
 
 
-def evaluate(loaded: LoadedModel, plan: EvalPlan, *, name: str | None = None, group: Group | None = None) -> Evaluation:
+def evaluate(loaded: LoadedModel, plan: EvalPlan, *, name: str | None = None, group: RankGroup | None = None) -> Evaluation:
     """Measure one model, over several ranks if there are; the first of them alone makes continuations."""
     for dataset in plan.datasets:
         # A wrong key or path in the last dataset shows before the first one is scored.

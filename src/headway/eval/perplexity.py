@@ -18,7 +18,7 @@ from headway.runtime.progress import progress
 
 if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
-    from headway.parallel.collectives import Group
+    from headway.parallel.collectives import RankGroup
 
 log = logging.getLogger("headway")
 
@@ -141,7 +141,7 @@ def perplexity(
     window: int | None = None,
     stride: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
-    group: Group | None = None,
+    group: RankGroup | None = None,
 ) -> Perplexity:
     """Score documents with a model. Over several ranks each scores its share of the batches, and all have the whole result."""
     rank, world = (0, 1) if group is None else (group.rank, group.size)

@@ -15,7 +15,7 @@ import numpy as np
 from headway.eval.scoring import TokenScores
 
 if TYPE_CHECKING:
-    from headway.parallel.collectives import Group
+    from headway.parallel.collectives import RankGroup
 
 NUM_BINS = 15
 MAX_BUCKETS = 48
@@ -66,7 +66,7 @@ class Tally:
             for label, sums in zip(labels, by_row.T, strict=True):
                 self._parts[str(label)] = self._parts.get(str(label), np.zeros(3)) + sums
 
-    def over(self, group: Group) -> None:
+    def over(self, group: RankGroup) -> None:
         """Add what the other ranks counted, so that every rank has the whole."""
         others = group.gather((self._positions, self._bins, self._parts))
         self._positions = np.sum([positions for positions, _, _ in others], axis=0)

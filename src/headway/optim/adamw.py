@@ -36,10 +36,10 @@ class Config(OptimConfig):
         """Make the update rule."""
         if self.state_dtype == "fp32":
             return AdamW()
-        from headway.optim.narrow_adamw import NarrowAdamW
-        from headway.optim.state import DTYPES, Storage
+        from headway.optim.low_precision_adamw import LowPrecisionAdamW
+        from headway.optim.state_storage import DTYPES, StateStorage
 
-        return NarrowAdamW(Storage(DTYPES[self.state_dtype]))
+        return LowPrecisionAdamW(StateStorage(DTYPES[self.state_dtype]))
 
     def hyper(self, step: int, total_steps: int) -> Hyper:
         """The numbers at one step."""

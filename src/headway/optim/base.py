@@ -29,7 +29,7 @@ class Optimizer(Protocol):
     """An update rule."""
 
     slots: tuple[str, ...]
-    """Names of its state tensors, each as large as the parameter; fp32 unless it says otherwise (optim/state.py)."""
+    """Names of its state tensors, each as large as the parameter; fp32 unless it says otherwise (optim/state_storage.py)."""
 
     def update(
         self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard,

@@ -116,7 +116,7 @@ def trainable(shapes: Shapes, freeze: Sequence[str], train: Sequence[str]) -> se
 
 
 @dataclass(frozen=True)
-class Group:
+class ParamGroup:
     """Parameters that share their numbers."""
 
     name: str
@@ -131,20 +131,20 @@ def is_wide(name: str) -> bool:
     return name.startswith(OBJECTIVE) or name == GATES
 
 
-def make_groups(config: OptimConfig, shapes: Shapes, training: set[str], rules: Sequence[ParameterRule] = ()) -> list[Group]:
+def make_groups(config: OptimConfig, shapes: Shapes, training: set[str], rules: Sequence[ParameterRule] = ()) -> list[ParamGroup]:
     """Cut the trainable parameters into groups: one per rule (split by whether they decay), then decay and no_decay.
 
     `rules` are the objective's; they come after the recipe's own. The groups of the model's weights come first but for the recipe's rules.
     """
     decaying = select(config.decay, shapes, "optim.decay", may_be_empty=("biases", "norms", "objective"))
     left = [name for name in shapes if name in training]
-    groups: list[Group] = []
+    groups: list[ParamGroup] = []
     for index, rule in enumerate(config.groups):
         found = select(rule.match, shapes, f"optim.groups.{index}.match")
         taken = tuple(name for name in left if name in found)
         left = [name for name in left if name not in found]
         groups += _by_decay(f"rule{index}", taken, decaying if rule.weight_decay is None else set(taken), rule)
-    last: list[Group] = []
+    last: list[ParamGroup] = []
     for index, wish in enumerate(rules):
         found = select(wish.match, shapes, "objective")
         taken = tuple(name for name in left if name in found)
@@ -161,10 +161,10 @@ def make_groups(config: OptimConfig, shapes: Shapes, training: set[str], rules: 
     return groups + last
 
 
-def _by_decay(name: str, names: tuple[str, ...], decaying: set[str], rule: GroupRule | None) -> list[Group]:
+def _by_decay(name: str, names: tuple[str, ...], decaying: set[str], rule: GroupRule | None) -> list[ParamGroup]:
     """Also by precision: a group's parameters lie in one buffer."""
     made = [
-        Group(
+        ParamGroup(
             f"{name}.{'decay' if decays else 'no_decay'}{'.wide' if wide else ''}",
             tuple(n for n in names if (n in decaying) == decays and is_wide(n) == wide), rule, decays,
         )
@@ -174,13 +174,13 @@ def _by_decay(name: str, names: tuple[str, ...], decaying: set[str], rule: Group
     return [group for group in made if group.names]
 
 
-def hypers(config: OptimConfig, groups: Sequence[Group], step: int, total_steps: int) -> dict[str, Hyper]:
+def hypers(config: OptimConfig, groups: Sequence[ParamGroup], step: int, total_steps: int) -> dict[str, Hyper]:
     """The numbers of every group at one step."""
     base = config.hyper(step, total_steps)
     return {group.name: _apply(group, base, config, step, total_steps) for group in groups}
 
 
-def _apply(group: Group, base: Hyper, config: OptimConfig, step: int, total_steps: int) -> Hyper:
+def _apply(group: ParamGroup, base: Hyper, config: OptimConfig, step: int, total_steps: int) -> Hyper:
     hyper = base if group.decays else replace(base, weight_decay=0.0)
     rule = group.rule
     if rule is None:

@@ -17,18 +17,18 @@ from headway.model.adapter.linear import adapt
 from headway.model.layout import GATES
 from headway.model.transformer import Block, Transformer
 from headway.objective.base import Objective
-from headway.optim.groups import OBJECTIVE, Group, make_groups, trainable
+from headway.optim.groups import OBJECTIVE, ParamGroup, make_groups, trainable
 from headway.parallel.context import share_rows
 from headway.parallel.engine import EngineSpec
-from headway.parallel.offload import ActivationOffload
+from headway.parallel.flat.engine import FlatEngine
+from headway.parallel.offload_activations import ActivationOffload
 from headway.parallel.recompute import recompute_in_halves, recompute_whole
-from headway.parallel.zero1 import FlatEngine
 
 if TYPE_CHECKING:
-    from headway.parallel.fsdp import ShardedEngine
+    from headway.parallel.fsdp import FsdpEngine
 
 
-def assemble(spec: EngineSpec) -> FlatEngine | ShardedEngine:
+def assemble(spec: EngineSpec) -> FlatEngine | FsdpEngine:
     """Make the engine of this rank; its parameters are still zero."""
     spec.parallel.check(spec.ranks.mesh, str(spec.dtype).removeprefix("torch."))
     model, objective = meta_model(spec), spec.objective.build()
@@ -56,7 +56,7 @@ def convert_to_fp8(model: Transformer, scaling: Scaling) -> None:
         raise ConfigError(f"precision is 'fp8'; its products need sizes that are multiples of {MULTIPLE}, unlike {left[0]}. Use bf16.")
 
 
-def group_parameters(model: Transformer, objective: Objective, spec: EngineSpec) -> list[Group]:
+def group_parameters(model: Transformer, objective: Objective, spec: EngineSpec) -> list[ParamGroup]:
     """The groups of what trains: the model's parameters and the objective's own."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if objective.module is not None:
@@ -67,11 +67,11 @@ def group_parameters(model: Transformer, objective: Objective, spec: EngineSpec)
     return make_groups(spec.optim, shapes, training, rules)
 
 
-def _engine_class(spec: EngineSpec) -> type[FlatEngine] | type[ShardedEngine]:
+def _engine_class(spec: EngineSpec) -> type[FlatEngine] | type[FsdpEngine]:
     if spec.parallel.strategy == "fsdp" and spec.ranks.shard.size > 1:
-        from headway.parallel.fsdp import ShardedEngine
+        from headway.parallel.fsdp import FsdpEngine
 
-        return ShardedEngine
+        return FsdpEngine
     return FlatEngine  # sharded over one rank, fsdp is what the flat engine does anyway
 
 

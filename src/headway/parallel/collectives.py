@@ -1,4 +1,4 @@
-"""Communication between ranks. A `Group` is some of them; in a group of one every operation is the identity: skipped, not forked.
+"""Communication between ranks. A `RankGroup` is some of them; in a group of one every operation is the identity: skipped, not forked.
 
 Collectives start at once and are finished by `wait` on the handle they return: for NCCL the current stream waits, for gloo the host does.
 All ranks of a group must start the same collectives in the same order.
@@ -62,14 +62,14 @@ class _Named:
 
     work: dist.Work
     name: str
-    group: Group
+    group: RankGroup
 
     def wait(self) -> None:
         with self.group.heart.exchanging(self.name, self.group.size):
             self.work.wait()
 
 
-class Group:
+class RankGroup:
     """Some ranks that exchange tensors. `heart` is told of every exchange, so that one nobody answers can be named."""
 
     def __init__(self, rank: int = 0, size: int = 1, handle: dist.ProcessGroup | None = None, heart: Heartbeat | None = None) -> None:
@@ -79,8 +79,11 @@ class Group:
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         """Replace a tensor by its sum over ranks."""
-        alone = self.size == 1 or self.is_apart
-        return Done() if alone else self._under_way("all_reduce", dist.all_reduce(tensor, group=self.handle, async_op=True))
+        return (
+            Done()
+            if self.size == 1 or self.is_apart
+            else self._under_way("all_reduce", dist.all_reduce(tensor, group=self.handle, async_op=True))
+        )
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Handle:
         """This rank's part of the sum over ranks; `part` may lie in `whole` at this rank's place."""
@@ -137,11 +140,11 @@ class Group:
             dist.all_reduce(total, group=self.handle)
         return total.tolist()
 
-    def most(self, value: int) -> int:
+    def max(self, value: int) -> int:
         """The largest of the ranks' host numbers."""
-        return self.most_each([value])[0]
+        return self.max_each([value])[0]
 
-    def most_each(self, values: list[int], name: str = "agreement") -> list[int]:
+    def max_each(self, values: list[int], name: str = "agreement") -> list[int]:
         """The largest of the ranks' host numbers, at each place of a list."""
         if self.size == 1:
             return values
@@ -152,7 +155,7 @@ class Group:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.most_each([0], "barrier")
+        self.max_each([0], "barrier")
 
     @contextmanager
     def _exchanging(self, name: str) -> Iterator[None]:
@@ -165,12 +168,12 @@ class Group:
         self.heart.count(name)
         return _Named(work, name, self)
 
-    def beside(self, timeout_seconds: float) -> Group:
+    def host_group(self, timeout_seconds: float) -> RankGroup:
         """The same ranks over connections of their own, on the host: what a thread exchanges there keeps out of everybody's order."""
         if self.size == 1:
             return self
         handle = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        return Group(self.rank, self.size, handle)  # pyright: ignore[reportArgumentType]
+        return RankGroup(self.rank, self.size, handle)  # pyright: ignore[reportArgumentType]
 
     def close(self, *, orderly: bool = True) -> None:
         """End communication. Orderly, all ranks wait for each other first: gloo's threads may abort a process that others still talk to."""
@@ -179,17 +182,17 @@ class Group:
                 self.barrier()
             dist.destroy_process_group()
 
-    def __enter__(self) -> Group:
+    def __enter__(self) -> RankGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(orderly=kind is None)
 
 
-def start_group(process: Process, backend: Literal["gloo", "nccl"], timeout_seconds: float, heart: Heartbeat | None = None) -> Group:
+def start_group(process: Process, backend: Literal["gloo", "nccl"], timeout_seconds: float, heart: Heartbeat | None = None) -> RankGroup:
     """Join the other processes of a run; the launcher says where they meet (MASTER_ADDR, MASTER_PORT). Alone there is nobody to join."""
     if process.world == 1:
-        return Group(heart=heart)
+        return RankGroup(heart=heart)
     kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
     try:
         dist.init_process_group(
@@ -205,29 +208,29 @@ def start_group(process: Process, backend: Literal["gloo", "nccl"], timeout_seco
         raise LaunchError(
             f"rank {process.rank} of {process.world} could not meet the others within {timeout_seconds:.0f} s: {first}"
         ) from None
-    return Group(process.rank, process.world, dist.group.WORLD, heart)
+    return RankGroup(process.rank, process.world, dist.group.WORLD, heart)
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankGroups:
     """The groups of a mesh, as this rank sees them."""
 
     mesh: Mesh
-    world: Group
-    data: Group
+    world: RankGroup
+    data: RankGroup
     """Ranks that read different rows: what a loader counts by. Where a row lies on several ranks, those with the same part of theirs."""
-    reduce: Group
+    reduce: RankGroup
     """All ranks whose gradients, losses and metrics are summed: those with different rows, and those with parts of the same ones."""
-    shard: Group
+    shard: RankGroup
     """The ranks among which the optimizer state is cut."""
-    replicate: Group
+    replicate: RankGroup
     """The ranks that hold the same part of it."""
-    context: Group
+    context: RankGroup
     """The ranks that hold parts of the same rows; connections of its own, since it exchanges beside all others."""
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """No tensor leaves this rank meanwhile; see Group.is_apart."""
+        """No tensor leaves this rank meanwhile; see RankGroup.is_apart."""
         groups = (self.world, self.data, self.reduce, self.shard, self.replicate, self.context)
         for group in groups:
             group.is_apart = True
@@ -238,33 +241,33 @@ class Ranks:
                 group.is_apart = False
 
 
-def alone() -> Ranks:
+def single_process() -> RankGroups:
     """One process."""
-    return Ranks(Mesh(), *(Group() for _ in range(6)))
+    return RankGroups(Mesh(), *(RankGroup() for _ in range(6)))
 
 
-def form_groups(mesh: Mesh, world: Group) -> Ranks:
+def form_groups(mesh: Mesh, world: RankGroup) -> RankGroups:
     """Make the groups of a mesh; every rank makes all of them, in the same order."""
     if mesh.world == 1:
-        return replace(alone(), world=world)  # its heartbeat is the run's
+        return replace(single_process(), world=world)  # its heartbeat is the run's
     shard = _mine([[r * mesh.shard + s for s in range(mesh.shard)] for r in range(mesh.replicate)], world)
     replicate = _mine([[r * mesh.shard + s for r in range(mesh.replicate)] for s in range(mesh.shard)], world)
     rows = [[d * mesh.context + c for c in range(mesh.context)] for d in range(mesh.data)]
     data = _mine([list(column) for column in zip(*rows, strict=True)], world)
-    return Ranks(mesh, world, data, world, shard, replicate, _mine(rows, world, apart=True))
+    return RankGroups(mesh, world, data, world, shard, replicate, _mine(rows, world, apart=True))
 
 
-def _mine(lists: list[list[int]], world: Group, *, apart: bool = False) -> Group:
+def _mine(lists: list[list[int]], world: RankGroup, *, apart: bool = False) -> RankGroup:
     """The group of those listed that this rank is in; `apart`: never over the connections of all ranks."""
     if len(lists) == 1 and not apart:
         return world
     if len(lists[0]) == 1:
-        return Group()
-    mine = Group()
+        return RankGroup()
+    mine = RankGroup()
     for ranks in lists:
         handle = dist.new_group(ranks)
         if world.rank in ranks:
-            mine = Group(ranks.index(world.rank), len(ranks), handle, world.heart)  # pyright: ignore[reportArgumentType]
+            mine = RankGroup(ranks.index(world.rank), len(ranks), handle, world.heart)  # pyright: ignore[reportArgumentType]
     return mine
 
 
@@ -309,10 +312,10 @@ class _Passed:
         torch.cuda.current_stream().wait_event(self.event)
 
 
-class Exchange:
+class DifferentiableCollectives:
     """Differentiable communication for objectives, under the law that a gradient is the sum of all ranks' shares."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self.group = group
 
     def sum(self, value: Tensor) -> Tensor:
@@ -326,7 +329,7 @@ class Exchange:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, value: Tensor, group: RankGroup) -> Tensor:
         ctx.group = group
         total = value.detach().clone().contiguous()
         group.all_reduce(total).wait()
@@ -341,7 +344,7 @@ class _Sum(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, value: Tensor, group: RankGroup) -> Tensor:
         ctx.group, ctx.shape = group, value.shape
         whole = value.new_empty(group.size * value.shape[0], *value.shape[1:])
         group.all_gather(whole, value.detach().contiguous()).wait()

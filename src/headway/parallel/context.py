@@ -24,12 +24,12 @@ from torch import Tensor
 from headway.data.batch import Batch
 from headway.kernels.attention import AttentionMask
 from headway.model.transformer import Block, Core, Transformer
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 
 PER_TOKEN = ("tokens", "targets", "loss_weight", "position")
 
 
-def part_of(batch: Batch, context: Group) -> Batch:
+def part_of(batch: Batch, context: RankGroup) -> Batch:
     """This rank's tokens of a microbatch. Documents and their bounds, from which the mask is made, stay those of whole rows."""
     if context.size == 1:
         return batch
@@ -37,7 +37,7 @@ def part_of(batch: Batch, context: Group) -> Batch:
     return replace(batch, **{name: getattr(batch, name)[:, context.rank * each :][:, :each] for name in PER_TOKEN})
 
 
-def share_rows(model: Transformer, context: Group) -> None:
+def share_rows(model: Transformer, context: RankGroup) -> None:
     """Let a model run on parts of rows: exchanges around every attention core, gates drawn for the heads of this rank."""
     if context.size == 1:
         return
@@ -55,7 +55,7 @@ class ContextCore:
     """Attention of parts of rows: an attention core of whole rows between two exchanges."""
 
     whole: Core
-    group: Group
+    group: RankGroup
     gates_train: bool = False
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None) -> Tensor:
@@ -70,7 +70,7 @@ class ContextCore:
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: Group, *parts: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: RankGroup, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
         return to_heads(parts, group)
 
@@ -81,7 +81,7 @@ class _ToHeads(torch.autograd.Function):
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: Group, o: Tensor) -> Tensor:
+    def forward(ctx: Any, group: RankGroup, o: Tensor) -> Tensor:
         ctx.group = group
         return to_tokens([o], group)[0]
 
@@ -90,19 +90,19 @@ class _ToTokens(torch.autograd.Function):
         return None, *to_heads(grads, ctx.group)
 
 
-def to_heads(parts: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
+def to_heads(parts: Sequence[Tensor], group: RankGroup) -> tuple[Tensor, ...]:
     """From all heads of this rank's tokens to all tokens of this rank's heads, in one exchange: [B,t,n,hd] -> [B,T,n/P,hd] of each."""
     given = [x.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4) for x in parts]
     return tuple(x.permute(1, 0, 2, 3, 4).flatten(1, 2).contiguous() for x in _exchanged(given, group))
 
 
-def to_tokens(parts: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
+def to_tokens(parts: Sequence[Tensor], group: RankGroup) -> tuple[Tensor, ...]:
     """The way back: [B,T,n/P,hd] -> [B,t,n,hd] of each."""
     given = [x.unflatten(1, (group.size, -1)).permute(1, 0, 2, 3, 4) for x in parts]
     return tuple(x.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous() for x in _exchanged(given, group))
 
 
-def _exchanged(parts: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
+def _exchanged(parts: Sequence[Tensor], group: RankGroup) -> tuple[Tensor, ...]:
     """Several [P,B,t,m,hd], each with one part for every rank, against what the ranks have for this one."""
     given = torch.cat(list(parts), dim=3) if len(parts) > 1 else parts[0].contiguous()
     received = torch.empty_like(given)

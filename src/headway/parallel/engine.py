@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,12 +16,10 @@ from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.objective.base import MetricSums, ObjectiveConfig, StepInfo
 from headway.optim.base import Hyper, OptimConfig
-from headway.optim.groups import Group
+from headway.optim.groups import ParamGroup
 from headway.optim.scaler import ScalerConfig
-from headway.parallel.collectives import Ranks, alone
-from headway.parallel.config import ParallelConfig
-from headway.parallel.mark import Mark
-from headway.parallel.memory import MemoryConfig
+from headway.parallel.collectives import RankGroups, single_process
+from headway.parallel.config import MemoryConfig, ParallelConfig
 
 Box = tuple[tuple[int, ...], Tensor]
 StateTensor = tuple[str, str, tuple[int, ...], list[Box]]
@@ -52,7 +51,7 @@ class EngineSpec:
     compile_blocks: bool = False
     memory: MemoryConfig = MemoryConfig()
     parallel: ParallelConfig = ParallelConfig()
-    ranks: Ranks = field(default_factory=alone)
+    ranks: RankGroups = field(default_factory=single_process)
     prepare: Callable[[Batch], Batch] | None = None
     """Adds the columns an objective needs to a microbatch on the device, such as a reference model's log-probabilities."""
 
@@ -68,6 +67,29 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
+class DeviceTimestamp:
+    """A moment on the device's own clock."""
+
+    event: torch.cuda.Event | None
+    host: float
+
+    @classmethod
+    def now(cls, device: torch.device) -> DeviceTimestamp:
+        """DeviceTimestamp the place the device's queue has reached."""
+        if device.type != "cuda":
+            return cls(None, time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return cls(event, time.perf_counter())
+
+    def since(self, earlier: DeviceTimestamp) -> float:
+        """Seconds between two marks that the device has passed."""
+        if self.event is None or earlier.event is None:
+            return self.host - earlier.host
+        return earlier.event.elapsed_time(self.event) / 1000
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What one forward and backward over all microbatches gives, on the device."""
 
@@ -75,7 +97,7 @@ class StepResult:
     metrics: MetricSums
     verdict: Tensor | None = None
     """What the run thinks of the loss, as a number: see headway.train.watch."""
-    own: tuple[Mark, Mark] | None = None
+    compute_window: tuple[DeviceTimestamp, DeviceTimestamp] | None = None
     """Beginning and end of a stretch in which this rank waited for no other: its times can be compared with those of other ranks."""
 
 
@@ -93,7 +115,7 @@ class Update:
 class Engine(Protocol):
     """Holds the model, the gradients and the optimizer state of this rank."""
 
-    groups: list[Group]
+    groups: list[ParamGroup]
     shapes: dict[str, tuple[int, ...]]
     """Every parameter's whole shape, in the order of the model."""
 

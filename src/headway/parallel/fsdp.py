@@ -28,19 +28,19 @@ from headway.model.layout import GATES
 from headway.model.transformer import Transformer
 from headway.objective.base import MetricSums, Objective, StepInfo
 from headway.optim.base import Hyper
-from headway.optim.groups import OBJECTIVE, Group, is_wide
-from headway.optim.state import storage_of
-from headway.parallel.collectives import Ranks
+from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
+from headway.optim.state_storage import storage_of
+from headway.parallel.collectives import RankGroups
 from headway.parallel.engine import DTYPES, Box, EngineSpec, ReadTensor, StateTensor, StepResult, Update
+from headway.parallel.flat.engine import make_scaler, parameter_at, parameter_homes
+from headway.parallel.offload_optimizer import HostStateOptimizer, LocalTensors
 from headway.parallel.passes import Passes
-from headway.parallel.streamed import Local, Streamed
 from headway.parallel.trial import ShardTrial
 from headway.parallel.update import clip_guard, square_norm
-from headway.parallel.zero1 import make_scaler, parameter_at, parameter_homes
 
 
 @dataclass
-class Part:
+class LocalParameter:
     """What this rank holds of one parameter."""
 
     name: str
@@ -64,10 +64,10 @@ class Part:
         return not isinstance(self.parameter, DTensor)
 
 
-class ShardedEngine:
+class FsdpEngine:
     """Implements parallel.engine.Engine."""
 
-    def __init__(self, model: Transformer, objective: Objective, groups: Sequence[Group], spec: EngineSpec) -> None:
+    def __init__(self, model: Transformer, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec) -> None:
         self.model, self.spec, self.ranks = model, spec, spec.ranks
         self.optimizer, self.scaler = spec.optim.build(), make_scaler(spec)
         self.groups = list(groups)
@@ -86,14 +86,14 @@ class ShardedEngine:
         shard_model(model, spec)
         self.trial = ShardTrial(model)
         self.storage = storage_of(self.optimizer)
-        self.streamed = Streamed(self.optimizer, spec.device) if spec.state_on_host else None
+        self.streamed = HostStateOptimizer(self.optimizer, spec.device) if spec.state_on_host else None
         if objective.module is not None:
             objective.module.to(spec.device, torch.float32)
         self.parts = {name: self._part(name, parameter_at(home), group_of.get(name)) for name, home in homes.items()}
         self.skipped = torch.zeros((), dtype=torch.float32, device=spec.device)
         self._one = torch.ones((), dtype=torch.float32, device=spec.device)
 
-    def _part(self, name: str, parameter: nn.Parameter, group: str | None) -> Part:
+    def _part(self, name: str, parameter: nn.Parameter, group: str | None) -> LocalParameter:
         shape = self.shapes[name]
         local = _local(parameter.detach())
         offset = (0,) * len(shape)
@@ -104,7 +104,7 @@ class ShardedEngine:
         if group is not None:
             home, pin = (torch.device("cpu"), local.is_cuda) if self.streamed is not None else (local.device, False)
             state = self.storage.allocate(self.optimizer.slots, local.numel(), home, pin=pin)
-        return Part(name, shape, parameter, offset, group, state, torch.zeros((), dtype=torch.float32, device=local.device))
+        return LocalParameter(name, shape, parameter, offset, group, state, torch.zeros((), dtype=torch.float32, device=local.device))
 
     def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
         """Accumulate the gradients of one step; FSDP2 exchanges them under the last microbatch's backward."""
@@ -144,7 +144,7 @@ class ShardedEngine:
         self.model.set_requires_gradient_sync(on)
         self.model.set_is_last_backward(on)
 
-    def _training(self) -> list[Part]:
+    def _training(self) -> list[LocalParameter]:
         return [part for part in self.parts.values() if part.group is not None]
 
     def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
@@ -168,7 +168,7 @@ class ShardedEngine:
             if held:
                 state = {role: [part.state[role] for part in held] for role in held[0].state}
                 masters, flat = [part.master.view(-1) for part in held], [grads[part.name].reshape(-1) for part in held]
-                mine_all = Local(masters, flat, state, [part.steps for part in held])
+                mine_all = LocalTensors(masters, flat, state, [part.steps for part in held])
                 if self.streamed is not None:
                     self.streamed.update(mine_all, hypers[group.name], guard, into=None)
                 else:
@@ -202,10 +202,10 @@ class ShardedEngine:
                 boxes: list[Box] = [(part.offset, self._read(part, role))] if writes and part.master.numel() else []
                 yield part.name, role, part.shape, boxes
 
-    def _roles(self, part: Part) -> tuple[str, ...]:
+    def _roles(self, part: LocalParameter) -> tuple[str, ...]:
         return ("param",) if part.group is None else ("master", *self.optimizer.slots)
 
-    def _read(self, part: Part, role: str) -> Tensor:
+    def _read(self, part: LocalParameter, role: str) -> Tensor:
         """This rank's rows of one parameter in one role."""
         if role in ("param", "master"):
             return part.master
@@ -272,7 +272,7 @@ def shard_model(model: Transformer, spec: EngineSpec) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _device_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
+def _device_mesh(ranks: RankGroups, device_type: str) -> DeviceMesh:
     shard, replicate, sizes = ranks.shard.handle, ranks.replicate.handle, ranks.mesh
     assert shard is not None
     if replicate is None:
@@ -290,11 +290,11 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _grad(part: Part) -> Tensor:
+def _grad(part: LocalParameter) -> Tensor:
     """A parameter without a part in the step has a gradient of zero, as everywhere."""
     gradient = part.parameter.grad
     return torch.zeros_like(part.master) if gradient is None else _local(gradient)
 
 
-def _rows(part: Part) -> slice:
+def _rows(part: LocalParameter) -> slice:
     return slice(part.offset[0], part.offset[0] + part.master.shape[0])

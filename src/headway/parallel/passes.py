@@ -14,10 +14,9 @@ from headway.kernels.cross_entropy import Place
 from headway.model.head import Head, ModelOut
 from headway.model.transformer import Transformer
 from headway.objective.base import MetricSums, Objective, StepInfo, StepObjective
-from headway.parallel.collectives import Exchange
+from headway.parallel.collectives import DifferentiableCollectives
 from headway.parallel.context import part_of
-from headway.parallel.engine import EngineSpec, StepResult
-from headway.parallel.mark import Mark
+from headway.parallel.engine import DeviceTimestamp, EngineSpec, StepResult
 from headway.runtime.seed import derive
 
 
@@ -26,7 +25,7 @@ class Passes:
 
     def __init__(self, model: Transformer, objective: Objective, spec: EngineSpec) -> None:
         self.model, self.objective, self.spec, self.ranks = model, objective, spec, spec.ranks
-        self.exchange = Exchange(self.ranks.reduce)
+        self.exchange = DifferentiableCollectives(self.ranks.reduce)
         self.head_place: Place | None = None
         """Where an engine wants the gradient of the head."""
         self._log_alpha: Tensor | None = None
@@ -42,16 +41,16 @@ class Passes:
         totals = {**batch.totals, "microbatches": float(len(batch.microbatches) * self.ranks.reduce.size)}
         self._read_gates()
         microbatches, at = self._surveyed(batch.microbatches, at, batch.first_microbatch)
-        own: list[Mark] = []
+        window: list[DeviceTimestamp] = []
         for index, micro in enumerate(microbatches):
             number = batch.first_microbatch + index
             self._reseed(at, number)
             out = self._forward(micro, self._noise(at, number))
             if index == 0:  # before this, parameters may have been waited for
-                own.append(Mark.now(self.spec.device))
+                window.append(DeviceTimestamp.now(self.spec.device))
             outcome = self.objective.loss(out, micro, at, self.exchange)
             if self.waits_in_layers and index == 0:
-                own.append(Mark.now(self.spec.device))
+                window.append(DeviceTimestamp.now(self.spec.device))
             share = outcome.share(totals)
             if index == last:
                 before_last()
@@ -59,8 +58,8 @@ class Passes:
             loss += share.detach()
             _add(sums, self._apart(outcome.metrics))
         if not self.waits_in_layers:
-            own.append(Mark.now(self.spec.device))
-        return StepResult(loss, sums, own=(own[0], own[1]))
+            window.append(DeviceTimestamp.now(self.spec.device))
+        return StepResult(loss, sums, compute_window=(window[0], window[1]))
 
     def _apart(self, metrics: MetricSums) -> MetricSums:
         """Metrics that do not share memory with a parameter of the objective: the update must not change what is logged of the loss."""

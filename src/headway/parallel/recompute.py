@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from headway.kernels.attention import AttentionMask
 from headway.model.transformer import Block
-from headway.parallel.memory import MemoryConfig
+from headway.parallel.config import MemoryConfig
 
 
 def recompute_in_halves(block: Block, memory: MemoryConfig, *, compiled: bool) -> None:

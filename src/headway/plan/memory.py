@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from headway.model.config import ModelConfig
-from headway.parallel.memory import MemoryConfig
+from headway.parallel.config import MemoryConfig
 
 GIB = 1 << 30
 STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.125}
@@ -35,7 +35,7 @@ ROUND = 1.02
 
 
 @dataclass(frozen=True)
-class Job:
+class MemoryJob:
     """What decides the memory of one rank."""
 
     model: ModelConfig
@@ -90,7 +90,7 @@ def amount(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= 0.05 * GIB else f"{size / (1 << 20):.1f} MiB"
 
 
-def estimate(job: Job) -> Estimate:
+def estimate(job: MemoryJob) -> Estimate:
     """Bytes by kind."""
     on_host = "optimizer" in job.memory.offload
     shares = job.compute_bytes == 4 and job.shards == 1
@@ -116,7 +116,7 @@ def estimate(job: Job) -> Estimate:
     return Estimate({kind: int(size * ROUND) for kind, size in kinds.items()}, host)
 
 
-def _on_host(job: Job, masters: int, state: int, per_state: float) -> int:
+def _on_host(job: MemoryJob, masters: int, state: int, per_state: float) -> int:
     """What the optimizer keeps in host memory. Page-locked memory, which a GPU copies from, comes in powers of two from torch's allocator.
 
     Masters and each moment are one tensor of the main group; fsdp has one for each parameter, whose rounding evens out.
@@ -134,7 +134,7 @@ def page_locked(size: int) -> int:
     return 0 if size <= 0 else 1 << (size - 1).bit_length()
 
 
-def _weights(job: Job) -> int:
+def _weights(job: MemoryJob) -> int:
     """What the model computes with."""
     count = job.trained + job.frozen
     if not job.fsdp:
@@ -145,13 +145,13 @@ def _weights(job: Job) -> int:
     return job.compute_bytes * (ends + 2 * block) + 4 * job.frozen // job.shards
 
 
-def _gradients(job: Job) -> int:
+def _gradients(job: MemoryJob) -> int:
     if job.fsdp:
         return 4 * job.trained // job.shards + (4 * job.trained if job.accumulate > 1 else 0)
     return (4 if job.compute_bytes == 4 else job.grad_bytes) * job.trained
 
 
-def _per_token(job: Job, *, selective: bool) -> float:
+def _per_token(job: MemoryJob, *, selective: bool) -> float:
     """Elements of the compute dtype that one block keeps for one token."""
     model = job.model
     width, ffn = model.hidden_size, model.ffn_size
@@ -172,7 +172,7 @@ def _per_token(job: Job, *, selective: bool) -> float:
     return kept + small / job.compute_bytes
 
 
-def _per_block(job: Job) -> float:
+def _per_block(job: MemoryJob) -> float:
     """Bytes an average block keeps for a microbatch."""
     model = job.model
     again = len(job.memory.recomputed_blocks(model.num_layers)) / model.num_layers
@@ -180,7 +180,7 @@ def _per_block(job: Job) -> float:
     return job.tokens * job.compute_bytes * ((1 - again) * kept + again * model.hidden_size)
 
 
-def _activations(job: Job) -> int:
+def _activations(job: MemoryJob) -> int:
     model, blocks = job.model, job.model.num_layers
     saved = _per_block(job) * (min(blocks, OUTSIDE) if "activations" in job.memory.offload else blocks)
     again = job.memory.recomputed_blocks(blocks)
@@ -191,7 +191,7 @@ def _activations(job: Job) -> int:
     return int(saved + working + ends)
 
 
-def _logits(job: Job) -> int:
+def _logits(job: MemoryJob) -> int:
     """One chunk of logits, the gradient of hidden, and that of the head's matrix in fp32."""
     model = job.model
     chunk = min(job.chunk_tokens, job.tokens) * model.vocab
@@ -201,19 +201,19 @@ def _logits(job: Job) -> int:
     return logits + head + job.tokens * (model.hidden_size * job.compute_bytes + 16)
 
 
-Change = tuple[str, Callable[[Job], Job | None]]
+Change = tuple[str, Callable[[MemoryJob], MemoryJob | None]]
 
 
-def _memory(**changes: object) -> Callable[[Job], Job | None]:
-    def apply(job: Job) -> Job | None:
+def _memory(**changes: object) -> Callable[[MemoryJob], MemoryJob | None]:
+    def apply(job: MemoryJob) -> MemoryJob | None:
         changed = job.memory.model_copy(update=changes)
         return None if changed == job.memory else replace(job, memory=changed)
 
     return apply
 
 
-def _offload(what: str) -> Callable[[Job], Job | None]:
-    def apply(job: Job) -> Job | None:
+def _offload(what: str) -> Callable[[MemoryJob], MemoryJob | None]:
+    def apply(job: MemoryJob) -> MemoryJob | None:
         if what in job.memory.offload:
             return None
         return replace(job, memory=job.memory.model_copy(update={"offload": (*job.memory.offload, what)}))
@@ -221,12 +221,12 @@ def _offload(what: str) -> Callable[[Job], Job | None]:
     return apply
 
 
-def _fewer_rows(job: Job) -> Job | None:
+def _fewer_rows(job: MemoryJob) -> MemoryJob | None:
     rows = max((n for n in range(1, job.rows) if job.rows % n == 0), default=None)
     return None if rows is None else replace(job, rows=rows, accumulate=job.accumulate * job.rows // rows)
 
 
-def suggestions(job: Job) -> list[tuple[str, int]]:
+def suggestions(job: MemoryJob) -> list[tuple[str, int]]:
     """Settings that would need less, with the bytes each would free alone, most first."""
     now = estimate(job).total
     fewer = _fewer_rows(job)

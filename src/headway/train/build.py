@@ -29,7 +29,7 @@ from headway.model.init import initial_value
 from headway.model.layout import GATES
 from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.parallel.assemble import assemble
-from headway.parallel.collectives import Ranks, alone
+from headway.parallel.collectives import RankGroups, single_process
 from headway.parallel.engine import Engine, EngineSpec
 from headway.runtime.deferred import Deferred
 from headway.runtime.device import Compute, choose_compute, set_arithmetic
@@ -72,7 +72,7 @@ class Run:
     recipe: Recipe
     start: Start
     process: Process
-    ranks: Ranks
+    ranks: RankGroups
     compute: Compute
     model: ModelConfig
     tokenizer_path: Path | None
@@ -173,10 +173,10 @@ class Run:
                 yield from step.microbatches
 
 
-def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process: Process = Process()) -> Run:
+def build(resolved: Resolved, start: Start, ranks: RankGroups | None = None, process: Process = Process()) -> Run:
     """Put a run together and bring it to where it starts: initial weights, given weights, or a checkpoint."""
     recipe = resolved.recipe if start.set_aside is not None else with_healed(resolved.recipe, start.folder)
-    model, ranks = resolved.model, ranks or alone()
+    model, ranks = resolved.model, ranks or single_process()
     compute = choose_compute(recipe.device, recipe.precision, process.local_rank)
     set_arithmetic(tf32=recipe.kernels.tf32, deterministic=recipe.deterministic)
     batch = recipe.batch.resolve(recipe.data.seq_len, ranks.data.size)
@@ -231,7 +231,7 @@ def build(resolved: Resolved, start: Start, ranks: Ranks | None = None, process:
     return run
 
 
-def fitted(resolved: Resolved, compute: Compute, batch: ResolvedBatch, engine: Engine, data: OpenData, ranks: Ranks) -> ResolvedBatch:
+def fitted(resolved: Resolved, compute: Compute, batch: ResolvedBatch, engine: Engine, data: OpenData, ranks: RankGroups) -> ResolvedBatch:
     """The same batch in the largest microbatches that fit."""
     recipe, job = resolved.recipe, describe_job(resolved.recipe, resolved.model, compute, batch, ranks.reduce.size)
     each = batch.micro_rows * batch.accumulate
@@ -272,17 +272,17 @@ def make_meter(recipe: Recipe, model: ModelConfig, compute: Compute, state: Trai
     return Meter(facts, state.consumed_tokens, state.engine.scalars()["skipped"])
 
 
-def make_saver(resolved: Resolved, start: Start, ranks: Ranks, process: Process) -> Saver:
+def make_saver(resolved: Resolved, start: Start, ranks: RankGroups, process: Process) -> Saver:
     """What writes checkpoints; its ranks talk over a group of their own, because it works while training exchanges."""
     config = resolved.recipe.checkpoint
     local, place = config.place(start.folder)
     timeout_seconds = resolved.recipe.parallel.timeout_seconds
-    group = ranks.world.beside(timeout_seconds)
+    group = ranks.world.host_group(timeout_seconds)
     saver = Saver(local, config, Writers(group.rank, group.size, group.gather), resolved.tokenizer_path)
     saver.ranks_here = -(-process.world // process.num_nodes)
     if place is not None:
         saver.send_to(Remote(place, config))
-        sending = ranks.world.beside(max(timeout_seconds, UPLOAD_SECONDS))  # saves go on meanwhile, over the other one
+        sending = ranks.world.host_group(max(timeout_seconds, UPLOAD_SECONDS))  # saves go on meanwhile, over the other one
         saver.uploads.writers = Writers(sending.rank, sending.size, sending.gather)
     return saver
 
@@ -300,7 +300,7 @@ def compiles_blocks(recipe: Recipe, compute: Compute) -> bool:
     return compute.device.type == "cuda" if wanted == "auto" else wanted
 
 
-def engine_spec(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: Ranks) -> EngineSpec:
+def engine_spec(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: RankGroups) -> EngineSpec:
     """What decides the engine of this rank."""
     return EngineSpec(
         model,
@@ -323,7 +323,7 @@ def engine_spec(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: Ran
     )
 
 
-def make_loader(recipe: Recipe, data: OpenData, batch: ResolvedBatch, state: TrainState | None, ranks: Ranks) -> Loader:
+def make_loader(recipe: Recipe, data: OpenData, batch: ResolvedBatch, state: TrainState | None, ranks: RankGroups) -> Loader:
     """The training batches, from the beginning or from where a state stands."""
     whole = recipe.epochs is not None and float(recipe.epochs).is_integer()
     return Loader(

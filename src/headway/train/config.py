@@ -19,8 +19,7 @@ from headway.objective.next_token import Config as NextTokenConfig
 from headway.optim.adamw import Config as AdamWConfig
 from headway.optim.base import OptimConfig
 from headway.optim.scaler import ScalerConfig
-from headway.parallel.config import ParallelConfig
-from headway.parallel.memory import MemoryConfig
+from headway.parallel.config import MemoryConfig, ParallelConfig
 from headway.track.base import TrackerConfig
 from headway.train.overlay import NOT_A_STAGES, StageConfig, overlay
 from headway.train.watch import HealConfig

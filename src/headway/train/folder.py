@@ -22,7 +22,7 @@ from headway.config.load import dump_yaml, load
 from headway.config.section import differences
 from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.infer.load import FINAL
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 from headway.runtime.heartbeat import clear_beats
 from headway.runtime.json_file import load_json
 from headway.runtime.machine import environment
@@ -141,7 +141,7 @@ def is_restart(folder: Path) -> bool:
         return False
 
 
-def first_decides(world: Group, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def first_decides(world: RankGroup, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What the first rank finds, on every rank (plain Python); a mistake it finds is raised everywhere, so that all refuse alike."""
     told: dict[str, Any] = {}
     if world.rank == 0:
@@ -156,7 +156,7 @@ def first_decides(world: Group, work: Callable[[], dict[str, Any]]) -> dict[str,
     return told
 
 
-def agree_on_start(recipe: Recipe, resume: str, world: Group) -> Start:
+def agree_on_start(recipe: Recipe, resume: str, world: RankGroup) -> Start:
     """The first rank decides and checks the checkpoint's bytes; the others are told, so that all start alike or refuse alike."""
     start: Start | None = None
 

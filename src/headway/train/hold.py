@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 from headway.runtime.run_lock import RunLock
 from headway.train.config import Recipe
 from headway.train.folder import first_decides
@@ -31,7 +31,7 @@ class Hold:
 
 
 @contextmanager
-def held(recipe: Recipe, world: Group) -> Iterator[Hold]:
+def held(recipe: Recipe, world: RankGroup) -> Iterator[Hold]:
     """Take the locks of a run, or refuse on all ranks with who has them."""
     folder = recipe.run.folder
     checkpoints, _ = recipe.checkpoint.place(folder)

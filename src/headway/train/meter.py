@@ -17,8 +17,7 @@ from torch import Tensor
 from headway.data.batch import StepBatch
 from headway.model.config import ModelConfig
 from headway.model.flops import TokenFlops
-from headway.parallel.engine import StepResult, Update
-from headway.parallel.mark import Mark
+from headway.parallel.engine import DeviceTimestamp, StepResult, Update
 from headway.runtime.machine import gpu_load, peak_flops, resident_bytes
 from headway.train.straggler import OwnTimes
 from headway.train.watch import NAMES
@@ -78,15 +77,15 @@ class Pending:
     metrics: list[Metric]
     values: Tensor
     """SCALARS, then the sums and the weights of each metric."""
-    begin: Mark
-    between: Mark
-    end: Mark
+    begin: DeviceTimestamp
+    between: DeviceTimestamp
+    end: DeviceTimestamp
     data_wait: float
     save_stall: float
     fresh: bool
     """Something other than training went before: time this step from its own beginning."""
     valid: dict[str, Any] = field(default_factory=dict)
-    own: tuple[Mark, Mark] | None = None
+    own: tuple[DeviceTimestamp, DeviceTimestamp] | None = None
     """A stretch of the step in which this rank waited for no other."""
     read_seconds: float = 0.0
     """What this rank's own data made it wait."""
@@ -103,7 +102,7 @@ class Meter:
         self.save_stall = self.stall_total = 0.0
         self.saves = 0
         self.waiting: deque[Pending] = deque()
-        self.previous_end: Mark | None = None
+        self.previous_end: DeviceTimestamp | None = None
         self.smoothed: float | None = None
         self.waited = 0.0
         self.seen = 0
@@ -128,12 +127,13 @@ class Meter:
         taken, self.own = self.own, OwnTimes()
         return taken
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceTimestamp:
         """A mark now."""
-        return Mark.now(self.facts.device)
+        return DeviceTimestamp.now(self.facts.device)
 
     def add(
-        self, step: int, batch: StepBatch, host: dict[str, Any], result: StepResult, update: Update, marks: tuple[Mark, Mark, float],
+        self, step: int, batch: StepBatch, host: dict[str, Any], result: StepResult, update: Update,
+        marks: tuple[DeviceTimestamp, DeviceTimestamp, float],
         read_seconds: float = 0.0,
     ) -> Pending:  # fmt: skip
         """Begin the record of a step; device numbers start their way to the host."""
@@ -155,7 +155,7 @@ class Meter:
         }
         begin, between, data_wait = marks
         pending = Pending(step, {**host, **facts}, metrics, values, begin, between, self.mark(), data_wait, self.save_stall, self.fresh)
-        pending.own, pending.read_seconds = result.own, read_seconds
+        pending.own, pending.read_seconds = result.compute_window, read_seconds
         self.fresh, self.save_stall = False, 0.0
         self.waiting.append(pending)
         return pending

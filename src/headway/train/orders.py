@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 from headway.runtime.stop import StopSignal
 from headway.train.request import Mailbox
 
@@ -30,7 +30,7 @@ class Order:
 class Orders:
     """Asks all ranks, between steps."""
 
-    def __init__(self, world: Group, run_dir: Path, stop: StopSignal, steps_before: int = 0) -> None:
+    def __init__(self, world: RankGroup, run_dir: Path, stop: StopSignal, steps_before: int = 0) -> None:
         self.world, self.stop, self.steps_before = world, stop, steps_before
         self.mailbox = Mailbox(run_dir) if world.rank == 0 else None
 
@@ -43,7 +43,7 @@ class Orders:
             0 if bad_step is None else bad_step,
             int(is_hopeless),
         ]
-        number, wish, bad, hopeless = self.world.most_each(mine)
+        number, wish, bad, hopeless = self.world.max_each(mine)
         if asked is not None and self.mailbox is not None:
             self.mailbox.heeded()
         stopped_by = signal.Signals(number).name if number else REQUEST if wish == LEAVE else None
@@ -51,7 +51,7 @@ class Orders:
 
     def in_hurry(self) -> bool:
         """Whether any rank has little time left to save."""
-        return bool(self.world.most(int(self.stop.in_hurry())))
+        return bool(self.world.max(int(self.stop.in_hurry())))
 
 
 def exit_code(stopped_by: str) -> int:

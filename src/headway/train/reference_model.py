@@ -36,9 +36,9 @@ from headway.model.layout import param_specs
 from headway.model.transformer import Transformer
 from headway.objective.dpo import REFERENCE, document_sums
 from headway.parallel.assemble import wrap_blocks
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
+from headway.parallel.config import MemoryConfig
 from headway.parallel.engine import EngineSpec
-from headway.parallel.memory import MemoryConfig
 from headway.prepare.cache import default_cache_dir
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
@@ -93,7 +93,7 @@ class Scoring:
     spec: EngineSpec
     data: DataConfig
     micro_rows: int
-    ranks: Group
+    ranks: RankGroup
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _table(data: OpenData, wanted: _Wanted, digest: str, scoring: Scoring) -> Te
         assert isinstance(source, PairSource)
         path = _cache_path(selection, wanted, digest, scoring)
         found = read_table(path, source.num_documents)
-        if scoring.ranks.most(0 if found is not None else 1):  # ranks on other machines may not see it: then all make it again
+        if scoring.ranks.max(0 if found is not None else 1):  # ranks on other machines may not see it: then all make it again
             model = model or _load(wanted, wanted.weights(), scoring)
             found = _score(model, selection, scoring)
             if scoring.ranks.rank == 0:

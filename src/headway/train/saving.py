@@ -35,7 +35,7 @@ def due_after(run: Run) -> str | None:
             run.saver.make_room()  # what is under way counts
             value = metric_value(state.valid, config.metric)
             best = run.process.is_first and is_among_best(value, run.checkpoints, config, run.saver.heads)
-            due = "checkpoint" if run.ranks.world.most(int(best)) else due
+            due = "checkpoint" if run.ranks.world.max(int(best)) else due
     return due
 
 

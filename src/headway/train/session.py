@@ -16,8 +16,8 @@ from headway.errors import CommunicationError, ConfigError
 from headway.infer.load import FINAL
 from headway.model.families.base import published
 from headway.optim.groups import count
-from headway.parallel.collectives import Group, form_groups, start_group
-from headway.plan.memory import Job, amount, estimate
+from headway.parallel.collectives import RankGroup, form_groups, start_group
+from headway.plan.memory import MemoryJob, amount, estimate
 from headway.prepare.dry_cache import dry_cache, make_dry_cache
 from headway.runtime.device import Compute, backend_of, choose_compute
 from headway.runtime.flight import flight_recorder
@@ -54,7 +54,7 @@ class Session:
     """What all runs of one call share."""
 
     process: Process
-    world: Group
+    world: RankGroup
     probe: Probe
     stop: StopSignal
     hold: Hold
@@ -176,7 +176,7 @@ def try_recipe(recipe: Recipe, resume: str = "auto") -> dict[str, Any]:
 
 
 @contextmanager
-def _leaving_no_cache(recipe: Recipe, world: Group) -> Iterator[Recipe]:
+def _leaving_no_cache(recipe: Recipe, world: RankGroup) -> Iterator[Recipe]:
     """The recipe with a cache that is read and not filled, and with no copies of stores; the same folder on all ranks."""
     cache = recipe.data.cache_dir or default_cache_dir()
     folder = Path(first_decides(world, lambda: {"folder": str(make_dry_cache(cache))})["folder"])
@@ -186,7 +186,7 @@ def _leaving_no_cache(recipe: Recipe, world: Group) -> Iterator[Recipe]:
         world.barrier()
 
 
-def _try(resolved: Resolved, resume: str, process: Process, world: Group) -> dict[str, Any]:
+def _try(resolved: Resolved, resume: str, process: Process, world: RankGroup) -> dict[str, Any]:
     with _explaining(resolved, process):
         run = _build(resolved, resume, process, world)
     with run.loader as batches, _explaining(resolved, process, run):
@@ -207,7 +207,7 @@ def _explaining(resolved: Resolved, process: Process, run: Run | None = None) ->
     def compute() -> Compute:
         return choose_compute(recipe.device, recipe.precision, process.local_rank)
 
-    def job() -> Job:
+    def job() -> MemoryJob:
         data_ranks = recipe.parallel.mesh(process.rank, process.world).data
         batch = recipe.batch.resolve(recipe.data.seq_len, data_ranks) if run is None else run.batch
         return describe_job(recipe, resolved.model, compute(), batch, process.world)
@@ -215,7 +215,7 @@ def _explaining(resolved: Resolved, process: Process, run: Run | None = None) ->
     return explaining_shortage(job, lambda: compute().device)
 
 
-def _build(resolved: Resolved, resume: str, process: Process, world: Group) -> Run:
+def _build(resolved: Resolved, resume: str, process: Process, world: RankGroup) -> Run:
     start = agree_on_start(resolved.recipe, resume, world)
     ranks = form_groups(resolved.recipe.parallel.mesh(process.rank, process.world), world)
     return build(resolved, start, ranks, process)

@@ -17,14 +17,14 @@ from headway.objective.base import StepInfo
 from headway.optim.adamw import Config as AdamWConfig
 from headway.parallel.assemble import group_parameters, meta_model
 from headway.parallel.engine import EngineSpec
-from headway.plan.memory import GIB, Job, amount, estimate, suggestions
+from headway.plan.memory import GIB, MemoryJob, amount, estimate, suggestions
 from headway.runtime.machine import ram_bytes
 
 if TYPE_CHECKING:
     from headway.data.batch import StepBatch
     from headway.data.config import ResolvedBatch
     from headway.model.config import ModelConfig
-    from headway.parallel.collectives import Group
+    from headway.parallel.collectives import RankGroup
     from headway.parallel.engine import Engine
     from headway.runtime.device import Compute
     from headway.train.config import Recipe
@@ -41,7 +41,7 @@ class OutOfMemoryError(TrainingError):
     """Memory ran out; says what needed it and what would need less."""
 
 
-def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: ResolvedBatch, num_ranks: int) -> Job:
+def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: ResolvedBatch, num_ranks: int) -> MemoryJob:
     """What decides the memory of one rank of a run."""
     spec = EngineSpec(model, recipe.objective, recipe.optim, freeze=recipe.freeze, train=recipe.train, adapter=recipe.adapter)
     shape = meta_model(spec)
@@ -51,7 +51,7 @@ def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: Re
     on_cuda = compute.device.type == "cuda"
     mesh = recipe.parallel.mesh(0, num_ranks)
     size = compute.dtype.itemsize
-    return Job(
+    return MemoryJob(
         model=model,
         trained=trained,
         frozen=sum(sizes.values()) - trained,
@@ -82,7 +82,7 @@ def limit_of(recipe: Recipe, device: torch.device) -> int | None:
     return None if free is None else int(SPARE_RAM * free)
 
 
-def keep_limit(recipe: Recipe, job: Job, device: torch.device) -> None:
+def keep_limit(recipe: Recipe, job: MemoryJob, device: torch.device) -> None:
     """Hold a run to the limit its recipe sets: the allocator on CUDA, the estimate on the CPU."""
     if recipe.memory.limit_gib is None:
         return
@@ -93,7 +93,7 @@ def keep_limit(recipe: Recipe, job: Job, device: torch.device) -> None:
         raise OutOfMemoryError(f"memory.limit_gib is {recipe.memory.limit_gib:g}. {explain(job)}")
 
 
-def check_host_memory(job: Job, ranks_here: int) -> None:
+def check_host_memory(job: MemoryJob, ranks_here: int) -> None:
     """Refuse an offload that this machine's memory cannot take; what the kernel does otherwise is kill the run."""
     wanted, free = estimate(job).host * ranks_here, ram_bytes()[1]
     if job.on_cuda and free is not None and wanted > USABLE * free:
@@ -115,7 +115,7 @@ def is_shortage(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word.lower() in str(error).lower() for word in words)
 
 
-def explain(job: Job) -> str:
+def explain(job: MemoryJob) -> str:
     """What a step needs by kind, and what would need less; one line."""
     found = estimate(job)
     less = [f"{name} would free {amount(freed)}" for name, freed in suggestions(job)]
@@ -124,7 +124,7 @@ def explain(job: Job) -> str:
 
 
 @contextmanager
-def explaining_shortage(job: Callable[[], Job], device: Callable[[], torch.device]) -> Iterator[None]:
+def explaining_shortage(job: Callable[[], MemoryJob], device: Callable[[], torch.device]) -> Iterator[None]:
     """Turn running out of memory, wherever it happens, into one error that says bytes by kind and what would free how much."""
     try:
         yield
@@ -147,7 +147,7 @@ def choices(rows_per_rank: int) -> list[int]:
     return [n for n in range(1, rows_per_rank + 1) if rows_per_rank % n == 0]
 
 
-def fit_by_estimate(job: Job, sizes: Sequence[int], limit: int | None) -> int:
+def fit_by_estimate(job: MemoryJob, sizes: Sequence[int], limit: int | None) -> int:
     """The largest microbatch whose estimate stays under a limit; the smallest if none does."""
     whole = job.rows * job.accumulate
     fitting = [n for n in sizes if limit is None or estimate(replace(job, rows=n, accumulate=whole // n)).total <= limit]
@@ -155,7 +155,7 @@ def fit_by_estimate(job: Job, sizes: Sequence[int], limit: int | None) -> int:
 
 
 def fit_micro_rows(
-    recipe: Recipe, job: Job, engine: Engine, ranks: Group, device: torch.device, step_of: Callable[[int], StepBatch]
+    recipe: Recipe, job: MemoryJob, engine: Engine, ranks: RankGroup, device: torch.device, step_of: Callable[[int], StepBatch]
 ) -> int:
     """Rows of the largest microbatch that fits, the same on all ranks: on CUDA by trying, on the CPU by the estimate. Changes no state."""
     sizes, limit = choices(job.rows * job.accumulate), limit_of(recipe, device)
@@ -173,7 +173,7 @@ def fit_micro_rows(
 class _Search:
     """Looks for the largest microbatch that fits on every rank's device, by forwards and backwards that leave nothing behind."""
 
-    def __init__(self, engine: Engine, ranks: Group, device: torch.device) -> None:
+    def __init__(self, engine: Engine, ranks: RankGroup, device: torch.device) -> None:
         self.engine, self.ranks, self.device = engine, ranks, device
 
     def run(self, sizes: Sequence[int], limit: int, step_of: Callable[[int], StepBatch]) -> int:

@@ -20,7 +20,7 @@ from headway.checkpoint.config import CHECKPOINTS
 from headway.config.load import dump_yaml, load
 from headway.errors import ConfigError
 from headway.infer.load import FINAL, STAGES, StoredModel, find_model
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 from headway.runtime.json_file import load_json
 from headway.runtime.storage import check_writable, link_atomic, write_atomic
 from headway.train.config import Recipe
@@ -63,7 +63,7 @@ class Begin:
     """stages.json was not readable and is to be written anew."""
 
 
-def run_stages(recipe: Recipe, resume: str, world: Group, train: TrainOne, moved: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def run_stages(recipe: Recipe, resume: str, world: RankGroup, train: TrainOne, moved: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Train all stages that are not done; returns the summary of the whole. `moved` is called where the run folder was set aside."""
     home, stages = recipe.run.folder, expand(recipe)
     begin = Begin(**first_decides(world, lambda: vars(decide(recipe, resume))))
@@ -95,7 +95,7 @@ def run_stages(recipe: Recipe, resume: str, world: Group, train: TrainOne, moved
     return summary
 
 
-def look_ahead(stages: list[Stage], done: list[dict[str, Any]], home: Path, world: Group) -> list[tuple[Stage, Resolved]]:
+def look_ahead(stages: list[Stage], done: list[dict[str, Any]], home: Path, world: RankGroup) -> list[tuple[Stage, Resolved]]:
     """Resolve and check every stage that is not done, each on what the one before it will leave; nothing is trained."""
     previous = _left_by(done, home)
     found: list[tuple[Stage, Resolved]] = []

@@ -13,7 +13,7 @@ from headway.infer.adapted import Carried
 from headway.infer.load import StoredModel
 from headway.model.layout import param_specs
 from headway.optim.groups import OBJECTIVE, make_groups, trainable
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 from headway.train.expand import Stage
 from headway.train.reference_model import check_reference
 from headway.train.resolve import Resolved, resolve
@@ -30,7 +30,7 @@ def resolve_stage(stage: Stage, previous: StoredModel | None) -> Resolved:
         _raise_of(stage, problem)
 
 
-def check_stage(stage: Stage, resolved: Resolved, world: Group) -> None:
+def check_stage(stage: Stage, resolved: Resolved, world: RankGroup) -> None:
     """Open what a stage reads, match its patterns and lay out its batch: a mistake in the last stage is said before the first trains."""
     recipe, model = resolved.recipe, resolved.model
     shapes = {spec.name: spec.shape for spec in param_specs(model)}

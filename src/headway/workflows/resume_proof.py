@@ -199,7 +199,7 @@ def killed_at(step: int) -> Callable[[Run], Any]:
             if before + done < step:
                 return
             run.saver.wait()
-            run.ranks.world.most(0)  # the first rank writes what makes a checkpoint whole
+            run.ranks.world.max(0)  # the first rank writes what makes a checkpoint whole
             if run.process.rank == run.process.world - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -240,7 +240,7 @@ def next_batch(resolved: Resolved, cursor: dict[str, Any]) -> dict[str, list[int
     """The documents of the batch that a cursor points at."""
     from headway.data.loader import LoaderState
     from headway.data.open import open_data
-    from headway.parallel.collectives import alone
+    from headway.parallel.collectives import single_process
     from headway.train.build import make_loader
 
     config = resolved.recipe.model_copy(update={"data": resolved.recipe.data.model_copy(update={"workers": 0})})
@@ -249,7 +249,7 @@ def next_batch(resolved: Resolved, cursor: dict[str, Any]) -> dict[str, list[int
     )
     state = LoaderState.from_json(cursor)
     batch = config.batch.resolve(config.data.seq_len, 1)
-    with make_loader(config, data, batch, SimpleNamespace(cursor=state), alone()) as loader:  # pyright: ignore[reportArgumentType]
+    with make_loader(config, data, batch, SimpleNamespace(cursor=state), single_process()) as loader:  # pyright: ignore[reportArgumentType]
         return loader.documents_of(state, state.batch, state.batch)
 
 

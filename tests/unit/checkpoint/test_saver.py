@@ -18,7 +18,7 @@ from headway.checkpoint.load import newest_good, open_checkpoint
 from headway.checkpoint.save import TensorRecord, Writers
 from headway.checkpoint.saver import Job, Saver
 from headway.errors import CheckpointError
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 
 
 def config(**values: Any) -> CheckpointConfig:
@@ -201,8 +201,8 @@ def test_a_bug_in_the_thread_comes_out_in_the_main_thread(tmp_path: Path) -> Non
 
 
 def test_two_ranks_save_beside_training_and_fail_together(tmp_path: Path) -> None:
-    def work(group: Group) -> tuple[int, str | None]:
-        beside = group.beside(20)
+    def work(group: RankGroup) -> tuple[int, str | None]:
+        beside = group.host_group(20)
         saver = Saver(tmp_path, config(), Writers(beside.rank, beside.size, beside.gather))
         half = torch.full((2,), float(group.rank))
         records = [TensorRecord("w", "master", (4,), [((2 * group.rank,), half)])]

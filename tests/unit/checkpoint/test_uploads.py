@@ -12,7 +12,7 @@ from headway.checkpoint.load import step_folders
 from headway.checkpoint.save import TensorRecord, Writers
 from headway.checkpoint.saver import Job, Saver
 from headway.errors import CheckpointError
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 
 
 class SlowStore:
@@ -102,9 +102,9 @@ def test_what_was_not_sent_fails_the_end_of_a_run(tmp_path: Path) -> None:
 
 
 def test_ranks_send_the_same_checkpoints(tmp_path: Path) -> None:
-    def work(world: Group) -> list[str]:
+    def work(world: RankGroup) -> list[str]:
         one, store = saver(tmp_path)
-        saves, uploads = world.beside(60), world.beside(60)
+        saves, uploads = world.host_group(60), world.host_group(60)
         one.writers = Writers(saves.rank, saves.size, saves.gather)
         one.uploads.writers = Writers(uploads.rank, uploads.size, uploads.gather)
         for step in (10, 20, 30):

@@ -19,7 +19,7 @@ from headway.objective.base import StepInfo
 from headway.objective.dpo import DPO, Config, Pairs, document_sums
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
-from headway.parallel.collectives import Exchange, Group
+from headway.parallel.collectives import DifferentiableCollectives, RankGroup
 from headway.parallel.engine import EngineSpec
 from headway.train.reference_model import _scoring
 
@@ -143,7 +143,7 @@ def test_rows_without_pairs_and_weights_of_zero_count_for_nothing() -> None:
 
     out = ModelOut(Head(model(batch.tokens, batch.position, mask_of(batch)), model.head_weight, 8))
     for one, count in ((batch, 1.0), (silent, 0.0)):
-        loss = objective.loss(out, one, StepInfo(0, 1, training=False), Exchange(Group()))
+        loss = objective.loss(out, one, StepInfo(0, 1, training=False), DifferentiableCollectives(RankGroup()))
         assert {float(weight) for _, weight in loss.metrics.values()} == {count}
         assert bool(loss.terms["dpo"].sum > 0) == bool(count)
 

@@ -19,7 +19,7 @@ from headway.optim.groups import OBJECTIVE, hypers
 from headway.optim.schedule import Schedule
 from headway.parallel.assemble import assemble
 from headway.parallel.engine import EngineSpec
-from headway.parallel.zero1 import FlatEngine
+from headway.parallel.flat.engine import FlatEngine
 from headway.runtime.seed import derive
 
 SHAPE = ModelConfig(

@@ -5,8 +5,8 @@ import torch
 
 from headway.optim.adamw import AdamW
 from headway.optim.base import Guard, Hyper
-from headway.optim.narrow_adamw import NarrowAdamW
-from headway.optim.state import BLOCK, DTYPES, Storage, chance_of, pack, to_bf16, unpack
+from headway.optim.low_precision_adamw import LowPrecisionAdamW
+from headway.optim.state_storage import BLOCK, DTYPES, StateStorage, chance_of, pack, to_bf16, unpack
 
 GUARD = Guard(torch.ones(()), torch.zeros(()))
 
@@ -58,7 +58,7 @@ def test_rounding_keeps_the_mean(kind: str) -> None:
 def test_a_second_moment_that_moves_less_than_half_a_step_still_arrives() -> None:
     hyper = Hyper(0.0, (0.9, 0.999), 1e-8, 0.0)
     for kind in ("bf16", "8bit"):
-        rule = NarrowAdamW(Storage(DTYPES[kind]))
+        rule = LowPrecisionAdamW(StateStorage(DTYPES[kind]))
         state = rule.storage.allocate(rule.slots, 256, torch.device("cpu"))
         params, step, grad = torch.zeros(256), torch.zeros(()), torch.linspace(0.999, 1.001, 256)
         for _ in range(1000):
@@ -71,11 +71,11 @@ def test_a_second_moment_that_moves_less_than_half_a_step_still_arrives() -> Non
 @pytest.mark.parametrize("size", [640, 100, 7])
 def test_an_update_follows_fp32_state(kind: str, size: int) -> None:
     hyper, generator = Hyper(1e-2, (0.9, 0.95), 1e-8, 0.1), torch.Generator().manual_seed(1)
-    rules = [AdamW(), NarrowAdamW(Storage(DTYPES[kind]))]
+    rules = [AdamW(), LowPrecisionAdamW(StateStorage(DTYPES[kind]))]
     params = [torch.ones(size), torch.ones(size)]
     states = [
-        Storage().allocate(rules[0].slots, size, torch.device("cpu")),
-        Storage(DTYPES[kind]).allocate(rules[1].slots, size, torch.device("cpu")),
+        StateStorage().allocate(rules[0].slots, size, torch.device("cpu")),
+        StateStorage(DTYPES[kind]).allocate(rules[1].slots, size, torch.device("cpu")),
     ]
     steps = [torch.zeros(()), torch.zeros(())]
     for _ in range(30):
@@ -95,7 +95,7 @@ def test_an_update_follows_fp32_state(kind: str, size: int) -> None:
 def test_bytes_of_each_form() -> None:
     size = 64 * 1000
     used = {
-        kind: sum(t.nbytes for t in Storage(dtype).allocate(AdamW.slots, size, torch.device("cpu")).values()) / size
+        kind: sum(t.nbytes for t in StateStorage(dtype).allocate(AdamW.slots, size, torch.device("cpu")).values()) / size
         for kind, dtype in DTYPES.items()
     }
     assert used == {"fp32": 8, "bf16": 4, "8bit": 2.125}

@@ -9,9 +9,9 @@ from support.live import LiveBytes
 
 from headway.kernels.attention import mask_of
 from headway.model.config import ModelConfig
-from headway.parallel import offload
-from headway.parallel.collectives import Group
-from headway.parallel.memory import MemoryConfig
+from headway.parallel import offload_activations as offload
+from headway.parallel.collectives import RankGroup
+from headway.parallel.config import MemoryConfig
 
 FOUR = CONFIG.with_(num_layers=4)
 MODES: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ def small_tensors_travel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def gradients(memory: dict[str, Any], dtype: torch.dtype, config: ModelConfig = FOUR) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """Losses and norms of some steps, and the gradients of the last."""
-    alone = Group()
+    alone = RankGroup()
     engine = make_engine(alone, Setup(dtype=dtype, config=config, memory=memory))
     seen = train_steps(engine, alone, 2, 0, 3)
     return seen, {name: view.clone() for buffer in engine.buffers for name, view in buffer.gradients.items()}
@@ -60,7 +60,7 @@ def test_gradients_are_the_same_bits_with_norms_of_queries_biases_and_windows() 
 
 def kept_bytes(memory: dict[str, Any]) -> tuple[int, Any]:
     """Bytes alive after forward that were made by it, less what waits in host memory; and the engine."""
-    engine = make_engine(Group(), Setup(config=FOUR, freeze=(), memory=memory))
+    engine = make_engine(RankGroup(), Setup(config=FOUR, freeze=(), memory=memory))
     batch = share_of_step(0, 1, 0, 1).microbatches[0]
     mask = mask_of(batch)
     with LiveBytes() as live:
@@ -91,7 +91,7 @@ def test_what_is_offloaded_is_not_kept_on_the_device(mode: str, monkeypatch: pyt
 
 
 def test_evaluation_recomputes_and_moves_nothing() -> None:
-    plain, mine = (make_engine(Group(), Setup(config=FOUR, memory=memory)) for memory in ({}, MODES["offload and recompute"]))
+    plain, mine = (make_engine(RankGroup(), Setup(config=FOUR, memory=memory)) for memory in ({}, MODES["offload and recompute"]))
     batch = share_of_step(0, 1, 0, 1).microbatches
     from headway.objective.base import StepInfo
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_recomputed_is_refused(recompute: float | str) -> None:
 @pytest.mark.drill
 @pytest.mark.parametrize("mode", ["all", "selective", "offload"])
 def test_compiled_halves_give_the_gradients_of_plain_compiled_ones(mode: str) -> None:
-    alone, config = Group(), CONFIG
+    alone, config = RankGroup(), CONFIG
     engines = []
     for memory in ({}, MODES[mode]):
         engine = make_engine(alone, Setup(config=config, memory=memory, compile_blocks=True))

@@ -13,9 +13,9 @@ from headway.model.config import ModelConfig
 from headway.objective.base import ObjectiveConfig
 from headway.objective.dpo import Config as DPO
 from headway.objective.next_token import Config as NextToken
-from headway.optim.groups import Group
-from headway.parallel.buffer import ALIGN, Cut, Keep, TrainBuffer, boxes_of, lay_out
+from headway.optim.groups import ParamGroup
 from headway.parallel.config import ParallelConfig
+from headway.parallel.flat.buffer import ALIGN, BufferSharding, BufferSpec, TrainBuffer, boxes_of, lay_out
 from headway.parallel.mesh import Mesh, plan_mesh
 
 SHAPES = {"a": (10, 7), "b": (5,), "c": (64, 3, 2), "d": (1,), "e": (33, 9)}
@@ -38,7 +38,7 @@ def test_boxes_are_exactly_the_elements_of_a_range(shape: list[int], data: st.Da
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
 @pytest.mark.parametrize("bucket_elements", [1, 100, 10_000])
 def test_starts_are_aligned_and_every_shard_is_equal(shards: int, bucket_elements: int) -> None:
-    spans, length = lay_out(list(SHAPES), SHAPES, Cut(bucket_elements, shards))
+    spans, length = lay_out(list(SHAPES), SHAPES, BufferSharding(bucket_elements, shards))
     assert [slot.name for span in spans for slot in span.slots] == list(SHAPES)
     assert all(slot.start % ALIGN == 0 for span in spans for slot in span.slots)
     assert [span.start for span in spans] + [length] == [0] + [span.stop for span in spans], "buckets lie side by side"
@@ -49,14 +49,14 @@ def test_starts_are_aligned_and_every_shard_is_equal(shards: int, bucket_element
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
 def test_every_element_has_one_owner(shards: int) -> None:
     owned = {name: torch.zeros(prod(shape)) for name, shape in SHAPES.items()}
-    group = Group("g", tuple(SHAPES))
+    group = ParamGroup("g", tuple(SHAPES))
     for shard in range(shards):
-        cut = Cut(500, shards, shard)
-        buffer = TrainBuffer.allocate(group, SHAPES, torch.bfloat16, torch.device("cpu"), cut, Keep(("exp_avg",)))
+        cut = BufferSharding(500, shards, shard)
+        buffer = TrainBuffer.allocate(group, SHAPES, torch.bfloat16, torch.device("cpu"), cut, BufferSpec(("exp_avg",)))
         assert buffer.master.numel() * shards == buffer.param.numel()
         for span in buffer.spans:
             for slot in span.slots:
-                held = buffer.held(span, slot)
+                held = buffer.local_slice(span, slot)
                 if held is not None:
                     owned[slot.name][held.first : held.first + held.size] += 1
     assert all(bool((count == 1).all()) for count in owned.values())

@@ -7,12 +7,12 @@ from support.batches import make_batch, make_step
 from support.engines import CONFIG, Setup, make_engine
 
 from headway.objective.base import StepInfo
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 
 
 def loss(step: int, first_microbatch: int = 0, num_micro: int = 1) -> float:
     """The loss of the same rows and weights; only where they stand in the run differs."""
-    engine = make_engine(Group(), Setup(config=CONFIG.with_(dropout=0.5), freeze=()))
+    engine = make_engine(RankGroup(), Setup(config=CONFIG.with_(dropout=0.5), freeze=()))
     row = make_batch([[16]], seq_len=16, vocab=64)
     rows = replace(row, **{name: torch.cat([getattr(row, name)] * num_micro) for name in ("tokens", "targets", "loss_weight")})
     same = ("position", "document", "source", "bounds")

@@ -21,9 +21,9 @@ from headway.optim.base import GroupRule
 from headway.optim.groups import hypers
 from headway.optim.scaler import ScalerConfig
 from headway.parallel.assemble import assemble
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 from headway.parallel.engine import EngineSpec
-from headway.parallel.zero1 import FlatEngine
+from headway.parallel.flat.engine import FlatEngine
 
 CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=64, max_seq_len=32)
 AT = StepInfo(0, 10)
@@ -173,7 +173,7 @@ def test_saved_tensors_restore_an_engine_bit_for_bit() -> None:
 
 
 def test_an_fp16_engine_resumes_with_its_loss_scale() -> None:
-    engine = make_engine(Group(), Setup(dtype=torch.float16, loss_scale=ScalerConfig(initial=512.0, hysteresis=1, growth_interval=3)))
+    engine = make_engine(RankGroup(), Setup(dtype=torch.float16, loss_scale=ScalerConfig(initial=512.0, hysteresis=1, growth_interval=3)))
     for index in range(3):
         engine.forward_backward(make_step(uneven_batch(), 2), AT)
         if index == 0:
@@ -182,7 +182,7 @@ def test_an_fp16_engine_resumes_with_its_loss_scale() -> None:
     scalars = copy.deepcopy(engine.scalars())
     assert scalars["scaler"] == {"scale": 256.0, "good": 2, "overflows": 1}
     saved = {(name, role): boxes[0][1].clone() for name, role, _, boxes in engine.tensors()}
-    other = make_engine(Group(), Setup(dtype=torch.float16, loss_scale=ScalerConfig(initial=512.0, hysteresis=1, growth_interval=3)))
+    other = make_engine(RankGroup(), Setup(dtype=torch.float16, loss_scale=ScalerConfig(initial=512.0, hysteresis=1, growth_interval=3)))
     other.load(lambda name, role, offset, shape: saved[name, role], scalars)
     other.forward_backward(make_step(uneven_batch(), 2), AT)
     assert float(other.update(hypers(AdamW(), other.groups, 3, 10)).loss_scale) == 256.0

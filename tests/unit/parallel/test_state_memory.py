@@ -7,8 +7,8 @@ import torch
 from support.engines import Setup, make_engine, share_of_step, train_steps
 
 from headway.objective.base import StepInfo
-from headway.parallel.collectives import Group
-from headway.parallel.streamed import Streamed
+from headway.parallel.collectives import RankGroup
+from headway.parallel.offload_optimizer import HostStateOptimizer
 
 KINDS = ["fp32", "bf16", "8bit"]
 
@@ -32,7 +32,7 @@ def carry_over(engine: Any, other: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_in_host_memory_trains_to_the_same_bits(kind: str, dtype: torch.dtype) -> None:
-    alone = Group()
+    alone = RankGroup()
     here, there = (make_engine(alone, Setup(dtype=dtype, state_dtype=kind, memory={"offload": offload})) for offload in ([], ["optimizer"]))
     assert there.streamed is not None and here.streamed is None
     there.streamed.piece = 128  # many pieces of each bucket
@@ -43,7 +43,7 @@ def test_state_in_host_memory_trains_to_the_same_bits(kind: str, dtype: torch.dt
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_goes_on_to_the_same_bits(kind: str) -> None:
-    alone, setup = Group(), Setup(dtype=torch.bfloat16, state_dtype=kind)
+    alone, setup = RankGroup(), Setup(dtype=torch.bfloat16, state_dtype=kind)
     straight, resumed = make_engine(alone, setup), make_engine(alone, setup)
     train_steps(straight, alone, 2, 0, 3)
     carry_over(straight, resumed)
@@ -54,7 +54,7 @@ def test_a_resumed_run_goes_on_to_the_same_bits(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "8bit"])
 def test_narrow_state_trains_as_fp32_state_does(kind: str) -> None:
-    alone = Group()
+    alone = RankGroup()
     wide = train_steps(make_engine(alone, Setup()), alone, 2, 0, 12)
     narrow = train_steps(make_engine(alone, Setup(state_dtype=kind)), alone, 2, 0, 12)
     for one, other in zip(wide, narrow, strict=True):
@@ -64,7 +64,7 @@ def test_narrow_state_trains_as_fp32_state_does(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "8bit"])
 def test_a_run_may_change_the_form_of_its_state(kind: str) -> None:
-    alone = Group()
+    alone = RankGroup()
     wide, narrow, back = make_engine(alone, Setup()), make_engine(alone, Setup(state_dtype=kind)), make_engine(alone, Setup())
     train_steps(wide, alone, 2, 0, 3)
     carry_over(wide, narrow)
@@ -76,14 +76,14 @@ def test_a_run_may_change_the_form_of_its_state(kind: str) -> None:
 
 
 def test_pieces_do_not_change_what_an_update_does() -> None:
-    alone = Group()
+    alone = RankGroup()
     engines = [make_engine(alone, Setup(dtype=torch.bfloat16, memory={"offload": ["optimizer"]})) for _ in range(2)]
-    engines[1].streamed = Streamed(engines[1].optimizer, torch.device("cpu"), piece=64)
+    engines[1].streamed = HostStateOptimizer(engines[1].optimizer, torch.device("cpu"), piece=64)
     assert train_steps(engines[0], alone, 2, 0, 3) == train_steps(engines[1], alone, 2, 0, 3)
 
 
 def test_gradients_have_no_memory_between_steps_and_train_to_the_same_bits() -> None:
-    alone = Group()
+    alone = RankGroup()
     held, freed = (make_engine(alone, Setup(dtype=torch.bfloat16)) for _ in range(2))
     freed.lets_go = True
     for first in range(3):
@@ -94,7 +94,7 @@ def test_gradients_have_no_memory_between_steps_and_train_to_the_same_bits() -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_rehearsal_leaves_nothing_behind(dtype: torch.dtype) -> None:
-    alone = Group()
+    alone = RankGroup()
     plain, tried = (make_engine(alone, Setup(dtype=dtype)) for _ in range(2))
     for first in range(3):
         tried.rehearse(share_of_step(9, 2, 0, 1), StepInfo(0, 1))

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from headway.model.config import ModelConfig
-from headway.parallel.memory import MemoryConfig
-from headway.plan.memory import GIB, Job, amount, estimate, suggestions
+from headway.parallel.config import MemoryConfig
+from headway.plan.memory import GIB, MemoryJob, amount, estimate, suggestions
 
 SHAPE = ModelConfig(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=160, vocab_size=1000, max_seq_len=100)
-JOB = Job(SHAPE, 1_000_000, 0, rows=2, seq_len=100, accumulate=2, compute_bytes=2, shards=4)
+JOB = MemoryJob(SHAPE, 1_000_000, 0, rows=2, seq_len=100, accumulate=2, compute_bytes=2, shards=4)
 
 
-def exact(job: Job) -> dict[str, int]:
+def exact(job: MemoryJob) -> dict[str, int]:
     """Bytes before the 2 % that allocators round up."""
     return {kind: round(size / 1.02) for kind, size in estimate(job).kinds.items()}
 

@@ -13,24 +13,24 @@ from headway.kernels.attention import causal_mask, mask_of
 from headway.model.config import ModelConfig
 from headway.model.rope import Rotation
 from headway.model.transformer import Block
-from headway.parallel.collectives import Group
-from headway.parallel.memory import MemoryConfig
-from headway.plan.memory import ROUND, Job, estimate, suggestions
+from headway.parallel.collectives import RankGroup
+from headway.parallel.config import MemoryConfig
+from headway.plan.memory import ROUND, MemoryJob, estimate, suggestions
 
 WIDE = ModelConfig(hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=512, vocab_size=96, max_seq_len=256)
 
 
-def job_of(engine: Any, **changes: Any) -> Job:
+def job_of(engine: Any, **changes: Any) -> MemoryJob:
     trained = sum(slot.size for buffer in engine.buffers for slot in buffer.slots)
     frozen = sum(value.numel() for value in engine.frozen.values.values())
-    start = Job(WIDE, trained, frozen, rows=2, seq_len=256, accumulate=2, compute_bytes=engine.spec.dtype.itemsize)
+    start = MemoryJob(WIDE, trained, frozen, rows=2, seq_len=256, accumulate=2, compute_bytes=engine.spec.dtype.itemsize)
     return replace(start, **changes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state", ["fp32", "bf16", "8bit"])
 def test_what_is_kept_between_steps_is_what_the_engine_allocates(dtype: torch.dtype, state: str) -> None:
-    engine = make_engine(Group(), Setup(config=WIDE, dtype=dtype, state_dtype=state, freeze=("layers.1",)))
+    engine = make_engine(RankGroup(), Setup(config=WIDE, dtype=dtype, state_dtype=state, freeze=("layers.1",)))
     found = estimate(job_of(engine, state_dtype=state)).kinds
     shares = engine.buffers[0].master is engine.buffers[0].param
     held = {
@@ -45,7 +45,7 @@ def test_what_is_kept_between_steps_is_what_the_engine_allocates(dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("memory", [{}, {"recompute": 0.5}, {"recompute": 1}, {"recompute": "selective"}])
 def test_activations_are_those_that_live_after_an_eager_forward(dtype: torch.dtype, memory: dict[str, Any]) -> None:
-    engine = make_engine(Group(), Setup(config=WIDE, dtype=dtype, freeze=(), memory=memory))
+    engine = make_engine(RankGroup(), Setup(config=WIDE, dtype=dtype, freeze=(), memory=memory))
     batch = make_batch([[256], [256]], seq_len=256, vocab=96)
     mask = mask_of(batch)
     with LiveBytes() as live:
@@ -84,7 +84,7 @@ def test_a_compiled_block_keeps_what_the_estimate_says(selective: bool) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = block(x, *turn, mask)
-    job = Job(WIDE, 10**6, 0, rows=2, seq_len=256, accumulate=1, compute_bytes=4, memory=memory, compiled=True)
+    job = MemoryJob(WIDE, 10**6, 0, rows=2, seq_len=256, accumulate=1, compute_bytes=4, memory=memory, compiled=True)
     more = estimate(replace(job, model=WIDE.with_(num_layers=5))).kinds["activations"] - estimate(job).kinds["activations"]
     assert sum(saved.values()) == pytest.approx(more / ROUND, rel=0.05)
     assert out.requires_grad
@@ -92,7 +92,7 @@ def test_a_compiled_block_keeps_what_the_estimate_says(selective: bool) -> None:
 
 def test_suggestions_say_what_each_frees_and_none_that_is_in_use() -> None:
     config = WIDE.with_(vocab_size=2000)
-    job = Job(config, 10**6, 0, rows=8, seq_len=256, accumulate=2, compute_bytes=2, compiled=True, on_cuda=True, chunk_tokens=512)
+    job = MemoryJob(config, 10**6, 0, rows=8, seq_len=256, accumulate=2, compute_bytes=2, compiled=True, on_cuda=True, chunk_tokens=512)
     found = dict(suggestions(job))
     assert found["memory.recompute=1"] > found["memory.recompute=selective"] > 0
     assert list(found.values()) == sorted(found.values(), reverse=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 from headway.runtime.flight import explain_flight, flight_recorder, read_flight
 
 
@@ -66,7 +66,7 @@ def test_torchs_own_dump_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for name, value in flight_recorder(tmp_path).items():
         monkeypatch.setenv(name, value)
 
-    def work(group: Group) -> None:
+    def work(group: RankGroup) -> None:
         from torch._C import _distributed_c10d as c10d
 
         group.all_reduce(torch.ones(3)).wait()

@@ -4,16 +4,16 @@ import pytest
 
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
-from headway.parallel.memory import MemoryConfig
-from headway.plan.memory import GIB, Job, estimate
+from headway.parallel.config import MemoryConfig
+from headway.plan.memory import GIB, MemoryJob, estimate
 from headway.train.shortage import check_host_memory
 
 MODEL = ModelConfig(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=2, ffn_size=2048, vocab_size=8192, max_seq_len=2048)
 
 
-def job(*offload: str) -> Job:
+def job(*offload: str) -> MemoryJob:
     memory = MemoryConfig.model_validate({"offload": offload})
-    return Job(MODEL, 10**9, 0, 1, 2048, 1, 2, memory=memory, compiled=True, on_cuda=True)
+    return MemoryJob(MODEL, 10**9, 0, 1, 2048, 1, 2, memory=memory, compiled=True, on_cuda=True)
 
 
 def test_optimizer_state_that_does_not_fit_the_host_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

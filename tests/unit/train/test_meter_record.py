@@ -9,8 +9,7 @@ import torch
 from headway.data.batch import StepBatch, StepStats
 from headway.model.config import ModelConfig
 from headway.model.flops import TokenFlops
-from headway.parallel.engine import StepResult, Update
-from headway.parallel.mark import Mark
+from headway.parallel.engine import DeviceTimestamp, StepResult, Update
 from headway.train.meter import Facts, Meter
 
 FACTS = Facts(
@@ -44,9 +43,9 @@ def result_of(loss: float, skipped: float = 0.0, verdict: int = 0) -> tuple[Step
 
 def add(meter: Meter, monkeypatch: pytest.MonkeyPatch, step: int, times: tuple[float, float, float], tokens: int, **more: Any) -> Any:
     begin, between, end = times
-    monkeypatch.setattr(meter, "mark", lambda: Mark(None, end))
+    monkeypatch.setattr(meter, "mark", lambda: DeviceTimestamp(None, end))
     result, update = result_of(2.5, **more)
-    meter.add(step, step_of(tokens), {"lr": 0.1}, result, update, (Mark(None, begin), Mark(None, between), 0.25))
+    meter.add(step, step_of(tokens), {"lr": 0.1}, result, update, (DeviceTimestamp(None, begin), DeviceTimestamp(None, between), 0.25))
     (record,) = meter.collect()
     return record
 

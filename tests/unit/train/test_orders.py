@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 from headway.runtime.stop import StopSignal
 from headway.train import saving
 from headway.train.orders import REQUEST, Order, Orders, exit_code
@@ -29,14 +29,14 @@ from headway.train.orders import REQUEST, Order, Orders, exit_code
 def test_a_signal_or_a_request_becomes_an_order(tmp_path: Path, signal: str | None, asked: dict[str, Any] | None, order: Order) -> None:
     stop = StopSignal()
     stop.requested = signal
-    orders = Orders(Group(), tmp_path, stop, steps_before=5)
+    orders = Orders(RankGroup(), tmp_path, stop, steps_before=5)
     if asked is not None:
         (tmp_path / "stop.json").write_text(json.dumps(asked))
     assert orders.look(3) == order
 
 
 def test_a_bad_step_and_a_lost_cause_are_passed_on(tmp_path: Path) -> None:
-    orders = Orders(Group(), tmp_path, StopSignal())
+    orders = Orders(RankGroup(), tmp_path, StopSignal())
     assert orders.look(3, 2) == Order(bad_step=2)
     assert orders.look(3, is_hopeless=True) == Order(is_hopeless=True)
 

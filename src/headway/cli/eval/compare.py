@@ -16,7 +16,7 @@ from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from headway.eval.evaluate import Evaluation
-    from headway.parallel.collectives import Group
+    from headway.parallel.collectives import RankGroup
 
 
 def command(
@@ -70,7 +70,7 @@ def command(
     )
     _options.check_start(device, precision, out, tensorboard)
 
-    def work(group: Group) -> None:
+    def work(group: RankGroup) -> None:
         from headway.eval.evaluate import evaluate
 
         load = partial(_options.load, device=device, precision=precision, choice=choice, quiet=group.rank != 0)

@@ -13,7 +13,7 @@ from headway.cli._ranks import over_ranks
 from headway.cli.eval import _options
 
 if TYPE_CHECKING:
-    from headway.parallel.collectives import Group
+    from headway.parallel.collectives import RankGroup
 
 
 def command(
@@ -51,7 +51,7 @@ def command(
     _options.check_start(device, precision, out)
     find_model(model)
 
-    def work(group: Group) -> None:
+    def work(group: RankGroup) -> None:
         from headway.eval.answers import Answers
 
         loaded = _options.load(model, device, precision, choice, quiet=group.rank != 0)

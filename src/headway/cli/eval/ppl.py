@@ -14,7 +14,7 @@ from headway.cli.eval import _options
 
 if TYPE_CHECKING:
     from headway.eval.evaluate import Evaluation
-    from headway.parallel.collectives import Group
+    from headway.parallel.collectives import RankGroup
 
 
 def command(
@@ -66,7 +66,7 @@ def command(
     )
     _options.check_start(device, precision, out, tensorboard)
 
-    def work(group: Group) -> None:
+    def work(group: RankGroup) -> None:
         from headway.eval.evaluate import evaluate
 
         loaded = _options.load(model, device, precision, choice, quiet=group.rank != 0)

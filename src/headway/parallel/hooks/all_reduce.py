@@ -10,8 +10,8 @@ from headway.parallel.hooks.base import HookConfig
 if TYPE_CHECKING:
     import torch
 
-    from headway.parallel.bucket import Bucket
     from headway.parallel.collectives import Handle
+    from headway.parallel.flat.bucket import Bucket
 
 
 class Config(HookConfig):

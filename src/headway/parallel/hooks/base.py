@@ -1,7 +1,7 @@
 """The contract of a gradient hook: it takes a bucket whose gradients are complete on this rank and starts their exchange.
 
-After `wait` on the handle it returned, `bucket.flat` (or, where the optimizer state is cut, at least `bucket.own`) holds the SUM over all
-ranks (`bucket.ranks.reduce`). Buckets come in the same order on every rank. A hook with memory from step to step is a StatefulHook.
+After `wait` on the handle it returned, `bucket.flat` (or, where the optimizer state is sharded, at least `bucket.local_shard`) holds the
+SUM over all ranks (`bucket.ranks.reduce`). Buckets come in the same order on every rank. A hook with memory from step to step is a StatefulHook.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from headway.parallel.bucket import Bucket
-    from headway.parallel.collectives import Group, Handle
+    from headway.parallel.collectives import Handle, RankGroup
     from headway.parallel.engine import ReadTensor, StateTensor
+    from headway.parallel.flat.bucket import Bucket
     from headway.parallel.mesh import Mesh
 
 
@@ -34,15 +34,15 @@ class Hook(Protocol):
 class StatefulHook(Protocol):
     """A hook that remembers something between steps, which belongs into checkpoints."""
 
-    def tensors(self, ranks: Group) -> Iterator[StateTensor]:
+    def tensors(self, ranks: RankGroup) -> Iterator[StateTensor]:
         """What to save: (name, role, global shape, [(offset, local view)])."""
         ...
 
-    def scalars(self, ranks: Group) -> dict[str, Any]:
+    def scalars(self, ranks: RankGroup) -> dict[str, Any]:
         """What to save beside the tensors, the same on all ranks."""
         ...
 
-    def load(self, read: ReadTensor, scalars: dict[str, Any], ranks: Group, device: torch.device) -> None:
+    def load(self, read: ReadTensor, scalars: dict[str, Any], ranks: RankGroup, device: torch.device) -> None:
         """Take back what `tensors` and `scalars` gave, perhaps on another number of ranks, perhaps from another hook."""
         ...
 

@@ -10,8 +10,8 @@ from headway.parallel.hooks.base import HookConfig
 if TYPE_CHECKING:
     import torch
 
-    from headway.parallel.bucket import Bucket
     from headway.parallel.collectives import Handle
+    from headway.parallel.flat.bucket import Bucket
 
 
 class Config(HookConfig):
@@ -43,13 +43,13 @@ class Compress:
         ranks, narrow = bucket.ranks, bucket.flat.to(self.dtype)
         if ranks.shard.size == 1:
             return Then(ranks.reduce.all_reduce(narrow), lambda: bucket.flat.copy_(narrow))
-        part = bucket.part_of(narrow)
+        part = bucket.shard_of(narrow)
         if ranks.replicate.size == 1:
-            return Then(ranks.shard.reduce_scatter(part, narrow), lambda: bucket.own.copy_(part))
+            return Then(ranks.shard.reduce_scatter(part, narrow), lambda: bucket.local_shard.copy_(part))
 
         def both() -> None:
             ranks.shard.reduce_scatter(part, narrow).wait()
             ranks.replicate.all_reduce(part).wait()
-            bucket.own.copy_(part)
+            bucket.local_shard.copy_(part)
 
         return self.background.run(both)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from headway.parallel.bucket import Bucket
-    from headway.parallel.collectives import Group, Handle
+    from headway.parallel.collectives import Handle, RankGroup
     from headway.parallel.engine import ReadTensor, StateTensor
+    from headway.parallel.flat.bucket import Bucket
     from headway.parallel.mesh import Mesh
 
 RESIDUAL, Q = "powersgd_residual", "powersgd_q"
@@ -150,7 +150,7 @@ class PowerSGD:
         generator = torch.Generator().manual_seed(derive(0, "powersgd", name, step if self.config.q == "fresh" else 0))
         return torch.randn(tuple(shape), generator=generator)
 
-    def tensors(self, ranks: Group) -> Iterator[StateTensor]:
+    def tensors(self, ranks: RankGroup) -> Iterator[StateTensor]:
         """This rank's residuals, and Q once."""
         for name, residual in self.residuals.items():
             row = residual[None]
@@ -158,7 +158,7 @@ class PowerSGD:
         for name, basis in self.bases.items():
             yield name, Q, tuple(basis.shape), [((0, 0), basis)] if ranks.rank == 0 else []
 
-    def scalars(self, ranks: Group) -> dict[str, Any]:
+    def scalars(self, ranks: RankGroup) -> dict[str, Any]:
         """What describes the tensors."""
         return {
             "kind": "powersgd",
@@ -168,7 +168,7 @@ class PowerSGD:
             Q: {name: list(value.shape) for name, value in self.bases.items()},
         }
 
-    def load(self, read: ReadTensor, scalars: dict[str, Any], ranks: Group, device: torch.device) -> None:
+    def load(self, read: ReadTensor, scalars: dict[str, Any], ranks: RankGroup, device: torch.device) -> None:
         """Take back what was saved; with another number of ranks, an equal share of all residuals."""
         if scalars.get("kind") != "powersgd":
             return

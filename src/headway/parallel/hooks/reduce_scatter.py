@@ -11,8 +11,8 @@ from headway.parallel.hooks.base import HookConfig
 if TYPE_CHECKING:
     import torch
 
-    from headway.parallel.bucket import Bucket
     from headway.parallel.collectives import Handle
+    from headway.parallel.flat.bucket import Bucket
     from headway.parallel.mesh import Mesh
 
 
@@ -43,10 +43,10 @@ class ReduceScatter:
         """Start the sum: inside the shard group, then across groups."""
         ranks = bucket.ranks
         if ranks.replicate.size == 1:
-            return ranks.shard.reduce_scatter(bucket.own, bucket.flat)
+            return ranks.shard.reduce_scatter(bucket.local_shard, bucket.flat)
 
         def both() -> None:
-            ranks.shard.reduce_scatter(bucket.own, bucket.flat).wait()
-            ranks.replicate.all_reduce(bucket.own).wait()
+            ranks.shard.reduce_scatter(bucket.local_shard, bucket.flat).wait()
+            ranks.replicate.all_reduce(bucket.local_shard).wait()
 
         return self.background.run(both)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from headway.parallel.bucket import Bucket
     from headway.parallel.collectives import Handle
+    from headway.parallel.flat.bucket import Bucket
 
 
 class Config(HookConfig):

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from headway.optim.base import Guard, Hyper, Optimizer
-from headway.optim.state import BLOCK, SCALE
+from headway.optim.state_storage import BLOCK, SCALE
 
 MASTER = "master"
 PIECE = 1 << 23
 """Elements that are under way at a time; a multiple of every block of the state."""
 
 
-class Local(NamedTuple):
+class LocalTensors(NamedTuple):
     """What an update works on, as lists with an element for each tensor; all flat."""
 
     params: list[Tensor]
@@ -33,7 +33,7 @@ class Local(NamedTuple):
     steps: list[Tensor]
 
 
-class Streamed:
+class HostStateOptimizer:
     """Runs an update rule on state in host memory."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device, piece: int = PIECE) -> None:
@@ -45,7 +45,7 @@ class Streamed:
         """When a staging place has been copied out."""
         self._turn = 0
 
-    def update(self, mine: Local, hyper: Hyper, guard: Guard, into: list[Tensor] | None) -> None:
+    def update(self, mine: LocalTensors, hyper: Hyper, guard: Guard, into: list[Tensor] | None) -> None:
         """As Optimizer.update. With `into` the params are in host memory too, and what they become is also written there."""
         if self.inward is not None and self.outward is not None:
             self.inward.wait_stream(self.outward)  # what the last update sent back is there before it is read again
@@ -57,10 +57,10 @@ class Streamed:
                 pieces = {role: [tensor[_in_blocks(part) if role.endswith(SCALE) else part]] for role, tensor in state.items()}
                 counter = step if is_last else step.clone()
                 self._update_piece(
-                    Local([param[part]], [grad[part]], pieces, [counter]), hyper, guard, None if into is None else into[index][part]
+                    LocalTensors([param[part]], [grad[part]], pieces, [counter]), hyper, guard, None if into is None else into[index][part]
                 )
 
-    def _update_piece(self, mine: Local, hyper: Hyper, guard: Guard, target: Tensor | None) -> None:
+    def _update_piece(self, mine: LocalTensors, hyper: Hyper, guard: Guard, target: Tensor | None) -> None:
         host = {role: parts[0] for role, parts in mine.state.items()}
         if target is not None:
             host[MASTER] = mine.params[0]

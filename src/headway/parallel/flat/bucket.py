@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from headway.errors import ParallelError
-from headway.parallel.buffer import Span, TrainBuffer
-from headway.parallel.collectives import Handle, Ranks
+from headway.parallel.collectives import Handle, RankGroups
+from headway.parallel.flat.buffer import BucketSpan, TrainBuffer
 from headway.parallel.hooks.base import Hook
 
 
@@ -25,12 +25,12 @@ class Bucket:
 
     index: int
     is_last: bool
-    ranks: Ranks
+    ranks: RankGroups
     flat: Tensor
     """This rank's gradients (fp32, unless accumulate_dtype says otherwise), padding between them; the sum over ranks goes here."""
-    own: Tensor
+    local_shard: Tensor
     """The part of `flat` whose sum this rank needs (all of it where the optimizer state is not cut)."""
-    span: Span
+    span: BucketSpan
     buffer: TrainBuffer = field(repr=False)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ class Bucket:
         """Views of the compute parameters."""
         return {slot.name: slot.view(self.buffer.param) for slot in self.span.slots}
 
-    def hold(self) -> None:
+    def allocate(self) -> None:
         """Have memory for the gradients."""
         storage = self.flat.untyped_storage()
         if storage.nbytes() == 0:
@@ -49,17 +49,17 @@ class Bucket:
             for start, stop in self.span.gaps():  # padding counts in norms and sums
                 self.flat[start:stop].zero_()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Give the memory of the gradients back until they come again."""
         self.flat.untyped_storage().resize_(0)
 
-    def part_of(self, flat: Tensor) -> Tensor:
+    def shard_of(self, flat: Tensor) -> Tensor:
         """The part of another tensor shaped like `flat` that is this rank's own."""
-        start, stop = self.span.part(self.buffer.cut)
+        start, stop = self.span.part(self.buffer.sharding)
         return flat[start - self.span.start : stop - self.span.start]
 
 
-def make_buckets(buffers: list[TrainBuffer], order: list[str], ranks: Ranks) -> list[Bucket]:
+def make_buckets(buffers: list[TrainBuffer], order: list[str], ranks: RankGroups) -> list[Bucket]:
     """All buckets in the order in which backward finishes them; `order` has the parameters as forward meets them."""
     place = {name: index for index, name in enumerate(order)}
     found = [(min(place[slot.name] for slot in span.slots), span, buffer) for buffer in buffers for span in buffer.spans]
@@ -67,7 +67,7 @@ def make_buckets(buffers: list[TrainBuffer], order: list[str], ranks: Ranks) -> 
     buckets: list[Bucket] = []
     for index, (_, span, buffer) in enumerate(found):
         flat = buffer.grads[span.index]
-        start, stop = span.part(buffer.cut)
+        start, stop = span.part(buffer.sharding)
         own = flat[start - span.start : stop - span.start]
         buckets.append(Bucket(index, index == len(found) - 1, ranks, flat, own, span, buffer))
     return buckets
@@ -102,7 +102,7 @@ class Reducer:
         if name in self.touched:
             total.add_(parameter.grad)
         else:
-            self.bucket_of[name].hold()
+            self.bucket_of[name].allocate()
             total.copy_(parameter.grad)
             self.touched.add(name)
         parameter.grad = None
@@ -139,7 +139,7 @@ class Reducer:
 
     def _clear(self, bucket: Bucket) -> None:
         """Parameters that had no part in this step have no gradient, whatever the last step left in the buffer."""
-        bucket.hold()
+        bucket.allocate()
         for slot in bucket.span.slots:
             if slot.name not in self.touched:
                 bucket.buffer.gradient(bucket.span, slot).zero_()
@@ -180,7 +180,7 @@ class InPlace:
         if self._given or self.name in self.reducer.touched:
             return None
         self._given = True
-        self.reducer.bucket_of[self.name].hold()
+        self.reducer.bucket_of[self.name].allocate()
         return self.total
 
     def done(self) -> None:

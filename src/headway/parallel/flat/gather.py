@@ -9,14 +9,14 @@ from __future__ import annotations
 from torch import nn
 
 from headway.model.transformer import Transformer
-from headway.parallel.bucket import Bucket
-from headway.parallel.collectives import Group, Handle
+from headway.parallel.collectives import Handle, RankGroup
+from headway.parallel.flat.bucket import Bucket
 
 
 class ParameterGather:
     """Brings the parameters of all buckets up to date."""
 
-    def __init__(self, buckets: list[Bucket], group: Group) -> None:
+    def __init__(self, buckets: list[Bucket], group: RankGroup) -> None:
         self.buckets, self.group = list(reversed(buckets)), group
         """In the order of forward."""
         self._handles: list[Handle] = []
@@ -34,7 +34,7 @@ class ParameterGather:
             buffer, span = bucket.buffer, bucket.span
             # `.data`: autograd counts changes per storage and would take one here for a change of parameters that forward has used
             param = buffer.param.data
-            self._handles.append(self.group.all_gather(param[span.start : span.stop], buffer.own(span, param)))
+            self._handles.append(self.group.all_gather(param[span.start : span.stop], buffer.local_shard(span, param)))
 
     def need(self, place: int) -> None:
         """Wait until every bucket up to a place in forward order is current, and keep one more under way."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headway.optim.groups import Group
-from headway.optim.state import Storage
+from headway.optim.groups import ParamGroup
+from headway.optim.state_storage import StateStorage
 
 ALIGN = 64
 Ints = tuple[int, ...]
@@ -43,7 +43,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Cut:
+class BufferSharding:
     """How a buffer is cut: into buckets of about so many elements, each over so many shards, of which this rank has one."""
 
     bucket_elements: int = 1 << 23
@@ -52,7 +52,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Span:
+class BucketSpan:
     """One bucket's place in its buffer, and the parameters in it."""
 
     index: int
@@ -60,7 +60,7 @@ class Span:
     stop: int
     slots: tuple[Slot, ...]
 
-    def part(self, cut: Cut) -> tuple[int, int]:
+    def part(self, cut: BufferSharding) -> tuple[int, int]:
         """Which elements of the buffer are this rank's own."""
         each = (self.stop - self.start) // cut.shards
         return self.start + cut.shard * each, self.start + (cut.shard + 1) * each
@@ -72,9 +72,9 @@ class Span:
         return [(end - self.start, start - self.start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
-def lay_out(names: Sequence[str], shapes: dict[str, Ints], cut: Cut) -> tuple[list[Span], int]:
+def lay_out(names: Sequence[str], shapes: dict[str, Ints], cut: BufferSharding) -> tuple[list[BucketSpan], int]:
     """Place parameters one after another, each start aligned; close a bucket before it grows too large. Returns buckets and length."""
-    spans: list[Span] = []
+    spans: list[BucketSpan] = []
     open_slots: list[Slot] = []
     begin = end = 0
 
@@ -82,7 +82,7 @@ def lay_out(names: Sequence[str], shapes: dict[str, Ints], cut: Cut) -> tuple[li
         nonlocal begin, end
         if open_slots:
             end = begin + _up(end - begin, cut.shards * ALIGN)
-            spans.append(Span(len(spans), begin, end, tuple(open_slots)))
+            spans.append(BucketSpan(len(spans), begin, end, tuple(open_slots)))
             open_slots.clear()
             begin = end
 
@@ -101,18 +101,18 @@ def _up(value: int, unit: int) -> int:
 
 
 @dataclass(frozen=True)
-class Keep:
+class BufferSpec:
     """What a buffer keeps beside its parameters."""
 
     slots: Sequence[str] = ()
-    storage: Storage = Storage()
+    storage: StateStorage = StateStorage()
     grad_dtype: torch.dtype = torch.float32
     on_host: bool = False
     """Master weights and state lie in host memory."""
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalSlice:
     """The elements of one parameter that this rank owns: `size` of them from `first` on, lying at `at` in master and state."""
 
     first: int
@@ -124,9 +124,9 @@ class Held:
 class TrainBuffer:
     """The trainable parameters of one group."""
 
-    group: Group
-    cut: Cut
-    spans: list[Span]
+    group: ParamGroup
+    sharding: BufferSharding
+    spans: list[BucketSpan]
     param: Tensor
     master: Tensor
     grads: list[Tensor]
@@ -136,7 +136,9 @@ class TrainBuffer:
     """fp32, one per bucket: updates that were really done."""
 
     @classmethod
-    def allocate(cls, group: Group, shapes: dict[str, Ints], dtype: torch.dtype, device: torch.device, cut: Cut, keep: Keep) -> TrainBuffer:
+    def allocate(
+        cls, group: ParamGroup, shapes: dict[str, Ints], dtype: torch.dtype, device: torch.device, cut: BufferSharding, keep: BufferSpec
+    ) -> TrainBuffer:
         """Make the tensors of one group, all zero. Parameters are laid out last first, the order in which backward finishes them."""
         spans, length = lay_out(tuple(reversed(group.names)), shapes, cut)
         param = torch.zeros(length, dtype=dtype, device=device)
@@ -153,7 +155,7 @@ class TrainBuffer:
         """Every parameter's place, in the order of the buffer."""
         return [slot for span in self.spans for slot in span.slots]
 
-    def gradient(self, span: Span, slot: Slot) -> Tensor:
+    def gradient(self, span: BucketSpan, slot: Slot) -> Tensor:
         """Where the gradient of a parameter is added up."""
         return slot.view(self.grads[span.index], span.start)
 
@@ -162,26 +164,26 @@ class TrainBuffer:
         """Views of all gradients by parameter."""
         return {slot.name: self.gradient(span, slot) for span in self.spans for slot in span.slots}
 
-    def own(self, span: Span, whole: Tensor) -> Tensor:
+    def local_shard(self, span: BucketSpan, whole: Tensor) -> Tensor:
         """This rank's part of one bucket in a tensor as long as the buffer."""
-        start, stop = span.part(self.cut)
+        start, stop = span.part(self.sharding)
         return whole[start:stop]
 
-    def mine(self, span: Span, parts: Tensor) -> Tensor:
+    def packed(self, span: BucketSpan, parts: Tensor) -> Tensor:
         """One bucket's part in a tensor that holds only this rank's parts, one element for each of them or for a block of them."""
-        unit = self.cut.shards * (self.master.numel() // parts.numel())
+        unit = self.sharding.shards * (self.master.numel() // parts.numel())
         return parts[span.start // unit : span.stop // unit]
 
-    def held(self, span: Span, slot: Slot) -> Held | None:
+    def local_slice(self, span: BucketSpan, slot: Slot) -> LocalSlice | None:
         """Which elements of a parameter are this rank's."""
-        start, stop = span.part(self.cut)
+        start, stop = span.part(self.sharding)
         first, last = max(start, slot.start), min(stop, slot.start + slot.size)
-        return Held(first - slot.start, last - first, span.start // self.cut.shards + first - start) if first < last else None
+        return LocalSlice(first - slot.start, last - first, span.start // self.sharding.shards + first - start) if first < last else None
 
-    def refresh(self, span: Span) -> None:
+    def refresh(self, span: BucketSpan) -> None:
         """Derive this rank's part of the compute parameters from its master weights."""
         if self.param is not self.master:
-            self.own(span, self.param).copy_(self.mine(span, self.master))
+            self.local_shard(span, self.param).copy_(self.packed(span, self.master))
 
 
 @dataclass
@@ -198,7 +200,7 @@ class FrozenBuffer:
         """Make the tensors, all zero."""
         values: dict[str, Tensor] = {}
         for dtype in dict.fromkeys(map(dtype_of, names)):
-            spans, length = lay_out([name for name in names if dtype_of(name) == dtype], shapes, Cut())
+            spans, length = lay_out([name for name in names if dtype_of(name) == dtype], shapes, BufferSharding())
             flat = torch.zeros(length, dtype=dtype, device=device)
             values |= {slot.name: slot.view(flat) for span in spans for slot in span.slots}
         return cls({name: values[name] for name in names})

@@ -22,26 +22,26 @@ from headway.data.batch import Batch, StepBatch
 from headway.model.transformer import Transformer
 from headway.objective.base import MetricSums, Objective, StepInfo
 from headway.optim.base import Guard, Hyper
-from headway.optim.groups import OBJECTIVE, Group, is_wide
+from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
 from headway.optim.scaler import Scaler
-from headway.optim.state import storage_of
-from headway.parallel.bucket import Bucket, InPlace, Reducer, make_buckets
-from headway.parallel.buffer import Cut, FrozenBuffer, Held, Keep, Slot, Span, TrainBuffer, boxes_of
+from headway.optim.state_storage import storage_of
 from headway.parallel.engine import DTYPES, Box, EngineSpec, ReadTensor, StateTensor, StepResult, Update
-from headway.parallel.gather import ParameterGather
+from headway.parallel.flat.bucket import Bucket, InPlace, Reducer, make_buckets
+from headway.parallel.flat.buffer import BucketSpan, BufferSharding, BufferSpec, FrozenBuffer, LocalSlice, Slot, TrainBuffer, boxes_of
+from headway.parallel.flat.gather import ParameterGather
 from headway.parallel.hooks.all_reduce import AllReduce
 from headway.parallel.hooks.base import Hook, StatefulHook
 from headway.parallel.hooks.compress import Compress
 from headway.parallel.hooks.reduce_scatter import ReduceScatter
+from headway.parallel.offload_optimizer import HostStateOptimizer, LocalTensors
 from headway.parallel.passes import Passes
-from headway.parallel.streamed import Local, Streamed
 from headway.parallel.update import clip_guard, square_norm
 
 
 class FlatEngine:
     """Implements parallel.engine.Engine."""
 
-    def __init__(self, model: Transformer, objective: Objective, groups: Sequence[Group], spec: EngineSpec) -> None:
+    def __init__(self, model: Transformer, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec) -> None:
         self.model, self.spec, self.ranks, self.overlap = model, spec, spec.ranks, spec.parallel.overlap
         self.optimizer, self.scaler = spec.optim.build(), make_scaler(spec)
         self.groups = list(groups)
@@ -65,17 +65,17 @@ class FlatEngine:
 
     def _allocate(self) -> None:
         spec, shard = self.spec, self.ranks.shard
-        cut = Cut(max(1, spec.parallel.bucket_bytes // spec.grad_dtype.itemsize), shard.size, shard.rank)
+        cut = BufferSharding(max(1, spec.parallel.bucket_bytes // spec.grad_dtype.itemsize), shard.size, shard.rank)
         training = {name for group in self.groups for name in group.names}
         self.storage = storage_of(self.optimizer)
-        self.streamed = Streamed(self.optimizer, spec.device) if spec.state_on_host else None
-        keep = Keep(self.optimizer.slots, self.storage, spec.grad_dtype, spec.state_on_host)
+        self.streamed = HostStateOptimizer(self.optimizer, spec.device) if spec.state_on_host else None
+        keep = BufferSpec(self.optimizer.slots, self.storage, spec.grad_dtype, spec.state_on_host)
         self.buffers = [
             TrainBuffer.allocate(group, self.shapes, self._dtype_of(group.names[0]), spec.device, cut, keep) for group in self.groups
         ]
         frozen = [name for name in self.shapes if name not in training]
         self.frozen = FrozenBuffer.allocate(frozen, self.shapes, self._dtype_of, spec.device)
-        self._places: dict[str, tuple[TrainBuffer, Span, Slot]] = {
+        self._places: dict[str, tuple[TrainBuffer, BucketSpan, Slot]] = {
             slot.name: (buffer, span, slot) for buffer in self.buffers for span in buffer.spans for slot in span.slots
         }
 
@@ -117,7 +117,7 @@ class FlatEngine:
             ahead = self.overlap.step and self.reducer.hook is not None
             for bucket in self.reducer.finish():
                 if ahead:
-                    self._squares.append(square_norm([bucket.own]))
+                    self._squares.append(square_norm([bucket.local_shard]))
         return self.passes.over_ranks(result)
 
     def rehearse(self, batch: StepBatch, at: StepInfo, *, apart: bool = False) -> None:
@@ -132,7 +132,7 @@ class FlatEngine:
         self.reducer.forget()
         if self.lets_go:
             for bucket in self.reducer.buckets:
-                bucket.let_go()
+                bucket.release()
         if isinstance(self.passes.head_place, InPlace):
             self.passes.head_place.reset()
         for home in self.homes.values():
@@ -146,7 +146,7 @@ class FlatEngine:
     @torch.no_grad()
     def update(self, hypers: dict[str, Hyper], skip: Tensor | None = None) -> Update:
         """Clip by the exact global norm, step this rank's parts, send them to the others. A step with a non-finite norm changes nothing."""
-        square = torch.stack(self._squares).sum() if self._squares else square_norm([bucket.own for bucket in self.reducer.buckets])
+        square = torch.stack(self._squares).sum() if self._squares else square_norm([bucket.local_shard for bucket in self.reducer.buckets])
         self.ranks.shard.all_reduce(square).wait()
         scale = self._one if self.scaler is None else self.scaler.scale.clone()
         norm, guard, overflow = clip_guard(square.sqrt().float(), self.spec.optim.clip, scale, skip)
@@ -156,7 +156,7 @@ class FlatEngine:
             self.scaler.update(overflow)
         if self.lets_go:
             for bucket in self.reducer.buckets:
-                bucket.let_go()
+                bucket.release()
         return Update(norm, guard.found_inf, scale)
 
     def _step_all(self, hypers: dict[str, Hyper], guard: Guard) -> None:
@@ -180,17 +180,17 @@ class FlatEngine:
     def _step(self, buckets: list[Bucket], hypers: dict[str, Hyper], guard: Guard) -> None:
         """Update the own parts of some buckets of one buffer, in one call."""
         buffer, spans = buckets[0].buffer, [bucket.span for bucket in buckets]
-        if len(buckets) > 1 and buckets[0].own.dtype != torch.float32:  # one fp32 copy at a time
+        if len(buckets) > 1 and buckets[0].local_shard.dtype != torch.float32:  # one fp32 copy at a time
             for bucket in buckets:
                 self._step([bucket], hypers, guard)
             return
-        state = {role: [buffer.mine(span, flat) for span in spans] for role, flat in buffer.state.items()}
+        state = {role: [buffer.packed(span, flat) for span in spans] for role, flat in buffer.state.items()}
         steps = [buffer.steps[span.index] for span in spans]
-        masters = [buffer.mine(span, buffer.master) for span in spans]
-        grads, hyper = [bucket.own.float() for bucket in buckets], hypers[buffer.group.name]
-        copies = None if buffer.param is buffer.master else [buffer.own(span, buffer.param) for span in spans]
+        masters = [buffer.packed(span, buffer.master) for span in spans]
+        grads, hyper = [bucket.local_shard.float() for bucket in buckets], hypers[buffer.group.name]
+        copies = None if buffer.param is buffer.master else [buffer.local_shard(span, buffer.param) for span in spans]
         if self.streamed is not None:
-            self.streamed.update(Local(masters, grads, state, steps), hyper, guard, copies)
+            self.streamed.update(LocalTensors(masters, grads, state, steps), hyper, guard, copies)
         else:
             self.optimizer.update(masters, grads, state, steps, hyper, guard, copies)
 
@@ -206,7 +206,7 @@ class FlatEngine:
                 self.frozen.values[name].copy_(value)
                 continue
             buffer, span, slot = place
-            held = buffer.held(span, slot)
+            held = buffer.local_slice(span, slot)
             if held is not None and buffer.master is not buffer.param:
                 buffer.master[held.at : held.at + held.size].copy_(value.reshape(-1)[held.first : held.first + held.size])
             slot.view(buffer.param).copy_(value)
@@ -227,21 +227,21 @@ class FlatEngine:
         if isinstance(self.reducer.hook, StatefulHook):
             yield from self.reducer.hook.tensors(self.ranks.reduce)
 
-    def _read(self, buffer: TrainBuffer, role: str, held: Held) -> Tensor:
+    def _read(self, buffer: TrainBuffer, role: str, held: LocalSlice) -> Tensor:
         """What this rank holds of one parameter in one role, flat."""
         if role == "master":
             return buffer.master[held.at : held.at + held.size]
         return self.storage.read(buffer.state, role, held.at, held.size)
 
-    def _write(self, buffer: TrainBuffer, role: str, held: Held, values: Tensor) -> None:
+    def _write(self, buffer: TrainBuffer, role: str, held: LocalSlice, values: Tensor) -> None:
         if role == "master":
             buffer.master[held.at : held.at + held.size].copy_(values)
         else:
             self.storage.write(buffer.state, role, held.at, values)
 
-    def _held(self) -> Iterator[tuple[str, TrainBuffer, Slot, Held | None]]:
+    def _held(self) -> Iterator[tuple[str, TrainBuffer, Slot, LocalSlice | None]]:
         for name, (buffer, span, slot) in self._places.items():
-            yield name, buffer, slot, buffer.held(span, slot)
+            yield name, buffer, slot, buffer.local_slice(span, slot)
 
     def scalars(self) -> dict[str, Any]:
         """Updates done, per parameter (groups may be cut anew on resume), steps skipped, and the loss scale."""
@@ -297,7 +297,7 @@ class FlatEngine:
         self.flush()
         for bucket in self.gather.buckets:
             buffer, span = bucket.buffer, bucket.span
-            part = buffer.mine(span, buffer.master).to(self.spec.device)
+            part = buffer.packed(span, buffer.master).to(self.spec.device)
             whole = part
             if self.ranks.shard.size > 1:
                 whole = torch.empty(span.stop - span.start, dtype=torch.float32, device=part.device)

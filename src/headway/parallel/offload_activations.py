@@ -28,12 +28,12 @@ AHEAD = 2
 """Blocks that may be on their way out at the same time."""
 
 
-class Record:
+class BlockRecord:
     """What one block saved in one forward. Knows its storages weakly: whoever may still need one holds it."""
 
-    def __init__(self, previous: Record | None) -> None:
+    def __init__(self, previous: BlockRecord | None) -> None:
         self.previous = previous
-        self.moved: list[ref[Moved]] = []
+        self.moved: list[ref[OffloadedStorage]] = []
         self.sources: list[Tensor] = []
         """Kept alive until they have been copied."""
         self.left: torch.Event | None = None
@@ -41,10 +41,10 @@ class Record:
         self.is_back = False
 
 
-class Moved:
+class OffloadedStorage:
     """One storage in host memory, and its copy on the device while a backward needs it."""
 
-    def __init__(self, record: Record, host: Tensor) -> None:
+    def __init__(self, record: BlockRecord, host: Tensor) -> None:
         self.record, self.host = record, host
         self.restored: Tensor | None = None
 
@@ -58,8 +58,8 @@ class ActivationOffload:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.moved_bytes = 0
         """Over all steps so far."""
-        self._newest: Record | None = None
-        self._active: Record | None = None
+        self._newest: BlockRecord | None = None
+        self._active: BlockRecord | None = None
         """The block whose backward runs."""
 
     def wrap(self, block: Block, *, first: bool) -> None:
@@ -81,24 +81,24 @@ class ActivationOffload:
 
         block.forward = forward
 
-    def _begin(self, first: bool) -> Record:
-        record = self._newest = Record(None if first else self._newest)
+    def _begin(self, first: bool) -> BlockRecord:
+        record = self._newest = BlockRecord(None if first else self._newest)
         self._active = None
-        oldest: Record | None = record
+        oldest: BlockRecord | None = record
         for _ in range(AHEAD):
             oldest = oldest.previous if oldest is not None else None
         if oldest is not None:
             self._release(oldest)
         return record
 
-    def _release(self, record: Record) -> None:
+    def _release(self, record: BlockRecord) -> None:
         """Let go of what has left, once it has."""
         if record.left is not None:
             torch.cuda.current_stream(self.device).wait_event(record.left)
         record.sources.clear()
 
-    def _packer(self, record: Record, stay: set[int]) -> Callable[[Tensor], Any]:
-        sent: dict[tuple[int, int], Moved] = {}
+    def _packer(self, record: BlockRecord, stay: set[int]) -> Callable[[Tensor], Any]:
+        sent: dict[tuple[int, int], OffloadedStorage] = {}
 
         def pack(tensor: Tensor) -> Any:
             size = tensor.numel() * tensor.element_size()
@@ -115,19 +115,19 @@ class ActivationOffload:
 
         return pack
 
-    def _send(self, record: Record, source: Tensor) -> Moved:
+    def _send(self, record: BlockRecord, source: Tensor) -> OffloadedStorage:
         host = torch.empty(source.shape, dtype=torch.uint8, pin_memory=self.stream is not None)
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with self._copying():
             host.copy_(source, non_blocking=True)
-        moved = Moved(record, host)
+        moved = OffloadedStorage(record, host)
         record.sources.append(source)
         record.moved.append(ref(moved))
         self.moved_bytes += source.nbytes
         return moved
 
-    def _bring_back(self, moved: Moved, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    def _bring_back(self, moved: OffloadedStorage, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
         record = moved.record
         if self._active is not record:
             if self._active is not None:
@@ -141,7 +141,7 @@ class ActivationOffload:
         assert moved.restored is not None
         return torch.as_strided(moved.restored.view(dtype), size, stride, offset)
 
-    def _fetch(self, record: Record) -> None:
+    def _fetch(self, record: BlockRecord) -> None:
         """Start bringing back what a block saved, unless that has been done."""
         if record.is_back:
             return
@@ -159,7 +159,7 @@ class ActivationOffload:
         record.is_back = True
 
     @staticmethod
-    def _drop(record: Record) -> None:
+    def _drop(record: BlockRecord) -> None:
         """A block is done: what autograd does not hold itself may go."""
         record.is_back = False
         for weak in record.moved:

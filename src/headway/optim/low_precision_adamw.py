@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from headway.optim.base import Guard, Hyper
-from headway.optim.state import BLOCK, SCALE, Storage, chance_of, pack, to_bf16, unpack
+from headway.optim.state_storage import BLOCK, SCALE, StateStorage, chance_of, pack, to_bf16, unpack
 
 PIECE = 1 << 20
 AVERAGE, SQUARE = "exp_avg", "exp_avg_sq"
 
 
-class Numbers(NamedTuple):
+class StepNumbers(NamedTuple):
     """0-dim fp32 tensors on the device, so that no value is compiled in."""
 
     lr: Tensor
@@ -32,12 +32,12 @@ class Numbers(NamedTuple):
     skip: Tensor
 
 
-class NarrowAdamW:
+class LowPrecisionAdamW:
     """As AdamW, with state kept in `storage`."""
 
     slots: tuple[str, ...] = (AVERAGE, SQUARE)
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: StateStorage) -> None:
         self.storage = storage
 
     def update(
@@ -50,21 +50,21 @@ class NarrowAdamW:
         lr, beta1, beta2, eps, decay, sign = (torch.full((), value, dtype=torch.float32, device=device) for value in values)
         for index, (param, grad, step) in enumerate(zip(params, grads, steps, strict=True)):
             step += 1
-            numbers = Numbers(lr, beta1, beta2, eps, decay, sign, step, guard.scale, guard.found_inf)
+            numbers = StepNumbers(lr, beta1, beta2, eps, decay, sign, step, guard.scale, guard.found_inf)
             mine = {role: parts[index] for role, parts in state.items()}
             (self._update_blocks if self.storage.is_blocked else self._update_bf16)(param.view(-1), grad.reshape(-1), mine, numbers)
             step -= guard.found_inf
         if copies:
             torch._foreach_copy_(copies, params)
 
-    def _update_bf16(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], numbers: Numbers) -> None:
+    def _update_bf16(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], numbers: StepNumbers) -> None:
         size = param.numel()
         piece = size if param.is_cuda else PIECE
         for start in range(0, size, piece):
             part = slice(start, start + piece)
             _rule(param.is_cuda, False)(param[part], grad[part], (state[AVERAGE][part], state[SQUARE][part]), numbers)
 
-    def _update_blocks(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], numbers: Numbers) -> None:
+    def _update_blocks(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], numbers: StepNumbers) -> None:
         size, whole = param.numel(), param.numel() // BLOCK * BLOCK
         piece = max(whole, 1) if param.is_cuda else PIECE
         names = (AVERAGE, SQUARE, AVERAGE + SCALE, SQUARE + SCALE)
@@ -88,7 +88,7 @@ def _rule(compiled: bool, blocked: bool) -> Any:
         return rule
     fused = torch.compile(rule, fullgraph=True)
 
-    def run(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], numbers: Numbers) -> None:
+    def run(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], numbers: StepNumbers) -> None:
         for tensor in (param, grad, *state):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)  # buckets differ in length, blocks do not
         fused(param, grad, state, numbers)
@@ -96,7 +96,7 @@ def _rule(compiled: bool, blocked: bool) -> Any:
     return run
 
 
-def moved(param: Tensor, grad: Tensor, average: Tensor, square: Tensor, n: Numbers) -> tuple[Tensor, Tensor, Tensor]:
+def moved(param: Tensor, grad: Tensor, average: Tensor, square: Tensor, n: StepNumbers) -> tuple[Tensor, Tensor, Tensor]:
     """(param, exp_avg, exp_avg_sq) after one update, in fp32."""
     grad = grad * n.sign / n.divisor
     average = average + (1 - n.beta1) * (grad - average)
@@ -105,7 +105,7 @@ def moved(param: Tensor, grad: Tensor, average: Tensor, square: Tensor, n: Numbe
     return param * (1 - n.lr * n.decay) - n.lr / (1 - n.beta1**n.step) * average / root, average, square
 
 
-def step_bf16(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], n: Numbers) -> None:
+def step_bf16(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], n: StepNumbers) -> None:
     """One update of flat tensors in place, the state in bf16."""
     new, average, square = moved(param, grad, state[0].float(), state[1].float(), n)
     keep = n.skip > 0
@@ -114,7 +114,7 @@ def step_bf16(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], n: Numbers
     state[1].copy_(torch.where(keep, state[1], to_bf16(square, n.step, 1)))
 
 
-def step_blocks(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], n: Numbers) -> None:
+def step_blocks(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], n: StepNumbers) -> None:
     """One update of [blocks, 64] tensors in place, the state as codes and scales."""
     codes, squares, scale, square_scale = state
     new, average, square = moved(param, grad, unpack(codes, scale, square=False), unpack(squares, square_scale, square=True), n)

@@ -29,14 +29,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 
 
 @runtime_checkable
-class Packs(Protocol):
+class HasStorage(Protocol):
     """An optimizer that says how its state is stored; without this it is fp32."""
 
-    storage: Storage
+    storage: StateStorage
 
 
 @dataclass(frozen=True)
-class Storage:
+class StateStorage:
     """Where and in which form state is kept."""
 
     dtype: torch.dtype = torch.float32
@@ -78,9 +78,9 @@ class Storage:
         state[slot + SCALE][start // BLOCK : start // BLOCK + scale.numel()].copy_(scale.view(-1))
 
 
-def storage_of(optimizer: object) -> Storage:
+def storage_of(optimizer: object) -> StateStorage:
     """How an optimizer wants its state kept."""
-    return optimizer.storage if isinstance(optimizer, Packs) else Storage()
+    return optimizer.storage if isinstance(optimizer, HasStorage) else StateStorage()
 
 
 def is_square(slot: str) -> bool:
