@@ -1,7 +1,8 @@
 """The contract of a gradient hook: it takes a bucket whose gradients are complete on this rank and starts their exchange.
 
 After `wait` on the handle it returned, `bucket.flat` (or, where the optimizer state is sharded, at least `bucket.local_shard`) holds the
-SUM over all ranks (`bucket.ranks.reduce`). Buckets come in the same order on every rank. A hook with memory from step to step is a StatefulHook.
+SUM over all ranks (`bucket.ranks.reduce`). Buckets come in the same order on every rank. A hook that keeps something from step to step is a
+StatefulHook.
 """
 
 from __future__ import annotations
