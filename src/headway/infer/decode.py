@@ -8,15 +8,14 @@ have few kernels. Compiling takes seconds, so a decoder that will take few steps
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
 
-from headway.infer.fuse import fuse_projections
 from headway.kernels.compiled import compile_half
+from headway.model.base import Model
 from headway.model.kv_cache import KVCache
-from headway.model.transformer import Block, Transformer
 
 COMPILE_FROM_STEPS = 512
 """A decoder that takes fewer steps would wait longer for the compiler than it gains."""
@@ -30,7 +29,7 @@ class Decoder:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Model,
         cache: KVCache,
         *,
         steps: int,
@@ -44,15 +43,9 @@ class Decoder:
         self._record = on_cuda and steps >= RECORD_FROM_STEPS if record == "auto" else record
         compiled = on_cuda and steps >= COMPILE_FROM_STEPS if compile_blocks == "auto" else compile_blocks
         if on_cuda:
-            fuse_projections(model)
-        self._halves: list[tuple[Callable[..., tuple[torch.Tensor, ...]], Callable[..., torch.Tensor]]] = []
-        for block in model.model.layers.values():
-            assert isinstance(block, Block)
-            before, after = block.before, block.after
-            if compiled:
-                options = {"coordinate_descent_tuning": True} if search_kernels else None
-                before, after = compile_half(before, options), compile_half(after, options)
-            self._halves.append((before, after))
+            model.fuse_projections()
+        options = {"coordinate_descent_tuning": True} if search_kernels else None
+        self._forward = model.decoder(cache, partial(compile_half, options=options) if compiled else None)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._token = self._position = self._logits = torch.empty(0)
 
@@ -84,12 +77,3 @@ class Decoder:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._logits = self._forward(self._token, self._position)
-
-    def _forward(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        model, at = self.model, position[:, None]
-        x = model.embed(token[:, None])
-        cos, sin = model.rotation(at)
-        for layer, (before, after) in enumerate(self._halves):
-            q, k, v = before(x, cos, sin)
-            x = after(x, self.cache.attend(layer, q, k, v, at, None))
-        return model.logits(model.model.norm(x)[:, 0]).float()

@@ -40,8 +40,8 @@ from headway.text.hub import is_hub_id, local_or_hub
 if TYPE_CHECKING:
     import torch
 
+    from headway.model.base import Model
     from headway.model.head_masks.masks import HeadMasks
-    from headway.model.transformer import Transformer
     from headway.tokenizer.load import Tokenizer
 
 FINAL = "final"
@@ -91,7 +91,7 @@ class StoredModel:
 class LoadedModel:
     """A model ready to compute with, in evaluation mode and without gradients."""
 
-    model: Transformer
+    model: Model
     config: ModelConfig
     tokenizer: Tokenizer | None
     path: Place
@@ -279,18 +279,18 @@ def _begun(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, t
     return chain([first], weights)
 
 
-def frozen_model(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device, dtype: torch.dtype) -> Transformer:
+def frozen_model(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device, dtype: torch.dtype) -> Model:
     """A model with given weights, in evaluation mode and without gradients.
 
     Gates say which heads may stream; this model computes all of them in full until masks say otherwise.
     """
     import torch
 
-    from headway.model.transformer import Transformer
+    from headway.model.base import build_model
 
     config = config.with_(head_gates=None)
     with torch.device("meta"):
-        model = Transformer(config)
+        model = build_model(config)
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     parameters = dict(model.named_parameters())
     for name, value in weights:

@@ -9,24 +9,22 @@ from collections.abc import Iterator
 
 import torch
 
-from headway.kernels.attention import causal_mask
+from headway.model.base import Model
 from headway.model.kv_cache import KVCache
-from headway.model.transformer import Transformer
 
 CHUNK_TOKENS = 4096
 
 
-def chunks(model: Transformer, tokens: torch.Tensor, cache: KVCache, chunk_tokens: int = CHUNK_TOKENS) -> Iterator[torch.Tensor]:
+def chunks(model: Model, tokens: torch.Tensor, cache: KVCache, chunk_tokens: int = CHUNK_TOKENS) -> Iterator[torch.Tensor]:
     """Hidden states [B, up to chunk_tokens, D] of tokens [B,T], which an empty cache keeps."""
     rows, length = tokens.shape
     for begin in range(0, length, chunk_tokens):
         end = min(begin + chunk_tokens, length)
         position = torch.arange(begin, end, device=tokens.device).expand(rows, -1)
-        mask = causal_mask(rows, end, tokens.device) if begin == 0 else None
-        yield model(tokens[:, begin:end], position, mask, cache)
+        yield model.prefill(tokens[:, begin:end], position, cache)
 
 
-def last_hidden(model: Transformer, tokens: torch.Tensor, lengths: list[int], cache: KVCache, chunk_tokens: int) -> torch.Tensor:
+def last_hidden(model: Model, tokens: torch.Tensor, lengths: list[int], cache: KVCache, chunk_tokens: int) -> torch.Tensor:
     """[B,D]: what each row's last token before its padding became."""
     at = torch.tensor(lengths, device=tokens.device) - 1
     found: torch.Tensor | None = None

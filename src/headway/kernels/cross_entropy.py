@@ -31,15 +31,15 @@ class NLL(NamedTuple):
     """[N] 1 where the target has the highest logit, else 0."""
 
 
-class Place(Protocol):
-    """Where the gradient of the weight may be computed at once, instead of travelling through autograd as a tensor of its own."""
+class WeightGradBuffer(Protocol):
+    """Where the gradient of the weight is written directly, instead of going through autograd as a tensor of its own."""
 
     def take(self) -> Tensor | None:
-        """fp32 [V, D], to be overwritten; None where the gradient must travel."""
+        """fp32 [V, D], to be overwritten; None if the gradient must go through autograd."""
         ...
 
     def done(self) -> None:
-        """What was taken holds the gradient now."""
+        """The tensor that was taken now holds the gradient."""
         ...
 
 
@@ -93,11 +93,11 @@ class _LinearNLL(torch.autograd.Function):
         coefficients: Tensor,
         shaping: Shaping,
         chunk: int,
-        place: Place | None,
+        grad_buffer: WeightGradBuffer | None,
         taken: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        ctx.place = place
+        ctx.grad_buffer = grad_buffer
         size = hidden.shape[0]
         per_token = [torch.empty(size, dtype=torch.float32, device=hidden.device) for _ in range(4)]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -129,8 +129,8 @@ class _LinearNLL(torch.autograd.Function):
             d_hidden.mul_(scale.to(d_hidden.dtype))
         if d_weight is not None:
             d_weight.mul_(scale)
-        if ctx.place is not None:
-            ctx.place.done()
+        if ctx.grad_buffer is not None:
+            ctx.grad_buffer.done()
             d_weight = None
         return d_hidden, d_weight, *(None,) * 6
 
@@ -182,15 +182,15 @@ class _LinearScores(torch.autograd.Function):
 
 def linear_nll(
     hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping = Shaping(), chunk_tokens: int = 2048,
-    place: Place | None = None,
+    grad_buffer: WeightGradBuffer | None = None,
 ) -> NLL:  # fmt: skip
     """Weighted negative log-likelihood of targets [N]; gradients of hidden and weight are taken in the same pass."""
     taken = None
-    if place is not None and torch.is_grad_enabled() and hidden.requires_grad and weight.requires_grad:
-        taken = place.take()
+    if grad_buffer is not None and torch.is_grad_enabled() and hidden.requires_grad and weight.requires_grad:
+        taken = grad_buffer.take()
     if taken is None:
         return NLL(*_LinearNLL.apply(hidden, weight, targets, coefficients, shaping, chunk_tokens, None, None))
-    return NLL(*_LinearNLL.apply(hidden, weight.detach(), targets, coefficients, shaping, chunk_tokens, place, taken))
+    return NLL(*_LinearNLL.apply(hidden, weight.detach(), targets, coefficients, shaping, chunk_tokens, grad_buffer, taken))
 
 
 def linear_scores(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int = 2048) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.model.config import ModelConfig
+from headway.model.feedforward import join_linears
 from headway.model.norm import RMSNorm
 from headway.model.rope import rotate
 
@@ -27,7 +28,12 @@ class Attention(nn.Module):
         self.head_size = head
         self.rotates = layer not in config.no_rope_layers
         self.joined: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        """Weight and bias of all three projections in one tensor each, where inference has put them there."""
+        """Weight and bias of all three projections in one tensor each, after `fuse`."""
+
+    def fuse(self) -> None:
+        """Compute q, k and v in one product; for inference."""
+        if self.joined is None:
+            self.joined = join_linears([self.q_proj, self.k_proj, self.v_proj])
 
     def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [B,T,H,hd], k and v [B,T,KV,hd] of x [B,T,D]; head counts follow the weights, which may be a slice of the whole."""

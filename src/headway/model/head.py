@@ -6,19 +6,19 @@ Shapes: B rows, T positions, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from headway.kernels.cross_entropy import NLL, Place, Shaping, linear_nll, linear_scores
+from headway.kernels.cross_entropy import NLL, Shaping, WeightGradBuffer, linear_nll, linear_scores
 
 if TYPE_CHECKING:
     from headway.model.head_gates import GateDraw
 
 
 @dataclass(frozen=True)
-class Head:
+class LMHead:
     """The output projection applied to given hidden states, a chunk of tokens at a time."""
 
     hidden: Tensor
@@ -26,13 +26,13 @@ class Head:
     weight: Tensor
     """[V, D]"""
     chunk_tokens: int
-    place: Place | None = None
-    """Where the weight's gradient may be computed at once."""
+    grad_buffer: WeightGradBuffer | None = None
+    """Where the weight's gradient may be written directly."""
 
     def nll(self, targets: Tensor, coefficients: Tensor, shaping: Shaping = Shaping()) -> NLL:
         """Weighted negative log-likelihood of targets [B, T] in one pass; per-token results have shape [B, T]."""
         out = linear_nll(
-            self.hidden.flatten(0, 1), self.weight, targets.flatten(), coefficients.flatten(), shaping, self.chunk_tokens, self.place
+            self.hidden.flatten(0, 1), self.weight, targets.flatten(), coefficients.flatten(), shaping, self.chunk_tokens, self.grad_buffer
         )
         return NLL(out.total, *(per_token.view(targets.shape) for per_token in out[1:]))
 
@@ -46,9 +46,7 @@ class Head:
 class ModelOut:
     """The result of one forward pass."""
 
-    head: Head
-    aux: dict[str, Tensor] = field(default_factory=dict)
-    """Additive terms a model brings itself."""
+    head: LMHead
     gates: GateDraw | None = None
     """The head gates as this pass used them, where the model has any."""
 

@@ -14,32 +14,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headway.kernels.attention import AttentionMask, attend
+from headway.kernels.attention import AttentionMask, attend, causal_mask, mask_of
 from headway.kernels.head_mix import mix_heads
 from headway.model.adapter.linear import AdaptedLinear
 from headway.model.attention import Attention
+from headway.model.base import AttentionCore, Compiler, DecodeStep, Model
 from headway.model.feedforward import FeedForward
+from headway.model.head import LMHead, ModelOut
 from headway.model.head_gates import HeadGates
+from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
 from headway.model.norm import build_norm
 from headway.model.rope import Rotation
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from headway.data.batch import Batch
     from headway.model.config import ModelConfig
     from headway.model.kv_cache import KVCache
-
-
-class Core(Protocol):
-    """What a block calls between its halves."""
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, *, window: int | None = None
-    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(config)
         self.dropout = config.dropout
         self.window = config.window_of(layer)
-        self.core: Core = attend if config.head_gates is None else GatedCore(layer)
+        self.core: AttentionCore = attend if config.head_gates is None else GatedCore(layer)
 
     def use_attention(self, backend: str) -> None:
         """Compute attention with one backend, whatever the case."""
@@ -111,8 +109,10 @@ class Trunk(nn.Module):
         self.norm = build_norm(config)
 
 
-class Transformer(nn.Module):
+class Transformer(Model):
     """A decoder of the shape a config describes."""
+
+    BLOCK_METHODS = ("before", "after")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -122,10 +122,46 @@ class Transformer(nn.Module):
         self.model = Trunk(config)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab, bias=False)
         self.rotation = Rotation(config)
+        self.is_random = config.dropout > 0
+        self._log_alpha: torch.Tensor | None = None
+        """The head gates on the host, as of the beginning of the step."""
+
+    def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
+        """Head gates are sampled with the noise of a seed; without one they are settled."""
+        mask, draw = mask_of(batch), None
+        if self.head_gates is not None and self._log_alpha is not None:
+            draw = self.head_gates.draw(self._log_alpha, seed)
+            mask = replace(mask, mix=draw.mix)
+        hidden = self(batch.tokens, batch.position, mask)
+        return ModelOut(LMHead(hidden, self.head_weight, self.chunk_tokens, self.head_grad_buffer), draw)
+
+    def begin_step(self) -> None:
+        """Copy the head gates to the host. That waits for the last update, so it is done once per step."""
+        self._log_alpha = None if self.head_gates is None else self.head_gates()
+
+    def blocks(self) -> Mapping[str, Block]:
+        """The layers, by their parameters' prefix."""
+        found: dict[str, Block] = {}
+        for layer, block in self.model.layers.items():
+            assert isinstance(block, Block)
+            found[f"model.layers.{layer}"] = block
+        return found
+
+    def param_specs(self) -> list[ParamSpec]:
+        """The layout of the config, and the parameters of adapters."""
+        known = {spec.name: spec for spec in param_specs(self.config)}
+        return [known.get(spec.name, spec) for spec in super().param_specs()]
+
+    @property
+    def head_parameter(self) -> str | None:
+        """None with an adapter on the head."""
+        if self.lm_head is None:
+            return EMBEDDING
+        return None if isinstance(self.lm_head, AdaptedLinear) else HEAD
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[V,D]: the matrix that turns hidden into logits."""
+        """[V,D]; the embedding's matrix where the two are tied."""
         if self.lm_head is None:
             return self.model.embed_tokens.weight
         return self.lm_head.effective if isinstance(self.lm_head, AdaptedLinear) else self.lm_head.weight
@@ -143,20 +179,55 @@ class Transformer(nn.Module):
         assert cache is None or (mask is None) == (cache.used > 0)
         x = self.embed(tokens)
         cos, sin = self.rotation(position)
-        for name, block in self.model.layers.items():
-            assert isinstance(block, Block)
+        for layer, block in enumerate(self.blocks().values()):
             if cache is None:
                 assert mask is not None
                 x = block(x, cos, sin, mask)
             else:
-                x = _cached(block, int(name), x, (cos, sin), position, mask, cache)
+                x = _cached(block, layer, x, (cos, sin), position, mask, cache)
         if cache is not None:
             cache.advance(tokens.shape[1])
         return self.model.norm(x)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] of hidden [..., D]."""
-        return F.linear(hidden, self.head_weight)
+    def use_attention(self, backend: str) -> None:
+        """Compute attention with one backend in every layer."""
+        for block in self.blocks().values():
+            block.use_attention(backend)
+
+    def shard_attention(self, wrap: Callable[[AttentionCore], AttentionCore], heads: slice) -> None:
+        """Head gates are then drawn for these heads only."""
+        if self.head_gates is not None:
+            self.head_gates.heads = heads
+        for block in self.blocks().values():
+            block.core = wrap(block.core)
+
+    def prefill(self, tokens: torch.Tensor, position: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+        """Rows that continue what a cache holds need no mask: each is one document."""
+        is_first = cache is None or cache.used == 0
+        return self(tokens, position, causal_mask(*tokens.shape, tokens.device) if is_first else None, cache)
+
+    def decoder(self, cache: KVCache, compiler: Compiler | None = None) -> DecodeStep:
+        """A step reads and writes the cache; its caller advances the cache."""
+        halves = [(block.before, block.after) for block in self.blocks().values()]
+        if compiler is not None:
+            halves = [(compiler(before), compiler(after)) for before, after in halves]
+
+        def step(token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+            at = position[:, None]
+            x = self.embed(token[:, None])
+            cos, sin = self.rotation(at)
+            for layer, (before, after) in enumerate(halves):
+                q, k, v = before(x, cos, sin)
+                x = after(x, cache.attend(layer, q, k, v, at, None))
+            return self.logits(self.model.norm(x)[:, 0]).float()
+
+        return step
+
+    def fuse_projections(self) -> None:
+        """One product for q, k and v and one for gate and up, in every layer; done once."""
+        for block in self.blocks().values():
+            block.self_attn.fuse()
+            block.mlp.fuse()
 
 
 def _cached(

@@ -14,15 +14,15 @@ from headway.errors import ConfigError
 from headway.kernels.compiled import compile_half
 from headway.kernels.fp8 import MULTIPLE, Scaling, convert
 from headway.model.adapter.linear import adapt
+from headway.model.base import Model, build_model
 from headway.model.layout import GATES
-from headway.model.transformer import Block, Transformer
 from headway.objective.base import Objective
 from headway.optim.groups import OBJECTIVE, ParamGroup, make_groups, trainable
 from headway.parallel.context import share_rows
 from headway.parallel.engine import EngineSpec
 from headway.parallel.flat.engine import FlatEngine
 from headway.parallel.offload_activations import ActivationOffload
-from headway.parallel.recompute import recompute_in_halves, recompute_whole
+from headway.parallel.recompute import recompute_method, recompute_whole
 
 if TYPE_CHECKING:
     from headway.parallel.fsdp import FsdpEngine
@@ -39,10 +39,10 @@ def assemble(spec: EngineSpec) -> FlatEngine | FsdpEngine:
     return engine
 
 
-def meta_model(spec: EngineSpec) -> Transformer:
+def meta_model(spec: EngineSpec) -> Model:
     """The model without memory: fp8 layers first, then adapters around them."""
     with torch.device("meta"):
-        model = Transformer(spec.model)
+        model = build_model(spec.model)
         if spec.fp8 is not None:
             convert_to_fp8(model, spec.fp8)
         if spec.adapter is not None:
@@ -50,15 +50,16 @@ def meta_model(spec: EngineSpec) -> Transformer:
     return model
 
 
-def convert_to_fp8(model: Transformer, scaling: Scaling) -> None:
+def convert_to_fp8(model: Model, scaling: Scaling) -> None:
     """Let the blocks' matrix products run in fp8; the head and everything else keep their precision."""
-    if left := convert(model.model.layers, scaling):
+    left = [f"{name}.{linear}" for name, block in model.blocks().items() for linear in convert(block, scaling)]
+    if left:
         raise ConfigError(f"precision is 'fp8'; its products need sizes that are multiples of {MULTIPLE}, unlike {left[0]}. Use bf16.")
 
 
-def group_parameters(model: Transformer, objective: Objective, spec: EngineSpec) -> list[ParamGroup]:
+def group_parameters(model: Model, objective: Objective, spec: EngineSpec) -> list[ParamGroup]:
     """The groups of what trains: the model's parameters and the objective's own."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {param.name: param.shape for param in model.param_specs()}
     if objective.module is not None:
         shapes |= {OBJECTIVE + name: tuple(parameter.shape) for name, parameter in objective.module.named_parameters()}
     training, rules = trainable(shapes, spec.freeze, spec.train), spec.objective.rules
@@ -75,18 +76,20 @@ def _engine_class(spec: EngineSpec) -> type[FlatEngine] | type[FsdpEngine]:
     return FlatEngine  # sharded over one rank, fsdp is what the flat engine does anyway
 
 
-def wrap_blocks(model: Transformer, spec: EngineSpec) -> None:
+def wrap_blocks(model: Model, spec: EngineSpec) -> None:
     """Kernels in the seams of every block, compiled halves, recompute and offload, from the inside of a block to its outside."""
     offload = ActivationOffload(spec.device) if "activations" in spec.memory.offload else None
-    recomputed = spec.memory.recomputed_blocks(len(model.model.layers))
-    for index, block in enumerate(model.model.layers.values()):
-        assert isinstance(block, Block)
-        if spec.attention != "auto":
-            block.use_attention(spec.attention)
-        recompute_in_halves(block, spec.memory, compiled=spec.compile_blocks)
-        if spec.compile_blocks:
-            block.before, block.after = compile_half(block.before), compile_half(block.after)
+    if spec.attention != "auto":
+        model.use_attention(spec.attention)
+    blocks = list(model.blocks().values())
+    recomputed = spec.memory.recomputed_blocks(len(blocks))
+    for index, block in enumerate(blocks):
+        for method in model.BLOCK_METHODS:
+            if spec.memory.recompute == "selective":
+                recompute_method(block, method, is_random=model.is_random, compiled=spec.compile_blocks)
+            if spec.compile_blocks:
+                setattr(block, method, compile_half(getattr(block, method)))
         if index in recomputed:
-            recompute_whole(block)
+            recompute_whole(block, is_random=model.is_random)
         if offload is not None:
             offload.wrap(block, first=index == 0)

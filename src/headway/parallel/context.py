@@ -23,7 +23,8 @@ from torch import Tensor
 
 from headway.data.batch import Batch
 from headway.kernels.attention import AttentionMask
-from headway.model.transformer import Block, Core, Transformer
+from headway.model.base import AttentionCore, Model
+from headway.optim.groups import is_wide
 from headway.parallel.collectives import RankGroup
 
 PER_TOKEN = ("tokens", "targets", "loss_weight", "position")
@@ -37,24 +38,22 @@ def part_of(batch: Batch, context: RankGroup) -> Batch:
     return replace(batch, **{name: getattr(batch, name)[:, context.rank * each :][:, :each] for name in PER_TOKEN})
 
 
-def share_rows(model: Transformer, context: RankGroup) -> None:
+def share_rows(model: Model, context: RankGroup) -> None:
     """Let a model run on parts of rows: exchanges around every attention core, gates drawn for the heads of this rank."""
     if context.size == 1:
         return
-    gates, each = model.head_gates, model.config.kv_heads // context.size
+    each = model.config.kv_heads // context.size
     assert each * context.size == model.config.kv_heads, "checked with the recipe"
-    if gates is not None:
-        gates.heads = slice(context.rank * each, (context.rank + 1) * each)
-    for block in model.model.layers.values():
-        assert isinstance(block, Block)
-        block.core = ContextCore(block.core, context, gates is not None and gates.log_alpha.requires_grad)
+    gates_train = any(parameter.requires_grad for name, parameter in model.named_parameters() if is_wide(name))
+    heads = slice(context.rank * each, (context.rank + 1) * each)
+    model.shard_attention(lambda core: ContextCore(core, context, gates_train), heads)
 
 
 @dataclass(frozen=True)
 class ContextCore:
     """Attention of parts of rows: an attention core of whole rows between two exchanges."""
 
-    whole: Core
+    whole: AttentionCore
     group: RankGroup
     gates_train: bool = False
 

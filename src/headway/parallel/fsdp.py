@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from headway.data.batch import Batch, StepBatch
+from headway.model.base import Model
 from headway.model.layout import GATES
-from headway.model.transformer import Transformer
 from headway.objective.base import MetricSums, Objective, StepInfo
 from headway.optim.base import Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
@@ -67,7 +67,7 @@ class LocalParameter:
 class FsdpEngine:
     """Implements parallel.engine.Engine."""
 
-    def __init__(self, model: Transformer, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec) -> None:
+    def __init__(self, model: Model, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec) -> None:
         self.model, self.spec, self.ranks = model, spec, spec.ranks
         self.optimizer, self.scaler = spec.optim.build(), make_scaler(spec)
         self.groups = list(groups)
@@ -81,9 +81,9 @@ class FsdpEngine:
                 parameter_at((owner, leaf)).requires_grad_(name in group_of)
             else:  # in the compute dtype only: what does not train needs no master
                 owner._parameters[leaf] = nn.Parameter(parameter_at((owner, leaf)).detach().to(spec.dtype), requires_grad=False)
-        if GATES in group_of:
-            model.model.embed_tokens.register_forward_hook(_needs_gradient)
         shard_model(model, spec)
+        if GATES in group_of:  # before the hook with which FSDP2 looks for inputs that need a gradient
+            next(iter(model.blocks().values())).register_forward_pre_hook(_needs_gradient, prepend=True)
         self.trial = ShardTrial(model)
         self.storage = storage_of(self.optimizer)
         self.streamed = HostStateOptimizer(self.optimizer, spec.device) if spec.state_on_host else None
@@ -253,15 +253,15 @@ class FsdpEngine:
         return sum(tensor.nbytes for part in self._training() for tensor in (part.master, *part.state.values()))
 
 
-def shard_model(model: Transformer, spec: EngineSpec) -> None:
+def shard_model(model: Model, spec: EngineSpec) -> None:
     """Apply `fully_shard` to every block, then to the rest; allocate what this rank holds, all zero."""
     param_dtype = None if spec.dtype == torch.float32 else spec.dtype
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=DTYPES[spec.parallel.reduce_dtype], cast_forward_inputs=False)
     mesh = _device_mesh(spec.ranks, spec.device.type)
-    for block in model.model.layers.values():
+    for block in model.blocks().values():
         fully_shard(block, mesh=mesh, reshard_after_forward=spec.parallel.fsdp.reshard_after_forward, mp_policy=policy)
-    whole = {model.head_gates.log_alpha} if model.head_gates is not None else None
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole)
+    whole = {parameter for name, parameter in model.named_parameters() if is_wide(name)}
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole or None)
     model.to_empty(device=spec.device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -281,9 +281,10 @@ def _device_mesh(ranks: RankGroups, device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group([replicate, shard], device_type, mesh=layout, mesh_dim_names=("replicate", "shard"))
 
 
-def _needs_gradient(_module: nn.Module, _inputs: Any, x: Tensor) -> Tensor:
+def _needs_gradient(_block: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Backward goes down to the first block whatever gates were drawn: ranks whose gates differ must gather the same blocks."""
-    return x.requires_grad_() if torch.is_grad_enabled() and not x.requires_grad else x
+    if torch.is_grad_enabled() and not inputs[0].requires_grad:
+        inputs[0].requires_grad_()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -11,16 +11,15 @@ recomputed, only their inputs are saved, and only those travel. On a CPU device 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from headway.kernels.attention import AttentionMask
-from headway.model.transformer import Block
 
 MIN_BYTES = 1 << 20
 """Smaller tensors stay: they are not worth a copy of their own."""
@@ -62,17 +61,17 @@ class ActivationOffload:
         self._active: BlockRecord | None = None
         """The block whose backward runs."""
 
-    def wrap(self, block: Block, *, first: bool) -> None:
+    def wrap(self, block: nn.Module, *, first: bool) -> None:
         """Let a block's saved tensors travel; `first`: a new forward begins with it."""
         inner = block.forward
 
-        def forward(x: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask) -> Tensor:
+        def forward(*inputs: Any) -> Tensor:
             if not torch.is_grad_enabled():
-                return inner(x, cos, sin, mask)
+                return inner(*inputs)
             record = self._begin(first)
-            stay = {_storage(tensor) for tensor in (cos, sin, mask.document, mask.bounds, mask.cu_seqlens, *block.parameters())}
+            stay = {_storage(tensor) for tensor in (*_tensors(inputs[1:]), *block.parameters())}
             with torch.autograd.graph.saved_tensors_hooks(self._packer(record, stay), _unpack):
-                out = inner(x, cos, sin, mask)
+                out = inner(*inputs)
             record.left = None if self.stream is None else self.stream.record_event()
             return out
 
@@ -173,3 +172,12 @@ class ActivationOffload:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among some values and in the fields of those that are dataclasses."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif is_dataclass(value):
+            yield from _tensors(getattr(value, field.name) for field in fields(value))

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from headway.data.batch import Batch, StepBatch
-from headway.kernels.attention import mask_of
-from headway.kernels.cross_entropy import Place
-from headway.model.head import Head, ModelOut
-from headway.model.transformer import Transformer
+from headway.model.base import Model
+from headway.model.head import ModelOut
 from headway.objective.base import MetricSums, Objective, StepInfo, StepObjective
 from headway.parallel.collectives import DifferentiableCollectives
 from headway.parallel.context import part_of
@@ -23,12 +21,10 @@ from headway.runtime.seed import derive
 class Passes:
     """Runs a model and an objective over microbatches."""
 
-    def __init__(self, model: Transformer, objective: Objective, spec: EngineSpec) -> None:
+    def __init__(self, model: Model, objective: Objective, spec: EngineSpec) -> None:
         self.model, self.objective, self.spec, self.ranks = model, objective, spec, spec.ranks
         self.exchange = DifferentiableCollectives(self.ranks.reduce)
-        self.head_place: Place | None = None
-        """Where an engine wants the gradient of the head."""
-        self._log_alpha: Tensor | None = None
+        model.chunk_tokens = spec.chunk_tokens
         self.waits_in_layers = self.ranks.context.size > 1
         """Whether ranks exchange something inside each layer, so that all of them take as long as the slowest."""
 
@@ -39,13 +35,13 @@ class Passes:
         sums: MetricSums = {}
         last = len(batch.microbatches) - 1
         totals = {**batch.totals, "microbatches": float(len(batch.microbatches) * self.ranks.reduce.size)}
-        self._read_gates()
+        self.model.begin_step()
         microbatches, at = self._surveyed(batch.microbatches, at, batch.first_microbatch)
         window: list[DeviceTimestamp] = []
         for index, micro in enumerate(microbatches):
             number = batch.first_microbatch + index
             self._reseed(at, number)
-            out = self._forward(micro, self._noise(at, number))
+            out = self._forward(micro, at, number)
             if index == 0:  # before this, parameters may have been waited for
                 window.append(DeviceTimestamp.now(self.spec.device))
             outcome = self.objective.loss(out, micro, at, self.exchange)
@@ -76,11 +72,11 @@ class Passes:
     def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
         """Metric sums over this rank's batches and all ranks, without gradients or dropout."""
         self.model.eval()
-        self._read_gates()
+        self.model.begin_step()
         sums: MetricSums = {}
         moved, at = self._surveyed(batches, at, 0)
         for micro in moved:
-            _add(sums, self.objective.loss(self._forward(micro), micro, at, self.exchange).metrics)
+            _add(sums, self.objective.loss(self.model.forward_batch(micro), micro, at, self.exchange).metrics)
         return self.over_ranks(StepResult(torch.zeros((), device=self.spec.device), sums)).metrics
 
     def _reseed(self, at: StepInfo, microbatch: int) -> None:
@@ -107,25 +103,13 @@ class Passes:
         seen: list[Tensor] = []
         for index, micro in enumerate(kept):
             self._reseed(at, first + index)
-            seen.append(self.objective.survey(self._forward(micro, self._noise(at, first + index)), micro))
+            seen.append(self.objective.survey(self._forward(micro, at, first + index), micro))
         return kept, replace(at, survey=self.exchange.gather(torch.cat(seen)))
 
-    def _read_gates(self) -> None:
-        """Bring the model's head gates, where it has any, to the host: once per step, since that waits for the last update."""
-        self._log_alpha = None if self.model.head_gates is None else self.model.head_gates()
-
-    def _noise(self, at: StepInfo, microbatch: int) -> int | None:
-        """The seed of the gates of one microbatch, the same on all ranks that share it; evaluation has none."""
-        return derive(self.spec.seed, "gates", at.step, microbatch) if at.training else None
-
-    def _forward(self, batch: Batch, noise: int | None = None) -> ModelOut:
-        """One pass; head gates are sampled with the noise of a seed, or settled without one."""
-        mask, draw = mask_of(batch), None
-        if self.model.head_gates is not None and self._log_alpha is not None:
-            draw = self.model.head_gates.draw(self._log_alpha, noise)
-            mask = replace(mask, mix=draw.mix)
-        hidden = self.model(batch.tokens, batch.position, mask)
-        return ModelOut(Head(hidden, self.model.head_weight, self.spec.chunk_tokens, self.head_place), gates=draw)
+    def _forward(self, batch: Batch, at: StepInfo, microbatch: int) -> ModelOut:
+        """One pass. What the model samples itself is the same on all ranks that share a microbatch; in evaluation it samples nothing."""
+        seed = derive(self.spec.seed, "gates", at.step, microbatch) if at.training else None
+        return self.model.forward_batch(batch, seed)
 
     @torch.no_grad()
     def over_ranks(self, result: StepResult) -> StepResult:

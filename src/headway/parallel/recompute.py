@@ -18,49 +18,37 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from headway.kernels.attention import AttentionMask
-from headway.model.transformer import Block
-from headway.parallel.config import MemoryConfig
 
 
-def recompute_in_halves(block: Block, memory: MemoryConfig, *, compiled: bool) -> None:
-    """Wrap the halves of a block if recompute is selective; before they are compiled."""
-    if memory.recompute == "selective":
-        if compiled:
-            _quiet_compiler()
-        block.before = _selective(block.before, block, compiled=compiled)
-        block.after = _selective(block.after, block, compiled=compiled)
+def recompute_method(block: nn.Module, method: str, *, is_random: bool, compiled: bool) -> None:
+    """Recompute one method of a block selectively; called before the method is compiled."""
+    if compiled:
+        _quiet_compiler()
+    inner: Callable[..., Any] = getattr(block, method)
+    choose = partial(create_selective_checkpoint_contexts, partial(_policy, compiled))
+
+    def wrapped(*inputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*inputs)
+        restore = not compiled and is_random and block.training
+        return checkpoint(inner, *inputs, use_reentrant=False, preserve_rng_state=restore, context_fn=choose)
+
+    setattr(block, method, wrapped)
 
 
-def recompute_whole(block: Block) -> None:
+def recompute_whole(block: nn.Module, *, is_random: bool) -> None:
     """Keep only the block's input."""
     inner = block.forward
 
-    def forward(x: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask) -> Tensor:
+    def forward(*inputs: Any) -> Tensor:
         if not torch.is_grad_enabled():
-            return inner(x, cos, sin, mask)
-        return checkpoint(inner, x, cos, sin, mask, use_reentrant=False, preserve_rng_state=_is_random(block))
+            return inner(*inputs)
+        return checkpoint(inner, *inputs, use_reentrant=False, preserve_rng_state=is_random and block.training)
 
     block.forward = forward
-
-
-def _selective(half: Callable[..., Any], block: Block, *, compiled: bool) -> Callable[..., Any]:
-    choose = partial(create_selective_checkpoint_contexts, partial(_policy, compiled))
-
-    def wrapped(*inputs: Tensor) -> Any:
-        if not torch.is_grad_enabled():
-            return half(*inputs)
-        again = not compiled and _is_random(block)
-        return checkpoint(half, *inputs, use_reentrant=False, preserve_rng_state=again, context_fn=choose)
-
-    return wrapped
-
-
-def _is_random(block: Block) -> bool:
-    return block.training and block.dropout > 0
 
 
 @cache

@@ -28,12 +28,10 @@ from headway.data.pairs import PAIR, PairSource
 from headway.data.shuffle import Selection
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.infer.load import find_model, frozen_model
-from headway.kernels.attention import mask_of
+from headway.model.base import Model
 from headway.model.config import ModelConfig
-from headway.model.head import Head
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
-from headway.model.transformer import Transformer
 from headway.objective.dpo import REFERENCE, document_sums
 from headway.parallel.assemble import wrap_blocks
 from headway.parallel.collectives import RankGroup
@@ -182,17 +180,18 @@ class _Digest:
         return self._hash.hexdigest()
 
 
-def _load(wanted: _Wanted, weights: Iterable[tuple[str, Tensor]], scoring: Scoring) -> Transformer:
+def _load(wanted: _Wanted, weights: Iterable[tuple[str, Tensor]], scoring: Scoring) -> Model:
     model = frozen_model(wanted.config, weights, scoring.spec.device, scoring.spec.dtype)
     wrap_blocks(model, replace(scoring.spec, memory=MemoryConfig()))
     return model
 
 
-def _scoring(model: Transformer, chunk_tokens: int) -> Callable[[Batch], Batch]:
+def _scoring(model: Model, chunk_tokens: int) -> Callable[[Batch], Batch]:
+    model.chunk_tokens = chunk_tokens
+
     @torch.no_grad()
     def prepare(batch: Batch) -> Batch:
-        hidden = model(batch.tokens, batch.position, mask_of(batch))
-        log_prob, _ = Head(hidden, model.head_weight, chunk_tokens).scores(batch.targets)
+        log_prob, _ = model.forward_batch(batch).head.scores(batch.targets)
         return replace(batch, extra={**batch.extra, REFERENCE: document_sums(log_prob * batch.loss_weight, batch)})
 
     return prepare
@@ -212,7 +211,7 @@ def _table(data: OpenData, wanted: _Wanted, digest: str, scoring: Scoring) -> Te
     """Log-probabilities of every pair of every source, chosen and rejected, by the pairs' numbers over all sources."""
     selections = {id(one.selection.source): one.selection for many in (data.train, *data.valid.values()) for one in many}
     parts: list[tuple[int, Tensor]] = []
-    model: Transformer | None = None
+    model: Model | None = None
     for selection in selections.values():
         source = selection.source
         assert isinstance(source, PairSource)
@@ -256,7 +255,7 @@ def read_table(path: Path, pairs: int) -> Tensor | None:
 
 
 @torch.no_grad()
-def _score(model: Transformer, selection: Selection, scoring: Scoring) -> Tensor:
+def _score(model: Model, selection: Selection, scoring: Scoring) -> Tensor:
     """Every rank scores its share of the pairs; those that fit no row stay unscored."""
     source, ranks = selection.source, scoring.ranks
     assert isinstance(source, PairSource)

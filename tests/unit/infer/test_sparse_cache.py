@@ -12,7 +12,6 @@ from support.head_masks import masked_forward
 from headway.cli import main
 from headway.errors import ConfigError
 from headway.infer.decode import Decoder
-from headway.infer.fuse import fuse_projections
 from headway.infer.generate import Options, generate
 from headway.infer.load import LoadedModel, load_model
 from headway.kernels.attention import causal_mask
@@ -120,8 +119,8 @@ def test_random_masks_keep_the_count() -> None:
 
 def test_joined_projections_change_nothing(folder: Path) -> None:
     plain, joined = load_model(folder), load_model(folder)
-    fuse_projections(joined.model)
-    fuse_projections(joined.model)
+    joined.model.fuse_projections()
+    joined.model.fuse_projections()
     names = dict(joined.model.named_parameters())
     assert all(torch.equal(value, names[name]) for name, value in plain.model.named_parameters())
     ids, position = torch.arange(24)[None], torch.arange(24)[None]

@@ -138,10 +138,7 @@ def test_rows_without_pairs_and_weights_of_zero_count_for_nothing() -> None:
     batch = pair_batch([PAIRS[:1], []], seq_len=32)
     silent = replace(batch, loss_weight=torch.zeros_like(batch.loss_weight))
     model = frozen_model(MODEL, wave(0.0).items(), torch.device("cpu"), torch.float32)
-    from headway.kernels.attention import mask_of
-    from headway.model.head import Head, ModelOut
-
-    out = ModelOut(Head(model(batch.tokens, batch.position, mask_of(batch)), model.head_weight, 8))
+    out = model.forward_batch(batch)
     for one, count in ((batch, 1.0), (silent, 0.0)):
         loss = objective.loss(out, one, StepInfo(0, 1, training=False), DifferentiableCollectives(RankGroup()))
         assert {float(weight) for _, weight in loss.metrics.values()} == {count}

@@ -232,9 +232,9 @@ def test_the_heads_gradient_in_its_place_equals_the_one_that_travels(tied: bool,
     found = []
     for in_place in (True, False):
         engine = engine_for(config, freeze=freeze)
-        assert engine.passes.head_place is not None
+        assert engine.model.head_grad_buffer is not None
         if not in_place:
-            engine.passes.head_place = None
+            engine.model.head_grad_buffer = None
         for _ in range(2):  # the second step finds the first one's gradients in the buffer
             seen = gradients(engine, make_step(uneven_batch(), num_micro))
         found.append(seen)
@@ -246,7 +246,7 @@ def test_the_heads_gradient_in_its_place_equals_the_one_that_travels(tied: bool,
 def test_a_pass_that_was_never_back_propagated_leaves_the_heads_place_free() -> None:
     engine, plain = engine_for(), engine_for()
     batch = uneven_batch()
-    unused = engine.passes.objective.loss(engine.passes._forward(batch), batch, AT, engine.passes.exchange)
+    unused = engine.passes.objective.loss(engine.model.forward_batch(batch), batch, AT, engine.passes.exchange)
     assert unused.terms
     one, other = gradients(engine, make_step(batch, 1)), gradients(plain, make_step(batch, 1))
     assert all(torch.equal(one[name], other[name]) for name in one)

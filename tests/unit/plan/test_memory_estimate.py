@@ -63,13 +63,14 @@ def test_activations_are_those_that_live_after_an_eager_forward(dtype: torch.dty
 
 @pytest.mark.parametrize("selective", [False, True])
 def test_a_compiled_block_keeps_what_the_estimate_says(selective: bool) -> None:
-    from headway.parallel.recompute import recompute_in_halves
+    from headway.parallel.recompute import recompute_method
 
     torch.compiler.reset()
     block = Block(WIDE, 0)
     memory = MemoryConfig(recompute="selective" if selective else "none")
-    recompute_in_halves(block, memory, compiled=True)
     for half in ("before", "after"):
+        if selective:
+            recompute_method(block, half, is_random=False, compiled=True)
         setattr(block, half, torch.compile(getattr(block, half), fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition"))
     x = torch.randn(2, 256, 128, requires_grad=True)
     turn, mask = Rotation(WIDE)(torch.arange(256)[None].expand(2, -1)), causal_mask(2, 256)

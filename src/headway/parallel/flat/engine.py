@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.data.batch import Batch, StepBatch
-from headway.model.transformer import Transformer
+from headway.model.base import Model
 from headway.objective.base import MetricSums, Objective, StepInfo
 from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
@@ -41,7 +41,7 @@ from headway.parallel.update import clip_guard, square_norm
 class FlatEngine:
     """Implements parallel.engine.Engine."""
 
-    def __init__(self, model: Transformer, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec) -> None:
+    def __init__(self, model: Model, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec) -> None:
         self.model, self.spec, self.ranks, self.overlap = model, spec, spec.ranks, spec.parallel.overlap
         self.optimizer, self.scaler = spec.optim.build(), make_scaler(spec)
         self.groups = list(groups)
@@ -101,15 +101,15 @@ class FlatEngine:
 
     def _place_head(self) -> None:
         """The head's gradient, one of the largest, is computed where it will be reduced."""
-        name = "model.embed_tokens.weight" if self.model.lm_head is None else "lm_head.weight"
+        name = self.model.head_parameter
         if name in self._places and self._places[name][0].grads[0].dtype == torch.float32:
             buffer, span, slot = self._places[name]
-            self.passes.head_place = InPlace(self.reducer, name, buffer.gradient(span, slot))
+            self.model.head_grad_buffer = InPlace(self.reducer, name, buffer.gradient(span, slot))
 
     def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
         """Accumulate the gradients of one step and exchange them."""
-        if isinstance(self.passes.head_place, InPlace):
-            self.passes.head_place.reset()
+        if isinstance(self.model.head_grad_buffer, InPlace):
+            self.model.head_grad_buffer.reset()
         scale = None if self.scaler is None else self.scaler.scale
         result = self.passes.backward(batch, at, scale, self.reducer.begin_last)
         with torch.no_grad():
@@ -133,8 +133,8 @@ class FlatEngine:
         if self.lets_go:
             for bucket in self.reducer.buckets:
                 bucket.release()
-        if isinstance(self.passes.head_place, InPlace):
-            self.passes.head_place.reset()
+        if isinstance(self.model.head_grad_buffer, InPlace):
+            self.model.head_grad_buffer.reset()
         for home in self.homes.values():
             parameter_at(home).grad = None
 

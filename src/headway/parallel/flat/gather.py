@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from headway.model.transformer import Transformer
+from headway.model.base import Model
 from headway.parallel.collectives import Handle, RankGroup
 from headway.parallel.flat.bucket import Bucket
 
@@ -48,17 +48,19 @@ class ParameterGather:
         """Wait until all parameters are current."""
         self.need(len(self.buckets) - 1)
 
-    def watch(self, model: Transformer) -> None:
-        """Let the parts of a model wait for their parameters when forward reaches them; what follows the blocks waits for everything."""
+    def watch(self, model: Model) -> None:
+        """Let the modules of a model wait for their parameters when forward reaches them; what follows the blocks waits for everything."""
         places = {slot.name: place for place, bucket in enumerate(self.buckets) for slot in bucket.span.slots}
+        blocks = model.blocks()
 
-        def wait_before(module: nn.Module, prefix: str) -> None:
-            needed = max((place for name, place in places.items() if name.startswith(prefix)), default=-1)
-            module.register_forward_pre_hook(lambda _module, _inputs: self.need(needed))
+        def wait_before(module: nn.Module, prefix: str, *, recurse: bool) -> None:
+            names = [prefix + name for name, _ in module.named_parameters(recurse=recurse)]
+            needed = max((places.get(name, -1) for name in names), default=-1)
+            if needed >= 0:
+                module.register_forward_pre_hook(lambda _module, _inputs: self.need(needed))
 
-        if model.head_gates is not None:
-            wait_before(model.head_gates, "head_gates.")
-        wait_before(model.model.embed_tokens, "model.embed_tokens.")
-        for number, block in model.model.layers.items():
-            wait_before(block, f"model.layers.{number}.")
-        model.model.norm.register_forward_pre_hook(lambda _module, _inputs: self.flush())
+        for path, module in model.named_modules():
+            if not any(path.startswith(f"{name}.") for name in blocks):
+                wait_before(module, f"{path}." if path else "", recurse=path in blocks)
+        last = list(blocks.values())[-1]
+        last.register_forward_hook(lambda _module, _inputs, _output: self.flush())

@@ -1,0 +1,122 @@
+"""What the rest of headway knows of a model. Engines, objectives and inference use `Model`; only this package knows the class behind it.
+
+    training     batch -> forward_batch -> ModelOut: hidden states, the LM head bound to them, the head gates of the pass
+    inference    prompt -> prefill into a KV cache -> decoder: one token per row and call -> logits
+    engines      blocks() are wrapped, gathered, recomputed, offloaded and compiled; param_specs() say how parameters may be sharded
+
+Shapes: B rows, T tokens, D width, V vocabulary, H query heads, KV key and value heads, hd head width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headway.errors import ConfigError
+from headway.model.families.base import STORED, family_of
+from headway.model.layout import ParamSpec
+
+if TYPE_CHECKING:
+    from headway.data.batch import Batch
+    from headway.kernels.attention import AttentionMask
+    from headway.kernels.cross_entropy import WeightGradBuffer
+    from headway.model.config import ModelConfig
+    from headway.model.head import ModelOut
+    from headway.model.kv_cache import KVCache
+
+DecodeStep = Callable[[Tensor, Tensor], Tensor]
+"""(token [B], position [B]) -> logits, fp32 [B,V]."""
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class AttentionCore(Protocol):
+    """Attention of one layer: q [B,T,H,hd], k and v [B,T,KV,hd] -> o [B,T,H,hd]."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None) -> Tensor: ...
+
+
+class Model(nn.Module, ABC):
+    """A language model.
+
+    Parameters outside `blocks()` are used through a call of the module that owns them, or after the last block: engines bring
+    parameters up to date in hooks on these modules.
+    """
+
+    BLOCK_METHODS: ClassVar[tuple[str, ...]] = ("forward",)
+    """Methods of a block that trace as one graph each; they are compiled and selectively recomputed."""
+
+    config: ModelConfig
+    is_random: bool = True
+    """Blocks draw random numbers in training mode, so recomputing one must restore the generator's state."""
+    chunk_tokens: int = 2048
+    """Tokens whose logits exist at one time."""
+    head_grad_buffer: WeightGradBuffer | None = None
+    """Where the gradient of the LM head's weight is written, if an engine has a buffer for it."""
+
+    @abstractmethod
+    def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
+        """One pass over a microbatch, through the module's hooks. `seed`: of what the model samples itself (head gates); None in
+        evaluation, where nothing is sampled."""
+
+    def begin_step(self) -> None:
+        """Called once before the passes of a step: read from the device what the host must know during them."""
+
+    @abstractmethod
+    def blocks(self) -> Mapping[str, nn.Module]:
+        """The repeated layers in forward order, by the prefix of their parameters' names. The first input of a block is the hidden stream;
+        its other inputs are shared by all blocks."""
+
+    def param_specs(self) -> list[ParamSpec]:
+        """Every parameter in the order of the model, and how it may be sharded; replicated unless a model says otherwise."""
+        return [
+            ParamSpec(name, tuple(parameter.shape), "replicated", "first", "decay" if parameter.dim() > 1 else "no_decay")
+            for name, parameter in self.named_parameters()
+        ]
+
+    @property
+    @abstractmethod
+    def head_weight(self) -> Tensor:
+        """[V,D]: the matrix that turns hidden states into logits."""
+
+    @property
+    @abstractmethod
+    def head_parameter(self) -> str | None:
+        """The name of the parameter that is `head_weight`; None where that is computed from several."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [...,V] of hidden states [...,D]."""
+        return F.linear(hidden, self.head_weight)
+
+    def use_attention(self, backend: str) -> None:
+        """Compute attention with one backend in every case."""
+        raise ConfigError(f"kernels.attention is {backend!r}; {type(self).__name__} has no choice of attention backends. Use auto.")
+
+    def shard_attention(self, wrap: Callable[[AttentionCore], AttentionCore], heads: slice) -> None:
+        """Put `wrap(core)` in the place of every attention core, which then computes only these KV heads."""
+        raise ConfigError(f"parallel.context is above 1; {type(self).__name__} cannot share the tokens of a row. Use context 1.")
+
+    def prefill(self, tokens: Tensor, position: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Hidden states [B,T,D] of tokens [B,T], each row one document; they continue what the cache holds and are added to it."""
+        raise ConfigError(f"{type(self).__name__} cannot generate text.")
+
+    def decoder(self, cache: KVCache, compiler: Compiler | None = None) -> DecodeStep:
+        """One decoding step over a filled cache. `compiler` is applied to what traces as one graph; the model itself stays eager."""
+        raise ConfigError(f"{type(self).__name__} cannot generate text.")
+
+    def fuse_projections(self) -> None:
+        """Merge matrix products that read the same input, for inference; results stay the same."""
+
+
+def build_model(config: ModelConfig) -> Model:
+    """The model of a config, its parameters uninitialized. A family module of a user's may bring its own with `build(config) -> Model`."""
+    from headway.model.transformer import Transformer
+
+    if "." in config.family and not config.family.startswith(STORED):
+        build = vars(family_of(config.family)).get("build")
+        if build is not None:
+            return build(config)
+    return Transformer(config)

@@ -1,0 +1,77 @@
+"""A model that is no Transformer, from a family module of a user's, trains in every engine like plain autograd with torch's AdamW."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.engines import CONFIG, OPTIM, Setup, make_engine, share_of_step, train_steps
+from support.my_lab.mlp_model import MLPModel
+from support.ranks import run_ranks
+
+from headway.model.init import initial_value
+from headway.optim.groups import hypers
+from headway.parallel.collectives import Group
+
+MLP = CONFIG.model_copy(update={"family": "support.my_lab.mlp_model"})
+STEPS = 4
+
+
+def trained(setup: Setup, group: Group) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
+    engine = make_engine(group, setup)
+    assert isinstance(engine.model, MLPModel)
+    seen = train_steps(engine, group, setup.micro, 0, STEPS)
+    return seen, {name: value.clone() for name, value in engine.weights()}
+
+
+@functools.cache
+def plain() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Losses, gradient norms and weights of plain autograd over whole batches."""
+    model = MLPModel(MLP)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(name, parameter.shape, MLP, 1))
+    trained_groups = make_engine(Group(), Setup(config=MLP, freeze=())).groups
+    decay = max(hyper.weight_decay for hyper in hypers(OPTIM, trained_groups, 0, 20).values())
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0}]
+    optimizer = torch.optim.AdamW(groups, betas=OPTIM.betas, eps=OPTIM.eps)
+    seen: list[tuple[float, float]] = []
+    for index in range(STEPS):
+        step = share_of_step(index, 1, 0, 1)
+        batch = step.microbatches[0]
+        losses = F.cross_entropy(model.logits(model(batch.tokens)).flatten(0, 1), batch.targets.flatten(), reduction="none")
+        loss = (losses * batch.loss_weight.flatten()).sum() / step.totals["targets"]
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip or torch.inf)
+        for group in optimizer.param_groups:
+            group["lr"] = next(iter(hypers(OPTIM, trained_groups, index, 20).values())).lr
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((float(loss.detach()), float(norm)))
+    return seen, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "one rank": (1, {}, {}),
+    "recomputed and offloaded": (1, {}, {"recompute": 1, "offload": ["activations"]}),
+    "selectively recomputed": (1, {}, {"recompute": "selective"}),
+    "zero1": (2, {"zero1": {"size": "auto"}}, {}),
+    "fsdp": (2, {"strategy": "fsdp"}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_another_model_trains_like_plain_autograd(case: str) -> None:
+    ranks, parallel, memory = CASES[case]
+    expected, weights = plain()
+    setup = Setup(parallel, micro=2 * ranks, config=MLP, freeze=(), memory=memory)
+    for seen, got in run_ranks(functools.partial(trained, setup), ranks):
+        for (loss, norm, skipped), (right_loss, right_norm) in zip(seen, expected, strict=True):
+            assert loss == pytest.approx(right_loss, rel=1e-6)
+            assert norm == pytest.approx(right_norm, rel=1e-4)
+            assert skipped == 0
+        assert got.keys() == weights.keys()
+        for name in weights:
+            torch.testing.assert_close(got[name], weights[name], rtol=1e-4, atol=1e-5, msg=name)
