@@ -31,7 +31,7 @@ class FeedForward(nn.Module):
 
 
 def join_linears(linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """The weights and biases of several linears in one tensor each; the linears become views of it. None for adapters, which compute more."""
+    """Weights and biases of several linears in one tensor each; the linears become views of them. None where one has an adapter."""
     if any(type(linear) is not nn.Linear for linear in linears):
         return None
     weight = torch.cat([linear.weight.detach() for linear in linears])

@@ -203,8 +203,9 @@ class Transformer(Model):
 
     def prefill(self, tokens: torch.Tensor, position: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
         """Rows that continue what a cache holds need no mask: each is one document."""
-        is_first = cache is None or cache.used == 0
-        return self(tokens, position, causal_mask(*tokens.shape, tokens.device) if is_first else None, cache)
+        rows, length = tokens.shape
+        mask = causal_mask(rows, length, tokens.device) if cache is None or cache.used == 0 else None
+        return self(tokens, position, mask, cache)
 
     def decoder(self, cache: KVCache, compiler: Compiler | None = None) -> DecodeStep:
         """A step reads and writes the cache; its caller advances the cache."""

@@ -20,7 +20,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-
 MIN_BYTES = 1 << 20
 """Smaller tensors stay: they are not worth a copy of their own."""
 AHEAD = 2

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
-
 def recompute_method(block: nn.Module, method: str, *, is_random: bool, compiled: bool) -> None:
     """Recompute one method of a block selectively; called before the method is compiled."""
     if compiled:
