@@ -12,13 +12,13 @@ from support.ranks import run_ranks
 
 from headway.model.init import initial_value
 from headway.optim.groups import hypers
-from headway.parallel.collectives import Group
+from headway.parallel.collectives import RankGroup
 
 MLP = CONFIG.model_copy(update={"family": "support.my_lab.mlp_model"})
 STEPS = 4
 
 
-def trained(setup: Setup, group: Group) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
+def trained(setup: Setup, group: RankGroup) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
     engine = make_engine(group, setup)
     assert isinstance(engine.model, MLPModel)
     seen = train_steps(engine, group, setup.micro, 0, STEPS)
@@ -32,7 +32,7 @@ def plain() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_value(name, parameter.shape, MLP, 1))
-    trained_groups = make_engine(Group(), Setup(config=MLP, freeze=())).groups
+    trained_groups = make_engine(RankGroup(), Setup(config=MLP, freeze=())).groups
     decay = max(hyper.weight_decay for hyper in hypers(OPTIM, trained_groups, 0, 20).values())
     matrices = [p for p in model.parameters() if p.dim() > 1]
     groups = [{"params": matrices, "weight_decay": decay}, {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0}]
