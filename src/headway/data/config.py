@@ -9,8 +9,8 @@ from pydantic import field_validator, model_validator
 
 from headway.config.section import Section, setting
 from headway.errors import ConfigError
-from headway.prepare.record_keys import KeyMap
 from headway.runtime.places import cache_home
+from headway.text.record_keys import KeyMap
 
 Packing = Literal["best_fit", "concat", "pad", "one_document"]
 SUFFIX = re.compile(r"^(?P<path>.+?)(?:@(?P<weight>\d+(?:\.\d*)?(?:e-?\d+)?)|#(?P<repeat>\d+))?$")

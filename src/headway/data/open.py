@@ -1,35 +1,57 @@
-"""The sources a recipe names, opened and checked. In: the `data` section, the tokenizer, the model's vocabulary; out: mixtures to read.
+"""Open the token stores of a recipe. In: the `data` section, the tokenizer, the model's vocabulary; out: mixtures to read.
 
-What cannot work is refused here, before any work starts: a missing path, a half-written store, another tokenizer, an id beyond the
-vocabulary, a split that leaves one side empty. Raw files are built into a cached store first.
+Everything that cannot work is refused here, before training starts: a missing path, a half-written store, another tokenizer, an id beyond
+the vocabulary, a split that leaves one side empty. Raw files must be stores by now: `prepare_sources` in `prepare/sources.py` makes them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from headway.data.config import DataConfig, SourceConfig, default_cache_dir
 from headway.data.mixture import MixtureSource
-from headway.data.pairs import PairSource
+from headway.data.pairs import PairSource, is_preference
 from headway.data.shuffle import Selection
 from headway.data.source_types import by_type, sets_of
 from headway.data.split import one_side
 from headway.data.synthetic import SyntheticSource
 from headway.errors import ConfigError, DataError
-from headway.prepare.preference import is_preference
-from headway.prepare.record_keys import KeyMap
 from headway.store.checksums import Checksums
 from headway.store.local_copy import staged
 from headway.store.reader import Store, open_store
 from headway.store.source import Source
 from headway.store.views import View
-from headway.text.hub import is_hub_id, local_or_hub
 
 VALID_NAME = "valid"
 LEAST_PAIR_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class SourceStore:
+    """A source of the recipe and the token store it is read from."""
+
+    config: SourceConfig
+    path: Path
+    name: str | None = None
+    """How the source is called in reports, where that is not the store's path: the raw files the store was built from."""
+
+
+@dataclass(frozen=True)
+class SourceStores:
+    """The stores of a recipe: those of the training mixture, and those of each validation set by name."""
+
+    train: tuple[SourceStore, ...]
+    valid: dict[str, tuple[SourceStore, ...]]
+
+    @staticmethod
+    def of(config: DataConfig, find: Callable[[SourceConfig], SourceStore] = lambda one: SourceStore(one, Path(one.path))) -> SourceStores:
+        """The store of every source, as `find` gives it; without one each path must be a store already."""
+        sets = sets_of(config.valid.sets) if config.valid and config.valid.sets else {}
+        train = tuple(find(one) for one in config.train or ())
+        return SourceStores(train, {name: tuple(find(one) for one in many) for name, many in sets.items()})
 
 
 @dataclass(frozen=True)
@@ -70,28 +92,30 @@ def _content(source: Source, checksums: Checksums) -> str:
     return source.content_key
 
 
-def open_data(config: DataConfig, *, tokenizer: Path | None, vocab_size: int, seed: int, pairs: bool = False) -> OpenData:
-    """Open every source of a recipe. `tokenizer` is where it lies (None: none is configured), `vocab_size` the model's.
+def open_data(
+    config: DataConfig, stores: SourceStores | None = None, *, tokenizer: Path | None, vocab_size: int, seed: int, pairs: bool = False
+) -> OpenData:
+    """Open every source of a recipe; `stores` says where they are (None: every path of the recipe is a store).
 
-    `pairs`: the objective compares pairs, so every source must hold them; without it none may.
+    `tokenizer` is the path of the recipe's tokenizer (None: it has none), `vocab_size` the model's. `pairs`: the objective compares pairs,
+    so every source must hold them; without it none may.
     """
     if pairs:
-        _check_rows_of_pairs(config)
-    checksums = Checksums(config.cache_dir or default_cache_dir())
+        check_rows_of_pairs(config)
+    checksums, stores = Checksums(config.cache_dir or default_cache_dir()), stores or SourceStores.of(config)
     if config.train is None:
         opened: list[tuple[SourceConfig, Source]] = [(SourceConfig(path="generated data"), SyntheticSource(vocab_size, seed))]
     else:
-        opened = [(one, open_source(one, config, tokenizer, checksums)) for one in config.train]
-    sets = sets_of(config.valid.sets) if config.valid and config.valid.sets else {}
-    valid = {name: [(one, open_source(one, config, tokenizer, checksums)) for one in many] for name, many in sets.items()}
+        opened = [(one.config, _open_source(one, config, checksums)) for one in stores.train]
+    valid = {name: [(one.config, _open_source(one, config, checksums)) for one in many] for name, many in stores.valid.items()}
     if config.train is not None:
         counter = _Counter()
         opened = [(one, _read_as(source, pairs, counter)) for one, source in opened]
         valid = {name: [(one, _read_as(source, pairs, counter)) for one, source in many] for name, many in valid.items()}
         if config.by_type and not pairs:
             opened = [typed for one, source in opened for typed in by_type(one, source)]
-    stores = [] if config.train is None else [source for _, source in opened]
-    _check([*stores, *(source for many in valid.values() for _, source in many)], tokenizer, vocab_size, config.tokenizer_unchecked)
+    from_files = [] if config.train is None else [source for _, source in opened]
+    _check([*from_files, *(source for many in valid.values() for _, source in many)], tokenizer, vocab_size, config.tokenizer_unchecked)
     fraction = config.valid.fraction if config.valid else None
     if fraction is None:
         return OpenData(_mixture(opened, config), {name: _mixture(many, config) for name, many in valid.items()}, checksums)
@@ -123,7 +147,8 @@ def _read_as(source: Source, pairs: bool, counter: _Counter) -> Source:
     return found
 
 
-def _check_rows_of_pairs(config: DataConfig) -> None:
+def check_rows_of_pairs(config: DataConfig) -> None:
+    """Refuse settings with which no row can hold a preference pair."""
     if config.train is None:
         raise ConfigError("data.train is null, which is generated data; objective dpo compares pairs. Give sources with kind: preference.")
     if config.packing not in ("best_fit", "pad"):
@@ -134,49 +159,20 @@ def _check_rows_of_pairs(config: DataConfig) -> None:
         raise ConfigError(f"data.seq_len is {config.seq_len}; a row must hold a pair. Use {LEAST_PAIR_TOKENS} or more.")
 
 
-def open_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None, checksums: Checksums | None = None) -> Source:
-    """Open one path: a store (staged to a local disk if the recipe says so), a foreign store, or raw files."""
-    checksums = checksums or Checksums(config.cache_dir or default_cache_dir())
+def _open_source(one: SourceStore, config: DataConfig, checksums: Checksums) -> Source:
     from headway.store.foreign import source as any_kind
     from headway.store.foreign.detect import detect
 
-    if not Path(one.path).exists() and is_hub_id(one.path):
-        one = one.model_copy(update={"path": str(local_or_hub(one.path, dataset=True, cache_dir=config.cache_dir))})
-    path, kind = Path(one.path), detect(one.path)
-    if kind != "raw" and one.raw_settings:
-        raise ConfigError(f"data: {one.path} is a token store ({kind}), but {one.raw_settings[0]} is for raw files. Remove it.")
-    if kind not in ("headway", "raw"):
-        if config.stage_to is not None:
-            raise ConfigError(
-                f"data.stage_to copies headway's stores; {one.path} is {kind}. Run `headway data convert` first, or remove it."
-            )
-        return any_kind.open_source(path, kind)
+    path, kind = one.path, detect(one.path)
     if kind == "raw":
-        path = _cached(one, config, tokenizer)
+        raise ConfigError(f"data: {path} is raw text, not a token store. Run `headway data tokenize` first.")
+    if kind != "headway":
+        if config.stage_to is not None:
+            raise ConfigError(f"data.stage_to copies headway's stores; {path} is {kind}. Run `headway data convert` first, or remove it.")
+        return any_kind.open_source(path, kind)
     if config.stage_to is not None:
         path = staged(path, config.stage_to, checksums)
-    return open_store(path, one.path if kind == "raw" else None, checksums)
-
-
-def _cached(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Path:
-    if tokenizer is None:
-        raise ConfigError(f"data: {one.path} is raw text and needs a tokenizer. Set `tokenizer` in the recipe, or give a token store.")
-    if one.kind == "chat":
-        from headway.prepare.chat import ChatOptions, cached_chat
-
-        # Cut to a row, a conversation keeps its beginning; the rest of it would be answers to questions that are not there.
-        longest = config.seq_len if config.packing in ("best_fit", "pad") else None
-        options = ChatOptions(one.chat_template, longest, drop_bad=one.drop_bad, keys=KeyMap.of(one.keys))
-        return cached_chat([one.path], tokenizer, config.cache_dir, options)
-    if one.kind == "preference":
-        from headway.prepare.preference import PreferenceOptions, cached_preference
-
-        options = PreferenceOptions(one.chat_template, config.seq_len // 2, drop_bad=one.drop_bad, keys=KeyMap.of(one.keys))
-        return cached_preference([one.path], tokenizer, config.cache_dir, options)
-    from headway.prepare.cache import cached_store
-    from headway.prepare.tokenize import TokenizeOptions
-
-    return cached_store([one.path], tokenizer, config.cache_dir, TokenizeOptions(one.text_key, one.template, one.split))
+    return open_store(path, one.name, checksums)
 
 
 def check_sources(sources: Sequence[Source], fingerprint: str | None, vocab_size: int, unchecked: bool) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.prepare.preference import num_pairs
+from headway.errors import DataError
 from headway.store.reader import Store
 from headway.store.source import Flags, Ids, Longs, Source
 
+PREFERENCE_MARK = "kind=preference"
+"""The first word of the first source in a paired store's manifest."""
 PAIR = "pair"
 """The column of a batch that says which pairs its rows hold: [rows, pairs of a row], -1 where there is none."""
 
@@ -89,3 +91,17 @@ class PairSource(Source):
         chosen = np.array([int(self.store.lengths(2 * one, 2 * one + 1)[0]) for one in documents.tolist()], np.int64)
         is_rejected = starts >= chosen
         return self.store.gather(2 * documents + is_rejected, starts - chosen * is_rejected, lengths)
+
+
+def is_preference(store: Store) -> bool:
+    """Whether a store holds pairs: documents 2i (chosen) and 2i + 1 (rejected)."""
+    return any(source.split()[0] == PREFERENCE_MARK for source in store.manifest.sources if source)
+
+
+def num_pairs(store: Store) -> int:
+    """How many pairs a store holds; refused where it holds none."""
+    if not is_preference(store):
+        raise DataError(f"{store.name}: holds no preference pairs. Make them with `headway data tokenize --kind preference`.")
+    if store.num_documents % 2:
+        raise DataError(f"{store.name}: {store.num_documents} documents are no whole number of pairs. Build the store again.")
+    return store.num_documents // 2

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.data.config import default_cache_dir
-from headway.errors import ConfigError, DataError
+from headway.errors import ConfigError
 from headway.prepare.tokenize import TokenizeOptions, tokenize
-from headway.runtime.storage import check_writable, remove_folder, rename_folder
+from headway.runtime.storage import check_writable, rename_folder
 from headway.runtime.temporary import TEMPORARY_PREFIX, temporary_name
-from headway.store.checksums import AT_ONCE_BYTES, Checksums
+from headway.store.checksums import Checksums
+from headway.store.local_copy import discard_damaged, is_whole
 from headway.store.lock import held
-from headway.store.reader import is_store, open_store
+from headway.store.reader import is_store
 from headway.text.read import expand
 from headway.tokenizer.load import load_tokenizer
 
@@ -75,28 +76,6 @@ def check_cache(cache_dir: Path) -> None:
         check_writable(cache_dir)
     except ConfigError as problem:
         raise ConfigError(f"data.cache_dir: {problem}") from None
-
-
-def is_whole(store: Path, checksums: Checksums) -> bool:
-    """Whether every file of a store is as it was written; large ones may still be looked at when they are read."""
-    try:
-        manifest = open_store(store).manifest
-        for shard in manifest.shards:
-            for name, file in shard.files.items():
-                if file.bytes <= AT_ONCE_BYTES or checksums.knows(store / name):
-                    checksums.require(store / name, file.sha256)
-    except (DataError, OSError):
-        return False
-    return True
-
-
-def discard_damaged(store: Path) -> None:
-    """Make room for a store that is built again."""
-    if store.is_symlink():
-        store.unlink()
-    elif store.exists():
-        log.warning("%s is damaged and is built again", store)
-        remove_folder(store)
 
 
 def _sizes(files: Sequence[Path]) -> list[int]:

@@ -16,11 +16,11 @@ from typing import Literal
 from headway.errors import ConfigError
 from headway.prepare.conversations import conversation_of
 from headway.prepare.masked_build import SIDES, Build, Split, count_unread
-from headway.prepare.record_keys import KeyMap
-from headway.store.convert import Options, check_target, convert_built
+from headway.store.convert import ConvertOptions, check_target, convert_built
 from headway.store.source import Flags, Ids
 from headway.text.document import Record
 from headway.text.read import expand
+from headway.text.record_keys import KeyMap
 from headway.tokenizer.chat import Piece, Rendered, Template
 
 TooLong = Literal["truncate_right", "truncate_left", "drop"]
@@ -122,7 +122,7 @@ def tokenize_chat(inputs: Sequence[Path | str], tokenizer: Path | str, out: Path
     """Build a masked store (two with `valid_fraction`) of conversations; killed and called again, it continues."""
     options.check()
     for folder in [Path(out)] if options.valid_fraction == 0 else [Path(out) / side for side in SIDES]:
-        check_target(folder, options.to, Options(type=options.type))
+        check_target(folder, options.to, ConvertOptions(type=options.type))
     build = _build(inputs, Path(tokenizer), options)
     counts = build.run_sides(Path(out), options.valid_fraction, options.seed, partial(_one_side, build, options))
     total = sum(counts, Counter[str]())
@@ -160,5 +160,5 @@ def _one_side(build: Build, options: ChatOptions, folder: Path, split: Split | N
         return build.run(folder, split)
     built = folder.with_name(f".tmp-{folder.name}-tokens")
     counts = build.run(built, split)
-    convert_built(built, folder, options.to, Options(type=options.type))
+    convert_built(built, folder, options.to, ConvertOptions(type=options.type))
     return counts

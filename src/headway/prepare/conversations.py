@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import DataError
-from headway.prepare.record_keys import ANSWERS, LABELS, LISTS, PAIR, QUESTIONS, SYSTEMS, TOOLS, Fields, KeyMap, is_empty
 from headway.prepare.transcripts import moss_chat, moss_text, transcript_of
 from headway.prepare.turns import Object, TurnReader, said, text_of, tools_of, with_system
 from headway.text.document import Record
+from headway.text.record_keys import ANSWERS, LABELS, LISTS, PAIR, QUESTIONS, SYSTEMS, TOOLS, Fields, KeyMap, is_empty
 from headway.tokenizer.templates import Turn
 
 SHAPES = (

@@ -14,17 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
+from headway.data.pairs import PREFERENCE_MARK
 from headway.errors import ConfigError, DataError
 from headway.prepare.conversations import PreferencePair, preference_of
 from headway.prepare.masked_build import Build, count_unread
-from headway.prepare.record_keys import KeyMap
-from headway.store.reader import Store
 from headway.store.source import Flags, Ids
 from headway.text.document import Record
 from headway.text.read import expand
+from headway.text.record_keys import KeyMap
 from headway.tokenizer.chat import Piece, Rendered, Template
-
-MARK = "kind=preference"
 
 
 @dataclass(frozen=True)
@@ -164,22 +162,8 @@ def cached_preference(
     return _build(paths, Path(tokenizer), options).cached(cache_dir)
 
 
-def is_preference(store: Store) -> bool:
-    """Whether a store holds pairs: documents 2i (chosen) and 2i + 1 (rejected)."""
-    return any(source.split()[0] == MARK for source in store.manifest.sources if source)
-
-
-def num_pairs(store: Store) -> int:
-    """How many pairs a store holds; refused where it holds none."""
-    if not is_preference(store):
-        raise DataError(f"{store.name}: holds no preference pairs. Make them with `headway data tokenize --kind preference`.")
-    if store.num_documents % 2:
-        raise DataError(f"{store.name}: {store.num_documents} documents are no whole number of pairs. Build the store again.")
-    return store.num_documents // 2
-
-
 def _build(inputs: Sequence[Path | str], tokenizer: Path, options: PreferenceOptions) -> Build:
     half = max(1, (options.max_length or 0) // 2)
     encoder = PairEncoder(options.max_length, options.max_prompt_length or half, options.keys)
-    sources = [f"{MARK} template={options.template}", *map(str, inputs)]
+    sources = [f"{PREFERENCE_MARK} template={options.template}", *map(str, inputs)]
     return Build(expand(list(inputs)), tokenizer, options.template, encoder, options.drop_bad, options.workers, sources)

@@ -4,6 +4,7 @@ with any number of workers, and whether it was built in one piece or in shards t
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ import numpy as np
 from headway.errors import ConfigError, DataError
 from headway.prepare.build import Encoded, Job, run_job, usable_cores
 from headway.runtime.progress import duration, quantity
+from headway.store.convert import ConvertOptions, ConvertReport, check_target, convert_built
 from headway.store.reader import StoreWriter, dtype_for, is_store, open_store
 from headway.text.clean import CleanReport, CleanRules, clean
 from headway.text.read import expand, read_blocks, read_documents
@@ -167,6 +169,27 @@ def tokenize(
         time.perf_counter() - began,
         dict(read.cleaned.removed_documents),
     )
+
+
+def tokenize_as(
+    inputs: Sequence[Path | str],
+    tokenizer: Path | str,
+    out: Path | str,
+    to: str,
+    options: TokenizeOptions,
+    layout: ConvertOptions = ConvertOptions(),
+) -> ConvertReport:
+    """Tokenize raw text into another system's format: into a headway store beside `out` first, so that a killed run continues.
+
+    What another tokenizer, other files or other options have left there is not taken for it.
+    """
+    check_target(Path(out), to, layout)
+    files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in expand(list(inputs))]
+    key = hashlib.sha256(repr((load_tokenizer(tokenizer).fingerprint, files, replace(options, workers=None))).encode()).hexdigest()
+    built = Path(out).with_name(f".tmp-{Path(out).name}-tokens-{key[:12]}")
+    if not is_store(built):
+        tokenize(inputs, tokenizer, built, options)
+    return replace(convert_built(built, Path(out), to, layout), source="raw")
 
 
 def _around(tokenizer: Tokenizer, options: TokenizeOptions, path: Path | str) -> tuple[int | None, int | None]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from headway.errors import DataError
-from headway.prepare.record_keys import THOUGHTS, TURN_CONTENT, KeyMap, is_empty
+from headway.text.record_keys import THOUGHTS, TURN_CONTENT, KeyMap, is_empty
 from headway.tokenizer.templates import Call, Role, Turn
 
 SPEAKERS: dict[str, Role] = {

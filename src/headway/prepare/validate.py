@@ -18,13 +18,13 @@ from headway.errors import ConfigError, DataError
 from headway.prepare.conversations import Conversation, PreferencePair, conversation_of, preference_of
 from headway.prepare.masked_build import count_unread
 from headway.prepare.preference import pair_pieces
-from headway.prepare.record_keys import KeyMap
 from headway.runtime.progress import progress
 from headway.text.document import Record, TextOf, place_of
 from headway.text.formats import FORMATS
 from headway.text.formats.json import parse_object
 from headway.text.raw import RawFile, decode
 from headway.text.read import Document, expand, read_documents, read_records
+from headway.text.record_keys import KeyMap
 from headway.tokenizer.chat import Piece, Template, Turn, find_template, render_pieces
 from headway.tokenizer.load import Tokenizer
 from headway.tokenizer.templates import BUILT_IN

@@ -6,16 +6,14 @@ in silence. Formats that know no packs get the true documents of a pack one by o
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from headway.errors import ConfigError, DataError, HeadwayError
-from headway.prepare.tokenize import TokenizeOptions, tokenize
 from headway.runtime.progress import progress
 from headway.runtime.storage import check_writable
 from headway.store.foreign.detect import Kind
@@ -26,10 +24,8 @@ from headway.store.foreign.source import open_source
 from headway.store.foreign.writer import ForeignWriter
 from headway.store.foreign.zero2all import Zero2allWriter
 from headway.store.foreign.zero2all_sft import SftPairWriter
-from headway.store.reader import StoreWriter, dtype_for, is_store
+from headway.store.reader import StoreWriter, dtype_for
 from headway.store.source import Flags, Ids, Longs, Source
-from headway.text.read import expand
-from headway.tokenizer.load import load_tokenizer
 
 if TYPE_CHECKING:
     from headway.tokenizer.load import Tokenizer
@@ -40,7 +36,7 @@ READ_DOCUMENTS = 4096
 
 
 @dataclass(frozen=True)
-class Options:
+class ConvertOptions:
     """How to read the source and write the target; each belongs to the formats it names."""
 
     kind: Kind | None = None
@@ -89,7 +85,9 @@ class Item(NamedTuple):
     type: str
 
 
-def convert(path: Path | str, out: Path | str, to: str, options: Options = Options(), tokenizer: Tokenizer | None = None) -> ConvertReport:
+def convert(
+    path: Path | str, out: Path | str, to: str, options: ConvertOptions = ConvertOptions(), tokenizer: Tokenizer | None = None
+) -> ConvertReport:
     """Write the store at `path` into the folder `out` in format `to`; a tokenizer lends its fingerprint after its ids are checked."""
     target = check_target(Path(out), to, options)
     source = open_source(path, options.kind, rebuild_index=options.rebuild_index, begin_id=options.begin_id)
@@ -108,23 +106,7 @@ def convert(path: Path | str, out: Path | str, to: str, options: Options = Optio
     return ConvertReport(kind, target, str(out), documents, tokens, source.masked, begins, dropped)
 
 
-def tokenize_as(
-    inputs: Sequence[Path | str], tokenizer: Path | str, out: Path | str, to: str, options: TokenizeOptions, layout: Options = Options()
-) -> ConvertReport:
-    """Tokenize raw text into another system's format: into a headway store beside `out` first, so that a killed run continues.
-
-    What another tokenizer, other files or other options have left there is not taken for it.
-    """
-    check_target(Path(out), to, layout)
-    files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in expand(list(inputs))]
-    key = hashlib.sha256(repr((load_tokenizer(tokenizer).fingerprint, files, replace(options, workers=None))).encode()).hexdigest()
-    built = Path(out).with_name(f".tmp-{Path(out).name}-tokens-{key[:12]}")
-    if not is_store(built):
-        tokenize(inputs, tokenizer, built, options)
-    return replace(convert_built(built, Path(out), to, layout), source="raw")
-
-
-def convert_built(built: Path, out: Path, to: str, layout: Options) -> ConvertReport:
+def convert_built(built: Path, out: Path, to: str, layout: ConvertOptions) -> ConvertReport:
     """Convert a store that was made for this alone and is gone afterwards, also where the format does not allow what is in it."""
     try:
         report = convert(built, out, to, layout)
@@ -135,7 +117,7 @@ def convert_built(built: Path, out: Path, to: str, layout: Options) -> ConvertRe
     return report
 
 
-def check_target(out: Path, to: str, options: Options = Options()) -> Target:
+def check_target(out: Path, to: str, options: ConvertOptions = ConvertOptions()) -> Target:
     """Refuse a format nobody writes, and a place where something lies; in an InternLM folder only that of the type matters."""
     if to not in TARGETS:
         raise ConfigError(f"--to is {to!r}; it must be one of {', '.join(TARGETS)}.")
@@ -198,7 +180,7 @@ def _to_headway(source: Source, folder: Path, tokenizer: Tokenizer | None, advan
     return documents, tokens, 0, 0
 
 
-def _to_mds(source: Source, folder: Path, options: Options, advance: Callable[[float], None]) -> Counts:
+def _to_mds(source: Source, folder: Path, options: ConvertOptions, advance: Callable[[float], None]) -> Counts:
     packed = source.span_starts(0) is not None
     documents = tokens = dropped = 0
     with MdsTokenWriter(folder, masked=source.masked, spans=packed, compression=options.compression) as writer:
@@ -213,7 +195,7 @@ def _to_mds(source: Source, folder: Path, options: Options, advance: Callable[[f
     return documents, tokens, 0, dropped
 
 
-def _to_internlm(source: Source, folder: Path, options: Options, advance: Callable[[float], None]) -> Counts:
+def _to_internlm(source: Source, folder: Path, options: ConvertOptions, advance: Callable[[float], None]) -> Counts:
     documents = tokens = 0
     with ExitStack() as stack:
         writers: dict[str, InternlmWriter] = {}
@@ -236,7 +218,7 @@ def _to_internlm(source: Source, folder: Path, options: Options, advance: Callab
     return documents, tokens, 0, 0
 
 
-def _to_zero2all(source: Source, folder: Path, options: Options, advance: Callable[[float], None]) -> Counts:
+def _to_zero2all(source: Source, folder: Path, options: ConvertOptions, advance: Callable[[float], None]) -> Counts:
     writer: ForeignWriter
     if source.masked:
         writer = SftPairWriter(folder / "01_bin_for_sft")

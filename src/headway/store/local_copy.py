@@ -7,14 +7,15 @@ import shutil
 from pathlib import Path
 
 from headway.errors import DataError
-from headway.prepare.cache import discard_damaged, is_whole
 from headway.runtime.progress import progress, quantity
-from headway.runtime.storage import fsync_file, rename_folder, require_space, writing
+from headway.runtime.storage import fsync_file, remove_folder, rename_folder, require_space, writing
 from headway.runtime.temporary import clear_leftovers, temporary_name
-from headway.store.checksums import Checksums
+from headway.store.checksums import AT_ONCE_BYTES, Checksums
 from headway.store.lock import held
 from headway.store.manifest import MANIFEST_NAME, read_manifest
 from headway.store.reader import is_store, open_store
+
+log = logging.getLogger("headway")
 
 
 def staged(store: Path, folder: Path, checksums: Checksums | None = None) -> Path:
@@ -27,7 +28,7 @@ def staged(store: Path, folder: Path, checksums: Checksums | None = None) -> Pat
             discard_damaged(copy)
             size = sum(file.bytes for shard in manifest.shards for file in shard.files.values())
             require_space(folder, size, DataError)
-            logging.getLogger("headway").info("stage %s to %s: %s", store, copy, quantity(size, "bytes"))
+            log.info("stage %s to %s: %s", store, copy, quantity(size, "bytes"))
             _copy(store, copy, size)
     return copy
 
@@ -50,3 +51,25 @@ def _copy(store: Path, copy: Path, size: int) -> None:
         finally:
             if partial.exists():
                 shutil.rmtree(partial)
+
+
+def is_whole(store: Path, checksums: Checksums) -> bool:
+    """Whether every file of a store is as it was written; large ones may still be looked at when they are read."""
+    try:
+        manifest = open_store(store).manifest
+        for shard in manifest.shards:
+            for name, file in shard.files.items():
+                if file.bytes <= AT_ONCE_BYTES or checksums.knows(store / name):
+                    checksums.require(store / name, file.sha256)
+    except (DataError, OSError):
+        return False
+    return True
+
+
+def discard_damaged(store: Path) -> None:
+    """Make room for a store that is built again."""
+    if store.is_symlink():
+        store.unlink()
+    elif store.exists():
+        log.warning("%s is damaged and is built again", store)
+        remove_folder(store)

@@ -31,6 +31,7 @@ from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import RankGroups, single_process
 from headway.parallel.engine import Engine, EngineSpec
+from headway.prepare.sources import prepare_sources
 from headway.runtime.deferred import Deferred
 from headway.runtime.device import Compute, choose_compute, set_arithmetic
 from headway.runtime.heartbeat import Heartbeat
@@ -180,8 +181,9 @@ def build(resolved: Resolved, start: Start, ranks: RankGroups | None = None, pro
     compute = choose_compute(recipe.device, recipe.precision, process.local_rank)
     set_arithmetic(tf32=recipe.kernels.tf32, deterministic=recipe.deterministic)
     batch = recipe.batch.resolve(recipe.data.seq_len, ranks.data.size)
-    pairs = recipe.objective.PAIRS
-    data = open_data(recipe.data, tokenizer=resolved.tokenizer_path, vocab_size=model.vocab, seed=recipe.seed, pairs=pairs)
+    tokenizer, pairs = resolved.tokenizer_path, recipe.objective.PAIRS
+    stores = prepare_sources(recipe.data, tokenizer, pairs=pairs)
+    data = open_data(recipe.data, stores, tokenizer=tokenizer, vocab_size=model.vocab, seed=recipe.seed, pairs=pairs)
     targets = check_targets(data, resolved.tokenizer, resolved.weights.end_ids if resolved.weights else frozenset())
     spec = engine_spec(recipe, model, compute, ranks)
     reference = make_reference(resolved, data, Scoring(spec, recipe.data, batch.micro_rows, ranks.data))

@@ -14,6 +14,7 @@ from headway.infer.load import StoredModel
 from headway.model.layout import param_specs
 from headway.optim.groups import OBJECTIVE, make_groups, trainable
 from headway.parallel.collectives import RankGroup
+from headway.prepare.sources import prepare_sources
 from headway.train.expand import Stage
 from headway.train.reference_model import check_reference
 from headway.train.resolve import Resolved, resolve
@@ -42,8 +43,9 @@ def check_stage(stage: Stage, resolved: Resolved, world: RankGroup) -> None:
         if module is not None:
             shapes |= {OBJECTIVE + name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         make_groups(recipe.optim, shapes, trainable(shapes, recipe.freeze, recipe.train), recipe.objective.rules)
-        pairs = recipe.objective.PAIRS
-        data = open_data(recipe.data, tokenizer=resolved.tokenizer_path, vocab_size=model.vocab, seed=recipe.seed, pairs=pairs)
+        tokenizer, pairs = resolved.tokenizer_path, recipe.objective.PAIRS
+        stores = prepare_sources(recipe.data, tokenizer, pairs=pairs)
+        data = open_data(recipe.data, stores, tokenizer=tokenizer, vocab_size=model.vocab, seed=recipe.seed, pairs=pairs)
         check_targets(data, resolved.tokenizer)
         check_reference(resolved)
     except HeadwayError as problem:

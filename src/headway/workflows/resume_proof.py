@@ -241,12 +241,13 @@ def next_batch(resolved: Resolved, cursor: dict[str, Any]) -> dict[str, list[int
     from headway.data.loader import LoaderState
     from headway.data.open import open_data
     from headway.parallel.collectives import single_process
+    from headway.prepare.sources import prepare_sources
     from headway.train.build import make_loader
 
     config = resolved.recipe.model_copy(update={"data": resolved.recipe.data.model_copy(update={"workers": 0})})
-    data = open_data(
-        config.data, tokenizer=resolved.tokenizer_path, vocab_size=resolved.model.vocab, seed=config.seed, pairs=config.objective.PAIRS
-    )
+    tokenizer, pairs = resolved.tokenizer_path, config.objective.PAIRS
+    stores = prepare_sources(config.data, tokenizer, pairs=pairs)
+    data = open_data(config.data, stores, tokenizer=tokenizer, vocab_size=resolved.model.vocab, seed=config.seed, pairs=pairs)
     state = LoaderState.from_json(cursor)
     batch = config.batch.resolve(config.data.seq_len, 1)
     with make_loader(config, data, batch, SimpleNamespace(cursor=state), single_process()) as loader:  # pyright: ignore[reportArgumentType]

@@ -14,6 +14,7 @@ from headway.data.open import OpenData, open_data
 from headway.data.targets import check_targets
 from headway.errors import DataError
 from headway.prepare.chat import ChatOptions, tokenize_chat
+from headway.prepare.sources import prepare_sources
 from headway.store.convert import convert
 from headway.store.reader import StoreWriter, open_store
 from headway.tokenizer.chat import Turn, render
@@ -58,7 +59,7 @@ def test_ids_and_mask_of_chatml_are_transformers_own(tokenizer: Path, turns: lis
 
 def opened(path: Path | str, tokenizer: Path | None, **settings: Any) -> OpenData:
     config = DataConfig.model_validate({"train": [str(path)], "seq_len": 128, "tokenizer_unchecked": True, **settings})
-    return open_data(config, tokenizer=tokenizer, vocab_size=400, seed=0)
+    return open_data(config, prepare_sources(config, tokenizer), tokenizer=tokenizer, vocab_size=400, seed=0)
 
 
 def chat(folder: Path, tokenizer: Path, template: str = "chatml", **options: Any) -> Path:

@@ -12,7 +12,7 @@ from headway.eval.encoded_text import FileIds
 from headway.eval.perplexity import perplexity
 from headway.infer.load import LoadedModel, load_model
 from headway.prepare.pack import PackOptions, pack
-from headway.store.convert import Options, convert
+from headway.store.convert import ConvertOptions, convert
 from headway.store.foreign.mds_writer import MdsTokenWriter
 from headway.store.reader import StoreWriter
 
@@ -49,7 +49,7 @@ def test_stores_of_every_kind_score_like_their_text(tmp_path: Path, loaded: Load
             writer.add(loaded.tokenizer.encode(text))
         writer.finish()
     convert(tmp_path / "headway", tmp_path / "mds", "mds")
-    convert(tmp_path / "headway", tmp_path / "internlm", "internlm", Options(type="cn"))
+    convert(tmp_path / "headway", tmp_path / "internlm", "internlm", ConvertOptions(type="cn"))
     pack(tmp_path / "headway", tmp_path / "packs", PackOptions(1000, to="mds"))
     for kind in ("headway", "mds", "internlm", "packs"):
         scored = perplexity(loaded, read_pieces(Dataset(kind, (str(tmp_path / kind),)), loaded), window=32)

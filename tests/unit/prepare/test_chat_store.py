@@ -11,13 +11,14 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from headway.data.config import DataConfig, SourceConfig
-from headway.data.open import open_source as open_recipe_source
+from headway.data.pairs import is_preference, num_pairs
 from headway.errors import ConfigError, DataError
 from headway.prepare.chat import ChatOptions, cached_chat, tokenize_chat
-from headway.prepare.preference import PreferenceOptions, cached_preference, is_preference, num_pairs, tokenize_preference
-from headway.prepare.record_keys import KeyMap
+from headway.prepare.preference import PreferenceOptions, cached_preference, tokenize_preference
+from headway.prepare.sources import prepare_source
 from headway.store.foreign.source import open_source
 from headway.store.reader import Store, open_store
+from headway.text.record_keys import KeyMap
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 
 
@@ -262,9 +263,7 @@ def test_a_recipe_names_keys_and_leaves_out_bad_records(tmp_path: Path, folder: 
 
     def opened(**more: Any) -> Store:
         one = SourceConfig(**{**source, **more})
-        found = open_recipe_source(one, DataConfig(cache_dir=tmp_path / "cache"), folder)
-        assert isinstance(found, Store)
-        return found
+        return open_store(prepare_source(one, DataConfig(cache_dir=tmp_path / "cache"), folder).path)
 
     with pytest.raises(DataError, match=r"c.jsonl:2: turn 1 \(assistant\) is empty.*\(in a recipe drop_bad: true\) leaves them out"):
         opened()

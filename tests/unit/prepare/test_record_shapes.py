@@ -9,9 +9,9 @@ from support.runs import headway
 
 from headway.errors import ConfigError, DataError
 from headway.prepare.conversations import conversation_of, preference_of
-from headway.prepare.record_keys import KeyMap
 from headway.prepare.validate import Reading, validate
 from headway.text.document import Record
+from headway.text.record_keys import KeyMap
 from headway.tokenizer.templates import Call, Turn
 
 USER, BOT = Turn("user", "Hi"), Turn("assistant", "Hello")

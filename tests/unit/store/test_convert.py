@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError, DataError
-from headway.store.convert import TARGETS, Options, convert, convert_built, items
+from headway.store.convert import TARGETS, ConvertOptions, convert, convert_built, items
 from headway.store.foreign.internlm import InternlmWriter, open_internlm
 from headway.store.foreign.mds import open_mds
 from headway.store.foreign.source import open_source
@@ -63,14 +63,14 @@ def test_types_become_folders_and_domains(tmp_path: Path) -> None:
         with InternlmWriter(tmp_path / "in" / kind / "a.bin") as writer:
             writer.add([1, 2, 3])
             writer.finish()
-    convert(tmp_path / "in", tmp_path / "mds", "mds", Options(compression="zstd"))
+    convert(tmp_path / "in", tmp_path / "mds", "mds", ConvertOptions(compression="zstd"))
     assert [d.type for d in open_mds(tmp_path / "mds").documents()] == ["cn", "en"]
     convert(tmp_path / "mds", tmp_path / "out", "internlm")
     assert sorted(p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*.bin")) == [
         "cn/dataset.bin",
         "en/dataset.bin",
     ]
-    convert(tmp_path / "mds", tmp_path / "one", "internlm", Options(type="code"))
+    convert(tmp_path / "mds", tmp_path / "one", "internlm", ConvertOptions(type="code"))
     assert open_internlm(tmp_path / "one").type_of(1) == "code"
 
 
@@ -92,9 +92,9 @@ def test_begin_tokens_are_named_or_found_and_counted(tmp_path: Path) -> None:
     between = tmp_path / ".tmp-a-tokens"
     shutil.copytree(store, between)
     with pytest.raises(ConfigError, match=f"^{tmp_path / 'a'}: documents begin"):
-        convert_built(between, tmp_path / "a", "zero2all", Options())
+        convert_built(between, tmp_path / "a", "zero2all", ConvertOptions())
     assert not between.exists()
-    report = convert(store, tmp_path / "b", "zero2all", Options(begin_id=9, seq_len=2))
+    report = convert(store, tmp_path / "b", "zero2all", ConvertOptions(begin_id=9, seq_len=2))
     assert (report.begins_added, report.tokens) == (2, 6)
     assert content(tmp_path / "b") == [([9, 1, 2], None), ([9, 3, 4], None)]
 

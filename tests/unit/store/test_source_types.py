@@ -16,7 +16,7 @@ from headway.data.open import open_data
 from headway.errors import ConfigError, DataError
 from headway.prepare.inspect import inspect
 from headway.prepare.pack import PackOptions, pack
-from headway.store.convert import Options, convert, items
+from headway.store.convert import ConvertOptions, convert, items
 from headway.store.foreign.internlm import InternlmWriter
 from headway.store.foreign.mds import open_mds
 from headway.store.foreign.mds_writer import MdsTokenWriter
@@ -122,11 +122,11 @@ def test_a_second_type_is_added_to_an_internlm_folder_and_the_first_stays(tmp_pa
     with InternlmWriter(source / "x" / "a.bin") as writer:
         writer.add([1, 2, 3])
         writer.finish()
-    convert(source, tmp_path / "out", "internlm", Options(type="cn"))
+    convert(source, tmp_path / "out", "internlm", ConvertOptions(type="cn"))
     before = (tmp_path / "out" / "cn" / "dataset.bin").read_bytes()
-    convert(source, tmp_path / "out", "internlm", Options(type="en"))
+    convert(source, tmp_path / "out", "internlm", ConvertOptions(type="en"))
     assert types_of(tmp_path / "out") == {"cn": 1, "en": 1}
-    for options in (Options(type="cn"), Options(type="en")):
+    for options in (ConvertOptions(type="cn"), ConvertOptions(type="en")):
         with pytest.raises(DataError, match=f"{options.type}: already exists and is not empty"):
             convert(source, tmp_path / "out", "internlm", options)
     (tmp_path / "out" / "x").mkdir()

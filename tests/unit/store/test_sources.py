@@ -14,10 +14,12 @@ import pytest
 from headway.config.load import validate
 from headway.data.config import DataConfig
 from headway.data.loader import Loader
-from headway.data.open import open_data
+from headway.data.open import OpenData
+from headway.data.open import open_data as open_stores
 from headway.errors import ConfigError, DataError
 from headway.prepare import cache
 from headway.prepare.cache import CachedBuild, cached_store, obtain
+from headway.prepare.sources import prepare_sources
 from headway.store.local_copy import staged
 from headway.store.lock import held
 from headway.store.reader import StoreWriter, is_store, open_store
@@ -44,6 +46,10 @@ def make_store(folder: Path, fingerprint: str | None, documents: int = 40) -> Pa
 
 def data(**settings: Any) -> DataConfig:
     return validate(DataConfig, {"seq_len": 16, "workers": 0, **settings})
+
+
+def open_data(config: DataConfig, *, tokenizer: Path | None, vocab_size: int, seed: int) -> OpenData:
+    return open_stores(config, prepare_sources(config, tokenizer), tokenizer=tokenizer, vocab_size=vocab_size, seed=seed)
 
 
 def test_generated_data_needs_nothing() -> None:

@@ -29,11 +29,11 @@ def command(
     json: bool = JSON_FLAG,
 ) -> None:
     """Write a token store in another format."""
-    from headway.store.convert import Options, convert
+    from headway.store.convert import ConvertOptions, convert
     from headway.store.foreign.detect import checked_kind
     from headway.tokenizer.load import load_tokenizer
 
-    options = Options(checked_kind(kind) if kind else None, rebuild_index, begin_id, seq_len, type_name, compression)
+    options = ConvertOptions(checked_kind(kind) if kind else None, rebuild_index, begin_id, seq_len, type_name, compression)
     report = convert(source, out, to, options, load_tokenizer(tokenizer) if tokenizer else None)
     if json:
         print_json(vars(report))

@@ -53,13 +53,13 @@ def command(
     records = {"template": template or "chatml", "max_length": max_length, "valid_fraction": valid_fraction or 0.0, "to": to}
     records |= {"seed": seed or 0, "drop_bad": drop_bad, "workers": workers}
     if kind == "text":
-        from headway.prepare.tokenize import TokenizeOptions, tokenize
-        from headway.store.convert import Options, tokenize_as
+        from headway.prepare.tokenize import TokenizeOptions, tokenize, tokenize_as
+        from headway.store.convert import ConvertOptions
         from headway.text.clean import CleanRules
 
         rules = CleanRules() if clean else None
         options = TokenizeOptions(text_key or "text", template, _split(split, to), eos, bos, workers, part, rules)
-        layout = Options(type=type_name, begin_id=begin_id)
+        layout = ConvertOptions(type=type_name, begin_id=begin_id)
         report = tokenize(files, tokenizer, out, options) if to == "headway" else tokenize_as(files, tokenizer, out, to, options, layout)
     else:
         for_chat = {"too_long": too_long or "truncate_right", "type": type_name or "en"} if kind == "chat" else {}
@@ -69,7 +69,7 @@ def command(
 
 def _tokenize_records(files: list[str], tokenizer: Path, out: Path, keys: str | None, options: dict[str, Any]) -> Any:
     """Conversations where the options say what happens to long ones, else preference pairs."""
-    from headway.prepare.record_keys import KeyMap
+    from headway.text.record_keys import KeyMap
 
     named = KeyMap.parse(keys)
     if "too_long" in options:

@@ -30,9 +30,9 @@ def command(
 
     from headway.errors import ConfigError
     from headway.prepare.masked_build import describe_unread
-    from headway.prepare.record_keys import KeyMap
     from headway.prepare.validate import KINDS, Reading, validate
     from headway.text.document import TextOf
+    from headway.text.record_keys import KeyMap
     from headway.tokenizer.load import load_tokenizer
 
     if kind not in KINDS:

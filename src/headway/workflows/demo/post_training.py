@@ -62,7 +62,8 @@ def fine_tune(demo: Demo) -> dict[str, Any]:
 
 def prefer(demo: Demo) -> dict[str, Any]:
     """Prefer the right answer to a wrong one: another function's."""
-    from headway.prepare.preference import PreferenceOptions, num_pairs, tokenize_preference
+    from headway.data.pairs import num_pairs
+    from headway.prepare.preference import PreferenceOptions, tokenize_preference
     from headway.store.reader import is_store, open_store
 
     # The same file name and the same places as the questions': so the same of them are held out.

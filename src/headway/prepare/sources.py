@@ -1,0 +1,54 @@
+"""The sources of a recipe as token stores. In: the `data` section and a tokenizer; out: one store per source.
+
+A source of raw files becomes a store in the cache, built now if it is not there yet. A source that is a store already is passed on.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from headway.data.config import DataConfig, SourceConfig
+from headway.data.open import SourceStore, SourceStores, check_rows_of_pairs
+from headway.errors import ConfigError
+from headway.prepare.cache import cached_store
+from headway.prepare.chat import ChatOptions, cached_chat
+from headway.prepare.preference import PreferenceOptions, cached_preference
+from headway.prepare.tokenize import TokenizeOptions
+from headway.store.foreign.detect import detect
+from headway.text.hub import is_hub_id, local_or_hub
+from headway.text.record_keys import KeyMap
+
+
+def prepare_sources(config: DataConfig, tokenizer: Path | None, *, pairs: bool = False) -> SourceStores:
+    """The store of every source of a recipe: downloaded from the hub and tokenized where needed. `pairs`: the objective compares pairs."""
+    if pairs:
+        check_rows_of_pairs(config)
+    return SourceStores.of(config, partial(prepare_source, config=config, tokenizer=tokenizer))
+
+
+def prepare_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> SourceStore:
+    """The store of one source."""
+    path = one.path
+    if not Path(path).exists() and is_hub_id(path):
+        path = str(local_or_hub(path, dataset=True, cache_dir=config.cache_dir))
+    kind = detect(path)
+    if kind == "raw":
+        return SourceStore(one, _tokenized(path, one, config, tokenizer), name=path)
+    if one.raw_settings:
+        raise ConfigError(f"data: {path} is a token store ({kind}), but {one.raw_settings[0]} is for raw files. Remove it.")
+    return SourceStore(one, Path(path))
+
+
+def _tokenized(path: str, one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Path:
+    if tokenizer is None:
+        raise ConfigError(f"data: {path} is raw text and needs a tokenizer. Set `tokenizer` in the recipe, or give a token store.")
+    if one.kind == "chat":
+        # Cut to a row, a conversation keeps its beginning; the rest of it would be answers to questions that are not there.
+        longest = config.seq_len if config.packing in ("best_fit", "pad") else None
+        options = ChatOptions(one.chat_template, longest, drop_bad=one.drop_bad, keys=KeyMap.of(one.keys))
+        return cached_chat([path], tokenizer, config.cache_dir, options)
+    if one.kind == "preference":
+        options = PreferenceOptions(one.chat_template, config.seq_len // 2, drop_bad=one.drop_bad, keys=KeyMap.of(one.keys))
+        return cached_preference([path], tokenizer, config.cache_dir, options)
+    return cached_store([path], tokenizer, config.cache_dir, TokenizeOptions(one.text_key, one.template, one.split))
