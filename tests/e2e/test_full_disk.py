@@ -63,7 +63,7 @@ def test_a_supervisor_on_a_full_disk_keeps_its_run(tmp_path: Path, monkeypatch: 
     script = "import time; time.sleep(1.5)"
     told: list[str] = []
     watching = supervise.Supervisor(
-        [sys.executable, "-c", script], supervise.Policy(max_restarts=0), run, {}, lambda event, text, step: told.append(event)
+        [sys.executable, "-c", script], supervise.RestartPolicy(max_restarts=0), run, {}, lambda event, text, step: told.append(event)
     )
     assert watching.run() == 0
     assert watching.restarts == 0 and told == ["save_failure"]

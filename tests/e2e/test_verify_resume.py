@@ -11,12 +11,13 @@ import pytest
 from support.ranks import start_processes
 from support.runs import headway, make_stores, write_recipe
 
-from headway.cli.verify.resume import show
+from headway.cli.verify import print_certificate
 from headway.config.load import load
 from headway.errors import ConfigError
+from headway.launch.train import kill_after
 from headway.train import train
 from headway.train.config import Recipe
-from headway.workflows.resume_proof import Trial, killed_at, prove_resume
+from headway.workflows.resume_proof import Trial, prove_resume
 
 
 def forked(arguments: list[str], nproc: int | None, kill_at: int | None) -> None:
@@ -27,13 +28,13 @@ def forked(arguments: list[str], nproc: int | None, kill_at: int | None) -> None
     elif kill_at is None:
         start_processes(lambda: train(recipe), nproc or 1)
     elif nproc in (None, 1):
-        child = multiprocessing.get_context("fork").Process(target=lambda: train(recipe, probe=killed_at(kill_at)))
+        child = multiprocessing.get_context("fork").Process(target=lambda: train(recipe, probe=kill_after(kill_at)))
         child.start()
         child.join(60)
         assert child.exitcode == -signal.SIGKILL
     else:
         with pytest.raises(AssertionError, match=r"rank 0|did not finish"):
-            start_processes(lambda: train(recipe, probe=killed_at(kill_at)), nproc or 1)
+            start_processes(lambda: train(recipe, probe=kill_after(kill_at)), nproc or 1)
 
 
 def proof(folder: Path, *overrides: str, trainer: Any = forked, **changes: Any) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def test_a_killed_run_is_certified_bit_for_bit(tmp_path: Path, capsys: pytest.Ca
     assert found["holds"] and found["rule"] == "bit for bit" and found["unequal"] == []
     assert found["killed_after_step"] == 6 and found["resumed_from_step"] == 3
     assert found["whole"] == found["resumed"] and found["whole"]["next_batch_documents"]
-    show(found)
+    print_certificate(found)
     assert "the resume is exact" in capsys.readouterr().out
 
 
@@ -66,7 +67,7 @@ def test_a_resume_that_differs_is_told_tensor_by_tensor(tmp_path: Path, capsys: 
     assert not found["holds"] and found["same_sample_order"]
     names = {(one["name"], one["role"]) for one in found["unequal"]}
     assert ("model.norm.weight", "master") in names and ("model.norm.weight", "exp_avg") in names
-    show(found)
+    print_certificate(found)
     said = capsys.readouterr().out
     assert "NOT the same run" in said and "model.norm.weight" in said and "DIFFERS" in said
 
@@ -84,7 +85,7 @@ def test_a_recipe_in_stages_is_certified_stage_by_stage(
     assert (found["killed_after_step"], found["resumed_from_step"]) == (kill_at, resumed_from)
     assert [one["name"] for one in found["stages"]] == ["01-one", "02-two"] and all(s["whole"] == s["resumed"] for s in found["stages"])
     assert not (tmp_path / "elsewhere").exists(), "the user's store is left alone"
-    show(found)
+    print_certificate(found)
     assert "02-two" in capsys.readouterr().out
 
 

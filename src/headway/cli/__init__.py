@@ -1,6 +1,6 @@
-"""The command line: one file per verb (`cli/train.py`, `cli/prepare/tokenize.py`), found by name; each holds one function `command`.
+"""The command line. Each module here maps the words of its verbs to functions: `VERBS = {"data tokenize": tokenize}`.
 
-Verb files import typer alone at the top, so that help is instant; the work is a typed function of the package that the verb calls.
+A function holds options and printing; the work is a typed function of another package, imported inside, so that help is instant.
 """
 
 import errno
@@ -18,6 +18,7 @@ from types import FrameType
 import typer
 
 from headway import __version__
+from headway.cli._options import flatten
 from headway.errors import HeadwayError
 from headway.runtime.log import start_logging
 from headway.runtime.open_files import raise_open_files
@@ -25,8 +26,17 @@ from headway.runtime.output import ReaderGone, standard_streams
 from headway.runtime.process import leave_outcome
 from headway.runtime.storage import explain
 
+GROUPS = {
+    "config": "Show and describe recipes.",
+    "data": "Turn raw data into token stores, inspect them and convert them between formats.",
+    "eval": "Measure a model.",
+    "export": "Write models in the formats of other tools.",
+    "masks": "Head masks: which heads attend to the whole context.",
+    "tokenizer": "Train and inspect tokenizers.",
+    "verify": "Prove that a run resumes exactly and that a checkpoint is complete.",
+}
 USERS_PATH = (errno.ENAMETOOLONG, errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
-"""What is wrong with a path that was given, rather than with the machine."""
+"""The given path is wrong, not the machine."""
 DISKS_STATE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -42,27 +52,23 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(_global_options)
-    _add_verbs(app, __name__)
+    _add_verbs(app)
     return app
 
 
-def _add_verbs(app: typer.Typer, package: str) -> None:
-    folder = importlib.import_module(package)
-    for found in pkgutil.iter_modules(folder.__path__):
-        if found.name.startswith("_"):
-            continue
-        module = importlib.import_module(f"{package}.{found.name}")
-        name = found.name.rstrip("_").replace("_", "-")
-        if found.ispkg:
-            group = typer.Typer(help=module.__doc__, no_args_is_help=True, rich_markup_mode=None)
-            _add_verbs(group, module.__name__)
-            app.add_typer(group, name=name)
-        else:
-            app.command(name)(module.command)
+def _add_verbs(app: typer.Typer) -> None:
+    groups = {name: typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None) for name, text in GROUPS.items()}
+    modules = [one.name for one in pkgutil.iter_modules(__path__) if not one.name.startswith("_")]
+    verbs = {words: verb for name in modules for words, verb in importlib.import_module(f"{__name__}.{name}").VERBS.items()}
+    for words in sorted(verbs):
+        group, _, name = words.rpartition(" ")
+        (groups[group] if group else app).command(name)(flatten(verbs[words]))
+    for name, group in groups.items():
+        app.add_typer(group, name=name)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"headway {__version__}")
         raise typer.Exit
 
@@ -78,27 +84,27 @@ def _global_options(
 
 
 class _Interrupt:
-    """Remembers a Ctrl-C: in the middle of an import it may be swallowed, and what was half imported then fails with another error."""
+    """Remembers a Ctrl-C: an import may swallow it, and the half-imported module then fails with another error."""
 
     def __init__(self) -> None:
-        self.came = False
-        usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        self.listens = usual and threading.current_thread() is threading.main_thread()
-        if self.listens:
-            signal.signal(signal.SIGINT, self._note)
+        self.received = False
+        is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self.is_installed = is_default and threading.current_thread() is threading.main_thread()
+        if self.is_installed:
+            signal.signal(signal.SIGINT, self._receive)
 
-    def end(self) -> None:
-        """Listen no more."""
-        if self.listens:
+    def restore(self) -> None:
+        """Put Python's handler back."""
+        if self.is_installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
         signal.default_int_handler(number, frame)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit code is also left for a supervisor, since a launcher in between may not pass it on."""
+    """Run one verb. The exit code is also written for a supervisor, since a launcher in between may not pass it on."""
     with standard_streams():
         code = _main(arguments)
         if code in (2, 3):
@@ -108,10 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str] | None) -> int:
     """Run one verb. A user's mistake ends in one line on standard error and exit code 2, never in a traceback."""
-    # CPU threads that wait should sleep, not spin: spinning makes a machine that does anything else crawl. Read when torch is loaded.
+    # Idle CPU threads should sleep, not spin: spinning slows everything else on the machine. torch reads this when it is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     raise_open_files()
-    asked = _Interrupt()
+    interrupt = _Interrupt()
     try:
         # without standalone mode the code of `typer.Exit` comes back as the result
         code = build_app()(args=list(arguments) if arguments is not None else None, standalone_mode=False)
@@ -127,7 +133,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         print("stopped", file=sys.stderr)  # noqa: T201
         return 130
     except OSError as problem:
-        if problem.filename is None or asked.came:
+        if problem.filename is None or interrupt.received:
             raise
         logging.getLogger("headway").debug("where it happened", exc_info=True)
         path = Path(os.fsdecode(problem.filename))
@@ -135,7 +141,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         print(f"error: {path}: {reason}", file=sys.stderr)  # noqa: T201
         return 2 if problem.errno in USERS_PATH else 1
     except Exception as error:
-        if asked.came:
+        if interrupt.received:
             print("stopped", file=sys.stderr)  # noqa: T201
             return 130
         if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "format_message"):
@@ -145,4 +151,4 @@ def _main(arguments: Sequence[str] | None) -> int:
             return 2
         raise
     finally:
-        asked.end()
+        interrupt.restore()

@@ -1,16 +1,15 @@
-"""How verbs speak: `--json` puts the JSON alone on standard output; everything else is for people, tables on standard output."""
+"""What verbs print: with `--json` one JSON document on standard output, else tables and text for people."""
 
 import json
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
 
-JSON_FLAG = typer.Option(False, "--json", help="Print the result as JSON on standard output, everything else on standard error.")
-
 SHORT = 14
-"""Characters of a cell that is never folded: numbers, names of kinds."""
+"""A cell of up to this many characters is never folded: numbers, names of kinds."""
 
 
 def print_json(result: Any) -> None:
@@ -19,7 +18,7 @@ def print_json(result: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
-    """A table that fits the terminal by folding long cells, never numbers; as wide as it is where the output is no terminal."""
+    """A table that fits the terminal: long cells are folded, numbers are not. Nothing is folded if the output is no terminal."""
     from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
@@ -33,12 +32,24 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: st
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     least = gaps
     for name, width in zip(columns, widths, strict=True):
-        # A short column keeps its width; where there is no room its heading gives way, word by word.
-        kept = whole or width <= SHORT
-        heading = name if whole or not kept else name.replace(" ", "\n")
-        least += max(width, *map(cell_len, heading.split("\n"))) if kept else SHORT
-        table.add_column(heading, overflow="fold", no_wrap=kept)
+        # A short column keeps its width. If there is no room, its heading is folded at the spaces.
+        is_fixed = whole or width <= SHORT
+        heading = name if whole or not is_fixed else name.replace(" ", "\n")
+        least += max(width, *map(cell_len, heading.split("\n"))) if is_fixed else SHORT
+        table.add_column(heading, overflow="fold", no_wrap=is_fixed)
     for row in cells:
         table.add_row(*row)
     console.width = max(console.width, least)
     console.print(table)
+
+
+def print_report_path(out: Path | None) -> None:
+    """Where the report of a verb with `--out` is."""
+    if out is not None:
+        typer.echo(f"\nreport: {out / 'report.md'}")
+
+
+def exit_with(code: int) -> None:
+    """End the verb with an exit code other than 0."""
+    if code:
+        raise typer.Exit(code)

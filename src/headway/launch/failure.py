@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headway.errors import HeadwayError, TrainingError
+from headway.runtime.heartbeat import read_beats
 from headway.runtime.json_file import load_json
-from headway.runtime.output import say
+from headway.runtime.output import flush_streams, say
+from headway.runtime.process import end_with_launcher, failure_file
 from headway.runtime.stop import SIGNALS
+from headway.track.outside import last_lines, tell_crash
+
+if TYPE_CHECKING:
+    from headway.train.config import Recipe
+
+log = logging.getLogger("headway")
 
 USERS_MISTAKE = 2
 STOP_SIGNALS = SIGNALS
@@ -112,3 +123,31 @@ def cause(one: Ended, log: Path | None) -> str:
         why = f"ended with exit code {one.code}"
     where = f" More in {log}." if log is not None else ""
     return f"rank {one.rank} {why.rstrip('.')}. All ranks were ended.{where}"
+
+
+def run_as_rank(function: Callable[[], int]) -> int:
+    """Run a child of the launcher: it ends with the launcher, and reports a failure to the launcher instead of printing it."""
+    end_with_launcher()
+    path = failure_file()
+    assert path is not None
+    try:
+        return function()
+    except Exception as error:  # not swallowed: the launcher prints it
+        code = report_failure(path, error)
+        # Exit at once: threads of a broken process group may keep the interpreter from ending.
+        flush_streams()
+        os._exit(code)
+
+
+def report_crash(recipe: Recipe, error: RankError) -> None:
+    """Log where every rank was last, and report the crash, once, with the end of its traceback."""
+    if error.exit_code == USERS_MISTAKE:
+        return
+    beats, now = read_beats(recipe.run.folder), time.time()
+    for beat in beats:
+        log.info("last seen: %s", beat.describe(now))
+    text = f"{last_lines(error.traceback)}\n{error}" if error.traceback else str(error)
+    try:
+        tell_crash(recipe.track, recipe.run.folder, text, max((beat.step for beat in beats), default=0))
+    except (OSError, HeadwayError) as problem:
+        log.warning("the crash could not be reported: %s", problem)

@@ -43,7 +43,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Choice:
+class GpuChoice:
     """The GPUs of a run, what the environment must say so that CUDA sees them, and what the user should know."""
 
     gpus: tuple[Gpu, ...]
@@ -92,15 +92,15 @@ def _mebibytes(text: str) -> int | None:
     return None if value is None else int(value * 2**20)
 
 
-def choose_gpus(wish: str, environment: Mapping[str, str], devices: Callable[[], list[Gpu]] = read_gpus) -> Choice:
+def choose_gpus(wish: str, environment: Mapping[str, str], devices: Callable[[], list[Gpu]] = read_gpus) -> GpuChoice:
     """Settle a wish; whatever does not exist is refused with the list of what does."""
     if wish.strip().lower() == "none":
-        return Choice((), {"CUDA_VISIBLE_DEVICES": "", CHOSEN_GPUS: ""}, ("--gpus none: computing on the CPU",))
+        return GpuChoice((), {"CUDA_VISIBLE_DEVICES": "", CHOSEN_GPUS: ""}, ("--gpus none: computing on the CPU",))
     here = visible(devices(), environment.get("CUDA_VISIBLE_DEVICES"))
     notes: list[str] = []
     if wish.strip().lower() == "auto":
         if not here:
-            return Choice((), {}, ("no GPU is visible here: computing on the CPU",))
+            return GpuChoice((), {}, ("no GPU is visible here: computing on the CPU",))
         chosen = [gpu for gpu in here if gpu.busy is None]
         notes += [f"GPU {gpu.index} ({gpu.name}) is skipped: {gpu.busy}" for gpu in here if gpu.busy]
         if not chosen:
@@ -110,7 +110,7 @@ def choose_gpus(wish: str, environment: Mapping[str, str], devices: Callable[[],
     names = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in chosen)
     visible_ids = ",".join(str(gpu.index) for gpu in chosen)
     settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible_ids, CHOSEN_GPUS: wish.strip()}
-    return Choice(tuple(chosen), settings, (*notes, f"GPUs of this run: {names}"), tuple(_mixed(chosen)))
+    return GpuChoice(tuple(chosen), settings, (*notes, f"GPUs of this run: {names}"), tuple(_mixed(chosen)))
 
 
 def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:

@@ -37,7 +37,7 @@ PREFIX = "headway/launch/"
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeSpec:
     """Which node of how many this is, and where node 0 is found."""
 
     num: int = 1
@@ -63,10 +63,18 @@ def parse_master(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-class Meeting:
+def parse_nodes(num: int, rank: int, master: str | None, timeout_seconds: float) -> NodeSpec:
+    """The nodes that `--nnodes`, `--node-rank`, `--master` and `--node-timeout` describe."""
+    if master is not None and num == 1:
+        raise LaunchError("--master is given and --nnodes is 1; one machine needs no rendezvous. Leave it out, or give --nnodes.")
+    host, port = parse_master(master) if master is not None else (LOOPBACK, 0)
+    return NodeSpec(num, rank, host, port, timeout_seconds)
+
+
+class Rendezvous:
     """The store as one launcher sees it, and what it has learnt there: where its ranks begin and how many there are in all."""
 
-    def __init__(self, nodes: Nodes, num_ranks: int) -> None:
+    def __init__(self, nodes: NodeSpec, num_ranks: int) -> None:
         self.nodes, self.num_ranks = nodes, num_ranks
         self.first_rank, self.world = 0, num_ranks
         self.host, self.port = nodes.host, nodes.port

@@ -42,7 +42,7 @@ class RankStart:
     environment: Mapping[str, str]
 
 
-class Ranks:
+class RankProcesses:
     """The children of one launcher."""
 
     def __init__(self, command: Sequence[str], starts: Sequence[RankStart], environment: Mapping[str, str], logs: Path) -> None:
@@ -170,7 +170,7 @@ class Ranks:
         for reader in self.readers:
             reader.join(timeout=GRACE_SECONDS)
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -22,20 +22,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from headway.errors import HeadwayError
+from headway.errors import HeadwayError, LaunchError
 from headway.launch.failure import STOP_SIGNALS, USERS_MISTAKE
 from headway.runtime.deferred import Deferred
 from headway.runtime.heartbeat import STACK_SIGNAL, Beat, is_alive, read_beats, stacks_file, suspects
-from headway.runtime.process import OUTCOME_FILE, RESTARTS, SUPERVISOR
+from headway.runtime.process import OUTCOME_FILE, RESTARTS, SUPERVISOR, safe_environment
 from headway.runtime.progress import duration
 from headway.runtime.stop import heeded_signals
 from headway.runtime.storage import write_atomic
 from headway.runtime.temporary import temporary_folder
 from headway.track.base import Event
-from headway.track.outside import claim_crash
+from headway.track.outside import claim_crash, tell_outside
 from headway.train.place import steps_saved
 from headway.train.request import read_request, withdraw
+
+if TYPE_CHECKING:
+    from headway.train.config import Recipe, SuperviseConfig
 
 log = logging.getLogger("headway")
 
@@ -51,7 +55,7 @@ Tell = Callable[[Event, str, int], None]
 
 
 @dataclass(frozen=True)
-class Policy:
+class RestartPolicy:
     """How patient a supervisor is."""
 
     max_restarts: int = 5
@@ -70,7 +74,12 @@ class Supervisor:
     """Looks after one command. `run_dir` is where its ranks leave heartbeats and checkpoints; without one only exit codes are seen."""
 
     def __init__(
-        self, command: Sequence[str], policy: Policy, run_dir: Path | None, environment: Mapping[str, str], tell: Tell = lambda *_: None
+        self,
+        command: Sequence[str],
+        policy: RestartPolicy,
+        run_dir: Path | None,
+        environment: Mapping[str, str],
+        tell: Tell = lambda *_: None,
     ) -> None:
         self.command, self.policy, self.run_dir, self.tell = list(command), policy, run_dir, tell
         self.job = str(uuid.uuid4())
@@ -79,7 +88,7 @@ class Supervisor:
         self.child: subprocess.Popen[bytes] | None = None
         self.restarts = self.failures = 0
         self.furthest = -1
-        self.patience = Patience(policy.hang_seconds)
+        self.patience = HangDetector(policy.hang_seconds)
         self.writes = Deferred()
         self.can_write = True
 
@@ -104,7 +113,7 @@ class Supervisor:
         """One start and its end; None = start again."""
         outcome.unlink(missing_ok=True)
         own = {SUPERVISOR: self.job, RESTARTS: str(self.restarts), OUTCOME_FILE: str(outcome)}
-        self.patience = Patience(self.policy.hang_seconds, read_beats(self.run_dir) if self.run_dir is not None else ())
+        self.patience = HangDetector(self.policy.hang_seconds, read_beats(self.run_dir) if self.run_dir is not None else ())
         self.child = subprocess.Popen(self.command, env={**self.environment, **own}, process_group=0)
         was_hung = self._watch(self.child)
         code = self.child.returncode if self.child.returncode >= 0 else 128 - self.child.returncode
@@ -223,7 +232,7 @@ class Supervisor:
                     self.tell("save_failure", str(problem), max(self.furthest, 0))
 
 
-class Patience:
+class HangDetector:
     """How long the ranks here have made no progress, by what is seen to change in their heartbeats; clocks may jump.
 
     Time counts only as far as it was looked at: after a pause of the whole machine a rank first gets the chance to go on.
@@ -277,3 +286,20 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def supervise(command: Sequence[str], settings: SuperviseConfig, recipe: Recipe | None, run_dir: Path | None = None) -> int:
+    """Run a command under a supervisor; returns its exit code."""
+    folder = run_dir if run_dir is not None else recipe.run.folder if recipe is not None else None
+    trackers = recipe.track if recipe is not None else ()
+    for one in trackers:  # a missing address is refused now, not when the first message is due
+        if folder is not None and (tracker := one.build_outside(folder, folder.name)) is not None:
+            tracker.close()
+    policy = RestartPolicy(settings.max_restarts, settings.backoff_seconds, settings.hang_seconds)
+    supervisor = Supervisor(command, policy, folder, safe_environment(command, os.environ))
+    if folder is not None:
+        supervisor.tell = lambda event, text, step: tell_outside(trackers, folder, event, text, step, supervisor.writes)
+    try:
+        return supervisor.run()
+    except (FileNotFoundError, PermissionError) as problem:
+        raise LaunchError(f"{command[0]}: {problem.strerror}. Give a command that can be run, after --.") from None

@@ -16,8 +16,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +31,6 @@ from headway.track.jsonl import read_metrics
 from headway.track.outside import read_events
 
 if TYPE_CHECKING:
-    from headway.train.build import Run
     from headway.train.config import Recipe
     from headway.train.resolve import Resolved
 
@@ -186,27 +184,6 @@ def in_processes(arguments: list[str], nproc: int | None, kill_at: int | None) -
         if code == ConfigError.exit_code:
             raise ConfigError(last.removeprefix("error: "))
         raise TrainingError(f"training ended with exit code {code}:\n{last}")
-
-
-def killed_at(step: int) -> Callable[[Run], Any]:
-    """A probe: the last rank kills itself, as kill -9 would, when this step and the save under way are done."""
-
-    @contextmanager
-    def probe(run: Run) -> Iterator[None]:
-        before = 0 if run.place is None else run.place.steps_before
-
-        def after_step(done: int) -> None:
-            if before + done < step:
-                return
-            run.saver.wait()
-            run.ranks.world.max(0)  # the first rank writes what makes a checkpoint whole
-            if run.process.rank == run.process.world - 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        run.after_step = after_step
-        yield
-
-    return probe
 
 
 def _certificate(reader: Reader, resolved: Resolved) -> dict[str, Any]:

@@ -7,7 +7,9 @@ Every part is kept: started again, a finished run is not trained, and what was a
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from headway.eval.long_context import LongPlan, LongResult, evaluate_long, make_
 from headway.eval.long_report import write_long_report
 from headway.model.head_masks.choice import FULL, NONE, OWN, MaskChoice, MaskSpec, MaskVariant
 from headway.runtime.device import choose_compute
+from headway.runtime.process import own_command
 
 if TYPE_CHECKING:
     from headway.eval.perplexity import Piece
@@ -153,6 +156,17 @@ def sparsify(recipe: Recipe, plan: SparsifyPlan, *, train: Callable[[Recipe], di
     result = _ask(recipe, run, checked, plan)
     write_long_report(out, result, preface=list(_preface(summary, files)))
     return Sparsified(run, files, _kept(summary), result)
+
+
+def train_in_processes(arguments: Sequence[str], nproc: int | None, gpus: str | None) -> Callable[[Recipe], dict[str, Any]]:
+    """A `train` that runs `headway train` with these arguments in a process of its own, which may start several ranks."""
+    flags = [text for flag, value in (("--nproc", nproc), ("--gpus", gpus)) if value is not None for text in (flag, str(value))]
+
+    def train(recipe: Recipe) -> dict[str, Any]:
+        child = subprocess.run(own_command(["train", *arguments, *flags, "--json"]), stdout=subprocess.PIPE, check=False)
+        return json.loads(child.stdout) if child.returncode == 0 else {"exit_code": child.returncode}
+
+    return train
 
 
 def write_mask_files(run: Path, spec: MaskSpec, out: Path) -> list[str]:

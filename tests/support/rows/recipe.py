@@ -2,7 +2,7 @@
 
 import json
 
-from headway.launch.local import Wishes, plan_job
+from headway.launch.launcher import LaunchOptions, plan_for_recipe
 from headway.train.config import Recipe
 from support.observe import (
     STORES,
@@ -45,7 +45,7 @@ RAMP = ("batch.rampup={start: 1, add: 1, every: 1}",)
 ROWS: dict[str, Row] = {
     "run.name": ((), "a", "b", lambda o: observed(o).folder.name),
     "run.dir": ((), "$/runs1", "$/runs2", lambda o: observed(o).folder.parent.name),
-    "run.gpus": ((), None, "none", lambda o: plan_job(load(Recipe, None, o), Wishes(), {}).choice),
+    "run.gpus": ((), None, "none", lambda o: plan_for_recipe(load(Recipe, None, o), LaunchOptions(), {}).choice),
     "model.family": ((), "llama", "mistral", lambda o: json.loads((observed(o).folder / "final/config.json").read_text())["model_type"]),
     "model.preset": ((), None, "laptop", lambda o: load(Recipe, None, list(o)).model.max_seq_len + load(Recipe, None, list(o)).model.kv_heads),
     "model.hidden_size": ((), 16, 32, engine(shapes)),

@@ -10,7 +10,7 @@ import pytest
 from headway.errors import LaunchError
 from headway.launch import nodes as nodes_module
 from headway.launch.failure import RankError
-from headway.launch.nodes import Meeting, Nodes, parse_master
+from headway.launch.nodes import NodeSpec, Rendezvous, parse_master
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,8 @@ def together(*parts: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def meet(num: int, rank: int, port: int, num_ranks: int, timeout: float = 20) -> Meeting:
-    meeting = Meeting(Nodes(num, rank, "127.0.0.1", port, timeout), num_ranks)
+def meet(num: int, rank: int, port: int, num_ranks: int, timeout: float = 20) -> Rendezvous:
+    meeting = Rendezvous(NodeSpec(num, rank, "127.0.0.1", port, timeout), num_ranks)
     meeting.serve()
     try:
         meeting.gather()
@@ -97,7 +97,7 @@ def test_a_port_in_use_is_refused() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(LaunchError, match=r"node 0 cannot listen there: Address already in use"):
-            Meeting(Nodes(2, 0, "127.0.0.1", taken.getsockname()[1]), 1)
+            Rendezvous(NodeSpec(2, 0, "127.0.0.1", taken.getsockname()[1]), 1)
 
 
 @pytest.mark.parametrize("text", ["host", "host:", ":1", "host:0", "host:x", "host:70000"])
@@ -109,8 +109,8 @@ def test_a_wrong_master_is_refused(text: str) -> None:
 def test_wrong_numbers_of_nodes_are_refused() -> None:
     assert parse_master("[::1]:29500") == ("::1", 29500)
     with pytest.raises(LaunchError, match="it must be 0 to 1"):
-        Nodes(2, 2, "h", 1)
+        NodeSpec(2, 2, "h", 1)
     with pytest.raises(LaunchError, match="--master is missing"):
-        Nodes(2, 0)
+        NodeSpec(2, 0)
     with pytest.raises(LaunchError, match="--nnodes is 0"):
-        Nodes(0)
+        NodeSpec(0)

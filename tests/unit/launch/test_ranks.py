@@ -13,12 +13,12 @@ import pytest
 from headway.errors import TrainingError
 from headway.launch import ranks as ranks_module
 from headway.launch.failure import Ended, Failure, RankError, first_cause
-from headway.launch.ranks import Ranks, RankStart
+from headway.launch.ranks import RankProcesses, RankStart
 
 
-def start(program: str, folder: Path, count: int = 2) -> Ranks:
+def start(program: str, folder: Path, count: int = 2) -> RankProcesses:
     starts = [RankStart(rank, {"RANK": str(rank)}) for rank in range(count)]
-    return Ranks(
+    return RankProcesses(
         [sys.executable, "-S", "-c", "import os, sys, time\nrank = int(os.environ['RANK'])\n" + program], starts, os.environ, folder
     )
 
@@ -200,9 +200,9 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     program = f"""
 import os, sys
 from pathlib import Path
-from headway.launch.ranks import Ranks, RankStart
+from headway.launch.ranks import RankProcesses, RankStart
 starts = [RankStart(rank, {{"RANK": str(rank)}}) for rank in range(2)]
-Ranks([sys.executable, "-c", {child!r}], starts, {{**os.environ, "PLACE": {str(tmp_path)!r}}}, Path({str(tmp_path)!r})).wait()
+RankProcesses([sys.executable, "-c", {child!r}], starts, {{**os.environ, "PLACE": {str(tmp_path)!r}}}, Path({str(tmp_path)!r})).wait()
 """
     launcher = subprocess.Popen([sys.executable, "-c", program])
     wait_ready(tmp_path)

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from headway.launch import supervise
-from headway.launch.supervise import Patience, Policy, Supervisor
+from headway.launch.supervise import HangDetector, RestartPolicy, Supervisor
 from headway.runtime.heartbeat import Beat, stacks_file
 from headway.train.request import Request, ask
 
-FAST = Policy(max_restarts=2, backoff_seconds=0.0, hang_seconds=1.0)
+FAST = RestartPolicy(max_restarts=2, backoff_seconds=0.0, hang_seconds=1.0)
 
 
-def supervisor(program: str, run_dir: Path, policy: Policy = FAST) -> tuple[Supervisor, list[tuple[str, str]]]:
+def supervisor(program: str, run_dir: Path, policy: RestartPolicy = FAST) -> tuple[Supervisor, list[tuple[str, str]]]:
     """A supervisor of a Python program, which knows its start as `turn`, and what the supervisor tells."""
     told: list[tuple[str, str]] = []
     (run_dir / "logs").mkdir(exist_ok=True)
@@ -83,7 +83,7 @@ def test_an_exit_code_left_in_a_file_counts_where_a_launcher_hides_it(tmp_path: 
 
 
 def test_the_pause_doubles_and_has_a_bound() -> None:
-    assert [Policy(backoff_seconds=10).pause(n) for n in (1, 2, 3, 10)] == [10, 20, 40, 600]
+    assert [RestartPolicy(backoff_seconds=10).pause(n) for n in (1, 2, 3, 10)] == [10, 20, 40, 600]
 
 
 BEATING = """
@@ -135,7 +135,7 @@ def test_a_signal_is_passed_on_and_ends_it(tmp_path: Path) -> None:
 
 def test_a_request_to_stop_between_two_starts_is_heeded(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").touch()
-    watching, _ = supervisor("sys.exit(1)", tmp_path, Policy(max_restarts=5, backoff_seconds=60.0))
+    watching, _ = supervisor("sys.exit(1)", tmp_path, RestartPolicy(max_restarts=5, backoff_seconds=60.0))
 
     def send() -> None:
         while not (tmp_path / "logs" / "supervisor.json").exists() or not (tmp_path / "turns").exists():
@@ -155,7 +155,7 @@ def test_a_clock_that_jumps_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(supervise.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(supervise.time, "time", lambda: 4e9)
-    patience = Patience(60)
+    patience = HangDetector(60)
     for step in range(100):
         now[0] += 1
         clock = 1e9 + step + (3600 if step > 50 else 0) - (7200 if step > 70 else 0)
@@ -165,7 +165,7 @@ def test_a_clock_that_jumps_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_silence_is_a_hang_after_the_seconds_that_were_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(supervise.time, "monotonic", lambda: now[0])
-    patience = Patience(60)
+    patience = HangDetector(60)
     hung_after = 0
     for look in range(1, 100):
         if patience.hung([beat(progress_at=5.0, at=1e9 + look)]):
@@ -178,7 +178,7 @@ def test_silence_is_a_hang_after_the_seconds_that_were_looked_at(monkeypatch: py
 def test_a_pause_of_the_whole_machine_counts_for_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(supervise.time, "monotonic", lambda: now[0])
-    patience = Patience(60)
+    patience = HangDetector(60)
     silent = beat(progress_at=5.0, at=6.0)
     patience.hung([silent])
     now[0] += 7200
@@ -188,7 +188,7 @@ def test_a_pause_of_the_whole_machine_counts_for_one_look(monkeypatch: pytest.Mo
 def test_silence_on_a_disk_that_cannot_be_written_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(supervise.time, "monotonic", lambda: now[0])
-    patience = Patience(3)
+    patience = HangDetector(3)
     for _ in range(20):
         now[0] += 1
         assert not patience.hung([beat(progress_at=5.0, at=6.0)], counts=False)
@@ -198,7 +198,7 @@ def test_what_an_earlier_start_left_is_not_this_ones_silence(monkeypatch: pytest
     now = [100.0]
     monkeypatch.setattr(supervise.time, "monotonic", lambda: now[0])
     left = beat(progress_at=5.0, at=6.0)
-    patience = Patience(3, [left])
+    patience = HangDetector(3, [left])
     for _ in range(20):
         now[0] += 1
         assert not patience.hung([left])

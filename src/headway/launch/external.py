@@ -1,4 +1,4 @@
-"""Under srun or mpirun without torchrun: where the ranks meet (MASTER_ADDR, MASTER_PORT), from what these launchers tell every rank."""
+"""Ranks that another launcher started (torchrun, mpirun, srun): which one it was, and where its ranks meet (MASTER_ADDR, MASTER_PORT)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,20 @@ from headway.errors import LaunchError
 from headway.runtime.process import from_environment
 
 FIRST_PORT, NUM_PORTS = 20000, 10000
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+}
+
+
+def external_launcher(environment: Mapping[str, str]) -> str | None:
+    """The launcher that started this process as one of several; None if there is none."""
+    for name, (rank, world) in LAUNCHERS.items():
+        if rank in environment and (name == "torchrun" or environment.get(world, "1") != "1") and world in environment:
+            return name
+    return None
 
 
 def first_host(nodes: str) -> str:
@@ -17,7 +31,7 @@ def first_host(nodes: str) -> str:
     program = shutil.which("scontrol")
     if program is None:
         raise LaunchError(
-            "SLURM started this rank and scontrol is not found, so the first host is unknown. Set MASTER_ADDR and MASTER_PORT."
+            "SLURM started this rank, but scontrol is not found, so the first host is unknown. Set MASTER_ADDR and MASTER_PORT."
         )
     done = subprocess.run([program, "show", "hostnames", nodes], capture_output=True, text=True, timeout=60, check=False)
     hosts = done.stdout.split()
@@ -26,8 +40,8 @@ def first_host(nodes: str) -> str:
     return hosts[0]
 
 
-def meeting_point(environment: Mapping[str, str], first: Callable[[str], str] = first_host) -> dict[str, str]:
-    """The variables that are missing for the ranks to meet; the same on every rank, derived from the job's number."""
+def master_address(environment: Mapping[str, str], first: Callable[[str], str] = first_host) -> dict[str, str]:
+    """MASTER_ADDR and MASTER_PORT, if missing: derived from the SLURM job id, so that every rank gets the same."""
     process = from_environment(environment)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if process.world == 1 or not missing:

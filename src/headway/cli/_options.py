@@ -1,0 +1,208 @@
+"""Options that several verbs share, each declared once: single ones as constants, those that belong together as a dataclass.
+
+A verb takes a group like any parameter; `flatten` shows typer the fields of the group instead:
+
+    def ppl(model: Path = MODEL, masks: MaskOptions = MASKS) -> None        # --model, --masks, --equal-per-layer, ...
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import typer
+
+from headway.cli._output import exit_with
+from headway.errors import ConfigError
+from headway.runtime.process import LAUNCHER_PID
+
+if TYPE_CHECKING:
+    from headway.infer.load import LoadedModel
+    from headway.model.head_masks.choice import MaskChoice
+    from headway.parallel.collectives import RankGroup
+    from headway.train.config import Recipe
+
+log = logging.getLogger("headway")
+
+JSON = typer.Option(False, "--json", help="Print the result as JSON on standard output, everything else on standard error.")
+RECIPE = typer.Argument(None, metavar="[RECIPE.yaml] [section.key=value]...", help="A recipe file and overrides; both are optional.")
+MODEL = typer.Option(..., help="A run folder, a checkpoint folder or a Hugging Face folder.")
+MORE_INPUTS = typer.Argument(None, metavar="[FILE]...", help="More input files, as the shell expands `--input *.jsonl`.")
+INPUTS = typer.Option(..., "--input", help="Raw files, folders or globs; may be repeated.")
+CHAT_TEMPLATE = typer.Option(
+    None, help="Treat prompts as questions in this chat template: a name, tokenizer (the model's own) or a .jinja file."
+)
+RECORD_KEYS = typer.Option(
+    None, metavar="NAME=KEY,...", help="Chat, preference: names of the record's keys, e.g. prompt=question,response=answer."
+)
+TEXT_KEY = typer.Option("text", help="Key that holds the text of a record.")
+TEXT_TEMPLATE = typer.Option(None, help="Build the text from several keys, e.g. '{title}\\n{content}'.")
+STORE_KIND = typer.Option(
+    None, "--from", help="Format of the input if it cannot be detected: internlm, zero2all, zero2all-sft, mds, megatron."
+)
+COMPRESSION = typer.Option(None, help="To mds: zstd or zstd:LEVEL.")
+EQUAL_PER_LAYER = typer.Option(False, "--equal-per-layer", help="Keep the same number of full heads in every layer, the best of each.")
+GROUP: Any = None
+"""Default of a parameter that is a group of options."""
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How text is read from raw files."""
+
+    text_key: str = TEXT_KEY
+    template: str | None = TEXT_TEMPLATE
+    split: str = typer.Option("file", help="A .txt file is one document (file), or each of its lines is one (line).")
+
+    def arguments(self) -> dict[str, Any]:
+        """As keyword arguments of `read_documents`."""
+        if self.split not in ("file", "line"):
+            raise ConfigError(f"--split is {self.split!r}; it must be 'file' or 'line'.")
+        return {"text_key": self.text_key, "template": self.template, "split": self.split}
+
+
+@dataclass(frozen=True)
+class MaskOptions:
+    """Head masks: which heads attend to the whole context and which only to sinks and a window."""
+
+    masks: str | None = typer.Option(
+        None,
+        metavar="own|none|FILE",
+        help="Head masks; a head at 0 keeps only sinks and a window. own: from the model's gates (the default if it has gates); "
+        "none; or a file (masks.tsv, or DuoAttention's file or folder).",
+    )
+    equal_per_layer: bool = EQUAL_PER_LAYER
+    stream_window: int | None = typer.Option(None, help="Newest tokens a streaming head keeps; default: from the masks, else 1024.")
+    stream_sinks: int | None = typer.Option(None, help="First tokens a streaming head keeps; default: from the masks, else 128.")
+
+    def choice(self) -> MaskChoice:
+        """The masks, checked."""
+        from headway.model.head_masks.choice import MaskChoice
+
+        return MaskChoice(self.masks, self.equal_per_layer, self.stream_window, self.stream_sinks)
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """Where a model computes, and in which precision."""
+
+    device: str = typer.Option("auto", help="auto, cpu or cuda.")
+    precision: str = typer.Option("auto", help="auto (bf16 on a GPU that has it, else fp32), fp32 or bf16.")
+
+    def check(self) -> None:
+        """Refuse an unknown device or precision."""
+        for name, value, known in (
+            ("device", self.device, ("auto", "cpu", "cuda")),
+            ("precision", self.precision, ("auto", "fp32", "bf16")),
+        ):
+            if value not in known:
+                raise ConfigError(f"--{name} is {value!r}; it must be {', '.join(known[:-1])} or {known[-1]}.")
+
+    def load(self, model: Path) -> LoadedModel:
+        """A model on this rank's device, without masks."""
+        from headway.infer.load import load_model
+        from headway.runtime.device import choose_compute
+        from headway.runtime.process import from_environment
+
+        compute = choose_compute(self.device, self.precision, from_environment().local_rank)
+        return load_model(model, device=compute.device, dtype=compute.dtype)
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """How many ranks of this machine share the work."""
+
+    nproc: int | None = typer.Option(None, help="Ranks that share the work on this machine; default: one per chosen GPU, else one.")
+    gpus: str | None = typer.Option(None, help="GPUs: ids as in nvidia-smi (0,1), UUIDs, a type (A800), auto (all free ones) or none.")
+
+
+def with_masks(loaded: LoadedModel, choice: MaskChoice, *, is_first: bool = True) -> LoadedModel:
+    """The model under the chosen masks; the first rank logs which masks are used."""
+    from headway.model.head_masks.masks import in_words
+
+    chosen = loaded.with_mask_choice(choice)
+    if is_first and (choice.masks is not None or chosen.masks is not None):
+        hint = " Use --masks none to ignore them." if choice.masks is None else ""
+        log.info("%s: masks %s.%s", loaded.path, in_words(chosen.describe_masks()), hint)
+    return chosen
+
+
+def read_recipe(arguments: Sequence[str] | None) -> Recipe:
+    """The recipe that command-line arguments describe."""
+    from headway.config.load import load
+    from headway.train.config import Recipe
+
+    path, overrides = split_recipe(arguments)
+    return load(Recipe, path, overrides, log.debug if LAUNCHER_PID in os.environ else log.info)
+
+
+def split_recipe(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:
+    """The recipe file among command-line arguments, and the overrides."""
+    given = list(arguments or ())
+    files = [argument for argument in given if "=" not in argument]
+    if len(files) > 1:
+        raise ConfigError(f"two recipes were given, {files[0]} and {files[1]}; give one. Overrides have the form section.key=value.")
+    return Path(files[0]) if files else None, [argument for argument in given if "=" in argument]
+
+
+def refuse_flags(context: str, flags: dict[str, Any]) -> None:
+    """Refuse flags that have no effect in this context; a flag that was not given is None."""
+    if given := [flag for flag, value in flags.items() if value is not None]:
+        raise ConfigError(f"{given[0]} has no meaning with {context}. Leave it out.")
+
+
+def on_ranks(context: typer.Context, compute: ComputeOptions, ranks: RankOptions, work: Callable[[RankGroup], None]) -> None:
+    """Run `work` on the ranks that the options ask for; each is started with the command line of this verb."""
+    from headway.launch.launcher import LaunchOptions, run_on_ranks
+
+    exit_with(run_on_ranks(compute.device, LaunchOptions(ranks.nproc, ranks.gpus), command_line(context), work))
+
+
+def command_line(context: typer.Context) -> list[str]:
+    """The verb and its options as arguments of `headway`; options at their default are left out."""
+    words: list[str] = []
+    here: Any = context
+    while here.parent is not None:
+        words.insert(0, here.info_name)
+        here = here.parent
+    positional: list[str] = []
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if parameter.name not in context.params or value == parameter.get_default(context):
+            continue
+        values: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+        if parameter.param_type_name == "argument":
+            positional += map(str, values)
+        elif isinstance(value, bool):
+            words += [parameter.opts[0] if value else parameter.secondary_opts[0]]
+        else:
+            # One word each, so that a value may begin with a dash.
+            words += [f"{parameter.opts[0]}={one}" for one in values]
+    return [*words, *(["--", *positional] if positional else [])]
+
+
+def flatten(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as typer must see it: a parameter that is a group of options is replaced by the fields of the group."""
+    hints, groups, parameters = get_type_hints(function), dict[str, Any](), list[Parameter]()
+    for parameter in signature(function).parameters.values():
+        kind = hints[parameter.name]
+        if is_dataclass(kind):
+            groups[parameter.name] = kind
+            types = get_type_hints(kind)
+            parameters += [Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name]) for f in fields(kind)]
+        else:
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
+
+    def command(**given: Any) -> None:
+        grouped = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+        function(**given, **grouped)
+
+    command.__doc__ = function.__doc__
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__signature__ = Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    return command

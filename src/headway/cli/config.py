@@ -1,0 +1,69 @@
+"""`headway config` and `headway list`: recipes, and what a recipe can name."""
+
+import json as json_module
+from pathlib import Path
+
+import typer
+
+from headway.cli._options import JSON, RECIPE, read_recipe
+from headway.cli._output import print_json, print_table
+
+
+def show(arguments: list[str] = RECIPE, json: bool = JSON) -> None:
+    """Print a recipe with every setting, defaults included, and the resolved settings of every stage."""
+    from headway.config.load import dump_yaml
+    from headway.train.expand import resolved_settings
+
+    settings = resolved_settings(read_recipe(arguments))
+    if json:
+        print_json(settings)
+    else:
+        typer.echo(dump_yaml(settings), nl=False)
+
+
+def diff(
+    first: Path = typer.Argument(..., metavar="A", help="A recipe file or a run folder."),
+    second: Path = typer.Argument(..., metavar="B", help="Another one."),
+    json: bool = JSON,
+) -> None:
+    """Show the settings in which two recipes or runs differ, defaults included."""
+    from headway.train.compare import compare_recipes
+
+    def shown(value: object) -> str:
+        return value if isinstance(value, str) else json_module.dumps(value, ensure_ascii=False)
+
+    differences = compare_recipes(first, second)
+    if json:
+        print_json({"differences": [{"setting": one.key, "a": one.first, "b": one.second} for one in differences]})
+    elif differences:
+        print_table(("setting", str(first), str(second)), [(one.key, shown(one.first), shown(one.second)) for one in differences])
+    else:
+        typer.echo("no setting differs")
+
+
+def reference() -> None:
+    """Print the page of all settings (Markdown), as in docs/settings.md."""
+    from headway.train.reference import settings_page
+
+    typer.echo(settings_page(), nl=False)
+
+
+def schema() -> None:
+    """Print the JSON schema of recipes, for editors: `# yaml-language-server: $schema=recipe.schema.json`."""
+    from headway.train.config import Recipe
+
+    print_json({"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema(by_alias=True)})
+
+
+def list_kinds(json: bool = JSON) -> None:
+    """Show families, presets, objectives and every other kind a recipe can name."""
+    from headway.train.catalogue import catalogue
+
+    found = catalogue()
+    if json:
+        print_json(found)
+    else:
+        print_table(["what", "names"], [(what, ", ".join(names)) for what, names in found.items()])
+
+
+VERBS = {"config diff": diff, "config reference": reference, "config schema": schema, "config show": show, "list": list_kinds}

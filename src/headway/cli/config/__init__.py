@@ -1,1 +1,0 @@
-"""Show and describe recipes."""

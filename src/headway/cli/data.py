@@ -1,0 +1,295 @@
+"""`headway data`: raw records become token stores, which are inspected, merged, packed and converted."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+
+from headway.cli._options import COMPRESSION, INPUTS, JSON, MORE_INPUTS, RECORD_KEYS, STORE_KIND, refuse_flags
+from headway.cli._output import print_json, print_table
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.prepare.inspect import Sample
+
+BAR_WIDTH = 40
+TEMPLATES = "chatml, llama3, qwen, alpaca, internlm, internlm_alpaca, zero2all, tokenizer (the tokenizer's own) or a .jinja file"
+
+
+def tokenize(
+    more: list[str] = MORE_INPUTS,
+    inputs: list[str] = INPUTS,
+    tokenizer: Path = typer.Option(..., help="A tokenizer folder, a tokenizer.json or a sentencepiece .model."),
+    out: Path = typer.Option(..., help="The folder of the new token store."),
+    kind: str = typer.Option("text", help="What the records are: text, chat or preference."),
+    to: str = typer.Option("headway", help="Format of the result: headway, internlm, zero2all, mds."),
+    text_key: str = typer.Option(None, help="Text: key that holds the text of a record; default: text."),
+    template: str = typer.Option(
+        None, help="Text: several keys, e.g. '{title}\\n{content}'. Chat, preference: " + TEMPLATES + "; default: chatml."
+    ),
+    split: str = typer.Option(None, help="Text: a .txt file is one document (file), or each line is one (line, the default to internlm)."),
+    eos: bool = typer.Option(None, "--append-eos/--no-eos", help="Text: end documents with the end token; default: if there is one."),
+    bos: bool = typer.Option(False, "--bos", help="Text: begin each document with the begin token."),
+    clean: bool = typer.Option(False, "--clean", help="Text: drop bad texts and (near) duplicates, as `data clean` does."),
+    max_length: int = typer.Option(None, help="Chat, preference: maximum tokens of a conversation."),
+    too_long: str = typer.Option(None, help="Chat: what to do with longer ones: truncate_right (default), truncate_left, drop."),
+    valid_fraction: float = typer.Option(
+        None, help="Chat, preference: share of the records for validation (OUT/valid); the rest goes to OUT/train."
+    ),
+    drop_bad: bool = typer.Option(False, "--drop-bad", help="Chat, preference: drop and count bad records instead of refusing them."),
+    keys: str = RECORD_KEYS,
+    seed: int = typer.Option(None, help="Chat, preference: chooses the records for validation."),
+    type_name: str = typer.Option(None, "--type", help="To internlm: the data type (folder); default: en."),
+    begin_id: int = typer.Option(None, help="To zero2all: the begin token; default: the token all documents start with."),
+    workers: int = typer.Option(None, min=1, help="Worker processes; default: one per core."),
+    shard: str = typer.Option(None, metavar="I/N", help="Text: do only part I (from 0) of N; `headway data merge` joins the parts."),
+    json: bool = JSON,
+) -> None:
+    """Turn raw text, conversations or preference pairs into a token store. Run again after a kill, it resumes."""
+    from headway.runtime.storage import check_writable
+
+    if kind not in ("text", "chat", "preference"):
+        raise ConfigError(f"--kind is {kind!r}; it must be text, chat or preference.")
+    check_writable(out)
+    for_text = {"--text-key": text_key, "--split": split, "--append-eos/--no-eos": eos, "--bos": bos or None, "--shard": shard}
+    for_text |= {"--clean": clean or None}
+    for_records = {"--max-length": max_length, "--valid-fraction": valid_fraction, "--drop-bad": drop_bad or None, "--seed": seed}
+    for_records |= {"--keys": keys}
+    refuse_flags(f"--kind {kind}", (for_records if kind == "text" else for_text) | {"--too-long": too_long if kind != "chat" else None})
+    refuse_flags(f"--to {to}", {"--type": type_name if to != "internlm" else None, "--begin-id": begin_id if to != "zero2all" else None})
+    files, part = [*inputs, *(more or [])], None if shard is None else _parse_shard(shard)
+    records = {"template": template or "chatml", "max_length": max_length, "valid_fraction": valid_fraction or 0.0, "to": to}
+    records |= {"seed": seed or 0, "drop_bad": drop_bad, "workers": workers}
+    if kind == "text":
+        from headway.prepare.tokenize import TokenizeOptions, tokenize_as
+        from headway.prepare.tokenize import tokenize as tokenize_text
+        from headway.store.convert import ConvertOptions
+        from headway.text.clean import CleanRules
+
+        rules = CleanRules() if clean else None
+        options = TokenizeOptions(text_key or "text", template, _split(split, to), eos, bos, workers, part, rules)
+        layout = ConvertOptions(type=type_name, begin_id=begin_id)
+        report = (
+            tokenize_text(files, tokenizer, out, options) if to == "headway" else tokenize_as(files, tokenizer, out, to, options, layout)
+        )
+    else:
+        for_chat = {"too_long": too_long or "truncate_right", "type": type_name or "en"} if kind == "chat" else {}
+        report = _tokenize_records(files, tokenizer, out, keys, records | for_chat)
+    print_json(vars(report)) if json else typer.echo(report.describe())
+
+
+def _tokenize_records(files: list[str], tokenizer: Path, out: Path, keys: str | None, options: dict[str, Any]) -> Any:
+    """Conversations if the options say what to do with long ones, else preference pairs."""
+    from headway.text.record_keys import KeyMap
+
+    named = KeyMap.parse(keys)
+    if "too_long" in options:
+        from headway.prepare.chat import ChatOptions, tokenize_chat
+
+        return tokenize_chat(files, tokenizer, out, ChatOptions(**options, keys=named))
+    from headway.prepare.preference import PreferenceOptions, tokenize_preference
+
+    return tokenize_preference(files, tokenizer, out, PreferenceOptions(**options, keys=named))
+
+
+def _split(split: str | None, to: str) -> Literal["file", "line"]:
+    """How .txt files are split; InternLM's own tool makes each line a document."""
+    chosen = split or ("line" if to == "internlm" else "file")
+    if chosen not in ("file", "line"):
+        raise ConfigError(f"--split is {split!r}; it must be 'file' or 'line'.")
+    return chosen
+
+
+def _parse_shard(text: str) -> tuple[int, int]:
+    """`2/8` -> (2, 8)."""
+    part, slash, parts = text.partition("/")
+    if not slash or not part.isdigit() or not parts.isdigit() or int(part) >= int(parts):
+        raise ConfigError(f"--shard is {text!r}; it must be I/N with I from 0 to N - 1, e.g. 0/8.")
+    return int(part), int(parts)
+
+
+def validate(
+    paths: list[str] = typer.Argument(..., metavar="PATH...", help="Raw files, folders or globs."),
+    kind: str = typer.Option("text", help="What the records should be: text, chat or preference."),
+    tokenizer: Path = typer.Option(None, help="Count lengths in tokens, chat and preference records with the template applied."),
+    template: str = typer.Option(None, help="Chat template: " + TEMPLATES + "; default with --tokenizer: chatml."),
+    keys: str = RECORD_KEYS,
+    text_key: str = typer.Option(None, help="Text: key that holds the text of a record; default: text."),
+    text_template: str = typer.Option(None, help="Text: build it from several keys, e.g. '{title}\\n{content}'."),
+    json: bool = JSON,
+) -> None:
+    """Read everything and report every bad record with file and line; exit code 1 if there is one."""
+    from headway.prepare.masked_build import describe_unread
+    from headway.text.record_keys import KeyMap
+    from headway.prepare.validate import KINDS, Reading
+    from headway.prepare.validate import validate as validate_records
+    from headway.text.document import TextOf
+    from headway.tokenizer.load import load_tokenizer
+
+    if kind not in KINDS:
+        raise ConfigError(f"--kind is {kind!r}; it must be one of {', '.join(KINDS)}.")
+    for_records, for_text = {"--template": template, "--keys": keys}, {"--text-key": text_key, "--text-template": text_template}
+    refuse_flags(f"--kind {kind}", for_records if kind == "text" else for_text)
+    loaded = load_tokenizer(tokenizer) if tokenizer else None
+    reading = Reading(kind, loaded, template, KeyMap.parse(keys), TextOf(text_key or "text", text_template))
+    report = validate_records(paths, reading)
+    bins = report.histogram()
+    if json:
+        counts = {name: getattr(report, name) for name in ("kind", "files", "records", "good", "unit", "total", "longest")}
+        counts |= {"unread": {key.partition(":")[2]: number for key, number in sorted(report.unread.items())}}
+        print_json(counts | {"bad": [asdict(one) for one in report.bad], "histogram": [asdict(one) for one in bins]})
+    else:
+        for one in report.bad:
+            typer.echo(f"{one.place}: {one.message}")
+        typer.echo(f"{report.records} records in {report.files} files: {report.good} good, {len(report.bad)} bad")
+        if (unread := describe_unread(report.unread)) is not None:
+            typer.echo(unread)
+        if report.good:
+            typer.echo(f"{report.total} {report.unit}, {report.total / report.good:.0f} on average, {report.longest} at most")
+        most = max((one.records for one in bins), default=1)
+        for one in bins:
+            bar = "█" * round(BAR_WIDTH * one.records / most) or ("▏" if one.records else "")
+            typer.echo(f"{one.low:>9} to {one.high:>9} {report.unit}  {bar} {one.records}")
+    if report.bad:
+        raise typer.Exit(1)
+
+
+def inspect(
+    path: str = typer.Argument(..., metavar="PATH", help="A token store of any format, or raw files."),
+    tokenizer: Path = typer.Option(None, help="Show samples as text, with the loss mask in colour; count raw text in tokens."),
+    samples: int = typer.Option(3, min=0, help="Number of samples to show."),
+    kind: str = STORE_KIND,
+    json: bool = JSON,
+) -> None:
+    """Describe what a path holds: its format, the number of documents and tokens, and some samples."""
+    from headway.prepare.inspect import inspect as inspect_path
+    from headway.prepare.inspect import samples as take_samples
+    from headway.store.foreign.detect import checked_kind
+    from headway.tokenizer.load import load_tokenizer
+
+    chosen = checked_kind(kind) if kind else None
+    loaded = load_tokenizer(tokenizer) if tokenizer else None
+    found = inspect_path(path, chosen, loaded)
+    if json:
+        print_json(asdict(found))
+        return
+    rows = [(name, value) for name, value in asdict(found).items() if name not in ("types", "files") and value is not None]
+    print_table(("", ""), [*rows, ("files", len(found.files))], title=path)
+    if found.types:
+        print_table(("type", "documents", "tokens"), [(name or "(none)", one.documents, one.tokens) for name, one in found.types.items()])
+    if loaded is not None and found.kind != "raw" and samples:
+        for sample in take_samples(path, loaded, samples, kind=chosen):
+            _print_sample(sample, bool(found.masked))
+
+
+def _print_sample(sample: Sample, masked: bool) -> None:
+    """Loss targets are green on a terminal, and between ⟦ ⟧ elsewhere; other text is dim."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    shown = Text()
+    for stretch in sample.stretches:
+        if not masked:
+            shown.append(stretch.text)
+        elif stretch.target:
+            shown.append(stretch.text if console.is_terminal else f"⟦{stretch.text}⟧", style="green")
+        else:
+            shown.append(stretch.text, style="dim")
+    rest = f", the first {sample.shown} shown" if sample.shown < sample.tokens else ""
+    console.print(f"\n— document {sample.document}: {sample.tokens} tokens{rest}")
+    console.print(shown, soft_wrap=True)
+
+
+def merge(
+    stores: list[Path] = typer.Argument(..., help="Token stores, or all the shards of one `data tokenize --shard`."),
+    out: Path = typer.Option(..., help="The folder of the new token store."),
+    json: bool = JSON,
+) -> None:
+    """Join token stores into one. The shards of one `data tokenize` give the same store as an undivided run."""
+    from headway.store.merge import merge as merge_stores
+
+    store = merge_stores(stores, out)
+    if json:
+        print_json({"out": out, "documents": store.num_documents, "tokens": store.num_tokens})
+    else:
+        typer.echo(f"{out}: {store.num_tokens} tokens in {store.num_documents} documents")
+
+
+def pack(
+    source: Path = typer.Argument(..., metavar="SRC", help="A token store of any format."),
+    out: Path = typer.Argument(..., metavar="DST", help="The folder of the new store of packs."),
+    pack_length: int = typer.Option(..., help="Tokens of a pack."),
+    mode: str = typer.Option("concat", help="concat: concatenate and cut; best_fit: whole documents; prulong: as ProLong's tools pack."),
+    min_length: int = typer.Option(1, help="concat, best_fit: drop shorter documents; prulong: drop shorter rests of cut documents."),
+    overlap: int = typer.Option(0, help="prulong: the rest of a cut document begins this many tokens earlier."),
+    split_by_lengths: str = typer.Option("", metavar="N,N", help="prulong: cut documents to these lengths first, e.g. 1024,4096."),
+    intact: bool = typer.Option(False, "--intact", help="prulong: drop the rest of a cut document."),
+    keep_last: bool = typer.Option(
+        None, "--keep-last/--drop-last", help="The last, partly filled pack; default: kept, in prulong dropped."
+    ),
+    to: str = typer.Option("headway", help="Format of the result: headway or mds."),
+    compression: str = COMPRESSION,
+    workers: int = typer.Option(2, min=1, help="Threads that read."),
+    json: bool = JSON,
+) -> None:
+    """Pack documents into packs of one length before training; each pack records the documents inside it."""
+    from headway.prepare.pack import PackOptions
+    from headway.prepare.pack import pack as pack_store
+
+    parts = [part.strip() for part in split_by_lengths.split(",") if part.strip()]
+    if not all(part.isdigit() for part in parts):
+        raise ConfigError(f"--split-by-lengths is {split_by_lengths!r}; it must be numbers, e.g. 1024,4096.")
+    lengths = tuple(map(int, parts))
+    options = PackOptions(pack_length, mode, min_length, overlap, lengths, intact, keep_last, workers, to, compression)  # pyright: ignore[reportArgumentType] - checked there
+    report = pack_store(source, out, options)
+    if json:
+        print_json({"out": out, **asdict(report), "utilisation": report.utilisation})
+    else:
+        typer.echo(f"{out}: {report.describe()}")
+
+
+def convert(
+    source: Path = typer.Argument(..., metavar="SRC", help="A token store: headway, InternLM, zero2all, MDS or Megatron."),
+    out: Path = typer.Argument(..., metavar="DST", help="The folder of the new store."),
+    to: str = typer.Option("headway", help="headway, internlm, zero2all or mds."),
+    kind: str = STORE_KIND,
+    tokenizer: Path = typer.Option(
+        None, help="The tokenizer that made the ids: they are checked against it, and a headway store records its fingerprint."
+    ),
+    rebuild_index: bool = typer.Option(
+        False, "--rebuild-index", help="InternLM, zero2all: rebuild the index from the data, ignore index files."
+    ),
+    begin_id: int = typer.Option(None, help="zero2all: the token every document begins with; default: taken from the data."),
+    seq_len: int = typer.Option(2048, min=1, help="To zero2all: tokens of a sample in the index map."),
+    type_name: str = typer.Option(
+        None, "--type", help="To internlm: one data type (folder) for all; default: the source's types, else en."
+    ),
+    compression: str = COMPRESSION,
+    json: bool = JSON,
+) -> None:
+    """Write a token store in another format."""
+    from headway.store.convert import ConvertOptions
+    from headway.store.convert import convert as convert_store
+    from headway.store.foreign.detect import checked_kind
+    from headway.tokenizer.load import load_tokenizer
+
+    options = ConvertOptions(checked_kind(kind) if kind else None, rebuild_index, begin_id, seq_len, type_name, compression)
+    report = convert_store(source, out, to, options, load_tokenizer(tokenizer) if tokenizer else None)
+    if json:
+        print_json(vars(report))
+    else:
+        typer.echo(report.describe())
+
+
+VERBS = {
+    "data convert": convert,
+    "data inspect": inspect,
+    "data merge": merge,
+    "data pack": pack,
+    "data tokenize": tokenize,
+    "data validate": validate,
+}

@@ -1,1 +1,0 @@
-"""Measure a model."""

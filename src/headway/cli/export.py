@@ -1,0 +1,133 @@
+"""`headway export` and `headway masks`: a trained model, its adapter or its head masks in files that other tools read."""
+
+from enum import StrEnum
+from pathlib import Path
+
+import typer
+
+from headway.cli._options import EQUAL_PER_LAYER, JSON, MODEL
+from headway.cli._output import print_json, print_table
+from headway.errors import ConfigError
+
+GATES_HELP = "A run folder, a checkpoint folder or a Hugging Face folder with head gates."
+
+
+class Dtype(StrEnum):
+    """The types in which weights can be written."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+def hf(
+    model: Path = MODEL,
+    out: Path = typer.Option(..., help="The folder to write; an earlier export there is replaced."),
+    dtype: Dtype = typer.Option(Dtype.float32, help="The dtype of the written weights."),
+    remote_code: bool = typer.Option(
+        False,
+        "--remote-code",
+        help="Add a model class for a model that transformers does not have (Qwen 3 with no_rope_layers); "
+        "it loads only with trust_remote_code=True.",
+    ),
+    adapter: bool = typer.Option(False, "--adapter", help="Write only the adapter, as a PEFT folder; by default it is merged."),
+    family: str | None = typer.Option(None, help="Your module that the checkpoint names as its family; it is imported."),
+    json: bool = JSON,
+) -> None:
+    """Write a folder that transformers loads: weights, config and tokenizer."""
+    from headway.export.huggingface import export_model
+    from headway.runtime.storage import check_writable
+
+    check_writable(out.parent)
+    if adapter:
+        from headway.export.adapter import export_adapter
+
+        if remote_code:
+            raise ConfigError("--adapter and --remote-code are both given; an adapter needs no model class. Leave one of them out.")
+        export_adapter(model, out, dtype=dtype.value, family=family)
+    else:
+        export_model(model, out, dtype=dtype.value, remote_code=remote_code, family=family)
+    if json:
+        print_json({"out": str(out), "dtype": dtype.value, "remote_code": remote_code, "adapter_only": adapter})
+    else:
+        typer.echo(f"wrote {out}")
+
+
+def masks_export(
+    model: Path = typer.Option(..., help=GATES_HELP),
+    out: Path = typer.Option(..., help="The file to write, such as masks.tsv."),
+    sparsity: float | None = typer.Option(None, help="Share of streaming heads; default: the sparsity the gates have reached."),
+    raw: bool = typer.Option(False, "--raw", help="Write log_alpha, E[z], P(z=0) and P(z=1) of every head instead of a decision."),
+    equal_per_layer: bool = EQUAL_PER_LAYER,
+    json: bool = JSON,
+) -> None:
+    """Write which KV heads keep the whole context (1) and which only sinks and a window (0): one row per layer, tab separated."""
+    from headway.infer.load import find_model
+    from headway.model.head_masks.file import write_masks
+
+    if raw and (sparsity is not None or equal_per_layer):
+        raise ConfigError("--raw writes the gates and makes no decision; leave out --sparsity and --equal-per-layer.")
+    gates = find_model(model).mask_source().trained_gates()
+    reach = {"window": gates.config.window, "sinks": gates.config.sinks}
+    if raw:
+        gates.write_raw(out)
+        result = {"out": str(out), "raw": True, "heads": gates.log_alpha.numel(), **reach}
+    else:
+        masks = gates.masks(sparsity, equal_per_layer=equal_per_layer)
+        write_masks(masks, out)
+        heads = masks.num_layers * masks.num_kv_heads
+        result = {"out": str(out), "raw": False, "heads": heads, "full_heads": masks.num_full, "sparsity": masks.sparsity, **reach}
+    if json:
+        print_json(result)
+    elif raw:
+        typer.echo(f"wrote {out}: log_alpha of {result['heads']} heads")
+    else:
+        typer.echo(f"wrote {out}: {result['full_heads']} of {result['heads']} heads full, sparsity {result['sparsity']:.4f}")
+
+
+def masks_show(
+    model: Path | None = typer.Option(None, help=GATES_HELP),
+    masks: Path | None = typer.Option(None, help="Or a mask file (DuoAttention's too)."),
+    sparsity: float | None = typer.Option(None, help="Share of streaming heads; default: from the gates or the file."),
+    equal_per_layer: bool = EQUAL_PER_LAYER,
+    out: Path | None = typer.Option(None, help="Also draw layers x heads into this PNG file."),
+    json: bool = JSON,
+) -> None:
+    """Show which KV heads are full and which stream, as a table and a picture."""
+    from headway.infer.load import find_model
+    from headway.model.head_masks.file import read_masks
+    from headway.model.head_masks.plot import draw_masks
+
+    if (model is None) == (masks is None):
+        raise ConfigError("give either --model or --masks.")
+    if out is not None and out.suffix != ".png":
+        raise ConfigError(f"out is {str(out)!r}; the picture is a PNG. Give a name that ends in .png.")
+    gates = None if model is None else find_model(model).mask_source().trained_gates()
+    if gates is not None:
+        found = gates.masks(sparsity, equal_per_layer=equal_per_layer)
+    else:
+        assert masks is not None
+        found = read_masks(masks, sparsity, equal_per_layer=equal_per_layer)
+    log_alpha = None if gates is None else gates.log_alpha
+    if out is not None:
+        draw_masks(found, out, log_alpha)
+    if json:
+        print_json(
+            {
+                "layers": found.num_layers, "kv_heads": found.num_kv_heads, "full_heads": found.num_full, "sparsity": found.sparsity,
+                "window": found.window, "sinks": found.sinks, "full": [[int(is_full) for is_full in row] for row in found.full],
+                "log_alpha": None if log_alpha is None else log_alpha.tolist(), "picture": None if out is None else str(out),
+            }
+        )  # fmt: skip
+        return
+    print_table(
+        ("layer", "heads (# full, . streaming)", "full"),
+        [(layer, "".join("#" if is_full else "." for is_full in row), sum(row)) for layer, row in enumerate(found.full)],
+    )
+    heads = found.num_layers * found.num_kv_heads
+    reach = "window and sinks unknown" if found.window is None else f"window {found.window}, sinks {found.sinks}"
+    typer.echo(f"{found.num_full} of {heads} heads full, sparsity {found.sparsity:.4f}; {reach}")
+    if out is not None:
+        typer.echo(f"wrote {out}")
+
+
+VERBS = {"export hf": hf, "masks export": masks_export, "masks show": masks_show}

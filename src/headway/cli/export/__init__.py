@@ -1,1 +1,0 @@
-"""Write models in the form of other tools."""

@@ -1,1 +1,0 @@
-"""Which heads see everything: masks of trained gates."""

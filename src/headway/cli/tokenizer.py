@@ -1,0 +1,86 @@
+"""`headway tokenizer`: train and inspect tokenizers."""
+
+from pathlib import Path
+
+import typer
+
+from headway.cli._options import GROUP, INPUTS, JSON, MORE_INPUTS, TEXT_KEY, TEXT_TEMPLATE, TextOptions
+from headway.cli._output import print_json, print_table
+from headway.errors import ConfigError
+
+SHOWN_SPECIAL_TOKENS = 12
+
+
+def train(
+    more: list[str] = MORE_INPUTS,
+    inputs: list[str] = INPUTS,
+    vocab_size: int = typer.Option(..., help="Number of ids, special tokens included."),
+    out: Path = typer.Option(..., help="The folder of the new tokenizer."),
+    kind: str = typer.Option("bpe", help="bpe (byte-level) or sentencepiece (BPE with byte fallback)."),
+    max_memory: str = typer.Option("4GB", help="Memory limit; beyond it, counts are written to the disk."),
+    text: TextOptions = GROUP,
+    special: list[str] = typer.Option(
+        None, help="A special token; may be repeated. The first one ends documents. Default: <|endoftext|>, <|pad|> and chat marks."
+    ),
+    workers: int = typer.Option(1, min=1, help="Processes that count words."),
+    json: bool = JSON,
+) -> None:
+    """Train a tokenizer that decodes every text back byte for byte."""
+    from headway.runtime.storage import check_writable
+    from headway.text.read import read_documents
+    from headway.text.sample import parse_bytes
+    from headway.tokenizer.train_bpe import SPECIAL_TOKENS, train_bpe
+    from headway.tokenizer.train_sentencepiece import train_sentencepiece
+
+    trainers = {"bpe": train_bpe, "sentencepiece": train_sentencepiece}
+    if kind not in trainers:
+        raise ConfigError(f"--kind is {kind!r}; it must be bpe or sentencepiece.")
+    reading, memory = text.arguments(), parse_bytes(max_memory, "--max-memory")
+    check_writable(out)
+    documents = read_documents([*inputs, *(more or [])], **reading)
+    tokenizer = trainers[kind](
+        (document.text for document in documents),
+        vocab_size=vocab_size,
+        out=out,
+        special_tokens=special or SPECIAL_TOKENS,
+        max_memory_bytes=memory,
+        workers=workers,
+    )
+    if json:
+        print_json({"out": out, "kind": kind, "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint})
+    else:
+        typer.echo(f"{out}: {kind} tokenizer with {tokenizer.vocab_size} ids; inspect it with `headway tokenizer inspect {out}`")
+
+
+def inspect(
+    tokenizer: Path = typer.Argument(..., metavar="TOKENIZER", help="A tokenizer folder, a tokenizer.json, a .model or a .tiktoken file."),
+    data: list[str] = typer.Option([], help="Also measure on these files; may be repeated."),
+    text_key: str = TEXT_KEY,
+    template: str | None = TEXT_TEMPLATE,
+    json: bool = JSON,
+) -> None:
+    """Show size, special tokens, compression per language and longest tokens; exit code 1 if a text does not round-trip."""
+    from headway.text.read import read_documents
+    from headway.tokenizer.inspect import inspect as inspect_tokenizer
+    from headway.tokenizer.load import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer)
+    texts = {name: ((d.place, d.text) for d in read_documents(name, text_key=text_key, template=template)) for name in data}
+    found = inspect_tokenizer(loaded, texts)
+    if json:
+        print_json(found.to_dict())
+    else:
+        special = ", ".join(f"{token} {number}" for token, number in list(found.special_tokens.items())[:SHOWN_SPECIAL_TOKENS]) or "none"
+        more = len(found.special_tokens) - SHOWN_SPECIAL_TOKENS
+        typer.echo(f"{found.vocab_size} ids, {found.model_vocab_size} rows in a model; fingerprint {found.fingerprint[:16]}")
+        typer.echo(f"special tokens: {special}{f' and {more} more' if more > 0 else ''}")
+        typer.echo(f"roles: {', '.join(f'{role} {token}' for role, token in found.roles.items()) or 'none'}\n")
+        rows = [(name, c.bytes, c.tokens, f"{c.bytes_per_token:.2f}") for name, c in found.compression.items()]
+        print_table(("text", "bytes", "tokens", "bytes per token"), rows)
+        typer.echo(f"\nlongest tokens: {'  '.join(repr(token) for _, token in found.longest)}")
+        typer.echo("round trip: " + (f"{len(found.lost)} texts come back changed: {', '.join(found.lost[:5])}" if found.lost else "exact"))
+    if found.lost:
+        raise typer.Exit(1)
+
+
+VERBS = {"tokenizer inspect": inspect, "tokenizer train": train}

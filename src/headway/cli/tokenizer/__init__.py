@@ -1,1 +1,0 @@
-"""Train tokenizers and look at them."""

@@ -1,0 +1,113 @@
+"""`headway verify` and `headway doctor`: is a resume exact, is a checkpoint complete, is this machine ready?"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from headway.cli._options import JSON, RECIPE, read_recipe
+from headway.cli._output import print_json, print_table
+from headway.errors import ConfigError
+
+
+def checkpoint(
+    path: str = typer.Argument(..., metavar="X", help="A checkpoint, a run (its newest checkpoint) or s3://bucket/prefix."),
+    json: bool = JSON,
+) -> None:
+    """Check a checkpoint: files, checksums, shapes, finite values, one generation; exit code 1 with a list of problems, if any."""
+    from headway.infer.check import check_checkpoint
+    from headway.runtime.places import place_of
+
+    local = place_of(path)
+    if isinstance(local, Path) and not local.exists():
+        raise ConfigError(f"{path}: no such folder. Give a run folder, a checkpoint folder or s3://bucket/prefix.")
+    report = check_checkpoint(path)
+    if json:
+        print_json(report.to_json())
+    elif report.problems:
+        for problem in report.problems:
+            typer.echo(problem)
+        typer.echo(f"{report.checkpoint}: {len(report.problems)} problem{'s' if len(report.problems) > 1 else ''} found")
+    else:
+        counts = f"step {report.step}, {report.files} files, {report.tensors} tensors"
+        typer.echo(f"{report.checkpoint}: good: {counts}, it generates {report.token_ids}")
+    if report.problems:
+        raise typer.Exit(1)
+
+
+def resume(
+    arguments: list[str] = RECIPE,
+    steps: int = typer.Option(20, min=2, help="Steps to train; with stages, steps of each stage."),
+    kill_at: int = typer.Option(13, help="Kill the run with SIGKILL after this step, counted over all stages."),
+    nproc: int | None = typer.Option(None, help="Ranks to train with; default: as `headway train`."),
+    resume_nproc: int | None = typer.Option(None, help="Ranks after the kill; default: the same number."),
+    bound: float | None = typer.Option(None, help="Largest relative difference of a parameter if the number of ranks changes."),
+    keep: Path | None = typer.Option(None, help="Keep the runs in this folder; default: a temporary one."),
+    json: bool = JSON,
+) -> None:
+    """Prove on your own recipe that a killed and resumed run ends exactly like an undisturbed one; exit code 1 if it does not."""
+    from headway.runtime.temporary import temporary_folder
+    from headway.workflows.resume_proof import Trial, prove_resume
+
+    recipe = read_recipe(arguments)
+    trial = Trial(tuple(arguments or ()), steps, kill_at, nproc, resume_nproc, bound, max(1, len(recipe.stages)))
+    if keep is not None:
+        if keep.exists() and any(keep.iterdir()):
+            raise ConfigError(f"--keep is {keep}; that folder is not empty. Give a new one.")
+        found = prove_resume(trial, recipe, keep.absolute())
+    else:
+        with temporary_folder("verify") as folder:
+            found = prove_resume(trial, recipe, folder)
+    if json:
+        print_json(found)
+    else:
+        print_certificate(found)
+    if not found["holds"]:
+        raise typer.Exit(1)
+
+
+def print_certificate(found: dict[str, Any]) -> None:
+    """The result of `verify resume`, for people."""
+    typer.echo(
+        f"{found['steps']} steps; killed after step {found['killed_after_step']}, resumed from step {found['resumed_from_step']}; "
+        f"rule: {found['rule']}"
+    )
+    for part in found.get("stages", [found]):
+        rows: list[tuple[str, str, str, str]] = []
+        for name in ("parameters", "optimizer", "rng", "data_cursor", "next_batch"):
+            one, two = part["whole"][name], part["resumed"][name]
+            rows.append((name.replace("_", " "), one[:16], two[:16], "=" if one == two else "DIFFERS"))
+        print_table(("sha256 of", "undisturbed", "killed and resumed", ""), rows, title=part.get("name"))
+    for source, ids in found["whole"]["next_batch_documents"].items():
+        typer.echo(f"next batch of {source}: documents {', '.join(map(str, ids))} ...")
+    if found["unequal"]:
+        worst = sorted(found["unequal"], key=lambda one: -one["relative"])
+        print_table(
+            ("tensor", "of", "largest difference", "relative"),
+            [(o["name"], o["role"], o["largest"], f"{o['relative']:.3g}") for o in worst],
+        )
+    if "spread" in found:
+        typer.echo(f"difference after the resume {found['largest_relative_difference']:.3g}; run-to-run spread {found['spread']:.3g}")
+    is_exact = found["holds"] and not found["unequal"]
+    typer.echo("the resume is exact" if is_exact else "within the rule" if found["holds"] else "NOT the same run")
+
+
+def doctor(
+    run_dir: Path | None = typer.Option(None, "--run-dir", help="Folder of future runs; default: the working folder."),
+    json: bool = JSON,
+) -> None:
+    """Check this machine: Python, packages, GPUs, attention kernels, memory, disk. Each line is ok, warn or fail, with a remedy."""
+    from headway.diagnose.doctor import examine
+
+    checks = examine(run_dir)
+    failed = any(check.state == "fail" for check in checks)
+    if json:
+        print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
+    else:
+        print_table(["state", "check", "found", "remedy"], [(c.state, c.name, c.detail, c.remedy or "") for c in checks])
+    if failed:
+        raise typer.Exit(1)
+
+
+VERBS = {"doctor": doctor, "verify checkpoint": checkpoint, "verify resume": resume}

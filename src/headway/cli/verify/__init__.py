@@ -1,1 +1,0 @@
-"""Prove it: that a run resumes exactly, that a checkpoint is whole."""

@@ -1,0 +1,213 @@
+"""The launcher: this process starts N ranks on this machine, alone or together with the launchers of other nodes.
+
+In: device, launch options, environment. Out: an exit code after every rank has ended, or one error that names the cause.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headway.errors import LaunchError
+from headway.launch.external import external_launcher, master_address
+from headway.launch.failure import RankError, run_as_rank
+from headway.launch.gpus import Gpu, GpuChoice, choose_gpus, read_gpus, visible
+from headway.launch.nodes import NodeSpec, Rendezvous
+from headway.launch.ranks import RankProcesses, RankStart
+from headway.runtime.device import backend_of
+from headway.runtime.machine import CUDA_TORCH, cuda_of_torch, package_version, torch_release, usable_cores
+from headway.runtime.process import LAUNCHER_PID, from_environment, own_command, set_environment
+from headway.runtime.temporary import temporary_folder
+
+if TYPE_CHECKING:
+    from headway.parallel.collectives import RankGroup
+    from headway.train.config import Recipe
+
+log = logging.getLogger("headway")
+
+RANK_TIMEOUT_SECONDS = 1800.0
+"""How long a rank of `run_on_ranks` waits for the others."""
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What the command line asks for; None = not given."""
+
+    nproc: int | None = None
+    gpus: str | None = None
+    nodes: NodeSpec = field(default_factory=NodeSpec)
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """The ranks to start on this machine."""
+
+    num_ranks: int
+    choice: GpuChoice | None
+    nodes: NodeSpec
+
+    @property
+    def needs_launcher(self) -> bool:
+        """Whether this process must start others; a single rank is this process itself."""
+        return self.num_ranks > 1 or self.nodes.num > 1
+
+    def log_choice(self) -> None:
+        """Log which GPUs are used."""
+        if self.choice is not None:
+            for note in self.choice.notes:
+                log.info("%s", note)
+            for warning in self.choice.warnings:
+                log.warning("%s", warning)
+
+    def enter(self, environment: Mapping[str, str]) -> None:
+        """Make this process the single rank: it sees the chosen GPUs, and its peers if another launcher started it."""
+        set_environment({**(self.choice.environment if self.choice is not None else {}), **master_address(environment)})
+
+
+def plan_for_recipe(
+    recipe: Recipe, options: LaunchOptions, environment: Mapping[str, str], devices: Callable[[], list[Gpu]] = read_gpus
+) -> LaunchSpec:
+    """Choose GPUs and number of ranks for a recipe; the command line wins over the recipe."""
+    gpus = options.gpus if options.gpus is not None else recipe.run.gpus_wish
+    return plan_launch(recipe.device, replace(options, gpus=gpus), environment, devices)
+
+
+def plan_launch(
+    device: str, options: LaunchOptions, environment: Mapping[str, str], devices: Callable[[], list[Gpu]] = read_gpus
+) -> LaunchSpec:
+    """Choose GPUs and number of ranks for work on a device (auto, cpu, cuda); contradictions are refused before anything starts."""
+    external, gpus = external_launcher(environment), options.gpus
+    if external is not None and (options.nproc is not None or options.nodes.num > 1):
+        if external == "torchrun" or options.nodes.num == 1:
+            raise LaunchError(
+                f"--nproc is given, but {external} has already started this process as one of many. Leave --nproc and --nnodes out."
+            )
+        external = None  # SLURM or MPI has started one launcher per node
+    if external is not None and gpus == "auto":
+        raise LaunchError(
+            f"gpus is 'auto' and {external} started this process; its ranks would see each other as busy. Name the GPUs instead."
+        )
+    if options.nproc is not None and options.nproc < 1:
+        raise LaunchError(f"--nproc is {options.nproc}; it must be at least 1.")
+    choice = None if gpus is None else choose_gpus(gpus, environment, devices)
+    _check_device(device, gpus, choice)
+    if choice is not None and choice.gpus and cuda_of_torch() is None:
+        raise LaunchError(
+            f"gpus is {gpus!r}; the GPUs are here, but torch {package_version('torch')} was built without CUDA. "
+            f"Install a CUDA build, e.g. {CUDA_TORCH.format(torch_release())}; or use --gpus none to compute on the CPU."
+        )
+    if external is not None:
+        return LaunchSpec(1, choice, NodeSpec())
+    num_gpus = None
+    if choice is not None and choice.gpus:
+        num_gpus = len(choice.gpus)
+    elif choice is None and device != "cpu" and (options.nproc or 1) > 1:
+        num_gpus = len(visible(devices(), environment.get("CUDA_VISIBLE_DEVICES"))) or None
+    num_ranks = options.nproc if options.nproc is not None else num_gpus or 1
+    if num_gpus is not None and num_ranks > num_gpus:
+        raise LaunchError(f"--nproc is {num_ranks}; {num_gpus} GPUs are chosen, and a GPU takes one rank. Lower it, or use --gpus none.")
+    return LaunchSpec(num_ranks, choice, options.nodes)
+
+
+def _check_device(device: str, gpus: str | None, choice: GpuChoice | None) -> None:
+    if choice is None:
+        return
+    if device == "cuda" and not choice.gpus:
+        found = "hides all GPUs" if gpus == "none" else "finds no GPU here"
+        raise LaunchError(f"gpus is {gpus!r}, which {found}, and device is 'cuda'. Use device=auto or device=cpu to compute on the CPU.")
+    if device == "cpu" and choice.gpus:
+        raise LaunchError(f"gpus is {gpus!r} and device is 'cpu'; they contradict each other. Leave one of them out.")
+
+
+def launch(spec: LaunchSpec, arguments: Sequence[str], logs: Path, environment: Mapping[str, str]) -> int:
+    """Start the ranks of this node with `python -m headway ARGUMENTS`, wait for them and return their exit code."""
+    rendezvous = Rendezvous(spec.nodes, spec.num_ranks)
+    if spec.nodes.num > 1:
+        rendezvous.serve()
+        try:
+            rendezvous.gather()
+        except LaunchError:
+            rendezvous.leave(well=False)
+            raise
+    shared = {**environment, **rank_environment(spec, rendezvous, environment)}
+    first = rendezvous.first_rank
+    starts = [RankStart(first + local, {"RANK": str(first + local), "LOCAL_RANK": str(local)}) for local in range(spec.num_ranks)]
+    log.log(logging.INFO if spec.nodes.num > 1 else logging.DEBUG, "starting %s", _describe(spec, rendezvous))
+    with RankProcesses(own_command(arguments), starts, shared, logs) as ranks:
+        if spec.nodes.num == 1:
+            rendezvous.serve()  # after the start: both take seconds to load torch, and the port is bound already
+        try:
+            code = ranks.wait(rendezvous.trouble)
+        except RankError as error:
+            rendezvous.announce(error)
+            cause = rendezvous.first_cause(error)
+            rendezvous.leave(well=False)
+            raise cause from None
+    rendezvous.leave(well=code == 0)
+    return code
+
+
+def rank_environment(spec: LaunchSpec, rendezvous: Rendezvous, given: Mapping[str, str]) -> dict[str, str]:
+    """The variables that all ranks of this node share; variables set by the user stay."""
+    shared = {
+        "MASTER_ADDR": rendezvous.host,
+        "MASTER_PORT": str(rendezvous.port),
+        "WORLD_SIZE": str(rendezvous.world),
+        "LOCAL_WORLD_SIZE": str(spec.num_ranks),
+        "GROUP_RANK": str(spec.nodes.rank),
+        "GROUP_WORLD_SIZE": str(spec.nodes.num),
+        # how torch names it: the launcher serves the store, ranks only connect
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        **(spec.choice.environment if spec.choice is not None else {}),
+    }
+    if "OMP_NUM_THREADS" not in given:
+        shared["OMP_NUM_THREADS"] = str(max(1, usable_cores() // spec.num_ranks))
+    interface = rendezvous.interface()
+    if "GLOO_SOCKET_IFNAME" not in given and interface is not None:
+        shared["GLOO_SOCKET_IFNAME"] = interface
+    return shared
+
+
+def _describe(spec: LaunchSpec, rendezvous: Rendezvous) -> str:
+    last = rendezvous.first_rank + spec.num_ranks - 1
+    here = f"rank {last}" if spec.num_ranks == 1 else f"ranks {rendezvous.first_rank} to {last}"
+    return f"{here} of {rendezvous.world}" + (f" on node {spec.nodes.rank} of {spec.nodes.num}" if spec.nodes.num > 1 else "")
+
+
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether headway's own launcher started this process."""
+    return LAUNCHER_PID in environment
+
+
+def run_on_ranks(device: str, options: LaunchOptions, arguments: Sequence[str], work: Callable[[RankGroup], None]) -> int:
+    """Run `work` on every rank of this machine and return the exit code.
+
+    This process starts ranks with the same `arguments`, is itself the only rank, or was started as one of them.
+    """
+    if is_launched(os.environ):
+        return run_as_rank(lambda: _join(device, work))
+    spec = plan_launch(device, options, os.environ)
+    spec.log_choice()
+    if not spec.needs_launcher:
+        spec.enter(os.environ)
+        return _join(device, work)
+    with temporary_folder("verb") as folder:  # without a run folder, what other ranks print is dropped
+        return launch(spec, arguments, folder / "no-logs", logging_environment())
+
+
+def _join(device: str, work: Callable[[RankGroup], None]) -> int:
+    from headway.parallel.collectives import start_group
+
+    with start_group(from_environment(), backend_of(device), RANK_TIMEOUT_SECONDS) as group:
+        work(group)
+    return 0
+
+
+def logging_environment() -> dict[str, str]:
+    """This process's variables, with its log level for the ranks."""
+    return {**os.environ, "LOG_LEVEL": logging.getLevelName(log.level)}
