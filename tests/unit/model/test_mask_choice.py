@@ -66,7 +66,7 @@ def test_perplexity_and_generation_use_a_models_own_masks_and_say_so(
         assert (without[key], without["masks"], full["masks"]) == (full[key], None, None)
     assert main(["generate", "--model", str(gated), "--prompt", "a", "--max-new-tokens", "1", "--device", "cpu"]) == 0
     said = capsys.readouterr().err
-    assert "masks own (1 of 4 heads full, window 6, sinks 2)" in said and "--masks none reads it without" in said
+    assert "masks own (1 of 4 heads full, window 6, sinks 2)" in said and "Use --masks none to ignore them" in said
 
 
 def test_models_side_by_side_are_each_read_under_their_own_masks(
