@@ -123,10 +123,10 @@ def validate(
 ) -> None:
     """Read everything and report every bad record with file and line; exit code 1 if there is one."""
     from headway.prepare.masked_build import describe_unread
-    from headway.text.record_keys import KeyMap
     from headway.prepare.validate import KINDS, Reading
     from headway.prepare.validate import validate as validate_records
     from headway.text.document import TextOf
+    from headway.text.record_keys import KeyMap
     from headway.tokenizer.load import load_tokenizer
 
     if kind not in KINDS:
