@@ -71,12 +71,11 @@ def test_the_sharded_engine_trains_like_the_flat_one(dtype: torch.dtype, tmp_pat
     from headway.parallel.assemble import group_parameters, meta_model
     from headway.parallel.collectives import RankGroup, RankGroups
     from headway.parallel.fsdp import FsdpEngine
-    from headway.parallel.mesh import Mesh
 
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         group = RankGroup(0, 1, dist.group.WORLD)
-        ranks = RankGroups(Mesh(), group, group, group, group, RankGroup(), RankGroup())
+        ranks = RankGroups(world=group, data=group, reduce=group, shard=group)
         spec = spec_of(dtype, parallel=ParallelConfig(strategy="fsdp"), ranks=ranks)
         model, objective = meta_model(spec), spec.objective.build()
         engine = FsdpEngine(model, objective, group_parameters(model, objective, spec), spec)

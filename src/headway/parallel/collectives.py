@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Protocol
@@ -213,20 +213,24 @@ def start_group(process: Process, backend: Literal["gloo", "nccl"], timeout_seco
 
 @dataclass(frozen=True)
 class RankGroups:
-    """The groups of a mesh, as this rank sees them."""
+    """The groups of a mesh that this rank is in. The default is one process."""
 
-    mesh: Mesh
-    world: RankGroup
-    data: RankGroup
-    """Ranks that read different rows: what a loader counts by. Where a row lies on several ranks, those with the same part of theirs."""
-    reduce: RankGroup
-    """All ranks whose gradients, losses and metrics are summed: those with different rows, and those with parts of the same ones."""
-    shard: RankGroup
-    """The ranks among which the optimizer state is cut."""
-    replicate: RankGroup
-    """The ranks that hold the same part of it."""
-    context: RankGroup
-    """The ranks that hold parts of the same rows; connections of its own, since it exchanges beside all others."""
+    mesh: Mesh = Mesh()
+    world: RankGroup = field(default_factory=RankGroup)
+    data: RankGroup = field(default_factory=RankGroup)
+    """Ranks that read different rows; loaders count by it. Where rows are split over ranks, those with the same part of their rows."""
+    reduce: RankGroup = field(default_factory=RankGroup)
+    """All ranks whose gradients, losses and metrics are summed: data x context."""
+    shard: RankGroup = field(default_factory=RankGroup)
+    """Ranks over which the optimizer state is sharded."""
+    replicate: RankGroup = field(default_factory=RankGroup)
+    """Ranks that hold the same shard."""
+    context: RankGroup = field(default_factory=RankGroup)
+    """Ranks that hold parts of the same rows."""
+    tensor: RankGroup = field(default_factory=RankGroup)
+    """Ranks that hold parts of the same layers."""
+    pipeline: RankGroup = field(default_factory=RankGroup)
+    """Ranks that hold different layers."""
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -241,34 +245,28 @@ class RankGroups:
                 group.is_apart = False
 
 
-def single_process() -> RankGroups:
-    """One process."""
-    return RankGroups(Mesh(), *(RankGroup() for _ in range(6)))
+SHARED_AXES, LAYER_AXES = ("shard", "replicate", "data", "reduce"), ("context", "tensor", "pipeline")
+"""Groups of LAYER_AXES exchange inside layers, at the same time as the others, so they have connections of their own."""
 
 
 def form_groups(mesh: Mesh, world: RankGroup) -> RankGroups:
-    """Make the groups of a mesh; every rank makes all of them, in the same order."""
+    """Make the groups of a mesh. Every rank makes all groups, in the same order."""
     if mesh.world == 1:
-        return replace(single_process(), world=world)  # its heartbeat is the run's
-    shard = _mine([[r * mesh.shard + s for s in range(mesh.shard)] for r in range(mesh.replicate)], world)
-    replicate = _mine([[r * mesh.shard + s for r in range(mesh.replicate)] for s in range(mesh.shard)], world)
-    rows = [[d * mesh.context + c for c in range(mesh.context)] for d in range(mesh.data)]
-    data = _mine([list(column) for column in zip(*rows, strict=True)], world)
-    return RankGroups(mesh, world, data, world, shard, replicate, _mine(rows, world, apart=True))
+        return RankGroups(mesh, world)  # its heartbeat is the run's
+    shared = {axis: _join(mesh.groups(axis), world, may_be_world=True) for axis in SHARED_AXES}
+    return RankGroups(mesh, world, **shared, **{axis: _join(mesh.groups(axis), world, may_be_world=False) for axis in LAYER_AXES})
 
 
-def _mine(lists: list[list[int]], world: RankGroup, *, apart: bool = False) -> RankGroup:
-    """The group of those listed that this rank is in; `apart`: never over the connections of all ranks."""
-    if len(lists) == 1 and not apart:
+def _join(groups: list[list[int]], world: RankGroup, *, may_be_world: bool) -> RankGroup:
+    """Make all groups of an axis; returns the one this rank is in."""
+    if len(groups) == 1 and may_be_world:
         return world
-    if len(lists[0]) == 1:
-        return RankGroup()
-    mine = RankGroup()
-    for ranks in lists:
+    joined = RankGroup()
+    for ranks in groups if len(groups[0]) > 1 else ():
         handle = dist.new_group(ranks)
         if world.rank in ranks:
-            mine = RankGroup(ranks.index(world.rank), len(ranks), handle, world.heart)  # pyright: ignore[reportArgumentType]
-    return mine
+            joined = RankGroup(ranks.index(world.rank), len(ranks), handle, world.heart)  # pyright: ignore[reportArgumentType]
+    return joined
 
 
 class Background:

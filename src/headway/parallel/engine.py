@@ -18,7 +18,7 @@ from headway.objective.base import MetricSums, ObjectiveConfig, StepInfo
 from headway.optim.base import Hyper, OptimConfig
 from headway.optim.groups import ParamGroup
 from headway.optim.scaler import ScalerConfig
-from headway.parallel.collectives import RankGroups, single_process
+from headway.parallel.collectives import RankGroups
 from headway.parallel.config import MemoryConfig, ParallelConfig
 
 Box = tuple[tuple[int, ...], Tensor]
@@ -51,7 +51,7 @@ class EngineSpec:
     compile_blocks: bool = False
     memory: MemoryConfig = MemoryConfig()
     parallel: ParallelConfig = ParallelConfig()
-    ranks: RankGroups = field(default_factory=single_process)
+    ranks: RankGroups = field(default_factory=RankGroups)
     prepare: Callable[[Batch], Batch] | None = None
     """Adds the columns an objective needs to a microbatch on the device, such as a reference model's log-probabilities."""
 

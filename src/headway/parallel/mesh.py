@@ -1,20 +1,27 @@
-"""The layout of a run: which rank is what on every axis. One process is a mesh whose axes all have size 1.
+"""The layout of a run: which ranks form a group along which axis. One process is a mesh whose axes all have size 1.
 
-    rank = ((pipeline * replicate + r) * shard + s) * tensor + t
+    rank = ((pipeline * data + d) * context + c) * tensor + t
 
-Axes, outermost first: pipeline, replicate, shard, tensor. The gradients of replicate x shard are summed, and the optimizer state is cut
-over shard. `context` neighbours among these read the same rows and hold a part of each row's tokens; different rows are data parallelism:
+Axes, outermost first: pipeline, data, context, tensor. `data` ranks read different rows, `context` ranks hold parts of the same rows.
+Gradients are summed over both (`reduce`). The same ranks are also split into `replicate` x `shard`: optimizer state is sharded over
+`shard`, whatever rows its ranks read.
 
-    replicate x shard     0 1 2 3 4 5 6 7
-    context 2             0 1|0 1|0 1|0 1      place in the context group
-    data                  0 0 1 1 2 2 3 3      which rows
+    reduce                0 1 2 3 4 5 6 7
+    context 2             0 1|0 1|0 1|0 1      position in the context group
+    data 4                0 0 1 1 2 2 3 3      which rows
+    shard 4               0 1 2 3|0 1 2 3      position in the shard group
+
+`tensor` and `pipeline` have size 1 until their parallelism exists.
 """
 
 from dataclasses import dataclass
+from math import prod
 
 from headway.errors import ParallelError
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
+_VIEWS = (AXES, ("pipeline", "data", "context", "tensor"), ("pipeline", "reduce", "tensor"))
+"""The ways in which ranks are numbered by axes, outermost first."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +55,20 @@ class Mesh:
         """Number of data-parallel ranks: those that read different rows."""
         return self.reduce // self.context
 
-    def coordinate(self, axis: str) -> int:
-        """This rank's place on one axis."""
-        inner = 1
-        for other in reversed(AXES):
-            if other == axis:
-                return self.rank // inner % getattr(self, other)
-            inner *= getattr(self, other)
-        raise KeyError(axis)
+    def groups(self, axis: str) -> list[list[int]]:
+        """The ranks of every group along an axis, in order. Each rank is in one group."""
+        view = next(view for view in _VIEWS if axis in view)
+        sizes = [getattr(self, name) for name in view]
+        at = view.index(axis)
+        size, inner = sizes[at], prod(sizes[at + 1 :])
+        return [
+            [(outer * size + position) * inner + offset for position in range(size)]
+            for outer in range(prod(sizes[:at]))
+            for offset in range(inner)
+        ]
 
     def describe(self, strategy: str) -> list[str]:
-        """The layout for people; nothing to say about one process."""
+        """The layout for people; empty for one process."""
         if self.world == 1:
             return []
         names = {"zero1": "data parallel" if self.shard == 1 else f"zero1 over {self.shard}", "fsdp": f"fsdp over {self.shard}"}
@@ -66,23 +76,9 @@ class Mesh:
         parts = f"; each row's tokens over {self.context} (context)" if self.context > 1 else ""
         return [f"{self.world} ranks: {names[strategy]}{copies}{parts}"]
 
-    @property
-    def data_rank(self) -> int:
-        """Which rows this rank reads."""
-        return self._reduce_rank // self.context
-
-    @property
-    def context_rank(self) -> int:
-        """Which part of its rows' tokens this rank holds."""
-        return self._reduce_rank % self.context
-
-    @property
-    def _reduce_rank(self) -> int:
-        return self.coordinate("replicate") * self.shard + self.coordinate("shard")
-
 
 def plan_mesh(rank: int, world: int, size: int | str, key: str, context: int = 1) -> Mesh:
-    """The layout of the ranks for a shard size given in a recipe under `key`; `auto` cuts over all of them."""
+    """The layout of the ranks for a shard size given in a recipe under `key`; `auto` shards over all of them."""
     if context > world or world % context:
         start = f"start {context} or a multiple of it" if context > world else f"start {world // context * context} ranks"
         raise ParallelError(f"parallel.context is {context}; it must divide the number of ranks, {world}. Lower it, or {start} (--nproc).")

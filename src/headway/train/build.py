@@ -29,7 +29,7 @@ from headway.model.init import initial_value
 from headway.model.layout import GATES
 from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.parallel.assemble import assemble
-from headway.parallel.collectives import RankGroups, single_process
+from headway.parallel.collectives import RankGroups
 from headway.parallel.engine import Engine, EngineSpec
 from headway.prepare.sources import prepare_sources
 from headway.runtime.deferred import Deferred
@@ -177,7 +177,7 @@ class Run:
 def build(resolved: Resolved, start: Start, ranks: RankGroups | None = None, process: Process = Process()) -> Run:
     """Put a run together and bring it to where it starts: initial weights, given weights, or a checkpoint."""
     recipe = resolved.recipe if start.set_aside is not None else with_healed(resolved.recipe, start.folder)
-    model, ranks = resolved.model, ranks or single_process()
+    model, ranks = resolved.model, ranks or RankGroups()
     compute = choose_compute(recipe.device, recipe.precision, process.local_rank)
     set_arithmetic(tf32=recipe.kernels.tf32, deterministic=recipe.deterministic)
     batch = recipe.batch.resolve(recipe.data.seq_len, ranks.data.size)

@@ -217,7 +217,7 @@ def next_batch(resolved: Resolved, cursor: dict[str, Any]) -> dict[str, list[int
     """The documents of the batch that a cursor points at."""
     from headway.data.loader import LoaderState
     from headway.data.open import open_data
-    from headway.parallel.collectives import single_process
+    from headway.parallel.collectives import RankGroups
     from headway.prepare.sources import prepare_sources
     from headway.train.build import make_loader
 
@@ -227,7 +227,7 @@ def next_batch(resolved: Resolved, cursor: dict[str, Any]) -> dict[str, list[int
     data = open_data(config.data, stores, tokenizer=tokenizer, vocab_size=resolved.model.vocab, seed=config.seed, pairs=pairs)
     state = LoaderState.from_json(cursor)
     batch = config.batch.resolve(config.data.seq_len, 1)
-    with make_loader(config, data, batch, SimpleNamespace(cursor=state), single_process()) as loader:  # pyright: ignore[reportArgumentType]
+    with make_loader(config, data, batch, SimpleNamespace(cursor=state), RankGroups()) as loader:  # pyright: ignore[reportArgumentType]
         return loader.documents_of(state, state.batch, state.batch)
 
 

@@ -11,14 +11,14 @@ def eight_bit(overrides: tuple[str, ...]) -> Any:
 
     from headway.config.load import load
     from headway.parallel.assemble import assemble
-    from headway.parallel.collectives import single_process
+    from headway.parallel.collectives import RankGroups
     from headway.runtime.device import Compute
     from headway.train.build import engine_spec
     from headway.train.config import Recipe
 
     recipe = load(Recipe, None, [*BASE, "model.ffn_size=32", "model.vocab_size=64", *overrides])
     compute = Compute(torch.device("cpu"), "cpu", torch.bfloat16, "fp8")
-    return assemble(engine_spec(recipe, recipe.model, compute, single_process())).model.model.layers["0"].mlp.up_proj.scaling
+    return assemble(engine_spec(recipe, recipe.model, compute, RankGroups())).model.model.layers["0"].mlp.up_proj.scaling
 
 
 ROWS: dict[str, Row] = {

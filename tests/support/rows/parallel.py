@@ -22,7 +22,7 @@ def bucket_count(run: Any) -> Any:
 def on_two_ranks(overrides: tuple[str, ...]) -> Any:
     """The layout and the hook the first of two ranks would have, or why it is refused."""
     from headway.errors import HeadwayError
-    from headway.parallel.collectives import single_process
+    from headway.parallel.collectives import RankGroups
     from headway.parallel.engine import EngineSpec
     from headway.parallel.flat.engine import choose_hook
 
@@ -31,7 +31,7 @@ def on_two_ranks(overrides: tuple[str, ...]) -> Any:
     try:
         mesh = parallel.mesh(0, 2)
         parallel.check(mesh, "float32")
-        ranks = replace(single_process(), mesh=mesh)
+        ranks = replace(RankGroups(), mesh=mesh)
         return mesh, type(choose_hook(EngineSpec(recipe.model, recipe.objective, recipe.optim, parallel=parallel, ranks=ranks))).__name__
     except HeadwayError as error:
         return str(error)

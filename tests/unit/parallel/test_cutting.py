@@ -68,16 +68,36 @@ def test_every_element_has_one_owner(shards: int) -> None:
 def test_shard_groups_are_neighbours(world: int, size: int | str, shard: int, replicate: int) -> None:
     meshes = [plan_mesh(rank, world, size, "key") for rank in range(world)]
     assert all((mesh.shard, mesh.replicate, mesh.data) == (shard, replicate, world) for mesh in meshes)
-    assert [mesh.coordinate("shard") for mesh in meshes] == [rank % shard for rank in range(world)]
-    assert [mesh.data_rank for mesh in meshes] == list(range(world))
+    assert meshes[0].groups("shard") == [list(range(first, first + shard)) for first in range(0, world, shard)]
+    assert meshes[0].groups("replicate") == [list(range(first, world, shard)) for first in range(shard)]
+    assert meshes[0].groups("data") == [list(range(world))]
 
 
 def test_neighbours_share_rows_inside_any_shard_group() -> None:
     meshes = [plan_mesh(rank, 8, 4, "key", context=2) for rank in range(8)]
     assert {(mesh.shard, mesh.replicate, mesh.reduce, mesh.data) for mesh in meshes} == {(4, 2, 8, 4)}
-    assert [mesh.data_rank for mesh in meshes] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [mesh.context_rank for mesh in meshes] == [0, 1] * 4
+    assert meshes[0].groups("data") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert meshes[0].groups("context") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert meshes[0].describe("zero1") == ["8 ranks: zero1 over 4, 2 times; each row's tokens over 2 (context)"]
+
+
+def test_tensor_is_the_innermost_axis_and_pipeline_the_outermost() -> None:
+    mesh = Mesh(pipeline=2, replicate=2, shard=2, context=2, tensor=2)
+    assert mesh.groups("tensor")[:3] == [[0, 1], [2, 3], [4, 5]]
+    assert mesh.groups("context")[:3] == [[0, 2], [1, 3], [4, 6]]
+    assert mesh.groups("data")[:2] == [[0, 4], [1, 5]]
+    assert mesh.groups("shard")[:2] == [[0, 2], [1, 3]]
+    assert mesh.groups("replicate")[:2] == [[0, 4], [1, 5]]
+    assert mesh.groups("reduce") == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
+    assert mesh.groups("pipeline")[0] == [0, 8]
+    for axis in ("tensor", "context", "data", "shard", "replicate", "reduce", "pipeline"):
+        assert sorted(rank for group in mesh.groups(axis) for rank in group) == list(range(16))
+
+
+@pytest.mark.parametrize("world", [1, 2, 6])
+def test_axes_without_parallelism_have_groups_of_one(world: int) -> None:
+    mesh = plan_mesh(0, world, "auto", "key")
+    assert mesh.groups("tensor") == mesh.groups("pipeline") == mesh.groups("context") == [[rank] for rank in range(world)]
 
 
 def rows_refusal(seq_len: int = 64, objective: ObjectiveConfig = NextToken(), adapter: AdapterConfig | None = None, **model: float) -> str:
