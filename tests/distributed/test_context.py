@@ -66,7 +66,7 @@ def gate_gradient(one: Setup, group: RankGroup) -> torch.Tensor:
     engine.forward_backward(share_of_step(0, one.micro, rows.rank, rows.size), StepInfo(0, 20))
     if one.parallel.get("strategy") == "fsdp" and group.size > 1:
         return engine.parts[GATES].parameter.grad.clone()
-    buffer, span, slot = engine._places[GATES]
+    buffer, span, slot = engine.slots[GATES]
     return buffer.gradient(span, slot).clone()
 
 
@@ -126,7 +126,7 @@ def decided_on_one_rank(one: Setup, group: RankGroup) -> torch.Tensor:
     engine, rows = make_engine(group, one), rows_of(one, group)
     engine.fill([(GATES, torch.tensor([[0.5, 0.0, 30.0, 30.0], [-30.0, -30.0, 0.0, -0.5]]))])
     engine.forward_backward(share_of_step(0, one.micro, rows.rank, rows.size), StepInfo(0, 20))
-    buffer, span, slot = engine._places[GATES]
+    buffer, span, slot = engine.slots[GATES]
     return buffer.gradient(span, slot).clone()
 
 

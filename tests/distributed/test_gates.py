@@ -32,7 +32,7 @@ def gradient(one: Setup, group: RankGroup) -> torch.Tensor:
     engine.forward_backward(share_of_step(0, one.micro, group.rank, group.size), StepInfo(0, 20))
     if one.parallel.get("strategy") == "fsdp" and group.size > 1:
         return engine.parts[GATES].parameter.grad.clone()
-    buffer, span, slot = engine._places[GATES]
+    buffer, span, slot = engine.slots[GATES]
     return buffer.gradient(span, slot).clone()
 
 

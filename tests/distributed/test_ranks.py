@@ -90,7 +90,7 @@ def trace(overlap: bool, group: RankGroup) -> tuple[list[str], float]:
 
     for name, (owner, leaf) in engine.homes.items():
         parameter = owner._parameters[leaf]
-        buffer, span, slot = engine._places[name]
+        buffer, span, slot = engine.slots[name]
         parameter._post_accumulate_grad_hooks.clear()
         parameter.register_post_accumulate_grad_hook(partial(slow_take, name, buffer.gradient(span, slot)))
     engine.reducer.finish = timed_finish

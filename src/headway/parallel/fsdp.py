@@ -23,20 +23,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from headway.data.batch import Batch, StepBatch
+from headway.data.batch import StepBatch
 from headway.model.base import Model
 from headway.model.layout import GATES
-from headway.objective.base import MetricSums, Objective, StepInfo
-from headway.optim.base import Hyper
+from headway.objective.base import Objective, StepInfo
+from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
-from headway.optim.state_storage import storage_of
+from headway.parallel.base import BaseEngine, ParamShard, parameter_at, square_norm
 from headway.parallel.collectives import RankGroups
-from headway.parallel.engine import DTYPES, Box, EngineSpec, ReadTensor, StateTensor, StepResult, Update
-from headway.parallel.flat.engine import make_scaler, parameter_at, parameter_homes
-from headway.parallel.offload_optimizer import HostStateOptimizer, LocalTensors
-from headway.parallel.passes import Passes
+from headway.parallel.engine import DTYPES, EngineSpec, StepResult
+from headway.parallel.offload_optimizer import LocalTensors
 from headway.parallel.trial import ShardTrial
-from headway.parallel.update import clip_guard, square_norm
 
 
 @dataclass
@@ -44,9 +41,9 @@ class LocalParameter:
     """What this rank holds of one parameter."""
 
     name: str
-    shape: tuple[int, ...]
     parameter: nn.Parameter
     offset: tuple[int, ...]
+    """Of its rows, in the box that this rank's model holds."""
     group: str | None
     """The group it trains in; None: it does not."""
     state: dict[str, Tensor]
@@ -63,20 +60,21 @@ class LocalParameter:
         """Every rank holds all of it."""
         return not isinstance(self.parameter, DTensor)
 
+    @property
+    def gradient(self) -> Tensor:
+        """The local gradient; zero for a parameter without a part in the step."""
+        gradient = self.parameter.grad
+        return torch.zeros_like(self.master) if gradient is None else _local(gradient)
 
-class FsdpEngine:
+
+class FsdpEngine(BaseEngine):
     """Implements parallel.engine.Engine."""
 
     def __init__(self, model: Model, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec) -> None:
-        self.model, self.spec, self.ranks = model, spec, spec.ranks
-        self.optimizer, self.scaler = spec.optim.build(), make_scaler(spec)
-        self.groups = list(groups)
-        self.passes = Passes(model, objective, spec)
+        super().__init__(model, objective, groups, spec)
         self.passes.waits_in_layers = True
-        homes = parameter_homes(model, objective)
-        self.shapes = {name: tuple(parameter_at(home).shape) for name, home in homes.items()}
         group_of = {name: group.name for group in groups for name in group.names}
-        for name, (owner, leaf) in homes.items():
+        for name, (owner, leaf) in self.homes.items():
             if name in group_of or is_wide(name):
                 parameter_at((owner, leaf)).requires_grad_(name in group_of)
             else:  # in the compute dtype only: what does not train needs no master
@@ -85,26 +83,23 @@ class FsdpEngine:
         if GATES in group_of:  # before the hook with which FSDP2 looks for inputs that need a gradient
             next(iter(model.blocks().values())).register_forward_pre_hook(_needs_gradient, prepend=True)
         self.trial = ShardTrial(model)
-        self.storage = storage_of(self.optimizer)
-        self.streamed = HostStateOptimizer(self.optimizer, spec.device) if spec.state_on_host else None
         if objective.module is not None:
             objective.module.to(spec.device, torch.float32)
-        self.parts = {name: self._part(name, parameter_at(home), group_of.get(name)) for name, home in homes.items()}
-        self.skipped = torch.zeros((), dtype=torch.float32, device=spec.device)
-        self._one = torch.ones((), dtype=torch.float32, device=spec.device)
+        self.parts = {name: self._part(name, parameter_at(home), group_of.get(name)) for name, home in self.homes.items()}
+        self._grads: dict[str, Tensor] = {}
+        """The gradients of an update, between its norm and its step."""
 
     def _part(self, name: str, parameter: nn.Parameter, group: str | None) -> LocalParameter:
-        shape = self.shapes[name]
+        shape, shard = self.boxes[name].local_shape, self.ranks.shard
         local = _local(parameter.detach())
         offset = (0,) * len(shape)
         if isinstance(parameter, DTensor):
-            first = min(self.ranks.shard.rank * -(-shape[0] // self.ranks.shard.size), shape[0])
-            offset = (first, *offset[1:])
+            offset = (min(shard.rank * -(-shape[0] // shard.size), shape[0]), *offset[1:])
         state: dict[str, Tensor] = {}
         if group is not None:
-            home, pin = (torch.device("cpu"), local.is_cuda) if self.streamed is not None else (local.device, False)
+            home, pin = (torch.device("cpu"), local.is_cuda) if self.host_state is not None else (local.device, False)
             state = self.storage.allocate(self.optimizer.slots, local.numel(), home, pin=pin)
-        return LocalParameter(name, shape, parameter, offset, group, state, torch.zeros((), dtype=torch.float32, device=local.device))
+        return LocalParameter(name, parameter, offset, group, state, torch.zeros((), dtype=torch.float32, device=local.device))
 
     def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
         """Accumulate the gradients of one step; FSDP2 exchanges them under the last microbatch's backward."""
@@ -113,7 +108,7 @@ class FsdpEngine:
         result = self.passes.backward(batch, at, scale, lambda: self._synchronize(True))
         for part in self._training():
             if part.is_whole:
-                part.parameter.grad = _grad(part)
+                part.parameter.grad = part.gradient
                 self.ranks.reduce.all_reduce(part.parameter.grad).wait()
         return self.passes.over_ranks(result)
 
@@ -147,90 +142,55 @@ class FsdpEngine:
     def _training(self) -> list[LocalParameter]:
         return [part for part in self.parts.values() if part.group is not None]
 
-    def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
-        """Metric sums over all ranks' batches, without gradients or dropout."""
-        return self.passes.evaluate(batches, at)
+    def _square_norm(self) -> Tensor:
+        parts, device = self._training(), self.spec.device
+        self._grads = {part.name: part.gradient for part in parts}
+        sharded = [self._grads[part.name] for part in parts if not part.is_whole and not self.boxes[part.name].is_copy]
+        square = self._sum_over_model(square_norm(sharded).to(device))
+        return square + square_norm([self._grads[part.name] for part in parts if part.is_whole]).to(device)
 
-    @torch.no_grad()
-    def update(self, hypers: dict[str, Hyper], skip: Tensor | None = None) -> Update:
-        """Clip by the exact global norm and step this rank's parts. A step with a non-finite norm changes nothing."""
-        parts = self._training()
-        grads = {part.name: _grad(part) for part in parts}
-        cut = [grads[part.name] for part in parts if not part.is_whole]
-        square = square_norm(cut).to(self.spec.device)
-        self.ranks.shard.all_reduce(square).wait()
-        square = square + square_norm([grads[part.name] for part in parts if part.is_whole]).to(self.spec.device)
-        scale = self._one if self.scaler is None else self.scaler.scale.clone()
-        norm, guard, overflow = clip_guard(square.sqrt().float(), self.spec.optim.clip, scale, skip)
+    def _step(self, hypers: dict[str, Hyper], guard: Guard) -> None:
         for group in self.groups:
-            mine = [part for part in parts if part.group == group.name]
-            held = [part for part in mine if part.master.numel()]
-            if held:
-                state = {role: [part.state[role] for part in held] for role in held[0].state}
-                masters, flat = [part.master.view(-1) for part in held], [grads[part.name].reshape(-1) for part in held]
-                mine_all = LocalTensors(masters, flat, state, [part.steps for part in held])
-                if self.streamed is not None:
-                    self.streamed.update(mine_all, hypers[group.name], guard, into=None)
-                else:
-                    self.optimizer.update(*mine_all, hypers[group.name], guard)
-            for part in mine:
+            members = [self.parts[name] for name in group.names]
+            filled = [part for part in members if part.master.numel()]
+            if filled:
+                tensors = LocalTensors(
+                    [part.master.view(-1) for part in filled],
+                    [self._grads[part.name].reshape(-1) for part in filled],
+                    {role: [part.state[role] for part in filled] for role in filled[0].state},
+                    [part.steps for part in filled],
+                )
+                self._apply(tensors, hypers[group.name], guard)
+            for part in members:
                 if not part.master.numel():
                     part.steps += 1 - guard.found_inf
                 part.parameter.grad = None
-        self.skipped += guard.found_inf
-        if self.scaler is not None:
-            self.scaler.update(overflow)
-        return Update(norm, guard.found_inf, scale)
+        self._grads = {}
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Set parameters by name; returns the names that were not given."""
         self.flush()
         missing = set(self.parts)
-        for name, value in values:
+        for name, whole in values:
             missing.discard(name)
-            part = self.parts[name]
-            part.master.copy_(value[_rows(part)] if not part.is_whole else value)
+            part, value = self.parts[name], self.boxes[name].of(whole)
+            part.master.copy_(value if part.is_whole else value[part.offset[0] : part.offset[0] + part.master.shape[0]])
         return sorted(missing)
 
-    def tensors(self) -> Iterator[StateTensor]:
-        """Master weights and optimizer state of what trains, the parameter itself of what does not; replicas share the writing."""
-        replicas, mine = self.ranks.replicate.size, self.ranks.replicate.rank
-        for index, part in enumerate(self.parts.values()):
-            writes = self.ranks.reduce.rank == 0 if part.is_whole else index % replicas == mine
-            for role in self._roles(part):
-                boxes: list[Box] = [(part.offset, self._read(part, role))] if writes and part.master.numel() else []
-                yield part.name, role, part.shape, boxes
-
-    def _roles(self, part: LocalParameter) -> tuple[str, ...]:
-        return ("param",) if part.group is None else ("master", *self.optimizer.slots)
-
-    def _read(self, part: LocalParameter, role: str) -> Tensor:
-        """This rank's rows of one parameter in one role."""
-        if role in ("param", "master"):
-            return part.master
-        return self.storage.read(part.state, role, 0, part.master.numel()).view(part.master.shape)
-
-    def scalars(self) -> dict[str, Any]:
-        """Updates done, per parameter, steps skipped, and the loss scale."""
-        done = {part.name: int(part.steps) for part in self._training()}
-        return {"steps": done, "skipped": int(self.skipped), "scaler": None if self.scaler is None else self.scaler.scalars()}
-
-    @torch.no_grad()
-    def load(self, read: ReadTensor, scalars: dict[str, Any]) -> None:
-        """Take back what tensors and scalars gave, whatever layout it was saved from."""
-        self.flush()
+    def shards(self) -> Iterator[ParamShard]:
+        """This rank's rows of every parameter."""
         for part in self.parts.values():
-            for role in self._roles(part) if part.master.numel() else ():
-                values = read(part.name, role, part.offset, tuple(part.master.shape))
-                if role in ("param", "master"):
-                    part.master.copy_(values)
-                else:
-                    self.storage.write(part.state, role, 0, values.reshape(-1))
-            part.steps.fill_(scalars["steps"].get(part.name, 0))
-        self.skipped.fill_(scalars["skipped"])
-        if self.scaler is not None and scalars.get("scaler") is not None:
-            self.scaler.load(scalars["scaler"])
+            local = part.master
+            boxes = [(self.boxes[part.name].shift(part.offset), tuple(local.shape), 0)] if local.numel() else []
+            yield ParamShard(part.name, boxes, local.view(-1), part.group is not None, part.state, is_whole=part.is_whole)
+
+    def _updates_done(self) -> dict[str, int]:
+        return {part.name: int(part.steps) for part in self._training()}
+
+    def _set_updates_done(self, done: dict[str, int]) -> None:
+        for part in self.parts.values():
+            part.steps.fill_(done.get(part.name, 0))
 
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -240,9 +200,9 @@ class FsdpEngine:
                 yield name, part.parameter.full_tensor() if isinstance(part.parameter, DTensor) else part.master
 
     def flush(self) -> None:
-        """Let go of gathered parameters, so that the next forward gathers what is current; wait for what lies in host memory."""
-        if self.streamed is not None:
-            self.streamed.flush()
+        """Free gathered parameters, so that the next forward gathers current ones; wait for what lies in host memory."""
+        if self.host_state is not None:
+            self.host_state.flush()
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -289,13 +249,3 @@ def _needs_gradient(_block: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _grad(part: LocalParameter) -> Tensor:
-    """A parameter without a part in the step has a gradient of zero, as everywhere."""
-    gradient = part.parameter.grad
-    return torch.zeros_like(part.master) if gradient is None else _local(gradient)
-
-
-def _rows(part: LocalParameter) -> slice:
-    return slice(part.offset[0], part.offset[0] + part.master.shape[0])

@@ -45,25 +45,28 @@ class HostStateOptimizer:
         """When a staging place has been copied out."""
         self._turn = 0
 
-    def update(self, mine: LocalTensors, hyper: Hyper, guard: Guard, into: list[Tensor] | None) -> None:
-        """As Optimizer.update. With `into` the params are in host memory too, and what they become is also written there."""
+    def update(self, local: LocalTensors, hyper: Hyper, guard: Guard, copies: list[Tensor] | None) -> None:
+        """As Optimizer.update. With `copies` the params are in host memory too, and their new values are also written to the copies."""
         if self.inward is not None and self.outward is not None:
             self.inward.wait_stream(self.outward)  # what the last update sent back is there before it is read again
-        for index, (param, grad, step) in enumerate(zip(mine.params, mine.grads, mine.steps, strict=True)):
-            state = {role: parts[index] for role, parts in mine.state.items()}
+        for index, (param, grad, step) in enumerate(zip(local.params, local.grads, local.steps, strict=True)):
+            state = {role: parts[index] for role, parts in local.state.items()}
             for start in range(0, param.numel(), self.piece):
                 stop, is_last = start + self.piece, start + self.piece >= param.numel()
                 part = slice(start, None if is_last else stop)
                 pieces = {role: [tensor[_in_blocks(part) if role.endswith(SCALE) else part]] for role, tensor in state.items()}
                 counter = step if is_last else step.clone()
                 self._update_piece(
-                    LocalTensors([param[part]], [grad[part]], pieces, [counter]), hyper, guard, None if into is None else into[index][part]
+                    LocalTensors([param[part]], [grad[part]], pieces, [counter]),
+                    hyper,
+                    guard,
+                    None if copies is None else copies[index][part],
                 )
 
-    def _update_piece(self, mine: LocalTensors, hyper: Hyper, guard: Guard, target: Tensor | None) -> None:
-        host = {role: parts[0] for role, parts in mine.state.items()}
+    def _update_piece(self, local: LocalTensors, hyper: Hyper, guard: Guard, target: Tensor | None) -> None:
+        host = {role: parts[0] for role, parts in local.state.items()}
         if target is not None:
-            host[MASTER] = mine.params[0]
+            host[MASTER] = local.params[0]
         turn = self._turn = 1 - self._turn
         staged = {role: self._place(turn, role, part) for role, part in host.items()}
         free = self._free[turn]
@@ -73,8 +76,8 @@ class HostStateOptimizer:
             for role, part in host.items():
                 staged[role].copy_(part, non_blocking=True)
         _follow(self.inward, None, self.device)
-        params = mine.params if target is None else [staged[MASTER]]
-        self.optimizer.update(params, mine.grads, {role: [staged[role]] for role in mine.state}, mine.steps, hyper, guard)
+        params = local.params if target is None else [staged[MASTER]]
+        self.optimizer.update(params, local.grads, {role: [staged[role]] for role in local.state}, local.steps, hyper, guard)
         if target is not None:
             target.copy_(staged[MASTER])
         _follow(None, self.outward, self.device)

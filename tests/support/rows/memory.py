@@ -24,7 +24,7 @@ def eight_bit(overrides: tuple[str, ...]) -> Any:
 ROWS: dict[str, Row] = {
     "optim[adamw].state_dtype": ((), "fp32", "8bit", numbers),
     "fp8.scaling": ((), "tensorwise", "rowwise", eight_bit),
-    "memory.offload": ((), [], ["optimizer"], engine(lambda run: run.engine.streamed is None)),
+    "memory.offload": ((), [], ["optimizer"], engine(lambda run: run.engine.host_state is None)),
     "memory.recompute": ((), "none", 0.5, engine(lambda run: [block.forward.__qualname__ for block in run.engine.model.model.layers.values()])),
     "memory.limit_gib": ((), None, 1e-4, refused),
 }  # fmt: skip

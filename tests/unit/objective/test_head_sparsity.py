@@ -73,7 +73,7 @@ def test_the_loss_is_next_token_plus_both_terms_over_all_microbatches(measure: s
     assert float(result.loss) == pytest.approx(float(nll / targets + constraint), rel=1e-5)
     assert float(result.metrics["sparsity"][0] / 2) == pytest.approx(float(sum(seen) / 2), rel=1e-5)
     gap = sum(float(s) - 0.6 for s in seen) / 2
-    buffer, span, slot = engine._places["objective.lambda_1"]
+    buffer, span, slot = engine.slots["objective.lambda_1"]
     assert float(buffer.gradient(span, slot)) == pytest.approx(gap, rel=1e-4)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from headway.parallel.update import clip_guard
+from headway.parallel.base import clip_guard
 
 
 @pytest.mark.parametrize(

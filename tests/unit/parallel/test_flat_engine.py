@@ -1,6 +1,8 @@
 """The flat-buffer engine against a plain module with torch's own optimizer, and the exactness of accumulation."""
 
 import copy
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from headway.optim.adamw import Config as AdamW
 from headway.optim.base import GroupRule
 from headway.optim.groups import hypers
 from headway.optim.scaler import ScalerConfig
+from headway.parallel import base
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import RankGroup
 from headway.parallel.engine import EngineSpec
@@ -250,3 +253,41 @@ def test_a_pass_that_was_never_back_propagated_leaves_the_heads_place_free() -> 
     assert unused.terms
     one, other = gradients(engine, make_step(batch, 1)), gradients(plain, make_step(batch, 1))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_model_that_holds_a_slice_of_a_parameter_saves_and_loads_it_as_a_box_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the second of two ranks of a tensor axis: it holds the upper half of the rows of one projection, and copies of the norms."""
+    split = "model.layers.0.self_attn.q_proj.weight"
+
+    def boxes(homes: Any) -> dict[str, base.ParamBox]:
+        found = {name: base.ParamBox.whole(tuple(base.parameter_at(home).shape)) for name, home in homes.items()}
+        rows, columns = found[split].shape
+        found[split] = base.ParamBox((2 * rows, columns), (rows, 0), (rows, columns))
+        return {name: replace(box, is_copy="norm" in name) for name, box in found.items()}
+
+    plain = engine_for()
+    monkeypatch.setattr(base, "param_boxes", boxes)
+    engine, other = (assemble(EngineSpec(CONFIG, NextToken(), AdamW(lr=1e-2), chunk_tokens=16, seed=3)) for _ in range(2))
+    assert engine.shapes[split] == (64, 32)
+    whole = {name: initial_value(name, box.local_shape, CONFIG, 1) for name, box in engine.boxes.items()}
+    whole[split] = torch.cat([torch.full((32, 32), 7.0), whole[split]])
+    engine.fill(whole.items())
+    step = make_step(uneven_batch(), 2)
+    one, two = engine.forward_backward(step, AT), plain.forward_backward(step, AT)
+    assert torch.equal(one.loss, two.loss)
+    grads = {name: view for buffer in plain.buffers for name, view in buffer.gradients.items()}
+    counted = torch.stack([grad.double().square().sum() for name, grad in grads.items() if "norm" not in name]).sum().sqrt()
+    assert float(engine.update(hypers(AdamW(lr=1e-2), engine.groups, 1, 10)).norm) == pytest.approx(float(counted), rel=1e-6)
+    saved = {(name, role): (shape, boxes) for name, role, shape, boxes in engine.tensors()}
+    for role in ("master", "exp_avg", "exp_avg_sq"):
+        shape, [(offset, value)] = saved[split, role]
+        assert (shape, offset, tuple(value.shape)) == ((64, 32), (32, 0), (32, 32))
+
+    def read(name: str, role: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        [(start, value)] = saved[name, role][1]
+        assert (start, tuple(value.shape)) == (offset, shape)
+        return value.clone()
+
+    other.load(read, engine.scalars())
+    assert isinstance(engine, FlatEngine) and isinstance(other, FlatEngine)
+    assert all(torch.equal(value, other.masters[name]) for name, value in engine.masters.items())

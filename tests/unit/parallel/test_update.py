@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headway.parallel.update import square_norm
+from headway.parallel.base import square_norm
 
 
 def test_the_norm_of_fifty_million_elements_is_exact() -> None:
