@@ -9,7 +9,7 @@ from support.engines import CONFIG, Setup, make_engine, train_steps
 from support.ranks import run_ranks
 
 from headway.model.adapter.config import AdapterConfig
-from headway.model.adapter.values import merged
+from headway.model.adapter.lora import merged
 from headway.model.layout import num_parameters
 from headway.optim.groups import ADAPTER
 from headway.optim.scaler import ScalerConfig

@@ -5,30 +5,30 @@ import torch
 import torch.nn.functional as F
 
 from headway.kernels import flash4
-from headway.kernels.adamw import Numbers, Tensors, adamw_step, adamw_step_reference
+from headway.kernels.adamw import AdamWHyper, AdamWTensors, adamw_step, adamw_step_reference
 from headway.kernels.cross_entropy import linear_nll
 from headway.kernels.fp8 import Scaling, fp8_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def flat_tensors(seed: int, size: int = 100_000) -> Tensors:
+def flat_tensors(seed: int, size: int = 100_000) -> AdamWTensors:
     generator = torch.Generator("cuda").manual_seed(seed)
     flat = [torch.randn(size, device="cuda", generator=generator) for _ in range(3)]
     flat.append(torch.rand(size, device="cuda", generator=generator))
     counts = torch.full((2,), 4.0, device="cuda")
-    return Tensors(*([one[:65536], one[65536:]] for one in flat), [counts[0], counts[1]], list(flat[0].bfloat16().split(65536)))
+    return AdamWTensors(*([one[:65536], one[65536:]] for one in flat), [counts[0], counts[1]], list(flat[0].bfloat16().split(65536)))
 
 
 @pytest.mark.parametrize("bad", [0.0, 1.0])
 @pytest.mark.parametrize("maximize", [False, True])
 def test_the_adamw_kernel_agrees_with_torch(bad: float, maximize: bool) -> None:
     ours, theirs = flat_tensors(0), flat_tensors(0)
-    numbers, scale = Numbers(1e-2, 0.9, 0.999, 1e-8, 0.1, maximize), torch.tensor(2.5, device="cuda")
+    numbers, scale = AdamWHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, maximize), torch.tensor(2.5, device="cuda")
     found_inf = torch.tensor(bad, device="cuda")
     adamw_step(ours, numbers, scale, found_inf)
     adamw_step_reference(theirs, numbers, scale, found_inf)
-    for name, one, other in zip(Tensors._fields, ours, theirs, strict=True):
+    for name, one, other in zip(AdamWTensors._fields, ours, theirs, strict=True):
         for a, b in zip(one, other, strict=True):
             if name != "grads":
                 torch.testing.assert_close(a, b, rtol=2e-6 if a.dtype == torch.float32 else 8e-3, atol=1e-5)

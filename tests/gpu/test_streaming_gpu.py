@@ -8,9 +8,8 @@ from support.batches import make_batch, make_step
 
 from headway.kernels.attention import AttentionMask, attend, mask_of, reference, visible
 from headway.kernels.head_mix import HeadMix, mix_heads
-from headway.kernels.streaming import Reach, choose, stream, visible_streaming
-from headway.kernels.streaming_pieces import merge_reference
-from headway.kernels.streaming_triton import merge_cuda
+from headway.kernels.streaming import StreamingWindow, choose, stream, visible_streaming
+from headway.kernels.streaming_pieces import merge_cuda, merge_reference
 from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.init import initial_value
 from headway.objective.base import StepInfo
@@ -50,8 +49,8 @@ def test_pieces_agree_with_the_reference(
     found = inputs(*shape, torch.bfloat16)
     expected = [x.detach().float().requires_grad_() for x in found]
     assert choose(found[0], mask()) == "pieces"
-    o = stream(found[0], found[1], found[2], mask(), Reach(*reach))
-    r = reference(expected[0], expected[1], expected[2], visible_streaming(mask(), Reach(*reach)))
+    o = stream(found[0], found[1], found[2], mask(), StreamingWindow(*reach))
+    r = reference(expected[0], expected[1], expected[2], visible_streaming(mask(), StreamingWindow(*reach)))
     weight = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).cuda()
     (o.float() * weight).sum().backward()
     (r * weight).sum().backward()
@@ -77,7 +76,7 @@ def test_the_merge_kernel_gives_the_reference(listed: bool, width: int) -> None:
 
 @pytest.mark.parametrize("gates", [[1.0, 0.0, 0.3, 0.9], [0.0, 1.0, 1.0, 0.0], [0.4, 0.5, 0.6, 0.7]], ids=str)
 def test_mixing_agrees_with_the_naive_mix(gates: list[float]) -> None:
-    reach = Reach(64, 16)
+    reach = StreamingWindow(64, 16)
     q, k, v = inputs(8, 4, 64, torch.bfloat16)
     z = torch.tensor([gates], device="cuda", requires_grad=True)
     seen = mask()
@@ -104,7 +103,7 @@ def test_64k_tokens_never_need_a_square_of_memory() -> None:
     batch = make_batch([[40000, 25536]], seq_len=65536, vocab=9).to("cuda")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    stream(q, k, v, mask_of(batch), Reach(1024, 128)).sum().backward()
+    stream(q, k, v, mask_of(batch), StreamingWindow(1024, 128)).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 20 * q.nbytes < 65536 * 65536 / 4
 
 

@@ -8,7 +8,7 @@ import torch
 
 from headway.data.batch import TENSOR_FIELDS, StepBatch, StepStats
 from headway.model.adapter.config import AdapterConfig
-from headway.model.adapter.values import with_updates
+from headway.model.adapter.lora import with_updates
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.objective.base import StepInfo

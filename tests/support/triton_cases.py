@@ -11,30 +11,28 @@ from collections.abc import Callable
 
 import torch
 
-from headway.kernels.adamw import Numbers, Tensors, _fused, adamw_step_reference
-from headway.kernels.cross_entropy import Shaping, softmax_gradient_reference
-from headway.kernels.cross_entropy_triton import softmax_gradient_cuda
-from headway.kernels.streaming_pieces import merge_reference
-from headway.kernels.streaming_triton import merge_cuda
+from headway.kernels.adamw import AdamWHyper, AdamWTensors, _fused, adamw_step_reference
+from headway.kernels.cross_entropy import Shaping, softmax_gradient_cuda, softmax_gradient_reference
+from headway.kernels.streaming_pieces import merge_cuda, merge_reference
 from support.decode_case import REGIONS, gaps
 
 
 def adamw() -> None:
     """With and without a narrow copy, both directions, skipped and not."""
 
-    def made(seed: int) -> Tensors:
+    def made(seed: int) -> AdamWTensors:
         generator = torch.Generator().manual_seed(seed)
         flat = [torch.randn(5000, generator=generator) for _ in range(3)] + [torch.rand(5000, generator=generator)]
         copies, counts = flat[0].bfloat16(), torch.tensor([3.0, 3.0])
         parts = [[one[:2048], one[2048:]] for one in (*flat, copies)]
-        return Tensors(*parts[:4], [counts[0], counts[1]], parts[4] if seed else ())
+        return AdamWTensors(*parts[:4], [counts[0], counts[1]], parts[4] if seed else ())
 
     for seed, maximize, bad in ((0, False, 0.0), (0, True, 1.0), (1, True, 0.0), (1, False, 1.0)):
         ours, theirs = made(seed), made(seed)
-        numbers, scale = Numbers(1e-2, 0.9, 0.999, 1e-8, 0.1, maximize), torch.tensor(2.5)
+        numbers, scale = AdamWHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, maximize), torch.tensor(2.5)
         _fused(ours, numbers, scale, torch.tensor(bad))
         adamw_step_reference(theirs, numbers, scale, torch.tensor(bad))
-        for name, one, other in zip(Tensors._fields, ours, theirs, strict=True):
+        for name, one, other in zip(AdamWTensors._fields, ours, theirs, strict=True):
             if name == "grads":
                 continue
             for a, b in zip(one, other, strict=True):

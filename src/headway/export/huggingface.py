@@ -20,7 +20,7 @@ from headway.infer.load import check_vocabulary, find_own
 from headway.model.families.base import family_of, published, published_with_code
 from headway.model.head_masks.gates_file import write_gates
 from headway.model.layout import GATES, num_parameters, param_specs
-from headway.model.pretrained import CONFIG, INDEX, WEIGHTS
+from headway.model.loading.huggingface import CONFIG, INDEX, WEIGHTS
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.storage import fsync_file, fsync_folder, remove_folder, rename_folder, writing

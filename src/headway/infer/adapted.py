@@ -36,7 +36,7 @@ class Carried:
 
     def merged(self, model: ModelConfig) -> Values:
         """Every parameter of the model that does the same without an adapter."""
-        from headway.model.adapter.values import merged, with_updates
+        from headway.model.adapter.lora import merged, with_updates
 
         modules = self.config.modules(model)
         return merged(with_updates(self.base_weights(), self.config, modules, 0, self.updates()), self.config, modules)

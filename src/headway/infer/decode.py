@@ -13,8 +13,7 @@ from typing import Literal
 
 import torch
 
-from headway.kernels.compiled import compile_half
-from headway.model.base import Model
+from headway.model.base import Model, compile_method
 from headway.model.kv_cache import KVCache
 
 COMPILE_FROM_STEPS = 512
@@ -45,7 +44,7 @@ class Decoder:
         if on_cuda:
             model.fuse_projections()
         options = {"coordinate_descent_tuning": True} if search_kernels else None
-        self._forward = model.decoder(cache, partial(compile_half, options=options) if compiled else None)
+        self._forward = model.decoder(cache, partial(compile_method, options=options) if compiled else None)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._token = self._position = self._logits = torch.empty(0)
 

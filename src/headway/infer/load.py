@@ -26,13 +26,13 @@ from headway.infer.adapted import Carried, base_folder, carry, is_adapter
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.model.families.base import as_stored, trusting
-from headway.model.finite_weights import finite
 from headway.model.head_masks.choice import OWN, MaskChoice, MaskSource
 from headway.model.head_masks.gates_file import MASKS_FILE, TrainedGates, read_gates
 from headway.model.layout import GATES, param_specs
-from headway.model.old_weights import is_internlm, open_internlm
-from headway.model.other_formats import named_format
-from headway.model.pretrained import check_weights, has_weights, is_pretrained, read_config, read_end_ids, read_weights
+from headway.model.loading.huggingface import check_weights, has_weights, is_pretrained, read_config, read_end_ids, read_weights
+from headway.model.loading.internlm import is_internlm, open_internlm
+from headway.model.loading.unsupported import named_format
+from headway.model.loading.untrusted import finite
 from headway.runtime.json_file import read_object
 from headway.runtime.places import Place, S3Path, place_of
 from headway.text.hub import is_hub_id, local_or_hub

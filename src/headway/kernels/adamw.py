@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 
-class Numbers(NamedTuple):
+class AdamWHyper(NamedTuple):
     """What one step needs beside the tensors."""
 
     lr: float
@@ -28,7 +28,7 @@ class Numbers(NamedTuple):
     maximize: bool
 
 
-class Tensors(NamedTuple):
+class AdamWTensors(NamedTuple):
     """Lists of flat tensors that belong together, one entry per bucket."""
 
     params: Sequence[Tensor]
@@ -41,7 +41,7 @@ class Tensors(NamedTuple):
     """Lower-precision twins of params, made equal to them after the step; none where params are what the model reads."""
 
 
-def adamw_step(tensors: Tensors, numbers: Numbers, scale: Tensor, found_inf: Tensor) -> None:
+def adamw_step(tensors: AdamWTensors, numbers: AdamWHyper, scale: Tensor, found_inf: Tensor) -> None:
     """One step; a skipped one leaves the counters where they were."""
     if tensors.params[0].is_cuda:
         _fused(tensors, numbers, scale, found_inf)
@@ -49,7 +49,7 @@ def adamw_step(tensors: Tensors, numbers: Numbers, scale: Tensor, found_inf: Ten
         adamw_step_reference(tensors, numbers, scale, found_inf)
 
 
-def adamw_step_reference(tensors: Tensors, numbers: Numbers, scale: Tensor, found_inf: Tensor) -> None:
+def adamw_step_reference(tensors: AdamWTensors, numbers: AdamWHyper, scale: Tensor, found_inf: Tensor) -> None:
     """torch's fused operator, then the copies; what the Triton kernel is compared to, and what runs on CPU."""
     params, grads, steps = list(tensors.params), list(tensors.grads), list(tensors.steps)
     torch._foreach_add_(steps, 1)
@@ -63,7 +63,7 @@ def adamw_step_reference(tensors: Tensors, numbers: Numbers, scale: Tensor, foun
         torch._foreach_copy_(list(tensors.copies), params)
 
 
-def _fused(tensors: Tensors, numbers: Numbers, scale: Tensor, found_inf: Tensor) -> None:
+def _fused(tensors: AdamWTensors, numbers: AdamWHyper, scale: Tensor, found_inf: Tensor) -> None:
     counters = torch.stack(list(tensors.steps))
     done = counters.double() + 1
     # In fp64, as torch's operator does: 1 - 0.999 in fp32 would be off in the fifth digit.
@@ -76,7 +76,7 @@ def _fused(tensors: Tensors, numbers: Numbers, scale: Tensor, found_inf: Tensor)
 
 
 def launch(
-    param: Tensor, grad: Tensor, first: Tensor, second: Tensor, copy: Tensor | None, corrections: Tensor, numbers: Numbers,
+    param: Tensor, grad: Tensor, first: Tensor, second: Tensor, copy: Tensor | None, corrections: Tensor, numbers: AdamWHyper,
     scale: Tensor, found_inf: Tensor,
 ) -> None:  # fmt: skip
     """Run the kernel over one flat tensor."""

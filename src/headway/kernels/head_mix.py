@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headway.kernels.streaming import Reach, stream
+from headway.kernels.streaming import StreamingWindow, stream
 
 if TYPE_CHECKING:
     from headway.kernels.attention import AttentionMask
@@ -43,10 +43,10 @@ class HeadMix:
     """The gates of a model for one forward pass."""
 
     layers: tuple[LayerMix, ...]
-    reach: Reach
+    reach: StreamingWindow
 
     @classmethod
-    def of(cls, z: Tensor, on_host: Tensor, reach: Reach, *, heads: slice = slice(None), skip: bool = True) -> HeadMix:
+    def of(cls, z: Tensor, on_host: Tensor, reach: StreamingWindow, *, heads: slice = slice(None), skip: bool = True) -> HeadMix:
         """From z [L,KV] on the device and the same numbers on the host; `heads` = the KV heads this rank computes.
 
         Without `skip` every head runs both branches, whatever its z.

@@ -31,7 +31,7 @@ MIN_BLOCK = 128
 
 
 @dataclass(frozen=True)
-class Reach:
+class StreamingWindow:
     """What a streaming head sees."""
 
     window: int
@@ -51,7 +51,9 @@ class Reach:
         return found
 
 
-def stream(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, reach: Reach, *, backend: str = "auto") -> torch.Tensor:
+def stream(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, reach: StreamingWindow, *, backend: str = "auto"
+) -> torch.Tensor:
     """Attention of each token to the sinks of its document and to the window that ends with it."""
     if backend == "auto":
         backend = choose(q, mask)
@@ -69,7 +71,7 @@ def choose(q: torch.Tensor, mask: AttentionMask) -> str:
     return "blocks" if why_not("varlen", q.device.type, q.dtype, q.shape[-1]) else "pieces"
 
 
-def visible_streaming(mask: AttentionMask, reach: Reach) -> torch.Tensor:
+def visible_streaming(mask: AttentionMask, reach: StreamingWindow) -> torch.Tensor:
     """The dense mask, bool [B, T of queries, T of keys]."""
     length = mask.document.shape[1]
     start = mask.bounds.long().gather(1, mask.document.long())
@@ -77,7 +79,7 @@ def visible_streaming(mask: AttentionMask, reach: Reach) -> torch.Tensor:
     return visible(mask, None) & (band(length, reach.window, mask.document.device) | is_sink[:, None, :])
 
 
-def _blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, reach: Reach) -> torch.Tensor:
+def _blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, reach: StreamingWindow) -> torch.Tensor:
     pieces: list[torch.Tensor] = []
     for row, bounds in enumerate(mask.on_host()):
         for start, stop in itertools.pairwise(bounds):
@@ -86,7 +88,7 @@ def _blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMa
     return torch.cat(pieces, dim=1).view(q.shape)
 
 
-def _document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Reach) -> list[torch.Tensor]:
+def _document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: StreamingWindow) -> list[torch.Tensor]:
     """One document [1,n,...]: its beginning sees all of the past; each block behind it sees the sinks and the window before it."""
     length, window, sinks = q.shape[1], reach.window, reach.sinks
     head = min(length, window + sinks)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,10 +31,12 @@ if TYPE_CHECKING:
 
 SEGMENT = 4096
 """Queries that share one copy of the sinks."""
+ROWS = 32
+"""Queries of one program."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class AttentionPiece:
     """Some queries against some keys, as packed sequences."""
 
     queries: slice | Tensor
@@ -59,7 +62,7 @@ class StreamPlan:
 
     bounds: Tensor
     window: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[AttentionPiece, ...]
     """The pieces beside the window."""
 
 
@@ -80,7 +83,7 @@ def plan_pieces(mask: AttentionMask, window: int, sinks: int) -> StreamPlan:
     return StreamPlan(mask.bounds, window, tuple(piece for piece in pieces if piece is not None))
 
 
-def _piece(ranges: list[tuple[int, int, int]], sinks: int | None, device: torch.device) -> Piece | None:
+def _piece(ranges: list[tuple[int, int, int]], sinks: int | None, device: torch.device) -> AttentionPiece | None:
     """Ranges (document start, first query, queries) as one piece; without `sinks`, as many keys as queries and causal."""
     if not ranges:
         return None
@@ -91,7 +94,7 @@ def _piece(ranges: list[tuple[int, int, int]], sinks: int | None, device: torch.
     queries = slice(spans[0][0], spans[-1][1]) if joined else _moved(_places(spans), device)
     keys = _places((begin, begin + width) for (begin, _, _), width in zip(ranges, widths, strict=True))
     unique, copy_of = torch.unique(keys, return_inverse=True)
-    return Piece(
+    return AttentionPiece(
         queries, _moved(keys, device), _moved(unique, device), _moved(copy_of, device),
         _starts(counts, device), _starts(widths, device), max(counts), max(widths), 0 if sinks is None else -1,
     )  # fmt: skip
@@ -150,11 +153,11 @@ class _Stream(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def _shape(piece: Piece) -> tuple[Tensor, Tensor, int, int]:
+def _shape(piece: AttentionPiece) -> tuple[Tensor, Tensor, int, int]:
     return piece.starts_q, piece.starts_k, piece.longest_q, piece.longest_k
 
 
-def _sinks(k: Tensor, v: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+def _sinks(k: Tensor, v: Tensor, piece: AttentionPiece) -> tuple[Tensor, Tensor]:
     return k.index_select(0, piece.keys), v.index_select(0, piece.keys)
 
 
@@ -193,8 +196,6 @@ def flash_backward(
 def merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, at: slice | Tensor) -> None:
     """Bring a piece into the whole, in place: o [T,H,hd] and lse [H,T] at the queries of part [t,H,hd] and part_lse [H,t]."""
     if o.is_cuda:
-        from headway.kernels.streaming_triton import merge_cuda
-
         merge_cuda(o, lse, part, part_lse, at)
     else:
         merge_reference(o, lse, part, part_lse, at)
@@ -207,6 +208,51 @@ def merge_reference(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, at: 
     old, new = ((x - after).exp().t()[..., None] for x in (before, part_lse))
     o[at] = (o[at].float() * old + part.float() * new).to(o.dtype)
     lse[:, at] = after
+
+
+@cache
+def _kernel() -> Any:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def merge(
+        o, o_token, o_head, lse, lse_head, part, p_token, p_head, part_lse, places, first, count,
+        LISTED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip  # pyright: ignore
+        head = tl.program_id(1).to(tl.int64)
+        row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = row < count
+        if LISTED:
+            place = tl.load(places + row, mask=inside, other=0)
+        else:
+            place = first + row
+        before = tl.load(lse + head * lse_head + place, mask=inside, other=0.0)
+        new = tl.load(part_lse + head * count + row, mask=inside, other=0.0)
+        highest = tl.maximum(before, new)
+        after = highest + tl.log(tl.exp(before - highest) + tl.exp(new - highest))
+        tl.store(lse + head * lse_head + place, after, mask=inside)
+        lane = tl.arange(0, PADDED)
+        here = inside[:, None] & (lane < WIDTH)[None, :]
+        to = o + place[:, None] * o_token + head * o_head + lane[None, :]
+        old = tl.load(to, mask=here, other=0.0).to(tl.float32)
+        add = tl.load(part + row[:, None] * p_token + head * p_head + lane[None, :], mask=here, other=0.0).to(tl.float32)
+        mixed = old * tl.exp(before - after)[:, None] + add * tl.exp(new - after)[:, None]
+        tl.store(to, mixed.to(o.dtype.element_ty), mask=here)
+
+    return merge
+
+
+def merge_cuda(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, at: slice | Tensor) -> None:
+    """As `merge_reference` in plain torch, in one kernel."""
+    count, heads, width = part.shape
+    part_lse = part_lse.contiguous()
+    places = at if isinstance(at, Tensor) else torch.empty(0, dtype=torch.int64, device=o.device)
+    _kernel()[(-(-count // ROWS), heads)](
+        o, o.stride(0), o.stride(1), lse, lse.stride(0), part, part.stride(0), part.stride(1), part_lse, places,
+        at.start if isinstance(at, slice) else 0, count,
+        LISTED=isinstance(at, Tensor), WIDTH=width, PADDED=1 << (width - 1).bit_length(), BLOCK=ROWS,
+    )  # fmt: skip
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, left: int, right: int) -> tuple[Tensor, Tensor]:

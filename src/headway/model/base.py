@@ -11,21 +11,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.errors import ConfigError
+from headway.kernels.cross_entropy import NLL, Shaping, WeightGradBuffer, linear_nll, linear_scores
 from headway.model.families.base import STORED, family_of
 from headway.model.layout import ParamSpec
 
 if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.kernels.attention import AttentionMask
-    from headway.kernels.cross_entropy import WeightGradBuffer
     from headway.model.config import ModelConfig
-    from headway.model.head import ModelOut
+    from headway.model.head_gates import GateDraw
     from headway.model.kv_cache import KVCache
 
 DecodeStep = Callable[[Tensor, Tensor], Tensor]
@@ -37,6 +39,45 @@ class AttentionCore(Protocol):
     """Attention of one layer: q [B,T,H,hd], k and v [B,T,KV,hd] -> o [B,T,H,hd]."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """The output projection applied to given hidden states, a chunk of tokens at a time."""
+
+    hidden: Tensor
+    """[B, T, D]"""
+    weight: Tensor
+    """[V, D]"""
+    chunk_tokens: int
+    grad_buffer: WeightGradBuffer | None = None
+    """Where the weight's gradient may be written directly."""
+
+    def nll(self, targets: Tensor, coefficients: Tensor, shaping: Shaping = Shaping()) -> NLL:
+        """Weighted negative log-likelihood of targets [B, T] in one pass; per-token results have shape [B, T]."""
+        out = linear_nll(
+            self.hidden.flatten(0, 1), self.weight, targets.flatten(), coefficients.flatten(), shaping, self.chunk_tokens, self.grad_buffer
+        )
+        return NLL(out.total, *(per_token.view(targets.shape) for per_token in out[1:]))
+
+    def scores(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """(log-probability, lse) of targets [B, T], differentiable in any way."""
+        log_prob, lse = linear_scores(self.hidden.flatten(0, 1), self.weight, targets.flatten(), self.chunk_tokens)
+        return log_prob.view(targets.shape), lse.view(targets.shape)
+
+
+@dataclass(frozen=True)
+class ModelOut:
+    """The result of one forward pass."""
+
+    head: LMHead
+    gates: GateDraw | None = None
+    """The head gates as this pass used them, where the model has any."""
+
+    @property
+    def hidden(self) -> Tensor:
+        """[B, T, D] after the final norm."""
+        return self.head.hidden
 
 
 class Model(nn.Module, ABC):
@@ -72,10 +113,7 @@ class Model(nn.Module, ABC):
 
     def param_specs(self) -> list[ParamSpec]:
         """Every parameter in the order of the model, and how it may be sharded; replicated unless a model says otherwise."""
-        return [
-            ParamSpec(name, tuple(parameter.shape), "replicated", "first", "decay" if parameter.dim() > 1 else "no_decay")
-            for name, parameter in self.named_parameters()
-        ]
+        return [ParamSpec(name, tuple(parameter.shape)) for name, parameter in self.named_parameters()]
 
     @property
     @abstractmethod
@@ -120,3 +158,15 @@ def build_model(config: ModelConfig) -> Model:
         if build is not None:
             return build(config)
     return Transformer(config)
+
+
+MAX_VARIANTS = 64
+"""All blocks share their code, so the compiler counts the variants of all of them together: with gradients and without, trained or frozen,
+a reference beside the model, every stage of a run. Its own limit of 8 would end such a run."""
+
+
+def compile_method(method: Callable[..., Any], options: dict[str, Any] | None = None) -> Callable[..., Any]:
+    """A method of a block as one graph per shape; anything that would break the graph is an error."""
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MAX_VARIANTS)
+    return torch.compile(method, fullgraph=True, dynamic=False, options=options)

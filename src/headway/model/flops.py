@@ -23,7 +23,8 @@ SLOTS = {
     "gate_proj": 6, "up_proj": 6, "down_proj": 7,
 }  # fmt: skip
 """Where in its block the forward meets a parameter; attention itself is at CORE."""
-Place = tuple[int, int]
+Depth = tuple[int, int]
+"""Layer, and position inside it."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,15 @@ def token_flops(
     """What one token needs. `shapes`: every parameter, adapters too; the model's own if not given. `training`: all if not given."""
     shapes = {spec.name: spec.shape for spec in param_specs(config)} if shapes is None else shapes
     training = set(shapes) if training is None else set(training) & {name for name in shapes if _is_of_model(name)}
-    first = min((_place(name, config) for name in training), default=(config.num_layers, CORE))
+    first = min((_depth(name, config) for name in training), default=(config.num_layers, CORE))
     matrices = 0
     for name, shape in shapes.items():
         is_head = name == HEAD or (name == EMBEDDING and config.tie_embeddings)
         if len(shape) != 2 or name == GATES or not _is_of_model(name) or (name == EMBEDDING and not is_head):
             continue
-        place = (config.num_layers, 1) if is_head else _place(name, config)
+        depth = (config.num_layers, 1) if is_head else _depth(name, config)
         # What goes into B comes from A, which trains.
-        needs_inputs = first < place or (name.endswith("lora_B.weight") and name.replace("lora_B", "lora_A") in training)
+        needs_inputs = first < depth or (name.endswith("lora_B.weight") and name.replace("lora_B", "lora_A") in training)
         matrices += prod(shape) * (2 + 2 * needs_inputs + 2 * (name in training))
     passed = sum(first < (layer, CORE) for layer in range(config.num_layers))
     attention = 4 * (config.num_layers + 2 * passed) * config.num_heads * config.head_size * seq_len
@@ -71,7 +72,7 @@ def _is_of_model(name: str) -> bool:
     return name.startswith(("model.", HEAD.removesuffix("weight"))) or name == GATES
 
 
-def _place(name: str, config: ModelConfig) -> Place:
+def _depth(name: str, config: ModelConfig) -> Depth:
     """Where the forward first meets a parameter: its layer, and where in it."""
     parts = name.split(".")
     if parts[:2] == ["model", "layers"]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.kernels.head_mix import HeadMix
-from headway.kernels.streaming import Reach
+from headway.kernels.streaming import StreamingWindow
 from headway.model.head_masks.masks import HeadMasks, select_heads
 from headway.model.layout import DECIDED
 
@@ -73,7 +73,7 @@ class HeadGates(nn.Module):
             z_host, slope = sample(on_host, seed)
             # the value is z_host exactly, the gradient that of the sample: clamped gates have none
             z = self._moved(z_host) + self._moved(slope) * (self.log_alpha - self.log_alpha.detach())
-        mix = HeadMix.of(z, z_host, Reach(self.window, self.sinks), heads=self.heads, skip=self.skip)
+        mix = HeadMix.of(z, z_host, StreamingWindow(self.window, self.sinks), heads=self.heads, skip=self.skip)
         return GateDraw(mix, z, self.log_alpha)
 
     def _moved(self, host: Tensor) -> Tensor:

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headway.kernels.attention import dense
-from headway.kernels.chunk_attention import attend_chunk
+from headway.kernels.attention import attend_chunk, dense
 from headway.kernels.decode_attention import DecodePlan, decode_attention
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks

@@ -1,9 +1,9 @@
-"""How the parameters of a model may be cut, as data: a config comes in, one `ParamSpec` per parameter goes out, in forward order.
+"""How the parameters of a Transformer may be sharded, as data: a config comes in, one `ParamSpec` per parameter goes out, in forward order.
 
-    cut          dim    which
-    column        0     q, k, v, gate, up and their biases: each rank makes some of the outputs
+    split        dim    parameters
+    column        0     q, k, v, gate, up and their biases: each rank computes some of the outputs
     row           1     o, down: each rank sums over some of the inputs
-    vocab         0     embedding and head: each rank holds some of the words
+    vocab         0     embedding and head: each rank has some of the tokens
     replicated    -     norms, biases added after a sum
 
 Imports without torch.
@@ -15,8 +15,7 @@ from typing import Literal
 
 from headway.model.config import ModelConfig
 
-Cut = Literal["column", "row", "vocab", "replicated"]
-Group = Literal["decay", "no_decay"]
+Split = Literal["column", "row", "vocab", "replicated"]
 Stage = int | Literal["first", "last"]
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -25,7 +24,7 @@ GATES = "head_gates.log_alpha"
 """Gates stay whole and fp32 on every rank, whatever the weights are."""
 DECIDED = 10.0
 """log_alpha of a gate that is decided: +10 full, -10 streaming."""
-CUT_DIM: dict[Cut, int | None] = {"column": 0, "row": 1, "vocab": 0, "replicated": None}
+SPLIT_DIM: dict[Split, int | None] = {"column": 0, "row": 1, "vocab": 0, "replicated": None}
 
 
 @dataclass(frozen=True)
@@ -34,22 +33,20 @@ class ParamSpec:
 
     name: str
     shape: tuple[int, ...]
-    """Global shape, whatever is cut."""
-    cut: Cut
+    """Global shape, however it is sharded."""
+    split: Split = "replicated"
     """How tensor parallelism may split it."""
-    stage: Stage
-    """The number of its layer; `first` goes with the embedding, `last` with the final norm and head."""
-    group: Group
-    """Matrices decay; norms and biases do not."""
+    stage: Stage = "first"
+    """Its layer, for pipeline stages; `first` goes with the embedding, `last` with the final norm and head."""
     unit: int = 1
-    """A piece along the cut dim is a multiple of this: heads stay whole."""
+    """A shard along the split dim is a multiple of this: heads stay whole."""
     tied_to: str | None = None
-    """The name of the job this parameter also does: a tied embedding is the head too."""
+    """The parameter this one also serves as: a tied embedding is the head too."""
 
     @property
-    def cut_dim(self) -> int | None:
-        """The dim that `cut` splits."""
-        return CUT_DIM[self.cut]
+    def split_dim(self) -> int | None:
+        """The dim along which it may be split."""
+        return SPLIT_DIM[self.split]
 
     @property
     def size(self) -> int:
@@ -60,13 +57,13 @@ class ParamSpec:
 def param_specs(config: ModelConfig) -> list[ParamSpec]:
     """Every parameter of the model, in the order the forward meets them."""
     tied = HEAD if config.tie_embeddings else None
-    specs = [ParamSpec(GATES, (config.num_layers, config.kv_heads), "replicated", "first", "no_decay")] if config.head_gates else []
-    specs += [ParamSpec(EMBEDDING, (config.vocab, config.hidden_size), "vocab", "first", "decay", tied_to=tied)]
+    specs = [ParamSpec(GATES, (config.num_layers, config.kv_heads), "replicated", "first")] if config.head_gates else []
+    specs += [ParamSpec(EMBEDDING, (config.vocab, config.hidden_size), "vocab", "first", tied_to=tied)]
     for layer in range(config.num_layers):
         specs += _block(config, layer)
     specs += _norm(config, "model.norm", "last")
     if not config.tie_embeddings:
-        specs.append(ParamSpec(HEAD, (config.vocab, config.hidden_size), "vocab", "last", "decay"))
+        specs.append(ParamSpec(HEAD, (config.vocab, config.hidden_size), "vocab", "last"))
     return specs
 
 
@@ -78,7 +75,7 @@ def _block(config: ModelConfig, layer: int) -> list[ParamSpec]:
         specs += _linear(f"{at}self_attn.{name}", (outputs, width), "column", layer, bias=config.qkv_bias, unit=head)
     if config.qk_norm:
         for name in ("q_norm", "k_norm"):
-            specs.append(ParamSpec(f"{at}self_attn.{name}.weight", (head,), "replicated", layer, "no_decay"))
+            specs.append(ParamSpec(f"{at}self_attn.{name}.weight", (head,), "replicated", layer))
     specs += _linear(at + "self_attn.o_proj", (width, queries), "row", layer, bias=config.output_bias, unit=head)
     specs += _norm(config, at + "post_attention_layernorm", layer)
     for name in ("gate_proj", "up_proj"):
@@ -88,15 +85,15 @@ def _block(config: ModelConfig, layer: int) -> list[ParamSpec]:
 
 def _norm(config: ModelConfig, name: str, stage: Stage) -> list[ParamSpec]:
     parts = ("weight", "bias") if config.norm == "layernorm" else ("weight",)
-    return [ParamSpec(f"{name}.{part}", (config.hidden_size,), "replicated", stage, "no_decay") for part in parts]
+    return [ParamSpec(f"{name}.{part}", (config.hidden_size,), "replicated", stage) for part in parts]
 
 
-def _linear(name: str, shape: tuple[int, int], cut: Cut, stage: Stage, *, bias: bool, unit: int = 1) -> list[ParamSpec]:
-    specs = [ParamSpec(name + ".weight", shape, cut, stage, "decay", unit)]
+def _linear(name: str, shape: tuple[int, int], split: Split, stage: Stage, *, bias: bool, unit: int = 1) -> list[ParamSpec]:
+    specs = [ParamSpec(name + ".weight", shape, split, stage, unit)]
     if bias:
-        # The bias of a row-cut projection is added once, after the sum over ranks.
-        column = cut == "column"
-        specs.append(ParamSpec(name + ".bias", shape[:1], cut if column else "replicated", stage, "no_decay", unit if column else 1))
+        # The bias of a row-split projection is added once, after the sum over ranks.
+        column = split == "column"
+        specs.append(ParamSpec(name + ".bias", shape[:1], split if column else "replicated", stage, unit if column else 1))
     return specs
 
 

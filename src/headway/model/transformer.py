@@ -22,14 +22,11 @@ from torch import nn
 
 from headway.kernels.attention import AttentionMask, attend, causal_mask, mask_of
 from headway.kernels.head_mix import mix_heads
-from headway.model.adapter.linear import AdaptedLinear
-from headway.model.attention import Attention
-from headway.model.base import AttentionCore, Compiler, DecodeStep, Model
-from headway.model.feedforward import FeedForward
-from headway.model.head import LMHead, ModelOut
+from headway.model.adapter.lora import AdaptedLinear
+from headway.model.base import AttentionCore, Compiler, DecodeStep, LMHead, Model, ModelOut
 from headway.model.head_gates import HeadGates
+from headway.model.layers import Attention, FeedForward, build_norm
 from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
-from headway.model.norm import build_norm
 from headway.model.rope import Rotation
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from headway.data.batch import Batch
-    from headway.model.head import ModelOut
+    from headway.model.base import ModelOut
 
 MetricSums = dict[str, "tuple[Tensor, Tensor]"]
 
@@ -57,7 +57,7 @@ class StepInfo:
     """What `StepObjective.survey` saw of every row of the step, of all microbatches and ranks; None: this microbatch is all of it."""
 
 
-class Exchange(Protocol):
+class Collectives(Protocol):
     """Differentiable communication over the ranks that share a step; identity in one process."""
 
     def sum(self, value: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Objective(Protocol):
     module: nn.Module | None
     """Parameters of the objective itself (a Lagrange multiplier, a temperature), or None."""
 
-    def loss(self, out: ModelOut, batch: Batch, at: StepInfo, exchange: Exchange) -> Loss:
+    def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
         """The additive terms of one microbatch."""
         ...
 
@@ -93,7 +93,7 @@ class StepObjective(Objective, Protocol):
 
 
 @dataclass(frozen=True)
-class ReferenceWish:
+class ReferenceSpec:
     """A frozen model whose log-probabilities an objective compares with."""
 
     path: str | None
@@ -115,7 +115,7 @@ class ParameterRule:
 
 
 @dataclass(frozen=True)
-class GateWish:
+class GateSpec:
     """An objective trains head gates, with this reach of streaming heads; None = as the model has it."""
 
     window: int | None = None
@@ -132,7 +132,7 @@ class ObjectiveConfig(KindConfig):
     """Whether its terms and metrics are sums over tokens (or per microbatch), so that ranks may each hold a part of a row's tokens."""
 
     @property
-    def reference_wish(self) -> ReferenceWish | None:
+    def reference_spec(self) -> ReferenceSpec | None:
         """The reference it needs, if any."""
         return None
 
@@ -142,7 +142,7 @@ class ObjectiveConfig(KindConfig):
         return ()
 
     @property
-    def gate_wish(self) -> GateWish | None:
+    def gate_spec(self) -> GateSpec | None:
         """The head gates it trains; None: it knows nothing of them."""
         return None
 

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 from pydantic import model_validator
 
 from headway.config.section import setting
-from headway.objective.base import Exchange, Loss, MetricSums, ObjectiveConfig, ReferenceWish, StepInfo, Term
+from headway.objective.base import Collectives, Loss, MetricSums, ObjectiveConfig, ReferenceSpec, StepInfo, Term
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from headway.data.batch import Batch
-    from headway.model.head import ModelOut
+    from headway.model.base import ModelOut
 
 REFERENCE = "reference"
 """The column of a batch with the reference's log-probability of every document: [rows, documents of a row]."""
@@ -61,9 +61,9 @@ class Config(ObjectiveConfig):
         return self
 
     @property
-    def reference_wish(self) -> ReferenceWish | None:
+    def reference_spec(self) -> ReferenceSpec | None:
         """The frozen model to compare with."""
-        return None if self.reference_free else ReferenceWish(self.reference, self.reference_logps == "cached")
+        return None if self.reference_free else ReferenceSpec(self.reference, self.reference_logps == "cached")
 
     def build(self) -> DPO:
         """Make the objective."""
@@ -95,7 +95,7 @@ class DPO:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def loss(self, out: ModelOut, batch: Batch, at: StepInfo, exchange: Exchange) -> Loss:
+    def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
         """The pairs' losses and rewards."""
         pairs = self.pairs(out, batch)
         total = (self.per_pair(pairs, at) * pairs.held).sum()

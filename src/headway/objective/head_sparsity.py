@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import field_validator, model_validator
 
 from headway.config.section import setting
-from headway.objective.base import Exchange, GateWish, Loss, ObjectiveConfig, ParameterRule, StepInfo, Term
+from headway.objective.base import Collectives, GateSpec, Loss, ObjectiveConfig, ParameterRule, StepInfo, Term
 from headway.objective.next_token import Config as NextTokenConfig
 from headway.objective.next_token import NextToken
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from headway.data.batch import Batch
-    from headway.model.head import ModelOut
+    from headway.model.base import ModelOut
     from headway.model.head_gates import GateDraw
 
 Measure = Literal["sampled", "expected_z", "expected_l0"]
@@ -83,9 +83,9 @@ class Config(ObjectiveConfig):
         )
 
     @property
-    def gate_wish(self) -> GateWish:
+    def gate_spec(self) -> GateSpec:
         """Gates with this reach."""
-        return GateWish(self.window, self.sinks)
+        return GateSpec(self.window, self.sinks)
 
     def aim(self, step: int, total_steps: int) -> float:
         """The sparsity that is aimed at in one step, from 0."""
@@ -114,11 +114,11 @@ class HeadSparsity:
         names = ("lambda_1", "lambda_2") if config.linear_term else ("lambda_2",)
         self.module: nn.Module | None = nn.ParameterDict({name: nn.Parameter(torch.zeros((), device="cpu")) for name in names})
 
-    def loss(self, out: ModelOut, batch: Batch, at: StepInfo, exchange: Exchange) -> Loss:
+    def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
         """The next-token terms, and the constraint's share of this microbatch."""
         assert out.gates is not None, "a run with this objective has gates"
         assert self.module is not None
-        plain = self.next_token.loss(out, batch, at, exchange)
+        plain = self.next_token.loss(out, batch, at, collectives)
         lambdas = dict(self.module.named_parameters())
         sparsity, aim = self._measured(out.gates, training=at.training), self.config.aim(at.step, at.total_steps)
         gap = sparsity - aim

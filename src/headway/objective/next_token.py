@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from headway.config.section import setting
-from headway.objective.base import Exchange, Loss, ObjectiveConfig, StepInfo, Term
+from headway.objective.base import Collectives, Loss, ObjectiveConfig, StepInfo, Term
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from headway.data.batch import Batch
-    from headway.model.head import ModelOut
+    from headway.model.base import ModelOut
 
 
 class Config(ObjectiveConfig):
@@ -38,7 +38,7 @@ class NextToken:
         self.label_smoothing = config.label_smoothing
         self.z_loss = config.z_loss
 
-    def loss(self, out: ModelOut, batch: Batch, at: StepInfo, exchange: Exchange) -> Loss:
+    def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
         """One term, linear in per-token log-probabilities, so the head takes its gradients in the same pass."""
         from headway.kernels.cross_entropy import Shaping
 

@@ -57,7 +57,7 @@ class AdamW:
         copies: list[Tensor] | None = None,
     ) -> None:  # fmt: skip
         """One call over all tensors of a group; a skipped step leaves the counters where they were."""
-        from headway.kernels.adamw import Numbers, Tensors, adamw_step
+        from headway.kernels.adamw import AdamWHyper, AdamWTensors, adamw_step
 
-        tensors = Tensors(params, grads, state["exp_avg"], state["exp_avg_sq"], steps, copies or ())
-        adamw_step(tensors, Numbers(hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay, hyper.maximize), guard.scale, guard.found_inf)
+        tensors = AdamWTensors(params, grads, state["exp_avg"], state["exp_avg_sq"], steps, copies or ())
+        adamw_step(tensors, AdamWHyper(hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay, hyper.maximize), guard.scale, guard.found_inf)

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from headway.errors import ConfigError
-from headway.kernels.compiled import compile_half
 from headway.kernels.fp8 import MULTIPLE, Scaling, convert
-from headway.model.adapter.linear import adapt
-from headway.model.base import Model, build_model
+from headway.model.adapter.lora import adapt
+from headway.model.base import Model, build_model, compile_method
 from headway.model.layout import GATES
 from headway.objective.base import Objective
 from headway.optim.groups import OBJECTIVE, ParamGroup, make_groups, trainable
@@ -88,7 +87,7 @@ def wrap_blocks(model: Model, spec: EngineSpec) -> None:
             if spec.memory.recompute == "selective":
                 recompute_method(block, method, is_random=model.is_random, compiled=spec.compile_blocks)
             if spec.compile_blocks:
-                setattr(block, method, compile_half(getattr(block, method)))
+                setattr(block, method, compile_method(getattr(block, method)))
         if index in recomputed:
             recompute_whole(block, is_random=model.is_random)
         if offload is not None:

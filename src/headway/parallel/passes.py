@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.data.batch import Batch, StepBatch
-from headway.model.base import Model
-from headway.model.head import ModelOut
+from headway.model.base import Model, ModelOut
 from headway.objective.base import MetricSums, Objective, StepInfo, StepObjective
 from headway.parallel.collectives import DifferentiableCollectives
 from headway.parallel.context import part_of

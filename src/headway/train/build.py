@@ -22,7 +22,7 @@ from headway.data.loader import Loader
 from headway.data.open import OpenData, open_data
 from headway.data.targets import Targets, check_targets
 from headway.errors import CheckpointError, ConfigError
-from headway.model.adapter.values import with_updates
+from headway.model.adapter.lora import with_updates
 from headway.model.config import ModelConfig
 from headway.model.flops import token_flops
 from headway.model.init import initial_value

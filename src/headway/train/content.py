@@ -16,8 +16,7 @@ from typing import Any, get_args
 from headway.checkpoint.load import locate, open_checkpoint
 from headway.data.loader import LoaderState
 from headway.errors import CheckpointError, ConfigError
-from headway.model.internlm_state import InternlmState
-from headway.model.old_weights import is_internlm
+from headway.model.loading.internlm import InternlmState, is_internlm
 from headway.runtime.places import place_of
 from headway.train.config import Content, Recipe
 from headway.train.state import TrainState, changed_data, other_data

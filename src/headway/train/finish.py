@@ -15,7 +15,7 @@ from headway.errors import ConfigError
 from headway.export.adapter import FOLDER, write_adapter
 from headway.export.huggingface import export_huggingface
 from headway.infer.load import FINAL
-from headway.model.adapter.values import merged
+from headway.model.adapter.lora import merged
 from headway.model.layout import GATES
 from headway.optim.groups import ADAPTER
 from headway.runtime.process import leave_outcome

@@ -103,7 +103,7 @@ class _Wanted:
 
 def make_reference(resolved: Resolved, data: OpenData, scoring: Scoring) -> Reference | None:
     """The reference a recipe's objective asks for; None where it needs none."""
-    wish = resolved.recipe.objective.reference_wish
+    wish = resolved.recipe.objective.reference_spec
     if wish is None:
         return None
     wanted = _find(resolved, wish.path)
@@ -121,7 +121,7 @@ def make_reference(resolved: Resolved, data: OpenData, scoring: Scoring) -> Refe
 
 def check_reference(resolved: Resolved) -> None:
     """Refuse a reference that is not there or does not fit, before anything is read."""
-    wish = resolved.recipe.objective.reference_wish
+    wish = resolved.recipe.objective.reference_spec
     if wish is not None:
         _find(resolved, wish.path)
 

@@ -150,7 +150,7 @@ def _masks(recipe: Recipe) -> tuple[HeadMasks | None, tuple[tuple[float, ...], .
 
 def _head_gates(recipe: Recipe, weights: StoredModel | None, masks: HeadMasks | None) -> HeadGatesConfig | None:
     """Gates come with the weights, from the recipe's model, with an objective that trains them or with a mask file; later ones win."""
-    given, wish = recipe.model.head_gates, recipe.objective.gate_wish
+    given, wish = recipe.model.head_gates, recipe.objective.gate_spec
     explicit = given.model_fields_set if given is not None else set[str]()
     inherited = None if weights is None or leaves_gates(recipe) else weights.config.head_gates
     if given is None and wish is None and masks is None and inherited is None:

@@ -7,10 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.data.batch import Batch
-from headway.model.base import Model
+from headway.model.base import LMHead, Model, ModelOut
 from headway.model.config import ModelConfig
 from headway.model.families.llama import *  # noqa: F403
-from headway.model.head import LMHead, ModelOut
 
 
 class Layer(nn.Module):

@@ -17,7 +17,7 @@ from headway.infer.load import find_model, load_model
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
-from headway.model.pretrained import read_config, read_weights
+from headway.model.loading.huggingface import read_config, read_weights
 from headway.tokenizer.load import Tokenizer
 
 CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48, vocab_size=320, max_seq_len=64)

@@ -2,13 +2,13 @@
 
 import torch
 
-from headway.kernels.adamw import Numbers, Tensors, adamw_step_reference
+from headway.kernels.adamw import AdamWHyper, AdamWTensors, adamw_step_reference
 
 
 def test_copies_follow_the_parameters() -> None:
     flat = [torch.randn(64) for _ in range(4)]
     flat[3].abs_()
     copy = torch.zeros(64, dtype=torch.bfloat16)
-    tensors = Tensors(*([one] for one in flat), [torch.zeros(())], [copy])
-    adamw_step_reference(tensors, Numbers(0.1, 0.9, 0.95, 1e-8, 0.1, False), torch.ones(()), torch.zeros(()))
+    tensors = AdamWTensors(*([one] for one in flat), [torch.zeros(())], [copy])
+    adamw_step_reference(tensors, AdamWHyper(0.1, 0.9, 0.95, 1e-8, 0.1, False), torch.ones(()), torch.zeros(()))
     assert torch.equal(copy, flat[0].bfloat16())

@@ -8,7 +8,7 @@ from support.batches import make_batch
 
 from headway.kernels.attention import AttentionMask, attend, mask_of, reference, visible
 from headway.kernels.head_mix import HeadMix, mix_heads
-from headway.kernels.streaming import Reach, visible_streaming
+from headway.kernels.streaming import StreamingWindow, visible_streaming
 
 T, KV, G = 40, 4, 3
 REACH = (6, 3)
@@ -35,7 +35,7 @@ def inputs(gates: list[float], dtype: torch.dtype = torch.float32) -> list[torch
 
 def mixed(given: list[torch.Tensor], *, skip: bool = True, heads: slice = slice(None)) -> torch.Tensor:
     q, k, v, z = given
-    mix = HeadMix.of(z, z.detach(), Reach(*REACH), skip=skip, heads=heads)
+    mix = HeadMix.of(z, z.detach(), StreamingWindow(*REACH), skip=skip, heads=heads)
     seen = mask()
     return mix_heads(q, k, v, seen, mix, 0, full=lambda q, k, v: attend(q, k, v, seen))
 
@@ -44,7 +44,7 @@ def naive(given: list[torch.Tensor]) -> torch.Tensor:
     """Both branches for all heads under dense masks, mixed in plain torch."""
     q, k, v, z = given
     weight = z[0].repeat_interleave(G)[:, None]
-    full, near = (reference(q, k, v, seen) for seen in (visible(mask(), None), visible_streaming(mask(), Reach(*REACH))))
+    full, near = (reference(q, k, v, seen) for seen in (visible(mask(), None), visible_streaming(mask(), StreamingWindow(*REACH))))
     return (weight * full.float() + (1 - weight) * near.float()).to(q.dtype)
 
 
@@ -84,7 +84,7 @@ def test_each_head_runs_only_the_branch_it_needs(monkeypatch: pytest.MonkeyPatch
     real = head_mix.stream
     monkeypatch.setattr(head_mix, "stream", lambda q, k, v, *a, **b: (seen.update(streaming=k.shape[2]), real(q, k, v, *a, **b))[1])
     q, k, v, z = inputs(GATES["all three"])
-    mix = HeadMix.of(z, z.detach(), Reach(*REACH))
+    mix = HeadMix.of(z, z.detach(), StreamingWindow(*REACH))
 
     def full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         seen.update(full=k.shape[2], queries=q.shape[2])

@@ -8,7 +8,7 @@ from support.batches import make_batch
 
 from headway.errors import ConfigError
 from headway.kernels.attention import AttentionMask, attend, mask_of
-from headway.kernels.streaming import Reach, stream, visible_streaming
+from headway.kernels.streaming import StreamingWindow, stream, visible_streaming
 from headway.kernels.streaming_pieces import SEGMENT, plan_pieces
 
 T = 96
@@ -25,7 +25,7 @@ def inputs(heads: int = 6, kv_heads: int = 2, rows: int = len(ROWS), dtype: torc
     return [torch.randn(rows, T, h, 8, generator=generator).to(dtype).requires_grad_() for h in (heads, kv_heads, kv_heads)]
 
 
-def run(backend: str, reach: Reach, dtype: torch.dtype = torch.float32, heads: int = 6, kv_heads: int = 2) -> list[torch.Tensor]:
+def run(backend: str, reach: StreamingWindow, dtype: torch.dtype = torch.float32, heads: int = 6, kv_heads: int = 2) -> list[torch.Tensor]:
     """Output and gradients."""
     given = inputs(heads, kv_heads, dtype=dtype)
     o = stream(given[0], given[1], given[2], mask(), reach, backend=backend)
@@ -34,7 +34,7 @@ def run(backend: str, reach: Reach, dtype: torch.dtype = torch.float32, heads: i
 
 
 def test_the_reference_sees_exactly_sinks_and_window_of_its_document() -> None:
-    seen = visible_streaming(mask([[4, 9, 83]]), Reach(3, 2))[0]
+    seen = visible_streaming(mask([[4, 9, 83]]), StreamingWindow(3, 2))[0]
     starts = [0] * 4 + [4] * 9 + [13] * 83
     for i in range(T):
         for j in range(T):
@@ -45,14 +45,16 @@ def test_the_reference_sees_exactly_sinks_and_window_of_its_document() -> None:
 @pytest.mark.parametrize("reach", REACHES, ids=str)
 @pytest.mark.parametrize("backend", ["blocks", "pieces"])
 def test_every_backend_gives_output_and_gradients_of_the_reference(backend: str, reach: tuple[int, int]) -> None:
-    for got, right in zip(run(backend, Reach(*reach)), run("reference", Reach(*reach)), strict=True):
+    for got, right in zip(run(backend, StreamingWindow(*reach)), run("reference", StreamingWindow(*reach)), strict=True):
         torch.testing.assert_close(got, right, rtol=1e-4, atol=2e-5)
 
 
 def test_pieces_equal_the_reference_in_16_bits_and_without_groups() -> None:
-    for got, right in zip(run("pieces", Reach(5, 3), torch.bfloat16), run("reference", Reach(5, 3), torch.bfloat16), strict=True):
+    for got, right in zip(
+        run("pieces", StreamingWindow(5, 3), torch.bfloat16), run("reference", StreamingWindow(5, 3), torch.bfloat16), strict=True
+    ):
         torch.testing.assert_close(got.float(), right.float(), rtol=3e-2, atol=3e-2)
-    for got, right in zip(run("pieces", Reach(5, 3), heads=2), run("reference", Reach(5, 3), heads=2), strict=True):
+    for got, right in zip(run("pieces", StreamingWindow(5, 3), heads=2), run("reference", StreamingWindow(5, 3), heads=2), strict=True):
         torch.testing.assert_close(got, right, rtol=1e-4, atol=2e-5)
 
 
@@ -60,7 +62,7 @@ def test_pieces_equal_the_reference_in_16_bits_and_without_groups() -> None:
 def test_up_to_window_plus_sinks_streaming_is_full_attention(backend: str) -> None:
     q, k, v = inputs()
     full = attend(q, k, v, mask())
-    streamed = stream(q, k, v, mask(), Reach(10, 7), backend=backend)
+    streamed = stream(q, k, v, mask(), StreamingWindow(10, 7), backend=backend)
     position = make_batch(ROWS, seq_len=T, vocab=9).position
     early = position < 17
     torch.testing.assert_close(streamed[early], full[early], rtol=1e-4, atol=1e-5)
@@ -70,9 +72,9 @@ def test_up_to_window_plus_sinks_streaming_is_full_attention(backend: str) -> No
 def test_a_document_sees_nothing_of_its_neighbours() -> None:
     for backend in ("blocks", "pieces"):
         q, k, v = (x.detach() for x in inputs())
-        before = stream(q, k, v, mask(), Reach(4, 2), backend=backend)
+        before = stream(q, k, v, mask(), StreamingWindow(4, 2), backend=backend)
         v[1, 40:70] += 1
-        after = stream(q, k, v, mask(), Reach(4, 2), backend=backend)
+        after = stream(q, k, v, mask(), StreamingWindow(4, 2), backend=backend)
         changed = (before != after).flatten(2).any(-1)
         assert changed[1, 40:70].all()
         changed[1, 40:70] = False
@@ -81,7 +83,7 @@ def test_a_document_sees_nothing_of_its_neighbours() -> None:
 
 def test_long_ranges_bring_their_own_sinks_and_work_grows_with_length_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.kernels.streaming_pieces.SEGMENT", 10)
-    for got, right in zip(run("pieces", Reach(4, 3)), run("reference", Reach(4, 3)), strict=True):
+    for got, right in zip(run("pieces", StreamingWindow(4, 3)), run("reference", StreamingWindow(4, 3)), strict=True):
         torch.testing.assert_close(got, right, rtol=1e-4, atol=2e-5)
     plan = plan_pieces(mask([[96]]), 4, 3)
     assert [piece.right for piece in plan.pieces] == [0, -1]
@@ -91,7 +93,7 @@ def test_long_ranges_bring_their_own_sinks_and_work_grows_with_length_alone(monk
 
 
 def test_backends_share_their_plan_over_layers_and_refuse_unknown_names() -> None:
-    reach, one, other = Reach(4, 2), mask(), mask()
+    reach, one, other = StreamingWindow(4, 2), mask(), mask()
     assert reach.plan(one) is reach.plan(one)
     assert reach.plan(other) is not reach.plan(one)
     with pytest.raises(ConfigError, match="reference, blocks, pieces"):

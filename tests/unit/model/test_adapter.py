@@ -14,9 +14,8 @@ from headway.export.adapter import export_adapter
 from headway.infer.load import find_model, load_model
 from headway.kernels.attention import causal_mask
 from headway.model.adapter.config import AdapterConfig, linears
-from headway.model.adapter.linear import AdaptedLinear, adapt
+from headway.model.adapter.lora import AdaptedLinear, adapt, merged, with_updates
 from headway.model.adapter.peft import PREFIX, read_adapter
-from headway.model.adapter.values import merged, with_updates
 from headway.model.config import ModelConfig
 from headway.model.init import initialize
 from headway.model.transformer import Transformer

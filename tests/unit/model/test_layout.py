@@ -30,11 +30,10 @@ def test_specs_name_the_parameters_of_the_module_in_its_order(config: ModelConfi
 
 
 @pytest.mark.parametrize("config", VARIANTS)
-def test_a_cut_dim_exists_and_divides_into_whole_units(config: ModelConfig) -> None:
+def test_a_split_dim_exists_and_divides_into_whole_units(config: ModelConfig) -> None:
     for spec in param_specs(config):
-        if spec.cut_dim is not None:
-            assert spec.shape[spec.cut_dim] % spec.unit == 0
-        assert (spec.group == "decay") == (len(spec.shape) == 2)
+        if spec.split_dim is not None:
+            assert spec.shape[spec.split_dim] % spec.unit == 0
 
 
 @pytest.mark.parametrize(("preset", "billions"), [("llama-1b", 1.24), ("llama-3b", 3.21), ("llama-8b", 8.03), ("qwen2.5-3b", 3.09)])

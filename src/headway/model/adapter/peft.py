@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import CheckpointError, ConfigError
 from headway.model.adapter.config import PARTS, AdapterConfig, linears
 from headway.model.families.base import family_of, published
-from headway.model.finite_weights import finite
 from headway.model.layout import param_specs
-from headway.model.pretrained import read_json
+from headway.model.loading.huggingface import read_json
+from headway.model.loading.untrusted import finite
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import CheckpointError, ConfigError, first_line
 from headway.model.families.base import family_for, family_of
 from headway.model.layout import HEAD, param_specs
-from headway.model.old_weights import open_pickled, zero2all_file
-from headway.model.other_formats import named_format, pointer, quantised
+from headway.model.loading.unsupported import named_format, pointer, quantised
+from headway.model.loading.untrusted import open_pickled, zero2all_file
 from headway.runtime.json_file import read_object
 
 if TYPE_CHECKING:
