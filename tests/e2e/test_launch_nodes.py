@@ -53,10 +53,10 @@ def test_a_missing_node_is_named(nodes: tuple[str, str], tmp_path: Path) -> None
     said = first.communicate(timeout=60)[0].decode()
     assert first.returncode == 2
     lines = [line for line in said.splitlines() if line.strip()]
-    assert len(lines) == 1 and f"node rank 1 of 2 did not arrive at {MASTER} within 2 s" in lines[0], said
+    assert len(lines) == 1 and f"node rank 1 of 2 did not connect to {MASTER} within 2 s" in lines[0], said
     alone = start(nodes[1], 1, recipe, "--node-timeout", "2")
     text = alone.communicate(timeout=60)[0].decode()
     assert alone.returncode == 2
     lines = [line for line in text.splitlines() if line.strip()]
-    assert len(lines) == 1 and lines[0].startswith(f"error: node 0 is missing: nobody answers at {MASTER}"), text
+    assert len(lines) == 1 and lines[0].startswith(f"error: node 0 is missing: no answer from {MASTER}"), text
     assert not (tmp_path / "runs").exists()

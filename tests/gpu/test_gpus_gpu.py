@@ -30,7 +30,7 @@ def test_chosen_gpus_are_what_torch_sees() -> None:
         wishes[str(last.index)] = [last.uuid]
     for wish, uuids in wishes.items():
         assert seen(dict(choose_gpus(wish, os.environ).environment)) == uuids, wish
-    with pytest.raises(LaunchError, match=f"there is no such GPU. Here are: 0 {re.escape(read_gpus()[0].name)}"):
+    with pytest.raises(LaunchError, match=f"there is no such GPU. Visible GPUs: 0 {re.escape(read_gpus()[0].name)}"):
         choose_gpus("99", os.environ)
 
 

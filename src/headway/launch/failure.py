@@ -1,4 +1,4 @@
-"""Why a rank ended: the rank writes it to a file it was given, the launcher finds the first cause and says it in one line."""
+"""Why a rank failed: the rank writes it to a file, the launcher finds the first cause and reports it in one line."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ STOP_SIGNALS = SIGNALS
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank says about its own end."""
+    """Why a rank fails, in its own words."""
 
     message: str
     exit_code: int
     at: float
     traceback: str | None = None
-    """None for what a user can cause: its one line says everything."""
+    """None for a user error: its one line says everything."""
 
 
 class RankError(TrainingError):
-    """A rank failed and all were ended. `at` orders causes: the time, or 0 where a signal killed it, which is never a consequence."""
+    """A rank failed and all were killed. `at` orders causes: the time of the failure, or 0 for a rank killed by a signal."""
 
     def __init__(self, message: str, exit_code: int, at: float, traceback: str | None = None) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class RankError(TrainingError):
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank that ended: `code` as subprocess has it, minus the number of the signal where one killed it."""
+    """A rank that ended. `code` is that of subprocess: negative if a signal killed it."""
 
     rank: int
     code: int
@@ -59,26 +59,26 @@ class Ended:
 
     @property
     def exit_code(self) -> int:
-        """As a shell has it."""
+        """The code as a shell shows it."""
         return self.code if self.code >= 0 else 128 - self.code
 
     @property
     def at(self) -> float:
-        """When it failed, as far as it said so; see RankError."""
+        """When it failed, if it said so; see RankError."""
         return 0.0 if self.code < 0 else self.failure.at if self.failure else time.time()
 
     @property
     def is_cause(self) -> bool:
-        """It can have failed first though others ended before: it said when, or was killed. An abort may be what losing a peer led to."""
+        """It may have failed first although others ended before it: it said when, or was killed. An abort may follow the loss of a peer."""
         return self.failure is not None or self.code == -signal.SIGKILL
 
-    def as_it_said(self) -> Ended:
-        """With the exit code it meant to end with, where it said why it fails and was ended before it came to it."""
+    def with_reported_code(self) -> Ended:
+        """With the exit code that it reported, if it was killed before it could exit."""
         return replace(self, code=self.failure.exit_code) if self.failure is not None else self
 
     @property
     def was_stopped(self) -> bool:
-        """It ended well because it was asked to."""
+        """It ended normally because of a stop request."""
         return self.failure is None and self.code in [128 + number for number in STOP_SIGNALS]
 
 
@@ -91,13 +91,13 @@ def report_failure(path: Path, error: Exception) -> int:
         failure = Failure(last[0] if last else type(error).__name__, 1, time.time(), "".join(traceback.format_exception(error)))
     try:
         path.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    except OSError as problem:  # the launcher then says that this rank gave no reason
-        say(f"rank cannot report why it fails ({problem.strerror}): {failure.message}")
+    except OSError as problem:  # the launcher then reports only the exit code
+        say(f"this rank failed and cannot write why ({problem.strerror}): {failure.message}")
     return failure.exit_code
 
 
 def read_failure(path: Path) -> Failure | None:
-    """What a rank wrote; None if it wrote nothing, or was killed while writing."""
+    """The failure that a rank wrote; None if it wrote nothing, or was killed while writing."""
     try:
         return Failure(**load_json(path))
     except (OSError, ValueError, TypeError):
@@ -105,24 +105,24 @@ def read_failure(path: Path) -> Failure | None:
 
 
 def first_cause(ended: Sequence[Ended]) -> Ended:
-    """The rank that failed first: what a signal killed, else the earliest error. The others only lost their peer."""
+    """The rank that failed first: one killed by a signal, else the earliest error. The others only lost a peer."""
     return min(ended, key=lambda one: (one.at, one.rank))
 
 
-def cause(one: Ended, log: Path | None) -> str:
-    """One line that names the rank and its cause; a user's mistake needs no rank, every rank has made it."""
+def describe_cause(one: Ended, log: Path | None) -> str:
+    """One line with the rank and the cause; a user error is the same on every rank, so it names none."""
     if one.failure is not None and one.failure.exit_code == USERS_MISTAKE:
         return one.failure.message
     if one.failure is not None:
         why = f"failed: {one.failure.message}"
     elif one.code < 0:
         name = signal.Signals(-one.code).name
-        hint = " (by hand, or because memory ran out)" if name == "SIGKILL" else ""
+        hint = " (by a user, or because memory ran out)" if name == "SIGKILL" else ""
         why = f"was killed by {name}{hint}"
     else:
         why = f"ended with exit code {one.code}"
     where = f" More in {log}." if log is not None else ""
-    return f"rank {one.rank} {why.rstrip('.')}. All ranks were ended.{where}"
+    return f"rank {one.rank} {why.rstrip('.')}. All ranks were stopped.{where}"
 
 
 def run_as_rank(function: Callable[[], int]) -> int:

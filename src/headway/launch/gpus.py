@@ -1,6 +1,6 @@
-"""Which GPUs a run uses: a wish (`0,1`, `GPU-…`, `A800`, `auto`, `none`) and the list of devices come in, CUDA_VISIBLE_DEVICES goes out.
+"""Which GPUs a run uses: a request (`0,1`, `GPU-…`, `A800`, `auto`, `none`) and the list of devices come in, CUDA_VISIBLE_DEVICES goes out.
 
-Ids are those of nvidia-smi; inside a CUDA_VISIBLE_DEVICES that is already set they count its entries. Nothing here starts CUDA.
+Ids are those of nvidia-smi; if CUDA_VISIBLE_DEVICES is already set, they index its entries. Nothing here starts CUDA.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUERY = ("index", "uuid", "name", "memory.total", "memory.used", "utilization.gp
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device as nvidia-smi lists it; what the driver does not say is None."""
+    """One device as nvidia-smi lists it; unknown values are None."""
 
     index: int
     uuid: str
@@ -34,7 +34,7 @@ class Gpu:
 
     @property
     def busy(self) -> str | None:
-        """Why `auto` leaves it alone; None if it is free."""
+        """Why `auto` skips it; None if it is free."""
         if self.memory_bytes and self.used_bytes is not None and self.used_bytes > BUSY_MEMORY_SHARE * self.memory_bytes:
             return f"{self.used_bytes / self.memory_bytes:.0%} of its memory is in use (limit {BUSY_MEMORY_SHARE:.0%})"
         if self.utilisation is not None and self.utilisation > BUSY_UTILISATION:
@@ -44,7 +44,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuChoice:
-    """The GPUs of a run, what the environment must say so that CUDA sees them, and what the user should know."""
+    """The GPUs of a run, the variables that make CUDA see them, and notes for the user."""
 
     gpus: tuple[Gpu, ...]
     environment: Mapping[str, str]
@@ -53,7 +53,7 @@ class GpuChoice:
 
 
 def read_gpus() -> list[Gpu]:
-    """The devices of this machine, asked of nvidia-smi; none where there is no driver."""
+    """The devices of this machine, from nvidia-smi; empty without a driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -61,17 +61,17 @@ def read_gpus() -> list[Gpu]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:
-        raise LaunchError("nvidia-smi did not answer within 60 s; a GPU may hang. Look at dmesg, or use --gpus none.") from None
+        raise LaunchError("nvidia-smi did not answer within 60 s; a GPU may hang. Check dmesg, or use --gpus none.") from None
     if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip().splitlines()
-        if said and "no devices were found" in said[0].lower():
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        if lines and "no devices were found" in lines[0].lower():
             return []
-        raise LaunchError(f"nvidia-smi failed: {said[0] if said else done.returncode}. Repair the driver, or use --gpus none.")
+        raise LaunchError(f"nvidia-smi failed: {lines[0] if lines else done.returncode}. Repair the driver, or use --gpus none.")
     return parse_gpus(done.stdout)
 
 
 def parse_gpus(text: str) -> list[Gpu]:
-    """The devices in the answer of nvidia-smi."""
+    """The devices in the output of nvidia-smi."""
     gpus: list[Gpu] = []
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         if len(row) != len(QUERY):
@@ -83,7 +83,7 @@ def parse_gpus(text: str) -> list[Gpu]:
 
 
 def _number(text: str) -> float | None:
-    """`[N/A]` and the like are not known."""
+    """None for `[N/A]` and other non-numbers."""
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
 
 
@@ -92,13 +92,13 @@ def _mebibytes(text: str) -> int | None:
     return None if value is None else int(value * 2**20)
 
 
-def choose_gpus(wish: str, environment: Mapping[str, str], devices: Callable[[], list[Gpu]] = read_gpus) -> GpuChoice:
-    """Settle a wish; whatever does not exist is refused with the list of what does."""
-    if wish.strip().lower() == "none":
+def choose_gpus(request: str, environment: Mapping[str, str], devices: Callable[[], list[Gpu]] = read_gpus) -> GpuChoice:
+    """Choose the requested GPUs; an unknown one is refused with a list of the known ones."""
+    if request.strip().lower() == "none":
         return GpuChoice((), {"CUDA_VISIBLE_DEVICES": "", CHOSEN_GPUS: ""}, ("--gpus none: computing on the CPU",))
     here = visible(devices(), environment.get("CUDA_VISIBLE_DEVICES"))
     notes: list[str] = []
-    if wish.strip().lower() == "auto":
+    if request.strip().lower() == "auto":
         if not here:
             return GpuChoice((), {}, ("no GPU is visible here: computing on the CPU",))
         chosen = [gpu for gpu in here if gpu.busy is None]
@@ -106,15 +106,15 @@ def choose_gpus(wish: str, environment: Mapping[str, str], devices: Callable[[],
         if not chosen:
             raise LaunchError(f"gpus is 'auto'; no GPU is free: {'; '.join(notes)}. Wait, or name the GPUs to share them.")
     else:
-        chosen = _named(wish, here)
+        chosen = _named(request, here)
     names = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in chosen)
     visible_ids = ",".join(str(gpu.index) for gpu in chosen)
-    settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible_ids, CHOSEN_GPUS: wish.strip()}
+    settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible_ids, CHOSEN_GPUS: request.strip()}
     return GpuChoice(tuple(chosen), settings, (*notes, f"GPUs of this run: {names}"), tuple(_mixed(chosen)))
 
 
 def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
-    """The devices that CUDA_VISIBLE_DEVICES leaves, in its order. As in CUDA, an entry that does not exist ends the list."""
+    """The devices in CUDA_VISIBLE_DEVICES, in its order. As in CUDA, an unknown entry ends the list."""
     if setting is None:
         return list(gpus)
     left: list[Gpu] = []
@@ -130,27 +130,27 @@ def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
     return left
 
 
-def _named(wish: str, here: Sequence[Gpu]) -> list[Gpu]:
-    parts = [part.strip() for part in wish.split(",")]
+def _named(request: str, here: Sequence[Gpu]) -> list[Gpu]:
+    parts = [part.strip() for part in request.split(",")]
     if not all(parts):
-        raise LaunchError(f"gpus is {wish!r}; an entry is empty. Write ids (0,1), UUIDs (GPU-...), a type (A800), auto or none.")
+        raise LaunchError(f"gpus is {request!r}; an entry is empty. Write ids (0,1), UUIDs (GPU-...), a type (A800), auto or none.")
     chosen: list[Gpu] = []
     for part in parts:
         for gpu in _match(part, here):
             if gpu in chosen:
-                raise LaunchError(f"gpus is {wish!r}; GPU {gpu.index} is named twice. Name it once.")
+                raise LaunchError(f"gpus is {request!r}; GPU {gpu.index} is named twice. Name it once.")
             chosen.append(gpu)
     return chosen
 
 
 def _match(part: str, here: Sequence[Gpu]) -> list[Gpu]:
-    """The devices that one entry means: the n-th visible one, a UUID (its beginning is enough), or every device of a type."""
+    """The devices that one entry names: the n-th visible one, a UUID (a prefix is enough), or every device of a type."""
     if part.isdecimal():
         found = list(here[int(part) : int(part) + 1])
         what = "there is no such GPU"
     elif part.upper().startswith("GPU-"):
         found = [gpu for gpu in here if gpu.uuid.lower().startswith(part.lower())]
-        what = "no GPU has this UUID" if not found else "more than one UUID begins so"
+        what = "no GPU has this UUID" if not found else "more than one UUID has this prefix"
         found = found if len(found) == 1 else []
     else:
         found = [gpu for gpu in here if is_type(part, gpu.name)]
@@ -160,10 +160,10 @@ def _match(part: str, here: Sequence[Gpu]) -> list[Gpu]:
     return found
 
 
-def is_type(wanted: str, name: str) -> bool:
-    """Whether the wanted words stand in a device's name, whole and in this order: A40 is no A4000."""
-    words, asked = _words(name), _words(wanted)
-    return bool(asked) and any(words[at : at + len(asked)] == asked for at in range(len(words) - len(asked) + 1))
+def is_type(kind: str, name: str) -> bool:
+    """Whether a device's name contains the words of a type, whole and in this order: A40 does not match A4000."""
+    words, wanted = _words(name), _words(kind)
+    return bool(wanted) and any(words[at : at + len(wanted)] == wanted for at in range(len(words) - len(wanted) + 1))
 
 
 def _words(text: str) -> list[str]:
@@ -173,11 +173,11 @@ def _words(text: str) -> list[str]:
 def _listing(here: Sequence[Gpu]) -> str:
     if not here:
         return "No GPU is visible here; use --gpus none to compute on the CPU."
-    return "Here are: " + ", ".join(f"{place} {gpu.name} {gpu.uuid[:12]}" for place, gpu in enumerate(here)) + "."
+    return "Visible GPUs: " + ", ".join(f"{index} {gpu.name} {gpu.uuid[:12]}" for index, gpu in enumerate(here)) + "."
 
 
 def _mixed(chosen: Sequence[Gpu]) -> list[str]:
-    """A warning where the types differ: every step takes as long as its slowest device."""
+    """A warning if the types differ: every step takes as long as on the slowest device."""
     names = list(dict.fromkeys(gpu.name for gpu in chosen))
     if len(names) < 2:
         return []
@@ -185,7 +185,7 @@ def _mixed(chosen: Sequence[Gpu]) -> list[str]:
     known = {name: peak for name, peak in peaks.items() if peak is not None}
     if len(known) < len(names):
         unknown = ", ".join(name for name in names if name not in known)
-        return [f"the GPUs are of different types ({', '.join(names)}); which is slowest is not known (no peak for {unknown})"]
+        return [f"the GPUs are of different types ({', '.join(names)}); the slowest is unknown (no peak for {unknown})"]
     slowest = min(known, key=lambda name: known[name])
     return [
         f"the GPUs are of different types ({', '.join(names)}); each step waits for the slowest, "

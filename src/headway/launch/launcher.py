@@ -52,7 +52,7 @@ class LaunchSpec:
 
     @property
     def needs_launcher(self) -> bool:
-        """Whether this process must start others; a single rank is this process itself."""
+        """Whether this process must start others; a single rank runs in this process."""
         return self.num_ranks > 1 or self.nodes.num > 1
 
     def log_choice(self) -> None:
@@ -141,7 +141,7 @@ def launch(spec: LaunchSpec, arguments: Sequence[str], logs: Path, environment: 
         if spec.nodes.num == 1:
             rendezvous.serve()  # after the start: both take seconds to load torch, and the port is bound already
         try:
-            code = ranks.wait(rendezvous.trouble)
+            code = ranks.wait(rendezvous.first_failure)
         except RankError as error:
             rendezvous.announce(error)
             cause = rendezvous.first_cause(error)

@@ -1,11 +1,11 @@
-"""How the launchers of a run find each other: node 0 serves a small key-value store, every launcher says there who it is.
+"""Rendezvous of the launchers of a run: node 0 serves a small key-value store in which every launcher registers.
 
     node 0  binds the port, serves ◀── node 1 .. n-1 connect
-    each    node/<k> = number of its ranks, host (JSON) all wait until every node/<k> stands
-    each    failed/<k> = when and why, if one failed     all look now and then
-    each    done     + 1 at its end                      node 0 serves until all are done
+    each    node/<k>   = number of its ranks, host (JSON)    all wait until every node/<k> is there
+    each    failed/<k> = when and why a rank failed (JSON)   all poll it
+    each    done      += 1 at its end                        node 0 serves until all are done
 
-The ranks use the same store to find each other, so that no port is ever free between being chosen and being used.
+The ranks use the same store to find each other, so the port is never free between being chosen and being used.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ log = logging.getLogger("headway")
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
 LINGER_SECONDS = 10.0
-TELL_SECONDS = 3.0
+REPORT_SECONDS = 3.0
 BACKLOG = 4096
 PREFIX = "headway/launch/"
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """Which node of how many this is, and where node 0 is found."""
+    """This node's rank, the number of nodes and the address of node 0."""
 
     num: int = 1
     rank: int = 0
@@ -52,7 +52,7 @@ class NodeSpec:
         if not 0 <= self.rank < self.num:
             raise LaunchError(f"--node-rank is {self.rank}; with --nnodes {self.num} it must be 0 to {self.num - 1}.")
         if self.num > 1 and not self.port:
-            raise LaunchError("--master is missing; give HOST:PORT of node 0 to every node, with a port that is free there.")
+            raise LaunchError("--master is missing; give every node HOST:PORT of node 0, with a port that is free there.")
 
 
 def parse_master(text: str) -> tuple[str, int]:
@@ -72,7 +72,7 @@ def parse_nodes(num: int, rank: int, master: str | None, timeout_seconds: float)
 
 
 class Rendezvous:
-    """The store as one launcher sees it, and what it has learnt there: where its ranks begin and how many there are in all."""
+    """The store as one launcher sees it. After `gather` it knows its first rank and the number of all ranks."""
 
     def __init__(self, nodes: NodeSpec, num_ranks: int) -> None:
         self.nodes, self.num_ranks = nodes, num_ranks
@@ -104,22 +104,22 @@ class Rendezvous:
             raise LaunchError(f"--master is {self.host}:{self.port}; {self.host} has no address: {error.strerror}.") from None
 
     def serve(self) -> None:
-        """Answer on the port (node 0), or connect to who does. Takes as long as torch takes to load."""
-        set_environment({"TORCH_CPP_LOG_LEVEL": "ERROR"})  # read when torch loads; what a socket tries is not the user's business
+        """Serve the store (node 0), or connect to it. Takes as long as loading torch."""
+        set_environment({"TORCH_CPP_LOG_LEVEL": "ERROR"})  # read when torch loads; hides the retries of its sockets
         if self._listening is None:
-            self._knock()
+            self._wait_for_node_0()
         from torch.distributed import TCPStore
 
         if self._listening is not None:
             wait = timedelta(seconds=60)
-            own = self._listening.detach()  # the store closes it
-            self.store = TCPStore(self.host, self.port, None, True, wait, wait_for_workers=False, master_listen_fd=own)
+            descriptor = self._listening.detach()  # the store closes it
+            self.store = TCPStore(self.host, self.port, None, True, wait, wait_for_workers=False, master_listen_fd=descriptor)
             self._listening = None
             return
         self.store = TCPStore(self.host, self.port, None, False, timedelta(seconds=60), wait_for_workers=False)
 
-    def _knock(self) -> None:
-        """Wait until node 0 answers."""
+    def _wait_for_node_0(self) -> None:
+        """Wait until node 0 answers on its port."""
         deadline = time.monotonic() + self.nodes.timeout_seconds
         while time.monotonic() < deadline:
             try:
@@ -128,87 +128,87 @@ class Rendezvous:
             except OSError:
                 time.sleep(POLL_SECONDS)
         raise LaunchError(
-            f"node 0 is missing: nobody answers at {self.host}:{self.port} after {self.nodes.timeout_seconds:g} s. "
+            f"node 0 is missing: no answer from {self.host}:{self.port} after {self.nodes.timeout_seconds:g} s. "
             "Start node 0, and check the address, the port and the firewall."
         )
 
     def gather(self) -> None:
-        """Wait for the launchers of all nodes; afterwards every one knows where its ranks begin."""
-        store, num = self._served(), self.nodes.num
-        mine = json.dumps({"num_ranks": self.num_ranks, "num_nodes": num, "host": socket.gethostname(), "id": str(uuid.uuid4())})
-        there = store.compare_set(self._key(self.nodes.rank), "", mine).decode()
-        if there != mine:
+        """Wait for the launchers of all nodes, then compute this node's first rank."""
+        store, num = self._connected(), self.nodes.num
+        entry = json.dumps({"num_ranks": self.num_ranks, "num_nodes": num, "host": socket.gethostname(), "id": str(uuid.uuid4())})
+        there = store.compare_set(self._key(self.nodes.rank), "", entry).decode()
+        if there != entry:
             host = json.loads(there)["host"]
-            raise LaunchError(f"--node-rank is {self.nodes.rank}; {host} is that node already. Give each node its own.")
+            raise LaunchError(f"--node-rank is {self.nodes.rank}; {host} has that rank already. Give each node its own.")
         deadline = time.monotonic() + self.nodes.timeout_seconds
         while missing := [node for node in range(num) if not store.check([self._key(node)])]:
-            if (told := self.trouble()) is not None:
-                raise LaunchError(str(told))
+            if (failure := self.first_failure()) is not None:
+                raise LaunchError(str(failure))
             if time.monotonic() > deadline:
                 self._give_up(missing)
             time.sleep(POLL_SECONDS)
-        said = [json.loads(store.get(self._key(node))) for node in range(num)]
-        if wrong := [f"node {node} was given {one['num_nodes']}" for node, one in enumerate(said) if one["num_nodes"] != num]:
-            raise LaunchError(f"--nnodes is {num}; {', '.join(wrong)}. Give all nodes the same.")
-        counts = [one["num_ranks"] for one in said]
+        entries = [json.loads(store.get(self._key(node))) for node in range(num)]
+        if wrong := [f"node {node} has {one['num_nodes']}" for node, one in enumerate(entries) if one["num_nodes"] != num]:
+            raise LaunchError(f"--nnodes is {num}; {', '.join(wrong)}. Give all nodes the same number.")
+        counts = [one["num_ranks"] for one in entries]
         self.first_rank, self.world = sum(counts[: self.nodes.rank]), sum(counts)
-        hosts = ", ".join(f"node {node} {one['host']} with {one['num_ranks']}" for node, one in enumerate(said))
+        hosts = ", ".join(f"node {node} {one['host']} with {one['num_ranks']}" for node, one in enumerate(entries))
         log.info("%d ranks on %d nodes: %s", self.world, num, hosts)
 
     def _give_up(self, missing: list[int]) -> None:
         names = ", ".join(map(str, missing))
         message = (
-            f"node rank{'s' if len(missing) > 1 else ''} {names} of {self.nodes.num} did not arrive at {self.host}:{self.port} "
+            f"node rank{'s' if len(missing) > 1 else ''} {names} of {self.nodes.num} did not connect to {self.host}:{self.port} "
             f"within {self.nodes.timeout_seconds:g} s. Start them with the same --master, or wait longer with --node-timeout."
         )
         self.announce(RankError(message, LaunchError.exit_code, time.time()))
         raise LaunchError(message)
 
-    def trouble(self) -> RankError | None:
-        """The first of what went wrong on any node; also if node 0 is gone."""
+    def first_failure(self) -> RankError | None:
+        """The first failure on any node; a lost node 0 counts as one."""
         if self.store is None or self.nodes.num == 1:
             return None
-        told: list[RankError] = []
+        failures: list[RankError] = []
         try:
             for key in (f"{PREFIX}failed/{node}" for node in range(self.nodes.num)):
                 if self.store.check([key]):
-                    told.append(RankError(**json.loads(self.store.get(key))))
+                    failures.append(RankError(**json.loads(self.store.get(key))))
         except RuntimeError:
-            return RankError(f"node 0 is gone: {self.host}:{self.port} no longer answers. All ranks here were ended.", 1, time.time())
-        return min(told, key=lambda one: one.at, default=None)
+            return RankError(f"node 0 is gone: {self.host}:{self.port} no longer answers. All ranks here were stopped.", 1, time.time())
+        return min(failures, key=lambda one: one.at, default=None)
 
     def announce(self, error: RankError) -> None:
-        """Tell the other nodes what went wrong here."""
+        """Report a failure on this node to the other nodes."""
         if self.store is None or self.nodes.num == 1:
             return
         try:
             failure = {"message": str(error), "exit_code": error.exit_code, "at": error.at}
             self.store.set(f"{PREFIX}failed/{self.nodes.rank}", json.dumps(failure))
         except RuntimeError:
-            return  # node 0 is gone, and the others see that themselves
+            return  # node 0 is gone; the others notice it themselves
 
     def first_cause(self, error: RankError) -> RankError:
-        """What ended the whole run: an error here may only be that a peer elsewhere was lost, of which that node tells about now."""
+        """The failure that ended the run. An error here may only be the loss of a peer, whose node reports the cause about now."""
         if self.nodes.num == 1 or error.at == 0:
             return error
-        deadline = time.monotonic() + TELL_SECONDS
+        deadline = time.monotonic() + REPORT_SECONDS
         first = error
         while time.monotonic() < deadline:
-            told = self.trouble()
-            if told is not None and told.at < first.at:
-                first = told
+            other = self.first_failure()
+            if other is not None and other.at < first.at:
+                first = other
             time.sleep(POLL_SECONDS)
         return first
 
     def leave(self, *, well: bool) -> None:
-        """The end: node 0 serves until the others are done too, or have had time to hear of a failure."""
+        """End: node 0 serves until the others are done too, or have had time to read a failure."""
         if self.store is None or self.nodes.num == 1:
             return
         try:
             self.store.add(PREFIX + "done", 1)
             deadline = None if well else time.monotonic() + LINGER_SECONDS
-            while self.nodes.rank == 0 and self.store.add(PREFIX + "done", 0) < self._arrived():
-                if deadline is None and self.trouble() is not None:
+            while self.nodes.rank == 0 and self.store.add(PREFIX + "done", 0) < self._num_arrived():
+                if deadline is None and self.first_failure() is not None:
                     deadline = time.monotonic() + LINGER_SECONDS
                 if deadline is not None and time.monotonic() > deadline:
                     return
@@ -216,11 +216,11 @@ class Rendezvous:
         except RuntimeError:
             return  # node 0 left first because of a failure
 
-    def _arrived(self) -> int:
-        store = self._served()
+    def _num_arrived(self) -> int:
+        store = self._connected()
         return sum(store.check([self._key(node)]) for node in range(self.nodes.num))
 
-    def _served(self) -> TCPStore:
+    def _connected(self) -> TCPStore:
         assert self.store is not None
         return self.store
 
@@ -228,7 +228,7 @@ class Rendezvous:
         return f"{PREFIX}node/{node}"
 
     def interface(self) -> str | None:
-        """The network interface that leads to node 0, by name; None where the system does not say."""
+        """The name of the network interface that leads to node 0; None if unknown."""
         if self.nodes.num == 1:
             return _interface_of(LOOPBACK)
         family, _, _, _, address = self._resolve()

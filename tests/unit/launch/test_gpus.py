@@ -63,7 +63,7 @@ def test_ids_count_the_entries_of_visible_devices_already_set() -> None:
     assert seen("0", given) == "3"
     assert seen("1", given) == "0"
     assert seen("A800", given) == "0"
-    with pytest.raises(LaunchError, match="Here are: 0 NVIDIA A40"):
+    with pytest.raises(LaunchError, match="Visible GPUs: 0 NVIDIA A40"):
         choose_gpus("2", given, devices)
 
 
@@ -74,7 +74,7 @@ def test_an_entry_that_does_not_exist_ends_the_visible_list_as_in_cuda() -> None
 
 @pytest.mark.parametrize("wish", ["7", "H100", "GPU-dddd", "GPU-aaaa", "A400", "NVIDIA A4"])
 def test_what_does_not_exist_is_refused_with_what_does(wish: str) -> None:
-    with pytest.raises(LaunchError, match=r"Here are: 0 NVIDIA A800 80GB PCIe GPU-aaaa0000, .*4 NVIDIA RTX A4000"):
+    with pytest.raises(LaunchError, match=r"Visible GPUs: 0 NVIDIA A800 80GB PCIe GPU-aaaa0000, .*4 NVIDIA RTX A4000"):
         choose_gpus(wish, {}, devices)
 
 
@@ -104,7 +104,7 @@ def test_a_mix_of_types_warns_which_is_slowest() -> None:
     (warning,) = choose_gpus("A800,A40", {}, devices).warnings
     assert "waits for the slowest, NVIDIA A40 (150 TFLOP/s)" in warning
     (unknown,) = choose_gpus("0,4", {}, devices).warnings
-    assert "which is slowest is not known (no peak for NVIDIA RTX A4000)" in unknown
+    assert "the slowest is unknown (no peak for NVIDIA RTX A4000)" in unknown
     assert choose_gpus("A800", {}, devices).warnings == ()
 
 

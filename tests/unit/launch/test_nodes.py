@@ -16,7 +16,7 @@ from headway.launch.nodes import NodeSpec, Rendezvous, parse_master
 @pytest.fixture(autouse=True)
 def short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes_module, "LINGER_SECONDS", 1.0)
-    monkeypatch.setattr(nodes_module, "TELL_SECONDS", 0.5)
+    monkeypatch.setattr(nodes_module, "REPORT_SECONDS", 0.5)
 
 
 def free_port() -> int:
@@ -62,7 +62,7 @@ def test_every_node_learns_where_its_ranks_begin() -> None:
     lost = RankError("rank 0 lost its peer", 1, 5.0)
     meetings[0].announce(lost)
     meetings[2].announce(RankError("rank 4 was killed", 137, 0.0))
-    assert [str(one.trouble()) for one in meetings] == ["rank 4 was killed"] * 3
+    assert [str(one.first_failure()) for one in meetings] == ["rank 4 was killed"] * 3
     assert str(meetings[0].first_cause(lost)) == "rank 4 was killed"
     assert meetings[0].first_cause(lost).exit_code == 137
 
@@ -71,25 +71,25 @@ def test_a_missing_node_is_named_on_every_node() -> None:
     port = free_port()
     errors = together(lambda: meet(4, 0, port, 1, 1.5), lambda: meet(4, 2, port, 1, 30))
     assert all(isinstance(error, LaunchError) for error in errors)
-    assert "node ranks 1, 3 of 4 did not arrive" in str(errors[0])
-    assert "node ranks 1, 3 of 4 did not arrive" in str(errors[1])
+    assert "node ranks 1, 3 of 4 did not connect" in str(errors[0])
+    assert "node ranks 1, 3 of 4 did not connect" in str(errors[1])
 
 
 def test_a_missing_node_0_is_named() -> None:
     (error,) = together(lambda: meet(2, 1, free_port(), 1, 1.5))
-    assert "node 0 is missing: nobody answers at 127.0.0.1" in str(error)
+    assert "node 0 is missing: no answer from 127.0.0.1" in str(error)
 
 
 def test_two_nodes_of_the_same_rank_are_refused() -> None:
     port = free_port()
     answers = together(lambda: meet(3, 0, port, 1, 3), lambda: meet(3, 1, port, 1, 3), lambda: meet(3, 1, port, 1, 3))
-    assert sum("is that node already" in str(answer) for answer in answers) == 1
+    assert sum("has that rank already" in str(answer) for answer in answers) == 1
 
 
 def test_nodes_of_different_opinions_are_refused() -> None:
     port = free_port()
     answers = together(lambda: meet(2, 0, port, 1, 10), lambda: meet(3, 1, port, 1, 2))
-    assert "--nnodes is 2; node 1 was given 3" in str(answers[0])
+    assert "--nnodes is 2; node 1 has 3" in str(answers[0])
 
 
 def test_a_port_in_use_is_refused() -> None:

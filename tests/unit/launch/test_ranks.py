@@ -56,7 +56,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     began = time.monotonic()
     with start("rank == 1 and os.kill(os.getpid(), 9)\ntime.sleep(60)", tmp_path, 3) as ranks:
         pids = [child.pid for child in ranks.children.values()]
-        with pytest.raises(TrainingError, match=r"^rank 1 was killed by SIGKILL .*All ranks were ended") as caught:
+        with pytest.raises(TrainingError, match=r"^rank 1 was killed by SIGKILL .*All ranks were stopped") as caught:
             ranks.wait()
     assert caught.value.exit_code == 137
     assert time.monotonic() - began < 10
@@ -228,5 +228,5 @@ def test_what_nccl_left_behind_is_part_of_the_one_line(tmp_path: Path) -> None:
     with start(program, tmp_path, 1) as ranks, pytest.raises(RankError) as caught:
         ranks.wait()
     said = str(caught.value)
-    assert said.startswith("rank 0 was killed by SIGABRT. All ranks were ended.") and "\n" not in said
+    assert said.startswith("rank 0 was killed by SIGABRT. All ranks were stopped.") and "\n" not in said
     assert "NCCL: rank 0 waited in all_reduce 7 in data" in said
