@@ -1,4 +1,4 @@
-"""The demo's corpus: the Python standard library's own source, which every Python has. Long modules serve as long documents."""
+"""The demo's corpus: the source of the Python standard library, one document per module, and questions from its docstrings."""
 
 from __future__ import annotations
 
@@ -12,17 +12,8 @@ from headway.errors import DataError
 from headway.runtime.storage import write_atomic
 
 SKIPPED_FOLDERS = {
-    "test",
-    "tests",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "idlelib",
-    "lib2to3",
-    "turtledemo",
-    "ensurepip",
-    "encodings",
-}
+    "test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
+}  # fmt: skip
 MAX_BYTES = 12_000_000
 
 
@@ -36,7 +27,7 @@ def library_files(root: Path | None = None) -> Iterator[Path]:
 
 
 def write_corpus(out: Path, root: Path | None = None) -> tuple[int, int]:
-    """Write one JSON line per module; returns how many and their bytes."""
+    """Write one JSON line per module; returns their number and total bytes."""
     lines: list[str] = []
     total = 0
     for path in library_files(root):
@@ -58,7 +49,7 @@ def write_corpus(out: Path, root: Path | None = None) -> tuple[int, int]:
 
 
 def write_instructions(out: Path, root: Path | None = None) -> int:
-    """Questions about the library's functions and classes, answered by the first sentence of their docstrings; returns how many."""
+    """Questions about the library's functions and classes, answered by the first sentence of their docstrings; returns their number."""
     lines: list[str] = []
     for path in library_files(root):
         try:

@@ -1,11 +1,12 @@
-"""The demo after pretraining: fine-tuning on questions about the library, preference of right over wrong answers, and what changed.
+"""The demo after pretraining: fine-tuning on questions about the library, DPO on right and wrong answers, head sparsity, a report.
 
-Questions that are held out from fine-tuning are held out from the preference pairs too, and no wrong answer comes from the other side.
+Questions held out from fine-tuning are held out from the preference pairs too, and wrong answers come from the same split.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,13 @@ from headway.runtime.seed import derive
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:
+    from headway.eval.perplexity import Piece
     from headway.workflows.demo.run import Demo
 
 VALID_FRACTION = 0.1
+"""Share of the questions held out from fine-tuning."""
+VALID_MODULES = 0.03
+"""Share of the modules held out from pretraining."""
 SFT = """\
 run: {{name: sft, dir: {out}/runs}}
 init: {{from: {out}/runs/pretrain}}
@@ -52,21 +57,39 @@ track: [{{kind: tensorboard}}]
 log: {{every: 45}}
 device: cpu
 """
+SPARSITY = 0.5
+WINDOW, SINKS = 32, 4
+SPARSIFY_STEPS = 60
+SPARSIFY_DOCUMENTS = 12
+SPARSE = """\
+run: {{name: sparse, dir: {out}/runs}}
+init: {{from: {model}}}
+data: {{train: [{store}], valid: {{fraction: {fraction}}}, seq_len: 256, cache_dir: {out}/cache}}
+objective: {{kind: head_sparsity, target: {sparsity}, window: {window}, sinks: {sinks}, mask_lr: 1.0, reg_lr: 1.0}}
+freeze: [weights]
+batch: {{tokens: 2048, micro_rows: 8}}
+optim: {{schedule: {{kind: cosine, warmup: 0.1, floor: 0.05}}}}
+steps: {steps}
+eval: {{every: null, rows: 32}}
+checkpoint: {{every: null}}
+log: {{every: 20}}
+device: cpu
+"""
 
 
 def fine_tune(demo: Demo) -> dict[str, Any]:
-    """Learn to answer: loss on the answers' tokens alone."""
+    """Learn to answer: the loss is on the answers only."""
     found = _train(demo, "sft", SFT, demo.steps * 3 // 20)
     return {"sft_first_valid_loss": found[0]["loss"], "sft_last_valid_loss": found[-1]["loss"]}
 
 
 def prefer(demo: Demo) -> dict[str, Any]:
-    """Prefer the right answer to a wrong one: another function's."""
+    """Prefer the right answer to a wrong one, which belongs to another function."""
     from headway.data.pairs import num_pairs
     from headway.prepare.preference import PreferenceOptions, tokenize_preference
     from headway.store.reader import is_store, open_store
 
-    # The same file name and the same places as the questions': so the same of them are held out.
+    # The same file name and order as the questions, so that the same ones are held out.
     raw, stores = demo.pairs / "docstrings.jsonl", demo.pairs / "store"
     if not raw.exists():
         write_pairs(demo.instructions / "docstrings.jsonl", raw)
@@ -83,7 +106,7 @@ def prefer(demo: Demo) -> dict[str, Any]:
 
 
 def _train(demo: Demo, name: str, recipe: str, steps: int) -> list[dict[str, Any]]:
-    """Train one stage, or find it done; returns its validations, the first from before the first step."""
+    """Train one run, or find it done; returns its validations, the first from before the first step."""
     from headway.config.load import load
     from headway.track.jsonl import read_metrics
     from headway.train import train
@@ -107,7 +130,7 @@ def held_out(questions: Path) -> list[bool]:
 
 
 def write_pairs(questions: Path, out: Path) -> int:
-    """For every question its answer, and the answer to another question of the same side as the wrong one; returns how many."""
+    """For every question its answer, and the answer to another question of the same split as the wrong one; returns the number of pairs."""
     turns = [json.loads(line)["messages"] for line in questions.read_text(encoding="utf-8").splitlines()]
     sides = held_out(questions)
     answers = {side: [one[1]["content"] for one, at in zip(turns, sides, strict=True) if at == side] for side in (False, True)}
@@ -123,8 +146,56 @@ def write_pairs(questions: Path, out: Path) -> int:
     return len(lines)
 
 
+def sparsify(demo: Demo) -> dict[str, Any]:
+    """Train head gates over the frozen model, then compare loss and cache of the masked and the full model."""
+    from headway.config.load import load
+    from headway.eval.long_context import LongPlan, evaluate_long
+    from headway.eval.long_report import kv_rows, write_long_report
+    from headway.infer.load import find_model, load_model
+    from headway.model.head_masks.choice import MaskSpec
+    from headway.train import train
+    from headway.train.config import Recipe
+    from headway.workflows.sparsify import FOLDER, write_mask_files
+
+    file = demo.out / "sparse.yaml"
+    text = SPARSE.format(
+        out=demo.out.as_posix(), model=demo.run.as_posix(), store=demo.store.as_posix(), fraction=VALID_MODULES,
+        sparsity=SPARSITY, window=WINDOW, sinks=SINKS, steps=min(SPARSIFY_STEPS, demo.steps),
+    )  # fmt: skip
+    write_atomic(file, text)
+    recipe = load(Recipe, file)
+    train(recipe)
+    run, spec = recipe.run.folder, MaskSpec(sparsities=(SPARSITY,), random=True)
+    folder = run / FOLDER
+    folder.mkdir(exist_ok=True)
+    files = write_mask_files(run, spec, folder)
+    loaded = load_model(run)
+    plan = LongPlan((), (256,), chunk_tokens=64, rows=8)
+    texts = lambda: _held_out_modules(demo.store)  # noqa: E731
+    result = evaluate_long(loaded, spec.variants(find_model(run).mask_source()), plan, name=str(run), texts=texts, keep=folder / "parts")
+    write_long_report(folder, result)
+    losses = {one.name: one.perplexity["loss"] for one in result.variants if one.perplexity is not None}
+    table = kv_rows(result.variants)
+    return {
+        "sparse": {"run": str(run), "masks": str(folder / files[0]), "losses": losses, "kv": table, "report": str(folder / "report.md")}
+    }
+
+
+def _held_out_modules(store: Path) -> Iterator[Piece]:
+    """Some documents that no run of the demo was trained on."""
+    import numpy as np
+
+    from headway.data.shuffle import in_valid
+    from headway.eval.perplexity import Piece
+    from headway.store.reader import open_store
+
+    opened = open_store(store)
+    for index in np.flatnonzero(in_valid(np.arange(opened.num_documents), VALID_MODULES))[:SPARSIFY_DOCUMENTS].tolist():
+        yield Piece(opened.document(index).tolist()[:4096], None, str(store))
+
+
 def compare_answers(demo: Demo, summary: dict[str, Any]) -> dict[str, Any]:
-    """Answers of the three models to questions they were not trained on, and report.md."""
+    """Answers of the three models to held-out questions, and report.md."""
     from headway.infer.generate import Options, generate
     from headway.infer.load import load_model
 
@@ -145,7 +216,7 @@ def compare_answers(demo: Demo, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def report(summary: dict[str, Any]) -> str:
-    """What the demo came to, as Markdown."""
+    """The results of the demo, as Markdown."""
     rows = [
         ("pretraining, validation loss", f"{summary['first_valid_loss']:.3f} -> {summary['last_valid_loss']:.3f}"),
         ("bits per byte of held-out modules", f"{summary['bits_per_byte']:.3f} (bigram {summary['bigram_bits_per_byte']:.3f})"),
@@ -153,8 +224,8 @@ def report(summary: dict[str, Any]) -> str:
         ("preference, reward accuracy on held-out pairs", f"{summary['reward_accuracy']:.3f} of {summary['valid_pairs']} pairs"),
         ("preference, reward margin on held-out pairs", f"{summary['reward_margin']:.3f}"),
     ]
-    lines = ["# What the demo came to", "", "| what | result |", "|---|---|", *(f"| {what} | {result} |" for what, result in rows)]
-    lines += ["", "## Answers to questions nobody trained on", ""]
+    lines = ["# Results of the demo", "", "| what | result |", "|---|---|", *(f"| {what} | {result} |" for what, result in rows)]
+    lines += ["", "## Answers to held-out questions", ""]
     for one in summary["answers"]:
         lines += [f"**{one['question']}**", "", "| model | answer |", "|---|---|"]
         shown = {"the library itself": "docstring", "pretrained": "pretrain", "fine-tuned": "sft", "after preference": "dpo"}

@@ -1,6 +1,6 @@
-"""The main job in small: text -> tokenizer -> store -> pretrain -> evaluate -> fine-tune -> prefer -> export, on a CPU, in minutes.
+"""The whole pipeline in small: text -> tokenizer -> store -> pretrain -> evaluate -> fine-tune -> DPO -> sparsify -> export, on a CPU.
 
-Every stage leaves its result in the demo's folder and is not done twice; a second call only reports.
+Every part leaves its result in the demo's folder and is not repeated; a second call only reports.
 """
 
 from __future__ import annotations
@@ -9,21 +9,23 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headway.workflows.demo.bigram import bigram_loss
 from headway.workflows.demo.corpus import write_corpus, write_instructions
-from headway.workflows.demo.post_training import VALID_FRACTION as VALID_QUESTIONS
-from headway.workflows.demo.post_training import compare_answers, fine_tune, prefer
-from headway.workflows.demo.sparsify import STEPS, sparsify_demo
+from headway.workflows.demo.post_training import VALID_FRACTION, VALID_MODULES, compare_answers, fine_tune, prefer, sparsify
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 log = logging.getLogger("headway")
 
 VOCAB_SIZE = 2048
-VALID_FRACTION = 0.03
+SMOOTHING = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Values of k tried for the bigram model."""
 PROMPT = "def read(self, path):\n"
 RECIPE = """\
 run: {{name: pretrain, dir: {out}/runs}}
@@ -47,7 +49,7 @@ device: cpu
 
 @dataclass(frozen=True)
 class Demo:
-    """Where the demo's parts lie."""
+    """The folders and files of the demo."""
 
     out: Path
     steps: int
@@ -94,11 +96,11 @@ class Demo:
 
 
 def run_demo(out: Path, steps: int = 1000) -> dict[str, Any]:
-    """Do every stage that is not done yet; returns the summary."""
+    """Do every part that is not done yet; returns the summary."""
     demo = Demo(out, steps)
     out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    stages: list[tuple[str, Callable[[Demo], dict[str, Any]]]] = [
+    parts: list[tuple[str, Callable[[Demo], dict[str, Any]]]] = [
         ("corpus", make_corpus),
         ("tokenizer", make_tokenizer),
         ("token store", make_store),
@@ -111,9 +113,9 @@ def run_demo(out: Path, steps: int = 1000) -> dict[str, Any]:
         ("export and generate", export_and_generate),
     ]
     summary: dict[str, Any] = {"out": str(out)}
-    for number, (name, stage) in enumerate(stages, start=1):
-        log.info("[%d/%d] %s", number, len(stages), name)
-        summary |= stage(demo)
+    for number, (name, make) in enumerate(parts, start=1):
+        log.info("[%d/%d] %s", number, len(parts), name)
+        summary |= make(demo)
     summary |= compare_answers(demo, summary)
     summary["seconds"] = time.perf_counter() - began
     summary["next"] = next_commands(demo)
@@ -152,7 +154,7 @@ def make_store(demo: Demo) -> dict[str, Any]:
 
 
 def make_instructions(demo: Demo) -> dict[str, Any]:
-    """Questions and answers from docstrings, as masked stores: exactly the answers and their end token are to be learned."""
+    """Questions and answers from docstrings, as masked stores: the loss is on the answers and their end token."""
     from headway.prepare.chat import ChatOptions, tokenize_chat
     from headway.store.reader import is_store, open_store
 
@@ -160,7 +162,7 @@ def make_instructions(demo: Demo) -> dict[str, Any]:
     if not raw.exists():
         write_instructions(raw)
     if not (is_store(stores / "train") and is_store(stores / "valid")):
-        tokenize_chat([raw], demo.tokenizer, stores, ChatOptions(template="chatml", valid_fraction=VALID_QUESTIONS))
+        tokenize_chat([raw], demo.tokenizer, stores, ChatOptions(template="chatml", valid_fraction=VALID_FRACTION))
     train, valid = open_store(stores / "train"), open_store(stores / "valid")
     return {"conversations": train.num_documents, "valid_conversations": valid.num_documents, "conversation_tokens": train.num_tokens}
 
@@ -171,13 +173,13 @@ def pretrain(demo: Demo) -> dict[str, Any]:
     from headway.train import train
     from headway.train.config import Recipe
 
-    demo.recipe.write_text(RECIPE.format(out=demo.out.as_posix(), fraction=VALID_FRACTION, steps=demo.steps), encoding="utf-8")
+    demo.recipe.write_text(RECIPE.format(out=demo.out.as_posix(), fraction=VALID_MODULES, steps=demo.steps), encoding="utf-8")
     summary = train(load(Recipe, demo.recipe))
     return {key: summary[key] for key in ("steps", "first_valid_loss", "last_valid_loss", "tokens_per_second")}
 
 
 def evaluate(demo: Demo) -> dict[str, Any]:
-    """Perplexity and bits per byte on held-out modules, beside a bigram model of the same tokens."""
+    """Perplexity and bits per byte on held-out modules, and those of a bigram model of the same tokens."""
     import numpy as np
 
     from headway.data.shuffle import in_valid
@@ -189,7 +191,7 @@ def evaluate(demo: Demo) -> dict[str, Any]:
     loaded = load_model(demo.run)
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
-    held_out = in_valid(np.arange(store.num_documents), VALID_FRACTION)
+    held_out = in_valid(np.arange(store.num_documents), VALID_MODULES)
     ids = {side: [store.document(i) for i in np.flatnonzero(held_out == (side == "valid")).tolist()] for side in ("train", "valid")}
     valid = [document.tolist() for document in ids["valid"]]
     pieces = [Piece(document, len(tokenizer.decode_bytes(document, skip_special=True))) for document in valid]
@@ -206,9 +208,28 @@ def evaluate(demo: Demo) -> dict[str, Any]:
     }
 
 
-def sparsify(demo: Demo) -> dict[str, Any]:
-    """Which heads need the whole past, and what a smaller cache saves and costs."""
-    return sparsify_demo(demo.out, demo.run, demo.store, VALID_FRACTION, steps=min(STEPS, demo.steps))
+def bigram_loss(train: Iterable[npt.NDArray[np.integer]], valid: Iterable[npt.NDArray[np.integer]], vocab: int) -> float:
+    """The baseline: mean loss in nats of a bigram model on every token of `valid` but each document's first.
+
+    P(b|a) = (count(a, b) + k P(b)) / (count(a) + k), with the k that is best on `valid` itself, so the baseline is flattered.
+    """
+    import numpy as np
+
+    pairs = np.zeros(vocab * vocab, np.int64)
+    singles = np.ones(vocab, np.float64)
+    for document in train:
+        ids = document.astype(np.int64)
+        singles += np.bincount(ids, minlength=vocab)
+        pairs += np.bincount(ids[:-1] * vocab + ids[1:], minlength=vocab * vocab)
+    counts = pairs.reshape(vocab, vocab)
+    unigram = singles / singles.sum()
+    before = np.concatenate([document[:-1].astype(np.int64) for document in valid])
+    after = np.concatenate([document[1:].astype(np.int64) for document in valid])
+    seen, out_of = counts[before, after], counts.sum(1)[before]
+    losses = [-np.log((seen + k * unigram[after]) / (out_of + k)).mean() for k in SMOOTHING]
+    best = float(min(losses))
+    assert math.isfinite(best)
+    return best
 
 
 def export_and_generate(demo: Demo) -> dict[str, Any]:
