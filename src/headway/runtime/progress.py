@@ -73,9 +73,12 @@ def _lines(what: str, total: float | None, unit: str) -> Iterator[Advance]:
 
 
 def _state(done: float, total: float | None, unit: str, seconds: float) -> str:
-    share = f" of {quantity(total, unit)} ({done / total:.0%})" if total else ""
+    """`3/8 prompts (38%), 1.5 prompts/s`."""
+    share = (
+        f"{quantity(done, unit if unit == 'bytes' else '')}/{quantity(total, unit)} ({done / total:.0%})" if total else quantity(done, unit)
+    )
     rate = f", {quantity(done / seconds, unit)}/s" if seconds > 0 and done else ""
-    return f"{quantity(done, unit)}{share}{rate}"
+    return share + rate
 
 
 def quantity(value: float, unit: str = "") -> str:

@@ -1,6 +1,6 @@
 """Quantities and times as people read them."""
 
-from headway.runtime.progress import duration, quantity
+from headway.runtime.progress import _state, duration, quantity  # pyright: ignore[reportPrivateUsage]
 
 
 def test_quantities_have_three_digits_at_most_and_their_unit() -> None:
@@ -15,3 +15,9 @@ def test_times_have_two_units_at_most() -> None:
     seconds = [-3, 0, 8.4, 59.4, 59.6, 65, 245, 3599, 3600, 11_220, 86_399, 86_400, 187_200]
     shown = ["0s", "0s", "8s", "59s", "1m 00s", "1m 05s", "4m 05s", "59m 59s", "1h 00m", "3h 07m", "23h 59m", "1d 00h", "2d 04h"]
     assert [duration(one) for one in seconds] == shown
+
+
+def test_progress_is_shown_as_done_of_total_with_one_unit() -> None:
+    assert _state(1, 1, "prompts", 0.5) == "1/1 prompts (100%), 2 prompts/s"
+    assert _state(1.5e6, 3e9, "bytes", 0) == "1.5 MB/3.0 GB (0%)"
+    assert _state(1500, None, "tokens", 1) == "1.5k tokens, 1.5k tokens/s"
