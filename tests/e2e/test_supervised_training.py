@@ -49,4 +49,4 @@ def test_a_mistake_under_torchrun_is_not_started_again(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, make_stores(tmp_path))
     command = [*TORCHRUN, "--standalone", "-m", "headway", "train", str(recipe), "freeze=[layers.99]"]
     done = headway("supervise", "--backoff", "0", "--", *command, timeout=200)
-    assert done.returncode == 2 and "starting again" not in done.stderr, done.stderr
+    assert done.returncode == 2 and "restarting" not in done.stderr, done.stderr

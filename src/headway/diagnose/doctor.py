@@ -1,6 +1,6 @@
-"""Is this machine ready? Each check is one line with a remedy: ok, warn (works, but less well) or fail (training cannot work).
+"""Is this machine ready? Each check is one line: ok, warn (works, but less well) or fail (training cannot work), with a remedy.
 
-Quick: nothing is installed, downloaded or left behind; the GPUs only run the small cases that try the attention kernels.
+Nothing is installed, downloaded or left behind. The GPUs only run small cases that try the attention kernels.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_CLOCK_SKEW_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, how it stands, and what to do about it."""
+    """What was checked, its state and the remedy."""
 
     name: str
     state: Literal["ok", "warn", "fail"]
@@ -53,7 +53,7 @@ class Check:
 
 
 def examine(run_dir: Path | None = None) -> list[Check]:
-    """Look at everything headway needs; `run_dir` is where runs are to be written (default: the working folder)."""
+    """Check everything headway needs; `run_dir` is the folder for runs (default: the working folder)."""
     folder = run_dir if run_dir is not None else Path.cwd()
     checks = [_python(), *_packages()]
     if importlib.util.find_spec("torch") is not None:
@@ -69,7 +69,7 @@ def _python() -> Check:
 
 
 def requirements() -> dict[str, str]:
-    """What headway needs by package name, as a range such as `>=2.11,<2.14`; the range is empty where it cannot be known."""
+    """The version range that headway needs of each package, such as `>=2.11,<2.14`; empty if unknown."""
     try:
         lines = metadata.requires("headway") or []
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed
@@ -88,12 +88,12 @@ def _packages() -> Iterator[Check]:
 
     needed = requirements()
     wrong = 0
-    for name, wanted in needed.items():
+    for name, versions in needed.items():
         found = package_version(name)
-        if found is None or not SpecifierSet(wanted).contains(found, prereleases=True):
+        if found is None or not SpecifierSet(versions).contains(found, prereleases=True):
             wrong += 1
             have = "is not installed" if found is None else f"is at {found}"
-            yield Check(f"package {name}", "fail", f"{have}; headway needs {name}{wanted}", f"Run pip install '{name}{wanted}'.")
+            yield Check(f"package {name}", "fail", f"{have}; headway needs {name}{versions}", f"Run pip install '{name}{versions}'.")
     if not wrong:
         yield Check("packages", "ok", f"{len(needed)} packages at supported versions, torch {package_version('torch')}")
 
@@ -103,7 +103,7 @@ def _devices() -> Iterator[Check]:
 
     yield Check("cpu", "ok", f"{cpu_name()}, {usable_cores()} cores")
     driver = driver_version()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         has_cuda = torch.cuda.is_available()
     if not has_cuda:
@@ -113,7 +113,7 @@ def _devices() -> Iterator[Check]:
             detail = f"the NVIDIA driver {driver} is here, but torch {torch.__version__} was built without CUDA"
             yield Check("gpu", "warn", detail, f"Install a CUDA build of torch: {CUDA_TORCH.format(torch_release())}.")
         else:
-            reason = f": {str(said[0].message).splitlines()[0]}" if said else ""
+            reason = f": {str(caught[0].message).splitlines()[0]}" if caught else ""
             detail = f"the NVIDIA driver {driver} is here, but torch for CUDA {torch.version.cuda} finds no device{reason}"
             yield Check("gpu", "warn", detail, "Update the driver, or check CUDA_VISIBLE_DEVICES and the container's GPU access.")
         return
@@ -131,7 +131,10 @@ def _gpu(index: int) -> Iterator[Check]:
         free, total = torch.cuda.mem_get_info(index)
     except RuntimeError as error:
         yield Check(
-            name, "fail", f"{properties.name}: {str(error).splitlines()[0]}", "Look at nvidia-smi; end what hangs there or reset the GPU."
+            name,
+            "fail",
+            f"{properties.name}: {str(error).splitlines()[0]}",
+            "Run nvidia-smi; end the process that hangs there, or reset the GPU.",
         )
         return
     peak = peak_flops(properties.name, "bf16")
@@ -165,7 +168,7 @@ def _attention() -> Check:
 
 
 def _compiler() -> Check:
-    """What torch.compile needs: a C++ compiler, Python's headers and, for a GPU, triton."""
+    """torch.compile needs a C++ compiler, Python's headers and, for a GPU, triton."""
     import torch
 
     found = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
@@ -185,7 +188,7 @@ def _compiler() -> Check:
 def _memory() -> Check:
     total, available = ram_bytes()
     if total is None:
-        return Check("memory", "ok", "this system does not say how much there is")
+        return Check("memory", "ok", "unknown on this system")
     if available is None:
         return Check("memory", "ok", f"{quantity(total, 'bytes')}")
     detail = f"{quantity(available, 'bytes')} of {quantity(total, 'bytes')} available"

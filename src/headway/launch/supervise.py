@@ -1,11 +1,11 @@
-"""`headway supervise -- COMMAND`: starts a training command, watches it, and starts it again until it is done or will never be.
+"""`headway supervise -- COMMAND`: starts a training command, watches it, and restarts it until it is done or cannot succeed.
 
-    exit code 0         done                                    2   the user's mistake: starting again would repeat it
-    129, 130, 138, 143  stopped by a signal or `headway stop`   3   training gave up and wants somebody to look
-    anything else       a crash: again, later each time, from the newest complete checkpoint
+    exit code 0         done                                    2   a user error: a restart would repeat it
+    129, 130, 138, 143  stopped by a signal or `headway stop`   3   training gave up; a person must look
+    anything else       a crash: restart from the newest complete checkpoint, after a growing pause
 
-A run whose ranks make no progress is asked for its stacks, killed and started again. Failures are counted anew once a run gets further than
-ever. With torchrun in between, which has one exit code for everything, the command leaves its own in a file.
+If the ranks make no progress, their stacks are recorded and the run is killed and restarted. The count of failures starts again when the
+run gets further than before. torchrun has one exit code for everything, so the command also writes its own code to a file.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ log = logging.getLogger("headway")
 
 GAVE_UP = 3
 POLL_SECONDS = 0.1
-LOOK_SECONDS = 1.0
-MOST_LOOK_SECONDS = 5.0
-"""What one look counts for at most, however long ago the last one was."""
+CHECK_SECONDS = 1.0
+MAX_CHECK_SECONDS = 5.0
+"""The most that one check adds to the time without progress, however long ago the last check was."""
 STACK_SECONDS = 3.0
-MOST_BACKOFF_SECONDS = 600.0
-PRESENCE = Path("logs") / "supervisor.json"
-Tell = Callable[[Event, str, int], None]
+MAX_BACKOFF_SECONDS = 600.0
+PRESENCE_FILE = Path("logs") / "supervisor.json"
+Report = Callable[[Event, str, int], None]
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """How patient a supervisor is."""
+    """When a supervisor restarts a command, and when it gives up."""
 
     max_restarts: int = 5
-    """Failures in a row, without getting further, before it gives up."""
+    """Failures in a row, without a newer checkpoint, before it gives up."""
     backoff_seconds: float = 10.0
     """Pause before the first restart; doubled with each failure in a row, ten minutes at most."""
     hang_seconds: float = 900.0
-    """How long no rank may fail to make progress once training has begun."""
+    """A rank that makes no progress for this long hangs."""
 
     def pause(self, failures: int) -> float:
         """Seconds to wait after that many failures in a row."""
-        return min(self.backoff_seconds * 2 ** (failures - 1), max(MOST_BACKOFF_SECONDS, self.backoff_seconds))
+        return min(self.backoff_seconds * 2 ** (failures - 1), max(MAX_BACKOFF_SECONDS, self.backoff_seconds))
 
 
 class Supervisor:
-    """Looks after one command. `run_dir` is where its ranks leave heartbeats and checkpoints; without one only exit codes are seen."""
+    """Supervises one command. `run_dir` holds the heartbeats and checkpoints of its ranks; without it only exit codes count."""
 
     def __init__(
         self,
@@ -79,21 +79,21 @@ class Supervisor:
         policy: RestartPolicy,
         run_dir: Path | None,
         environment: Mapping[str, str],
-        tell: Tell = lambda *_: None,
+        report: Report = lambda *_: None,
     ) -> None:
-        self.command, self.policy, self.run_dir, self.tell = list(command), policy, run_dir, tell
+        self.command, self.policy, self.run_dir, self.report = list(command), policy, run_dir, report
         self.job = str(uuid.uuid4())
         self.environment = dict(environment)
         self.received: list[int] = []
         self.child: subprocess.Popen[bytes] | None = None
         self.restarts = self.failures = 0
         self.furthest = -1
-        self.patience = HangDetector(policy.hang_seconds)
+        self.hang_detector = HangDetector(policy.hang_seconds)
         self.writes = Deferred()
         self.can_write = True
 
     def run(self) -> int:
-        """Until the command is done, stopped, or has failed too often; returns its exit code, as a shell has it."""
+        """Run until the command is done, stopped, or has failed too often; returns its exit code as a shell shows it."""
         before = {number: signal.signal(number, self._receive) for number in heeded_signals()}
         try:
             with temporary_folder("supervise") as folder:
@@ -105,39 +105,39 @@ class Supervisor:
             if self.child is not None and self.child.poll() is None:
                 self._kill()
             if self.run_dir is not None:
-                (self.run_dir / PRESENCE).unlink(missing_ok=True)
+                (self.run_dir / PRESENCE_FILE).unlink(missing_ok=True)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _once(self, outcome: Path) -> int | None:
-        """One start and its end; None = start again."""
+        """Start the command once and wait for its end; None means restart."""
         outcome.unlink(missing_ok=True)
-        own = {SUPERVISOR: self.job, RESTARTS: str(self.restarts), OUTCOME_FILE: str(outcome)}
-        self.patience = HangDetector(self.policy.hang_seconds, read_beats(self.run_dir) if self.run_dir is not None else ())
-        self.child = subprocess.Popen(self.command, env={**self.environment, **own}, process_group=0)
+        variables = {SUPERVISOR: self.job, RESTARTS: str(self.restarts), OUTCOME_FILE: str(outcome)}
+        self.hang_detector = HangDetector(self.policy.hang_seconds, read_beats(self.run_dir) if self.run_dir is not None else ())
+        self.child = subprocess.Popen(self.command, env={**self.environment, **variables}, process_group=0)
         was_hung = self._watch(self.child)
         code = self.child.returncode if self.child.returncode >= 0 else 128 - self.child.returncode
-        code = _left_in(outcome, code)
-        if not was_hung and (code in (0, USERS_MISTAKE, GAVE_UP) or self._was_asked(code)):
+        code = _read_outcome(outcome, code)
+        if not was_hung and (code in (0, USERS_MISTAKE, GAVE_UP) or self._was_stopped(code)):
             return code
         self._count_failure()
         why = "it hung" if was_hung else f"exit code {code}"
         if self.failures > self.policy.max_restarts:
-            log.error("%s; it failed %d times in a row without getting further: given up", why, self.failures)
-            self.tell("crash", f"{why}; given up after {self.failures} failures in a row", max(self.furthest, 0))
+            log.error("%s; giving up after %d failures in a row without a newer checkpoint", why, self.failures)
+            self.report("crash", f"{why}; gave up after {self.failures} failures in a row", max(self.furthest, 0))
             return code or 1
         pause = self.policy.pause(self.failures)
         log.warning(
-            "%s; starting again in %s, failure %d of at most %d in a row", why, duration(pause), self.failures, self.policy.max_restarts + 1
+            "%s; restarting in %s (failure %d of at most %d in a row)", why, duration(pause), self.failures, self.policy.max_restarts + 1
         )
-        killed = f"killed by {_signal_name(code - 128)}; starting again"
+        killed = f"killed by {_signal_name(code - 128)}; restarting"
         if not was_hung and code > 128 and (self.run_dir is None or claim_crash(self.run_dir, killed, self.job)):
-            self.tell("crash", killed, max(self.furthest, 0))  # nobody else could tell
+            self.report("crash", killed, max(self.furthest, 0))  # no other process can report it
         self.restarts += 1
         return self._wait(pause)
 
     def _wait(self, seconds: float) -> int | None:
-        """The pause before a restart; a signal or a request to stop ends it for good."""
+        """Pause before a restart; a signal or a stop request ends the supervision."""
         until = time.monotonic() + seconds
         while True:
             if self.received:
@@ -148,14 +148,14 @@ class Supervisor:
                 return 128 + signal.SIGTERM
             if time.monotonic() >= until:
                 return None
-            self._be_present()
+            self._write_presence()
             time.sleep(POLL_SECONDS)
 
-    def _was_asked(self, code: int) -> bool:
+    def _was_stopped(self, code: int) -> bool:
         return bool(self.received) or code - 128 in STOP_SIGNALS
 
     def _count_failure(self) -> None:
-        """A run that got further than ever starts with a clean slate."""
+        """Count a failure; a run that got further than before starts counting again."""
         step = self._newest_step()
         self.failures = 1 if step > self.furthest else self.failures + 1
         self.furthest = max(self.furthest, step)
@@ -169,14 +169,14 @@ class Supervisor:
             self.child.send_signal(number)
 
     def _watch(self, child: subprocess.Popen[bytes]) -> bool:
-        """Until the command has ended; True if that was because it hung."""
-        look_at = 0.0
+        """Wait until the command has ended; True if it hung and was killed."""
+        check_at = 0.0
         while child.poll() is None:
-            if time.monotonic() >= look_at and not self.received:
-                look_at = time.monotonic() + LOOK_SECONDS
-                self._be_present()
+            if time.monotonic() >= check_at and not self.received:
+                check_at = time.monotonic() + CHECK_SECONDS
+                self._write_presence()
                 self.writes.retry(now=False)
-                if self.run_dir is not None and (hung := self.patience.hung(read_beats(self.run_dir), counts=self.can_write)):
+                if self.run_dir is not None and (hung := self.hang_detector.hung(read_beats(self.run_dir), counts=self.can_write)):
                     self._end_hung(hung)
                     return True
             time.sleep(POLL_SECONDS)
@@ -186,16 +186,16 @@ class Supervisor:
         assert self.run_dir is not None
         now = time.time()
         states = [beat.describe(now) for beat in beats]
-        log.error("no progress for %s; asking every rank for its stacks, then starting again", duration(self.policy.hang_seconds))
-        written = self._ask_for_stacks(beats)
+        log.error("no progress for %s; recording the stacks of every rank, then restarting", duration(self.policy.hang_seconds))
+        written = self._record_stacks(beats)
         blame = suspects(beats, now)
         report = {"at": now, "ranks": states, "suspects": blame, "stacks": written}
         self.writes.replace(self.run_dir / "logs" / f"hang-{int(now)}.json", json.dumps(report, indent=2) + "\n")
-        self.tell("hang", "; ".join(states) + (f". {blame}" if blame else ""), max(beat.step for beat in beats))
+        self.report("hang", "; ".join(states) + (f". {blame}" if blame else ""), max(beat.step for beat in beats))
         self._kill(beats)
 
-    def _ask_for_stacks(self, beats: list[Beat]) -> list[str]:
-        """Ask every rank, and wait a moment for what it writes; one that the kernel has stopped cannot answer."""
+    def _record_stacks(self, beats: list[Beat]) -> list[str]:
+        """Make every rank write its stacks and wait a moment; a process stopped by the kernel cannot."""
         assert self.run_dir is not None
         files = {beat.rank: stacks_file(self.run_dir, beat.rank) for beat in beats}
         before = {rank: _size(path) for rank, path in files.items()}
@@ -208,7 +208,7 @@ class Supervisor:
         return [str(path) for rank, path in files.items() if _size(path) > before[rank]]
 
     def _kill(self, beats: Sequence[Beat] = ()) -> None:
-        """Everything at once: the ranks by their own ids, because launchers put them into groups of their own."""
+        """Kill the command and the ranks; the ranks by their own ids, because launchers put them into separate groups."""
         assert self.child is not None
         for beat in beats:
             _send(beat.pid, signal.SIGKILL)
@@ -218,51 +218,51 @@ class Supervisor:
             pass
         self.child.wait()
 
-    def _be_present(self) -> None:
-        """Let `headway stop` know that somebody will start the run again. A disk that cannot be written ends neither run nor supervisor."""
+    def _write_presence(self) -> None:
+        """Show `headway stop` that this run is supervised. A disk that cannot be written ends neither run nor supervisor."""
         if self.run_dir is not None and (self.run_dir / "logs").is_dir():
             here = {"pid": os.getpid(), "host": socket.gethostname(), "at": time.time()}
             try:
-                write_atomic(self.run_dir / PRESENCE, json.dumps(here))
+                write_atomic(self.run_dir / PRESENCE_FILE, json.dumps(here))
                 self.can_write = True
             except HeadwayError as problem:
                 if self.can_write:
                     self.can_write = False
-                    log.warning("%s The run is supervised as before; hangs are not looked for until the disk can be written.", problem)
-                    self.tell("save_failure", str(problem), max(self.furthest, 0))
+                    log.warning("%s The run is still supervised; hangs are not detected until the disk can be written.", problem)
+                    self.report("save_failure", str(problem), max(self.furthest, 0))
 
 
 class HangDetector:
-    """How long the ranks here have made no progress, by what is seen to change in their heartbeats; clocks may jump.
+    """How long the ranks of this machine have made no progress, measured by changes in their heartbeats, not by clocks.
 
-    Time counts only as far as it was looked at: after a pause of the whole machine a rank first gets the chance to go on.
+    Only checked time counts: after a pause of the whole machine, ranks first get the chance to continue.
     """
 
     def __init__(self, hang_seconds: float, stale: Sequence[Beat] = ()) -> None:
         self.hang_seconds = hang_seconds
         self._stale = {(beat.rank, beat.pid, beat.at) for beat in stale}
-        """What an earlier start has left."""
-        self._silent: dict[int, tuple[object, float]] = {}
-        self._looked: float | None = None
+        """Heartbeats of an earlier start."""
+        self._idle: dict[int, tuple[object, float]] = {}
+        self._checked_at: float | None = None
 
     def hung(self, beats: Sequence[Beat], *, counts: bool = True) -> list[Beat]:
-        """The ranks here, if one of them has made no progress for too long; other machines have their own supervisor.
+        """The ranks of this machine, if one of them has made no progress for too long; other machines have their own supervisor.
 
-        Where the disk cannot be written (`counts` is false), heartbeats cannot either: their silence means nothing.
+        While the disk cannot be written (`counts` is false), heartbeats stop too and mean nothing.
         """
         now = time.monotonic()
-        passed = min(now - self._looked, MOST_LOOK_SECONDS) if self._looked is not None and counts else 0.0
-        self._looked = now
+        passed = min(now - self._checked_at, MAX_CHECK_SECONDS) if self._checked_at is not None and counts else 0.0
+        self._checked_at = now
         here = [beat for beat in beats if beat.host == socket.gethostname() and (beat.rank, beat.pid, beat.at) not in self._stale]
         for beat in here:
             mark = (beat.pid, beat.step, beat.phase, beat.progress_at)
-            before, silent = self._silent.get(beat.rank, (None, 0.0))
-            self._silent[beat.rank] = (mark, silent + passed if mark == before else 0.0)
-        return here if any(self._silent[beat.rank][1] > self.hang_seconds and is_alive(beat) for beat in here) else []
+            before, idle = self._idle.get(beat.rank, (None, 0.0))
+            self._idle[beat.rank] = (mark, idle + passed if mark == before else 0.0)
+        return here if any(self._idle[beat.rank][1] > self.hang_seconds and is_alive(beat) for beat in here) else []
 
 
-def _left_in(outcome: Path, code: int) -> int:
-    """The exit code a command left in its file, else the one it ended with."""
+def _read_outcome(outcome: Path, code: int) -> int:
+    """The exit code that the command wrote to the file, else `code`."""
     try:
         text = outcome.read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -298,7 +298,7 @@ def supervise(command: Sequence[str], settings: SuperviseConfig, recipe: Recipe 
     policy = RestartPolicy(settings.max_restarts, settings.backoff_seconds, settings.hang_seconds)
     supervisor = Supervisor(command, policy, folder, safe_environment(command, os.environ))
     if folder is not None:
-        supervisor.tell = lambda event, text, step: tell_outside(trackers, folder, event, text, step, supervisor.writes)
+        supervisor.report = lambda event, text, step: tell_outside(trackers, folder, event, text, step, supervisor.writes)
     try:
         return supervisor.run()
     except (FileNotFoundError, PermissionError) as problem:

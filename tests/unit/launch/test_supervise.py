@@ -53,7 +53,7 @@ def test_it_gives_up_after_so_many_failures_in_a_row(tmp_path: Path) -> None:
     watching, told = supervisor("sys.exit(7)", tmp_path)
     assert watching.run() == 7
     assert turns(tmp_path) == 3
-    assert told == [("crash", "exit code 7; given up after 3 failures in a row")]
+    assert told == [("crash", "exit code 7; gave up after 3 failures in a row")]
 
 
 def test_a_run_that_gets_further_each_time_is_not_given_up(tmp_path: Path) -> None:
@@ -67,13 +67,13 @@ def test_progress_leaves_as_many_failures_as_a_first_start_has(tmp_path: Path) -
     watching, told = supervisor("turn == 1 and os.makedirs(f'{run}/checkpoints/step-00000005')\nsys.exit(7)", tmp_path)
     assert watching.run() == 7
     assert turns(tmp_path) == 4
-    assert told == [("crash", "exit code 7; given up after 3 failures in a row")]
+    assert told == [("crash", "exit code 7; gave up after 3 failures in a row")]
 
 
 def test_what_a_signal_killed_is_told_and_started_again(tmp_path: Path) -> None:
     watching, told = supervisor("turn or os.kill(os.getpid(), 9)", tmp_path)
     assert watching.run() == 0
-    assert told == [("crash", "killed by SIGKILL; starting again")]
+    assert told == [("crash", "killed by SIGKILL; restarting")]
 
 
 def test_an_exit_code_left_in_a_file_counts_where_a_launcher_hides_it(tmp_path: Path) -> None:
