@@ -1,16 +1,17 @@
 """Memory settings on several ranks: what is saved or moved elsewhere on each does not change what they train together."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from support.engines import CONFIG, Setup, make_engine, share_of_step, train_steps
-from support.ranks import run_ranks
+from support.engines import CONFIG, OPTIM, Setup, make_engine, share_of_step, train_steps
+from support.ranks import run_ranks, start_processes
 
-from headway.objective.base import StepInfo
+from headway.objective.next_token import Config as NextToken
+from headway.parallel import memory_probe
 from headway.parallel.collectives import RankGroup
-from headway.train import shortage
+from headway.parallel.config import ParallelConfig
+from headway.parallel.engine import EngineSpec
 
 STRATEGIES = {"zero1": {}, "fsdp": {"strategy": "fsdp"}}
 
@@ -40,17 +41,6 @@ def test_ranks_that_recompute_train_as_one_process_that_keeps_everything(strateg
         assert other == pytest.approx(one, rel=1e-4)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_rehearsal_of_ranks_leaves_nothing_behind(strategy: str) -> None:
-    def steps(group: RankGroup, rehearse: bool) -> list[Any]:
-        engine = make_engine(group, Setup(STRATEGIES[strategy]))
-        if rehearse:
-            engine.rehearse(share_of_step(9, 4, group.rank, group.size), StepInfo(0, 1))
-        return train_steps(engine, group, 4, 0, 2)
-
-    assert run_ranks(lambda group: steps(group, True), 2) == run_ranks(lambda group: steps(group, False), 2)
-
-
 TRIED = {
     "zero1": (2, {}),
     "fsdp": (2, {"strategy": "fsdp"}),
@@ -61,7 +51,7 @@ TRIED = {
 
 
 def run_out(engine: Any, *, rows: int, where: str) -> None:
-    """Memory runs out on the last rank, in the middle of the model, when a microbatch has that many rows or more."""
+    """Memory runs out in the middle of the model when a microbatch has that many rows or more."""
 
     def stop(*_: Any) -> None:
         raise torch.OutOfMemoryError("by the test")
@@ -74,10 +64,9 @@ def run_out(engine: Any, *, rows: int, where: str) -> None:
         if x.shape[0] >= rows and where == "backward" and x.requires_grad:
             x.register_hook(stop)
 
-    if engine.ranks.world.rank == engine.ranks.world.size - 1:
-        block = engine.model.model.layers["1"]
-        block.register_forward_pre_hook(before)
-        block.register_forward_hook(after)
+    block = engine.model.model.layers["1"]
+    block.register_forward_pre_hook(before)
+    block.register_forward_hook(after)
 
 
 @pytest.mark.parametrize(
@@ -92,29 +81,32 @@ def run_out(engine: Any, *, rows: int, where: str) -> None:
         ("context-fsdp", 8, "forward", 4),
     ],
 )
-def test_where_one_rank_runs_out_of_memory_all_take_the_next_smaller_microbatch_and_go_on(
+def test_a_probe_without_peers_finds_the_largest_microbatch_that_fits_one_rank(
     monkeypatch: pytest.MonkeyPatch, strategy: str, rows: int, where: str, expected: int
 ) -> None:
+    """Every rank of a layout, alone, with a fake process group in place of the others."""
     world, parallel = TRIED[strategy]
     config = CONFIG.with_(num_heads=8, num_kv_heads=4)
-    monkeypatch.setattr(shortage, "begin_peak", lambda device: None)
-    monkeypatch.setattr(shortage, "peak_bytes", lambda device: 1)
+    monkeypatch.setattr(memory_probe, "begin_peak", lambda device: None)
+    monkeypatch.setattr(memory_probe, "peak_bytes", lambda device: 1)
+    assembled = memory_probe.assemble
 
-    def steps(group: RankGroup, search: bool) -> Any:
-        engine = make_engine(group, Setup(parallel, config=config))
-        data = RankGroup(group.rank // engine.ranks.context.size, engine.ranks.data.size)
-        if search:
-            run_out(engine, rows=rows, where=where)
+    def runs_out(spec: EngineSpec) -> Any:
+        engine = assembled(spec)
+        run_out(engine, rows=rows, where=where)
+        return engine
 
-        def step_of(size: int) -> Any:
-            step = share_of_step(9, 16 // size, data.rank, data.size)
-            return replace(step, microbatches=step.microbatches[:2])
+    monkeypatch.setattr(memory_probe, "assemble", runs_out)
 
-        sizes = shortage.choices(min(8, 16 // data.size))
-        found = shortage._Search(engine, group, torch.device("cpu")).run(sizes, 1 << 40, step_of) if search else None
-        micro = 16 // expected
-        return found, train_steps(engine, data, micro, 0, 2)
+    def probe(rank: int) -> int:
+        config_of = ParallelConfig.model_validate({"bucket_bytes": 8000, **parallel})
+        ranks = memory_probe.fake_ranks(config_of.mesh(rank, world))
+        spec = EngineSpec(config, NextToken(), OPTIM, chunk_tokens=16, seed=3, freeze=("layers.0",), parallel=config_of, ranks=ranks)
+        job = memory_probe.make_probe(spec, share_of_step(9, 16, 0, 1), [1, 2, 4, 8], 1 << 40)
+        trials = memory_probe.Trials(spec, job.step)
+        return memory_probe.largest_fitting(job.sizes, job.limit_bytes, trials.peak_bytes)
 
-    disturbed, plain = (run_ranks(lambda group, search=search: steps(group, search), world) for search in (True, False))
-    assert [found for found, _ in disturbed] == [expected] * world
-    assert [seen for _, seen in disturbed] == [seen for _, seen in plain]
+    def as_rank(rank: int) -> Any:
+        return lambda: probe(rank)
+
+    assert [start_processes(as_rank(rank), 1)[0] for rank in (0, world - 1)] == [expected] * 2

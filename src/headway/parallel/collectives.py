@@ -74,16 +74,12 @@ class RankGroup:
 
     def __init__(self, rank: int = 0, size: int = 1, handle: dist.ProcessGroup | None = None, heart: Heartbeat | None = None) -> None:
         self.rank, self.size, self.handle, self.heart = rank, size, handle, heart or Heartbeat(rank)
-        self.is_apart = False
-        """Tensors stay on this rank for now: exchanges keep shapes and memory, not values. For passes that may break off."""
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         """Replace a tensor by its sum over ranks."""
-        return (
-            Done()
-            if self.size == 1 or self.is_apart
-            else self._under_way("all_reduce", dist.all_reduce(tensor, group=self.handle, async_op=True))
-        )
+        if self.size == 1:
+            return Done()
+        return self._under_way("all_reduce", dist.all_reduce(tensor, group=self.handle, async_op=True))
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Handle:
         """This rank's part of the sum over ranks; `part` may lie in `whole` at this rank's place."""
@@ -91,14 +87,11 @@ class RankGroup:
             if part.data_ptr() != whole.data_ptr():
                 part.copy_(whole)
             return Done()
-        if self.is_apart:
-            part.copy_(whole.chunk(self.size)[self.rank])
-            return Done()
         if part.is_cuda:
             return self._under_way("reduce_scatter", reduce_scatter_tensors(part, whole, group=self.handle, async_op=True))
-        apart = torch.empty_like(part)  # gloo is not made for overlapping input and output
-        work = self._under_way("reduce_scatter", reduce_scatter_tensors(apart, whole, group=self.handle, async_op=True))
-        return Then(work, lambda: part.copy_(apart))
+        separate = torch.empty_like(part)  # gloo is not made for overlapping input and output
+        work = self._under_way("reduce_scatter", reduce_scatter_tensors(separate, whole, group=self.handle, async_op=True))
+        return Then(work, lambda: part.copy_(separate))
 
     def all_gather(self, whole: Tensor, part: Tensor) -> Handle:
         """All ranks' parts, one after another; `part` may lie in `whole` at this rank's place."""
@@ -106,16 +99,12 @@ class RankGroup:
             if part.data_ptr() != whole.data_ptr():
                 whole.copy_(part)
             return Done()
-        if self.is_apart:
-            for place in whole.chunk(self.size):
-                place.copy_(part)
-            return Done()
         work = all_gather_tensors(whole, part if part.is_cuda else part.clone(), group=self.handle, async_op=True)
         return self._under_way("all_gather", work)
 
     def all_to_all(self, received: Tensor, given: Tensor) -> Handle:
         """Part i of `given` (along dim 0, as many parts as ranks) goes to rank i; part i of `received` comes from it."""
-        if self.size == 1 or self.is_apart:
+        if self.size == 1:
             received.copy_(given)
             return Done()
         if not given.is_cuda:  # gloo does not know every dtype, but bytes
@@ -231,18 +220,6 @@ class RankGroups:
     """Ranks that hold parts of the same layers."""
     pipeline: RankGroup = field(default_factory=RankGroup)
     """Ranks that hold different layers."""
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """No tensor leaves this rank meanwhile; see RankGroup.is_apart."""
-        groups = (self.world, self.data, self.reduce, self.shard, self.replicate, self.context)
-        for group in groups:
-            group.is_apart = True
-        try:
-            yield
-        finally:
-            for group in groups:
-                group.is_apart = False
 
 
 SHARED_AXES, LAYER_AXES = ("shard", "replicate", "data", "reduce"), ("context", "tensor", "pipeline")

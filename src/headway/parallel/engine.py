@@ -123,15 +123,6 @@ class Engine(Protocol):
         """Accumulate the gradients of one step; each microbatch adds its share of one global loss."""
         ...
 
-    def rehearse(self, batch: StepBatch, at: StepInfo, *, apart: bool = False) -> None:
-        """Forward and backward that leave nothing behind: no gradient, no change of state. All ranks call it together; `apart`, no rank
-        waits for another, so that one may break off (then `forget`)."""
-        ...
-
-    def forget(self) -> None:
-        """Drop what a forward and backward that did not come to its end has left."""
-        ...
-
     def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
         """Metric sums without gradients, in evaluation mode."""
         ...

@@ -13,7 +13,6 @@ gathered from its forward to the end of backward, because the head is applied af
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,6 @@ from headway.parallel.base import BaseEngine, ParamShard, parameter_at, square_n
 from headway.parallel.collectives import RankGroups
 from headway.parallel.engine import DTYPES, EngineSpec, StepResult
 from headway.parallel.offload_optimizer import LocalTensors
-from headway.parallel.trial import ShardTrial
 
 
 @dataclass
@@ -82,7 +80,6 @@ class FsdpEngine(BaseEngine):
         shard_model(model, spec)
         if GATES in group_of:  # before the hook with which FSDP2 looks for inputs that need a gradient
             next(iter(model.blocks().values())).register_forward_pre_hook(_needs_gradient, prepend=True)
-        self.trial = ShardTrial(model)
         if objective.module is not None:
             objective.module.to(spec.device, torch.float32)
         self.parts = {name: self._part(name, parameter_at(home), group_of.get(name)) for name, home in self.homes.items()}
@@ -111,28 +108,6 @@ class FsdpEngine(BaseEngine):
                 part.parameter.grad = part.gradient
                 self.ranks.reduce.all_reduce(part.parameter.grad).wait()
         return self.passes.over_ranks(result)
-
-    def rehearse(self, batch: StepBatch, at: StepInfo, *, apart: bool = False) -> None:
-        """Forward and backward that leave nothing behind; FSDP2 exchanges gradients all the same."""
-
-        def before_last() -> None:
-            self._synchronize(True)
-            if apart:
-                self.trial.end_at_shards()
-
-        self._synchronize(False)
-        with ExitStack() as trial:
-            if apart:
-                trial.enter_context(self.ranks.apart())
-                trial.enter_context(self.trial.apart())
-            self.passes.backward(batch, at, None, before_last)
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop gradients that were not brought to an end."""
-        self.trial.recover()
-        for part in self._training():
-            part.parameter.grad = None
 
     def _synchronize(self, on: bool) -> None:
         assert isinstance(self.model, FSDPModule)

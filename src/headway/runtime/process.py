@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.errors import LaunchError
+from headway.errors import LaunchError, first_line
 
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
@@ -131,13 +131,64 @@ def worker_pool(workers: int, begin: Callable[..., None] | None = None, given: t
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
+    with _safe_path():
+        pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=begin, initargs=given)
+        try:
+            yield pool
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+class ChildFailureError(Exception):
+    """A function that ran in a process of its own gave no answer; says why."""
+
+
+def run_in_child(work: Callable[..., Any], given: tuple[Any, ...], timeout_seconds: float) -> Any:
+    """Call a function in a new process, spawned like those of `worker_pool`, and return its answer. When this returns, the process is gone
+    and everything it held is free. Raises ChildFailureError if it fails, is killed or takes too long."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(sender, os.getpid(), work, given), daemon=True)
+    try:
+        with _safe_path():
+            child.start()
+        sender.close()
+        if not receiver.poll(timeout_seconds):
+            raise ChildFailureError(f"no answer within {timeout_seconds:.0f} s")
+        try:
+            answer, problem = receiver.recv()
+        except EOFError:
+            child.join(5)
+            raise ChildFailureError(f"it ended without an answer (exit code {child.exitcode})") from None
+    finally:
+        if child.is_alive():
+            child.kill()
+        if child.pid is not None:
+            child.join()
+        receiver.close()
+    if problem is not None:
+        raise ChildFailureError(problem)
+    return answer
+
+
+def _answer(sender: Any, parent: int, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    _end_with(parent)
+    try:
+        sender.send((work(*given), None))
+    except Exception as error:  # whatever it is, the parent decides what follows
+        sender.send((None, first_line(error, 300)))
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Processes that are started meanwhile do not import from the working directory."""
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=begin, initargs=given)
     try:
-        yield pool
+        yield
     finally:
-        pool.shutdown(cancel_futures=True)
         if before is None:
             os.environ.pop(SAFE_PATH, None)
         else:
@@ -153,10 +204,15 @@ def failure_file() -> Path | None:
 def end_with_launcher() -> None:
     """Ask the kernel to kill this process when the launcher that started it is gone, so that nothing is orphaned."""
     given = os.environ.get(LAUNCHER_PID)
-    if given is None or not sys.platform.startswith("linux"):
+    if given is not None:
+        _end_with(int(given))
+
+
+def _end_with(parent: int) -> None:
+    if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(given):  # it was gone before the request stood
+    if os.getppid() != parent:  # it was gone before the request stood
         os._exit(1)
 
 

@@ -190,6 +190,8 @@ def build(resolved: Resolved, start: Start, ranks: RankGroups | None = None, pro
     if reference is not None:
         reference.check_same(start)
         spec = replace(spec, prepare=reference.prepare)
+    if recipe.batch.micro_rows == "auto":
+        batch = fit_batch(resolved, compute, batch, spec, data)
     if recipe.memory.offload:
         check_host_memory(describe_job(recipe, model, compute, batch, ranks.reduce.size), -(-process.world // process.num_nodes))
     engine = assemble(spec)
@@ -202,10 +204,6 @@ def build(resolved: Resolved, start: Start, ranks: RankGroups | None = None, pro
     if bring_to_start(state, start, resolved, data):
         loader.close()
         loader = make_loader(recipe, data, batch, state, ranks)
-    if recipe.batch.micro_rows == "auto":
-        loader.close()
-        batch = fitted(resolved, compute, batch, engine, data, ranks)
-        loader = make_loader(recipe, data, batch, state if start.checkpoint is not None else None, ranks)
     run = Run(
         recipe=recipe,
         start=start,
@@ -233,20 +231,17 @@ def build(resolved: Resolved, start: Start, ranks: RankGroups | None = None, pro
     return run
 
 
-def fitted(resolved: Resolved, compute: Compute, batch: ResolvedBatch, engine: Engine, data: OpenData, ranks: RankGroups) -> ResolvedBatch:
+def fit_batch(resolved: Resolved, compute: Compute, batch: ResolvedBatch, spec: EngineSpec, data: OpenData) -> ResolvedBatch:
     """The same batch in the largest microbatches that fit."""
-    recipe, job = resolved.recipe, describe_job(resolved.recipe, resolved.model, compute, batch, ranks.reduce.size)
-    each = batch.micro_rows * batch.accumulate
+    recipe, ranks = resolved.recipe, spec.ranks
+    job = describe_job(recipe, resolved.model, compute, batch, ranks.reduce.size)
 
-    def sized(rows: int) -> ResolvedBatch:
-        return replace(batch, micro_rows=rows, accumulate=each // rows)
+    def first_step() -> StepBatch:
+        with make_loader(recipe, data, batch, None, ranks) as loader:
+            return next(loader)[0]
 
-    def first_step(rows: int) -> StepBatch:
-        with make_loader(recipe, data, sized(rows), None, ranks) as loader:
-            step, _ = next(loader)
-        return replace(step, microbatches=step.microbatches[:2])
-
-    return sized(fit_micro_rows(recipe, job, engine, ranks.world, compute.device, first_step))
+    rows = fit_micro_rows(recipe, job, spec, ranks.world, first_step)
+    return replace(batch, micro_rows=rows, accumulate=batch.micro_rows * batch.accumulate // rows)
 
 
 def bring_to_start(state: TrainState, start: Start, resolved: Resolved, data: OpenData) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,19 +12,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from headway.errors import ConfigError, TrainingError, first_line
-from headway.objective.base import StepInfo
 from headway.optim.adamw import Config as AdamWConfig
 from headway.parallel.assemble import group_parameters, meta_model
 from headway.parallel.engine import EngineSpec
+from headway.parallel.memory_probe import Probe, is_out_of_memory, make_probe, run_probe
 from headway.plan.memory import GIB, MemoryJob, amount, estimate, suggestions
 from headway.runtime.machine import ram_bytes
+from headway.runtime.process import ChildFailureError
 
 if TYPE_CHECKING:
     from headway.data.batch import StepBatch
     from headway.data.config import ResolvedBatch
     from headway.model.config import ModelConfig
     from headway.parallel.collectives import RankGroup
-    from headway.parallel.engine import Engine
     from headway.runtime.device import Compute
     from headway.train.config import Recipe
 
@@ -103,18 +102,6 @@ def check_host_memory(job: MemoryJob, ranks_here: int) -> None:
         )
 
 
-def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on any device."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    words = (
-        "can't allocate memory",
-        "out of memory",
-        "ALLOC_FAILED",
-    )  # CPU, CUDA, and libraries with their own
-    return isinstance(error, RuntimeError) and any(word.lower() in str(error).lower() for word in words)
-
-
 def explain(job: MemoryJob) -> str:
     """What a step needs by kind, and what would need less; one line."""
     found = estimate(job)
@@ -129,7 +116,7 @@ def explaining_shortage(job: Callable[[], MemoryJob], device: Callable[[], torch
     try:
         yield
     except Exception as error:
-        if not is_shortage(error):
+        if not is_out_of_memory(error):
             raise
         place = device()
         held = ""
@@ -154,80 +141,38 @@ def fit_by_estimate(job: MemoryJob, sizes: Sequence[int], limit: int | None) -> 
     return max(fitting, default=sizes[0])
 
 
-def fit_micro_rows(
-    recipe: Recipe, job: MemoryJob, engine: Engine, ranks: RankGroup, device: torch.device, step_of: Callable[[int], StepBatch]
-) -> int:
-    """Rows of the largest microbatch that fits, the same on all ranks: on CUDA by trying, on the CPU by the estimate. Changes no state."""
-    sizes, limit = choices(job.rows * job.accumulate), limit_of(recipe, device)
-    if device.type == "cuda":
+def fit_micro_rows(recipe: Recipe, job: MemoryJob, spec: EngineSpec, ranks: RankGroup, first_step: Callable[[], StepBatch]) -> int:
+    """Rows of the largest microbatch that fits, the same on all ranks: on CUDA measured in a process of its own, on the CPU estimated.
+
+    The engine must not exist yet: on CUDA the process that measures needs its memory.
+    """
+    sizes, limit = choices(job.rows * job.accumulate), limit_of(recipe, spec.device)
+    if spec.device.type == "cuda":
         assert limit is not None
-        chosen = _Search(engine, ranks, device).run(sizes, limit, step_of)
-        how = "by trying"
+        found, how = (
+            _measure(make_probe(spec, first_step(), sizes, limit - _freed(spec.device)), recipe.parallel.timeout_seconds),
+            "measured",
+        )
     else:
-        chosen, how = min(ranks.gather(fit_by_estimate(job, sizes, limit))), "by estimate"
+        found, how = fit_by_estimate(job, sizes, limit), "estimated"
+    chosen = min(ranks.gather(found))
     within = "" if limit is None else f" into {amount(limit)}"
     log.info("batch.micro_rows=auto: %d rows at once fit%s (%s); batches of %d rows stay as they are", chosen, within, how, sizes[-1])
     return chosen
 
 
-class _Search:
-    """Looks for the largest microbatch that fits on every rank's device, by forwards and backwards that leave nothing behind."""
-
-    def __init__(self, engine: Engine, ranks: RankGroup, device: torch.device) -> None:
-        self.engine, self.ranks, self.device = engine, ranks, device
-
-    def run(self, sizes: Sequence[int], limit: int, step_of: Callable[[int], StepBatch]) -> int:
-        """Measure the two smallest, which are cheap, go to the largest that a straight line through them allows, and try that one.
-
-        The smallest is tried with all exchanges, as in training, and must fit. From there on no rank waits for another in a trial, so
-        that memory may run out on any of them; all agree on what follows.
-        """
-        low = self._peak(step_of(sizes[0]), apart=False)
-        if len(sizes) == 1:
-            return sizes[0]
-        high = self._tried(step_of(sizes[1]))
-        if not self._all(high is not None):
-            return sizes[0]
-        assert high is not None
-        slope = max(1.0, (high - low) / (sizes[1] - sizes[0]))
-        chosen = self._agree(max((n for n in sizes if low + slope * (n - sizes[0]) <= limit), default=sizes[0]))
-        while chosen > sizes[1] and not self._all(self._tried(step_of(chosen)) is not None):
-            smaller = max(n for n in sizes if n < chosen)
-            log.info("batch.micro_rows=auto: %d rows at once do not fit on every rank; %d are next", chosen, smaller)
-            chosen = smaller
-        return chosen
-
-    def _tried(self, step: StepBatch) -> int | None:
-        """Bytes at the peak; None if memory ran out on this rank."""
-        try:
-            return self._peak(step, apart=self.ranks.size > 1)
-        except torch.OutOfMemoryError:
-            pass
-        self.engine.forget()  # outside of the handler, whose traceback holds the tensors
-        return None
-
-    def _peak(self, step: StepBatch, *, apart: bool) -> int:
-        """Bytes at the peak of forward and backward."""
-        gc.collect()
-        begin_peak(self.device)
-        self.engine.rehearse(step, StepInfo(0, 1), apart=apart)
-        return peak_bytes(self.device)
-
-    def _all(self, mine: bool) -> bool:
-        return all(self.ranks.gather(mine))
-
-    def _agree(self, size: int) -> int:
-        """What the rank with the least room can take."""
-        return min(self.ranks.gather(size))
-
-
-def begin_peak(device: torch.device) -> None:
-    """Measure a device's memory from here on."""
+def _freed(device: torch.device) -> int:
+    """Give cached memory back to the device; returns the bytes that this process still holds, such as a reference model."""
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
 
 
-def peak_bytes(device: torch.device) -> int:
-    """The most bytes that were held since `begin_peak`."""
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device)
+def _measure(probe: Probe, timeout_seconds: float) -> int:
+    """What fits on this rank; the smallest size where that cannot be found out."""
+    try:
+        return run_probe(probe, timeout_seconds / 2)  # the other ranks wait for the answer
+    except ChildFailureError as problem:
+        log.warning(
+            "batch.micro_rows=auto: measuring memory failed (%s); using %d row at a time. Set batch.micro_rows.", problem, probe.sizes[0]
+        )
+        return probe.sizes[0]

@@ -1,9 +1,12 @@
 """Every launcher's variables name the same process; half-set or wrong ones are refused."""
 
+import os
+import time
+
 import pytest
 
 from headway.errors import LaunchError
-from headway.runtime.process import Process, from_environment
+from headway.runtime.process import ChildFailureError, Process, from_environment, run_in_child
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
 OPENMPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
@@ -42,3 +45,15 @@ def test_a_slurm_task_without_its_step_does_not_train_a_run_of_its_own() -> None
     with pytest.raises(LaunchError, match=r"SLURM_PROCID is 1 and SLURM_STEP_NUM_TASKS is not set.*srun"):
         from_environment({**BATCH_SCRIPT, "SLURM_PROCID": "1", "SLURM_JOB_ID": "7"})
     assert from_environment({**BATCH_SCRIPT, "SLURM_JOB_ID": "7"}).is_first
+
+
+def test_a_function_in_a_process_of_its_own_answers_or_says_why_not() -> None:
+    assert run_in_child(divmod, (7, 2), 60) == (3, 1)
+    with pytest.raises(ChildFailureError, match="by zero"):
+        run_in_child(divmod, (7, 0), 60)
+    with pytest.raises(ChildFailureError, match=r"ended without an answer \(exit code 3\)"):
+        run_in_child(os._exit, (3,), 60)
+    begin = time.monotonic()
+    with pytest.raises(ChildFailureError, match="no answer within 1 s"):
+        run_in_child(time.sleep, (100,), 1)
+    assert time.monotonic() - begin < 30

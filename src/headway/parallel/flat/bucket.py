@@ -144,12 +144,6 @@ class Reducer:
             if slot.name not in self.touched:
                 bucket.buffer.gradient(bucket.span, slot).zero_()
 
-    def forget(self) -> None:
-        """Gradients that have arrived do not count; nothing may be under way."""
-        assert not self._handles, "an exchange is under way"
-        self._last = False
-        self.touched.clear()
-
     def finish(self) -> Iterator[Bucket]:
         """Start what has not left yet, then yield each bucket as its sum is there."""
         if self.hook is None:

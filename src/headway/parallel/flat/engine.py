@@ -11,7 +11,6 @@ Nothing here waits for the device: the norm, the clip factor and the decision to
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -118,22 +117,6 @@ class FlatEngine(BaseEngine):
                 if ahead and self._counts(bucket):
                     self._squares.append(square_norm([bucket.local_shard]))
         return self.passes.over_ranks(result)
-
-    def rehearse(self, batch: StepBatch, at: StepInfo, *, apart: bool = False) -> None:
-        """Forward and backward that leave nothing behind; gradients are not exchanged."""
-        self.flush()
-        with self.ranks.apart() if apart else nullcontext():
-            self.passes.backward(batch, at, None, lambda: None)
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop gradients that were not brought to an end."""
-        self.reducer.forget()
-        self._free_gradients()
-        if isinstance(self.model.head_grad_buffer, InPlace):
-            self.model.head_grad_buffer.reset()
-        for home in self.homes.values():
-            parameter_at(home).grad = None
 
     def _free_gradients(self) -> None:
         if self.frees_gradients:
