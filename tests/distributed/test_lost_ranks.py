@@ -26,12 +26,12 @@ def disturbed(recipe: Recipe, rank: int, what: Callable[[], None]) -> list[Any]:
 
     @contextmanager
     def probe(run: Any) -> Iterator[None]:
-        run.after_step = lambda step: what() if step == 3 and run.process.rank == rank else None
+        run.on_step(lambda step: what() if step == 3 and run.process.rank == rank else None)
         yield
 
     def work() -> str:
         try:
-            train(recipe, probe=probe)
+            train(recipe, hook=probe)
         except CommunicationError as error:
             return str(error)
         except ValueError as error:
@@ -72,11 +72,11 @@ def test_ranks_asked_to_stop_leave_alike_though_one_has_begun_its_loop_and_the_o
 
     @contextmanager
     def probe(run: Any) -> Iterator[None]:
-        run.stop.starting = run.process.rank == 0
+        run.session.stop.starting = run.process.rank == 0
         os.kill(os.getpid(), signal.SIGTERM)
         yield
 
-    assert [outcome["exit_code"] for outcome in start_processes(lambda: run_recipe(plan, probe=probe), 2)] == [143, 143]
+    assert [outcome["exit_code"] for outcome in start_processes(lambda: run_recipe(plan, hook=probe), 2)] == [143, 143]
 
 
 def test_a_crash_of_one_rank_is_told_once_with_its_traceback(recipe: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from headway.data.loader import Loader
 from headway.objective.next_token import NextToken
 from headway.train import train
 from headway.train.config import Recipe
-from headway.train.straggler import Rule
+from headway.train.slow_ranks import SlowRule
 
 SLOW_SECONDS = 0.06
 
@@ -45,7 +45,7 @@ def test_a_slow_rank_is_named_once_without_a_profile(
 ) -> None:
     make_stores(tmp_path)
     monkeypatch.setattr("headway.train.slow_ranks.COMPARE_EVERY", 6)
-    monkeypatch.setattr("headway.train.slow_ranks.Rule", lambda ratio: Rule(ratio, min_seconds=0.05))
+    monkeypatch.setattr("headway.train.slow_ranks.SlowRule", lambda ratio: SlowRule(ratio, min_seconds=0.05))
     slowed(owner, method, monkeypatch)
     settings = [*tiny_settings(tmp_path, "run"), "data.valid=null", "steps=18", "eval.every=null", "checkpoint.at_end=false"]
     recipe = load(Recipe, None, [*settings, *more])

@@ -72,7 +72,7 @@ def test_final_checkpoint_and_adapter_folder_are_one_model(folder: Path) -> None
         folder / "base/final"
     )
     log = (run / "train.log").read_text()
-    assert "adapter lora of rank 4 beside 14 linears: 3,712 parameters" in log
+    assert "adapter lora of rank 4 on 14 linear layers: 3,712 parameters" in log
 
 
 def test_a_stopped_adapter_run_ends_like_the_undisturbed_one(folder: Path) -> None:

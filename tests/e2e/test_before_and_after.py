@@ -20,7 +20,7 @@ from headway.infer.load import load_model
 from headway.tokenizer.chat import Turn, answer_end, render_prompt
 from headway.train import train
 from headway.train.config import Recipe
-from headway.train.evaluate import AT_START
+from headway.train.meter import AT_START
 
 QUESTIONS = ["Say 3.", "What comes after 5?"]
 
@@ -167,7 +167,7 @@ def test_what_was_trained_carries_the_template_it_learned(trained: Path, tmp_pat
         tokenizer = load_model(place).tokenizer
         assert tokenizer is not None and tokenizer.chat_template is not None, place
         assert render_prompt(question, "tokenizer", tokenizer) == render_prompt(question, "chatml", tokenizer)
-    assert "chat template chatml goes into the tokenizer" in (trained / "sft" / "train.log").read_text()
+    assert "gets the chat template chatml" in (trained / "sft" / "train.log").read_text()
     assert not (trained / "dpo" / "tokenizer").exists(), "the model it starts from has it already"
 
 

@@ -7,7 +7,7 @@ import pytest
 from support.runs import headway, make_stores, tiny_settings
 
 from headway.runtime.temporary import temporary_name
-from headway.train.heal import read_healed, repair_healed
+from headway.train.health import read_healed, repair_healed
 
 NONSENSE = b"\x00\xff{not json\n"
 
@@ -50,7 +50,7 @@ def test_a_damaged_heal_file_is_rebuilt_from_the_events(tmp_path: Path, content:
     event = {"event": "spike", "healed": ENTRY}
     (tmp_path / "events.jsonl").write_bytes(NONSENSE + json.dumps(event).encode() + b"\n[2]\n")
     assert read_healed(tmp_path) == [ENTRY]
-    assert "heal.json is damaged; events.jsonl names 1 rollbacks" in caplog.text
+    assert "heal.json is damaged; events.jsonl lists 1 rollbacks" in caplog.text
     repair_healed(tmp_path)
     caplog.clear()
     assert read_healed(tmp_path) == [ENTRY] and not caplog.text
@@ -70,7 +70,7 @@ def test_damaged_stages_are_counted_by_their_folders(tmp_path: Path) -> None:
     (tmp_path / "run" / "stages.json").write_bytes(NONSENSE)
     done = headway("train", *settings)
     assert done.returncode == 0, done.stderr
-    assert "stages.json is damaged" in done.stderr and "2 are done" in done.stderr
+    assert "stages.json is damaged" in done.stderr and "2 stages are done" in done.stderr
     assert [one["state"] for one in json.loads((tmp_path / "run" / "stages.json").read_text())["stages"]] == ["done", "done"]
 
 

@@ -15,7 +15,7 @@ from headway.store.reader import StoreWriter
 from headway.track.jsonl import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
-from headway.train.heal import leave_out
+from headway.train.health import add_skipped_batches
 
 STEPS = 30
 RULE = ("heal.window=8", "heal.sigma=6", "objective.kind=support.my_lab.poison", "checkpoint.keep_last=1", "data.workers=2")
@@ -112,4 +112,4 @@ def test_it_gives_up_after_the_limit_with_exit_code_3(stores: list[Path], tmp_pa
 
 def test_ranges_join_what_is_skipped_already() -> None:
     recipe = load(Recipe, None, ["data.skip_batches='3-5,9'"])
-    assert leave_out(recipe, [(6, 7), (20, 20)]).data.skip_batches == "3-7,9-9,20-20"
+    assert add_skipped_batches(recipe, [(6, 7), (20, 20)]).data.skip_batches == "3-7,9-9,20-20"

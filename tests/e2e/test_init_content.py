@@ -41,7 +41,7 @@ def test_parts_of_a_checkpoint_are_taken_alone(whole: Path, tmp_path: Path) -> N
     assert records[0]["num_samples_in_batch"] == base[0]["num_samples_in_batch"], "the data begins anew"
 
 
-@pytest.mark.parametrize(("content", "words"), [("[optimizer]", "must hold model"), ("[model, rng]", "Add scheduler")])
+@pytest.mark.parametrize(("content", "words"), [("[optimizer]", "must contain model"), ("[model, rng]", "Add scheduler")])
 def test_a_content_that_makes_no_sense_is_refused(content: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load(Recipe, None, ["init.from=x", f"init.content={content}"])
@@ -49,7 +49,7 @@ def test_a_content_that_makes_no_sense_is_refused(content: str, words: str) -> N
 
 def test_more_than_the_model_needs_a_checkpoint(whole: Path, tmp_path: Path) -> None:
     path = write_recipe(tmp_path, [whole / "store0", whole / "store1"], name="new", steps=2)
-    with pytest.raises(ConfigError, match="only a headway checkpoint holds more"):
+    with pytest.raises(ConfigError, match="only a headway checkpoint has more"):
         train(load(Recipe, path, [f"init.from={whole / 'runs' / 'whole' / 'final'}", "init.content=all"]))
 
 
@@ -107,7 +107,7 @@ def test_optimizer_and_scheduler_come_along_from_internlms_shards(biased: Path, 
 def test_what_internlms_shards_cannot_give_is_refused(biased: Path, tmp_path: Path) -> None:
     as_internlm(biased / "runs" / "whole", tmp_path / "internlm", 1, 1, 2)
     path = write_recipe(tmp_path, [biased / "store0", biased / "store1"], name="new", steps=20)
-    with pytest.raises(ConfigError, match=r"place in the data does not fit.*init\.content=\[model, optimizer, scheduler\]"):
+    with pytest.raises(ConfigError, match=r"position in the data does not fit.*init\.content=\[model, optimizer, scheduler\]"):
         train(load(Recipe, path, [*INTERNLM_SHAPE, f"init.from={tmp_path / 'internlm'}", "init.content=all"]))
     (tmp_path / "internlm" / "optimizer_tp0_pp0_zo1.pt").unlink()
     with pytest.raises(ConfigError, match=r"the optimizer's plan does not fit.*init\.content=\[model\]"):

@@ -162,11 +162,11 @@ def down_for(seconds: float, store: Store, recipe: Recipe) -> tuple[int, int]:
             since[0] = since[0] or time.monotonic()
             done[0] += step == 1 or is_down()
 
-        run.after_step = after_step
+        run.on_step(after_step)
         return nullcontext()
 
     store.fault = fault
-    train(recipe, probe=probe)
+    train(recipe, hook=probe)
     assert time.monotonic() > since[0] + seconds
     return done[0], len(refused)
 

@@ -15,8 +15,8 @@ from headway.checkpoint.saver import Job, Saver
 from headway.config.load import load
 from headway.track.jsonl import read_metrics
 from headway.train.config import Recipe
-from headway.train.saved import FILE, read_saved
-from headway.train.saving import remember_saves
+from headway.train.run import Run
+from headway.train.run_folder import SAVED, read_save_record
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_saved_checkpoints_that_are_not_there_are_refused(place: Path, damage: s
     if damage == "newest gone":
         code, said = begin_again(place, "--resume", str(checkpoints / "step-00000004"))
         assert code == 0, said
-        assert read_saved(place / "run").step == 8  # type: ignore[union-attr]
+        assert read_save_record(place / "run").step == 8  # type: ignore[union-attr]
 
 
 def test_a_run_folder_of_which_only_parts_came_back_is_refused(place: Path) -> None:
@@ -95,24 +95,24 @@ def test_a_run_folder_of_which_only_parts_came_back_is_refused(place: Path) -> N
 
 
 def test_a_damaged_record_blocks_nothing(place: Path) -> None:
-    content = bytearray((place / "run" / FILE).read_bytes())
+    content = bytearray((place / "run" / SAVED).read_bytes())
     content[-5] ^= 1
-    (place / "run" / FILE).write_bytes(content)
+    (place / "run" / SAVED).write_bytes(content)
     code, said = begin_again(place)
     assert code == 0, said
     assert "saved.json is damaged" in said
-    assert read_saved(place / "run").step == 8  # type: ignore[union-attr]
+    assert read_save_record(place / "run").step == 8  # type: ignore[union-attr]
 
 
 def test_a_run_folder_removed_under_way_is_whole_again_after_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saver = Saver(tmp_path / "run" / "checkpoints", CheckpointConfig())
     run = SimpleNamespace(start=SimpleNamespace(folder=tmp_path / "run"), saver=saver, recipe=Recipe())
-    remember_saves(cast(Any, run))
+    Run._record_saves(cast(Any, run))
     saver.save(Job(3, {}), [])
     saver.wait()
     assert load(Recipe, tmp_path / "run" / "recipe.yaml") == Recipe()
-    assert "was removed under way" in caplog.text
-    saved, found = read_saved(tmp_path / "run"), newest_good(saver.checkpoints).reader
+    assert "was removed during the run" in caplog.text
+    saved, found = read_save_record(tmp_path / "run"), newest_good(saver.checkpoints).reader
     assert saved is not None and found is not None
     assert (saved.run, saved.step) == (found.run, found.step) == (saver.run, 3)
 

@@ -68,7 +68,7 @@ def test_a_run_is_resumed_on_other_data_only_if_asked_to(tmp_path: Path, make, c
     assert [step["step"] for step in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     asked = headway("train", *settings, "steps=8", "data.accept_changed=true")
     assert asked.returncode == 0, asked.stderr
-    assert "read from its beginning" in asked.stderr
+    assert "reading it from its beginning" in asked.stderr
     assert open_checkpoint(tmp_path / "run" / "checkpoints" / "latest").step == 8
     again = headway("train", *settings, "steps=9")  # what was accepted is the run's data now
     assert again.returncode == 0, again.stderr

@@ -95,7 +95,7 @@ def test_a_run_starts_at_ln_2_learns_and_reports_rewards(plain: list[dict[str, A
     assert valid["loss"] < math.log(2)
     log = (folder / "runs" / "plain" / "train.log").read_text()
     assert "each of 160 answers has a target" in log
-    assert "reference of random weights" in log
+    assert "reference with the random weights" in log
 
 
 def test_rewards_may_say_which_checkpoint_is_best_and_a_wrong_name_is_refused_before_the_first_step(folder: Path) -> None:

@@ -18,7 +18,7 @@ from headway.prepare.tokenize import tokenize
 from headway.tokenizer.train_bpe import train_bpe
 from headway.train import train
 from headway.train.config import Recipe
-from headway.train.expand import expand
+from headway.train.stages import expand
 
 ROOT = Path(__file__).parents[2] / "recipes"
 ALL = sorted(ROOT.rglob("*.yaml"))

@@ -79,10 +79,10 @@ def test_a_store_that_turns_read_only_for_a_while_loses_nothing(stores: list[Pat
                     run.saver.wait()
                     subprocess.run(["mount", "-o", f"remount,{'ro' if step == 7 else 'rw'}", str(disk)], check=True)
 
-            run.after_step = after_step
+            run.on_step(after_step)
             return __import__("contextlib").nullcontext()
 
-        train(recipe, probe=watch)
+        train(recipe, hook=watch)
         assert_same_run(tmp_path / "runs" / "whole", tmp_path / "runs" / "run", 20)
         assert [path.name for path in sorted(disk.glob("step-*"))] == ["step-00000005", "step-00000015", "step-00000020"]
     (told,) = said()

@@ -21,8 +21,7 @@ from headway.runtime.heartbeat import read_beats
 from headway.train import dry_run, train
 from headway.train.compare import compare_recipes
 from headway.train.config import Recipe
-from headway.train.expand import expand
-from headway.train.place import steps_saved
+from headway.train.stages import expand, steps_saved
 
 RECIPE = """\
 run: {{name: {name}, dir: {dir}}}
@@ -112,11 +111,11 @@ def test_steps_are_counted_over_all_stages_by_whoever_looks_from_outside(whole: 
 
 
 def test_a_run_asked_to_stop_at_a_step_of_the_whole_stops_there(stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.train import request
+    from headway.train import control
 
-    monkeypatch.setattr(request, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(control, "POLL_SECONDS", 0.0)
     recipe = load(Recipe, recipe_of(tmp_path, stores), ["eval.every=null"])
-    monkeypatch.setattr(request, "read_request", lambda folder: request.Request(at_step=7) if folder == tmp_path / "run" else None)
+    monkeypatch.setattr(control, "read_request", lambda folder: control.StopRequest(at_step=7) if folder == tmp_path / "run" else None)
     summary = train(recipe)
     assert (summary["stopped_by"], summary["stage"], summary["steps"]) == ("headway stop", "everything", 3)
 
@@ -135,11 +134,11 @@ def test_a_stage_trains_only_what_it_says_and_begins_where_the_last_one_ended(wh
 def test_a_run_stopped_in_stage_two_goes_on_there_and_ends_like_the_undisturbed_one(
     whole: Path, stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headway.train import staged
+    from headway.train import staged_run
 
     recipe = load(Recipe, recipe_of(tmp_path, stores))
     with monkeypatch.context() as patched:
-        patched.setattr(staged, "_entry", _die_after(staged._entry, "everything"))
+        patched.setattr(staged_run, "_entry", _die_after(staged_run._entry, "everything"))
         with pytest.raises(SystemExit):
             train(recipe)
     folder = tmp_path / "run" / "stages" / STAGES[1]
@@ -209,7 +208,7 @@ def test_a_checkpoint_of_a_stage_can_be_gone_back_to(whole: Path, stores: Path, 
     train(recipe, resume=str(tmp_path / "whole" / "stages" / STAGES[1] / "checkpoints" / "step-00000004"))
     assert_same_stages(whole, tmp_path / "whole")
     assert (tmp_path / "whole" / "stages" / f"{STAGES[2]}.old-1").is_dir()
-    with pytest.raises(ConfigError, match="no checkpoint of a stage"):
+    with pytest.raises(ConfigError, match="not a checkpoint of a stage"):
         train(recipe, resume=str(tmp_path))
 
 

@@ -13,7 +13,7 @@ from headway.checkpoint.load import newest_good, step_folders
 from headway.cli import main
 from headway.errors import ConfigError, LaunchError
 from headway.track.jsonl import read_metrics
-from headway.train.request import Request, ask
+from headway.train.control import StopRequest, request_stop
 
 LONG = ("steps=100000", "checkpoint.every=null", "data.workers=0", "batch.rows=24", "batch.micro_rows=1", "eval.every=null")
 """Steps of many microbatches, so that a request comes between them and not hundreds of steps later."""
@@ -32,18 +32,18 @@ def test_a_request_saves_goes_on_and_then_leaves_at_the_step_that_was_named(worl
     run = plan.run.folder
     with started(plan, world) as attempt:
         wait(lambda: (run / "metrics.jsonl").exists() and attempt.has_begun())
-        ask(run, Request(save_only=True))
+        request_stop(run, StopRequest(save_only=True))
         wait(lambda: len(step_folders(run / "checkpoints")) == 1)
         assert attempt.is_alive() and not (run / "stop.json").exists()
         target = len(read_metrics(run / "metrics.jsonl")) + 20
-        assert ask(run, Request(at_step=target))["ranks"] == world
+        assert request_stop(run, StopRequest(at_step=target))["ranks"] == world
         wait(lambda: not attempt.is_alive())
     assert attempt.codes == [143] * world
     found = newest_good(run / "checkpoints")
     assert found.reader is not None and found.reader.step == target == len(read_metrics(run / "metrics.jsonl"))
     assert not list((run / "logs" / "heartbeat").glob("*.json"))
-    with pytest.raises(LaunchError, match="no rank of it runs"):
-        ask(run, Request())
+    with pytest.raises(LaunchError, match="none of its ranks is running"):
+        request_stop(run, StopRequest())
 
 
 def test_the_verb_says_what_it_asked_for_or_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,4 +57,4 @@ def test_the_verb_says_what_it_asked_for_or_what_is_wrong(tmp_path: Path, capsys
     assert attempt.codes == [143]
     assert main(["stop", str(tmp_path)]) == 2
     with pytest.raises(ConfigError, match="--at-step is -1"):
-        ask(plan.run.folder, Request(at_step=-1))
+        request_stop(plan.run.folder, StopRequest(at_step=-1))

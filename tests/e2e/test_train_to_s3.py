@@ -26,8 +26,9 @@ from headway.runtime import s3 as s3_module
 from headway.runtime.places import S3Path
 from headway.train import train
 from headway.train.config import Recipe
-from headway.train.folder import decide_start, prepare_folder
+from headway.train.run_folder import prepare_folder
 from headway.train.session import run_recipe
+from headway.train.start import decide_start
 
 PLACE = S3Path("bucket", "runs/run")
 
@@ -64,7 +65,7 @@ def cut_after(step: int) -> Any:
                 run.saver.wait()
                 raise Cut
 
-        run.after_step = after_step
+        run.on_step(after_step)
         return nullcontext()
 
     return probe
@@ -79,7 +80,7 @@ def assert_same_tensors(ours: Reader, theirs: Reader) -> None:
 
 def test_a_run_goes_on_from_the_store_when_its_disk_is_gone(store: Store, tmp_path: Path, whole: Path, recipe: Any) -> None:
     with pytest.raises(Cut):
-        train(recipe(), probe=cut_after(12))
+        train(recipe(), hook=cut_after(12))
     assert newest_good(PLACE).path == PLACE / "step-00000010"
     shutil.rmtree(tmp_path / "runs" / "run")
     train(recipe())
@@ -94,7 +95,7 @@ def test_a_run_goes_on_from_the_store_when_its_disk_is_gone(store: Store, tmp_pa
 
 def test_a_run_goes_on_from_a_url_when_its_disk_is_gone(store: Store, tmp_path: Path, whole: Path, recipe: Any) -> None:
     with pytest.raises(Cut):
-        train(recipe(), probe=cut_after(12))
+        train(recipe(), hook=cut_after(12))
     shutil.rmtree(tmp_path / "runs" / "run")
     assert main(["train", str(tmp_path / "run.yaml"), "run.name=elsewhere", "checkpoint.every=20", "--resume", "s3://bucket/runs/run"]) == 0
     ours, theirs = (open_checkpoint(run / "checkpoints/step-00000020") for run in (tmp_path / "runs/elsewhere", whole / "runs/whole"))
@@ -135,7 +136,7 @@ def test_asked_to_stop_while_the_store_is_down_a_run_leaves_in_time_and_the_next
                 down.set()
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        run.after_step = after_step
+        run.on_step(after_step)
         return nullcontext()
 
     begun = time.monotonic()
@@ -145,14 +146,14 @@ def test_asked_to_stop_while_the_store_is_down_a_run_leaves_in_time_and_the_next
     down.clear()
     assert newest_good(PLACE).path is None
     with pytest.raises(Cut):
-        train(recipe("checkpoint.every=100"), probe=cut_after(4))
+        train(recipe("checkpoint.every=100"), hook=cut_after(4))
     assert newest_good(PLACE).path == PLACE / "step-00000003"
 
 
 def test_beginning_anew_leaves_the_old_ones_out(store: Store, tmp_path: Path, recipe: Any) -> None:
     train(recipe("steps=10"))
     with pytest.raises(Cut):
-        train(recipe("seed=8"), resume="never", probe=cut_after(6))
+        train(recipe("seed=8"), resume="never", hook=cut_after(6))
     assert newest_good(PLACE).path == PLACE / "step-00000005"
 
 

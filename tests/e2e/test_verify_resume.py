@@ -28,13 +28,13 @@ def forked(arguments: list[str], nproc: int | None, kill_at: int | None) -> None
     elif kill_at is None:
         start_processes(lambda: train(recipe), nproc or 1)
     elif nproc in (None, 1):
-        child = multiprocessing.get_context("fork").Process(target=lambda: train(recipe, probe=kill_after(kill_at)))
+        child = multiprocessing.get_context("fork").Process(target=lambda: train(recipe, hook=kill_after(kill_at)))
         child.start()
         child.join(60)
         assert child.exitcode == -signal.SIGKILL
     else:
         with pytest.raises(AssertionError, match=r"rank 0|did not finish"):
-            start_processes(lambda: train(recipe, probe=kill_after(kill_at)), nproc or 1)
+            start_processes(lambda: train(recipe, hook=kill_after(kill_at)), nproc or 1)
 
 
 def proof(folder: Path, *overrides: str, trainer: Any = forked, **changes: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
     [[mutant]]
     name = "a word or two, unique in the file"
-    file = "train/heal.py"                       below src/headway
+    file = "train/health.py"                     below src/headway
     find = '''text that occurs exactly once in the file'''
     replace = '''what stands there instead'''
     why = "what would go wrong"

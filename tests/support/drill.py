@@ -134,7 +134,7 @@ def _rank(recipe: Recipe, rank: int, world: int, port: int, places: Any, around:
         signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
     try:
         with around(rank):
-            outcome = run_recipe(recipe, probe=lambda run: _noting(run, places, rank))
+            outcome = run_recipe(recipe, hook=lambda run: _noting(run, places, rank))
         os._exit(outcome.get("exit_code", 0))
     except BaseException:
         (recipe.run.folder.parent / f"error-{rank}.txt").write_text(traceback.format_exc())

@@ -27,7 +27,7 @@ from headway.prepare.cache import cached_store
 from headway.runtime.sealed import write_sealed
 from headway.store.checksums import Checksums
 from headway.store.reader import StoreWriter, open_store
-from headway.train.reference_model import read_table
+from headway.train.dpo_reference import read_table
 from support.byte_model import byte_tokenizer
 
 DOCUMENTS = 40

@@ -16,8 +16,8 @@ from headway.store.foreign.internlm import InternlmWriter
 from headway.train import train
 from headway.train.build import build
 from headway.train.config import Recipe
-from headway.train.folder import decide_start
 from headway.train.resolve import resolve
+from headway.train.start import decide_start
 from support.pairs import make_pair_store
 from support.runs import deterministic, make_stores
 

@@ -12,7 +12,7 @@ from headway.cli._output import print_json, print_table
 def show(arguments: list[str] = RECIPE, json: bool = JSON) -> None:
     """Print a recipe with every setting, defaults included, and the resolved settings of every stage."""
     from headway.config.load import dump_yaml
-    from headway.train.expand import resolved_settings
+    from headway.train.stages import resolved_settings
 
     settings = resolved_settings(read_recipe(arguments))
     if json:
@@ -43,7 +43,7 @@ def diff(
 
 def reference() -> None:
     """Print the page of all settings (Markdown), as in docs/settings.md."""
-    from headway.train.reference import settings_page
+    from headway.train.settings_page import settings_page
 
     typer.echo(settings_page(), nl=False)
 
@@ -57,7 +57,7 @@ def schema() -> None:
 
 def list_kinds(json: bool = JSON) -> None:
     """Show families, presets, objectives and every other kind a recipe can name."""
-    from headway.train.catalogue import catalogue
+    from headway.train.settings_page import catalogue
 
     found = catalogue()
     if json:

@@ -74,9 +74,9 @@ def stop(
     json: bool = JSON,
 ) -> None:
     """Ask a run, from another shell, to save a checkpoint and exit; all its ranks do so after the same step."""
-    from headway.train.request import Request, ask
+    from headway.train.control import StopRequest, request_stop
 
-    asked = ask(run, Request(at_step, save_only))
+    asked = request_stop(run, StopRequest(at_step, save_only))
     if json:
         print_json(asked)
         return

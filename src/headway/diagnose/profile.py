@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from headway.diagnose.trace import Summary, summarize_trace, write_page
 from headway.errors import ConfigError
 from headway.runtime.storage import write_atomic
-from headway.train.straggler import HISTORY, Rule, slow_ranks, slower_than_before, write_report
+from headway.train.slow_ranks import HISTORY, SlowRule, slow_ranks, slower_than_before, write_report
 
 if TYPE_CHECKING:
-    from headway.train.build import Run
+    from headway.train.run import Run
 
 log = logging.getLogger("headway")
 
@@ -34,7 +34,7 @@ class ProfilePlan:
 
     first_step: int
     num_steps: int
-    rule: Rule
+    rule: SlowRule
 
     def __post_init__(self) -> None:
         if self.first_step < 2:
@@ -56,7 +56,7 @@ class ProfilePlan:
 
 def plan_profile(first_step: int = 6, num_steps: int = 3, ratio: float = 1.1) -> ProfilePlan:
     """The plan that these numbers describe."""
-    return ProfilePlan(first_step, num_steps, Rule(ratio))
+    return ProfilePlan(first_step, num_steps, SlowRule(ratio))
 
 
 def profiled(plan: ProfilePlan) -> Callable[[Run], Any]:
@@ -67,7 +67,7 @@ def profiled(plan: ProfilePlan) -> Callable[[Run], Any]:
         plan.fit(run.total_steps - run.state.step)
         recorder = Recorder(run, plan)
         with recorder.profiler:
-            run.after_step = recorder.after_step
+            run.on_step(recorder.after_step)
             yield
 
     return probe
@@ -146,7 +146,7 @@ class Recorder:
             found += slower_than_before("a step", rank, history, rule)
         write_atomic(self._path("stragglers.txt"), write_report(times, found, rule))
         for one in found:
-            self.run.tell("slow_rank", str(one))
+            self.run.emit("slow_rank", str(one))
 
 
 def _all_threads() -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headway.train.probe import DATA, OPTIMIZER
+from headway.train import TRACE_DATA, TRACE_OPTIMIZER
 
 Span = tuple[float, float]
 Spans = list[Span]
@@ -103,8 +103,8 @@ def summarize_trace(events: Sequence[Mapping[str, Any]]) -> Summary | None:
     work = [one for one in timed if _is_work(one, on_device)]
     busy = both(union(_span(one) for one in work), steps)
     talk = both(union(_span(one) for one in timed if _is_exchange(one, on_device)), steps)
-    optimizer = _annotated(timed, OPTIMIZER, on_device)
-    data = _annotated(timed, DATA, on_device=False)
+    optimizer = _annotated(timed, TRACE_OPTIMIZER, on_device)
+    data = _annotated(timed, TRACE_DATA, on_device=False)
     exposed = without(talk, busy)
     waiting = without(without(both(data, steps), busy), talk)
     per = 1e-6 / num

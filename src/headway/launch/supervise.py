@@ -35,8 +35,8 @@ from headway.runtime.storage import write_atomic
 from headway.runtime.temporary import temporary_folder
 from headway.track.base import Event
 from headway.track.outside import claim_crash, tell_outside
-from headway.train.place import steps_saved
-from headway.train.request import read_request, withdraw
+from headway.train.control import read_request, remove_request
+from headway.train.stages import steps_saved
 
 if TYPE_CHECKING:
     from headway.train.config import Recipe, SuperviseConfig
@@ -144,7 +144,7 @@ class Supervisor:
                 return 128 + self.received[0]
             request = read_request(self.run_dir) if self.run_dir is not None else None
             if request is not None and request.at_step is None and not request.save_only and self.run_dir is not None:
-                withdraw(self.run_dir)
+                remove_request(self.run_dir)
                 return 128 + signal.SIGTERM
             if time.monotonic() >= until:
                 return None

@@ -24,8 +24,8 @@ from headway.runtime.process import from_environment, kill_at_step, own_command,
 from headway.runtime.run_lock import refuse_live
 
 if TYPE_CHECKING:
-    from headway.train.build import Run
     from headway.train.config import Recipe
+    from headway.train.run import Run
 
 PROFILE_FLAGS = {"first_step": "--profile-from", "num_steps": "--profile-steps", "ratio": "--slow-ratio"}
 Show = Callable[[dict[str, Any]], None]
@@ -105,10 +105,10 @@ def train_here(recipe: Recipe, options: TrainOptions, show: Show) -> int:
     plan = plan_profile(**options.profile_numbers)
     if options.profile and recipe.steps is not None and not recipe.stages:
         plan.fit(recipe.steps)  # before anything is written; a resumed run has fewer steps left and is checked again
-    probe = profiled(plan) if options.profile else nullcontext
+    hook = profiled(plan) if options.profile else nullcontext
     if (step := kill_at_step()) is not None:
-        probe = kill_after(step)
-    outcome: dict[str, Any] = dry_run(recipe, resume=options.resume) if options.dry_run else run_recipe(recipe, options.resume, probe)
+        hook = kill_after(step)
+    outcome: dict[str, Any] = dry_run(recipe, resume=options.resume) if options.dry_run else run_recipe(recipe, options.resume, hook)
     if options.json and from_environment().is_first:
         try:
             show(outcome)
@@ -118,11 +118,11 @@ def train_here(recipe: Recipe, options: TrainOptions, show: Show) -> int:
 
 
 def kill_after(step: int) -> Callable[[Run], Any]:
-    """A probe for `headway verify resume`: the last rank kills itself with SIGKILL after this step and the pending save."""
+    """A hook for `headway verify resume`: the last rank kills itself with SIGKILL after this step and the pending save."""
 
     @contextmanager
-    def probe(run: Run) -> Iterator[None]:
-        before = 0 if run.place is None else run.place.steps_before
+    def hook(run: Run) -> Iterator[None]:
+        before = 0 if run.stage is None else run.stage.steps_before
 
         def after_step(done: int) -> None:
             if before + done < step:
@@ -132,7 +132,7 @@ def kill_after(step: int) -> Callable[[Run], Any]:
             if run.process.rank == run.process.world - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        run.after_step = after_step
+        run.on_step(after_step)
         yield
 
-    return probe
+    return hook

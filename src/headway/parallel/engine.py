@@ -96,7 +96,7 @@ class StepResult:
     loss: Tensor
     metrics: MetricSums
     verdict: Tensor | None = None
-    """What the run thinks of the loss, as a number: see headway.train.watch."""
+    """What the run thinks of the loss, as a number: see headway.train.health."""
     compute_window: tuple[DeviceTimestamp, DeviceTimestamp] | None = None
     """Beginning and end of a stretch in which this rank waited for no other: its times can be compared with those of other ranks."""
 

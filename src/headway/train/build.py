@@ -1,26 +1,21 @@
-"""The only wiring: a resolved recipe comes in, everything a run needs goes out, connected. Nothing is written here."""
+"""The wiring: a resolved recipe and how it starts come in, a `Run` goes out. Writes nothing, and nothing here is used after that."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from math import ceil
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from headway.checkpoint.remote import Remote
 from headway.checkpoint.save import Writers
 from headway.checkpoint.saver import Saver
-from headway.data.batch import Batch, StepBatch
+from headway.data.batch import StepBatch
 from headway.data.config import ResolvedBatch
-from headway.data.loader import Loader
 from headway.data.open import OpenData, open_data
-from headway.data.targets import Targets, check_targets
+from headway.data.targets import check_targets
 from headway.errors import CheckpointError, ConfigError
 from headway.model.adapter.lora import with_updates
 from headway.model.config import ModelConfig
@@ -29,155 +24,38 @@ from headway.model.init import initial_value
 from headway.model.layout import GATES
 from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.parallel.assemble import assemble
-from headway.parallel.collectives import RankGroups
+from headway.parallel.collectives import RankGroups, form_groups
 from headway.parallel.engine import Engine, EngineSpec
 from headway.prepare.sources import prepare_sources
-from headway.runtime.deferred import Deferred
 from headway.runtime.device import Compute, choose_compute, set_arithmetic
-from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.machine import usable_cores
 from headway.runtime.process import Process
 from headway.runtime.s3 import StoreDown
-from headway.runtime.stop import StopSignal
-from headway.track.base import Event, Tracker
-from headway.track.jsonl import MetricsFile
-from headway.track.outside import append_event
+from headway.train.batches import count_steps, make_loader
 from headway.train.config import Recipe
-from headway.train.content import take_content
-from headway.train.folder import METRICS, Start
-from headway.train.heal import Healer, with_healed
-from headway.train.hold import Hold
-from headway.train.meter import Facts, Meter
-from headway.train.orders import Orders
-from headway.train.place import Place, StageMetrics
-from headway.train.quiet import QuietMetrics
-from headway.train.reference_model import Reference, Scoring, make_reference
+from headway.train.dpo_reference import make_reference
+from headway.train.health import Healer, LossMonitor, with_healed
+from headway.train.meter import Meter, MeterSetup
 from headway.train.resolve import Resolved, leaves_gates
+from headway.train.run import Run, Session
 from headway.train.shortage import check_host_memory, describe_job, fit_micro_rows, keep_limit
-from headway.train.state import TrainState
-from headway.train.watch import Watch
+from headway.train.stages import StagePosition
+from headway.train.start import Start
+from headway.train.state import TrainState, apply_init_content
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-log = logging.getLogger("headway")
-
 UPLOAD_SECONDS = 6 * 3600.0
-"""How long ranks may wait for one of them that sends to a store: they do so beside training, and a large file on a slow line takes long."""
+"""How long ranks may wait for one that uploads: uploads are asynchronous, and a large file on a slow connection takes long."""
 
 
-@dataclass
-class Run:
-    """A run, ready to go."""
-
-    recipe: Recipe
-    start: Start
-    process: Process
-    ranks: RankGroups
-    compute: Compute
-    model: ModelConfig
-    tokenizer_path: Path | None
-    data: OpenData
-    batch: ResolvedBatch
-    total_steps: int
-    engine: Engine
-    loader: Loader
-    state: TrainState
-    meter: Meter
-    saver: Saver
-    watch: Watch
-    healer: Healer
-    place: Place | None = None
-    """Where it stands in a run of several stages."""
-    stop: StopSignal = field(default_factory=StopSignal)
-    hold: Hold = field(default_factory=Hold)
-    """The locks of its folders."""
-    trackers: list[Tracker] = field(default_factory=list)
-    targets: Targets = Targets()
-    """What was found about the targets of masked data."""
-    reference: Reference | None = None
-    """The frozen model the objective compares with."""
-    began_at: int = 0
-    """The step at which it began: 0, or what `init.content` has taken along."""
-    before: dict[str, Any] = field(default_factory=dict)
-    """What was measured before the first step, for its record."""
-    slow: frozenset[int] = frozenset()
-    """Ranks that were slow when the ranks' times were last compared."""
-    after_step: Callable[[int], None] = lambda step: None
-    """Called with each step that is done; a probe sets it."""
-    writes: Deferred = field(default_factory=Deferred)
-    """Metrics, events and other small files: what a full disk does not take waits here."""
-
-    def __post_init__(self) -> None:
-        self.writes.report = self.tell_save_failure
-
-    @property
-    def home(self) -> Path:
-        """The folder people know the run by: its own, or that of the run whose stage it is."""
-        return self.start.folder if self.place is None else self.place.home
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where checkpoints lie."""
-        return self.recipe.checkpoint.place(self.start.folder)[0]
-
-    @property
-    def metrics(self) -> MetricsFile | StageMetrics | QuietMetrics:
-        """The file every step is written to, by the first rank."""
-        if not self.process.is_first:
-            return QuietMetrics()
-        own = MetricsFile(self.start.folder / METRICS, self.writes)
-        return own if self.place is None else StageMetrics(own, MetricsFile(self.place.home / METRICS, self.writes), self.place)
-
-    @property
-    def heart(self) -> Heartbeat:
-        """Where this rank says how far it is."""
-        return self.ranks.world.heart
-
-    @cached_property
-    def orders(self) -> Orders:
-        """What all ranks agree on between steps."""
-        return Orders(self.ranks.world, self.home, self.stop, 0 if self.place is None else self.place.steps_before)
-
-    def tell(self, event: Event, text: str, **facts: Any) -> None:
-        """Tell every tracker of something that happened. Any rank and thread may call it; the first rank's trackers are all there are."""
-        if self.process.is_first:
-            append_event(self.home, event, text, self.state.step, self.writes, **facts)
-        for tracker in self.trackers:
-            tracker.event(event, text, self.state.step)
-
-    def tell_save_failure(self, text: str) -> None:
-        """Tell that something could not be written."""
-        self.tell("save_failure", text)
-
-    def close(self) -> None:
-        """Let the trackers write out what waits."""
-        self.writes.retry()
-        for tracker in self.trackers:
-            tracker.close()
-
-    def valid_batches(self) -> dict[str, Iterator[Batch]]:
-        """The microbatches of every validation set, in order, the same at every validation."""
-        return {name: self._batches_of(name) for name in self.data.valid}
-
-    def _batches_of(self, name: str) -> Iterator[Batch]:
-        """This rank's share of the first `eval.rows` rows, however they are cut; every rank gets as many microbatches as the others."""
-        rows, data = min(self.batch.micro_rows, self.recipe.eval.rows), self.ranks.data
-        config = self.recipe.data.model_copy(update={"workers": 0, "skip_batches": ""})
-        sources = self.data.valid[name]
-        with Loader(
-            config, sources=sources, rows_per_step=rows * data.size, micro_rows=rows, rank=data.rank, world=data.size,
-            seed=self.recipe.seed, epochs=1, shuffle=False, most_rows=self.recipe.eval.rows,
-        ) as loader:  # fmt: skip
-            for step, _ in loader:
-                self.heart.beat("validate", self.state.step)
-                yield from step.microbatches
-
-
-def build(resolved: Resolved, start: Start, ranks: RankGroups | None = None, process: Process = Process()) -> Run:
-    """Put a run together and bring it to where it starts: initial weights, given weights, or a checkpoint."""
+def build(resolved: Resolved, start: Start, session: Session | None = None, stage: StagePosition | None = None) -> Run:
+    """Make a run and bring it to where it starts: initial weights, given weights, or a checkpoint."""
+    session = session or Session()
+    process = session.process
     recipe = resolved.recipe if start.set_aside is not None else with_healed(resolved.recipe, start.folder)
-    model, ranks = resolved.model, ranks or RankGroups()
+    model, ranks = resolved.model, form_groups(recipe.parallel.mesh(process.rank, process.world), session.world)
     compute = choose_compute(recipe.device, recipe.precision, process.local_rank)
     set_arithmetic(tf32=recipe.kernels.tf32, deterministic=recipe.deterministic)
     batch = recipe.batch.resolve(recipe.data.seq_len, ranks.data.size)
@@ -186,28 +64,27 @@ def build(resolved: Resolved, start: Start, ranks: RankGroups | None = None, pro
     data = open_data(recipe.data, stores, tokenizer=tokenizer, vocab_size=model.vocab, seed=recipe.seed, pairs=pairs)
     targets = check_targets(data, resolved.tokenizer, resolved.weights.end_ids if resolved.weights else frozenset())
     spec = engine_spec(recipe, model, compute, ranks)
-    reference = make_reference(resolved, data, Scoring(spec, recipe.data, batch.micro_rows, ranks.data))
+    reference = make_reference(resolved, data, spec, batch.micro_rows)
     if reference is not None:
         reference.check_same(start)
         spec = replace(spec, prepare=reference.prepare)
-    if recipe.batch.micro_rows == "auto":
-        batch = fit_batch(resolved, compute, batch, spec, data)
     if recipe.memory.offload:
         check_host_memory(describe_job(recipe, model, compute, batch, ranks.reduce.size), -(-process.world // process.num_nodes))
+    if recipe.batch.micro_rows == "auto":
+        batch = fit_batch(resolved, compute, batch, spec, data)
     engine = assemble(spec)
     if recipe.memory.limit_gib is not None:
         keep_limit(recipe, describe_job(recipe, model, compute, batch, ranks.reduce.size), compute.device)
-    loader = make_loader(recipe, data, batch, None, ranks)
-    total_steps = count_steps(recipe, loader, batch)
-    watch = Watch(recipe.heal, compute.device)
-    state = TrainState(engine, model, loader.state, adapter=recipe.adapter, adapter_base=resolved.base, watch=watch)
-    if bring_to_start(state, start, resolved, data):
-        loader.close()
-        loader = make_loader(recipe, data, batch, state, ranks)
-    run = Run(
+    loss_monitor = LossMonitor(recipe.heal, compute.device)
+    state = TrainState(engine, model, adapter=recipe.adapter, adapter_base=resolved.base, loss_monitor=loss_monitor)
+    bring_to_start(state, start, resolved, data)
+    loader = make_loader(recipe, data, batch, state.cursor, ranks)
+    state.cursor, total_steps = loader.state, count_steps(recipe, loader, batch)
+    return Run(
         recipe=recipe,
         start=start,
-        process=process,
+        session=session,
+        stage=stage,
         ranks=ranks,
         compute=compute,
         model=model,
@@ -218,17 +95,14 @@ def build(resolved: Resolved, start: Start, ranks: RankGroups | None = None, pro
         engine=engine,
         loader=loader,
         state=state,
-        watch=watch,
+        loss_monitor=loss_monitor,
         healer=Healer(recipe.heal, scales_loss=compute.precision == "fp16"),
-        meter=make_meter(recipe, model, compute, state, (batch.micro_rows, total_steps, tuple(data.names))),
+        meter=make_meter(recipe, compute, state, batch.micro_rows, total_steps, tuple(data.names)),
         targets=targets,
         reference=reference,
         saver=make_saver(resolved, start, ranks, process),
-        began_at=state.step if start.checkpoint is None else 0,
+        first_step=state.step if start.checkpoint is None else 0,
     )
-    run.saver.saved_step = run.saver.started_step = state.step
-    run.saver.on_failure(run.tell_save_failure)
-    return run
 
 
 def fit_batch(resolved: Resolved, compute: Compute, batch: ResolvedBatch, spec: EngineSpec, data: OpenData) -> ResolvedBatch:
@@ -244,68 +118,72 @@ def fit_batch(resolved: Resolved, compute: Compute, batch: ResolvedBatch, spec: 
     return replace(batch, micro_rows=rows, accumulate=batch.micro_rows * batch.accumulate // rows)
 
 
-def bring_to_start(state: TrainState, start: Start, resolved: Resolved, data: OpenData) -> bool:
-    """Give a state its first values; whether its place in the data is another than the beginning."""
+def bring_to_start(state: TrainState, start: Start, resolved: Resolved, data: OpenData) -> None:
+    """Give a state its first values."""
     state.data, state.accepts_other_data = data.contents(), resolved.recipe.data.accept_changed
     if start.checkpoint is not None:
         state.restore(start.checkpoint)
-        return True
+        return
     try:
         fill(state.engine, resolved)
-        return take_content(resolved.recipe, state)
+        apply_init_content(resolved.recipe, state)
     except StoreDown:
-        raise  # a start that comes later may find it
+        raise  # a later start may reach the store
     except CheckpointError as problem:
         raise ConfigError(f"init.from: {problem}") from None
 
 
-def make_meter(recipe: Recipe, model: ModelConfig, compute: Compute, state: TrainState, counts: tuple[int, int, tuple[str, ...]]) -> Meter:
-    """What measures the steps, from where a state stands."""
-    micro_rows, total_steps, names = counts
-    kind, seq_len = peak_kind(recipe, compute), recipe.data.seq_len
-    training = [name for group in state.engine.groups for name in group.names]
-    flops = token_flops(model, seq_len, shapes=state.engine.shapes, training=training)
-    facts = Facts(model, flops, seq_len, micro_rows, compute.device, compute.name, kind, total_steps, names, recipe.parallel.context)
-    return Meter(facts, state.consumed_tokens, state.engine.scalars()["skipped"])
+def make_meter(recipe: Recipe, compute: Compute, state: TrainState, micro_rows: int, total_steps: int, sources: tuple[str, ...]) -> Meter:
+    """The meter of a run, from where its state stands."""
+    seq_len, engine = recipe.data.seq_len, state.engine
+    training = [name for group in engine.groups for name in group.names]
+    setup = MeterSetup(
+        model=state.model,
+        flops=token_flops(state.model, seq_len, shapes=engine.shapes, training=training),
+        seq_len=seq_len,
+        micro_rows=micro_rows,
+        device=compute.device,
+        device_name=compute.name,
+        dtype=_peak_dtype(recipe, compute),
+        total_steps=total_steps,
+        source_names=sources,
+        context=recipe.parallel.context,
+    )
+    return Meter(setup, state.consumed_tokens, engine.scalars()["skipped"])
+
+
+def _peak_dtype(recipe: Recipe, compute: Compute) -> str:
+    """The arithmetic whose peak MFU is measured against; for fp8 that of bf16, so that both can be compared."""
+    if compute.precision == "fp8":
+        return "bf16"
+    return "tf32" if compute.precision == "fp32" and recipe.kernels.tf32 else compute.precision
 
 
 def make_saver(resolved: Resolved, start: Start, ranks: RankGroups, process: Process) -> Saver:
-    """What writes checkpoints; its ranks talk over a group of their own, because it works while training exchanges."""
+    """The saver of a run. Its ranks use a group of their own, because it works while training exchanges tensors."""
     config = resolved.recipe.checkpoint
-    local, place = config.place(start.folder)
+    local, remote = config.place(start.folder)
     timeout_seconds = resolved.recipe.parallel.timeout_seconds
     group = ranks.world.host_group(timeout_seconds)
     saver = Saver(local, config, Writers(group.rank, group.size, group.gather), resolved.tokenizer_path)
     saver.ranks_here = -(-process.world // process.num_nodes)
-    if place is not None:
-        saver.send_to(Remote(place, config))
-        sending = ranks.world.host_group(max(timeout_seconds, UPLOAD_SECONDS))  # saves go on meanwhile, over the other one
+    if remote is not None:
+        saver.send_to(Remote(remote, config))
+        sending = ranks.world.host_group(max(timeout_seconds, UPLOAD_SECONDS))  # saves continue meanwhile, over the other group
         saver.uploads.writers = Writers(sending.rank, sending.size, sending.gather)
     return saver
 
 
-def peak_kind(recipe: Recipe, compute: Compute) -> str:
-    """The arithmetic whose peak a run is measured against."""
-    if compute.precision == "fp8":
-        return "bf16"  # so that both can be compared
-    return "tf32" if compute.precision == "fp32" and recipe.kernels.tf32 else compute.precision
-
-
-def compiles_blocks(recipe: Recipe, compute: Compute) -> bool:
-    """Whether the halves of each block are compiled."""
-    wanted = recipe.kernels.compile
-    return compute.device.type == "cuda" if wanted == "auto" else wanted
-
-
 def engine_spec(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: RankGroups) -> EngineSpec:
     """What decides the engine of this rank."""
+    on_cuda = compute.device.type == "cuda"
     return EngineSpec(
         model,
         recipe.objective,
         recipe.optim,
         compute.device,
         compute.dtype,
-        chunk_tokens=recipe.memory.chunk_tokens(on_cuda=compute.device.type == "cuda"),
+        chunk_tokens=recipe.memory.chunk_tokens(on_cuda=on_cuda),
         seed=recipe.seed,
         freeze=recipe.freeze,
         train=recipe.train,
@@ -313,41 +191,11 @@ def engine_spec(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: Ran
         fp8=recipe.fp8.scaling if compute.precision == "fp8" else None,
         loss_scale=recipe.loss_scale,
         attention=recipe.kernels.attention,
-        compile_blocks=compiles_blocks(recipe, compute),
+        compile_blocks=on_cuda if recipe.kernels.compile == "auto" else recipe.kernels.compile,
         memory=recipe.memory,
         parallel=recipe.parallel,
         ranks=ranks,
     )
-
-
-def make_loader(recipe: Recipe, data: OpenData, batch: ResolvedBatch, state: TrainState | None, ranks: RankGroups) -> Loader:
-    """The training batches, from the beginning or from where a state stands."""
-    whole = recipe.epochs is not None and float(recipe.epochs).is_integer()
-    return Loader(
-        recipe.data,
-        sources=data.train,
-        rows_per_step=batch.rows,
-        micro_rows=batch.micro_rows,
-        rank=ranks.data.rank,
-        world=ranks.data.size,
-        seed=recipe.seed,
-        state=state.cursor if state else None,
-        epochs=int(recipe.epochs) if whole and recipe.epochs is not None else None,
-        rampup=recipe.batch.rampup,
-        sum_over_ranks=ranks.data.sum,
-    )
-
-
-def count_steps(recipe: Recipe, loader: Loader, batch: ResolvedBatch) -> int:
-    """How many updates the run has."""
-    if recipe.steps is not None:
-        return recipe.steps
-    assert recipe.epochs is not None
-    if float(recipe.epochs).is_integer():
-        batches = loader.batches_in(int(recipe.epochs))
-    else:
-        batches = ceil(recipe.epochs * loader.rows_per_epoch() / batch.rows)
-    return batches - sum(min(last, batches - 1) - first + 1 for first, last in recipe.data.skipped if first < batches)
 
 
 def fill(engine: Engine, resolved: Resolved) -> None:
@@ -357,7 +205,7 @@ def fill(engine: Engine, resolved: Resolved) -> None:
     if carried is not None:
         values = carried.base_weights()
     else:
-        values = _initial(engine, resolved) if resolved.weights is None else resolved.weights.weights()
+        values = _initial_values(engine, resolved) if resolved.weights is None else resolved.weights.weights()
     if adapter is not None:
         given = {} if carried is None else carried.updates()
         values = with_updates(values, adapter, adapter.modules(resolved.model), resolved.recipe.seed, given)
@@ -369,8 +217,8 @@ def fill(engine: Engine, resolved: Resolved) -> None:
         engine.fill([(GATES, torch.tensor(resolved.log_alpha, device="cpu"))])
 
 
-def _initial(engine: Engine, resolved: Resolved) -> Iterator[tuple[str, Tensor]]:
-    """Initial values in the order of the model; a few are drawn at a time, in threads, because one thread takes long for large models."""
+def _initial_values(engine: Engine, resolved: Resolved) -> Iterator[tuple[str, Tensor]]:
+    """Initial values in the order of the model, drawn a few at a time in threads: one thread is slow for large models."""
 
     def draw(name: str) -> tuple[str, Tensor]:
         return name, initial_value(name, engine.shapes[name], resolved.model, resolved.recipe.seed)

@@ -1,4 +1,4 @@
-"""Two recipes or run folders come in, the settings in which they differ go out. Defaults count: unsaid equals the same value said."""
+"""Two recipes or run folders come in, the settings in which they differ go out. A default equals the same value given."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from headway.config.load import load
 from headway.errors import ConfigError
 from headway.train.config import Recipe
-from headway.train.expand import resolved_settings
-from headway.train.folder import RECIPE
+from headway.train.run_folder import RECIPE
+from headway.train.stages import resolved_settings
 
 ABSENT = "(no such setting)"
-"""Stands for a setting that the other kind of section does not have."""
+"""The value of a setting that the other recipe does not have."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One setting and its two values, as YAML would hold them."""
+    """One setting and its two values, as in YAML."""
 
     key: str
     first: Any
@@ -32,7 +32,7 @@ def compare_recipes(first: Path, second: Path) -> list[Difference]:
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
-    """Every setting; stages by their names, so that one is compared with its like."""
+    """Every setting; stages by name, so that stages of the same name are compared."""
     found = resolved_settings(recipe)
     return {**found, "stages": {stage.pop("name"): stage for stage in found["stages"]}}
 

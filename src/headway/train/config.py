@@ -1,8 +1,9 @@
-"""The recipe: everything `headway train` needs, as one frozen tree. Imports without torch."""
+"""The recipe: all settings of `headway train`, as one frozen tree. Imports without torch."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -10,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from headway.checkpoint.config import CheckpointConfig
 from headway.config.kinds import KindIn, NestedErrors
-from headway.config.section import Section, setting, unusable_path
+from headway.config.section import ALTERNATIVES, Overlay, Section, setting, unusable_path
 from headway.data.config import BatchConfig, DataConfig
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
@@ -21,27 +22,29 @@ from headway.optim.base import OptimConfig
 from headway.optim.scaler import ScalerConfig
 from headway.parallel.config import MemoryConfig, ParallelConfig
 from headway.track.base import TrackerConfig
-from headway.train.overlay import NOT_A_STAGES, StageConfig, overlay
-from headway.train.watch import HealConfig
+
+CHOICES = ("kind", "preset")
+"""A section that sets one of these to another value replaces the whole section below it."""
+SHARED_BY_STAGES = {"stages": "stages have no stages", "run": "all stages share the run folder", "device": "all stages share the device"}
 
 
 class RunConfig(Section):
-    """Where the run lives."""
+    """The run folder, and how the run is started."""
 
-    name: str = setting("run", "Name of the run; its folder is dir/name.", min_length=1)
-    dir: Path = setting(Path("runs"), "Folder that holds runs.")
+    name: str = setting("run", "Name of the run; its folder is run.dir/run.name.", min_length=1)
+    dir: Path = setting(Path("runs"), "Parent folder of all runs.")
     gpus: int | str | tuple[int | str, ...] | None = setting(
-        None, "GPUs `headway train` uses: ids, UUIDs, a type, auto (all free ones) or none; null = as torch sees them. --gpus wins."
+        None, "GPUs `headway train` uses: ids, UUIDs, a type, auto (all free GPUs) or none; null = those torch sees. --gpus overrides it."
     )
-    supervise: bool = setting(False, "Start the run again after a crash or a hang, as `headway supervise` does; see supervise.")
+    supervise: bool = setting(False, "Restart the run after a crash or a hang, as `headway supervise` does; see supervise.")
     grace_seconds: float = setting(
-        120.0, "After a signal to stop: how long a run that is not saving may take to leave; validation is cut short at half of it.", gt=0
+        120.0, "After a stop signal: how long a run that is not saving may take to exit; validation is cut short after half of it.", gt=0
     )
 
     takeover_seconds: float = setting(
         120.0,
-        "A start that finds the folder locked by a process on another host or in another container waits so long for a sign of life before "
-        "it takes over.",
+        "If a process on another host or in another container holds the run folder's lock: how long to wait for its next heartbeat before "
+        "taking over.",
         gt=0,
     )
 
@@ -51,12 +54,12 @@ class RunConfig(Section):
         if problem := unusable_path(name):
             raise ValueError(problem)
         if name.startswith(("/", "~")) or {".", ".."} & set(name.split("/")):
-            raise ValueError(f"is {name!r}; it must name a folder below run.dir. Say with run.dir where runs are kept")
+            raise ValueError(f"is {name!r}; it must name a folder below run.dir. Set run.dir to keep runs elsewhere")
         return name
 
     @property
     def gpus_wish(self) -> str | None:
-        """The GPUs as --gpus would say it."""
+        """The GPUs in the form of --gpus."""
         return ",".join(map(str, self.gpus)) if isinstance(self.gpus, tuple) else None if self.gpus is None else str(self.gpus)
 
     @property
@@ -66,13 +69,13 @@ class RunConfig(Section):
 
 
 class SuperviseConfig(Section):
-    """How patient a supervisor is, with run.supervise or `headway supervise`, whose flags win."""
+    """When a supervised run (run.supervise or `headway supervise`) restarts and gives up. The flags of `headway supervise` override it."""
 
-    max_restarts: int = setting(5, "Failures in a row, without a newer checkpoint, before it gives up.", ge=0)
-    backoff_seconds: float = setting(10.0, "Pause before a restart; doubled with each failure in a row, ten minutes at most.", ge=0)
+    max_restarts: int = setting(5, "Failures in a row without a newer checkpoint, after which the supervisor gives up.", ge=0)
+    backoff_seconds: float = setting(10.0, "Pause before a restart; it doubles with each failure in a row, up to ten minutes.", ge=0)
     hang_seconds: float = setting(
         900.0,
-        "A rank without progress (a step, a validation batch, a save) for so long hangs: stacks are kept, all is restarted.",
+        "A rank that makes no progress (step, validation batch, save) for this long hangs: stacks are saved and all ranks restart.",
         gt=0,
     )
 
@@ -81,37 +84,43 @@ Content = Literal["model", "optimizer", "scheduler", "sampler", "rng"]
 
 
 class InitConfig(Section):
-    """Where the weights start."""
+    """Where the initial weights come from."""
 
     source: str | None = Field(
         None,
         alias="from",
-        description="A run, checkpoint, Hugging Face or PEFT adapter folder to take weights, shape and tokenizer from; null = random.",
+        description="A run, checkpoint, Hugging Face or PEFT adapter folder that gives weights, shape and tokenizer; null = random.",
         json_schema_extra={"on_resume": "fixed"},
     )
     content: tuple[Content, ...] | Literal["all"] = setting(
         ("model",),
-        "Taken from a checkpoint in `from`: model, optimizer, scheduler, sampler, rng, or all. From InternLM's: all but sampler.",
+        "What to take from the checkpoint in `from`: model, optimizer, scheduler, sampler, rng, or all. InternLM's have no sampler.",
         on_resume="fixed",
     )
     adapter: str | None = setting(
-        None, "A PEFT adapter folder over `from`: continued where the recipe's adapter has the same form, else merged.", on_resume="fixed"
+        None,
+        "A PEFT adapter folder for `from`: trained further if the recipe's adapter has the same form; otherwise merged.",
+        on_resume="fixed",
     )
-    merge: bool = setting(False, "Merge the adapter that `from` carries even where it could be continued.", on_resume="fixed")
+    merge: bool = setting(False, "Merge the adapter in `from` even if it could be trained further.", on_resume="fixed")
 
     masks: Path | None = setting(
         None,
-        "Mask file (or a folder that holds one, DuoAttention's too) the head gates start from: log_alpha = 10 (2 x - 1).",
+        "Mask file, or a folder with one (also DuoAttention's), that initializes the head gates: log_alpha = 10 (2 x - 1).",
         on_resume="fixed",
     )
     masks_sparsity: float | None = setting(
-        None, "Round a mask file of soft values to this share of streaming heads first; null = as it is.", ge=0, le=1, on_resume="fixed"
+        None,
+        "First round a mask file of soft values to this share of streaming heads; null = use the values unchanged.",
+        ge=0,
+        le=1,
+        on_resume="fixed",
     )
 
     @field_validator("content", mode="before")
     @classmethod
     def _as_list(cls, value: object) -> object:
-        """A single name stands for a list of one; `all` in a list is all."""
+        """A single name is a list of one; a list with `all` is all."""
         listed = value if isinstance(value, (list, tuple)) else [value]
         return "all" if "all" in listed else tuple(cast(Any, listed))
 
@@ -124,116 +133,182 @@ class InitConfig(Section):
 
     @property
     def contents(self) -> tuple[Content, ...]:
-        """What is taken, written out."""
+        """What is taken, with `all` expanded."""
         return get_args(Content) if self.content == "all" else self.content
 
     @model_validator(mode="after")
     def _belongs_to_something(self) -> InitConfig:
         if "model" not in self.contents:
-            raise ValueError(f"content is {list(self.contents)}; it must hold model, which the rest belongs to")
+            raise ValueError(f"content is {list(self.contents)}; it must contain model, which the rest belongs to")
         if len(self.contents) > 1 and self.source is None:
-            raise ValueError("content is given without from; name the checkpoint it is taken from")
+            raise ValueError("content is given without from; set from to the checkpoint it is taken from")
         if "rng" in self.contents and "scheduler" not in self.contents:
             raise ValueError("content has rng without scheduler; randomness is derived from the seed and the step. Add scheduler")
         if self.adapter is not None and self.source is None:
-            raise ValueError("adapter is given without from; an adapter needs the model it belongs to")
+            raise ValueError("adapter is given without from; set from to the model it belongs to")
         if self.masks_sparsity is not None and self.masks is None:
-            raise ValueError("masks_sparsity is given without masks; give the mask file too")
+            raise ValueError("masks_sparsity is given without masks; set masks to the mask file")
         return self
 
 
 class KernelConfig(Section):
-    """How operations are computed; never what they compute."""
+    """How operations are computed. Changes speed, not the model."""
 
     attention: Literal["auto", "reference", "sdpa", "varlen", "fa4"] = setting(
         "auto",
-        "Attention kernel; auto picks by device and mask: fa4 where installed, else cuDNN for whole rows, varlen for documents.",
+        "Attention kernel; auto chooses by device and mask: fa4 if installed, otherwise cuDNN for whole rows and varlen for documents.",
     )
     compile: Literal["auto"] | bool = setting("auto", "Compile the halves of each block; auto = on CUDA.")
-    tf32: bool = setting(True, "Allow TF32 in fp32 matrix products on CUDA.")
+    tf32: bool = setting(True, "Allow TF32 in fp32 matrix multiplications on CUDA.")
 
 
 class Fp8Config(Section):
-    """The 8-bit products of precision fp8."""
+    """The 8-bit matrix multiplications of precision fp8."""
 
     scaling: Literal["tensorwise", "rowwise"] = setting(
-        "tensorwise", "One scale for a whole operand (fastest), or one for each row or column (closer to bf16)."
+        "tensorwise", "One scale for each operand (fastest), or one for each row or column (closer to bf16)."
     )
 
 
 class StopConfig(Section):
-    """When a run ends early. What better means: checkpoint.metric and checkpoint.goal."""
+    """Early stopping. checkpoint.metric and checkpoint.goal say which validation is better."""
 
-    patience: int = setting(3, "Validations in a row without a better one that end the run.", gt=0)
-    min_delta: float = setting(0.0, "A validation is better if it beats the best by more than this.", ge=0)
-    restore_best: bool = setting(True, "Make final/ from the best checkpoint; every validation that is best saves one.")
+    patience: int = setting(3, "Validations in a row without improvement, after which the run ends.", gt=0)
+    min_delta: float = setting(0.0, "A validation counts as an improvement if it beats the best one by more than this.", ge=0)
+    restore_best: bool = setting(True, "Export final/ from the best checkpoint; every new best validation saves one.")
 
 
 class EvalConfig(Section):
-    """Validation inside the run."""
+    """Validation during training."""
 
     every: int | None = setting(100, "Steps between validations; null = only at the end.", gt=0)
     at_start: bool = setting(
-        False, "Also validate before the first step, so that there is a before to compare with; does not count for eval.stop or the best."
+        False, "Also validate before the first step, as a baseline; it does not count for eval.stop or the best checkpoint."
     )
-    rows: int = setting(64, "Rows of each validation set that are read, at most; the same ones whatever the microbatch and ranks.", gt=0)
-    stop: StopConfig | None = setting(None, "End the run when validations get no better; null = never.")
+    rows: int = setting(
+        64, "Upper bound on the rows read from each validation set; the same rows for every microbatch size and number of ranks.", gt=0
+    )
+    stop: StopConfig | None = setting(None, "Early stopping; null = off.")
+
+
+class HealConfig(Section):
+    """What to do about a loss that is not finite or spikes. An alert is sent in any case (events nan and spike)."""
+
+    on_nan: Literal["skip", "rollback"] = setting(
+        "skip", "A loss or gradient that is not finite: skip the step, or roll back to a checkpoint and skip that batch."
+    )
+    on_spike: Literal["alert", "skip", "rollback"] = setting(
+        "alert", "A loss spike: only send an alert, skip the step, or roll back to a checkpoint and skip that batch."
+    )
+    sigma: float | None = setting(
+        6.0, "A spike is this many standard deviations above the mean of the window; null = no spike detection.", gt=0
+    )
+    window: int = setting(128, "Good losses in the window; no loss is a spike before the window is full.", gt=1, le=1_000_000)
+    skip_before: int = setting(0, "On rollback: batches before the bad one that are skipped with it.", ge=0, le=1_000_000)
+    limit: int = setting(
+        3, "Skipped steps in a row, or rollbacks to the same checkpoint, after which the run gives up (exit code 3).", ge=0
+    )
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a run may roll back to a checkpoint."""
+        return "rollback" in (self.on_nan, self.on_spike)
 
 
 class LogConfig(Section):
-    """What is shown while training; metrics.jsonl has every step regardless."""
+    """What is shown during training; metrics.jsonl always has every step."""
 
     every: int = setting(10, "Steps between console lines and tracker points.", gt=0)
     slow_ratio: float | None = setting(
-        1.2, "Every 50 steps a rank is named that takes longer than the ranks' mean by this factor; null = ranks are not compared.", gt=1
+        1.2, "Every 50 steps, report ranks that take longer than the mean of all ranks by this factor; null = do not compare ranks.", gt=1
     )
 
 
 Tracker = Annotated[TrackerConfig, KindIn("headway.track")]
 
 
+class StageConfig(Overlay):
+    """One stage: a name, and the settings in which it differs from the recipe."""
+
+    name: str = setting(..., "Name of the stage; its folder is stages/NN-name in the run folder.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings given for the stage."""
+        return dict(self.model_extra or {})
+
+
+def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay the settings of a stage over those of its recipe; plain data in and out.
+
+    Mappings merge key by key; anything else is replaced. A section with another `kind` or `preset` is replaced as a whole. A setting
+    removes its alternatives: a stage with `epochs` does not have the recipe's `steps`.
+    """
+    result = dict(below)
+    for ways in ALTERNATIVES:
+        if any(key in above for way in ways for key in way):
+            for way in ways:
+                if not any(key in above for key in way):
+                    for key in way:
+                        result.pop(key, None)
+    for key, value in above.items():
+        there = result.get(key)
+        if isinstance(value, dict) and isinstance(there, dict) and not _chooses(cast(Any, there), cast(Any, value)):
+            result[key] = overlay(cast(Any, there), cast(Any, value))
+        else:
+            result[key] = value
+    return result
+
+
+def _chooses(there: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+    """Whether a section chooses another kind or preset."""
+    return any(key in value and value[key] != there.get(key) for key in CHOICES)
+
+
 class Recipe(Section):
     """One training run."""
 
-    run: RunConfig = setting(RunConfig, "Where the run lives.")
-    supervise: SuperviseConfig = setting(SuperviseConfig, "How patient a supervisor is.")
-    model: ModelConfig = setting(ModelConfig, "Shape of the model.", on_resume="fixed")
-    init: InitConfig = setting(InitConfig, "Where the weights start.")
+    run: RunConfig = setting(RunConfig, "The run folder, and how the run is started.")
+    supervise: SuperviseConfig = setting(SuperviseConfig, "When a supervised run restarts and gives up.")
+    model: ModelConfig = setting(ModelConfig, "Model family and shape.", on_resume="fixed")
+    init: InitConfig = setting(InitConfig, "Where the initial weights come from.")
     tokenizer: Path | None = setting(None, "Tokenizer folder, tokenizer.json or sentencepiece model.", on_resume="fixed")
-    data: DataConfig = setting(DataConfig, "What to train and validate on; without train, generated data.")
+    data: DataConfig = setting(DataConfig, "Training and validation data; without data.train, generated data.")
     objective: Annotated[ObjectiveConfig, KindIn("headway.objective", "next_token")] = setting(NextTokenConfig, "The loss.")
     optim: Annotated[OptimConfig, KindIn("headway.optim", "adamw")] = setting(AdamWConfig, "Optimizer and schedule.")
     batch: BatchConfig = setting(BatchConfig, "Size of a step and of a microbatch.")
-    steps: int | None = setting(None, "Updates in the run; or give epochs.", gt=0, on_resume="free")
-    epochs: int | float | None = setting(None, "Passes over the training data; or give steps.", gt=0, on_resume="free")
+    steps: int | None = setting(None, "Number of updates; or give epochs.", gt=0, on_resume="free")
+    epochs: int | float | None = setting(None, "Number of passes over the training data; or give steps.", gt=0, on_resume="free")
     freeze: tuple[str, ...] = setting(
         (), "Parameters that do not train: patterns such as embeddings, layers.0-19, *.mlp.*.", on_resume="fixed"
     )
     train: tuple[str, ...] = setting(
-        (), "The only parameters that train; the opposite of freeze. With an adapter: what trains beside it.", on_resume="fixed"
+        (), "The only parameters that train; the opposite of freeze. With an adapter: what trains in addition to it.", on_resume="fixed"
     )
-    adapter: AdapterConfig | None = setting(None, "A low-rank update beside frozen weights; null = none.", on_resume="fixed")
+    adapter: AdapterConfig | None = setting(None, "A low-rank adapter (LoRA) on frozen weights; null = none.", on_resume="fixed")
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = setting(
         "auto",
         "Compute dtype; master weights are fp32. auto = bf16 on CUDA, else fp32. fp16 scales the loss. "
-        "fp8: bf16 with the blocks' matrix products in 8 bits (Ada, Hopper and newer).",
+        "fp8: bf16, with the matrix multiplications of the blocks in 8 bits (Ada, Hopper and newer).",
     )
-    fp8: Fp8Config = setting(Fp8Config, "The 8-bit products of precision fp8.")
+    fp8: Fp8Config = setting(Fp8Config, "The 8-bit matrix multiplications of precision fp8.")
     loss_scale: ScalerConfig = setting(ScalerConfig, "The loss scale of precision fp16.")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where to compute; auto = CUDA where there is one.")
-    parallel: ParallelConfig = setting(ParallelConfig, "How ranks share the work.")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where to compute; auto = CUDA if there is a GPU.")
+    parallel: ParallelConfig = setting(ParallelConfig, "How ranks divide the work.")
     kernels: KernelConfig = setting(KernelConfig, "How operations are computed.")
-    memory: MemoryConfig = setting(MemoryConfig, "Memory against time.")
-    checkpoint: CheckpointConfig = setting(CheckpointConfig, "When to save, what to keep.")
-    heal: HealConfig = setting(HealConfig, "What to do about a loss that is not finite or jumps.")
-    eval: EvalConfig = setting(EvalConfig, "Validation inside the run.")
-    log: LogConfig = setting(LogConfig, "What is shown while training.")
-    track: tuple[Tracker, ...] = setting((), "Where else metrics go.")
-    seed: int = setting(42, "Everything random is derived from it.", ge=0, on_resume="fixed")
-    deterministic: bool = setting(False, "Bit-equal reruns on GPU too; slower kernels where needed, refused where there is none.")
+    memory: MemoryConfig = setting(MemoryConfig, "Settings that trade time for memory.")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig, "When to save, and which checkpoints to keep.")
+    heal: HealConfig = setting(HealConfig, "What to do about a loss that is not finite or spikes.")
+    eval: EvalConfig = setting(EvalConfig, "Validation during training.")
+    log: LogConfig = setting(LogConfig, "What is shown during training.")
+    track: tuple[Tracker, ...] = setting((), "Further destinations for metrics and events.")
+    seed: int = setting(42, "All randomness is derived from it.", ge=0, on_resume="fixed")
+    deterministic: bool = setting(
+        False, "Bit-identical reruns on GPU too. Uses slower kernels where needed; refused where there is no deterministic one."
+    )
 
     stages: tuple[StageConfig, ...] = setting(
-        (), "Stages that run one after another: each a name and the settings in which it differs from this recipe.", on_resume="fixed"
+        (), "Stages that run one after another; each has a name and the settings in which it differs from this recipe.", on_resume="fixed"
     )
 
     @model_validator(mode="after")
@@ -243,7 +318,7 @@ class Recipe(Section):
             raise ValueError(f"stages has two called {twice!r}; each needs its own name")
         mistakes: list[Any] = []
         for index, stage in enumerate(self.stages):
-            for key, reason in NOT_A_STAGES.items():
+            for key, reason in SHARED_BY_STAGES.items():
                 if key in stage.settings:
                     raise ValueError(f"stages.{index}.{key} is given, but {reason}. Remove it")
             try:
@@ -255,7 +330,7 @@ class Recipe(Section):
         return self
 
     def stage_settings(self, index: int) -> dict[str, Any]:
-        """What one stage's recipe says: its own settings over this recipe's."""
+        """The settings of one stage: its own over this recipe's."""
         return overlay(self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"stages"}), self.stages[index].settings)
 
     @model_validator(mode="after")
@@ -265,16 +340,18 @@ class Recipe(Section):
             return self
         if self.data.valid is None or self.eval.every is None:
             missing = "data.valid" if self.data.valid is None else "eval.every"
-            raise ValueError(f"eval.stop is given, but {missing} is null, so nothing is validated. Set it, or leave eval.stop out")
+            raise ValueError(f"eval.stop is given, but {missing} is null, so nothing is validated. Set it, or remove eval.stop")
         if stop.restore_best and (self.checkpoint.keep_best == 0 or not self.checkpoint.at_end):
             needed = "checkpoint.keep_best is 0" if self.checkpoint.keep_best == 0 else "checkpoint.at_end is false"
-            raise ValueError(f"eval.stop.restore_best is true, but {needed}, so no best checkpoint is there. Change one of them")
+            raise ValueError(f"eval.stop.restore_best is true, but {needed}, so there is no best checkpoint. Change one of them")
         return self
 
     @model_validator(mode="after")
     def _starts_with_something_to_validate(self) -> Recipe:
         if self.eval.at_start and self.data.valid is None:
-            raise ValueError("eval.at_start is true, but data.valid is null, so there is nothing to validate. Set it, or leave it out")
+            raise ValueError(
+                "eval.at_start is true, but data.valid is null, so there is nothing to validate. Set data.valid, or remove eval.at_start"
+            )
         return self
 
     @model_validator(mode="after")
@@ -286,7 +363,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _fp8_fits(self) -> Recipe:
         if self.precision == "fp8" and self.adapter is not None:
-            raise ValueError("precision is fp8 with an adapter, whose layers compute in 16 bits. Use precision bf16, or no adapter")
+            raise ValueError("precision is fp8 with an adapter, whose layers compute in 16 bits. Use precision bf16, or remove the adapter")
         if self.precision == "fp8" and self.data.seq_len % 16:
             raise ValueError(f"data.seq_len is {self.data.seq_len}; with precision fp8 it must be a multiple of 16")
         return self

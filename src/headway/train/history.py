@@ -1,23 +1,23 @@
-"""A run folder comes in, its curves go out: what evaluations show beside what they measure themselves."""
+"""metrics.jsonl of a run comes in; its totals, for the summary, and its curves, for evaluation reports, go out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from headway.eval.training import Point, Training
-from headway.track.jsonl import MetricsReader
-from headway.train.evaluate import AT_START
-from headway.train.folder import METRICS
+from headway.track.jsonl import MetricsFile, MetricsReader
+from headway.train.meter import AT_START, WARM_STEPS
+from headway.train.run_folder import METRICS
 
-STRETCHES = 200
-"""Points of a curve of training losses, at most."""
+MAX_POINTS = 200
+"""Upper bound on the points of a curve of training losses."""
 
 
 def read_training(run: Path) -> list[Training]:
-    """The curves of a run, one for each of its stages; nothing for a folder that is no run."""
+    """The curves of a run, one for each stage; empty for a folder that is no run."""
     if not (run / METRICS).is_file():
         return []
     records = MetricsReader(run / METRICS)
@@ -27,7 +27,7 @@ def read_training(run: Path) -> list[Training]:
 
 
 def _training(name: str, records: Iterable[dict[str, Any]]) -> Training:
-    """Keeps the losses and the validations of the records; the rest of each is let go, because there may be millions."""
+    """Keeps only losses and validations: there may be millions of records."""
     valid: dict[str, list[Point]] = {}
     losses: list[tuple[int, float | None]] = []
     for record in records:
@@ -43,7 +43,7 @@ def _training(name: str, records: Iterable[dict[str, Any]]) -> Training:
 
 
 def _curve(losses: list[tuple[int, float | None]]) -> list[tuple[int, float]]:
-    size = -(-len(losses) // STRETCHES)
+    size = -(-len(losses) // MAX_POINTS)
     curve: list[tuple[int, float]] = []
     for first in range(0, len(losses), size):
         some = losses[first : first + size]
@@ -51,3 +51,68 @@ def _curve(losses: list[tuple[int, float | None]]) -> list[tuple[int, float]]:
         if known:
             curve.append((some[-1][0], sum(known) / len(known)))
     return curve
+
+
+class MetricsTotals:
+    """Totals over the records of a run, which may be millions. A record that lacks a number counts without it."""
+
+    def __init__(self) -> None:
+        self.losses, self.valid = Extremes(), Extremes()
+        self.records = self.samples = 0
+        self.seconds = self.warm_seconds = self.warm_wait = 0.0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add one record."""
+        self.records += 1
+        self.losses.add(record.get("loss"))
+        for key in (AT_START, "valid"):
+            for values in _mapping(record.get(key)).values():
+                self.valid.add(_mapping(values).get("loss"))
+        self.samples += int(_amount(record.get("num_samples_in_batch")))
+        times = _mapping(record.get("time"))
+        seconds = _amount(times.get("step_seconds"))
+        self.seconds += seconds
+        if self.records > WARM_STEPS:
+            self.warm_seconds += seconds
+            self.warm_wait += _amount(times.get("data_wait_seconds"))
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """Share of the step time spent waiting for batches; None where there were too few steps."""
+        return self.warm_wait / self.warm_seconds if self.warm_seconds else None
+
+
+class Extremes:
+    """The first, the last and the smallest of some numbers."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.last: float | None = None
+        self.smallest: float | None = None
+
+    def add(self, value: Any) -> None:
+        """Add one value; anything but a number is left out."""
+        if type(value) in (int, float):
+            self.first = value if self.first is None else self.first
+            self.last = value
+            self.smallest = value if self.smallest is None else min(self.smallest, value)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _amount(value: Any) -> float:
+    return value if type(value) in (int, float) else 0
+
+
+def total_metrics(metrics: Path, *, repair: bool = False) -> MetricsTotals:
+    """Add up a metrics file; `repair` rewrites it without damaged lines, if there are any."""
+    found = MetricsTotals()
+    if metrics.exists():  # else stopped before the first step
+        reader = MetricsReader(metrics)
+        for record in reader:
+            found.add(record)
+        if reader.damaged and repair:
+            MetricsFile(metrics).repair()
+    return found

@@ -1,4 +1,4 @@
-"""THE loop. Every kind of training is this loop with another recipe; it calls log, evaluate and save by name."""
+"""THE loop. Every kind of training is this loop with another recipe; it calls validate, save and report by name."""
 
 from __future__ import annotations
 
@@ -10,111 +10,102 @@ from typing import Any
 from torch.profiler import record_function
 
 from headway.checkpoint.load import step_folders
-from headway.data.loader import Loader
 from headway.errors import GaveUpError
 from headway.objective.base import StepInfo
 from headway.optim.groups import hypers
-from headway.train.build import Run
-from headway.train.clock import Clock
-from headway.train.evaluate import validate, validate_at_start
+from headway.train import TRACE_DATA, TRACE_FORWARD_BACKWARD, TRACE_OPTIMIZER
+from headway.train.early_stopping import count_validation
 from headway.train.finish import finish
-from headway.train.heal import roll_back
-from headway.train.patience import take_validation
-from headway.train.probe import DATA, FORWARD_BACKWARD, OPTIMIZER
-from headway.train.report import report
-from headway.train.saving import all_saved, due_after, save
-from headway.train.slow_ranks import name_slow_ranks
+from headway.train.run import Run
 
 COLLECT_EVERY = 1000
-"""Steps between collections of Python's garbage, which would otherwise come at any moment of a step."""
+"""Steps between garbage collections, which would otherwise happen at any moment of a step."""
 
 
 def run_loop(run: Run) -> dict[str, Any]:
-    """Train until the last step, or until asked to stop; returns the summary."""
-    state = run.state
-    clock = Clock(run)
-    asked: str | None = None
+    """Train until the last step or a stop request; returns the summary."""
+    state, healer = run.state, run.healer
+    stopped_by: str | None = None
     gc.collect()
     gc.disable()
-    run.stop.starting = False
+    run.clock.start()
+    run.session.stop.starting = False
     try:
-        with all_saved(run):
+        with run.finishing_saves():
             if run.recipe.heal.rolls_back and not step_folders(run.checkpoints):
-                save(run, clock)  # there must be something to go back to
-            validate_at_start(run)
-            while goes_on(run):
-                run.hold.check()
-                order = run.orders.look(state.step, run.healer.bad.step if run.healer.bad else None, is_hopeless=bool(run.healer.hopeless))
-                if order.is_hopeless:
-                    raise GaveUpError(run.healer.hopeless or "another rank gave up")
-                if order.bad_step is not None:
-                    roll_back(run, order.bad_step)
+                run.save()  # a rollback needs a checkpoint
+            run.validate_at_start()
+            while continues(run):
+                run.session.locks.check()
+                decision = run.control.decide(state.step, healer.bad.step if healer.bad else None, gives_up=bool(healer.gave_up))
+                if decision.gives_up:
+                    raise GaveUpError(healer.gave_up or "another rank gave up")
+                if decision.bad_step is not None:
+                    run.roll_back(decision.bad_step)
                     continue
-                if (asked := order.stopped_by) is not None:
+                if (stopped_by := decision.stopped_by) is not None:
                     break
-                if order.save and state.step > run.saver.started_step:
-                    save(run, clock)
-                train_step(run, run.loader)
-                run.after_step(state.step)
-                name_slow_ranks(run)
-                clock.epoch_lines()
-                take_validation(run)
-                if state.step < run.total_steps and (due := due_after(run)):
-                    save(run, clock, snapshot=due == "snapshot")
+                if decision.save and state.step > run.saver.started_step:
+                    run.save()
+                train_step(run)
+                run.step_done()
+                count_validation(run)
+                if state.step < run.total_steps and (due := run.due_save()):
+                    run.save(snapshot=due == "snapshot")
                 if state.step % COLLECT_EVERY == 0:
                     gc.collect()
-            report(run, everything=True)
-            wanted = run.recipe.checkpoint.at_end or asked is not None
+            run.report(everything=True)
             run.heart.beat("save", state.step)
             run.saver.make_room()
-            if state.step > run.saver.saved_step and wanted:
-                save(run, clock)
-            if asked is not None:
+            if state.step > run.saver.saved_step and (run.recipe.checkpoint.at_end or stopped_by is not None):
+                run.save()
+            if stopped_by is not None:
                 run.saver.part(run.recipe.run.grace_seconds / 2)
     finally:
         run.loader.close()
         gc.enable()
-    return finish(run, asked)
+    return finish(run, stopped_by)
 
 
-def goes_on(run: Run) -> bool:
-    """Whether there is anything left to do: steps, or the undoing of the last ones."""
-    ended = run.state.step >= run.total_steps or run.state.patience.is_over(run.recipe.eval.stop)
-    if ended:
-        report(run, everything=True)
-    return not ended or run.healer.bad is not None or run.healer.hopeless is not None
+def continues(run: Run) -> bool:
+    """Whether there is anything left to do: steps, or a rollback of the last ones."""
+    if not run.has_ended:
+        return True
+    run.report(everything=True)
+    return run.healer.bad is not None or run.healer.gave_up is not None
 
 
-def train_step(run: Run, batches: Loader, *, quiet: bool = False) -> None:
-    """One update: read, forward and backward, step, measure."""
-    state, meter = run.state, run.meter
+def train_step(run: Run, *, dry: bool = False) -> None:
+    """One update: read, forward and backward, optimizer step, measure. A dry step neither validates nor reports."""
+    state, meter, loader = run.state, run.meter, run.loader
     asked = time.perf_counter()
-    with record_function(DATA):
-        batch, cursor = next(batches)
+    with record_function(TRACE_DATA):
+        batch, cursor = next(loader)
     data_wait = time.perf_counter() - asked
     numbers = hypers(run.recipe.optim, run.engine.groups, state.step, run.total_steps)
     begin = meter.mark()
-    with record_function(FORWARD_BACKWARD):
+    with record_function(TRACE_FORWARD_BACKWARD):
         result = run.engine.forward_backward(batch, StepInfo(state.step, run.total_steps, len(run.data.names)))
     between = meter.mark()
-    verdict = run.watch.judge(result.loss)
-    with record_function(OPTIMIZER):
-        update = run.engine.update(numbers, run.watch.skips(verdict))
+    verdict = run.loss_monitor.judge(result.loss)
+    with record_function(TRACE_OPTIMIZER):
+        update = run.engine.update(numbers, run.loss_monitor.skips(verdict))
+    assert state.cursor is not None
     run.healer.remember(state.step + 1, state.cursor, cursor)
     state.step, state.cursor, state.epoch, state.valid = state.step + 1, cursor, batch.stats.epoch, None
     main = next(iter(numbers.values()))
     host = {"lr": main.lr, "adam_beta2": main.betas[1]}
     marks = (begin, between, data_wait)
-    pending = meter.add(state.step, batch, host, replace(result, verdict=verdict), update, marks, batches.read_seconds)
+    pending = meter.add(state.step, batch, host, replace(result, verdict=verdict), update, marks, loader.read_seconds)
     state.consumed_tokens = meter.consumed_tokens
-    if quiet:
+    if dry:
         return
-    if state.step == run.began_at + 1:
-        pending.valid = run.before
+    if state.step == run.first_step + 1:
+        pending.valid = run.valid_at_start
     every = run.recipe.eval.every
     if run.data.valid and ((every and state.step % every == 0) or state.step == run.total_steps):
-        pending.valid = pending.valid | validate(run)
+        pending.valid = pending.valid | run.validate()
         state.valid = pending.valid.get("valid")
         meter.interrupt()
     run.heart.beat("step", state.step)
-    report(run)
+    run.report()

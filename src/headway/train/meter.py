@@ -1,15 +1,16 @@
-"""Numbers about a step: host facts and device tensors come in, one flat record per step goes out, late and without stalling the device.
+"""Measures steps: host numbers and device tensors come in, one flat record per step goes out, late and without stalling the device.
 
-The device's numbers of a step are copied to the host without waiting; a record is finished when its copy has arrived, normally one or two
-steps later. Timings come from marks that the device passes on its way, so they measure it and not the queue in front of it.
+The device's numbers are copied to the host without waiting; a record is complete when its copy has arrived, normally one or two steps
+later. Timings come from events on the device, so they measure its work and not the queue in front of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,24 +18,30 @@ from torch import Tensor
 from headway.data.batch import StepBatch
 from headway.model.config import ModelConfig
 from headway.model.flops import TokenFlops
+from headway.objective.base import MetricSums
 from headway.parallel.engine import DeviceTimestamp, StepResult, Update
 from headway.runtime.machine import gpu_load, peak_flops, resident_bytes
-from headway.train.straggler import OwnTimes
-from headway.train.watch import NAMES
+from headway.train.health import ANOMALIES
+from headway.train.slow_ranks import RankTimes
 
+if TYPE_CHECKING:
+    from headway.train.state import TrainState
+
+AT_START = "valid_at_start"
+"""Key in the first step's record: the validation before it."""
 MAX_PENDING = 2
 SCALARS = ("loss", "grad_norm", "skipped", "loss_scale", "verdict")
-"""What every step measures besides the metrics of its objective."""
+"""Numbers of every step, whatever the objective."""
 INTERNLM_MULTIPLE = 256
 """InternLM rounds the width of its feed-forward layers up to a multiple of this."""
 WARM_STEPS = 5
-"""First steps wait for the first batches; they say nothing about the rest."""
+"""The first steps wait for the first batches and are left out of averages."""
 
 
 def internlm_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """InternLM's formula for its `tflops` field (no recompute): 3 [(8 + 4m) h^2 + 4 s h] L + 6 h V, m = 1.5 mlp_ratio.
 
-    mlp_ratio is ffn / h, but where the ffn is 8/3 h rounded up as InternLM rounds it, the formula has 8/3 itself.
+    mlp_ratio is ffn / h; where the ffn is 8/3 h rounded up as InternLM rounds it, mlp_ratio is 8/3.
     """
     h = config.hidden_size
     nominal = -(-(h * 8 // 3) // INTERNLM_MULTIPLE) * INTERNLM_MULTIPLE
@@ -43,12 +50,12 @@ def internlm_flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MeterSetup:
     """What does not change during a run."""
 
-    config: ModelConfig
+    model: ModelConfig
     flops: TokenFlops
-    """What a token needs, with what trains."""
+    """Of one token, given which parameters train."""
     seq_len: int
     micro_rows: int
     device: torch.device
@@ -57,12 +64,12 @@ class Facts:
     total_steps: int
     source_names: tuple[str, ...]
     context: int = 1
-    """Ranks that share the tokens of a row."""
+    """RankGroups that share the tokens of a row."""
 
 
 @dataclass(frozen=True)
-class Metric:
-    """A mean that a step measures: sums over weights, one of each, or one per source."""
+class MetricLayout:
+    """A metric in the flat tensor of a step: a sum and a weight, or one of each per source."""
 
     name: str
     num_sources: int | None = None
@@ -70,11 +77,11 @@ class Metric:
 
 @dataclass
 class Pending:
-    """One step whose numbers are on their way."""
+    """A step whose numbers are on their way to the host."""
 
     step: int
     host: dict[str, Any]
-    metrics: list[Metric]
+    metrics: list[MetricLayout]
     values: Tensor
     """SCALARS, then the sums and the weights of each metric."""
     begin: DeviceTimestamp
@@ -83,19 +90,19 @@ class Pending:
     data_wait: float
     save_stall: float
     fresh: bool
-    """Something other than training went before: time this step from its own beginning."""
+    """Something other than training came before: time this step from its own beginning."""
     valid: dict[str, Any] = field(default_factory=dict)
-    own: tuple[DeviceTimestamp, DeviceTimestamp] | None = None
-    """A stretch of the step in which this rank waited for no other."""
+    compute_marks: tuple[DeviceTimestamp, DeviceTimestamp] | None = None
+    """A part of the step in which this rank waited for no other."""
     read_seconds: float = 0.0
-    """What this rank's own data made it wait."""
+    """How long this rank waited for its own data."""
 
 
 class Meter:
     """Turns steps into records, in order."""
 
-    def __init__(self, facts: Facts, consumed_tokens: int = 0, skipped: int = 0) -> None:
-        self.facts = facts
+    def __init__(self, setup: MeterSetup, consumed_tokens: int = 0, skipped: int = 0) -> None:
+        self.setup = setup
         self.consumed_tokens = consumed_tokens
         self.skipped = skipped
         self.fresh = True
@@ -106,44 +113,47 @@ class Meter:
         self.smoothed: float | None = None
         self.waited = 0.0
         self.seen = 0
-        self.own = OwnTimes()
-        self.sources = short_names(facts.source_names)
-        self.peak = peak_flops(facts.device_name, facts.dtype)
-        self.internlm = internlm_flops_per_token(facts.config, facts.seq_len)
+        self.rank_times = RankTimes()
+        self.sources = short_names(setup.source_names)
+        self.peak = peak_flops(setup.device_name, setup.dtype)
+        self.internlm = internlm_flops_per_token(setup.model, setup.seq_len)
 
     def interrupt(self) -> None:
-        """Something other than training comes next; the time it takes is no step's."""
+        """Something other than training comes next; its time belongs to no step."""
         self.fresh = True
 
     def stalled(self, seconds: float) -> None:
-        """A save has kept training waiting; the next step's record says how long."""
+        """A save stalled training for so long; the next step's record shows it."""
         self.save_stall += seconds
         self.saves += 1
         self.stall_total += seconds
         self.interrupt()
 
-    def take_own(self) -> OwnTimes:
-        """This rank's own times since they were last taken, of the steps whose numbers have arrived."""
-        taken, self.own = self.own, OwnTimes()
+    def take_rank_times(self) -> RankTimes:
+        """This rank's times since the last call, of the steps whose numbers have arrived."""
+        taken, self.rank_times = self.rank_times, RankTimes()
         return taken
 
+    def restarted(self, state: TrainState, total_steps: int) -> Meter:
+        """A new meter that counts from a restored state."""
+        return Meter(replace(self.setup, total_steps=total_steps), state.consumed_tokens, state.engine.scalars()["skipped"])
+
     def mark(self) -> DeviceTimestamp:
-        """A mark now."""
-        return DeviceTimestamp.now(self.facts.device)
+        """The time now, on the device."""
+        return DeviceTimestamp.now(self.setup.device)
 
     def add(
         self, step: int, batch: StepBatch, host: dict[str, Any], result: StepResult, update: Update,
-        marks: tuple[DeviceTimestamp, DeviceTimestamp, float],
-        read_seconds: float = 0.0,
+        marks: tuple[DeviceTimestamp, DeviceTimestamp, float],        read_seconds: float = 0.0,
     ) -> Pending:  # fmt: skip
-        """Begin the record of a step; device numbers start their way to the host."""
+        """Begin the record of a step and the copy of its device numbers."""
         stats = batch.stats
         self.consumed_tokens += stats.tokens
         metrics, tensors = _flatten(result, update)
         values = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
         if values.is_cuda:
             values = values.to("cpu", non_blocking=True)
-        facts = {
+        counts = {
             "micro_num": len(batch.microbatches),
             "num_consumed_tokens": self.consumed_tokens,
             "num_samples_in_batch": stats.documents,
@@ -154,8 +164,8 @@ class Meter:
             "tokens": stats.tokens,
         }
         begin, between, data_wait = marks
-        pending = Pending(step, {**host, **facts}, metrics, values, begin, between, self.mark(), data_wait, self.save_stall, self.fresh)
-        pending.own, pending.read_seconds = result.compute_window, read_seconds
+        pending = Pending(step, {**host, **counts}, metrics, values, begin, between, self.mark(), data_wait, self.save_stall, self.fresh)
+        pending.compute_marks, pending.read_seconds = result.compute_window, read_seconds
         self.fresh, self.save_stall = False, 0.0
         self.waiting.append(pending)
         return pending
@@ -178,56 +188,67 @@ class Meter:
         self.smoothed = seconds if self.smoothed is None else 0.9 * self.smoothed + 0.1 * seconds
         self.waited = 0.9 * self.waited + 0.1 * pending.data_wait if self.seen >= WARM_STEPS else 0.0
         self.seen += 1
-        if pending.own is not None and self.seen > WARM_STEPS:
-            self.own = self.own.plus(pending.own[1].since(pending.own[0]), pending.read_seconds, seconds)
+        if pending.compute_marks is not None and self.seen > WARM_STEPS:
+            begin, end = pending.compute_marks
+            self.rank_times = self.rank_times.plus(end.since(begin), pending.read_seconds, seconds)
         record: dict[str, Any] = {"step": pending.step, **_divide(pending, self.sources), **pending.host, **pending.valid}
         self.skipped += record.pop("skipped")
         if verdict := int(record.pop("verdict")):
-            record["anomaly"] = NAMES[verdict]
+            record["anomaly"] = ANOMALIES[verdict]
         record["inf_nan_skip_batches"] = self.skipped
         record["time"] = self._timing(pending, seconds)
         return record
 
     def _timing(self, pending: Pending, seconds: float) -> dict[str, Any]:
-        facts = self.facts
-        rate = pending.host["micro_num"] * facts.micro_rows * facts.seq_len / facts.context / seconds
-        load = gpu_load(facts.device.index or 0) if facts.device.type == "cuda" else None
+        setup = self.setup
+        rate = pending.host["micro_num"] * setup.micro_rows * setup.seq_len / setup.context / seconds
+        load = gpu_load(setup.device.index or 0) if setup.device.type == "cuda" else None
         return {
             "step_seconds": seconds,
             "tokens_per_second": pending.host["tokens"] / seconds,
             "tgs": rate,
             "tflops": rate * self.internlm / 1e12,
-            "mfu_full": None if self.peak is None else rate * facts.flops.full / self.peak,
-            "mfu_causal": None if self.peak is None else rate * facts.flops.causal / self.peak,
+            "mfu_full": None if self.peak is None else rate * setup.flops.full / self.peak,
+            "mfu_causal": None if self.peak is None else rate * setup.flops.causal / self.peak,
             "fwd_bwd_time": pending.between.since(pending.begin),
             "data_wait_seconds": pending.data_wait,
             "save_stall_seconds": pending.save_stall,
             "data_wait_share": self.waited / self.smoothed if self.smoothed else 0.0,
-            "memory_bytes": torch.cuda.max_memory_allocated(facts.device) if load is not None else resident_bytes(),
+            "memory_bytes": torch.cuda.max_memory_allocated(setup.device) if load is not None else resident_bytes(),
             "gpu_utilisation": None if load is None else load.utilisation,
             "gpu_power_watts": None if load is None else load.power_watts,
-            "eta_seconds": (self.smoothed or seconds) * (facts.total_steps - pending.step),
+            "eta_seconds": (self.smoothed or seconds) * (setup.total_steps - pending.step),
         }
 
 
 def short_names(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """The last part of each path, or the whole path where two end alike."""
+    """The last part of each path, or the whole path where two have the same last part."""
     last = [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
     return tuple(short if last.count(short) == 1 else path for short, path in zip(last, paths, strict=True))
 
 
-def _flatten(result: StepResult, update: Update) -> tuple[list[Metric], list[Tensor]]:
+def means(sums: MetricSums) -> dict[str, Any]:
+    """Metric sums of a validation as means; `nll` becomes `loss`, `perplexity` and `tokens`."""
+    result: dict[str, Any] = {name: float(total) / max(float(weight), 1.0) for name, (total, weight) in sums.items() if total.dim() == 0}
+    if "nll" in result:
+        result["loss"] = result.pop("nll")
+        result["perplexity"] = math.exp(min(result["loss"], 700.0))
+        result["tokens"] = int(sums["nll"][1])
+    return result
+
+
+def _flatten(result: StepResult, update: Update) -> tuple[list[MetricLayout], list[Tensor]]:
     verdict = torch.zeros_like(result.loss) if result.verdict is None else result.verdict
     tensors = [result.loss, update.norm, update.skipped, update.loss_scale, verdict]
-    metrics: list[Metric] = []
+    metrics: list[MetricLayout] = []
     for name, (total, weight) in result.metrics.items():
-        metrics.append(Metric(name, total.numel() if total.dim() else None))
+        metrics.append(MetricLayout(name, total.numel() if total.dim() else None))
         tensors += [total, weight]
     return metrics, tensors
 
 
 def _divide(pending: Pending, source_names: tuple[str, ...]) -> dict[str, Any]:
-    """Sums over weights: `nll` as it is called, `nll/source` as `loss/<name>` and `targets/<name>` of each source."""
+    """Means by name: `nll` keeps its name, `nll/source` becomes `loss/<name>` and `targets/<name>` of each source."""
     values = iter(pending.values.tolist())
     record: dict[str, Any] = {name: next(values) for name in SCALARS}
     for metric in pending.metrics:

@@ -1,71 +1,152 @@
-"""How the stages of a recipe follow each other: what each will find is read and checked before the first one trains."""
+"""The stages of a recipe as recipes of their own, and where a stage stands in its run. Imports without torch.
+
+recipe + the settings of a stage -> the stage's recipe: run folder RUN/stages/NN-name, seed + NN - 1, weights of the stage before it
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any
 
-from headway.data.open import open_data
-from headway.data.targets import check_targets
-from headway.errors import HeadwayError
-from headway.infer.adapted import Carried
-from headway.infer.load import StoredModel
-from headway.model.layout import param_specs
-from headway.optim.groups import OBJECTIVE, make_groups, trainable
-from headway.parallel.collectives import RankGroup
-from headway.prepare.sources import prepare_sources
-from headway.train.expand import Stage
-from headway.train.reference_model import check_reference
-from headway.train.resolve import Resolved, resolve
+from headway.config.load import validate
+from headway.config.section import differences
+from headway.errors import ConfigError
+from headway.infer.load import STAGES
+from headway.runtime.json_file import load_json
+from headway.track.jsonl import MetricsFile
+from headway.train.config import InitConfig, Recipe
 
-if TYPE_CHECKING:
-    from torch import Tensor
+FOLDER = "stages"
+MAY_CHANGE = (
+    "run.", "device:", "parallel.", "kernels.", "memory.", "checkpoint.", "log.", "track:", "deterministic:", "batch.micro_rows:",
+    "data.workers:", "data.prefetch:", "data.pin_memory:", "data.stage_to:", "data.cache_dir:",
+)  # fmt: skip
+"""Settings of a finished stage that may change: they decide how it is computed, not what."""
 
 
-def resolve_stage(stage: Stage, previous: StoredModel | None) -> Resolved:
-    """Read what a stage refers to; a mistake says which stage it is in."""
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a run."""
+
+    index: int
+    name: str
+    recipe: Recipe
+    follows: bool
+    """It starts from the weights of the stage before it."""
+
+    @property
+    def label(self) -> str:
+        """Its folder in the run folder's stages/."""
+        return f"{self.index + 1:02}-{self.name}"
+
+    @property
+    def folder(self) -> Path:
+        """Its own run folder."""
+        return self.recipe.run.folder
+
+    def starting_from(self, source: str) -> Stage:
+        """This stage with `init.from` set."""
+        init = InitConfig.model_validate({**self.recipe.init.model_dump(by_alias=True), "from": source})
+        return replace(self, recipe=self.recipe.model_copy(update={"init": init}))
+
+
+def expand(recipe: Recipe) -> list[Stage]:
+    """The stages of a recipe, in order, each with a complete recipe."""
+    found: list[Stage] = []
+    home = recipe.run.folder
+    for index, stage in enumerate(recipe.stages):
+        given: Any = stage.settings
+        follows = index > 0 and "from" not in (given.get("init") or {})
+        run = recipe.run.model_copy(update={"dir": home / FOLDER, "name": f"{index + 1:02}-{stage.name}"})
+        data = recipe.stage_settings(index)
+        data["run"] = run.model_dump(mode="json")
+        data.setdefault("seed", recipe.seed)
+        if "seed" not in given:
+            data["seed"] = recipe.seed + index
+        if index > 0:
+            data["init"] = given.get("init") or {}
+        found.append(Stage(index, stage.name, validate(Recipe, data), follows))
+    for before, after in pairwise(found):
+        if after.follows and not before.recipe.checkpoint.at_end:
+            raise ConfigError(
+                f"stages.{before.index}: checkpoint.at_end is false, but {after.name} starts from its last checkpoint. Set it to true."
+            )
+    return found
+
+
+def changes_of_finished(old: Recipe, new: Recipe, finished: int) -> list[str]:
+    """Settings of finished stages that differ and may not, as `stage: key: old -> new`."""
+    before, after = expand(old), expand(new)
+    found: list[str] = []
+    for index in range(finished):
+        if index >= len(after) or after[index].name != before[index].name:
+            now = after[index].name if index < len(after) else "nothing"
+            found.append(f"stage {index + 1}: {before[index].name} -> {now}")
+            continue
+        fixed, free = differences(before[index].recipe, after[index].recipe)
+        found += [f"{after[index].name}: {change}" for change in (*fixed, *free) if not change.startswith(MAY_CHANGE)]
+    return found
+
+
+def resolved_settings(recipe: Recipe) -> dict[str, Any]:
+    """Every setting of a recipe and of each of its stages, defaults included."""
+    data = recipe.model_dump(mode="json", by_alias=True)
+    data["stages"] = [
+        {"name": stage.name, **stage.recipe.model_dump(mode="json", by_alias=True, exclude={"run", "device", "stages"})}
+        for stage in expand(recipe)
+    ]
+    return data
+
+
+@dataclass(frozen=True)
+class StagePosition:
+    """Where a stage stands in its run."""
+
+    run_folder: Path
+    """The folder of the whole run."""
+    stage: str
+    steps_before: int
+    """Steps of the stages before it."""
+
+    @property
+    def run_name(self) -> str:
+        """The name trackers use."""
+        return f"{self.run_folder.name}-{self.stage}"
+
+
+class StageMetrics:
+    """Writes the metrics of a stage to its own file and to that of the whole run, which counts steps over all stages."""
+
+    def __init__(self, own: MetricsFile, whole: MetricsFile, position: StagePosition) -> None:
+        self.own, self.whole, self.position = own, whole, position
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one step's record to both files; the whole run's adds the stage and the step in it."""
+        self.own.write(record)
+        step = record["step"]
+        self.whole.write({**record, "step": self.position.steps_before + step, "stage": self.position.stage, "stage_step": step})
+
+    def sync(self) -> None:
+        """Wait until all lines are on disk."""
+        self.own.sync()
+        self.whole.sync()
+
+    def cut_to(self, step: int) -> None:
+        """Drop the lines of later steps of this stage, and of later stages."""
+        self.own.cut_to(step)
+        self.whole.cut_to(self.position.steps_before + step)
+
+
+def steps_saved(run: Path) -> int:
+    """The step of a run's newest checkpoint, counted over all stages; -1 where there is none. Reads names only, not files."""
+    found = [int(path.name[5:]) for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
     try:
-        return resolve(stage.recipe, previous if stage.follows else None)
-    except HeadwayError as problem:
-        _raise_of(stage, problem)
-
-
-def check_stage(stage: Stage, resolved: Resolved, world: RankGroup) -> None:
-    """Open what a stage reads, match its patterns and lay out its batch: a mistake in the last stage is said before the first trains."""
-    recipe, model = resolved.recipe, resolved.model
-    shapes = {spec.name: spec.shape for spec in param_specs(model)}
-    if recipe.adapter is not None:
-        shapes |= recipe.adapter.shapes(model)
-    try:
-        recipe.batch.resolve(recipe.data.seq_len, recipe.parallel.mesh(world.rank, world.size).data)
-        module = recipe.objective.build().module
-        if module is not None:
-            shapes |= {OBJECTIVE + name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        make_groups(recipe.optim, shapes, trainable(shapes, recipe.freeze, recipe.train), recipe.objective.rules)
-        tokenizer, pairs = resolved.tokenizer_path, recipe.objective.PAIRS
-        stores = prepare_sources(recipe.data, tokenizer, pairs=pairs)
-        data = open_data(recipe.data, stores, tokenizer=tokenizer, vocab_size=model.vocab, seed=recipe.seed, pairs=pairs)
-        check_targets(data, resolved.tokenizer)
-        check_reference(resolved)
-    except HeadwayError as problem:
-        _raise_of(stage, problem)
-
-
-def _raise_of(stage: Stage, problem: HeadwayError) -> NoReturn:
-    raise type(problem)("\n".join(f"stage {stage.name}: {line}" for line in str(problem).splitlines())) from None
-
-
-def foreseen(resolved: Resolved, folder: Path) -> StoredModel:
-    """The model a stage will leave, as far as it is known before it has trained: its shape, its tokenizer, its first weights."""
-
-    def initial() -> Iterator[tuple[str, Tensor]]:
-        from headway.model.init import initial_value
-
-        for spec in param_specs(resolved.model):
-            yield spec.name, initial_value(spec.name, spec.shape, resolved.model, resolved.recipe.seed)
-
-    weights: Callable[[], Iterator[tuple[str, Tensor]]] = initial if resolved.weights is None else resolved.weights.weights
-    adapter = resolved.recipe.adapter
-    carried = None if adapter is None else Carried(adapter, resolved.base, weights, dict, list)
-    return StoredModel(folder, resolved.model, resolved.tokenizer_path, weights, carried=carried)
+        listed = load_json(run / STAGES)["stages"]
+        done = sum(stage["steps"] for stage in listed if stage["state"] == "done")
+        running = [steps_saved(run / stage["folder"]) for stage in listed if stage["state"] == "running"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # no stages.json, or a damaged one
+        return max(found, default=-1)
+    return done + max([0, *running]) if done or running else -1

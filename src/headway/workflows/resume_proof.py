@@ -19,7 +19,6 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from headway.checkpoint.load import Reader, open_checkpoint
@@ -114,9 +113,9 @@ class _Part:
 
 def _parts(recipe: Recipe, whole: Path) -> list[_Part]:
     from headway.infer.load import find_model
-    from headway.train.expand import FOLDER, expand
     from headway.train.resolve import resolve
-    from headway.train.stages import resolve_stage
+    from headway.train.staged_run import resolve_stage
+    from headway.train.stages import FOLDER, expand
 
     if not recipe.stages:
         return [_Part("", ".", resolve(recipe))]
@@ -219,7 +218,7 @@ def next_batch(resolved: Resolved, cursor: dict[str, Any]) -> dict[str, list[int
     from headway.data.open import open_data
     from headway.parallel.collectives import RankGroups
     from headway.prepare.sources import prepare_sources
-    from headway.train.build import make_loader
+    from headway.train.batches import make_loader
 
     config = resolved.recipe.model_copy(update={"data": resolved.recipe.data.model_copy(update={"workers": 0})})
     tokenizer, pairs = resolved.tokenizer_path, config.objective.PAIRS
@@ -227,7 +226,7 @@ def next_batch(resolved: Resolved, cursor: dict[str, Any]) -> dict[str, list[int
     data = open_data(config.data, stores, tokenizer=tokenizer, vocab_size=resolved.model.vocab, seed=config.seed, pairs=pairs)
     state = LoaderState.from_json(cursor)
     batch = config.batch.resolve(config.data.seq_len, 1)
-    with make_loader(config, data, batch, SimpleNamespace(cursor=state), RankGroups()) as loader:  # pyright: ignore[reportArgumentType]
+    with make_loader(config, data, batch, state, RankGroups()) as loader:
         return loader.documents_of(state, state.batch, state.batch)
 
 

@@ -18,6 +18,6 @@ ROWS: dict[str, Row] = {
         (*WORSE, "eval.stop.patience=2"),
         True,
         False,
-        lambda o: "the weights are those of step" in observed(o).log,
+        lambda o: "restored the weights of step" in observed(o).log,
     ),
 }

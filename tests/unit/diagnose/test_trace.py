@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.diagnose.trace import both, length, summarize_trace, union, without, write_page
-from headway.train.probe import DATA, FORWARD_BACKWARD, OPTIMIZER
+from headway.train import TRACE_DATA, TRACE_FORWARD_BACKWARD, TRACE_OPTIMIZER
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda s: (float(s[0]), float(s[0] + s[1]))), max_size=8)
 
@@ -30,13 +30,13 @@ def event(name: str, cat: str, ts: float, dur: float, tid: int = 1) -> dict[str,
 
 ON_CPU = [
     event("ProfilerStep#7", "user_annotation", 0, 100),
-    event(DATA, "user_annotation", 0, 10),
-    event(FORWARD_BACKWARD, "user_annotation", 10, 70),
+    event(TRACE_DATA, "user_annotation", 0, 10),
+    event(TRACE_FORWARD_BACKWARD, "user_annotation", 10, 70),
     event("aten::linear", "cpu_op", 10, 30),
     event("aten::mm", "cpu_op", 12, 20),
     event("gloo:all_reduce", "user_annotation", 30, 40, tid=2),
     event("c10d::allreduce_", "cpu_op", 28, 4),
-    event(OPTIMIZER, "user_annotation", 80, 18),
+    event(TRACE_OPTIMIZER, "user_annotation", 80, 18),
     event("aten::_fused_adamw_", "cpu_op", 80, 15),
     {"ph": "f", "name": "flow"},
 ]
@@ -63,7 +63,7 @@ def test_on_a_gpu_kernels_count_and_what_the_host_says_does_not() -> None:
         event("nccl:all_reduce", "user_annotation", 0, 90),
         event("ampere_gemm", "kernel", 5, 40, tid=7),
         event("ncclDevKernel_AllReduce", "kernel", 30, 40, tid=8),
-        event(OPTIMIZER, "gpu_user_annotation", 80, 10, tid=7),
+        event(TRACE_OPTIMIZER, "gpu_user_annotation", 80, 10, tid=7),
         event("adam_kernel", "kernel", 80, 10, tid=7),
     ]
     summary = summarize_trace(on_gpu)

@@ -15,7 +15,7 @@ import pytest
 from headway.launch import supervise
 from headway.launch.supervise import HangDetector, RestartPolicy, Supervisor
 from headway.runtime.heartbeat import Beat, stacks_file
-from headway.train.request import Request, ask
+from headway.train.control import StopRequest, request_stop
 
 FAST = RestartPolicy(max_restarts=2, backoff_seconds=0.0, hang_seconds=1.0)
 
@@ -140,7 +140,7 @@ def test_a_request_to_stop_between_two_starts_is_heeded(tmp_path: Path) -> None:
     def send() -> None:
         while not (tmp_path / "logs" / "supervisor.json").exists() or not (tmp_path / "turns").exists():
             time.sleep(0.02)
-        ask(tmp_path, Request())
+        request_stop(tmp_path, StopRequest())
 
     threading.Thread(target=send).start()
     assert watching.run() == 143

@@ -21,7 +21,7 @@ from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import DifferentiableCollectives, RankGroup
 from headway.parallel.engine import EngineSpec
-from headway.train.reference_model import _scoring
+from headway.train.dpo_reference import score_with
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl" / "losses.json").read_text())
 MODEL = ModelConfig(
@@ -44,7 +44,7 @@ def scored(config: Config, micro: list[Batch], *, reference_shift: float = 0.1) 
     """Loss, gradient norm, metrics and gradients of one step over some microbatches."""
     device = torch.device("cpu")
     reference = frozen_model(MODEL, wave(reference_shift).items(), device, torch.float32)
-    prepare = None if config.reference_free else _scoring(reference, 8)
+    prepare = None if config.reference_free else score_with(reference, 8)
     engine: Any = assemble(EngineSpec(MODEL, config, AdamW(), chunk_tokens=8, prepare=prepare))
     engine.fill(wave(0.0).items())
     totals = {"pairs": float(len(PAIRS)), "targets": 1.0, "rows": 1.0}

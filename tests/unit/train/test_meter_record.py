@@ -10,10 +10,10 @@ from headway.data.batch import StepBatch, StepStats
 from headway.model.config import ModelConfig
 from headway.model.flops import TokenFlops
 from headway.parallel.engine import DeviceTimestamp, StepResult, Update
-from headway.train.meter import Facts, Meter
+from headway.train.meter import Meter, MeterSetup
 
-FACTS = Facts(
-    config=ModelConfig(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=160, vocab_size=1000, max_seq_len=100),
+SETUP = MeterSetup(
+    model=ModelConfig(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=160, vocab_size=1000, max_seq_len=100),
     flops=TokenFlops(matrices=6e9, attention=2e9),
     seq_len=100,
     micro_rows=2,
@@ -51,7 +51,7 @@ def add(meter: Meter, monkeypatch: pytest.MonkeyPatch, step: int, times: tuple[f
 
 
 def test_every_number_of_a_record_is_what_a_hand_count_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = Meter(FACTS, consumed_tokens=1000, skipped=2)
+    meter = Meter(SETUP, consumed_tokens=1000, skipped=2)
     one = add(meter, monkeypatch, 1, (100.0, 101.0, 102.0), 550)
     # 3 microbatches of 2 rows of 100 tokens, of which this rank has half, in 2 seconds: 150 tokens a second
     assert one["time"]["step_seconds"] == 2.0 and one["time"]["fwd_bwd_time"] == 1.0
@@ -80,7 +80,7 @@ def test_every_number_of_a_record_is_what_a_hand_count_gives(monkeypatch: pytest
 
 
 def test_a_stall_is_in_the_record_of_the_next_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = Meter(FACTS)
+    meter = Meter(SETUP)
     meter.stalled(1.5)
     meter.stalled(0.5)
     first = add(meter, monkeypatch, 1, (10.0, 10.5, 11.0), 100)
@@ -90,7 +90,7 @@ def test_a_stall_is_in_the_record_of_the_next_step_alone(monkeypatch: pytest.Mon
 
 
 def test_the_share_of_waiting_for_data_leaves_out_the_first_five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = Meter(FACTS)
+    meter = Meter(SETUP)
     shares = [add(meter, monkeypatch, n, (n, n, n + 1.0), 100)["time"]["data_wait_share"] for n in range(1, 8)]
     # each step takes 1 second and waits 0.25; the smoothed wait begins at 0 with the sixth
     assert shares == pytest.approx([0.0] * 5 + [0.025, 0.9 * 0.025 + 0.025])
@@ -99,5 +99,5 @@ def test_the_share_of_waiting_for_data_leaves_out_the_first_five_steps(monkeypat
 def test_an_unknown_gpu_has_no_mfu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from dataclasses import replace
 
-    record = add(Meter(replace(FACTS, device_name="cpu")), monkeypatch, 1, (0.0, 0.5, 1.0), 100)
+    record = add(Meter(replace(SETUP, device_name="cpu")), monkeypatch, 1, (0.0, 0.5, 1.0), 100)
     assert record["time"]["mfu_full"] is record["time"]["mfu_causal"] is None

@@ -111,7 +111,7 @@ def _train(demo: Demo, name: str, recipe: str, steps: int) -> list[dict[str, Any
     from headway.track.jsonl import read_metrics
     from headway.train import train
     from headway.train.config import Recipe
-    from headway.train.evaluate import AT_START
+    from headway.train.meter import AT_START
 
     path = demo.out / f"{name}.yaml"
     path.write_text(recipe.format(out=demo.out.as_posix(), steps=max(1, steps)), encoding="utf-8")

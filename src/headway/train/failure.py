@@ -1,6 +1,6 @@
-"""When a run fails: what is known about it is gathered, explained in one error, and told.
+"""When a run fails: an error comes in, one that names the rank at fault goes out, and an alert is sent.
 
-A rank that headway's launcher started leaves the telling to it, because it alone sees ranks that were killed.
+A rank that headway's launcher started leaves the alert to the launcher, which alone sees ranks that were killed.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ if TYPE_CHECKING:
 log = logging.getLogger("headway")
 
 
-def explained(error: Exception, heart: Heartbeat, run_dir: Path, world: int) -> Exception:
-    """The same error, or, where ranks lost each other, one that says which rank waited in what, and for whom."""
+def explain_lost_ranks(error: Exception, heart: Heartbeat, run_dir: Path, world: int) -> Exception:
+    """The same error, or, where ranks lost each other, one that says which rank waited in which exchange, and for whom."""
     if world == 1 or not (isinstance(error, CommunicationError) or (not isinstance(error, HeadwayError) and is_lost(error))):
         return error
     known = error if isinstance(error, CommunicationError) else heart.lost(error)
-    _keep_collectives(heart, run_dir)
-    time.sleep(2 * WRITE_SECONDS)  # until the others have written where they are
-    return CommunicationError(f"{str(known).rstrip('.')}. {whom_they_wait_for(read_beats(run_dir), heart.rank)}".rstrip())
+    _save_exchanges(heart, run_dir)
+    time.sleep(2 * WRITE_SECONDS)  # until the others have written their heartbeats
+    return CommunicationError(f"{str(known).rstrip('.')}. {_lost_or_late(read_beats(run_dir), heart.rank)}".rstrip())
 
 
-def whom_they_wait_for(beats: list[Beat], asking: int | None = None) -> str:
-    """Which ranks are gone, or else behind; as a sentence."""
+def _lost_or_late(beats: list[Beat], rank: int) -> str:
+    """One sentence: which other ranks are gone, or else behind."""
     now = time.time()
-    gone = [beat for beat in beats if beat.rank != asking and not is_alive(beat)]
+    gone = [beat for beat in beats if beat.rank != rank and not is_alive(beat)]
     if gone:
         return "Gone: " + "; ".join(beat.describe(now) for beat in gone) + "."
     return suspects(beats, now)
 
 
-def _keep_collectives(heart: Heartbeat, run_dir: Path) -> None:
-    """This rank's last exchanges, for comparing ranks by hand; works with every backend."""
+def _save_exchanges(heart: Heartbeat, run_dir: Path) -> None:
+    """Write this rank's last exchanges, for comparing ranks by hand; works with every backend."""
     if (run_dir / "logs").is_dir():
         recent = [{"at": at, "number": number, "name": name} for at, number, name in heart.recent]
         write_atomic(run_dir / "logs" / f"exchanges-rank-{heart.rank:05}.json", json.dumps(recent, indent=1) + "\n")
 
 
-def tell_of_crash(recipe: Recipe, error: Exception, step: int) -> None:
-    """Tell a crash, with the end of its traceback, where no launcher of ours will."""
+def report_crash(recipe: Recipe, error: Exception, step: int) -> None:
+    """Send a crash alert with the end of the traceback, where no launcher of ours does."""
     if failure_file() is not None or (isinstance(error, HeadwayError) and error.exit_code == 2):
         return
     text = str(error) if isinstance(error, HeadwayError) else last_lines("".join(traceback.format_exception(error)))
     try:
         tell_crash(recipe.track, recipe.run.folder, text, step)
     except (OSError, HeadwayError) as problem:
-        log.warning("the crash could not be told: %s", problem)
+        log.warning("the crash alert could not be sent: %s", problem)

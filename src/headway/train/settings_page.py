@@ -1,12 +1,18 @@
-"""The page of all settings, made from their declarations: `docs/settings.md` is what `settings_page` returns."""
+"""What a recipe can say, from the declarations: `settings_page` is docs/settings.md, `catalogue` is what `headway list` prints."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
-from headway.train.config import Recipe
+from headway.config.kinds import kind_names
+from headway.data.config import DataConfig
+from headway.model.families.base import family_names
+from headway.model.presets import PRESETS
+from headway.optim.schedule import Schedule
+from headway.parallel.config import ParallelConfig
+from headway.train.config import KernelConfig, Recipe
 
 HEAD = """\
 # Settings
@@ -80,3 +86,24 @@ def _limits(entry: dict[str, Any]) -> str:
         names = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
         words += [f"{word} {one[key]:g}" for key, word in names.items() if key in one]
     return f" ({'; '.join(dict.fromkeys(words))})" if words else ""
+
+
+def catalogue() -> dict[str, list[str]]:
+    """Every name a recipe can use, by setting. Where a kind or family is named, your own dotted module works too."""
+
+    def choices(section: type, field: str) -> list[str]:
+        return [str(choice) for choice in get_args(section.model_fields[field].annotation)]  # pyright: ignore[reportAttributeAccessIssue]
+
+    return {
+        "model.family": family_names(),
+        "model.preset": list(PRESETS),
+        "objective.kind": kind_names("headway.objective"),
+        "optim.kind": kind_names("headway.optim"),
+        "optim.schedule.kind": choices(Schedule, "kind"),
+        "data.packing": choices(DataConfig, "packing"),
+        "track.kind": kind_names("headway.track"),
+        "parallel.strategy": choices(ParallelConfig, "strategy"),
+        "parallel.hook.kind": kind_names("headway.parallel.hooks"),
+        "precision": choices(Recipe, "precision"),
+        "kernels.attention": choices(KernelConfig, "attention"),
+    }

@@ -2,9 +2,9 @@
 
 import pytest
 
-from headway.train.straggler import OwnTimes, Rule, slow_in_training, slow_ranks, slower_than_before, usual, write_report
+from headway.train.slow_ranks import RankTimes, SlowRule, slow_in_training, slow_ranks, slower_than_before, usual, write_report
 
-RULE = Rule(1.1, 0.5)
+RULE = SlowRule(1.1, 0.5)
 
 
 def test_up_to_four_ranks_the_mean_counts_all() -> None:
@@ -22,7 +22,7 @@ def test_a_rank_stands_out_above_the_ratio(slow: float, flagged: bool) -> None:
     assert [one.rank for one in found] == ([2] if flagged else [])
     report = write_report(times, found, RULE)
     assert ("rank 2: compute took 1.200 s, 1.20 times the ranks' mean" in report) is flagged
-    assert ("no rank stands out" in report) is not flagged
+    assert ("no rank is slow" in report) is not flagged
 
 
 def test_short_times_never_stand_out() -> None:
@@ -37,24 +37,24 @@ def test_a_rank_is_compared_to_its_own_last_ten() -> None:
     assert slower_than_before("a step", 3, [1.0], RULE) == []
 
 
-def ranks_of(compute: list[float], waits: list[float], num_steps: int = 10) -> list[OwnTimes]:
-    """Ranks whose steps end together, as long as the slowest takes."""
+def ranks_of(compute: list[float], waits: list[float], num_steps: int = 10) -> list[RankTimes]:
+    """RankGroups whose steps end together, as long as the slowest takes."""
     total = max(one + wait for one, wait in zip(compute, waits, strict=True))
-    return [OwnTimes(one, wait, total, num_steps, "node-a") for one, wait in zip(compute, waits, strict=True)]
+    return [RankTimes(one, wait, total, num_steps, "node-a") for one, wait in zip(compute, waits, strict=True)]
 
 
 def test_in_training_the_rank_that_computes_longer_is_named_though_all_steps_end_together() -> None:
-    found = slow_in_training(ranks_of([1.0, 1.0, 1.4, 1.0, 1.0], [0.0] * 5), Rule(1.2))
+    found = slow_in_training(ranks_of([1.0, 1.0, 1.4, 1.0, 1.0], [0.0] * 5), SlowRule(1.2))
     assert found == {2: "rank 2: compute took 1.400 s, 1.40 times the ranks' mean (1.000 s) over 10 steps, on node-a"}
 
 
 def test_in_training_the_rank_whose_data_comes_late_is_named() -> None:
-    found = slow_in_training(ranks_of([1.0] * 5, [0.0, 0.0, 0.0, 0.5, 0.0]), Rule(1.2))
+    found = slow_in_training(ranks_of([1.0] * 5, [0.0, 0.0, 0.0, 0.5, 0.0]), SlowRule(1.2))
     assert list(found) == [3] and found[3].startswith("rank 3: waited 0.500 s for its data")
-    assert slow_in_training(ranks_of([1.0] * 5, [0.0, 0.0, 0.0, 0.1, 0.0]), Rule(1.2)) == {}
+    assert slow_in_training(ranks_of([1.0] * 5, [0.0, 0.0, 0.0, 0.1, 0.0]), SlowRule(1.2)) == {}
 
 
 def test_ranks_that_counted_different_numbers_of_steps_are_compared_per_step() -> None:
-    fewer = OwnTimes(0.8, 0.0, 0.8, 8, "node-b")
-    assert slow_in_training([*ranks_of([1.0, 1.0], [0.0, 0.0]), fewer], Rule(1.1)) == {}
-    assert slow_in_training([OwnTimes(), fewer], Rule(1.1)) == {}
+    fewer = RankTimes(0.8, 0.0, 0.8, 8, "node-b")
+    assert slow_in_training([*ranks_of([1.0, 1.0], [0.0, 0.0]), fewer], SlowRule(1.1)) == {}
+    assert slow_in_training([RankTimes(), fewer], SlowRule(1.1)) == {}

@@ -5,11 +5,11 @@ import pytest
 from headway.config.load import load
 from headway.errors import ConfigError
 from headway.train.config import Recipe, StopConfig
-from headway.train.patience import Patience
+from headway.train.early_stopping import EarlyStopping
 
 
-def used(values: list[float | None], *, min_delta: float = 0.0, higher: bool = False) -> tuple[list[int], Patience]:
-    patience, seen = Patience(), []
+def used(values: list[float | None], *, min_delta: float = 0.0, higher: bool = False) -> tuple[list[int], EarlyStopping]:
+    patience, seen = EarlyStopping(), []
     for step, value in enumerate(values, 1):
         patience = patience.after(value, step, min_delta, higher_is_better=higher)
         seen.append(patience.used)
@@ -38,10 +38,10 @@ def test_a_validation_without_a_finite_number_uses_up_patience() -> None:
 
 
 def test_it_is_over_when_patience_is_used_up_and_never_without_the_setting() -> None:
-    assert Patience(1.0, 1, 3).is_over(StopConfig(patience=3))
-    assert not Patience(1.0, 1, 3).is_over(StopConfig(patience=4))
-    assert not Patience(1.0, 1, 99).is_over(None)
-    assert Patience(**Patience(1.0, 2, 3).to_json()) == Patience(1.0, 2, 3)
+    assert EarlyStopping(1.0, 1, 3).is_over(StopConfig(patience=3))
+    assert not EarlyStopping(1.0, 1, 3).is_over(StopConfig(patience=4))
+    assert not EarlyStopping(1.0, 1, 99).is_over(None)
+    assert EarlyStopping(**EarlyStopping(1.0, 2, 3).to_json()) == EarlyStopping(1.0, 2, 3)
 
 
 def test_what_cannot_work_is_refused() -> None:

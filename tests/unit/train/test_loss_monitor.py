@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 
-from headway.train.watch import NOT_FINITE, SPIKE, HealConfig, Watch
+from headway.train.config import HealConfig
+from headway.train.health import NOT_FINITE, SPIKE, LossMonitor
 
 
-def verdicts(losses: list[float], **settings: object) -> tuple[list[int], Watch]:
-    watch = Watch(HealConfig.model_validate({"window": 3, "sigma": 2.0, **settings}), torch.device("cpu"))
-    return [int(watch.judge(torch.tensor(loss))) for loss in losses], watch
+def verdicts(losses: list[float], **settings: object) -> tuple[list[int], LossMonitor]:
+    monitor = LossMonitor(HealConfig.model_validate({"window": 3, "sigma": 2.0, **settings}), torch.device("cpu"))
+    return [int(monitor.judge(torch.tensor(loss))) for loss in losses], monitor
 
 
 def test_nothing_is_judged_before_the_window_is_full_and_the_next_loss_is() -> None:
@@ -22,22 +23,22 @@ def test_nothing_is_judged_before_the_window_is_full_and_the_next_loss_is() -> N
 
 @pytest.mark.parametrize("action", ["skip", "rollback"])
 def test_a_spike_that_is_skipped_or_undone_does_not_enter_the_window(action: str) -> None:
-    seen, watch = verdicts([1.0, 2.0, 3.0, 50.0, 50.0, 50.0, 50.0, 2.0], on_spike=action)
+    seen, monitor = verdicts([1.0, 2.0, 3.0, 50.0, 50.0, 50.0, 50.0, 2.0], on_spike=action)
     assert seen == [0, 0, 0, SPIKE, SPIKE, SPIKE, SPIKE, 0]
-    assert watch.scalars() == {"count": 4, "losses": [2.0, 2.0, 3.0]}  # the newest good loss took the place of the oldest
+    assert monitor.scalars() == {"count": 4, "losses": [2.0, 2.0, 3.0]}  # the newest good loss took the place of the oldest
 
 
 def test_a_spike_that_is_only_reported_enters_the_window() -> None:
-    seen, watch = verdicts([1.0, 2.0, 3.0, 50.0, 50.0], on_spike="alert")
+    seen, monitor = verdicts([1.0, 2.0, 3.0, 50.0, 50.0], on_spike="alert")
     assert seen == [0, 0, 0, SPIKE, 0]  # 50 is within two deviations of 2, 3 and 50
-    assert watch.scalars() == {"count": 5, "losses": [50.0, 50.0, 3.0]}
+    assert monitor.scalars() == {"count": 5, "losses": [50.0, 50.0, 3.0]}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_named_at_once_and_never_enters(bad: float) -> None:
-    seen, watch = verdicts([bad, 1.0, bad, 2.0, 3.0, bad])
+    seen, monitor = verdicts([bad, 1.0, bad, 2.0, 3.0, bad])
     assert seen == [NOT_FINITE, 0, NOT_FINITE, 0, 0, NOT_FINITE]
-    assert watch.scalars() == {"count": 3, "losses": [1.0, 2.0, 3.0]}
+    assert monitor.scalars() == {"count": 3, "losses": [1.0, 2.0, 3.0]}
 
 
 def test_a_flat_curve_has_no_spikes_within_one_percent_per_sigma() -> None:
@@ -47,16 +48,16 @@ def test_a_flat_curve_has_no_spikes_within_one_percent_per_sigma() -> None:
 
 def test_only_a_spike_that_is_to_be_skipped_skips_the_update() -> None:
     for action, skips in (("alert", None), ("rollback", None), ("skip", [0.0, 1.0, 0.0])):
-        watch = verdicts([], on_spike=action)[1]
-        found = [watch.skips(torch.tensor(verdict)) for verdict in (0, SPIKE, NOT_FINITE)]
+        monitor = verdicts([], on_spike=action)[1]
+        found = [monitor.skips(torch.tensor(verdict)) for verdict in (0, SPIKE, NOT_FINITE)]
         assert [None if one is None else float(one) for one in found] == (skips or [None] * 3)
 
 
 def test_a_window_comes_back_from_a_checkpoint_and_one_of_another_length_begins_anew() -> None:
-    _, watch = verdicts([1.0, 2.0, 3.0, 2.5])
+    _, monitor = verdicts([1.0, 2.0, 3.0, 2.5])
     again = verdicts([])[1]
-    again.load(watch.scalars())
-    assert again.scalars() == watch.scalars() == {"count": 4, "losses": [2.5, 2.0, 3.0]}
+    again.load(monitor.scalars())
+    assert again.scalars() == monitor.scalars() == {"count": 4, "losses": [2.5, 2.0, 3.0]}
     other = verdicts([], window=4)[1]
-    other.load(watch.scalars())
+    other.load(monitor.scalars())
     assert other.scalars() == {"count": 0, "losses": [0.0] * 4}

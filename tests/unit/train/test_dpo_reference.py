@@ -15,11 +15,10 @@ from headway.kernels.attention import causal_mask
 from headway.model.init import initialize
 from headway.model.transformer import Transformer
 from headway.objective.dpo import REFERENCE
-from headway.parallel.collectives import RankGroup
 from headway.parallel.engine import EngineSpec
 from headway.store.reader import Store, open_store
 from headway.train.config import Recipe
-from headway.train.reference_model import Scoring, make_reference
+from headway.train.dpo_reference import make_reference
 from headway.train.resolve import resolve
 
 SETTINGS = [
@@ -45,8 +44,8 @@ def test_pairs_of_every_source_and_split_find_their_own_numbers(tmp_path: Path) 
     recipe = load(Recipe, None, [*SETTINGS, f"data.train=[{paths}]", f"data.cache_dir={tmp_path / 'cache'}", f"run.dir={tmp_path}"])
     resolved = resolve(recipe)
     data = open_data(recipe.data, tokenizer=None, vocab_size=64, seed=5, pairs=True)
-    scoring = Scoring(EngineSpec(resolved.model, recipe.objective, recipe.optim, chunk_tokens=64, seed=5), recipe.data, 3, RankGroup())
-    reference = make_reference(resolved, data, scoring)
+    spec = EngineSpec(resolved.model, recipe.objective, recipe.optim, chunk_tokens=64, seed=5)
+    reference = make_reference(resolved, data, spec, 3)
     assert reference is not None
     model = Transformer(resolved.model)
     initialize(model, 5)

@@ -1,9 +1,9 @@
-"""The frozen reference an objective compares with. In: a recipe, the weights it means, the pairs; out: what puts its log-probabilities
-into a microbatch.
+"""The frozen reference model of DPO. A recipe, the reference weights and the pairs come in; a function that adds the reference's
+log-probabilities to a microbatch goes out.
 
-live     the reference stays as a second model, whole on every rank, in the compute dtype, and reads every microbatch once more
-cached   it reads every pair once before training and is let go; the numbers lie in data.cache_dir/reference under a name made of the
-         weights' bytes, the model's shape, the store's content and the compute dtype, so that whatever changes, they are made again
+live     the reference stays in memory as a second model, whole on every rank, in the compute dtype, and reads every microbatch too
+cached   it reads every pair once before training and is freed; its numbers are stored in data.cache_dir/reference under a hash of the
+         weights, the model's shape, the store's content and the compute dtype, so that they are recomputed when any of these changes
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.objective.dpo import REFERENCE, document_sums
 from headway.parallel.assemble import wrap_blocks
-from headway.parallel.collectives import RankGroup
 from headway.parallel.config import MemoryConfig
 from headway.parallel.engine import EngineSpec
 from headway.prepare.cache import default_cache_dir
@@ -43,8 +42,8 @@ from headway.runtime.progress import progress
 from headway.runtime.sealed import parse_sealed_json, read_sealed, sealed_json, write_sealed
 from headway.runtime.storage import write_atomic
 from headway.text.hub import is_hub_id, local_or_hub
-from headway.train.folder import Start
 from headway.train.resolve import Resolved
+from headway.train.start import Start
 
 log = logging.getLogger("headway")
 FILE = "reference.json"
@@ -53,17 +52,16 @@ Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 @dataclass(frozen=True)
 class Reference:
-    """A reference that is ready."""
+    """A reference model, ready to use."""
 
     prepare: Callable[[Batch], Batch]
-    """Adds its log-probability of every document to a microbatch."""
+    """Adds the reference's log-probability of every document to a microbatch."""
     sha256: str
     """Of its weights."""
-    line: str
-    """What it is, for the log."""
+    description: str
 
     def check_same(self, start: Start) -> None:
-        """Refuse to go on with another reference than the run began with."""
+        """Refuse to resume with another reference than the run began with."""
         path = start.folder / FILE
         if start.checkpoint is None or not path.is_file():
             return
@@ -71,72 +69,73 @@ class Reference:
             given = load_json(path)
             before = str((parse_sealed_json(json.dumps(given)) if "checksum" in given else given)["sha256"])
         except (OSError, ValueError, KeyError, TypeError) as problem:
-            log.warning("%s is damaged (%s): whether the reference is still the same cannot be checked", path, problem)
+            log.warning("%s is damaged (%s): cannot check whether the reference is still the same", path, problem)
             return
         if before != self.sha256:
             raise CheckpointError(
-                f"{path}: the run began with other reference weights ({before[:12]}) than it would go on with ({self.sha256[:12]}). "
-                "Put the old weights back, or use --resume never to begin anew."
+                f"{path}: the run began with other reference weights ({before[:12]}) than it would resume with ({self.sha256[:12]}). "
+                "Put the old weights back, or use --resume never to start a new run."
             )
 
-    def keep(self, start: Start) -> None:
-        """Write down in the run folder which reference it was."""
-        write_atomic(start.folder / FILE, sealed_json({"sha256": self.sha256, "reference": self.line}))
+    def record(self, start: Start) -> None:
+        """Write to the run folder which reference it is."""
+        write_atomic(start.folder / FILE, sealed_json({"sha256": self.sha256, "reference": self.description}))
 
 
 @dataclass(frozen=True)
-class Scoring:
-    """How the reference is computed: on what, in which rows, with which ranks."""
+class _Scoring:
+    """How the reference is computed: as the engine computes, in which rows."""
 
     spec: EngineSpec
     data: DataConfig
     micro_rows: int
-    ranks: RankGroup
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _Source:
+    """Where the reference comes from."""
+
     config: ModelConfig
     weights: Weights
     name: str
 
 
-def make_reference(resolved: Resolved, data: OpenData, scoring: Scoring) -> Reference | None:
-    """The reference a recipe's objective asks for; None where it needs none."""
-    wish = resolved.recipe.objective.reference_spec
-    if wish is None:
+def make_reference(resolved: Resolved, data: OpenData, spec: EngineSpec, micro_rows: int) -> Reference | None:
+    """The reference that a recipe's objective needs; None where it needs none."""
+    wanted = resolved.recipe.objective.reference_spec
+    if wanted is None:
         return None
-    wanted = _find(resolved, wish.path)
-    digest = _Digest()
-    if wish.cached:
-        for name, value in wanted.weights():
+    source = _find(resolved, wanted.path)
+    scoring, digest = _Scoring(spec, resolved.recipe.data, micro_rows), _Digest()
+    if wanted.cached:
+        for name, value in source.weights():
             digest.add(name, value)
-        table = _table(data, wanted, digest.sha256, scoring)
-        prepare, how = _looking_up(table), "log-probabilities of all pairs"
+        table = _table(data, source, digest.sha256, scoring)
+        prepare, how = _lookup(table), "log-probabilities of all pairs"
     else:
-        frozen = _load(wanted, digest.through(wanted.weights()), scoring)
-        prepare, how = _scoring(frozen, scoring.spec.chunk_tokens), "kept as a second model"
-    return Reference(prepare, digest.sha256, f"reference {wanted.name} ({digest.sha256[:12]}), {how}")
+        frozen = _load(source, digest.through(source.weights()), scoring)
+        prepare, how = score_with(frozen, spec.chunk_tokens), "kept as a second model"
+    return Reference(prepare, digest.sha256, f"reference {source.name} ({digest.sha256[:12]}), {how}")
 
 
 def check_reference(resolved: Resolved) -> None:
-    """Refuse a reference that is not there or does not fit, before anything is read."""
-    wish = resolved.recipe.objective.reference_spec
-    if wish is not None:
-        _find(resolved, wish.path)
+    """Refuse a reference that does not exist or does not fit, before anything is read."""
+    wanted = resolved.recipe.objective.reference_spec
+    if wanted is not None:
+        _find(resolved, wanted.path)
 
 
-def _find(resolved: Resolved, path: str | None) -> _Wanted:
+def _find(resolved: Resolved, path: str | None) -> _Source:
     model = resolved.model
     if path is None:
         stored = resolved.weights
         if stored is not None:
-            return _Wanted(model, stored.weights, f"{stored.path}, which the run starts from")
+            return _Source(model, stored.weights, f"{stored.path}, the weights the run starts from")
         seed = resolved.recipe.seed
-        return _Wanted(
+        return _Source(
             model,
             lambda: ((spec.name, initial_value(spec.name, spec.shape, model, seed)) for spec in param_specs(model)),
-            "of random weights, which the run starts from",
+            "with the random weights the run starts from",
         )
     try:
         stored = find_model(local_or_hub(path, cache_dir=resolved.recipe.data.cache_dir) if is_hub_id(path) else path)
@@ -144,20 +143,22 @@ def _find(resolved: Resolved, path: str | None) -> _Wanted:
         raise ConfigError(f"objective.reference: {problem}") from None
     if stored.config.vocab != model.vocab:
         raise ConfigError(
-            f"objective.reference is {path}, which has {stored.config.vocab} ids; the model has {model.vocab}. Give one of its tokenizer."
+            f"objective.reference is {path}, with a vocabulary of {stored.config.vocab}; the model has {model.vocab}. "
+            "Use a reference with the same tokenizer."
         )
     if stored.config.max_seq_len < resolved.recipe.data.seq_len:
         raise ConfigError(
-            f"objective.reference is {path}, made for {stored.config.max_seq_len} tokens; data.seq_len is {resolved.recipe.data.seq_len}."
+            f"objective.reference is {path}, made for {stored.config.max_seq_len} tokens; "
+            f"data.seq_len is {resolved.recipe.data.seq_len}. Lower it."
         )
     if stored.tokenizer_folder is not None and resolved.tokenizer is not None:
         from headway.tokenizer.load import load_tokenizer
 
         if load_tokenizer(stored.tokenizer_folder).fingerprint != resolved.tokenizer.fingerprint:
             raise ConfigError(
-                f"objective.reference is {path}, which has another tokenizer than the recipe. Their ids mean different things."
+                f"objective.reference is {path}, with another tokenizer than the recipe's. Use a reference with the same tokenizer."
             )
-    return _Wanted(stored.config, stored.weights, str(stored.path))
+    return _Source(stored.config, stored.weights, str(stored.path))
 
 
 class _Digest:
@@ -180,13 +181,14 @@ class _Digest:
         return self._hash.hexdigest()
 
 
-def _load(wanted: _Wanted, weights: Iterable[tuple[str, Tensor]], scoring: Scoring) -> Model:
-    model = frozen_model(wanted.config, weights, scoring.spec.device, scoring.spec.dtype)
+def _load(source: _Source, weights: Iterable[tuple[str, Tensor]], scoring: _Scoring) -> Model:
+    model = frozen_model(source.config, weights, scoring.spec.device, scoring.spec.dtype)
     wrap_blocks(model, replace(scoring.spec, memory=MemoryConfig()))
     return model
 
 
-def _scoring(model: Model, chunk_tokens: int) -> Callable[[Batch], Batch]:
+def score_with(model: Model, chunk_tokens: int) -> Callable[[Batch], Batch]:
+    """A function that adds the model's log-probability of every document to a microbatch."""
     model.chunk_tokens = chunk_tokens
 
     @torch.no_grad()
@@ -197,42 +199,43 @@ def _scoring(model: Model, chunk_tokens: int) -> Callable[[Batch], Batch]:
     return prepare
 
 
-def _looking_up(table: Tensor) -> Callable[[Batch], Batch]:
+def _lookup(table: Tensor) -> Callable[[Batch], Batch]:
     def prepare(batch: Batch) -> Batch:
         pair = batch.extra[PAIR]
-        # A row's places without a pair must not bring in another's number, which may be none.
+        # a slot without a pair must not read another pair's number, which may be NaN
         found = torch.where((pair >= 0)[..., None], table[pair.clamp(min=0)], 0.0)
         return replace(batch, extra={**batch.extra, REFERENCE: found.flatten(1)})
 
     return prepare
 
 
-def _table(data: OpenData, wanted: _Wanted, digest: str, scoring: Scoring) -> Tensor:
-    """Log-probabilities of every pair of every source, chosen and rejected, by the pairs' numbers over all sources."""
+def _table(data: OpenData, source: _Source, digest: str, scoring: _Scoring) -> Tensor:
+    """Log-probabilities of every pair of every source, chosen and rejected, indexed by the pairs' numbers over all sources."""
     selections = {id(one.selection.source): one.selection for many in (data.train, *data.valid.values()) for one in many}
-    parts: list[tuple[int, Tensor]] = []
+    ranks = scoring.spec.ranks.data
+    tables: list[tuple[int, Tensor]] = []
     model: Model | None = None
     for selection in selections.values():
-        source = selection.source
-        assert isinstance(source, PairSource)
-        path = _cache_path(selection, wanted, digest, scoring)
-        found = read_table(path, source.num_documents)
-        if scoring.ranks.max(0 if found is not None else 1):  # ranks on other machines may not see it: then all make it again
-            model = model or _load(wanted, wanted.weights(), scoring)
+        pairs = selection.source
+        assert isinstance(pairs, PairSource)
+        path = _cache_path(selection, source, digest, scoring)
+        found = read_table(path, pairs.num_documents)
+        if ranks.max(0 if found is not None else 1):  # ranks on other machines may not see the file: then all compute it again
+            model = model or _load(source, source.weights(), scoring)
             found = _score(model, selection, scoring)
-            if scoring.ranks.rank == 0:
+            if ranks.rank == 0:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_sealed(path, found.numpy().astype("<f4").tobytes())
-                log.info("reference log-probabilities of %s are kept in %s", source.name, path)
+                log.info("reference log-probabilities of %s are stored in %s", pairs.name, path)
         assert found is not None
-        parts.append((source.first_pair, found))
-    return torch.cat([part for _, part in sorted(parts, key=lambda one: one[0])]).to(scoring.spec.device)
+        tables.append((pairs.first_pair, found))
+    return torch.cat([table for _, table in sorted(tables, key=lambda one: one[0])]).to(scoring.spec.device)
 
 
-def _cache_path(selection: Selection, wanted: _Wanted, digest: str, scoring: Scoring) -> Path:
+def _cache_path(selection: Selection, source: _Source, digest: str, scoring: _Scoring) -> Path:
     parts = (
         digest,
-        wanted.config.model_dump_json(),
+        source.config.model_dump_json(),
         selection.source.content_key,
         selection.limit,
         selection.max_length,
@@ -243,11 +246,11 @@ def _cache_path(selection: Selection, wanted: _Wanted, digest: str, scoring: Sco
 
 
 def read_table(path: Path, pairs: int) -> Tensor | None:
-    """The log-probabilities kept in a file; None where there are none, or where they are damaged, which is a warning."""
+    """The log-probabilities in a file; None where there are none, or where they are damaged (with a warning)."""
     try:
         content = read_sealed(path)
     except (OSError, ValueError) as problem:
-        log.warning("%s is damaged (%s) and is made again", path, problem)
+        log.warning("%s is damaged (%s); computing it again", path, problem)
         return None
     if content is None or len(content) != 8 * pairs:
         return None
@@ -255,13 +258,13 @@ def read_table(path: Path, pairs: int) -> Tensor | None:
 
 
 @torch.no_grad()
-def _score(model: Model, selection: Selection, scoring: Scoring) -> Tensor:
-    """Every rank scores its share of the pairs; those that fit no row stay unscored."""
-    source, ranks = selection.source, scoring.ranks
+def _score(model: Model, selection: Selection, scoring: _Scoring) -> Tensor:
+    """Score every pair, divided among ranks; pairs that fit no row stay NaN."""
+    source, ranks = selection.source, scoring.spec.ranks.data
     assert isinstance(source, PairSource)
     table = torch.zeros(source.num_documents, 2)
     seen = torch.zeros(source.num_documents)
-    prepare = _scoring(model, scoring.spec.chunk_tokens)
+    prepare = score_with(model, scoring.spec.chunk_tokens)
     config = scoring.data.model_copy(update={"workers": 0, "skip_batches": "", "max_tokens": None, "balance": False})
     whole = MixtureSource(Selection(source, selection.limit, max_length=selection.max_length))
     with (
@@ -275,9 +278,9 @@ def _score(model: Model, selection: Selection, scoring: Scoring) -> Tensor:
             for micro in step.microbatches:
                 scored = prepare(micro.to(scoring.spec.device)).extra[REFERENCE].float().cpu()
                 pair = micro.extra[PAIR]
-                held = pair >= 0
-                numbers = pair[held] - source.first_pair
-                table[numbers] = scored[:, : 2 * pair.shape[1]].unflatten(1, (-1, 2))[held]
+                filled = pair >= 0
+                numbers = pair[filled] - source.first_pair
+                table[numbers] = scored[:, : 2 * pair.shape[1]].unflatten(1, (-1, 2))[filled]
                 seen[numbers] = 1
             advance(step.totals["pairs"])
     ranks.all_reduce(table).wait()

@@ -5,7 +5,7 @@ from pathlib import Path
 from support.fields import setting_paths
 
 from headway.train.config import Recipe
-from headway.train.reference import settings_page
+from headway.train.settings_page import settings_page
 
 
 def test_the_page_is_current() -> None:

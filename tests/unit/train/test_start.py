@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headway.errors import ConfigError
-from headway.train.folder import refuse_misplaced
+from headway.train.start import refuse_misplaced
 
 
 @pytest.mark.parametrize(

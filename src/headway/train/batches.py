@@ -1,0 +1,58 @@
+"""The batches of a run: a recipe and its open data come in; the training loader, the number of steps and validation batches go out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+from typing import TYPE_CHECKING
+
+from headway.data.loader import Loader, LoaderState
+
+if TYPE_CHECKING:
+    from headway.data.batch import Batch
+    from headway.data.config import ResolvedBatch
+    from headway.data.open import OpenData
+    from headway.parallel.collectives import RankGroups
+    from headway.train.config import Recipe
+
+
+def make_loader(recipe: Recipe, data: OpenData, batch: ResolvedBatch, cursor: LoaderState | None, ranks: RankGroups) -> Loader:
+    """The training batches from a cursor on; None = from the beginning."""
+    whole = recipe.epochs is not None and float(recipe.epochs).is_integer()
+    return Loader(
+        recipe.data,
+        sources=data.train,
+        rows_per_step=batch.rows,
+        micro_rows=batch.micro_rows,
+        rank=ranks.data.rank,
+        world=ranks.data.size,
+        seed=recipe.seed,
+        state=cursor,
+        epochs=int(recipe.epochs) if whole and recipe.epochs is not None else None,
+        rampup=recipe.batch.rampup,
+        sum_over_ranks=ranks.data.sum,
+    )
+
+
+def count_steps(recipe: Recipe, loader: Loader, batch: ResolvedBatch) -> int:
+    """The number of updates of a run."""
+    if recipe.steps is not None:
+        return recipe.steps
+    assert recipe.epochs is not None
+    if float(recipe.epochs).is_integer():
+        batches = loader.batches_in(int(recipe.epochs))
+    else:
+        batches = ceil(recipe.epochs * loader.rows_per_epoch() / batch.rows)
+    return batches - sum(min(last, batches - 1) - first + 1 for first, last in recipe.data.skipped if first < batches)
+
+
+def valid_batches(recipe: Recipe, data: OpenData, batch: ResolvedBatch, ranks: RankGroups, name: str) -> Iterator[Batch]:
+    """This rank's share of the first `eval.rows` rows of a validation set; every rank gets the same number of microbatches."""
+    rows, group = min(batch.micro_rows, recipe.eval.rows), ranks.data
+    config = recipe.data.model_copy(update={"workers": 0, "skip_batches": ""})
+    with Loader(
+        config, sources=data.valid[name], rows_per_step=rows * group.size, micro_rows=rows, rank=group.rank, world=group.size,
+        seed=recipe.seed, epochs=1, shuffle=False, most_rows=recipe.eval.rows,
+    ) as loader:  # fmt: skip
+        for step, _ in loader:
+            yield from step.microbatches

@@ -1,0 +1,243 @@
+"""The run folder: its files, its locks, what a start writes there, and saved.json.
+
+    recipe.yaml  metrics.jsonl  events.jsonl  train.log  summary.json  saved.json  checkpoints/  final/  logs/
+
+saved.json says which run this is and the newest step it has saved, so that checkpoints that are missing, or another run's, are noticed. It
+is written after each save, never before: what it names was complete on disk. A damaged one counts as none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.checkpoint.remote import Remote
+from headway.checkpoint.retention import set_aside_later
+from headway.config.load import dump_yaml
+from headway.errors import ConfigError
+from headway.runtime.heartbeat import clear_beats
+from headway.runtime.json_file import load_json
+from headway.runtime.machine import environment
+from headway.runtime.process import restarted_job, supervisor
+from headway.runtime.run_lock import LOCK, RunLock
+from headway.runtime.sealed import parse_sealed_json, sealed_json
+from headway.runtime.storage import write_atomic
+from headway.runtime.temporary import clear_temporary
+from headway.track.outside import EVENTS, begin_claims
+from headway.train.config import Recipe
+from headway.train.control import on_first_rank, remove_request
+
+if TYPE_CHECKING:
+    from headway.parallel.collectives import RankGroup
+    from headway.tokenizer.load import Tokenizer
+    from headway.train.start import Start
+
+log = logging.getLogger("headway")
+
+RECIPE = "recipe.yaml"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+SAVED = "saved.json"
+TOKENIZER = "tokenizer"
+"""Folder for a tokenizer that carries the chat template of the run's data."""
+JOB = Path("logs") / "job.txt"
+FILES = (RECIPE, METRICS, SUMMARY, "train.log", EVENTS)
+
+
+@dataclass(frozen=True)
+class SaveRecord:
+    """The content of saved.json."""
+
+    run: str
+    """Made when the run began; every checkpoint it saves carries it."""
+    step: int | None = None
+    """The newest saved step; None = none yet."""
+
+
+def read_save_record(folder: Path) -> SaveRecord | None:
+    """What saved.json says; None where there is none or it is damaged."""
+    path = folder / SAVED
+    try:
+        given: Any = parse_sealed_json(path.read_bytes())
+        return SaveRecord(str(given["run"]), None if given["step"] is None else int(given["step"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
+        log.warning("%s is damaged (%s); the next save rewrites it", path, problem)
+        return None
+
+
+def write_save_record(folder: Path, record: SaveRecord) -> None:
+    """Write saved.json."""
+    write_atomic(folder / SAVED, sealed_json(asdict(record)))
+
+
+def clear_save_record(folder: Path) -> SaveRecord:
+    """Expect no checkpoint until the next `write_save_record`; call it before checkpoints are set aside. Returns the run's record."""
+    before = read_save_record(folder)
+    if before is None:
+        return new_save_record()
+    write_save_record(folder, replace(before, step=None))
+    return replace(before, step=None)
+
+
+def new_save_record() -> SaveRecord:
+    """The record of a new run."""
+    return SaveRecord(uuid.uuid4().hex)
+
+
+class RunLocks:
+    """The locks this process holds: of the run folder and of a checkpoint folder elsewhere; none on other ranks."""
+
+    def __init__(self, locks: Sequence[RunLock] = ()) -> None:
+        self.locks = list(locks)
+
+    def moved(self) -> None:
+        """The run folder was moved with its lock in it."""
+        if self.locks:
+            self.locks[0].moved()
+
+    def check(self) -> None:
+        """Refuse to continue where another process has taken over."""
+        for lock in self.locks:
+            lock.check()
+
+
+@contextmanager
+def lock_run(recipe: Recipe, world: RankGroup) -> Iterator[RunLocks]:
+    """Let the first rank lock the run's folders before anything there is read or changed; refuse on all ranks where they are in use."""
+    folder = recipe.run.folder
+    checkpoints, _ = recipe.checkpoint.place(folder)
+    folders = [folder] if checkpoints.is_relative_to(folder) else [folder, checkpoints]
+    held = RunLocks()
+
+    def take() -> dict[str, Any]:
+        refuse_broken_links([recipe.run.dir, *folders, checkpoints])
+        for one in folders:
+            lock = RunLock(one, recipe.run.takeover_seconds)
+            held.locks.append(lock)
+            lock.take()
+        return {}
+
+    try:
+        on_first_rank(world, take)
+        yield held
+    finally:
+        for lock in reversed(held.locks):
+            lock.release()
+
+
+def refuse_broken_links(paths: Sequence[Path]) -> None:
+    """Refuse links to nothing: a disk that is not mounted is no reason to start a new run."""
+    for path in paths:
+        if path.is_symlink() and not path.exists():
+            raise ConfigError(f"{path} is a link to {path.readlink()}, which does not exist. Mount or restore it, or remove the link.")
+
+
+def was_used(folder: Path) -> bool:
+    """Whether a folder holds a run."""
+    return any((folder / name).exists() for name in (RECIPE, METRICS, SAVED))
+
+
+def unused_name(folder: Path) -> Path:
+    """A free name for a run folder that is to be moved."""
+    return next(path for n in range(1, 10_000) if not (path := folder.with_name(f"{folder.name}.old-{n}")).exists())
+
+
+def move_aside(folder: Path, target: Path) -> None:
+    """Rename an existing run folder; its lock is not kept in it."""
+    folder.rename(target)
+    (target / LOCK).unlink(missing_ok=True)
+    log.info("moved the existing run to %s", target)
+
+
+def prepare_folder(start: Start, recipe: Recipe, moved: Callable[[], None] = lambda: None) -> None:
+    """Make the folder and write what describes the run; `moved` is called at once after an older run was moved."""
+    if start.set_aside is not None:
+        move_aside(start.folder, start.set_aside)
+        moved()
+    local, place = recipe.checkpoint.place(start.folder)
+    remote = None if place is None else Remote(place, recipe.checkpoint)
+    saved = new_save_record()
+    if start.checkpoint is not None or start.anew:
+        saved = clear_save_record(start.folder)
+        step = -1 if start.checkpoint is None else start.checkpoint.step
+        for later in [*set_aside_later(local, step), *(remote.set_aside_later(step) if remote is not None else [])]:
+            log.info("set a later checkpoint aside: %s", later)
+    begin_in(start.folder)
+    write_atomic(start.folder / RECIPE, dump_yaml(recipe))
+    if start.checkpoint is not None and start.checkpoint.path.parent in (local.resolve(), place):
+        saved = replace(saved, run=start.checkpoint.run or saved.run, step=start.checkpoint.step)
+    write_save_record(start.folder, saved)
+    if remote is not None:
+        remote.store.write(remote.place / RECIPE, dump_yaml(recipe).encode())
+
+
+def begin_in(folder: Path) -> None:
+    """Make a run folder, remove what an earlier start left in it for others to read, and record this start."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    job, _ = restarted_job()
+    if job is not None:
+        write_atomic(folder / JOB, job)
+    for one in (folder, folder / "logs"):
+        clear_temporary(one)
+    clear_beats(folder)
+    begin_claims(folder)
+    if supervisor() is None:
+        remove_request(folder)  # of an earlier start; under a supervisor it may be for this one
+    _record_start(folder)
+
+
+def _record_start(folder: Path) -> None:
+    """Write command and environment: those of the newest start to the run folder, those of every start to logs/starts/NUMBER."""
+    starts = folder / "logs" / "starts"
+    starts.mkdir(exist_ok=True)
+    number = max((int(path.name) for path in starts.iterdir() if path.name.isdecimal()), default=0) + 1
+    found = environment()
+    (starts / f"{number:04}").mkdir()
+    for one in (starts / f"{number:04}", folder):
+        write_atomic(one / "command.txt", shlex.join(sys.argv) + "\n")
+        write_json(one / "environment.json", found)
+
+
+def save_tokenizer(folder: Path, recipe: Recipe, tokenizer: Tokenizer) -> Path | None:
+    """Save the tokenizer with the chat template of the training data, for checkpoints and final/; None where it needs no other template.
+
+    Whoever loads the trained model then prompts it in the form it was trained on.
+    """
+    from headway.tokenizer.chat import OWN, find_template
+    from headway.tokenizer.to_jinja import to_jinja
+
+    names = {source.chat_template for source in recipe.data.train or () if source.kind != "text"}
+    if len(names) != 1 or OWN in names:
+        return None
+    (name,) = names
+    template = to_jinja(find_template(name, tokenizer), tokenizer)
+    if template is None or template == tokenizer.chat_template:
+        return None
+    tokenizer.with_chat_template(template).save(folder / TOKENIZER)
+    replaced = ", replacing its own" if tokenizer.chat_template is not None else ""
+    log.info("the tokenizer of checkpoints and final/ gets the chat template %s%s", name, replaced)
+    return folder / TOKENIZER
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """The summary.json of a finished run; None where there is none, or it is damaged and must be rewritten."""
+    try:
+        found: Any = load_json(folder / SUMMARY)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and {"steps", "seconds", "checkpoint"} <= found.keys() else None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a small JSON file, whole or not at all."""
+    write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n")
