@@ -72,7 +72,7 @@ def plan_for_recipe(
     recipe: Recipe, options: LaunchOptions, environment: Mapping[str, str], devices: Callable[[], list[Gpu]] = read_gpus
 ) -> LaunchSpec:
     """Choose GPUs and number of ranks for a recipe; the command line wins over the recipe."""
-    gpus = options.gpus if options.gpus is not None else recipe.run.gpus_wish
+    gpus = options.gpus if options.gpus is not None else recipe.run.gpus_option
     return plan_launch(recipe.device, replace(options, gpus=gpus), environment, devices)
 
 

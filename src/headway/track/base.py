@@ -52,6 +52,8 @@ def flatten(record: Mapping[str, Any]) -> dict[str, Value]:
     flat: dict[str, Value] = {}
     for key, value in record.items():
         if isinstance(value, Mapping):
+            if list(value) == [key] and isinstance(value[key], Mapping):
+                value = value[key]  # the only validation set has no name of its own: valid/loss, not valid/valid/loss
             prefix = "" if key == "time" else f"{key}/"
             flat.update({prefix + name: below for name, below in flatten(value).items()})
         elif key != "step":

@@ -58,7 +58,7 @@ class RunConfig(Section):
         return name
 
     @property
-    def gpus_wish(self) -> str | None:
+    def gpus_option(self) -> str | None:
         """The GPUs in the form of --gpus."""
         return ",".join(map(str, self.gpus)) if isinstance(self.gpus, tuple) else None if self.gpus is None else str(self.gpus)
 

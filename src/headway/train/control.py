@@ -87,7 +87,6 @@ class RequestPoller:
         return request if request is not None and (request.at_step is None or step >= request.at_step) else None
 
     def clear(self) -> None:
-        """Remove the request: it was handled."""
         remove_request(self.run_dir)
         self._found = None
 

@@ -114,7 +114,7 @@ def make_reference(resolved: Resolved, data: OpenData, spec: EngineSpec, micro_r
         prepare, how = _lookup(table), "log-probabilities of all pairs"
     else:
         frozen = _load(source, digest.through(source.weights()), scoring)
-        prepare, how = score_with(frozen, spec.chunk_tokens), "kept as a second model"
+        prepare, how = score_with(frozen, spec.chunk_tokens), "as a second model in memory"
     return Reference(prepare, digest.sha256, f"reference {source.name} ({digest.sha256[:12]}), {how}")
 
 

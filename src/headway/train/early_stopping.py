@@ -38,11 +38,9 @@ class EarlyStopping:
         return EarlyStopping(self.best, self.best_step, self.used + 1)
 
     def is_over(self, stop: StopConfig | None) -> bool:
-        """Whether the run is to end."""
         return stop is not None and self.used >= stop.patience
 
     def to_json(self) -> dict[str, Any]:
-        """As a checkpoint stores it."""
         return asdict(self)
 
 

@@ -62,7 +62,6 @@ class MetricsTotals:
         self.seconds = self.warm_seconds = self.warm_wait = 0.0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add one record."""
         self.records += 1
         self.losses.add(record.get("loss"))
         for key in (AT_START, "valid"):

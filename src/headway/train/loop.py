@@ -78,10 +78,10 @@ def continues(run: Run) -> bool:
 def train_step(run: Run, *, dry: bool = False) -> None:
     """One update: read, forward and backward, optimizer step, measure. A dry step neither validates nor reports."""
     state, meter, loader = run.state, run.meter, run.loader
-    asked = time.perf_counter()
+    begun = time.perf_counter()
     with record_function(TRACE_DATA):
         batch, cursor = next(loader)
-    data_wait = time.perf_counter() - asked
+    data_wait = time.perf_counter() - begun
     numbers = hypers(run.recipe.optim, run.engine.groups, state.step, run.total_steps)
     begin = meter.mark()
     with record_function(TRACE_FORWARD_BACKWARD):

@@ -1,6 +1,6 @@
-"""A recipe with everything settled that depends on other files: the tokenizer, the shape taken from given weights, the vocabulary.
+"""A recipe comes in; the recipe with tokenizer, model shape and vocabulary read from the files it names goes out.
 
-What a run folder keeps as recipe.yaml is the resolved recipe, so that two starts of a run compare like with like.
+recipe.yaml in a run folder is the resolved recipe, so that two starts of a run can be compared.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from headway.train.config import Recipe
 GENERATED_VOCAB = 512
 GENERATED_STEPS = 100
 COMPUTES = tuple(sorted(set(ModelConfig.model_fields) - {"preset", "max_seq_len", "dropout", "embed_grad_scale", "init_std"}))
-"""What of a shape decides what a given model computes."""
+"""Fields of a model's shape that decide what it computes."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe and what it refers to."""
+    """A recipe and what it names."""
 
     recipe: Recipe
     model: ModelConfig
@@ -41,11 +41,11 @@ class Resolved:
     weights: StoredModel | None
     """Where the weights come from; None = random."""
     log_alpha: tuple[tuple[float, ...], ...] | None = None
-    """What a mask file says the head gates start from."""
+    """Initial values of the head gates, from a mask file."""
 
     @property
     def continued(self) -> Carried | None:
-        """The adapter of the given weights that goes on training; None where there is none, or where it is merged."""
+        """The adapter of the given weights that is trained further; None where there is none, or where it is merged."""
         carried, wanted = None if self.weights is None else self.weights.carried, self.recipe.adapter
         if (
             carried is None
@@ -71,7 +71,7 @@ class Resolved:
 
 
 def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
-    """Read what a recipe refers to; anything missing or contradictory is a ConfigError. `given` weights come before those of init.from."""
+    """Read what a recipe names; anything missing or contradictory is a ConfigError. `given` weights override init.from."""
     weights = _find_weights(recipe) if given is None else given
     weights = None if weights is None else weights.of_family(recipe.model.family)
     path = recipe.tokenizer or (weights.tokenizer_folder if weights else None)
@@ -104,7 +104,7 @@ def _find_weights(recipe: Recipe) -> StoredModel | None:
         source = recipe.init.source
         found = find_model(local_or_hub(source, cache_dir=recipe.data.cache_dir) if is_hub_id(source) else source)
     except StoreDown:
-        raise  # a start that comes later may find it
+        raise  # a later start may reach the store
     except (ConfigError, DataError, CheckpointError) as problem:
         raise ConfigError(f"init.from: {problem}") from None
     if recipe.init.adapter is None:
@@ -116,7 +116,7 @@ def _find_weights(recipe: Recipe) -> StoredModel | None:
 
 
 def _shape(recipe: Recipe, weights: StoredModel | None, tokenizer: Tokenizer | None) -> ModelConfig:
-    """The recipe's numbers over those of the given weights, and the vocabulary."""
+    """The model shape: the recipe's settings over those of the given weights, and the vocabulary."""
     model = recipe.model
     if weights is not None:
         given = {name: getattr(model, name) for name in model.model_fields_set if getattr(model, name) is not None}
@@ -139,7 +139,7 @@ def _shape(recipe: Recipe, weights: StoredModel | None, tokenizer: Tokenizer | N
 
 
 def _masks(recipe: Recipe) -> tuple[HeadMasks | None, tuple[tuple[float, ...], ...] | None]:
-    """The mask file of a recipe, and log_alpha as it says."""
+    """The mask file of a recipe, and the log_alpha it gives."""
     path, sparsity = recipe.init.masks, recipe.init.masks_sparsity
     if path is None:
         return None, None
@@ -149,34 +149,34 @@ def _masks(recipe: Recipe) -> tuple[HeadMasks | None, tuple[tuple[float, ...], .
 
 
 def _head_gates(recipe: Recipe, weights: StoredModel | None, masks: HeadMasks | None) -> HeadGatesConfig | None:
-    """Gates come with the weights, from the recipe's model, with an objective that trains them or with a mask file; later ones win."""
-    given, wish = recipe.model.head_gates, recipe.objective.gate_spec
+    """Settings of the head gates: of the weights, a mask file, the recipe's model and the objective; later ones override earlier ones."""
+    given, trained = recipe.model.head_gates, recipe.objective.gate_spec
     explicit = given.model_fields_set if given is not None else set[str]()
     inherited = None if weights is None or leaves_gates(recipe) else weights.config.head_gates
-    if given is None and wish is None and masks is None and inherited is None:
+    if given is None and trained is None and masks is None and inherited is None:
         return None
     fields = {} if inherited is None else inherited.model_dump()
     for key in ("window", "sinks"):
-        said = None if masks is None else getattr(masks, key)
-        if said is not None:
-            fields[key] = said
+        from_masks = None if masks is None else getattr(masks, key)
+        if from_masks is not None:
+            fields[key] = from_masks
     fields |= {} if given is None else {key: getattr(given, key) for key in explicit}
     for key in ("window", "sinks"):
-        asked = None if wish is None else getattr(wish, key)
-        if asked is not None and key in explicit and asked != fields[key]:
-            raise ConfigError(f"objective.{key} is {asked} and model.head_gates.{key} is {fields[key]}; give one of them.")
-        if asked is not None:
-            fields[key] = asked
+        wanted = None if trained is None else getattr(trained, key)
+        if wanted is not None and key in explicit and wanted != fields[key]:
+            raise ConfigError(f"objective.{key} is {wanted} and model.head_gates.{key} is {fields[key]}; set one of them only.")
+        if wanted is not None:
+            fields[key] = wanted
     return HeadGatesConfig(**fields)
 
 
 def leaves_gates(recipe: Recipe) -> bool:
-    """Whether a recipe says `head_gates: null`: the gates of init.from stay behind."""
+    """Whether a recipe says `head_gates: null`, which drops the gates of init.from."""
     return recipe.model.head_gates is None and "head_gates" in recipe.model.model_fields_set
 
 
 def _with(model: ModelConfig, **changes: Any) -> ModelConfig:
-    """A shape with some numbers changed; what does not fit together is the user's mistake."""
+    """A shape with some fields changed; an invalid combination is a ConfigError."""
     try:
         return model.with_(**changes)
     except ValidationError as error:

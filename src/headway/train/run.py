@@ -82,7 +82,6 @@ class Clock:
         self._began = self._epoch_began = time.perf_counter()
 
     def seconds(self) -> float:
-        """Training time so far."""
         return self._before + time.perf_counter() - self._began
 
     def log_epoch(self) -> None:
@@ -147,7 +146,6 @@ class Run:
 
     @property
     def process(self) -> Process:
-        """This process among those of the run."""
         return self.session.process
 
     @property
@@ -157,7 +155,6 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of its checkpoints."""
         return self.recipe.checkpoint.place(self.start.folder)[0]
 
     @property

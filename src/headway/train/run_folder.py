@@ -76,7 +76,6 @@ def read_save_record(folder: Path) -> SaveRecord | None:
 
 
 def write_save_record(folder: Path, record: SaveRecord) -> None:
-    """Write saved.json."""
     write_atomic(folder / SAVED, sealed_json(asdict(record)))
 
 
@@ -90,7 +89,6 @@ def clear_save_record(folder: Path) -> SaveRecord:
 
 
 def new_save_record() -> SaveRecord:
-    """The record of a new run."""
     return SaveRecord(uuid.uuid4().hex)
 
 
@@ -117,21 +115,21 @@ def lock_run(recipe: Recipe, world: RankGroup) -> Iterator[RunLocks]:
     folder = recipe.run.folder
     checkpoints, _ = recipe.checkpoint.place(folder)
     folders = [folder] if checkpoints.is_relative_to(folder) else [folder, checkpoints]
-    held = RunLocks()
+    locks = RunLocks()
 
     def take() -> dict[str, Any]:
         refuse_broken_links([recipe.run.dir, *folders, checkpoints])
         for one in folders:
             lock = RunLock(one, recipe.run.takeover_seconds)
-            held.locks.append(lock)
+            locks.locks.append(lock)
             lock.take()
         return {}
 
     try:
         on_first_rank(world, take)
-        yield held
+        yield locks
     finally:
-        for lock in reversed(held.locks):
+        for lock in reversed(locks.locks):
             lock.release()
 
 
@@ -167,7 +165,7 @@ def prepare_folder(start: Start, recipe: Recipe, moved: Callable[[], None] = lam
     local, place = recipe.checkpoint.place(start.folder)
     remote = None if place is None else Remote(place, recipe.checkpoint)
     saved = new_save_record()
-    if start.checkpoint is not None or start.anew:
+    if start.checkpoint is not None or start.from_scratch:
         saved = clear_save_record(start.folder)
         step = -1 if start.checkpoint is None else start.checkpoint.step
         for later in [*set_aside_later(local, step), *(remote.set_aside_later(step) if remote is not None else [])]:

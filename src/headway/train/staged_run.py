@@ -286,10 +286,12 @@ def whole_summary(home: Path, done: list[dict[str, Any]]) -> dict[str, Any]:
     first, last = done[0], done[-1]
     total = {key: sum(entry[key] or 0 for entry in done) for key in SUMMED}
     rates = {f"{kind}_per_second": _rate(done, f"{kind}_per_second") for kind in ("tokens", "samples")}
-    kept = {key: value for key, value in last.items() if key.startswith(("last_", "best_")) or key in ("data_wait_share", "stopped_early")}
+    latest = {
+        key: value for key, value in last.items() if key.startswith(("last_", "best_")) or key in ("data_wait_share", "stopped_early")
+    }
     final = str(home / FINAL) if last.get("final") else None
     begun = {key: first[key] for key in ("first_loss", "first_valid_loss")}
-    return {"run": str(home), **total, **rates, **begun, **kept, "final": final, "stages": done}
+    return {"run": str(home), **total, **rates, **begun, **latest, "final": final, "stages": done}
 
 
 def _rate(done: list[dict[str, Any]], key: str) -> float | None:

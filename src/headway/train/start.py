@@ -41,7 +41,7 @@ class Start:
     """The checkpoint to resume from; None = step 0."""
     set_aside: Path | None = None
     """Where to move an existing run of the same name first."""
-    anew: bool = False
+    from_scratch: bool = False
     """Start at step 0 whatever the folder holds."""
     changes: tuple[str, ...] = ()
     """Free settings that differ from the resumed run."""
@@ -63,7 +63,7 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
         old = path.parent.parent / RECIPE if isinstance(path, Path) else path.parent / RECIPE
         return Start(folder, open_checkpoint(path), changes=tuple(_allowed_changes(old, recipe)))
     if resume == "never":
-        return Start(folder, None, set_aside=unused_name(folder) if was_used(folder) else None, anew=True)
+        return Start(folder, None, set_aside=unused_name(folder) if was_used(folder) else None, from_scratch=True)
     places = [folder, *([remote.place] if remote is not None else [])]  # a disk may be new where the object store is not
     old = next((place / RECIPE for place in places if source_of(place).read(RECIPE) is not None), None)
     if old is None:
@@ -171,7 +171,7 @@ def agree_on_start(recipe: Recipe, resume: str, world: RankGroup) -> Start:
         return {
             "checkpoint": None if start.checkpoint is None else str(start.checkpoint.path),
             "set_aside": None if start.set_aside is None else str(start.set_aside),
-            "anew": start.anew,
+            "from_scratch": start.from_scratch,
             "changes": list(start.changes),
         }
 
@@ -179,7 +179,7 @@ def agree_on_start(recipe: Recipe, resume: str, world: RankGroup) -> Start:
     if start is None:
         checkpoint = None if decided["checkpoint"] is None else _open_verified(decided["checkpoint"], resume)
         set_aside = None if decided["set_aside"] is None else Path(decided["set_aside"])
-        start = Start(recipe.run.folder, checkpoint, set_aside, decided["anew"], tuple(decided["changes"]))
+        start = Start(recipe.run.folder, checkpoint, set_aside, decided["from_scratch"], tuple(decided["changes"]))
     return start
 
 

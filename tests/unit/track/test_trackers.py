@@ -68,7 +68,7 @@ def test_verbose_shows_every_number(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_validation_before_the_first_step_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "headway"):
         Console(3).log(0, {"step": 0, "valid": {"valid": {"loss": 6.325}}})
-    assert caplog.messages == ["validated at the start: valid/valid/loss 6.325"]
+    assert caplog.messages == ["validated at the start: valid/loss 6.325"]
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
