@@ -68,10 +68,10 @@ def build(resolved: Resolved, start: Start, session: Session | None = None, stag
     if reference is not None:
         reference.check_same(start)
         spec = replace(spec, prepare=reference.prepare)
-    if recipe.memory.offload:
-        check_host_memory(describe_job(recipe, model, compute, batch, ranks.reduce.size), -(-process.world // process.num_nodes))
     if recipe.batch.micro_rows == "auto":
         batch = fit_batch(resolved, compute, batch, spec, data)
+    if recipe.memory.offload:
+        check_host_memory(describe_job(recipe, model, compute, batch, ranks.reduce.size), -(-process.world // process.num_nodes))
     engine = assemble(spec)
     if recipe.memory.limit_gib is not None:
         keep_limit(recipe, describe_job(recipe, model, compute, batch, ranks.reduce.size), compute.device)
