@@ -1,12 +1,12 @@
-"""`headway verify resume`: does a recipe, killed and started again, end where it would have ended? Tried on the recipe itself.
+"""`headway verify resume`: does a killed and resumed run of a recipe end like an undisturbed one?
 
     whole     ────────────────────────────────────────▶ step N      undisturbed
     killed    ───────────▶ step K ✗ SIGKILL
-    resumed          └───(newest checkpoint)──────────▶ step N      must be the same: every tensor, the data cursor, the next batch
+    resumed          └───(newest checkpoint)──────────▶ step N      must be equal: every tensor, the data cursor, the next batch
 
-On a GPU without `deterministic: true` two undisturbed runs differ too; then the recipe runs a fourth time, and the difference after the
-kill is held against that spread. Where the number of ranks changes, sums are taken in another order: the order of samples must be the
-same, and the parameters within a bound. Of a recipe in stages every stage trains N steps, K counts over all of them, and all must agree.
+On a GPU without `deterministic: true` two undisturbed runs differ too. The recipe then runs a fourth time, and the difference after the
+kill is compared with that spread. If the number of ranks changes, the order of sums changes: the order of samples must be the same, and
+the parameters within a bound. With stages, every stage trains N steps, K counts over all of them, and all must agree.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from headway.train.resolve import Resolved
 
 SPREAD_FACTOR = 3.0
-"""Without determinism: how many times the run-to-run spread the difference after a resume may be."""
+"""Without determinism: the difference after a resume may be this many times the run-to-run spread."""
 BOUNDS = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2, "fp8": 1e-1}
-"""After a change of the number of ranks: the largest relative difference (L2) of a parameter."""
+"""With another number of ranks: the largest relative difference (L2) of a parameter."""
 PARAMETERS = ("master", "param")
 ORDER = ("step", "tokens", "num_samples_in_batch", "num_consumed_tokens", "epoch")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What is tried: a recipe as the command line has it, and how it is disturbed."""
+    """A recipe as on the command line, and how it is disturbed."""
 
     arguments: tuple[str, ...]
     steps: int
@@ -60,16 +60,16 @@ class Trial:
 
     @property
     def changes_world(self) -> bool:
-        """Whether the run goes on with another number of ranks."""
+        """Whether the run resumes with another number of ranks."""
         return self.resume_nproc is not None and self.resume_nproc != (self.nproc or 1)
 
 
 Train = Callable[[list[str], int | None, int | None], None]
-"""Trains with these arguments on so many ranks (None = as the recipe says), and is killed after a step if one is given."""
+"""Trains with these arguments on this many ranks (None: as the recipe says), and is killed after a step if one is given."""
 
 
 def prove_resume(trial: Trial, recipe: Recipe, folder: Path, train: Train | None = None) -> dict[str, Any]:
-    """Run the trial in a folder; returns the certificate, in which `holds` is the answer."""
+    """Run the trial in a folder; returns the certificate, whose `holds` is the answer."""
     train = train or in_processes
     has_spread = backend_of(recipe.device) == "nccl" and not recipe.deterministic and not trial.changes_world
     with progress("verify resume", total=4 if has_spread else 3, unit="runs") as advance:
@@ -104,7 +104,7 @@ def prove_resume(trial: Trial, recipe: Recipe, folder: Path, train: Train | None
 
 @dataclass(frozen=True)
 class _Part:
-    """A run, or one stage of it: where its checkpoints lie below the run folder, and what it reads."""
+    """A run, or one stage of it: the folder of its checkpoints below the run folder, and its resolved recipe."""
 
     label: str
     folder: str
@@ -127,7 +127,7 @@ def _parts(recipe: Recipe, whole: Path) -> list[_Part]:
 
 
 def _compare(trial: Trial, part: _Part, whole: Path, disturbed: Path, again: Path | None) -> dict[str, Any]:
-    """The certificates of a part, and what is unequal in it."""
+    """The certificates of a part, and the tensors that differ."""
 
     def reader(run: Path) -> Reader:
         return open_checkpoint(run / part.folder / "checkpoints" / f"step-{trial.steps:08}")
@@ -160,8 +160,8 @@ def _judge(trial: Trial, recipe: Recipe, found: dict[str, Any], same_order: bool
 
 
 def _arguments(trial: Trial, run_dir: Path) -> list[str]:
-    """The recipe with what the trial changes in it."""
-    every = max(1, ((trial.kill_at - 1) % trial.steps + 2) // 2)  # so that some steps after the checkpoint are trained twice
+    """The recipe with the changes of the trial."""
+    every = max(1, ((trial.kill_at - 1) % trial.steps + 2) // 2)  # so that some steps are trained twice
     settings = {
         "steps": trial.steps, "epochs": "null", "track": "[]", "checkpoint.every": every, "checkpoint.at_end": "true",
         "checkpoint.to": "null", "eval.stop": "null", "log.every": trial.steps,
@@ -173,7 +173,7 @@ def _arguments(trial: Trial, run_dir: Path) -> list[str]:
 
 
 def in_processes(arguments: list[str], nproc: int | None, kill_at: int | None) -> None:
-    """Train as the command line does, in processes of their own."""
+    """Train as the command line does, in new processes."""
     command = own_command(["train", *arguments, *(["--nproc", str(nproc)] if nproc is not None else [])])
     environment = {**os.environ, **({KILL_AT_STEP: str(kill_at)} if kill_at is not None else {})}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -186,7 +186,7 @@ def in_processes(arguments: list[str], nproc: int | None, kill_at: int | None) -
 
 
 def _certificate(reader: Reader, resolved: Resolved) -> dict[str, Any]:
-    """Hashes of all that must be the same."""
+    """Hashes of everything that must be equal."""
     parameters, optimizer = hashlib.sha256(), hashlib.sha256()
     for name in reader.names():
         for role in reader.roles(name):
@@ -235,7 +235,7 @@ def _hash(value: Any) -> str:
 
 
 def _unequal(one: Reader, two: Reader) -> list[dict[str, Any]]:
-    """Tensor by tensor, what differs and by how much."""
+    """The tensors that differ, and by how much."""
     found: list[dict[str, Any]] = []
     for name in sorted({*one.names(), *two.names()}):
         if name not in one.names() or name not in two.names():

@@ -2,7 +2,7 @@
 
     train -> masks_sp0.7.tsv ... heads.png -> questions and perplexity under each mask -> report.md, results.json, pictures
 
-Every part is kept: started again, a finished run is not trained, and what was asked of a variant is not asked again.
+Every part is resumable: a finished run is not trained again, and finished measurements are not repeated.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ DEFAULT_TASKS = ("key_value",)
 
 @dataclass(frozen=True)
 class SparsifyPlan:
-    """What is made of the trained gates."""
+    """The masks to export and the measurements to make."""
 
     sparsities: tuple[float, ...] = ()
-    """Shares of streaming heads to export and measure; none = the objective's target."""
+    """Shares of streaming heads to export and measure; empty: the objective's target."""
     tasks: tuple[str, ...] = DEFAULT_TASKS
     lengths: tuple[int, ...] = ()
-    """Tokens of the questions; none = the recipe's data.seq_len."""
+    """Tokens of the prompts; empty: the recipe's data.seq_len."""
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     samples: int = 2
     random: bool = True
-    """Beside each mask, a random one with as many heads."""
+    """Also measure a random mask with as many heads for each mask."""
     equal_per_layer: bool = False
     data: tuple[str, ...] = ()
     """Texts or stores to score by tokens of context."""
@@ -54,16 +54,16 @@ class SparsifyPlan:
     seed: int = 0
     chunk_tokens: int | None = None
     masks: str | None = None
-    """Masks to measure beside those of the sparsities: own (what the gates have come to) or a file."""
+    """Further masks to measure: own (where the gates ended) or a file."""
     template: str | None = None
-    """Chat template in which the questions are asked; None: they are text to continue."""
+    """Chat template of the questions; None: plain text to continue."""
     bos: bool | None = None
-    """Whether the begin token stands before questions and texts; None: where the model expects it."""
+    """Whether questions and texts start with the begin token; None: if the model expects it."""
 
 
 @dataclass(frozen=True)
 class Sparsified:
-    """Where everything is, and what was measured."""
+    """The run, its mask files and the measurements."""
 
     run: Path
     masks: list[str]
@@ -72,7 +72,7 @@ class Sparsified:
 
     @property
     def folder(self) -> Path:
-        """Masks, report and pictures."""
+        """The folder of masks, report and pictures."""
         return self.run / FOLDER
 
     def to_json(self) -> dict[str, Any]:
@@ -92,14 +92,14 @@ class Checked:
     """A plan that fits its recipe."""
 
     spec: MaskSpec
-    """The run's own gates at each sparsity."""
+    """The run's gates at each sparsity."""
     extra: MaskSpec
-    """Masks to measure beside them."""
+    """Further masks to measure."""
     long: LongPlan
 
 
 def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
-    """Everything that can be refused is refused before training."""
+    """Check everything that can be checked before training."""
     from headway.tokenizer.load import load_tokenizer
     from headway.train.resolve import resolve
 
@@ -118,7 +118,7 @@ def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
     if max(lengths) > longest:
         raise ConfigError(f"--lengths holds {max(lengths)}; the model's max_seq_len is {longest}. Give lengths up to that.")
     if resolved.tokenizer_path is None:
-        raise ConfigError("the recipe has no tokenizer, and questions are text. Give tokenizer=DIR, or init.from a model that has one.")
+        raise ConfigError("the recipe has no tokenizer, and the tasks need text. Give tokenizer=DIR, or init.from a model that has one.")
     make_cases(load_tokenizer(resolved.tokenizer_path), long)
     _check_data(plan.data)
     if plan.masks not in (None, NONE, OWN):
@@ -127,7 +127,7 @@ def check(recipe: Recipe, plan: SparsifyPlan) -> Checked:
 
 
 def _check_data(data: Sequence[str]) -> None:
-    """Refuse text that cannot be read: its first document is."""
+    """Refuse text that cannot be read, by reading its first document."""
     from headway.eval.dataset import parse_datasets
     from headway.store.reader import is_store
     from headway.text.read import read_documents
@@ -139,8 +139,8 @@ def _check_data(data: Sequence[str]) -> None:
 
 
 def sparsify(recipe: Recipe, plan: SparsifyPlan, *, train: Callable[[Recipe], dict[str, Any]] | None = None) -> Sparsified | int:
-    """Do every part that is not done yet; the exit code where training was stopped. `train` may train elsewhere, in several ranks say."""
-    from headway.train.session import run_recipe as train_here  # a stop is an exit code here, no signal
+    """Do every part that is not done yet; returns an exit code if training was stopped. `train` may train in other processes."""
+    from headway.train.session import run_recipe as train_here  # a stop is an exit code here, not a signal
 
     checked = check(recipe, plan)
     run = recipe.run.folder
@@ -152,10 +152,10 @@ def sparsify(recipe: Recipe, plan: SparsifyPlan, *, train: Callable[[Recipe], di
     out.mkdir(exist_ok=True)
     log.info("[2/3] masks at sparsity %s", ", ".join(map(str, checked.spec.sparsities)))
     files = write_mask_files(run, checked.spec, out)
-    log.info("[3/3] ask the model as it is and under the masks")
-    result = _ask(recipe, run, checked, plan)
+    log.info("[3/3] measure the model with and without the masks")
+    result = _measure(recipe, run, checked, plan)
     write_long_report(out, result, preface=list(_preface(summary, files)))
-    return Sparsified(run, files, _kept(summary), result)
+    return Sparsified(run, files, _training_numbers(summary), result)
 
 
 def train_in_processes(arguments: Sequence[str], nproc: int | None, gpus: str | None) -> Callable[[Recipe], dict[str, Any]]:
@@ -184,7 +184,7 @@ def write_mask_files(run: Path, spec: MaskSpec, out: Path) -> list[str]:
     return files
 
 
-def _ask(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) -> LongResult:
+def _measure(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) -> LongResult:
     from headway.infer.load import find_model, load_model
 
     compute = choose_compute(recipe.device, "auto")
@@ -197,7 +197,7 @@ def _ask(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) -> Lon
 
 
 def _named(variant: MaskVariant, masks: str | None) -> MaskVariant:
-    """A variant under the name of the masks it is of, which no sparsity has."""
+    """A variant under the name of its masks; other variants are named by sparsity."""
     return replace(variant, name=("random " if variant.masks_from == "random" else "") + (Path(masks).name if masks else variant.name))
 
 
@@ -210,16 +210,18 @@ def _texts(plan: SparsifyPlan, loaded: LoadedModel) -> Callable[[], Iterable[Pie
     return lambda: (piece for dataset in datasets for piece in read_pieces(dataset, loaded, reading))
 
 
-def _kept(summary: dict[str, Any]) -> dict[str, Any]:
+def _training_numbers(summary: dict[str, Any]) -> dict[str, Any]:
     names = ("steps", "first_valid_loss", "last_valid_loss", "tokens_per_second", "seconds")
     return {name: summary[name] for name in names if name in summary}
 
 
 def _preface(summary: dict[str, Any], files: Sequence[str]) -> Iterable[str]:
-    numbers = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in _kept(summary).items() if isinstance(value, int | float))
+    numbers = ", ".join(
+        f"{name.replace('_', ' ')} {value:g}" for name, value in _training_numbers(summary).items() if isinstance(value, int | float)
+    )
     yield f"Training: {numbers}."
     yield ""
-    yield "`full` is the model without masks; `s=...` are the run's own gates at a sparsity, `own` what they have come to."
+    yield "`full` is the model without masks; `s=...` are the run's own gates at a sparsity, `own` where they ended."
     yield ""
     yield f"Masks: {', '.join(f'`{name}`' for name in files)}; use one with `--masks` of `headway generate` and `headway eval`."
     yield ""
