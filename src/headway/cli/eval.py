@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,6 @@ from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from headway.eval.evaluate import EvalPlan
-    from headway.eval.perplexity import Piece
-    from headway.infer.load import LoadedModel
     from headway.parallel.collectives import RankGroup
 
 MAX_DIGITS = 12
@@ -212,6 +210,7 @@ def long(
     json: bool = JSON,
 ) -> None:
     """Long-context tasks (made offline), without and with head masks, and the size and speed of the KV cache."""
+    from headway.eval.dataset import read_texts
     from headway.eval.long_context import LongPlan, evaluate_long
     from headway.eval.long_report import write_long_report
     from headway.eval.long_tasks.base import task_names
@@ -233,7 +232,7 @@ def long(
     check_start(compute, out)
     variants = spec.variants(find_model(model).mask_source())
     loaded = compute.load(model)
-    texts = _texts(options.data, loaded, options.bos)
+    texts = read_texts(options.data, loaded, options.bos)
     result = evaluate_long(loaded, variants, plan, name=str(model), texts=texts, keep=None if out is None else out / "parts")
     if out is not None:
         write_long_report(out, result)
@@ -284,15 +283,6 @@ def parse_numbers(flag: str, text: str) -> tuple[float, ...]:
         return tuple(map(float, text.split(",")))
     except ValueError:
         raise ConfigError(f"{flag} is {text!r}; write numbers, comma separated.") from None
-
-
-def _texts(data: list[str], loaded: LoadedModel, bos: bool | None) -> Callable[[], Iterable[Piece]] | None:
-    if not data:
-        return None
-    from headway.eval.dataset import Reading, parse_datasets, read_pieces
-
-    datasets = parse_datasets(data)
-    return lambda: (piece for dataset in datasets for piece in read_pieces(dataset, loaded, Reading(bos=bos)))
 
 
 VERBS = {"eval compare": compare, "eval harness": harness, "eval long": long, "eval ppl": ppl}

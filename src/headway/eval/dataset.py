@@ -5,7 +5,7 @@ A suite's member that is one running text split into records is put together aga
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -136,6 +136,14 @@ def _members(suite: str, named: dict[str, list[str]]) -> list[Dataset]:
 def read_pieces(dataset: Dataset, loaded: LoadedModel, reading: Reading = Reading()) -> Iterator[Piece]:
     """Documents to score: token stores as they are, raw files through the model's tokenizer."""
     return islice(_pieces(dataset, loaded, reading), reading.max_samples)
+
+
+def read_texts(data: Sequence[str], loaded: LoadedModel, bos: bool | None) -> Callable[[], Iterator[Piece]] | None:
+    """A function that reads all documents of `data` from the start each time; None without data."""
+    datasets = parse_datasets(data) if data else []
+    if not datasets:
+        return None
+    return lambda: (piece for dataset in datasets for piece in read_pieces(dataset, loaded, Reading(bos=bos)))
 
 
 def _pieces(dataset: Dataset, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:

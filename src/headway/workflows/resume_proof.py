@@ -187,13 +187,15 @@ def in_processes(arguments: list[str], nproc: int | None, kill_at: int | None) -
 
 def _certificate(reader: Reader, resolved: Resolved) -> dict[str, Any]:
     """Hashes of everything that must be equal."""
+    import torch
+
     parameters, optimizer = hashlib.sha256(), hashlib.sha256()
     for name in reader.names():
         for role in reader.roles(name):
             content = reader.read(name, role).contiguous()
             part = parameters if role in PARAMETERS else optimizer
             part.update(f"{name} {role} {tuple(content.shape)} {content.dtype}".encode())
-            part.update(content.flatten().view(dtype=_bytes()).numpy().tobytes())
+            part.update(content.flatten().view(torch.uint8).numpy().tobytes())
     scalars: Any = reader.scalars
     batch = next_batch(resolved, scalars["cursor"])
     return {
@@ -204,12 +206,6 @@ def _certificate(reader: Reader, resolved: Resolved) -> dict[str, Any]:
         "next_batch": _hash(batch),
         "next_batch_documents": {name: ids[:8] for name, ids in batch.items()},
     }
-
-
-def _bytes() -> Any:
-    import torch
-
-    return torch.uint8
 
 
 def next_batch(resolved: Resolved, cursor: dict[str, Any]) -> dict[str, list[int]]:

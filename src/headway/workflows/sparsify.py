@@ -23,8 +23,6 @@ from headway.runtime.device import choose_compute
 from headway.runtime.process import own_command
 
 if TYPE_CHECKING:
-    from headway.eval.perplexity import Piece
-    from headway.infer.load import LoadedModel
     from headway.train.config import Recipe
 
 log = logging.getLogger("headway")
@@ -185,6 +183,7 @@ def write_mask_files(run: Path, spec: MaskSpec, out: Path) -> list[str]:
 
 
 def _measure(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) -> LongResult:
+    from headway.eval.dataset import read_texts
     from headway.infer.load import find_model, load_model
 
     compute = choose_compute(recipe.device, "auto")
@@ -193,21 +192,12 @@ def _measure(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) ->
     variants = [*checked.spec.variants(source), *(_named(one, plan.masks) for one in checked.extra.variants(source)[1:])]
     assert variants[0].name == FULL
     keep = run / FOLDER / "parts"
-    return evaluate_long(loaded, variants, checked.long, name=str(run), texts=_texts(plan, loaded), keep=keep)
+    return evaluate_long(loaded, variants, checked.long, name=str(run), texts=read_texts(plan.data, loaded, plan.bos), keep=keep)
 
 
 def _named(variant: MaskVariant, masks: str | None) -> MaskVariant:
     """A variant under the name of its masks; other variants are named by sparsity."""
     return replace(variant, name=("random " if variant.masks_from == "random" else "") + (Path(masks).name if masks else variant.name))
-
-
-def _texts(plan: SparsifyPlan, loaded: LoadedModel) -> Callable[[], Iterable[Piece]] | None:
-    if not plan.data:
-        return None
-    from headway.eval.dataset import Reading, parse_datasets, read_pieces
-
-    datasets, reading = parse_datasets(plan.data), Reading(bos=plan.bos)
-    return lambda: (piece for dataset in datasets for piece in read_pieces(dataset, loaded, reading))
 
 
 def _training_numbers(summary: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,52 +46,21 @@ device: cpu
 """
 
 
-@dataclass(frozen=True)
 class Demo:
     """The folders and files of the demo."""
 
-    out: Path
-    steps: int
-
-    @property
-    def corpus(self) -> Path:
-        """The raw text."""
-        return self.out / "corpus" / "library.jsonl"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The trained tokenizer."""
-        return self.out / "tokenizer"
-
-    @property
-    def store(self) -> Path:
-        """The token store."""
-        return self.out / "store"
-
-    @property
-    def instructions(self) -> Path:
-        """Instruction data made from docstrings."""
-        return self.out / "instructions"
-
-    @property
-    def pairs(self) -> Path:
+    def __init__(self, out: Path, steps: int) -> None:
+        self.out, self.steps = out, steps
+        self.corpus = out / "corpus" / "library.jsonl"
+        self.tokenizer = out / "tokenizer"
+        self.store = out / "store"
+        self.instructions = out / "instructions"
+        """Questions and answers made from docstrings."""
+        self.pairs = out / "pairs"
         """Right and wrong answers."""
-        return self.out / "pairs"
-
-    @property
-    def recipe(self) -> Path:
-        """The recipe of the pretraining run."""
-        return self.out / "pretrain.yaml"
-
-    @property
-    def run(self) -> Path:
-        """The pretraining run."""
-        return self.out / "runs" / "pretrain"
-
-    @property
-    def export(self) -> Path:
-        """The Hugging Face folder."""
-        return self.out / "hf"
+        self.recipe = out / "pretrain.yaml"
+        self.run = out / "runs" / "pretrain"
+        self.export = out / "hf"
 
 
 def run_demo(out: Path, steps: int = 1000) -> dict[str, Any]:
