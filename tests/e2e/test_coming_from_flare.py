@@ -79,5 +79,5 @@ def test_a_layer_that_the_given_model_does_not_have_is_one_line(
         recipe = [one for one in small(text, tmp_path) if not one.startswith("parallel")]
         assert main(["train", *recipe, *settings, f"tokenizer={base}"]) == 2
         said = capsys.readouterr().err.strip().splitlines()
-        assert said == [f"error: model: no_rope_layers holds 6; layers are numbered 0 to {last}."]
+        assert said == [f"error: model: no_rope_layers holds 6; layers go from 0 to {last}."]
     assert not (tmp_path / "runs").exists()

@@ -49,7 +49,7 @@ def test_a_checkpoints_word_alone_imports_no_family(tmp_path: Path, monkeypatch:
     latest = tmp_path / "run" / "checkpoints" / "latest"
     monkeypatch.setattr("headway.model.families.base.own_module", lambda *_: pytest.fail("it was imported"))
     load_model(latest)
-    said = "names the family 'support.my_lab.family'.*not imported on a checkpoint's word"
+    said = "names the family 'support.my_lab.family'.*does not import code because a checkpoint names it"
     with pytest.raises(ConfigError, match=said):
         export_model(latest, tmp_path / "exported")
     with pytest.raises(ConfigError, match=said):

@@ -32,7 +32,7 @@ from headway.model.layout import GATES, param_specs
 from headway.model.loading.huggingface import check_weights, has_weights, is_pretrained, read_config, read_end_ids, read_weights
 from headway.model.loading.internlm import is_internlm, open_internlm
 from headway.model.loading.unsupported import named_format
-from headway.model.loading.untrusted import finite
+from headway.model.loading.untrusted import check_finite
 from headway.runtime.json_file import read_object
 from headway.runtime.places import Place, S3Path, place_of
 from headway.text.hub import is_hub_id, local_or_hub
@@ -146,7 +146,7 @@ def find_model(path: Place | str) -> StoredModel:
                 return _pretrained(folder)
         if is_internlm(path):
             config, weights = open_internlm(path)
-            return StoredModel(path, config, None, lambda: finite(weights(), path))
+            return StoredModel(path, config, None, lambda: check_finite(weights(), path))
         if is_adapter(path):
             return _adapter(path)
         if (path / STAGES).is_file():
@@ -207,7 +207,7 @@ def _pretrained(folder: Path) -> StoredModel:
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         if stored is not None:
             yield GATES, stored.log_alpha
-        yield from finite(read_weights(folder, config), folder)
+        yield from check_finite(read_weights(folder, config), folder)
 
     table = folder / MASKS_FILE
     tokenizer_folder = folder if has_tokenizer else None

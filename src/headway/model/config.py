@@ -1,4 +1,4 @@
-"""The shape of a model, as numbers. Imports without torch; every family is a setting of this one Transformer."""
+"""The `model` section of a recipe: the shape of a Transformer, which covers every family. Imports without torch."""
 
 import math
 from typing import Any, Literal
@@ -8,25 +8,25 @@ from pydantic import field_validator, model_validator
 from headway.config.section import Section, setting
 from headway.model.presets import PRESETS
 
-MOST_NUMBERS = 1 << 40
-"""Numbers of the largest matrix: what lies beyond is a slip of the keys, and overflows where torch counts bytes."""
-MOST_LAYERS = 10_000
+MAX_ELEMENTS = 1 << 40
+"""Of one matrix. More is a typing error, and overflows where torch counts bytes."""
+MAX_LAYERS = 10_000
 
 
 class RopeScaling(Section):
-    """How rotary positions are stretched beyond the length a model was trained at."""
+    """How rotary positions are scaled beyond the length a model was trained at."""
 
     kind: Literal["linear", "llama3", "yarn"] = setting(
-        "linear", "linear divides all frequencies by factor; llama3 and yarn only the low ones; yarn also sharpens the attention."
+        "linear", "linear divides all frequencies by factor; llama3 and yarn divide only the low ones; yarn also sharpens attention."
     )
     factor: float = setting(1.0, "How many times longer the context becomes.", gt=0)
     low_freq_factor: float = setting(1.0, "llama3: wavelengths above original_max_seq_len / this are divided by factor.", gt=0)
-    high_freq_factor: float = setting(4.0, "llama3: wavelengths below original_max_seq_len / this stay.", gt=0)
-    original_max_seq_len: int = setting(8192, "llama3, yarn: the length the model was first trained at.", gt=0)
-    beta_fast: float = setting(32.0, "yarn: planes that turn more often than this over original_max_seq_len stay.", gt=0)
-    beta_slow: float = setting(1.0, "yarn: planes that turn less often than this are divided by factor.", gt=0)
+    high_freq_factor: float = setting(4.0, "llama3: wavelengths below original_max_seq_len / this are unchanged.", gt=0)
+    original_max_seq_len: int = setting(8192, "llama3, yarn: the length the model was trained at first.", gt=0)
+    beta_fast: float = setting(32.0, "yarn: dimensions that rotate more often than this over original_max_seq_len are unchanged.", gt=0)
+    beta_slow: float = setting(1.0, "yarn: dimensions that rotate less often than this are divided by factor.", gt=0)
     attention_factor: float | None = setting(None, "yarn: cos and sin are multiplied by this; null = 0.1 * ln(factor) + 1.", gt=0)
-    truncate: bool = setting(True, "yarn: round the bounds of the ramp outwards to whole planes.")
+    truncate: bool = setting(True, "yarn: round the bounds of the ramp outwards to whole dimensions.")
 
     @model_validator(mode="after")
     def _ramp(self) -> "RopeScaling":
@@ -36,35 +36,35 @@ class RopeScaling(Section):
 
 
 class HeadGatesConfig(Section):
-    """One gate per KV head that says how much of the whole past the head needs: 1 = all of it, 0 = sinks and a window (streaming)."""
+    """One gate per KV head: how much of the full context the head needs. 1 = all of it, 0 = sinks and a window (streaming)."""
 
     window: int = setting(1024, "Tokens a streaming head sees up to and including the query itself.", gt=0)
-    sinks: int = setting(128, "First tokens of its document that a streaming head also sees; 0 = none, local attention.", ge=0)
-    init_mean: float = setting(4.0, "Mean of log_alpha at the start; at 4 nearly every head is full.")
-    init_std: float = setting(0.01, "Standard deviation of log_alpha at the start.", ge=0)
-    stripe: bool = setting(False, "Start with every second layer full and the others streaming (log_alpha +10 and -10) instead.")
+    sinks: int = setting(128, "First tokens of the document that a streaming head also sees; 0 = local attention.", ge=0)
+    init_mean: float = setting(4.0, "Initial mean of log_alpha; at 4 nearly every head is full.")
+    init_std: float = setting(0.01, "Initial standard deviation of log_alpha.", ge=0)
+    stripe: bool = setting(False, "Instead, start with every second layer full and the others streaming (log_alpha +10 and -10).")
 
 
 def yarn_growth(factor: float, scale: float = 1.0) -> float:
-    """How much yarn lengthens queries and keys for a context `factor` times as long."""
+    """What yarn multiplies queries and keys by for a context `factor` times as long."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 class ModelConfig(Section):
-    """One Transformer. Give a preset, or numbers, or both (numbers win)."""
+    """The shape of a Transformer. Give a preset, the other keys, or both (the other keys override the preset)."""
 
-    family: str = setting("llama", "Which naming and config to read and write: a file of model/families, or your own module.")
-    preset: str | None = setting(None, "A known shape to start from; `headway list` shows them.")
+    family: str = setting("llama", "The names and config.json to read and write: a file of model/families, or your own module.")
+    preset: str | None = setting(None, "A known shape to start from; `headway list` prints them.")
     hidden_size: int = setting(256, "Width of the residual stream.", gt=0)
-    num_layers: int = setting(4, "Number of blocks.", gt=0)
+    num_layers: int = setting(4, "Number of layers.", gt=0)
     num_heads: int = setting(4, "Query heads.", gt=0)
     num_kv_heads: int | None = setting(None, "Key and value heads; null = num_heads.", gt=0)
     head_dim: int | None = setting(None, "Width of one head; null = hidden_size / num_heads.", gt=0)
-    ffn_size: int = setting(688, "Inner width of the feed-forward.", gt=0)
-    vocab_size: int | None = setting(None, "Rows of the embedding; null = the tokenizer's, padded to a multiple of 64.", gt=0)
-    max_seq_len: int = setting(512, "Longest sequence the model is meant for.", gt=0)
+    ffn_size: int = setting(688, "Inner width of the feed-forward layer.", gt=0)
+    vocab_size: int | None = setting(None, "Rows of the embedding; null = the tokenizer's vocabulary, padded to a multiple of 64.", gt=0)
+    max_seq_len: int = setting(512, "Longest sequence the model supports.", gt=0)
     rope_theta: float = setting(10000.0, "Base of the rotary frequencies.", gt=0)
-    rope_scaling: RopeScaling | None = setting(None, "Stretching of the rotary frequencies.")
+    rope_scaling: RopeScaling | None = setting(None, "Scaling of the rotary frequencies.")
     no_rope_layers: tuple[int, ...] = setting((), "Layers (from 0) whose queries and keys are not rotated.")
     norm: Literal["rmsnorm", "layernorm"] = setting("rmsnorm", "Normalisation before attention and feed-forward.")
     norm_eps: float = setting(1e-5, "Added to the variance in the normalisation.", gt=0)
@@ -72,15 +72,15 @@ class ModelConfig(Section):
     output_bias: bool = setting(False, "Bias on the attention output projection.")
     ffn_bias: bool = setting(False, "Bias on the feed-forward projections.")
     qk_norm: bool = setting(False, "RMSNorm over each head of queries and keys, before rotation.")
-    tie_embeddings: bool = setting(True, "One matrix for input embedding and output head.")
-    sliding_window: int | None = setting(None, "Tokens a query sees, itself included; null = all.", gt=0)
+    tie_embeddings: bool = setting(True, "Share one matrix between input embedding and output head.")
+    sliding_window: int | None = setting(None, "Tokens a query sees, including itself; null = all.", gt=0)
     window_layers: tuple[int, ...] | None = setting(None, "Layers the sliding window applies to; null = all.")
     dropout: float = setting(0.0, "Dropout on the output of attention and feed-forward.", ge=0, lt=1)
     embed_grad_scale: float = setting(1.0, "The embedding's gradient is multiplied by this.", ge=0)
     head_gates: HeadGatesConfig | None = setting(
-        None, "Gates that let KV heads stream; objective head_sparsity and init.masks bring them. null with init.from = leave them behind."
+        None, "Gates that let KV heads stream; objective head_sparsity and init.masks add them. null with init.from drops them."
     )
-    init_std: float = setting(0.02, "Standard deviation of initial weights; output projections get it / sqrt(2 * num_layers).", gt=0)
+    init_std: float = setting(0.02, "Standard deviation of initial weights; divided by sqrt(2 * num_layers) for output projections.", gt=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -95,25 +95,25 @@ class ModelConfig(Section):
     @field_validator("no_rope_layers", "window_layers", mode="before")
     @classmethod
     def _list_as_tuple(cls, layers: Any) -> Any:
-        # Behind `_apply_preset` even a recipe's JSON is validated as Python values, where a strict tuple takes no list.
+        # After `_apply_preset`, a recipe's JSON is validated as Python values too, and a strict tuple accepts no list.
         return tuple(layers) if isinstance(layers, list) else layers
 
     @field_validator("no_rope_layers", "window_layers")
     @classmethod
     def _unique(cls, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
         if layers is not None and (len(set(layers)) != len(layers) or any(i < 0 for i in layers)):
-            raise ValueError(f"is {list(layers)}; it must hold different layer numbers from 0")
+            raise ValueError(f"is {list(layers)}; it must list different layers, counted from 0")
         return layers
 
     @model_validator(mode="after")
     def _fits(self) -> "ModelConfig":
         if self.head_dim is None and self.hidden_size % self.num_heads:
-            raise ValueError(f"num_heads is {self.num_heads}; it must divide hidden_size={self.hidden_size}, or head_dim must be given")
+            raise ValueError(f"num_heads is {self.num_heads}; it must divide hidden_size={self.hidden_size}, or give head_dim")
         widest = max(self.hidden_size, self.ffn_size, self.vocab_size or 0, self.num_heads * self.head_size)
-        if self.hidden_size * widest > MOST_NUMBERS or self.num_layers > MOST_LAYERS:
+        if self.hidden_size * widest > MAX_ELEMENTS or self.num_layers > MAX_LAYERS:
             raise ValueError(
                 f"hidden_size is {self.hidden_size}, its widest matrix {widest}, num_layers {self.num_layers}; "
-                f"a matrix may have {MOST_NUMBERS} numbers and a model {MOST_LAYERS} layers. Give smaller ones"
+                f"a matrix may have at most {MAX_ELEMENTS} elements and a model {MAX_LAYERS} layers. Use smaller values"
             )
         if self.head_size % 2:
             raise ValueError(f"head_dim is {self.head_size}; it must be even for rotary positions")
@@ -123,13 +123,13 @@ class ModelConfig(Section):
             raise ValueError(f"num_kv_heads is {self.kv_heads}; it must divide num_heads={self.num_heads}")
         for key in ("no_rope_layers", "window_layers"):
             too_high = [i for i in getattr(self, key) or () if i >= self.num_layers]
-            # A recipe that does not say how many layers there are may take them from given weights; it is looked at again with them.
+            # Without num_layers in the recipe, the layers may come from pretrained weights; then this is checked again with them.
             if too_high and "num_layers" in self.model_fields_set:
-                raise ValueError(f"{key} holds {too_high[0]}; layers are numbered 0 to {self.num_layers - 1}")
+                raise ValueError(f"{key} holds {too_high[0]}; layers go from 0 to {self.num_layers - 1}")
         if self.window_layers is not None and self.sliding_window is None:
-            raise ValueError("window_layers is given without sliding_window; give the window's width too")
+            raise ValueError("window_layers is given without sliding_window; give sliding_window too")
         if self.head_gates is not None and self.sliding_window is not None:
-            raise ValueError(f"head_gates is given with sliding_window={self.sliding_window}; gates need heads that see the whole past")
+            raise ValueError(f"head_gates is given with sliding_window={self.sliding_window}; gates need heads that see the full context")
         return self
 
     @property
@@ -144,8 +144,8 @@ class ModelConfig(Section):
 
     @property
     def vocab(self) -> int:
-        """Rows of the embedding, once known."""
-        assert self.vocab_size is not None, "the vocabulary is resolved before a model is built"
+        """Rows of the embedding; known once the tokenizer is."""
+        assert self.vocab_size is not None, "vocab_size is resolved before a model is built"
         return self.vocab_size
 
     def window_of(self, layer: int) -> int | None:
@@ -153,5 +153,5 @@ class ModelConfig(Section):
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else None
 
     def with_(self, **changes: Any) -> "ModelConfig":
-        """The same shape with some fields changed, validated again."""
+        """The config with some fields changed, validated again."""
         return ModelConfig.model_validate({**self.model_dump(), **changes})

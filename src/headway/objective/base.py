@@ -1,8 +1,8 @@
-"""The contract of an objective: it turns a model's output and a batch into additive terms, never into a mean.
+"""The contract of an objective: a model's output and a batch come in, additive terms go out, never a mean.
 
-Each rank and microbatch back-propagates its share of one global loss: sum over terms of coefficient * sum / total, where total is the
-weight of the whole step, known before the first forward. So accumulation and ranks cannot change the result, but for the noise
-of dropout and of sampled head gates, which is drawn per microbatch.
+Each rank and microbatch back-propagates its share of one global loss: the sum over terms of coefficient * sum / total. The total is the
+weight of the whole step and is known before the first forward. So accumulation and the number of ranks do not change the result, except
+through the noise of dropout and of sampled head gates, which is drawn per microbatch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MetricSums = dict[str, "tuple[Tensor, Tensor]"]
 
 @dataclass(frozen=True)
 class Term:
-    """One additive part of a loss: `sum` over this microbatch; the engine divides by the step's total called `per`."""
+    """One additive part of a loss: its sum over this microbatch. The engine divides it by the step's total named `per`."""
 
     sum: Tensor
     per: str = "targets"
@@ -34,7 +34,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Loss:
-    """The terms of one microbatch, and metrics as (sum, weight) pairs of tensors, added up over the step before they are divided."""
+    """The terms of one microbatch, and metrics as (sum, weight) pairs of tensors; both are summed over the step before the division."""
 
     terms: dict[str, Term]
     metrics: MetricSums = field(default_factory=dict)
@@ -47,14 +47,14 @@ class Loss:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Where training stands when a loss is computed."""
+    """The step for which a loss is computed."""
 
     step: int
     total_steps: int
     num_sources: int = 1
     training: bool = True
     survey: Tensor | None = None
-    """What `StepObjective.survey` saw of every row of the step, of all microbatches and ranks; None: this microbatch is all of it."""
+    """What `StepObjective.survey` returned for all microbatches and ranks; None if this microbatch is the whole step."""
 
 
 class Collectives(Protocol):
@@ -71,10 +71,10 @@ class Collectives(Protocol):
 
 @runtime_checkable
 class Objective(Protocol):
-    """A loss. It is pure and never calls the model; its own parameters, if any, live in `module` and are trained by the engine."""
+    """A loss. It never calls the model. Its own parameters, if any, are in `module`; the engine trains them."""
 
     scope: Literal["row", "step"]
-    """Whether rows are independent (`row`) or a term couples all rows of a step (`step`)."""
+    """`row`: rows are independent. `step`: a term couples all rows of a step."""
     module: nn.Module | None
     """Parameters of the objective itself (a Lagrange multiplier, a temperature), or None."""
 
@@ -85,26 +85,26 @@ class Objective(Protocol):
 
 @runtime_checkable
 class StepObjective(Objective, Protocol):
-    """A loss that couples all rows of a step. It first sees every row without gradients, so that accumulation and ranks change nothing."""
+    """A loss that couples all rows of a step. It surveys all rows without gradients first, so accumulation and ranks change nothing."""
 
     def survey(self, out: ModelOut, batch: Batch) -> Tensor:
-        """What the loss needs to know of a microbatch's rows, without gradients: [n, ...], n the same for every microbatch."""
+        """What the loss must know of a microbatch's rows: [n, ...], with the same n for every microbatch."""
         ...
 
 
 @dataclass(frozen=True)
 class ReferenceSpec:
-    """A frozen model whose log-probabilities an objective compares with."""
+    """The reference model whose log-probabilities an objective compares with."""
 
     path: str | None
     """A run, a checkpoint or a Hugging Face folder; None: the weights the run starts from."""
     cached: bool
-    """Compute them once for all pairs before training, instead of keeping the model."""
+    """Compute them once for all pairs before training, instead of keeping the model in memory."""
 
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """Numbers an objective asks for, for some parameters; a recipe's own optim.groups go before."""
+    """Optimizer settings an objective needs for some parameters; optim.groups of the recipe take precedence."""
 
     match: tuple[str, ...]
     """Patterns of parameter names, as in `freeze`."""
@@ -116,36 +116,36 @@ class ParameterRule:
 
 @dataclass(frozen=True)
 class GateSpec:
-    """An objective trains head gates, with this reach of streaming heads; None = as the model has it."""
+    """Window and sinks of streaming heads, for an objective that trains head gates; None = as in the model's config."""
 
     window: int | None = None
     sinks: int | None = None
 
 
 class ObjectiveConfig(KindConfig):
-    """Base of every objective's settings."""
+    """Settings that every objective has."""
 
     PAIRS: ClassVar[bool] = False
-    """Whether it compares preference pairs instead of reading documents."""
+    """It reads preference pairs instead of documents."""
 
     BY_TOKEN: ClassVar[bool] = False
-    """Whether its terms and metrics are sums over tokens (or per microbatch), so that ranks may each hold a part of a row's tokens."""
+    """Its terms and metrics are sums over tokens (or per microbatch), so ranks may share the tokens of a row."""
 
     @property
     def reference_spec(self) -> ReferenceSpec | None:
-        """The reference it needs, if any."""
+        """The reference model it needs, if any."""
         return None
 
     @property
     def rules(self) -> tuple[ParameterRule, ...]:
-        """Parameters that train with numbers of their own."""
+        """Parameters that need their own optimizer settings."""
         return ()
 
     @property
     def gate_spec(self) -> GateSpec | None:
-        """The head gates it trains; None: it knows nothing of them."""
+        """The head gates it trains, if any."""
         return None
 
     def build(self) -> Objective:
         """Make the objective."""
-        raise ConfigError(f"{type(self).__module__} defines no Config.build; a kind needs one.")
+        raise ConfigError(f"{type(self).__module__} defines no Config.build; every kind needs one.")

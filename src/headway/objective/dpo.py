@@ -1,4 +1,4 @@
-"""Direct preference optimisation: the model is to prefer the chosen answer over the rejected one by more than a frozen reference does.
+"""Direct preference optimisation: the model learns to prefer the chosen answer over the rejected one by more than a frozen reference does.
 
 In: rows of pairs (documents 2i chosen, 2i + 1 rejected) and the reference's log-probabilities of them; out: one term over pairs.
 With c and r the log-probability of the chosen and the rejected answer (summed over its tokens) minus the reference's, and h = c - r:
@@ -6,7 +6,7 @@ With c and r the log-probability of the chosen and the rejected answer (summed o
     sigmoid     -(1 - e) log s(b h) - e log s(-b h)                      b: beta, e: label_smoothing, s: the logistic function
     robust      [-(1 - e) log s(b h) + e log s(-b h)] / (1 - 2 e)
     hinge       max(0, 1 - b h)
-    ipo         (c / length - r / length - 1 / (2 b))^2                  the answers' own lengths in tokens
+    ipo         (c / length - r / length - 1 / (2 b))^2                  lengths of the answers in tokens
     kto_pair    [2 - s(b (c - max(0, mean r))) - s(b (max(0, mean c) - r))] / 2      means over the step
     sppo_hard   (c - 1 / (2 b))^2 + (r + 1 / (2 b))^2
     nca_pair    -log s(b c) - log s(-b c) / 2 - log s(-b r) / 2
@@ -38,26 +38,30 @@ class Config(ObjectiveConfig):
 
     PAIRS: ClassVar[bool] = True
     kind: str = setting("dpo", "dpo.", on_resume="fixed")
-    loss_type: LossType = setting("sigmoid", "How a pair's margin over the reference becomes a loss.", on_resume="fixed")
-    beta: float = setting(0.1, "How strongly the model is held to the reference; smaller lets it go further.", gt=0)
-    label_smoothing: float = setting(0.0, "Share of pairs assumed to be labelled the wrong way round (sigmoid, robust).", ge=0, lt=0.5)
-    reference_free: bool = setting(False, "Compare with a reference that likes all answers alike; none is loaded.", on_resume="fixed")
+    loss_type: LossType = setting("sigmoid", "The loss of a pair's margin over the reference.", on_resume="fixed")
+    beta: float = setting(0.1, "How strongly the model is kept near the reference; a smaller value lets it move further.", gt=0)
+    label_smoothing: float = setting(
+        0.0, "Share of pairs assumed to be labelled the wrong way round (loss_type sigmoid and robust).", ge=0, lt=0.5
+    )
+    reference_free: bool = setting(False, "Load no reference; it counts as giving all answers the same probability.", on_resume="fixed")
     reference: str | None = setting(
-        None, "The reference: a run, a checkpoint or a Hugging Face folder; null = the weights the run starts from.", on_resume="fixed"
+        None,
+        "The reference model: a run, a checkpoint or a Hugging Face folder; null = the weights the run starts from.",
+        on_resume="fixed",
     )
     reference_logps: Literal["live", "cached"] = setting(
-        "live", "live: the reference is kept as a second model; cached: it scores all pairs once, kept by content in data.cache_dir."
+        "live", "live: keep the reference as a second model. cached: score all pairs once and store the results in data.cache_dir."
     )
 
     @model_validator(mode="after")
     def _fits(self) -> Config:
         if self.label_smoothing and self.loss_type not in SMOOTHED:
             raise ValueError(
-                f"has loss_type={self.loss_type} and label_smoothing={self.label_smoothing:g}; only {' and '.join(SMOOTHED)} know it. "
-                "Remove it"
+                f"has loss_type={self.loss_type} and label_smoothing={self.label_smoothing:g}; only {' and '.join(SMOOTHED)} use it. "
+                "Remove label_smoothing"
             )
         if self.reference_free and (self.reference is not None or self.reference_logps != "live"):
-            raise ValueError("has reference_free=true and settings of a reference, which is then not used. Remove one of them")
+            raise ValueError("has reference_free=true and settings of a reference, which would be ignored. Remove one of them")
         return self
 
     @property
@@ -71,7 +75,7 @@ class Config(ObjectiveConfig):
 
 
 class Pairs(NamedTuple):
-    """The pairs of a microbatch, [rows, pairs of a row] each; where `held` is 0 there is none and the numbers mean nothing."""
+    """The pairs of a microbatch, [rows, pairs of a row] each; values where `is_pair` is 0 are meaningless."""
 
     chosen: Tensor
     """Log-probability of the chosen answer."""
@@ -82,12 +86,12 @@ class Pairs(NamedTuple):
     chosen_length: Tensor
     """Tokens of the chosen answer."""
     rejected_length: Tensor
-    held: Tensor
+    is_pair: Tensor
     """1 where there is a pair."""
 
 
 class DPO:
-    """One term: the mean over pairs of a loss of their margin over the reference."""
+    """One term: the loss of each pair's margin over the reference, per pair."""
 
     scope: Literal["row", "step"] = "row"
     module: nn.Module | None = None
@@ -98,11 +102,11 @@ class DPO:
     def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
         """The pairs' losses and rewards."""
         pairs = self.pairs(out, batch)
-        total = (self.per_pair(pairs, at) * pairs.held).sum()
+        total = (self.per_pair(pairs, at) * pairs.is_pair).sum()
         return Loss({"dpo": Term(total, per="pairs")}, self._metrics(pairs, total, at))
 
     def pairs(self, out: ModelOut, batch: Batch) -> Pairs:
-        """Log-probabilities of the answers; the logits never exist for a whole row."""
+        """Log-probabilities of the answers; logits exist for one chunk of tokens at a time."""
         log_prob, _ = out.head.scores(batch.targets)
         chosen, rejected = _sides(document_sums(log_prob * batch.loss_weight, batch))
         lengths = _sides(document_sums(batch.loss_weight, batch))
@@ -111,8 +115,8 @@ class DPO:
             before = (chosen.new_zeros(()), chosen.new_zeros(()))
         else:
             before = _sides(reference.to(chosen.dtype))
-        held = ((lengths[0] > 0) & (lengths[1] > 0)).to(chosen.dtype)
-        return Pairs(chosen, rejected, chosen - before[0], rejected - before[1], *lengths, held)
+        is_pair = ((lengths[0] > 0) & (lengths[1] > 0)).to(chosen.dtype)
+        return Pairs(chosen, rejected, chosen - before[0], rejected - before[1], *lengths, is_pair)
 
     def per_pair(self, pairs: Pairs, at: StepInfo) -> Tensor:
         """The loss of every pair, by the formulas at the top."""
@@ -139,39 +143,39 @@ class DPO:
                 raise AssertionError("kto_pair is KTOPair's")
 
     def _metrics(self, pairs: Pairs, total: Tensor, at: StepInfo) -> MetricSums:
-        held, beta = pairs.held, self.config.beta
-        count = held.sum()
+        is_pair, beta = pairs.is_pair, self.config.beta
+        count = is_pair.sum()
         found = {
             "rewards/chosen": beta * pairs.chosen_gain,
             "rewards/rejected": beta * pairs.rejected_gain,
-            "rewards/accuracies": (pairs.chosen_gain > pairs.rejected_gain).to(held.dtype),
+            "rewards/accuracies": (pairs.chosen_gain > pairs.rejected_gain).to(is_pair.dtype),
             "rewards/margins": beta * (pairs.chosen_gain - pairs.rejected_gain),
             "logps/chosen": pairs.chosen,
             "logps/rejected": pairs.rejected,
         }
-        sums: MetricSums = {name: ((value * held).sum(), count) for name, value in found.items()}
+        sums: MetricSums = {name: ((value * is_pair).sum(), count) for name, value in found.items()}
         return sums if at.training else {"loss": (total, count), **sums}
 
 
 class KTOPair(DPO):
-    """Its loss compares every answer with the mean gain of the others' side over the whole step, through which gradients flow too."""
+    """Compares every answer with the mean gain of the opposite side over the whole step; gradients also flow through that mean."""
 
     scope: Literal["row", "step"] = "step"
 
     def survey(self, out: ModelOut, batch: Batch) -> Tensor:
-        """Gains of every pair, and whether there is one: [rows * pairs of a row, 3]."""
+        """Gains of every pair, and whether it is one: [rows * pairs of a row, 3]."""
         return _gains(self.pairs(out, batch))
 
     def per_pair(self, pairs: Pairs, at: StepInfo) -> Tensor:
-        """Means enter as constants; what flows back through them is added as a term that is zero but has their gradient."""
-        c, r, held = (_gains(pairs).detach() if at.survey is None else at.survey).unbind(1)
-        beta, count = self.config.beta, held.sum().clamp(min=1)
-        mean_c, mean_r = (c * held).sum() / count, (r * held).sum() / count
+        """Means enter as constants; an added term of value zero carries their gradient."""
+        c, r, is_pair = (_gains(pairs).detach() if at.survey is None else at.survey).unbind(1)
+        beta, count = self.config.beta, is_pair.sum().clamp(min=1)
+        mean_c, mean_r = (c * is_pair).sum() / count, (r * is_pair).sum() / count
         clamped_c, clamped_r = mean_c.clamp(min=0), mean_r.clamp(min=0)
         up, down = (beta * (c - clamped_r)).sigmoid(), (beta * (clamped_c - r)).sigmoid()
         # how the step's loss changes with each mean; below zero the clamp holds it
-        by_c = -(beta * down * (1 - down) * held).sum() / (2 * count) * (mean_c >= 0)
-        by_r = (beta * up * (1 - up) * held).sum() / (2 * count) * (mean_r >= 0)
+        by_c = -(beta * down * (1 - down) * is_pair).sum() / (2 * count) * (mean_c >= 0)
+        by_r = (beta * up * (1 - up) * is_pair).sum() / (2 * count) * (mean_r >= 0)
         own = 2 - (beta * (pairs.chosen_gain - clamped_r)).sigmoid() - (beta * (clamped_c - pairs.rejected_gain)).sigmoid()
         through = by_c * (pairs.chosen_gain - pairs.chosen_gain.detach()) + by_r * (pairs.rejected_gain - pairs.rejected_gain.detach())
         return own / 2 + through
@@ -180,7 +184,7 @@ class KTOPair(DPO):
 def _gains(pairs: Pairs) -> Tensor:
     import torch
 
-    return torch.stack([pairs.chosen_gain, pairs.rejected_gain, pairs.held], dim=-1).flatten(0, 1)
+    return torch.stack([pairs.chosen_gain, pairs.rejected_gain, pairs.is_pair], dim=-1).flatten(0, 1)
 
 
 def document_sums(per_token: Tensor, batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Head sparsity (PruLong): next-token loss under the constraint that a growing share of KV heads streams.
+"""Head sparsity (PruLong): next-token loss, constrained so that a growing share of KV heads streams.
 
     loss = next-token + lambda_1 (s - t) + lambda_2 (s - t)^2      minimised over gates (and weights), maximised over both lambdas
 
@@ -34,25 +34,29 @@ class Config(ObjectiveConfig):
     BY_TOKEN: ClassVar[bool] = True
 
     kind: str = setting("head_sparsity", "head_sparsity.", on_resume="fixed")
-    start: float = setting(0.0, "Share of streaming heads that is aimed at in the first step.", ge=0, le=1)
-    target: float = setting(0.7, "Share of streaming heads that is aimed at after the warm-up.", ge=0, le=1)
-    warmup: int | float = setting(0.8, "How long the aim moves from start to target: steps (an integer) or a fraction of all steps.", ge=0)
+    start: float = setting(0.0, "Target share of streaming heads in the first step.", ge=0, le=1)
+    target: float = setting(0.7, "Target share of streaming heads after the warm-up.", ge=0, le=1)
+    warmup: int | float = setting(
+        0.8, "How long the target moves from start to target: steps (an integer) or a fraction of all steps.", ge=0
+    )
     warmup_shape: Literal["linear", "logarithmic"] = setting(
-        "linear", "How the aim moves: linear in the sparsity, or logarithmic: linear in log(1 - sparsity)."
+        "linear", "How the target moves: linear in the sparsity; logarithmic = linear in log(1 - sparsity)."
     )
     measure: Measure = setting(
-        "sampled", "The sparsity that is held to the aim: 1 - mean z as sampled, 1 - mean E[z], or expected L0 (mean of P(z = 0))."
+        "sampled", "The sparsity that is compared with the target: 1 - mean of sampled z, 1 - mean of E[z], or the mean of P(z = 0)."
     )
-    linear_term: bool = setting(True, "Keep the term lambda_1 (s - t); without it only the square remains.")
+    linear_term: bool = setting(True, "Use the term lambda_1 (s - t); false leaves only the squared term.")
     window: int | None = setting(None, "Tokens a streaming head sees up to the query; null = model.head_gates.window (1024).", gt=0)
     sinks: int | None = setting(None, "First tokens a streaming head sees; 0 = local; null = model.head_gates.sinks (128).", ge=0)
     mask_lr: float = setting(1.0, "Peak learning rate of the gates; it follows optim.schedule.", ge=0)
     reg_lr: float = setting(1.0, "Peak learning rate of the lambdas; it follows optim.schedule.", ge=0)
-    mask_weight_decay: float = setting(0.1, "Weight decay of log_alpha: with steps of size lr it bounds |log_alpha| by 1 / this.", ge=0)
-    reg_weight_decay: float = setting(0.1, "Weight decay of the lambdas: with steps of size lr it bounds them by 1 / this.", ge=0)
+    mask_weight_decay: float = setting(0.1, "Weight decay of log_alpha; it bounds |log_alpha| by 1 / this.", ge=0)
+    reg_weight_decay: float = setting(0.1, "Weight decay of the lambdas; it bounds them by 1 / this.", ge=0)
 
-    mask_betas: tuple[float, float] = setting((0.7, 0.95), "Adam's betas of the gates; more momentum lets the sparsity swing.")
-    reg_betas: tuple[float, float] = setting((0.0, 0.99), "Adam's betas of the lambdas; momentum lets the sparsity swing around its aim.")
+    mask_betas: tuple[float, float] = setting((0.7, 0.95), "Adam betas of the gates; more momentum makes the sparsity oscillate.")
+    reg_betas: tuple[float, float] = setting(
+        (0.0, 0.99), "Adam betas of the lambdas; momentum makes the sparsity oscillate around its target."
+    )
 
     @field_validator("mask_betas", "reg_betas")
     @classmethod
@@ -71,12 +75,12 @@ class Config(ObjectiveConfig):
     @model_validator(mode="after")
     def _logarithm(self) -> Config:
         if self.warmup_shape == "logarithmic" and 1.0 in (self.start, self.target):
-            raise ValueError("warmup_shape is logarithmic and start or target is 1; log(1 - 1) does not exist. Use linear, or stay below 1")
+            raise ValueError("warmup_shape is logarithmic and start or target is 1; log(1 - 1) is undefined. Use linear, or values below 1")
         return self
 
     @property
     def rules(self) -> tuple[ParameterRule, ...]:
-        """The gates descend and the lambdas ascend, each at its own rate."""
+        """Gradient descent for the gates, ascent for the lambdas, each with its own learning rate."""
         return (
             ParameterRule(("gates",), self.mask_lr, self.mask_weight_decay, self.mask_betas),
             ParameterRule(("objective",), self.reg_lr, self.reg_weight_decay, self.reg_betas, maximize=True),
@@ -84,11 +88,11 @@ class Config(ObjectiveConfig):
 
     @property
     def gate_spec(self) -> GateSpec:
-        """Gates with this reach."""
+        """The window and sinks of the recipe."""
         return GateSpec(self.window, self.sinks)
 
-    def aim(self, step: int, total_steps: int) -> float:
-        """The sparsity that is aimed at in one step, from 0."""
+    def target_at(self, step: int, total_steps: int) -> float:
+        """The target sparsity of one step, counted from 0."""
         steps = self.warmup if isinstance(self.warmup, int) else math.ceil(self.warmup * total_steps)
         done = 1.0 if step >= steps else step / steps
         if self.warmup_shape == "logarithmic":
@@ -120,13 +124,13 @@ class HeadSparsity:
         assert self.module is not None
         plain = self.next_token.loss(out, batch, at, collectives)
         lambdas = dict(self.module.named_parameters())
-        sparsity, aim = self._measured(out.gates, training=at.training), self.config.aim(at.step, at.total_steps)
-        gap = sparsity - aim
+        sparsity, target = self._measured(out.gates, training=at.training), self.config.target_at(at.step, at.total_steps)
+        gap = sparsity - target
         constraint = lambdas["lambda_2"] * gap.square()
         if self.config.linear_term:
             constraint = constraint + lambdas["lambda_1"] * gap
         one = sparsity.new_ones(())
-        metrics = {**plain.metrics, "sparsity": (sparsity, one), "sparsity_target": (one * aim, one)}
+        metrics = {**plain.metrics, "sparsity": (sparsity, one), "sparsity_target": (one * target, one)}
         if at.training:
             undecided = ((out.gates.z > 0) & (out.gates.z < 1)).float().mean()
             metrics |= {"undecided_heads": (undecided, one), **{name: (value, one) for name, value in lambdas.items()}}

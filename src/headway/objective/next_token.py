@@ -1,4 +1,4 @@
-"""Next-token prediction: cross-entropy over unmasked targets, with label smoothing and z-loss as options."""
+"""Next-token prediction: cross-entropy over unmasked targets, optionally with label smoothing and z-loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Config(ObjectiveConfig):
     BY_TOKEN: ClassVar[bool] = True
 
     kind: str = setting("next_token", "next_token.", on_resume="fixed")
-    label_smoothing: float = setting(0.0, "Share of the target's probability spread over the whole vocabulary.", ge=0, lt=1)
+    label_smoothing: float = setting(0.0, "Share of the target's probability that is spread over the whole vocabulary.", ge=0, lt=1)
     z_loss: float = setting(0.0, "Weight of the squared log-partition, which keeps logits from drifting.", ge=0)
 
     def build(self) -> NextToken:
@@ -39,7 +39,7 @@ class NextToken:
         self.z_loss = config.z_loss
 
     def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
-        """One term, linear in per-token log-probabilities, so the head takes its gradients in the same pass."""
+        """One term. It is linear in per-token log-probabilities, so the head computes gradients in the same pass."""
         from headway.kernels.cross_entropy import Shaping
 
         weight = batch.loss_weight
@@ -59,5 +59,5 @@ class NextToken:
 
 
 def by_source(per_row: Tensor, batch: Batch, at: StepInfo) -> Tensor:
-    """Add up a per-row value for each source of the mixture: [rows] -> [num_sources]."""
+    """Sum a per-row value over each source of the mixture: [rows] -> [num_sources]."""
     return per_row.new_zeros(at.num_sources).index_add_(0, batch.source, per_row)

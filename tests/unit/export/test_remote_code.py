@@ -115,7 +115,7 @@ def test_the_flag_is_refused_where_transformers_has_a_class_and_asked_for_where_
     assert main(["export", "hf", "--model", str(out), "--out", str(tmp_path / "coded"), "--remote-code", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["remote_code"] is True
     for stock in (BASE, BASE.with_(family="llama", qk_norm=False, no_rope_layers=(1,))):
-        with pytest.raises(ConfigError, match=r"--remote-code is given; transformers has a class for this (qwen3|smollm3) model"):
+        with pytest.raises(ConfigError, match=r"--remote-code is given; transformers already has a class for this (qwen3|smollm3) model"):
             export_huggingface(stock, random_weights(stock).items(), tmp_path / "stock", tokenizer=None, remote_code=True)
     other = BASE.with_(norm="layernorm")
     with pytest.raises(ConfigError, match=r"model\.norm is 'layernorm'"):

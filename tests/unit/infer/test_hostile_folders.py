@@ -89,7 +89,7 @@ def test_an_index_never_leads_out_of_the_folder(healthy: dict[str, Path], tmp_pa
             for name, file in json.loads((healthy["sharded"] / index.name).read_text())["weight_map"].items()
         }
         index.write_text(json.dumps(content))
-        with pytest.raises(CheckpointError, match="files of the folder are expected"):
+        with pytest.raises(CheckpointError, match="it must be a file of the folder"):
             find_model(folder)
 
 
@@ -110,7 +110,7 @@ def test_an_adapter_of_itself_is_refused(healthy: dict[str, Path], tmp_path: Pat
         ("model.onnx", b"\x08\x07", "an ONNX graph"),
         ("tf_model.h5", b"\x89HDF\r\n", "TensorFlow"),
         ("flax_model.msgpack", b"\x81", "Flax weights"),
-        ("consolidated.00.pth", b"PK\x03\x04", "Meta's own form"),
+        ("consolidated.00.pth", b"PK\x03\x04", "Meta's original format"),
         ("model.safetensors", b"\x02\0\0\0\0\0\0\0{}", "a single safetensors file.*together with config.json"),
         ("model.tar.gz", b"\x1f\x8b\x08\0", "a gzip archive. Unpack it"),
     ],
@@ -131,7 +131,7 @@ def test_a_model_folder_with_other_weights_names_them(healthy: dict[str, Path], 
     with pytest.raises(ConfigError, match=r"has neither model\.safetensors.*model-q4_k_m\.gguf is a GGUF file"):
         load_model(folder)
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: is a pointer of Git LFS.*git lfs pull"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is a Git LFS pointer.*git lfs pull"):
         load_model(folder)
     config = json.loads((folder / "config.json").read_text())
     for method, name in (("awq", "AWQ"), ("gptq", "GPTQ"), ("bitsandbytes", "bitsandbytes")):

@@ -103,7 +103,7 @@ def test_kto_pair_is_its_formula_in_fp64_through_the_means_too(shift: tuple[floa
     for piece in torch.arange(3).chunk(parts):
         pairs = as_pairs(c[piece], r[piece], held[piece])
         at = StepInfo(0, 1, survey=None if parts == 1 else survey)
-        total = total + (objective.per_pair(pairs, at) * pairs.held).sum() / count
+        total = total + (objective.per_pair(pairs, at) * pairs.is_pair).sum() / count
     assert total.item() == pytest.approx(right.item(), abs=1e-12)
     for got, one in zip(torch.autograd.grad(total, [c, r]), wanted, strict=True):
         torch.testing.assert_close(got, one, rtol=0, atol=1e-12)

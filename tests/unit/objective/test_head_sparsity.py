@@ -38,19 +38,19 @@ def engine_of(config: Config, freeze: tuple[str, ...] = ("weights",), shape: Mod
 
 def test_the_aim_moves_linearly_or_in_the_logarithm_and_then_stays() -> None:
     linear = Config(start=0.1, target=0.7, warmup=0.8)
-    assert [linear.aim(step, 100) for step in (0, 40, 80, 99)] == pytest.approx([0.1, 0.4, 0.7, 0.7])
-    assert linear.aim(0, 7) == 0.1
-    assert linear.aim(6, 7) == 0.7
+    assert [linear.target_at(step, 100) for step in (0, 40, 80, 99)] == pytest.approx([0.1, 0.4, 0.7, 0.7])
+    assert linear.target_at(0, 7) == 0.1
+    assert linear.target_at(6, 7) == 0.7
     # 0.8 of 7 steps is 5.6: the aim takes 6 steps, so that after 5 it is five sixths of the way
-    assert [linear.aim(step, 7) for step in (1, 3, 5)] == pytest.approx([0.2, 0.4, 0.6])
-    assert Config(start=0.0, target=0.5, warmup=0.3).aim(1, 4) == 0.25  # 1.2 steps are two
+    assert [linear.target_at(step, 7) for step in (1, 3, 5)] == pytest.approx([0.2, 0.4, 0.6])
+    assert Config(start=0.0, target=0.5, warmup=0.3).target_at(1, 4) == 0.25  # 1.2 steps are two
     logarithmic = Config(start=0.0, target=0.75, warmup=10, warmup_shape="logarithmic")
-    assert [logarithmic.aim(step, 1000) for step in (0, 5, 10, 500)] == pytest.approx([0.0, 0.5, 0.75, 0.75])
-    assert Config(start=0.2, target=0.7, warmup=0).aim(0, 10) == 0.7
+    assert [logarithmic.target_at(step, 1000) for step in (0, 5, 10, 500)] == pytest.approx([0.0, 0.5, 0.75, 0.75])
+    assert Config(start=0.2, target=0.7, warmup=0).target_at(0, 10) == 0.7
 
 
 def test_contradictory_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="log\\(1 - 1\\) does not exist"):
+    with pytest.raises(ValueError, match="log\\(1 - 1\\) is undefined"):
         Config(target=1.0, warmup_shape="logarithmic")
     with pytest.raises(ValueError, match="a fraction is at most 1"):
         Config(warmup=1.5)

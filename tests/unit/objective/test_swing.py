@@ -32,7 +32,7 @@ def distance(config: Config, mask_betas: Betas, reg_betas: Betas) -> float:
         for micro in range(2):
             z, slope = sample(log_alpha.detach(), 2 * step + micro)
             z = z + slope * (log_alpha - log_alpha.detach())
-            gap = 1 - z.mean() - config.aim(step, STEPS)
+            gap = 1 - z.mean() - config.target_at(step, STEPS)
             ((lambdas[0] * gap + lambdas[1] * gap.square() - (pull * z).sum()) / 2).backward()
             gaps.append(float(gap.detach()))
         torch.nn.utils.clip_grad_norm_([log_alpha, lambdas], 1.0)

@@ -1,4 +1,4 @@
-"""The `adapter` section of a recipe: low-rank updates beside frozen linears, and which linears get one. Imports without torch."""
+"""The `adapter` section of a recipe: low-rank updates of frozen linears, and which linears get one. Imports without torch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from headway.model.layout import HEAD, param_specs
 EVERY = "all"
 HEAD_MODULE = HEAD.removesuffix(".weight")
 PARTS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
-"""Names of an adapter's tensors behind the path of its linear, as PEFT has them."""
+"""Names of an adapter's tensors after the path of its linear, as in PEFT."""
 
 
 class AdapterConfig(Section):
     """A low-rank update of chosen linears: W x becomes W x + alpha / rank * B A x, and only A and B train."""
 
-    kind: Literal["lora", "dora"] = setting("lora", "lora: W + s B A. dora: its rows scaled to a trained length.")
+    kind: Literal["lora", "dora"] = setting("lora", "lora: W + s B A. dora: also rescales its rows to trained magnitudes.")
     rank: int = setting(16, "Rows of A and columns of B.", gt=0, le=65_536)
     alpha: float = setting(32.0, "The update is multiplied by alpha / rank.", gt=0)
     rslora: bool = setting(False, "Multiply by alpha / sqrt(rank) instead.")
-    dropout: float = setting(0.0, "Dropout on what goes into A.", ge=0, lt=1)
+    dropout: float = setting(0.0, "Dropout on the input of A.", ge=0, lt=1)
     targets: tuple[str, ...] = setting(
-        (EVERY,), "Linears that get one: all (those of the blocks), names such as q_proj, lm_head, shell patterns over paths.", min_length=1
+        (EVERY,),
+        "Linears to adapt: all (those of the layers), names such as q_proj or lm_head, or shell patterns over paths.",
+        min_length=1,
     )
 
     @property
@@ -37,27 +39,27 @@ class AdapterConfig(Section):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The tensors beside each adapted linear."""
+        """The tensors that each adapted linear gains."""
         return PARTS if self.kind == "dora" else PARTS[:2]
 
     def modules(self, model: ModelConfig) -> list[str]:
-        """The paths of the linears that get an update, in the order of the model; a target that is none of them is a mistake."""
+        """The paths of the adapted linears, in the order of the model; a target that matches none is an error."""
         paths = linears(model)
         wanted: set[str] = set()
         for target in self.targets:
-            found = {path for path in paths if _means(target, path)}
+            found = {path for path in paths if _matches(target, path)}
             if not found:
                 raise ConfigError(f"adapter.targets holds {target!r}, which matches no linear{_why(target, model, paths)}")
             wanted |= found
         if self.dropout and HEAD_MODULE in wanted:
             raise ConfigError(
-                f"adapter.dropout is {self.dropout} and adapter.targets holds {HEAD_MODULE}, whose input is not at hand there. "
-                f"Set dropout to 0, or leave {HEAD_MODULE} out."
+                f"adapter.dropout is {self.dropout} and adapter.targets holds {HEAD_MODULE}, which supports no dropout. "
+                f"Set dropout to 0, or remove {HEAD_MODULE}."
             )
         return [path for path in paths if path in wanted]
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor the adapter has."""
+        """Name and shape of every tensor of the adapter."""
         sizes = linears(model)
         found: dict[str, tuple[int, ...]] = {}
         for path in self.modules(model):
@@ -67,19 +69,19 @@ class AdapterConfig(Section):
         return found
 
     def same_form(self, other: AdapterConfig, model: ModelConfig) -> bool:
-        """Whether tensors of one mean the same in the other; dropout does not matter."""
-        alike = (self.kind, self.rank, self.scale) == (other.kind, other.rank, other.scale)
-        return alike and self.modules(model) == other.modules(model)
+        """Whether tensors of one may be used with the other; dropout may differ."""
+        is_same = (self.kind, self.rank, self.scale) == (other.kind, other.rank, other.scale)
+        return is_same and self.modules(model) == other.modules(model)
 
 
 def linears(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Path -> (outputs, inputs) of every linear, in the order of the model; a tied head is the embedding and no linear."""
+    """Path -> (outputs, inputs) of every linear, in the order of the model; a tied head is not a linear."""
     matrices = [spec for spec in param_specs(model) if len(spec.shape) == 2]
     found = {spec.name: spec.shape for spec in matrices if spec.split in ("column", "row") or spec.name == HEAD}
     return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in found.items()}
 
 
-def _means(target: str, path: str) -> bool:
+def _matches(target: str, path: str) -> bool:
     if target == EVERY:
         return path != HEAD_MODULE
     return target in (path, path.rsplit(".", 1)[-1]) or fnmatchcase(path, target)
@@ -87,7 +89,7 @@ def _means(target: str, path: str) -> bool:
 
 def _why(target: str, model: ModelConfig, paths: dict[str, tuple[int, int]]) -> str:
     if target == HEAD_MODULE and model.tie_embeddings:
-        return ": the head is the embedding here (model.tie_embeddings). Leave it out."
+        return ": the head is the embedding (model.tie_embeddings). Remove it."
     leaves = list(dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths))
     near = difflib.get_close_matches(target, [*leaves, *paths], n=2)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""

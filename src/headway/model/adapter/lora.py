@@ -3,7 +3,7 @@
     lora    y = W x + bias + s B A drop(x)
     dora    y = W x + bias + (r - 1) W drop(x) + r s B A drop(x),    r = magnitude / |rows of W + s B A|
 
-The length of the rows is a constant in backward. Parameters keep the linear's own names; those of the update stand below them.
+The length of the rows is a constant in backward. Parameters keep the linear's own names; those of the update follow them.
 Streams may come in any order: a linear waits until its update is complete.
 
 Shapes: O outputs, I inputs, R rank: W [O,I], A [R,I], B [O,R], magnitude [O].
@@ -49,7 +49,7 @@ class AdaptedLinear(nn.Linear):
 
     @property
     def effective(self) -> Tensor:
-        """[O,I]: the one matrix that does the same, differentiable, dropout aside."""
+        """[O,I]: the equal plain matrix, differentiable, without dropout."""
         whole = self.weight + self.scale * (self.lora_B.weight @ self.lora_A.weight)
         return whole if self.lora_magnitude_vector is None else self._ratio(whole.dtype)[:, None] * whole
 
@@ -63,7 +63,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def adapt(model: nn.Module, config: AdapterConfig, modules: list[str]) -> None:
-    """Put adapted linears where a model has these linears; their values are not set."""
+    """Replace these linears by adapted ones; their values are not set."""
     for path in modules:
         above, _, leaf = path.rpartition(".")
         owner, old = model.get_submodule(above), model.get_submodule(path)
@@ -74,7 +74,7 @@ def adapt(model: nn.Module, config: AdapterConfig, modules: list[str]) -> None:
 def with_updates(
     base: Values, config: AdapterConfig, modules: Iterable[str], seed: int, given: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The base weights and beside each adapted one its update: the given tensors, or one that changes nothing yet."""
+    """The base weights, each adapted one followed by its update: the given tensors, or an initial update that changes nothing."""
     adapted = set(modules)
     for name, value in base:
         yield name, value
@@ -82,11 +82,11 @@ def with_updates(
         if name.endswith(".weight") and path in adapted:
             for part in config.parts:
                 here = f"{path}.{part}"
-                yield here, given[here] if here in given else _first(here, part, value, config, seed)
+                yield here, given[here] if here in given else _initial(here, part, value, config, seed)
 
 
-def _first(name: str, part: str, weight: Tensor, config: AdapterConfig, seed: int) -> Tensor:
-    """A is drawn from (seed, name) as PEFT draws it, B is zero, the magnitude is the length of the rows."""
+def _initial(name: str, part: str, weight: Tensor, config: AdapterConfig, seed: int) -> Tensor:
+    """A is drawn from (seed, name) with PEFT's distribution, B is zero, the magnitude is the norm of the rows."""
     outputs, inputs = weight.shape
     if part == A:
         generator = torch.Generator(device="cpu").manual_seed(derive(seed, "init", name))
@@ -98,7 +98,7 @@ def _first(name: str, part: str, weight: Tensor, config: AdapterConfig, seed: in
 
 
 def merged_weight(weight: Tensor, parts: Mapping[str, Tensor], config: AdapterConfig) -> Tensor:
-    """The one matrix that does what a linear and its update do, in fp32."""
+    """The matrix equal to a linear with its update, in fp32."""
     whole = weight.float() + config.scale * (parts[B].float().to(weight.device) @ parts[A].float().to(weight.device))
     if config.kind == "lora":
         return whole
@@ -106,23 +106,23 @@ def merged_weight(weight: Tensor, parts: Mapping[str, Tensor], config: AdapterCo
 
 
 def merged(values: Values, config: AdapterConfig, modules: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the model without updates: each adapted linear as soon as all of it is there, everything else as it comes."""
+    """The weights with updates merged: each adapted linear as soon as all its tensors have come, everything else unchanged."""
     needed = {path: {"weight", *config.parts} for path in modules}
-    held: dict[str, dict[str, Tensor]] = {path: {} for path in needed}
+    waiting: dict[str, dict[str, Tensor]] = {path: {} for path in needed}
     for name, value in values:
         path, part = split_name(name)
         if path not in needed or part not in needed[path]:
             yield name, value
             continue
-        held[path][part] = value
-        if len(held[path]) == len(needed[path]):
-            parts = held.pop(path)
+        waiting[path][part] = value
+        if len(waiting[path]) == len(needed[path]):
+            parts = waiting.pop(path)
             yield f"{path}.weight", merged_weight(parts["weight"], parts, config)
-    assert not held, f"{next(iter(held))} came without its update"
+    assert not waiting, f"{next(iter(waiting))} came without its update"
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """(path of the linear, what of it): `...q_proj`, `lora_A.weight`."""
+    """(path of the linear, which of its tensors): `...q_proj`, `lora_A.weight`."""
     for part in PARTS:
         if name.endswith("." + part):
             return name[: -len(part) - 1], part

@@ -1,7 +1,7 @@
-"""PEFT's folders: adapter_config.json and adapter_model.safetensors come in or go out, our names and an AdapterConfig on the other side.
+"""PEFT folders: adapter_config.json and adapter_model.safetensors on one side, our names and an AdapterConfig on the other.
 
-A tensor of theirs is `base_model.model.` + their path of the linear + `.lora_A.weight`; a whole parameter that was trained beside the
-updates (PEFT's modules_to_save) stands under its own name. What headway does not do is refused by name, never left out.
+PEFT names a tensor `base_model.model.` + their path of the linear + `.lora_A.weight`; a parameter that was fully trained (PEFT's
+modules_to_save) keeps its name. What headway does not support is an error that names it, never ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headway.model.adapter.config import PARTS, AdapterConfig, linears
 from headway.model.families.base import family_of, published
 from headway.model.layout import param_specs
 from headway.model.loading.huggingface import read_json
-from headway.model.loading.untrusted import finite
+from headway.model.loading.untrusted import check_finite
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,10 +33,10 @@ HARMLESS = {
     "lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r",
     "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
-"""Keys of adapter_config.json that are understood, or that only matter before or beside training."""
+"""Keys of adapter_config.json that are read, or that do not change what the adapter computes."""
 
 PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")
-"""A key of rank_pattern or alpha_pattern: a name or path. Any other regular expression could run for ever."""
+"""A key of rank_pattern or alpha_pattern: a name or path. Any other regular expression could run forever."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class PeftAdapter:
 
     config: AdapterConfig
     base: str | None
-    """What the folder says it is an adapter of."""
+    """The base model that the folder names."""
     updates: dict[str, Tensor]
     """The tensors of the updates, by our names."""
     whole: dict[str, Tensor]
-    """Parameters of the model that were trained as they are."""
+    """Parameters of the model that were fully trained."""
     patterned: bool = False
-    """Whether linears had ranks or alphas of their own; `updates` are then brought to one rank and alpha, which computes the same."""
+    """Linears had different ranks or alphas; `updates` then have one rank and alpha, and compute the same."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -60,12 +60,12 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_of(folder: Path) -> str | None:
-    """What a folder says it is an adapter of."""
+    """The base model that a folder names."""
     return _settings(folder).get("base_model_name_or_path")
 
 
 def read_adapter(folder: Path, model: ModelConfig) -> PeftAdapter:
-    """Read an adapter of a model; a tensor that has no place in it, or a missing one, is an error."""
+    """Read an adapter of a model; an unknown or missing tensor is an error."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -80,14 +80,14 @@ def read_adapter(folder: Path, model: ModelConfig) -> PeftAdapter:
     for name, value in found.items():
         if not value.is_floating_point() or value.element_size() < 2:
             raise CheckpointError(f"{path}: {name} is of type {value.dtype}; headway reads adapters of 16 or 32 bits.")
-    found = dict(finite(found.items(), path))
+    found = dict(check_finite(found.items(), path))
     updates, whole = _sort(found, model, path)
     modules = sorted({name.removesuffix("." + part) for name in updates for part in PARTS if name.endswith(part)})
     config = _config(settings, modules, folder)
-    own = {module: _own_numbers(settings, their_name(f"{module}.weight", model).removesuffix(".weight"), folder) for module in modules}
+    own = {module: _rank_and_alpha(settings, their_name(f"{module}.weight", model).removesuffix(".weight"), folder) for module in modules}
     patterned = any(numbers != (config.rank, config.alpha) for numbers in own.values())
     if patterned:
-        config, updates = _evened(config, own, updates)
+        config, updates = _padded(config, own, updates)
     for name, shape in config.shapes(model).items():
         if name not in updates:
             raise CheckpointError(f"{path}: {name} is missing. Fetch the whole adapter again.")
@@ -107,7 +107,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         strange.append("bias")
     if strange:
         named = ", ".join(f"{key} is {str(found[key])[:80]!r}" for key in strange)
-        raise ConfigError(f"{path}: {named}, which headway does not do. Merge the adapter with PEFT first.")
+        raise ConfigError(f"{path}: {named}, which headway does not support. Merge the adapter with PEFT first.")
     base = found.get("base_model_name_or_path")
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{path}: base_model_name_or_path is {str(base)[:80]}; a name or path is expected.")
@@ -128,7 +128,7 @@ def _config(settings: dict[str, Any], modules: list[str], folder: Path) -> Adapt
         raise ConfigError(f"{folder / ADAPTER_CONFIG}: rank, alpha or targets cannot be read: {str(error)[:200].splitlines()[0]}") from None
 
 
-def _own_numbers(settings: dict[str, Any], linear: str, folder: Path) -> tuple[int, float]:
+def _rank_and_alpha(settings: dict[str, Any], linear: str, folder: Path) -> tuple[int, float]:
     """Rank and alpha of one linear: the first pattern that ends its path, as PEFT reads them, else the adapter's."""
     found: dict[str, Any] = {"rank_pattern": settings["r"], "alpha_pattern": settings["lora_alpha"]}
     for key in found:
@@ -149,10 +149,10 @@ def _own_numbers(settings: dict[str, Any], linear: str, folder: Path) -> tuple[i
     return int(found["rank_pattern"]), float(found["alpha_pattern"])
 
 
-def _evened(
+def _padded(
     config: AdapterConfig, own: dict[str, tuple[int, float]], updates: Mapping[str, Tensor]
 ) -> tuple[AdapterConfig, dict[str, Tensor]]:
-    """The same updates at one rank and alpha: smaller ones get rows and columns of zeros, and B carries what their scales differ by."""
+    """The same updates at one rank and alpha: smaller ones are padded with zeros, and B absorbs the difference of scales."""
     from torch.nn.functional import pad
 
     whole = config.model_copy(update={"rank": max(rank for rank, _ in own.values())})
@@ -160,7 +160,7 @@ def _evened(
     for module, (rank, alpha) in own.items():
         a, b = (f"{module}.{part}" for part in PARTS[:2])
         if a not in updates or b not in updates or updates[a].dim() != 2 or updates[b].dim() != 2:
-            continue  # named as missing or misshapen by the caller
+            continue  # the caller reports it as missing or misshapen
         if updates[a].shape[0] != rank or updates[b].shape[1] != rank:
             continue
         scale = config.model_copy(update={"rank": rank, "alpha": alpha}).scale
@@ -185,12 +185,14 @@ def _sort(found: Mapping[str, Tensor], model: ModelConfig, path: Path) -> tuple[
         elif part is None and ours in shapes and tuple(value.shape) == shapes[ours]:
             whole[ours] = value
         else:
-            raise CheckpointError(f"{path}: {name} of shape {list(value.shape)} has no place in the model. Is it another model's adapter?")
+            raise CheckpointError(
+                f"{path}: {name} of shape {list(value.shape)} matches no parameter of the model. Is it an adapter of another model?"
+            )
     return updates, whole
 
 
 def adapter_settings(config: AdapterConfig, model: ModelConfig, whole: list[str], base: str | None) -> dict[str, Any]:
-    """The adapter_config.json of an adapter; `whole` are the parameters that were trained as they are."""
+    """The adapter_config.json of an adapter; `whole` are the parameters that were fully trained."""
     target, _ = published(model)
     modules = [their_name(f"{path}.weight", target).removesuffix(".weight") for path in config.modules(model)]
     every = [their_name(f"{path}.weight", target).removesuffix(".weight") for path in linears(model)]
@@ -220,7 +222,7 @@ def their_name(name: str, target: ModelConfig) -> str:
 
 
 def their_tensors(values: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Updates and whole parameters under PEFT's names."""
+    """Updates and fully trained parameters under PEFT's names."""
     target, _ = published(model)
     for name, value in values.items():
         part = next((one for one in PARTS if name.endswith("." + one)), None)
@@ -229,7 +231,7 @@ def their_tensors(values: Mapping[str, Tensor], model: ModelConfig) -> Iterator[
 
 
 def _short(chosen: list[str], every: list[str]) -> list[str]:
-    """Last names where they mean the chosen paths and no others, whole paths otherwise."""
+    """Last components where they match the chosen paths and no others, else whole paths."""
     wanted = set(chosen)
     leaves = list(dict.fromkeys(path.rsplit(".", 1)[-1] for path in chosen))
     return leaves if {path for path in every if path.rsplit(".", 1)[-1] in leaves} == wanted else list(dict.fromkeys(chosen))

@@ -1,6 +1,6 @@
-"""What the config.json of the shipped families have in common: reading refuses keys that matter and are not understood, by their names.
+"""Reading and writing config.json, shared by the families headway ships. Keys that matter and are unknown are refused by name.
 
-Absent keys mean what they mean to transformers: each family lists its defaults.
+An absent key means what it means to transformers: each family lists its defaults.
 """
 
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.config.load import validate
 from headway.errors import ConfigError
-from headway.model.config import MOST_LAYERS, ModelConfig, RopeScaling, yarn_growth
+from headway.model.config import MAX_LAYERS, ModelConfig, RopeScaling, yarn_growth
 from headway.model.families._config_keys import ONLY, harmless, misfit
 
 DEFAULTS: dict[str, Any] = {
@@ -32,8 +32,7 @@ OPTIONAL_ROPE_KEYS = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "tr
 
 
 def understood(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting of a config.json, with the family's defaults for absent ones; keys that matter and are not understood are refused,
-    all of them at once."""
+    """Every setting of a config.json, with the family's defaults for absent ones. One error names all keys that are refused."""
     known = {**DEFAULTS, **defaults}
     read = known.keys() | set(REQUIRED)
     strange = [key for key, value in given.items() if (key in ONLY or key not in read) and not harmless(key, value, given)]
@@ -42,7 +41,7 @@ def understood(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
     wrong = ((key, misfit(key, given[key])) for key in given if key in read and given[key] is not None)
     problems = computed + [f"{key} is {_shown(given[key])}; {why}" for key, why in wrong if why is not None]
     if unknown:
-        remedy = "Remove what does not change what the model computes"
+        remedy = "Remove keys that do not change what the model computes"
         problems.append(f"{', '.join(unknown)}: headway does not know {'this' if len(unknown) == 1 else 'these'}. {remedy}")
     problems += [f"{key} is missing; it must be given" for key in REQUIRED if given.get(key) is None]
     if problems:
@@ -56,7 +55,7 @@ def _shown(value: Any) -> str:
 
 
 def model_config(family: str, settings: Mapping[str, Any], **family_settings: Any) -> ModelConfig:
-    """The ModelConfig of understood settings plus what the family adds."""
+    """The ModelConfig of checked settings and of what the family adds."""
     theta, scaling = read_rope(settings)
     return validate(
         ModelConfig,
@@ -114,7 +113,7 @@ def read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Yarn's keys with the two forms of its attention factor made one; optional keys that are null are left out."""
+    """Yarn's keys without those that are null; mscale and mscale_all_dim become an attention factor."""
     given = {key: value for key, value in rope.items() if value is not None}
     if not 0 < given.get("factor", 1) < math.inf:
         raise ConfigError(f"rope_type is 'yarn' with factor {given['factor']!r}; it must be a number above 0.")
@@ -169,17 +168,20 @@ def settings_of(config: ModelConfig, model_type: str, architecture: str) -> dict
 
 
 def require(config: ModelConfig, family: str, **needed: Any) -> None:
-    """Refuse to write a config whose settings differ from what a family's published form can say."""
+    """Refuse to write a config that a family's config.json cannot express."""
     for key, value in {"norm": "rmsnorm", "no_rope_layers": (), **needed}.items():
         given = getattr(config, key)
         if given != value:
             shown = list(given) if isinstance(given, tuple) else given
             wanted = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(f"model.{key} is {shown!r}, which a Hugging Face {family} model cannot say; there it is always {wanted!r}.")
+            raise ConfigError(
+                f"model.{key} is {shown!r}, which the config.json of a Hugging Face {family} model cannot express; "
+                f"it is always {wanted!r} there."
+            )
 
 
 def require_one_bias(config: ModelConfig, family: str) -> None:
-    """Refuse where q, k, v and the output projection differ in having a bias, for families with one switch for all four."""
+    """Refuse biases on some of q, k, v and output only, for families with one switch for all four."""
     if config.qkv_bias != config.output_bias:
         raise ConfigError(
             f"model.qkv_bias is {config.qkv_bias} and model.output_bias is {config.output_bias}; a Hugging Face {family} model has one "
@@ -190,8 +192,8 @@ def require_one_bias(config: ModelConfig, family: str) -> None:
 def read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
     """sliding_window and window_layers of the families that choose per layer."""
     layers, window = settings["num_hidden_layers"], settings["sliding_window"] if settings["use_sliding_window"] else None
-    if layers > MOST_LAYERS:
-        raise ConfigError(f"num_hidden_layers is {layers}; a model may have {MOST_LAYERS} layers.")
+    if layers > MAX_LAYERS:
+        raise ConfigError(f"num_hidden_layers is {layers}; a model may have {MAX_LAYERS} layers.")
     types = settings["layer_types"]
     if types is None:
         types = [
@@ -212,7 +214,7 @@ def read_windows(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written_windows(config: ModelConfig) -> dict[str, Any]:
-    """The keys that say which layers have a window."""
+    """The keys for the layers that have a window."""
     sliding = [config.window_of(layer) is not None for layer in range(config.num_layers)]
     first = sliding.index(True) if any(sliding) else config.num_layers
     return {
@@ -224,12 +226,12 @@ def written_windows(config: ModelConfig) -> dict[str, Any]:
 
 
 def as_it_is(config: ModelConfig) -> ModelConfig:
-    """transformers has the family itself."""
+    """For families that transformers has."""
     return config
 
 
 def same_name(name: str) -> str:
-    """Our names are Hugging Face's."""
+    """For families with Hugging Face's names, which are ours."""
     return name
 
 

@@ -1,5 +1,5 @@
-"""Keys that real config.json files carry and that headway has no setting for: those without effect, and those with one value that is
-what headway computes anyway. Collected from published Llama, Qwen, Mistral, InternLM, SmolLM, Yi, Falcon, MiniMind and distilled models
+"""Keys of real config.json files for which headway has no setting: those without effect, and those of which headway computes only some
+values. Collected from published Llama, Qwen, Mistral, InternLM, SmolLM, Yi, Falcon, MiniMind and distilled models
 and from what training tools (unsloth, axolotl, nanotron, PaddleNLP, LLaMA-Factory) leave behind.
 """
 
@@ -42,88 +42,42 @@ METADATA = frozenset((
     "max_context_len", "onnx_safe", "is_chat_model", "is_llama_config", "is_mistral_config", "is_qwen_config",
 ))  # fmt: skip
 
-# Keys of which some values are what headway computes, whatever the family.
+# Keys of which only these values are what headway computes, in every family. The first one is named in the error.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "hidden_activation": ("silu", "swish"),
-    "activation_function": ("silu", "swish"),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), ("silu", "swish")),
     "activation": ("swiglu", "silu"),
     "norm_type": ("rmsnorm", "rms_norm"),
     "normalization_type": ("rmsnorm", "rms_norm", "RMSNorm"),
     "position_embedding_type": ("rope", "rotary"),
-    "attention_dropout": (0,),
-    "attention_probs_dropout_prob": (0,),
-    "hidden_dropout": (0,),
-    "hidden_dropout_prob": (0,),
-    "residual_dropout": (0,),
-    "resid_pdrop": (0,),
-    "embd_pdrop": (0,),
-    "embed_dropout": (0,),
-    "embedding_dropout": (0,),
-    "dropout": (0,),
-    "dropout_rate": (0,),
-    "classifier_dropout": (0,),
+    **dict.fromkeys((
+        "attention_dropout", "attention_probs_dropout_prob", "hidden_dropout", "hidden_dropout_prob", "residual_dropout", "resid_pdrop",
+        "embd_pdrop", "embed_dropout", "embedding_dropout", "dropout", "dropout_rate", "classifier_dropout", "n_routed_experts",
+        "num_nextn_predict_layers", "attn_logit_softcapping", "final_logit_softcapping",
+    ), (0,)),
     "summary_first_dropout": (0, 0.1),
-    "pretraining_tp": (1,),
-    "partial_rotary_factor": (1,),
-    "rotary_pct": (1,),
-    "rotary_percent": (1,),
-    "rope_ratio": (1,),
-    "rope_scaling_factor": (1,),
-    "rope_interleaved": (False,),
-    "rope_interleave": (False,),
-    "use_mrope": (False,),
-    "use_rope": (True,),
-    "use_rotary": (True,),
-    "alibi": (False,),
-    "use_alibi": (False,),
-    "use_dynamic_ntk": (False,),
-    "use_logn_attn": (False,),
-    "is_causal": (True,),
-    "use_causal_mask": (True,),
-    "is_encoder_decoder": (False,),
-    "tie_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "use_parallel_residual": (False,),
-    "parallel_attn": (False,),
-    "qk_layer_norms": (False,),
-    "use_resampler": (False,),
-    "pruned_heads": ({},),
-    "no_bias": (True,),
-    "use_bias": (False,),
-    "lm_head_bias": (False,),
-    "num_experts": (0, 1),
-    "num_local_experts": (0, 1),
-    "n_routed_experts": (0,),
-    "use_moe": (False,),
-    "is_moe": (False,),
-    "mlp_only_layers": ([],),
-    "num_nextn_predict_layers": (0,),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "scale_emb": (1,),
-    "attn_logit_softcapping": (0,),
-    "final_logit_softcapping": (0,),
-    "sliding_window_pattern": (1,),
+    **dict.fromkeys((
+        "pretraining_tp", "partial_rotary_factor", "rotary_pct", "rotary_percent", "rope_ratio", "rope_scaling_factor", "logit_scale",
+        "logits_scaling", "embedding_multiplier", "residual_multiplier", "scale_emb", "sliding_window_pattern",
+    ), (1,)),
+    **dict.fromkeys(("num_experts", "num_local_experts"), (0, 1)),
     "quantization_bit": (0, 16),
-}
+    **dict.fromkeys((
+        "rope_interleaved", "rope_interleave", "use_mrope", "alibi", "use_alibi", "use_dynamic_ntk", "use_logn_attn", "is_encoder_decoder",
+        "tie_encoder_decoder", "add_cross_attention", "use_parallel_residual", "parallel_attn", "qk_layer_norms", "use_resampler",
+        "use_bias", "lm_head_bias", "use_moe", "is_moe",
+    ), (False,)),
+    **dict.fromkeys(("use_rope", "use_rotary", "is_causal", "use_causal_mask", "no_bias"), (True,)),
+    "pruned_heads": ({},),
+    "mlp_only_layers": ([],),
+}  # fmt: skip
 
-# Keys of some families that say in others what those always do.
-ELSEWHERE: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,),
-    "attn_bias": (False,),
-    "qkv_bias": (False,),
-    "mlp_bias": (False,),
-    "bias": (False,),
-    "qk_norm": (False,),
-    "use_qk_norm": (False,),
-    "use_sliding_window": (False,),
-}
+# Keys that are settings of some families; in the others they may only say what those always do.
+ELSEWHERE: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("attention_bias", "attn_bias", "qkv_bias", "mlp_bias", "bias", "qk_norm", "use_qk_norm", "use_sliding_window"), (False,)
+)
 
 
-# What a setting must be where it is not null: the rest of reading relies on it.
+# Types of the settings that are read; the code that reads them relies on it.
 WHOLE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings", "sliding_window", "max_window_layers", "no_rope_layer_interval", "multiple_of",
@@ -136,7 +90,7 @@ LARGEST = 1 << 40
 
 
 def misfit(key: str, value: Any) -> str | None:
-    """What a setting should have been, if it is something else."""
+    """What a setting should have been; None if it is that."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if key in WHOLE and not (isinstance(value, int) and number and 0 <= value <= LARGEST):
         return f"a whole number up to {LARGEST} is expected"
@@ -152,7 +106,7 @@ def misfit(key: str, value: Any) -> str | None:
 
 
 def harmless(key: str, value: Any, given: Mapping[str, Any]) -> bool:
-    """Whether a key that no setting reads changes nothing at its value."""
+    """Whether an unread key has a value that changes nothing."""
     if value is None or key in METADATA:
         return True
     values = ONLY.get(key, ELSEWHERE.get(key))

@@ -1,7 +1,7 @@
-"""A family says how one kind of published model is named and configured: its config.json becomes a ModelConfig and back.
+"""A family describes one kind of published model: the names of its tensors, and its config.json, which becomes a ModelConfig and back.
 
-A family is a module with the members of `Family` below. `family: llama` is headway/model/families/llama.py, `family: my_lab.my_model`
-is a user's module of that dotted name. Nothing here decides how a model computes: that is ModelConfig alone. Imports without torch.
+A family is a module with the members of `Family` below. `family: llama` is headway/model/families/llama.py; `family: my_lab.my_model`
+is a user's module of that dotted name, which may also bring a model of its own with `build` (see model/base.py). Imports without torch.
 """
 
 import difflib
@@ -20,7 +20,7 @@ MEMBERS = ("MODEL_TYPE", "ARCHITECTURE", "read", "published", "write", "to_their
 
 
 class Family(Protocol):
-    """What a family's module holds."""
+    """The members of a family's module."""
 
     MODEL_TYPE: str
     """`model_type` in config.json."""
@@ -28,15 +28,15 @@ class Family(Protocol):
     """The class of transformers that loads the weights, `architectures` in config.json."""
 
     def read(self, given: Mapping[str, Any]) -> ModelConfig:
-        """The ModelConfig of a parsed config.json; whatever it asks for that headway does not do is a ConfigError that names it."""
+        """The ModelConfig of a parsed config.json; a ConfigError names what headway does not support."""
         ...
 
     def published(self, config: ModelConfig) -> ModelConfig:
-        """The same model in a family that transformers has, this one or another; biases it has beyond ours are zero."""
+        """The same model in a family that transformers has, this one or another; biases that only that family has are zero."""
         ...
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """The config.json of a ModelConfig; whatever the family cannot express is a ConfigError that names it."""
+        """The config.json of a ModelConfig; a ConfigError names what the family cannot express."""
         ...
 
     def to_theirs(self, name: str) -> str:
@@ -55,22 +55,22 @@ def family_names() -> list[str]:
 
 
 def as_stored(config: ModelConfig) -> ModelConfig:
-    """A config that a checkpoint holds: a family of one's own stays a name, which is never imported until a recipe or flag says it too."""
+    """The config of a checkpoint. A user's family stays a name: it is imported only when a recipe or flag names it too."""
     return config.with_(family=STORED + config.family) if "." in config.family else config
 
 
 def trusting(config: ModelConfig, family: str | None) -> ModelConfig:
-    """The config with its own family again, where the user names the same one."""
+    """The config with its family enabled, if the user names the same one."""
     return config.with_(family=family) if family is not None and config.family == STORED + family else config
 
 
 def family_of(name: str) -> Family:
-    """The family that `model.family` names; an unknown one is an error that lists what exists."""
+    """The family that `model.family` names."""
     if name.startswith(STORED):
         own = name.removeprefix(STORED)
         raise ConfigError(
-            f"the checkpoint names the family {own!r}, a module of its own, which is not imported on a checkpoint's word. "
-            f"If you trust it, say so: model.family={own} in a recipe, --family {own} in `headway export hf`."
+            f"the checkpoint names the family {own!r}, a user's module. headway does not import code because a checkpoint names it. "
+            f"If you trust it, set model.family={own} in a recipe, or --family {own} in `headway export hf`."
         )
     names = family_names()
     if "." not in name and name not in names:
@@ -85,25 +85,25 @@ def family_of(name: str) -> Family:
 
 
 def published(config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
-    """The config a model is exported under and its config.json; a ConfigError says what transformers cannot."""
+    """The config a model is exported with, and its config.json; a ConfigError names what transformers does not support."""
     target = family_of(config.family).published(config)
     return target, family_of(target.family).write(target)
 
 
 def published_with_code(config: ModelConfig) -> tuple[ModelConfig, dict[str, Any], str]:
-    """Like `published` for a model that transformers has no class for: also the name of the file with its class (`CODE_FILE`).
+    """Like `published`, for a model without a class in transformers: also the name of the file with its class.
 
-    A family that has such a class has, beside the members of `Family`, CODE_TYPE (its model_type), CODE_FILE and `write_with_code`.
+    A family with such a class also has CODE_TYPE (its model_type), CODE_FILE and `write_with_code`.
     """
     try:
         target, _ = published(config)
     except ConfigError:
         target = family_of(config.family).published(config)
     else:
-        raise ConfigError(f"--remote-code is given; transformers has a class for this {target.family} model. Leave it out.")
+        raise ConfigError(f"--remote-code is given; transformers already has a class for this {target.family} model. Remove the flag.")
     members = vars(family_of(target.family))
     if "write_with_code" not in members or not config.no_rope_layers:
-        published(config)  # says what cannot be said
+        published(config)  # raises the error that names the reason
     return target, members["write_with_code"](target), members["CODE_FILE"]
 
 

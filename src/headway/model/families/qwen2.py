@@ -4,16 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headway.model.config import ModelConfig
-from headway.model.families._config_json import (
-    model_config,
-    ours_or_none,
-    read_windows,
-    require,
-    same_name,
-    settings_of,
-    understood,
-    written_windows,
-)
+from headway.model.families import _config_json as shared
 
 MODEL_TYPE = "qwen2"
 ARCHITECTURE = "Qwen2ForCausalLM"
@@ -26,14 +17,14 @@ DEFAULTS = {
     "layer_types": None,
 }
 
-to_theirs = same_name
-to_ours = ours_or_none
+to_theirs = shared.same_name
+to_ours = shared.ours_or_none
 
 
 def read(given: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a Qwen 2 config.json."""
-    settings = understood(given, DEFAULTS)
-    return model_config("qwen2", settings, qkv_bias=True, **read_windows(settings))
+    settings = shared.understood(given, DEFAULTS)
+    return shared.model_config("qwen2", settings, qkv_bias=True, **shared.read_windows(settings))
 
 
 def published(config: ModelConfig) -> ModelConfig:
@@ -43,5 +34,5 @@ def published(config: ModelConfig) -> ModelConfig:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The Qwen 2 config.json of a ModelConfig."""
-    require(config, "qwen2", qk_norm=False, qkv_bias=True, output_bias=False, ffn_bias=False)
-    return {**settings_of(config, MODEL_TYPE, ARCHITECTURE), **written_windows(config)}
+    shared.require(config, "qwen2", qk_norm=False, qkv_bias=True, output_bias=False, ffn_bias=False)
+    return {**shared.settings_of(config, MODEL_TYPE, ARCHITECTURE), **shared.written_windows(config)}

@@ -5,18 +5,7 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
-from headway.model.families._config_json import (
-    as_it_is,
-    model_config,
-    ours_or_none,
-    read_windows,
-    require,
-    require_one_bias,
-    same_name,
-    settings_of,
-    understood,
-    written_windows,
-)
+from headway.model.families import _config_json as shared
 
 MODEL_TYPE = "qwen3"
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -33,9 +22,9 @@ DEFAULTS = {
     "layer_types": None,
 }
 
-to_theirs = same_name
-to_ours = ours_or_none
-published = as_it_is
+to_theirs = shared.same_name
+to_ours = shared.ours_or_none
+published = shared.as_it_is
 
 
 def read(given: Mapping[str, Any]) -> ModelConfig:
@@ -47,10 +36,10 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
         if not isinstance(unrotated, list) or not all(isinstance(layer, int) for layer in unrotated):
             raise ConfigError(f"no_rope_layers is {unrotated!r}; a list of layers is expected.")
         given.pop("auto_map", None)
-    settings = understood(given, DEFAULTS)
+    settings = shared.understood(given, DEFAULTS)
     bias = settings["attention_bias"]
-    return model_config(
-        "qwen3", settings, qk_norm=True, qkv_bias=bias, output_bias=bias, no_rope_layers=unrotated, **read_windows(settings)
+    return shared.model_config(
+        "qwen3", settings, qk_norm=True, qkv_bias=bias, output_bias=bias, no_rope_layers=unrotated, **shared.read_windows(settings)
     )
 
 
@@ -58,17 +47,17 @@ def write(config: ModelConfig) -> dict[str, Any]:
     """The Qwen 3 config.json of a ModelConfig."""
     if config.no_rope_layers:
         raise ConfigError(
-            f"model.no_rope_layers is {list(config.no_rope_layers)}, which a Hugging Face qwen3 model cannot say. "
-            "`headway export hf --remote-code` writes it with a class of its own."
+            f"model.no_rope_layers is {list(config.no_rope_layers)}, which the config.json of a Hugging Face qwen3 model "
+            "cannot express. `headway export hf --remote-code` writes a model class with it."
         )
-    require(config, "qwen3", qk_norm=True, ffn_bias=False)
-    require_one_bias(config, "qwen3")
-    return {**settings_of(config, MODEL_TYPE, ARCHITECTURE), "attention_bias": config.qkv_bias, **written_windows(config)}
+    shared.require(config, "qwen3", qk_norm=True, ffn_bias=False)
+    shared.require_one_bias(config, "qwen3")
+    return {**shared.settings_of(config, MODEL_TYPE, ARCHITECTURE), "attention_bias": config.qkv_bias, **shared.written_windows(config)}
 
 
 def write_with_code(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of a model with layers that do not rotate, whose class is in a file beside it. A model_type of its own, because
-    under Qwen 3's a loader that does not run the file would rotate every layer and say nothing."""
+    """The config.json of a model with layers that do not rotate, whose class is in a file next to it. It has its own model_type: under
+    qwen3, a loader that does not run that file would silently rotate every layer."""
     classes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
     return {
         **write(config.with_(no_rope_layers=())),

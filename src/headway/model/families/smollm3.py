@@ -5,18 +5,7 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
-from headway.model.families._config_json import (
-    as_it_is,
-    model_config,
-    ours_or_none,
-    read_windows,
-    require,
-    require_one_bias,
-    same_name,
-    settings_of,
-    understood,
-    written_windows,
-)
+from headway.model.families import _config_json as shared
 
 MODEL_TYPE = "smollm3"
 ARCHITECTURE = "SmolLM3ForCausalLM"
@@ -36,14 +25,14 @@ THETA = 2_000_000.0
 # Published configs carry these keys, and nothing reads them.
 UNREAD = ("pretraining_tp", "max_window_layers")
 
-to_theirs = same_name
-to_ours = ours_or_none
-published = as_it_is
+to_theirs = shared.same_name
+to_ours = shared.ours_or_none
+published = shared.as_it_is
 
 
 def read(given: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a SmolLM 3 config.json."""
-    settings = understood({key: value for key, value in given.items() if key not in UNREAD}, DEFAULTS)
+    settings = shared.understood({key: value for key, value in given.items() if key not in UNREAD}, DEFAULTS)
     if settings["rope_theta"] is None and "rope_theta" not in (settings["rope_parameters"] or {}):
         settings["rope_theta"] = THETA
     rotates = _rotates(settings)
@@ -51,14 +40,14 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
         sliding = settings["use_sliding_window"] and settings["sliding_window"] is not None
         settings["layer_types"] = ["sliding_attention" if sliding and not one else "full_attention" for one in rotates]
     bias = settings["attention_bias"]
-    return model_config(
+    return shared.model_config(
         "smollm3",
         settings,
         qkv_bias=bias,
         output_bias=bias,
         ffn_bias=settings["mlp_bias"],
         no_rope_layers=[layer for layer, one in enumerate(rotates) if not one],
-        **read_windows(settings),
+        **shared.read_windows(settings),
     )
 
 
@@ -76,13 +65,13 @@ def _rotates(settings: Mapping[str, Any]) -> list[bool]:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """The SmolLM 3 config.json of a ModelConfig."""
-    require(config, "smollm3", qk_norm=False, no_rope_layers=config.no_rope_layers)
-    require_one_bias(config, "smollm3")
+    shared.require(config, "smollm3", qk_norm=False, no_rope_layers=config.no_rope_layers)
+    shared.require_one_bias(config, "smollm3")
     return {
-        **settings_of(config, MODEL_TYPE, ARCHITECTURE),
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.ffn_bias,
         "no_rope_layers": [int(layer not in config.no_rope_layers) for layer in range(config.num_layers)],
         "no_rope_layer_interval": DEFAULTS["no_rope_layer_interval"],
-        **written_windows(config),
+        **shared.written_windows(config),
     }

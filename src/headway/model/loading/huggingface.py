@@ -1,6 +1,7 @@
-"""A Hugging Face folder comes in, a ModelConfig and our named weights go out: safetensors, or pickles through the restricted loader.
+"""A Hugging Face folder comes in; a ModelConfig and weights under our names go out. Reads safetensors, and pickles with torch's restricted
+loader.
 
-Every parameter of the config must be there in its shape, and every tensor in the files must be a parameter: a gap is an error.
+Every parameter of the config must exist with its shape, and every tensor of the files must be a parameter; anything else is an error.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
-LONGEST_LINE = 1000
+MAX_MESSAGE = 1000
 FILE_NAME = re.compile(r"[^/\x00-\x1f][^\x00-\x1f]{0,254}")
-Places = dict[str, tuple[str, str]]
+Locations = dict[str, tuple[str, str]]
 """Our name -> (file, their name)."""
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Whether a folder claims to be a Hugging Face model."""
+    """Whether a folder looks like a Hugging Face model."""
     return (folder / CONFIG).is_file()
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds weights under one of the names of Hugging Face."""
+    """Whether a folder holds safetensors under Hugging Face's names."""
     return any((folder / name).is_file() for name in (WEIGHTS, INDEX))
 
 
@@ -47,9 +48,9 @@ def read_config(folder: Path) -> ModelConfig:
     """The shape of the model in a Hugging Face folder."""
     path = folder / CONFIG
     given = read_json(path)
-    said = quantised(given, folder)
-    if said is not None:
-        raise ConfigError(f"{path}: {said}")
+    reason = quantised(given, folder)
+    if reason is not None:
+        raise ConfigError(f"{path}: {reason}")
     try:
         return family_for(given).read(given)
     except ConfigError as error:
@@ -57,7 +58,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_end_ids(folder: Path) -> frozenset[int]:
-    """The ids that end a text, where the folder says so: chat models have several."""
+    """The ids that end a text, if the folder names them; chat models have several."""
     for name in ("generation_config.json", CONFIG):
         ids = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if ids is not None:
@@ -69,18 +70,18 @@ def read_end_ids(folder: Path) -> frozenset[int]:
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
-    """Compare names and shapes of all tensors with the config, from the heads of safetensors files alone; pickles are left for reading."""
+    """Compare names and shapes of all tensors with the config, from the headers of safetensors files; pickles are checked when read."""
     with ExitStack() as opened:
-        where = _places(folder, config)
+        where = _locations(folder, config)
         if all(file.endswith(SUFFIX) for file, _ in where.values()):
             _check_shapes(folder, config, where, _opened(folder, where, opened))
 
 
 def read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Our name and tensor of every parameter, in forward order, each read when it is asked for; shapes are compared before the first."""
+    """Our name and the tensor of every parameter, in forward order, read lazily; all shapes are checked before the first."""
     import torch
 
-    where = _places(folder, config)
+    where = _locations(folder, config)
     with ExitStack() as opened:
         files = _opened(folder, where, opened)
         _check_shapes(folder, config, where, files)
@@ -94,8 +95,8 @@ def read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
             yield spec.name, value
 
 
-def _opened(folder: Path, where: Places, opened: ExitStack) -> dict[str, Any]:
-    """Every file that holds tensors, open."""
+def _opened(folder: Path, where: Locations, opened: ExitStack) -> dict[str, Any]:
+    """All files with tensors, open."""
     return {name: _open(folder / name, opened) for name in sorted({file for file, _ in where.values()})}
 
 
@@ -107,15 +108,15 @@ def _open(path: Path, opened: ExitStack) -> Any:
     try:
         return opened.enter_context(safe_open(path, framework="pt"))
     except (SafetensorError, OSError, ValueError) as error:
-        said = pointer(path)
-        what = f"is {said}" if said is not None else f"not a safetensors file: {first_line(error)}. Fetch it again."
+        pointed = pointer(path)
+        what = f"is {pointed}" if pointed is not None else f"not a safetensors file: {first_line(error)}. Download it again."
         raise CheckpointError(f"{path}: {what}") from None
 
 
-def _check_shapes(folder: Path, config: ModelConfig, where: Places, files: dict[str, Any]) -> None:
+def _check_shapes(folder: Path, config: ModelConfig, where: Locations, files: dict[str, Any]) -> None:
     for spec in param_specs(config):
         file, theirs = where[spec.name]
-        shape, dtype = _form(folder, files, where[spec.name])
+        shape, dtype = _shape_and_dtype(folder, files, where[spec.name])
         if shape != spec.shape:
             raise CheckpointError(f"{folder / file}: {theirs} has shape {list(shape)}; {CONFIG} makes it {list(spec.shape)}.")
         if dtype not in FLOATS:
@@ -125,11 +126,11 @@ def _check_shapes(folder: Path, config: ModelConfig, where: Places, files: dict[
             )
 
 
-def _form(folder: Path, files: dict[str, Any], place: tuple[str, str]) -> tuple[tuple[int, ...], str]:
+def _shape_and_dtype(folder: Path, files: dict[str, Any], location: tuple[str, str]) -> tuple[tuple[int, ...], str]:
     """Shape and type of a tensor without reading it."""
     from safetensors import SafetensorError
 
-    file, name = place
+    file, name = location
     try:
         if isinstance(files[file], _Pickled):
             value = files[file].get_tensor(name)
@@ -137,25 +138,25 @@ def _form(folder: Path, files: dict[str, Any], place: tuple[str, str]) -> tuple[
         part = files[file].get_slice(name)
         return tuple(part.get_shape()), part.get_dtype()
     except (SafetensorError, KeyError) as error:
-        raise CheckpointError(f"{folder / file}: holds no {name}: {first_line(error)}. Fetch the model again.") from None
+        raise CheckpointError(f"{folder / file}: holds no {name}: {first_line(error)}. Download the model again.") from None
 
 
-def _read(folder: Path, files: dict[str, Any], place: tuple[str, str]) -> torch.Tensor:
+def _read(folder: Path, files: dict[str, Any], location: tuple[str, str]) -> torch.Tensor:
     from safetensors import SafetensorError
 
-    file, name = place
+    file, name = location
     try:
         return files[file].get_tensor(name)
     except (SafetensorError, KeyError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{folder / file}: {name} cannot be read: {first_line(error)}. Fetch the model again.") from None
+        raise CheckpointError(f"{folder / file}: {name} cannot be read: {first_line(error)}. Download the model again.") from None
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= LONGEST_LINE else text[:LONGEST_LINE] + "..."
+    return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + "..."
 
 
 class _Pickled:
-    """A state dict that is read like a safetensors file."""
+    """A state dict with the interface of a safetensors file."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = {plain_name(str(name)): value for name, value in state.items()}
@@ -166,19 +167,19 @@ class _Pickled:
 
         value = self.state[name]
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            raise KeyError(f"{name} is no plain tensor")
+            raise KeyError(f"{name} is not a plain tensor")
         return value
 
 
 def plain_name(name: str) -> str:
-    """A name without what wrappers of torch put before it."""
+    """A name without the prefixes of torch's wrappers."""
     return name.removeprefix("module.").removeprefix("_orig_mod.")
 
 
-def _places(folder: Path, config: ModelConfig) -> Places:
-    """Our name -> (file, their name), checked to be complete and to hold nothing else."""
+def _locations(folder: Path, config: ModelConfig) -> Locations:
+    """Where every parameter is stored; missing and unknown ones are errors."""
     family = family_of(config.family)
-    found: Places = {}
+    found: Locations = {}
     for theirs, file in _tensors(folder).items():
         ours = family.to_ours(theirs)
         if ours is not None:
@@ -186,11 +187,15 @@ def _places(folder: Path, config: ModelConfig) -> Places:
     wanted = {spec.name for spec in param_specs(config)}
     missing = sorted(wanted - found.keys())
     if missing:
-        raise CheckpointError(f"{folder}: {_some(missing)} not among the weights, but {CONFIG} needs it. Fetch the whole model again.")
+        raise CheckpointError(
+            f"{folder}: {_some(missing)} not among the weights, but {CONFIG} requires it. Download the whole model again."
+        )
     # Some tools write a tied head as well.
     extra = sorted(found.keys() - wanted - ({HEAD} if config.tie_embeddings else set()))
     if extra:
-        raise CheckpointError(f"{folder}: {_some(extra)} among the weights, but {CONFIG} has no place for it. Is it another family's?")
+        raise CheckpointError(
+            f"{folder}: {_some(extra)} among the weights, but {CONFIG} defines no such parameter. Is it from another model family?"
+        )
     return found
 
 
@@ -204,9 +209,9 @@ def _tensors(folder: Path) -> dict[str, str]:
         pickled = folder / PICKLED if (folder / PICKLED).is_file() else zero2all_file(folder)
         if pickled is not None:
             return {plain_name(str(name)): str(pickled.relative_to(folder)) for name in open_pickled(pickled)}
-        said = named_format(folder)
-        if said is not None:
-            raise ConfigError(f"{folder}: has neither {WEIGHTS} nor {PICKLED}; {said}")
+        other = named_format(folder)
+        if other is not None:
+            raise ConfigError(f"{folder}: has neither {WEIGHTS} nor {PICKLED}; {other}")
         raise ConfigError(f"{folder}: has neither {WEIGHTS} nor {INDEX} nor {PICKLED}. Give a folder that holds the weights.")
     with ExitStack() as opened:
         return dict.fromkeys(_open(path, opened).keys(), WEIGHTS)
@@ -215,13 +220,15 @@ def _tensors(folder: Path) -> dict[str, str]:
 def _listed(folder: Path, index: str) -> dict[str, str]:
     listed = read_json(folder / index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        raise CheckpointError(f"{folder / index}: has no weight_map. Fetch the model again.")
+        raise CheckpointError(f"{folder / index}: has no weight_map. Download the model again.")
     for file in listed.values():
         if not isinstance(file, str) or not FILE_NAME.fullmatch(file) or ".." in PurePosixPath(file).parts:
-            raise CheckpointError(f"{folder / index}: names the file {str(file)[:80]!r}; files of the folder are expected. Fetch it again.")
+            raise CheckpointError(
+                f"{folder / index}: names the file {str(file)[:80]!r}; it must be a file of the folder. Download it again."
+            )
     absent = sorted({file for file in listed.values() if not (folder / file).is_file()})
     if absent:
-        raise CheckpointError(f"{folder / absent[0]}: no such file, but {index} lists it. Fetch the whole model again.")
+        raise CheckpointError(f"{folder / absent[0]}: no such file, but {index} lists it. Download the whole model again.")
     return dict(listed)
 
 
@@ -230,7 +237,7 @@ def _some(names: list[str]) -> str:
 
 
 def read_json(path: Path, holds: str = "a Hugging Face model") -> dict[str, Any]:
-    """The mapping in a file of a folder that should hold something."""
+    """The mapping in a JSON file of a folder that should hold `holds`."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file. Give a folder that holds {holds}.")
     return read_object(path, ConfigError)

@@ -34,23 +34,23 @@ CONFIG_CLASS = "internlm.core.context.parallel_context.Config"
 """InternLM pickles its settings as this subclass of dict."""
 Shards = list[dict[str, Any]]
 MISFITS = (LookupError, TypeError, AttributeError, RuntimeError, ValueError, ArithmeticError)
-"""What putting together shards of unexpected content may raise."""
+"""What merging shards with unexpected content may raise."""
 CONTEXT = "context.pt"
 SLOTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 OPTIMIZER_SHARD = re.compile(r"optimizer_tp(\d+)_pp(\d+)_zo(\d+)\.pt")
 MODE_CLASS = "internlm.core.context.process_group_initializer.ParallelMode"
-"""An enumeration that newer versions keep in their parameter groups; its value is a word."""
-REMEDY = "Take the weights alone: init.content=[model]."
+"""An enumeration of strings that newer versions store in parameter groups."""
+REMEDY = "Load only the weights: init.content=[model]."
 
 
 def is_internlm(folder: Path) -> bool:
-    """Whether a folder holds shards of InternLM."""
+    """Whether a folder holds InternLM shards."""
     return any(SHARD.fullmatch(path.name) for path in folder.glob("model_tp*_pp*.pt"))
 
 
 def open_internlm(folder: Path) -> tuple[ModelConfig, Callable[[], Iterator[tuple[str, torch.Tensor]]]]:
-    """The shape of the model in an InternLM folder, and its parameters under our names."""
+    """The config of the model in an InternLM folder, and its parameters under our names."""
     try:
         return _open_internlm(folder)
     except MISFITS as problem:
@@ -58,7 +58,7 @@ def open_internlm(folder: Path) -> tuple[ModelConfig, Callable[[], Iterator[tupl
 
 
 def _misfit(folder: Path, problem: BaseException) -> CheckpointError:
-    return CheckpointError(f"{folder}: its shards do not make a model of InternLM: {first_line(problem)}. Fetch them again.")
+    return CheckpointError(f"{folder}: its shards do not form an InternLM model: {first_line(problem)}. Download them again.")
 
 
 def _open_internlm(folder: Path) -> tuple[ModelConfig, Callable[[], Iterator[tuple[str, torch.Tensor]]]]:
@@ -66,10 +66,10 @@ def _open_internlm(folder: Path) -> tuple[ModelConfig, Callable[[], Iterator[tup
     first, last = stages[0], stages[-1]
     layers = layers_of(stages)
     if not layers or "embedding.weight" not in first[0] or "head.weight" not in last[0]:
-        raise CheckpointError(f"{folder}: holds no embedding, blocks and head of InternLM (it has {', '.join(list(first[0])[:4])}, ...).")
+        raise CheckpointError(f"{folder}: has no embedding, blocks and head of InternLM (it has {', '.join(list(first[0])[:4])}, ...).")
     given = open_pickled(folder / MODEL_CONFIG, {CONFIG_CLASS: OrderedDict}) if (folder / MODEL_CONFIG).is_file() else {}
     if "num_attention_heads" not in given:
-        raise CheckpointError(f"{folder}: {MODEL_CONFIG} does not say num_attention_heads, which the weights do not show. Put it there.")
+        raise CheckpointError(f"{folder}: {MODEL_CONFIG} has no num_attention_heads, which cannot be derived from the weights. Add it.")
     hidden = first[0]["blocks.0.norm1.weight"].shape[0]
     gate = sum(shard["blocks.0.mlp.w1.weight"].shape[0] for shard in first)
     config = internlm.read({
@@ -94,24 +94,26 @@ def _open_internlm(folder: Path) -> tuple[ModelConfig, Callable[[], Iterator[tup
             except MISFITS as problem:
                 raise _misfit(folder, problem) from None
             if tuple(value.shape) != spec.shape:
-                raise CheckpointError(f"{folder}: {spec.name} comes to {list(value.shape)}; the model has {list(spec.shape)}.")
+                raise CheckpointError(
+                    f"{folder}: {spec.name} has shape {list(value.shape)} after merging; the model has {list(spec.shape)}."
+                )
             yield spec.name, value
 
     return config, weights
 
 
 def _blocks(state: dict[str, Any]) -> list[int]:
-    """The numbers of the blocks in a stage, which begin anew in each."""
+    """The numbers of the blocks in a stage; each stage counts from 0."""
     return sorted({int(match.group(1)) for match in map(BLOCK.match, state) if match})
 
 
 def layers_of(stages: list[Shards]) -> list[tuple[Shards, int]]:
-    """The stage and the number within it of every block, in the order of the model."""
+    """For every block, in the order of the model: its stage and its number there."""
     return [(stage, index) for stage in stages for index in _blocks(stage[0])]
 
 
 def internlm_stages(folder: Path) -> list[Shards]:
-    """The state dicts by pipeline stage and tensor rank, all of them there."""
+    """The state dicts by pipeline stage and tensor rank; a missing one is an error."""
     import torch
 
     found = {(int(m.group(2)), int(m.group(1))): path for path in folder.iterdir() if (m := SHARD.fullmatch(path.name))}
@@ -119,18 +121,18 @@ def internlm_stages(folder: Path) -> list[Shards]:
     for stage in range(stages):
         for rank in range(ranks):
             if (stage, rank) not in found:
-                raise CheckpointError(f"{folder / f'model_tp{rank}_pp{stage}.pt'}: no such file, but others of its kind are there.")
+                raise CheckpointError(f"{folder / f'model_tp{rank}_pp{stage}.pt'}: no such file, but other shards exist. Download it too.")
     opened = [[_plain(open_pickled(found[stage, rank])) for rank in range(ranks)] for stage in range(stages)]
     for shards in opened:
         for shard in shards:
             strange = [key for key, value in shard.items() if not isinstance(value, torch.Tensor) or value.layout is not torch.strided]
             if strange:
-                raise CheckpointError(f"{folder}: {strange[0]} in its shards is no plain tensor. Fetch them again.")
+                raise CheckpointError(f"{folder}: {strange[0]} in its shards is not a plain tensor. Download them again.")
     return opened
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """A state dict without the wrapper's prefix; a vocabulary-parallel embedding is one level deeper than the other kind."""
+    """A state dict without wrapper prefixes; a vocabulary-parallel embedding is one level deeper than a plain one."""
     names = {key: str(key).removeprefix("model.").replace("embedding.word_embeddings.", "embedding.") for key in state}
     return {names[key]: value for key, value in state.items()}
 
@@ -142,17 +144,17 @@ KNOWN = {
 
 
 def _require_known(folder: Path, stages: list[Shards]) -> None:
-    """Name what has no place in the model."""
+    """Refuse tensors that the model does not have."""
     keys = {key for stage in stages for shard in stage for key in shard}
     others = ("embedding.weight", "norm.weight", "head.weight")
     strange = sorted(key for key in keys if key not in others and not ((match := BLOCK.match(key)) and match.group(2) in KNOWN))
     if strange:
         more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
-        raise CheckpointError(f"{folder}: {', '.join(strange[:3])}{more} cannot be mapped: headway's InternLM 1 has no place for it.")
+        raise CheckpointError(f"{folder}: {', '.join(strange[:3])}{more} cannot be mapped: InternLM 1 in headway has no such parameter.")
 
 
 class MergedShards:
-    """Parameters put together from shards. Rows of Wqkv are (3, heads, head_dim) in each shard."""
+    """Whole parameters from shards. Rows of Wqkv are (3, heads, head_dim) in each shard."""
 
     def __init__(self, config: ModelConfig, stages: list[Shards], layers: list[tuple[Shards, int]]) -> None:
         self.config, self.stages, self.layers = config, stages, layers
@@ -172,12 +174,12 @@ class MergedShards:
         if module.endswith("layernorm"):
             return get(f"norm{1 if module.startswith('input') else 2}.{leaf}")[0]
         if module == "self_attn.o_proj":
-            # a row-parallel bias is added once, so only one shard may have it
+            # a row-parallel bias is added once, so only one shard has it
             return get(f"mixer.out_proj.{leaf}")[0] if leaf == "bias" else self._cat(get("mixer.out_proj.weight"), 1)
         if module.startswith("self_attn."):
             which = "qkv".index(module.removeprefix("self_attn.")[0])
             return self._cat([shard.view(3, -1, *shard.shape[1:])[which] for shard in get(f"mixer.Wqkv.{leaf}")], 0)
-        # until 0.2 w2 goes up and w3 comes down, from InternEvo 0.3 on the other way round
+        # up to 0.2, w2 is up and w3 is down; since InternEvo 0.3 it is the other way round
         swapped = get("mlp.w2.weight")[0].shape[1] != self.config.hidden_size
         key = {"gate": "w1", "up": "w3" if swapped else "w2", "down": "w2" if swapped else "w3"}[module.removeprefix("mlp.").split("_")[0]]
         return self._cat(get(f"mlp.{key}.weight"), 1 if "down" in module else 0)
@@ -190,7 +192,7 @@ class MergedShards:
 
 
 class InternlmState:
-    """Optimizer state and progress of one InternLM folder; files are mapped, parameters are put together when they are read."""
+    """Optimizer state and progress of one InternLM folder."""
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self.folder, self.config = folder, config
@@ -200,17 +202,17 @@ class InternlmState:
     def _context(self) -> dict[str, Any]:
         path = self.folder / CONTEXT
         if not path.is_file():
-            raise ConfigError(f"{path}: no such file, so nothing says how far this run had come. {REMEDY}")
+            raise ConfigError(f"{path}: no such file, so the step of this run is unknown. {REMEDY}")
         return open_pickled(path)
 
     @property
     def step(self) -> int:
-        """Updates that were made."""
+        """Optimizer updates done."""
         return self._number("step_count") if "step_count" in self._context else self._number("batch_count") + 1
 
     @property
     def consumed_tokens(self) -> int:
-        """Tokens that were trained on."""
+        """Tokens trained on."""
         return self._number("num_consumed_tokens")
 
     def _number(self, key: str) -> int:
@@ -220,7 +222,7 @@ class InternlmState:
         return value
 
     def scalars(self) -> dict[str, Any]:
-        """What an engine keeps besides tensors."""
+        """What an engine stores besides tensors."""
         merged = self._merges["updates"]
         counts = {spec: int(merged.parameter(spec).flatten()[0]) for spec in self._names}
         scale: dict[str, Any] = self._shards[0][0]["grad_scaler"]
@@ -228,14 +230,14 @@ class InternlmState:
         return {"steps": counts, "skipped": self._context.get("inf_nan_skip_batches", 0), "scaler": scaler, "hook": None}
 
     def read(self, name: str, role: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """A part of one of our parameters in a role, as engines ask for it."""
+        """A slice of one of our parameters in one role; an engine's ReadTensor."""
         role = MASTER if role == "param" else role
         if role not in (MASTER, *SLOTS):
             raise ConfigError(
-                f"init.content has optimizer, which here has {role}; {self.folder} holds AdamW's {', '.join(SLOTS)}. {REMEDY}"
+                f"init.content has optimizer, and this optimizer needs {role}; {self.folder} has {', '.join(SLOTS)} of AdamW. {REMEDY}"
             )
         if name not in self._names:
-            raise ConfigError(f"init.content has optimizer, but {self.folder} holds nothing of {name}. {REMEDY}")
+            raise ConfigError(f"init.content has optimizer, but {self.folder} has no state of {name}. {REMEDY}")
         if self._last is None or self._last[0] != (name, role):
             self._last = ((name, role), self._merges[role].parameter(name))
         return self._last[1][tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
@@ -246,17 +248,17 @@ class InternlmState:
 
     @cached_property
     def _shards(self) -> dict[int, dict[int, dict[str, Any]]]:
-        """Optimizer files by running number of the model shard and by zero rank."""
+        """Optimizer files by number of the model shard and by ZeRO rank."""
         found: dict[int, dict[int, dict[str, Any]]] = {}
         paths = {tuple(map(int, match.groups())): path for path in self.folder.iterdir() if (match := OPTIMIZER_SHARD.fullmatch(path.name))}
         if not paths:
             raise ConfigError(f"{self.folder}: holds no optimizer_tp*_pp*_zo*.pt, so no optimizer state. {REMEDY}")
         for number, (stage, rank) in enumerate((p, t) for p, shards in enumerate(self._stages) for t in range(len(shards))):
-            mine = {zero: path for (t, p, zero), path in paths.items() if (t, p) == (rank, stage)}
-            missing = [zero for zero in range(max(mine, default=0) + 1) if zero not in mine]
+            files = {zero: path for (t, p, zero), path in paths.items() if (t, p) == (rank, stage)}
+            missing = [zero for zero in range(max(files, default=0) + 1) if zero not in files]
             if missing:
                 raise CheckpointError(f"{self.folder / f'optimizer_tp{rank}_pp{stage}_zo{missing[0]}.pt'}: no such file. {REMEDY}")
-            found[number] = {zero: open_pickled(path, {MODE_CLASS: str}) for zero, path in sorted(mine.items())}
+            found[number] = {zero: open_pickled(path, {MODE_CLASS: str}) for zero, path in sorted(files.items())}
         return found
 
     @cached_property
@@ -265,7 +267,7 @@ class InternlmState:
 
     @cached_property
     def _merges(self) -> dict[str, MergedShards]:
-        """For each role the shards' state dicts with that role's values in place of the weights."""
+        """For each role, the shards with that role's values instead of the weights."""
         by_role: dict[str, list[Shards]] = {role: [[] for _ in self._stages] for role in (MASTER, *SLOTS, "updates")}
         number = 0
         for stage, shards in enumerate(self._stages):
@@ -277,7 +279,7 @@ class InternlmState:
         return {role: MergedShards(self.config, stages, layers_of(stages)) for role, stages in by_role.items()}
 
     def _pieces(self, weights: dict[str, torch.Tensor], files: dict[int, dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
-        """Parameter of one model shard -> its values by role, cut out of the flat buffers as the plan says."""
+        """Parameter of one model shard -> its values by role, sliced from the flat buffers by the plan."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         try:
             for group, settings in enumerate(files[0]["base_optim_states"]["param_groups"]):
@@ -288,14 +290,16 @@ class InternlmState:
                 for zero, part in enumerate(plan):
                     if part:
                         keys = [ordered[int(one.split("_")[0])] for one in part]
-                        found |= self._cut(keys, weights, files[zero], group)
+                        found |= self._slices(keys, weights, files[zero], group)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as problem:
-            raise CheckpointError(f"{self.folder}: the optimizer's shards lack {type(problem).__name__} {problem}. {REMEDY}") from None
+            raise CheckpointError(
+                f"{self.folder}: the optimizer shards are damaged: {type(problem).__name__} {problem}. {REMEDY}"
+            ) from None
         return found
 
     @staticmethod
     def _ordered(weights: dict[str, torch.Tensor], file: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-        """The parameters of one group, largest first. Newer versions keep those that train in fp32 in a group called fp32."""
+        """The parameters of one group, largest first. Newer versions have a group named fp32 for those that train in fp32."""
         import torch
 
         keys = [key for key in weights if not key.endswith("inv_freq")]
@@ -303,8 +307,8 @@ class InternlmState:
             keys = [key for key in keys if (weights[key].dtype == torch.float32) == (settings.get("name") == "fp32")]
         return sorted(keys, key=lambda key: -weights[key].numel())
 
-    def _cut(self, keys: list[str], weights: dict[str, torch.Tensor], file: dict[str, Any], group: int) -> dict[str, Any]:
-        """One zero rank's flat buffers as parameters; the masters must round to the weights, or the plan was misread."""
+    def _slices(self, keys: list[str], weights: dict[str, torch.Tensor], file: dict[str, Any], group: int) -> dict[str, Any]:
+        """The flat buffers of one ZeRO rank as parameters. Masters must round to the weights, else the plan was misread."""
         import torch
 
         base = file["base_optim_states"]
@@ -321,7 +325,7 @@ class InternlmState:
             values = {role: one.detach().view(-1)[at : at + weight.numel()].view(weight.shape) for role, one in flat.items()}
             if not torch.equal(values[MASTER].to(weight.dtype), weight):
                 raise CheckpointError(
-                    f"{self.folder}: the optimizer's copy of {key} is not the weight. They are of two runs or steps. {REMEDY}"
+                    f"{self.folder}: the optimizer's copy of {key} differs from the weight; they are from different runs or steps. {REMEDY}"
                 )
             found[key] = {**values, "updates": torch.tensor(float(updates)).expand(weight.shape)}
             at += weight.numel()

@@ -1,6 +1,6 @@
-"""Models in forms that headway cannot read: a path comes in, one sentence that names the form and what to give instead goes out.
+"""Model formats that headway cannot read: a path comes in, a sentence that names the format and the remedy goes out.
 
-Only names and the first bytes of files are looked at.
+Only names and the first bytes of files are examined.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MAGIC = {
     b"Rar!": "a rar archive. Unpack it and give the folder.",
     b"7z\xbc\xaf": "a 7z archive. Unpack it and give the folder.",
     b"\x1f\x8b": "a gzip archive. Unpack it and give the folder.",
-    b"version https://git-lfs": "a pointer of Git LFS, not the file itself. Fetch it with `git lfs pull` or `headway download`.",
+    b"version https://git-lfs": "a Git LFS pointer, not the file itself. Download it with `git lfs pull` or `headway download`.",
 }
-"""First bytes of a file, which say more than its name."""
+"""By the first bytes of a file, which are more reliable than its name."""
 NAMES = {
     "*.gguf": MAGIC[b"GGUF"],
     "*ggml*.bin": MAGIC[b"lmgg"],
@@ -43,16 +43,16 @@ NAMES = {
     "*.tflite": f"a TensorFlow Lite model. {SAFETENSORS}",
     "*.engine": f"a TensorRT engine. {SAFETENSORS}",
     "*.plan": f"a TensorRT engine. {SAFETENSORS}",
-    "*.nemo": "an archive of NeMo. Export it to Hugging Face with NeMo's own converter first.",
+    "*.nemo": "an archive of NeMo. Export it to Hugging Face with NeMo's converter first.",
     "*.npz": f"NumPy arrays (MLX writes such weights). {SAFETENSORS}",
-    "consolidated*.pth": "weights in Meta's own form (consolidated.*.pth with params.json). Give Meta's Hugging Face folder of this model.",
-    "consolidated*.safetensors": "weights in Mistral's own form (consolidated.safetensors with params.json). Give the files of its Hugging "
-    "Face form: config.json and model-*.safetensors.",
+    "consolidated*.pth": "weights in Meta's original format (consolidated.*.pth). Give Meta's Hugging Face folder of this model.",
+    "consolidated*.safetensors": "weights in Mistral's original format (consolidated.safetensors). "
+    "Give its Hugging Face files: config.json and model-*.safetensors.",
     "*.distcp": "shards of torch.distributed.checkpoint. Write one safetensors folder from them with the trainer that made them.",
     "mp_rank_*": "shards of Megatron or DeepSpeed. Convert them to a Hugging Face folder with the trainer that made them.",
-    "zero_pp_rank_*": "shards of DeepSpeed's ZeRO. Run the zero_to_fp32.py beside them, then give the Hugging Face folder.",
-    "latest_checkpointed_iteration.txt": "a checkpoint folder of Megatron. Convert it to a Hugging Face folder with Megatron's own tool.",
-    "zero_to_fp32.py": "a checkpoint folder of DeepSpeed. Run the zero_to_fp32.py in it, then give the Hugging Face folder.",
+    "zero_pp_rank_*": "shards of DeepSpeed's ZeRO. Run zero_to_fp32.py in that folder, then give the Hugging Face folder.",
+    "latest_checkpointed_iteration.txt": "a checkpoint folder of Megatron. Convert it to a Hugging Face folder with Megatron's tool.",
+    "zero_to_fp32.py": "a DeepSpeed checkpoint folder. Run zero_to_fp32.py in it, then give the Hugging Face folder.",
     "*.zip": "a zip archive. Unpack it and give the folder.",
     "*.tar": "a tar archive. Unpack it and give the folder.",
     "*.safetensors": "a single safetensors file. Give the folder that holds it together with config.json.",
@@ -61,17 +61,17 @@ NAMES = {
     "*.pth": "a single file of weights. Give the folder that holds it together with config.json.",
     "*.ckpt": "a single checkpoint file of another trainer. Convert it to a Hugging Face folder with that trainer.",
 }
-"""Names of files, the most telling first."""
-LOOK_AT = 1000
-"""Entries of a folder that are looked at."""
+"""By the name of a file, the most specific first."""
+MAX_ENTRIES = 1000
+"""Entries of a folder that are examined."""
 
 
 def named_format(path: Path) -> str | None:
-    """What a file is, or what the files of a folder are, in a form that headway cannot read; None if nothing is recognised."""
+    """What an unsupported file or folder is, with a remedy; None if the format is not recognised."""
     try:
         if path.is_file():
             return _by_content(path) or _by_name(path.name)
-        names = [entry.name for _, entry in zip(range(LOOK_AT), path.iterdir(), strict=False)]
+        names = [entry.name for _, entry in zip(range(MAX_ENTRIES), path.iterdir(), strict=False)]
     except (OSError, ValueError):
         return None
     found = {pattern: name for pattern in NAMES for name in sorted(names, reverse=True) if fnmatchcase(name, pattern)}
@@ -79,17 +79,17 @@ def named_format(path: Path) -> str | None:
 
 
 def _by_name(name: str) -> str | None:
-    return next((said for pattern, said in NAMES.items() if fnmatchcase(name, pattern)), None)
+    return next((text for pattern, text in NAMES.items() if fnmatchcase(name, pattern)), None)
 
 
 def _by_content(path: Path) -> str | None:
     with open(path, "rb") as file:
         head = file.read(32)
-    return next((said for magic, said in MAGIC.items() if head.startswith(magic)), None)
+    return next((text for magic, text in MAGIC.items() if head.startswith(magic)), None)
 
 
 def pointer(path: Path) -> str | None:
-    """What stands at a path in place of weights, by its first bytes: a pointer of Git LFS looks like a short file."""
+    """What a file is instead of weights, by its first bytes: for example a Git LFS pointer."""
     try:
         return _by_content(path)
     except OSError:
@@ -97,7 +97,7 @@ def pointer(path: Path) -> str | None:
 
 
 def quantised(config: Mapping[str, Any], folder: Path) -> str | None:
-    """How the weights of a Hugging Face folder are quantised, as its config.json or a file of the quantiser says; None if they are not."""
+    """How the weights of a Hugging Face folder are quantised, with a remedy; None if they are not."""
     given = config.get("quantization_config")
     method = given.get("quant_method") if isinstance(given, Mapping) else None
     if given is None and (folder / "quantize_config.json").is_file():

@@ -1,5 +1,5 @@
-"""Weights from files that nobody vouches for: pickles are opened by torch's restricted loader alone, so that a file that holds code is
-refused, and a value that is not finite is an error that names the tensor.
+"""Weights from files without checksums. Pickles are read by torch's restricted loader only, so a file that contains code is refused.
+A value that is not finite is an error that names the tensor.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 ZERO2ALL = ("best1_model.pt", "last1_model.pt", "best2_model.pt", "last2_model.pt")
 UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError,
               MemoryError, struct.error)  # fmt: skip
-"""What torch's loader may raise over damaged files."""
+"""What torch's loader may raise on damaged files."""
 
 
 def open_pickled(path: Path, stand_ins: Mapping[str, type] | None = None) -> dict[str, Any]:
-    """What torch.save has written, as far as it is tensors and plain values; anything else is refused, not run.
+    """The tensors and plain values of a torch.save file; any other object is refused, not run.
 
-    `stand_ins` maps the dotted names of foreign classes to the plain types that are made in their place.
+    `stand_ins` maps dotted names of foreign classes to the plain types that replace them.
     """
     import pickle
 
@@ -33,10 +33,10 @@ def open_pickled(path: Path, stand_ins: Mapping[str, type] | None = None) -> dic
 
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals([(kind, name) for name, kind in (stand_ins or {}).items()]):
-            warnings.simplefilter("ignore", UserWarning)  # of pickles that torch did not write; they are refused below
+            warnings.simplefilter("ignore", UserWarning)  # about pickles that torch did not write; they are refused below
             try:
                 found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # files of before torch 1.6 cannot be mapped
+            except RuntimeError:  # files from before torch 1.6 cannot be mapped
                 found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as problem:
         raise CheckpointError(f"{path}: refused: {_refusal(str(problem))}.") from None
@@ -48,32 +48,32 @@ def open_pickled(path: Path, stand_ins: Mapping[str, type] | None = None) -> dic
 
 
 def _refusal(problem: str) -> str:
-    """Why the restricted loader stopped: at a class, which it names, or at bytes that are no pickle of torch."""
+    """Why the restricted loader stopped: at a class, which it names, or at bytes that are not a torch pickle."""
     named = re.search(r"GLOBAL (\S+)|reduce for unrecognized function (.+?)(?: which|$)", problem)
     if named:
-        return f"it holds more than tensors ({named.group(1) or named.group(2)}), and such a file can run code"
-    first = problem.splitlines()[0][:200] if problem else "no pickle of torch"
-    return f"it holds more than tensors, and such a file can run code ({first})"
+        return f"it contains more than tensors ({named.group(1) or named.group(2)}), and such a file can run code"
+    first = problem.splitlines()[0][:200] if problem else "not a torch pickle"
+    return f"it contains more than tensors, and such a file can run code ({first})"
 
 
 def zero2all_file(folder: Path) -> Path | None:
-    """The weights of a zero2all run: the best, else the last, in the folder or its ckpt/."""
+    """The weights of a zero2all run: the best, else the last, in the folder or in its ckpt/."""
     return next((path for name in ZERO2ALL for path in (folder / name, folder / "ckpt" / name) if path.is_file()), None)
 
 
-def finite(values: Iterable[tuple[str, torch.Tensor]], where: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same names and tensors, each looked at once: one pass over memory, about 0.5 s for a billion values on two cores."""
+def check_finite(values: Iterable[tuple[str, torch.Tensor]], where: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass tensors through; a value that is not finite is an error. Costs about 0.5 s for a billion values on two cores."""
     for name, value in values:
         if not is_finite(value):
             raise CheckpointError(
-                f"{where}: {name} holds a value that is not finite. The file is damaged, or the training that wrote it had failed. "
-                "Fetch it again, or use another one."
+                f"{where}: {name} holds a value that is not finite. The file is damaged, or its training run had diverged. "
+                "Download it again, or use another checkpoint."
             )
         yield name, value
 
 
 def is_finite(value: torch.Tensor) -> bool:
-    """Whether all values are finite: the least and the largest are, and both are NaN where any value is."""
+    """Whether all values are finite. Minimum and maximum suffice: both are NaN if any value is."""
     import torch
 
     return value.numel() == 0 or bool(torch.stack(torch.aminmax(value.detach())).isfinite().all())
