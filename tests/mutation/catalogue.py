@@ -54,7 +54,9 @@ class Mutant:
 
     @property
     def module(self) -> str:
-        """The module it changes."""
+        """The module it changes; for a template's file, the one that reads it."""
+        if self.file.endswith(".jinja"):
+            return "headway.tokenizer.chat_template"
         return ".".join(("headway", *Path(self.file).with_suffix("").parts)).removesuffix(".__init__")
 
     def source(self, root: Path) -> Path:
@@ -69,7 +71,8 @@ class Mutant:
             raise CatalogueError(f"{self.id}: its text occurs {text.count(self.find)} times in {path.relative_to(root)}, not once")
         changed = text.replace(self.find, self.replace)
         try:
-            compile(changed, self.file, "exec")
+            if path.suffix == ".py":
+                compile(changed, self.file, "exec")
         except SyntaxError as problem:
             raise CatalogueError(f"{self.id}: is no Python: {problem}") from None
         return changed

@@ -3,8 +3,8 @@
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from headway.tokenizer.chat_template import Turn
 from headway.tokenizer.load import Tokenizer
-from headway.tokenizer.templates import Turn
 
 SPECIALS = (
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",

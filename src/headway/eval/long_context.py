@@ -205,7 +205,7 @@ def variant_in_words(variant: MaskVariant) -> str:
 
 def prompts_of(tokenizer: Tokenizer, plan: LongPlan) -> Callable[[Case], list[int]]:
     """How a case becomes the ids of a prompt: text behind what the model expects, or a question in a chat and the answer's beginning."""
-    from headway.tokenizer.chat import Piece, Turn, find_template, render_pieces
+    from headway.tokenizer.chat import Segment, Turn, encode_segments, find_template
     from headway.tokenizer.opening import expected_ids
 
     if plan.template is None:
@@ -214,8 +214,8 @@ def prompts_of(tokenizer: Tokenizer, plan: LongPlan) -> Callable[[Case], list[in
     template = find_template(plan.template, tokenizer)
 
     def asked(case: Case) -> list[int]:
-        pieces = [*template.prompt([Turn("user", case.question)]), Piece(case.answer_start)]
-        (rendered,) = render_pieces([pieces], template.name, tokenizer)
+        pieces = [*template.prompt([Turn("user", case.question)]), Segment(case.answer_start)]
+        (rendered,) = encode_segments([pieces], template.name, tokenizer)
         if isinstance(rendered, Exception):
             raise rendered
         return rendered.ids.tolist()

@@ -21,7 +21,7 @@ from headway.store.source import Flags, Ids
 from headway.text.document import Record
 from headway.text.read import expand
 from headway.text.record_keys import KeyMap
-from headway.tokenizer.chat import Piece, Rendered, Template
+from headway.tokenizer.chat import ChatTemplate, Rendered, Segment
 
 TooLong = Literal["truncate_right", "truncate_left", "drop"]
 TARGETS = ("headway", "internlm", "zero2all", "mds")
@@ -96,11 +96,11 @@ class ChatEncoder:
     too_long: TooLong
     keys: KeyMap = KeyMap()
 
-    def pieces(self, record: Record, template: Template, counts: Counter[str]) -> list[list[Piece]]:
+    def segments(self, record: Record, template: ChatTemplate, counts: Counter[str]) -> list[list[Segment]]:
         """The conversation of a record."""
         conversation = conversation_of(record, self.keys)
         count_unread(conversation.unread, counts)
-        return [template.pieces(conversation.turns, conversation.tools)]
+        return [template.segments(conversation.turns, conversation.tools)]
 
     def documents(self, rendered: list[Rendered], counts: Counter[str]) -> list[tuple[Ids, Flags]]:
         """The conversation as ids and loss mask, cut by the rule."""

@@ -23,7 +23,7 @@ from headway.prepare.transcripts import moss_chat, moss_text, transcript_of
 from headway.prepare.turns import Object, TurnReader, said, text_of, tools_of, with_system
 from headway.text.document import Record
 from headway.text.record_keys import ANSWERS, LABELS, LISTS, PAIR, QUESTIONS, SYSTEMS, TOOLS, Fields, KeyMap, is_empty
-from headway.tokenizer.templates import Turn
+from headway.tokenizer.chat_template import Turn
 
 SHAPES = (
     "Alpaca (instruction, output), ShareGPT (conversations), OpenAI (messages), InternLM (conversation), MOSS (chat, plain_text), a prompt "

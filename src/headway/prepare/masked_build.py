@@ -25,7 +25,7 @@ from headway.store.reader import StoreWriter, dtype_for
 from headway.store.source import Flags, Ids
 from headway.text.document import Record
 from headway.text.read import read_records
-from headway.tokenizer.chat import Piece, Rendered, Template, find_template, render_pieces
+from headway.tokenizer.chat import ChatTemplate, Rendered, Segment, encode_segments, find_template
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.tokenizer.unknown import refuse_unknown, texts_in
 
@@ -41,7 +41,7 @@ SIDES: tuple[Side, Side] = ("train", "valid")
 class RecordEncoder(Protocol):
     """How one record becomes documents; it is sent to the worker processes."""
 
-    def pieces(self, record: Record, template: Template, counts: Counter[str]) -> list[list[Piece]]:
+    def segments(self, record: Record, template: ChatTemplate, counts: Counter[str]) -> list[list[Segment]]:
         """The conversations of a record, written down; `counts` learns which keys of it were not read."""
         ...
 
@@ -120,7 +120,7 @@ class Build:
 
     def _template_key(self, tokenizer: Tokenizer) -> str:
         """What decides how the template writes: its parts, or the text of a jinja template."""
-        return repr(find_template(self.template, tokenizer))
+        return find_template(self.template, tokenizer).cache_key
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class MaskedEncoder:
     """Let the tokenizer use all cores; off where there are worker processes for that."""
 
     @cached_property
-    def _loaded(self) -> tuple[Tokenizer, Template]:
+    def _loaded(self) -> tuple[Tokenizer, ChatTemplate]:
         tokenizer = load_tokenizer(self.tokenizer)
         return tokenizer, find_template(self.template, tokenizer)
 
@@ -143,12 +143,12 @@ class MaskedEncoder:
         """The documents of some records, all their texts encoded together."""
         tokenizer, template = self._loaded
         counts: Counter[str] = Counter(records=len(items))
-        planned: list[tuple[Record, list[list[Piece]]]] = []
+        planned: list[tuple[Record, list[list[Segment]]]] = []
         for record in items:
             with self._complaints(record, counts):
-                planned.append((record, self.encoder.pieces(record, template, counts)))
+                planned.append((record, self.encoder.segments(record, template, counts)))
         flat = [pieces for _, conversations in planned for pieces in conversations]
-        rendered = iter(render_pieces(flat, template.name, tokenizer, self.threads))
+        rendered = iter(encode_segments(flat, template.name, tokenizer, self.threads))
         found: list[tuple[Ids, Flags]] = []
         for record, conversations in planned:
             results = [next(rendered) for _ in conversations]

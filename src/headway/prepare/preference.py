@@ -22,7 +22,7 @@ from headway.store.source import Flags, Ids
 from headway.text.document import Record
 from headway.text.read import expand
 from headway.text.record_keys import KeyMap
-from headway.tokenizer.chat import Piece, Rendered, Template
+from headway.tokenizer.chat import ChatTemplate, Rendered, Segment
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class PairEncoder:
     max_prompt_length: int
     keys: KeyMap = KeyMap()
 
-    def pieces(self, record: Record, template: Template, counts: Counter[str]) -> list[list[Piece]]:
+    def segments(self, record: Record, template: ChatTemplate, counts: Counter[str]) -> list[list[Segment]]:
         """The chosen and the rejected conversation of a record."""
         pair = preference_of(record, self.keys)
         count_unread(pair.unread, counts)
-        return pair_pieces(pair, template)
+        return pair_segments(pair, template)
 
     def documents(self, rendered: list[Rendered], counts: Counter[str]) -> list[tuple[Ids, Flags]]:
         """The chosen and the rejected conversation, cut by the rule."""
@@ -115,11 +115,11 @@ class PairEncoder:
         ]
 
 
-def pair_pieces(pair: PreferencePair, template: Template) -> list[list[Piece]]:
+def pair_segments(pair: PreferencePair, template: ChatTemplate) -> list[list[Segment]]:
     """The chosen and the rejected conversation, with loss on the answers alone."""
     context = [replace(turn, learn=False) for turn in pair.prompt]
     answers = [[replace(turn, learn=True) for turn in answer] for answer in (pair.chosen, pair.rejected)]
-    return [template.pieces([*context, *answer], pair.tools) for answer in answers]
+    return [template.segments([*context, *answer], pair.tools) for answer in answers]
 
 
 def cut_pair(chosen: Rendered, rejected: Rendered) -> tuple[Ids, Rendered, Rendered]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 from headway.errors import DataError
-from headway.tokenizer.templates import Role, Turn
+from headway.tokenizer.chat_template import Role, Turn
 
 SPOKEN: dict[str, Role] = {"Human": "user", "Assistant": "assistant", "MOSS": "assistant"}
 MOSS_MARK = re.compile(r"(?:\[([A-Za-z ]+)\]|<\|([A-Za-z ]+)\|>):[ \t]*")

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from headway.errors import DataError
 from headway.text.record_keys import THOUGHTS, TURN_CONTENT, KeyMap, is_empty
-from headway.tokenizer.templates import Call, Role, Turn
+from headway.tokenizer.chat_template import Call, Role, Turn
 
 SPEAKERS: dict[str, Role] = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),

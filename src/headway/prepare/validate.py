@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from headway.errors import ConfigError, DataError
 from headway.prepare.conversations import Conversation, PreferencePair, conversation_of, preference_of
 from headway.prepare.masked_build import count_unread
-from headway.prepare.preference import pair_pieces
+from headway.prepare.preference import pair_segments
 from headway.runtime.progress import progress
 from headway.text.document import Record, TextOf, place_of
 from headway.text.formats import FORMATS
@@ -25,9 +25,9 @@ from headway.text.formats.json import parse_object
 from headway.text.raw import RawFile, decode
 from headway.text.read import Document, expand, read_documents, read_records
 from headway.text.record_keys import KeyMap
-from headway.tokenizer.chat import Piece, Template, Turn, find_template, render_pieces
+from headway.tokenizer.chat import ChatTemplate, Segment, Turn, encode_segments, find_template
+from headway.tokenizer.chat_template import BUILT_IN
 from headway.tokenizer.load import Tokenizer
-from headway.tokenizer.templates import BUILT_IN
 
 Kind = Literal["text", "chat", "preference"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -220,10 +220,10 @@ def _measure(reading: Reading) -> Callable[[list[Understood]], Iterator[int | Ba
     return lambda batch: _written(batch, BUILT_IN[str(reading.template)])
 
 
-def _rendered(batch: list[Understood], template: Template, tokenizer: Tokenizer) -> Iterator[int | Bad]:
+def _rendered(batch: list[Understood], template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[int | Bad]:
     for one in batch:
         try:
-            found = render_pieces(_pieces(one.content, template), template.name, tokenizer)
+            found = encode_segments(_segments(one.content, template), template.name, tokenizer)
             for rendered in found:
                 if isinstance(rendered, DataError):
                     raise rendered
@@ -232,21 +232,21 @@ def _rendered(batch: list[Understood], template: Template, tokenizer: Tokenizer)
             yield _bad(one.place, error)
 
 
-def _written(batch: list[Understood], template: Template) -> Iterator[int | Bad]:
+def _written(batch: list[Understood], template: ChatTemplate) -> Iterator[int | Bad]:
     """Lengths in characters of records that the template has a place for."""
     for one in batch:
         try:
-            _pieces(one.content, template)
+            _segments(one.content, template)
             yield _characters(one.content)
         except DataError as error:
             yield _bad(one.place, error)
 
 
-def _pieces(content: str | Conversation | PreferencePair, template: Template) -> list[list[Piece]]:
+def _segments(content: str | Conversation | PreferencePair, template: ChatTemplate) -> list[list[Segment]]:
     if isinstance(content, PreferencePair):
-        return pair_pieces(content, template)
+        return pair_segments(content, template)
     assert isinstance(content, Conversation)
-    return [template.pieces(content.turns, content.tools)]
+    return [template.segments(content.turns, content.tools)]
 
 
 def _characters(content: str | Conversation | PreferencePair) -> int:

@@ -22,13 +22,11 @@ from typing import Any, cast
 import jinja2
 
 from headway.errors import ConfigError, DataError
-from headway.tokenizer.jinja_sandbox import Budget, Sandbox
+from headway.tokenizer.chat_template import ControlToken, Segment, Turn, unused_private_characters
+from headway.tokenizer.jinja_sandbox import Budget, Sandbox, one_line, render
 from headway.tokenizer.load import Tokenizer
 from headway.tokenizer.rendered_content import Span, check_written
-from headway.tokenizer.templates import Piece, Token, Turn
 
-PRIVATE_USE = range(0xE000, 0xF900)
-MOST_MESSAGE = 300
 ADVICE = "Use one of headway's own templates, or mark the answers in it with {% generation %}."
 
 
@@ -49,19 +47,29 @@ class JinjaTemplate:
         specials = {spelled: flags.get(spelled, (False, False)) for spelled in tokenizer.special_tokens}
         return JinjaTemplate(name, source, {f"{role}_token": spelled for role, spelled in tokenizer.roles.items()}, specials)
 
-    def pieces(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Piece]:
+    def segments(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
         """A whole conversation, for training."""
         rendering = Rendering(self, turns, tools)
         answers = rendering.answers()
         check_written(self.name, rendering.whole, rendering.messages, rendering.tools or [], answers)
         return self._cut(rendering.whole, [span for i, span in answers.items() if turns[i].learn], rendering.breaker)
 
-    def prompt(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Piece]:
+    def prompt(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
         """A conversation up to where the assistant's next answer begins, for generation."""
         rendering = Rendering(self, turns, tools)
         text = rendering.text(len(turns), prompt=True)
         check_written(self.name, text, rendering.messages, rendering.tools or [], {})
         return self._cut(text, [], rendering.breaker)
+
+    def export(self, tokenizer: Tokenizer) -> str:
+        """The template as it is."""
+        return self.source
+
+    @property
+    def cache_key(self) -> str:
+        """What decides how it writes, spelled as the keys of cached stores have always spelled it."""
+        variables, specials = dict(self.variables), dict(self.specials)
+        return f"JinjaTemplate(name={self.name!r}, source={self.source!r}, variables={variables!r}, specials={specials!r})"
 
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
@@ -77,33 +85,33 @@ class JinjaTemplate:
     @cached_property
     def compiled(self) -> jinja2.Template:
         """The template, in a sandbox."""
-        sandbox = Sandbox(_to_json, _refuse)
+        sandbox = Sandbox()
         try:
             return sandbox.compiled(self.source)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"chat template {self.name}: not valid jinja: {_one_line(error)}.") from None
+            raise ConfigError(f"chat template {self.name}: not valid jinja: {one_line(error)}.") from None
         except Exception as error:
-            raise ConfigError(f"chat template {self.name} cannot be compiled: {_one_line(error)}.") from None
+            raise ConfigError(f"chat template {self.name} cannot be compiled: {one_line(error)}.") from None
 
-    def _cut(self, whole: str, spans: Sequence[tuple[int, int]], breaker: str) -> list[Piece]:
+    def _cut(self, whole: str, spans: Sequence[tuple[int, int]], breaker: str) -> list[Segment]:
         edges = sorted({0, len(whole), *(edge for span in spans for edge in span)})
-        found: list[Piece] = []
+        found: list[Segment] = []
         for start, stop in pairwise(edges):
             target = any(first <= start and stop <= last for first, last in spans)
             at = start
             for special in self.special_pattern.finditer(whole, start, stop):
                 found += self._text(whole, at, special.start(), target, breaker)
-                found.append(Piece(Token(special[0]), target))
+                found.append(Segment(ControlToken(special[0]), target))
                 at = special.end()
             found += self._text(whole, at, stop, target, breaker)
         return found
 
-    def _text(self, whole: str, start: int, stop: int, target: bool, breaker: str) -> list[Piece]:
+    def _text(self, whole: str, start: int, stop: int, target: bool, breaker: str) -> list[Segment]:
         text = whole[start:stop]
         text = text.lstrip() if whole.endswith(self._swallowing(right=True), 0, start) else text
         text = text.rstrip() if whole.startswith(self._swallowing(right=False), stop) else text
         text = text.replace(breaker, "")
-        return [Piece(text, target)] if text else []
+        return [Segment(text, target)] if text else []
 
     def _swallowing(self, right: bool) -> tuple[str, ...]:
         return tuple(spelled for spelled, sides in self.specials.items() if sides[right])
@@ -116,10 +124,8 @@ class Rendering:
         self.template = template
         self.turns = turns
         others = json.dumps([list(tools), [[call.name, call.arguments] for turn in turns for call in turn.calls]], ensure_ascii=False)
-        used = set(template.source).union(*(turn.content + turn.context for turn in turns), others)
         self.size = len(others) + sum(len(turn.content) + len(turn.context) for turn in turns)
-        free = (chr(code) for code in PRIVATE_USE if chr(code) not in used)
-        self.breaker, *marks = [next(free) for _ in range(3)]
+        self.breaker, *marks = unused_private_characters(turns, tools, 3, template.source)
         self.marks = (marks[0], marks[1])
         self.messages = [self._message(turn) for turn in turns]
         self.tools = [self._without_specials(dict(tool)) for tool in tools] or None
@@ -209,12 +215,9 @@ class Rendering:
         compiled = self.template.compiled
         sandbox = cast(Sandbox, compiled.environment)
         sandbox.marks, sandbox.budget = self.marks, Budget(self.size)
-        try:
-            return compiled.render(messages=messages, tools=self.tools, add_generation_prompt=prompt, **self.template.variables)
-        except jinja2.TemplateError as error:
-            raise DataError(f"chat template {self.template.name} refuses the conversation: {_one_line(error)}.") from None
-        except Exception as error:
-            raise DataError(f"chat template {self.template.name} cannot write the conversation: {_one_line(error)}.") from None
+        return render(
+            compiled, self.template.name, messages=messages, tools=self.tools, add_generation_prompt=prompt, **self.template.variables
+        )
 
     def _unmarked(self, text: str) -> str:
         return text.replace(self.marks[0], "").replace(self.marks[1], "")
@@ -241,16 +244,3 @@ class Rendering:
 
     def _escaped(self, text: str) -> str:
         return self.template.special_pattern.sub(lambda found: found[0][0] + self.breaker + found[0][1:], text)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _one_line(error: Exception) -> str:
-    said = " ".join(str(error).split())[:MOST_MESSAGE]
-    return said if isinstance(error, jinja2.TemplateError) and said else f"{type(error).__name__}{': ' if said else ''}{said}"

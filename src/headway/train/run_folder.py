@@ -212,13 +212,12 @@ def save_tokenizer(folder: Path, recipe: Recipe, tokenizer: Tokenizer) -> Path |
     Whoever loads the trained model then prompts it in the form it was trained on.
     """
     from headway.tokenizer.chat import OWN, find_template
-    from headway.tokenizer.to_jinja import to_jinja
 
     names = {source.chat_template for source in recipe.data.train or () if source.kind != "text"}
     if len(names) != 1 or OWN in names:
         return None
     (name,) = names
-    template = to_jinja(find_template(name, tokenizer), tokenizer)
+    template = find_template(name, tokenizer).export(tokenizer)
     if template is None or template == tokenizer.chat_template:
         return None
     tokenizer.with_chat_template(template).save(folder / TOKENIZER)

@@ -7,7 +7,7 @@ import pytest
 from headway.errors import DataError
 from headway.prepare.conversations import conversation_of, preference_of
 from headway.text.document import Record
-from headway.tokenizer.templates import Call, Turn
+from headway.tokenizer.chat_template import Call, Turn
 
 QUESTION, ANSWER = Turn("user", "Hi"), Turn("assistant", "Hello")
 

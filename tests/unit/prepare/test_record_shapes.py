@@ -12,7 +12,7 @@ from headway.prepare.conversations import conversation_of, preference_of
 from headway.prepare.validate import Reading, validate
 from headway.text.document import Record
 from headway.text.record_keys import KeyMap
-from headway.tokenizer.templates import Call, Turn
+from headway.tokenizer.chat_template import Call, Turn
 
 USER, BOT = Turn("user", "Hi"), Turn("assistant", "Hello")
 MORE = [USER, BOT, Turn("user", "Bye"), Turn("assistant", "Ciao")]
@@ -223,4 +223,4 @@ def test_flags_of_validate_that_would_be_ignored_are_refused(tmp_path: Path) -> 
     tools = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "tools": [{"name": "f"}]}
     (tmp_path / "t.jsonl").write_text(json.dumps(tools) + "\n")
     done = headway("data", "validate", str(tmp_path / "t.jsonl"), "--kind", "chat", "--template", "llama3")
-    assert done.returncode == 1 and "template llama3 has no place for tool definitions" in done.stdout
+    assert done.returncode == 1 and "chat template llama3 refuses the conversation: it has no place for tool definitions" in done.stdout

@@ -12,8 +12,8 @@ from tokenizers import models
 
 from headway.errors import ConfigError, DataError
 from headway.tokenizer.chat import Call, Turn, find_template, render, render_prompt
+from headway.tokenizer.chat_template import BUILT_IN
 from headway.tokenizer.load import Tokenizer
-from headway.tokenizer.templates import BUILT_IN
 
 TOKENIZER = byte_tokenizer()
 

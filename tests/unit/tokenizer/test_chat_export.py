@@ -1,4 +1,4 @@
-"""A template of headway's own, written as jinja, gives the same ids and the same loss."""
+"""A built-in template that is exported into a tokenizer folder gives the same ids and the same loss there."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,8 @@ from support.chat_tokenizer import CONVERSATION, byte_tokenizer
 
 from headway.errors import DataError
 from headway.tokenizer.chat import Call, Turn, find_template, render, render_prompt
+from headway.tokenizer.chat_template import BUILT_IN
 from headway.tokenizer.load import Tokenizer, load_tokenizer
-from headway.tokenizer.templates import BUILT_IN
-from headway.tokenizer.to_jinja import to_jinja
 
 TOOLS: list[dict[str, Any]] = [{"name": "add", "parameters": {"a": "整数"}}, {"name": "now"}]
 ASKED = [
@@ -28,13 +27,13 @@ TALKS = {
 }
 
 AS_TEXT = [name for name in BUILT_IN if name != "internlm_alpaca"]
-"""The templates that have a form in jinja; one's tokens cannot be spelled in a text."""
+"""The templates that can be exported; one's tokens cannot be spelled in a text."""
 
 
 def carrying(name: str) -> Tokenizer:
     """A tokenizer whose own template is the built-in one."""
     plain = byte_tokenizer()
-    written = to_jinja(find_template(name, plain), plain)
+    written = find_template(name, plain).export(plain)
     assert written is not None
     return plain.with_chat_template(written)
 
@@ -59,14 +58,14 @@ def test_a_conversation_has_the_same_ids_and_loss(name: str, talk: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen"])
-def test_tools_calls_and_results_are_written_alike(name: str) -> None:
+def test_tools_calls_and_results_are_written_the_same(name: str) -> None:
     same(ASKED, name, TOOLS)
     same([Turn("system", "Be kind."), *ASKED], name, TOOLS)
 
 
 @pytest.mark.parametrize("name", ["alpaca", "internlm"])
 def test_a_turn_without_a_place_is_refused_in_jinja_too(name: str) -> None:
-    with pytest.raises(DataError, match="no place for a turn of tool"):
+    with pytest.raises(DataError, match="no place for a turn of role tool"):
         render([Turn("user", "x"), Turn("tool", "y")], "tokenizer", carrying(name))
 
 
@@ -83,5 +82,5 @@ def test_transformers_writes_the_same_text(tmp_path: Path) -> None:
         assert load_tokenizer(tmp_path / name).chat_template == tokenizer.chat_template
 
 
-def test_a_template_whose_tokens_no_text_spells_has_no_jinja() -> None:
-    assert to_jinja(BUILT_IN["internlm_alpaca"], byte_tokenizer()) is None
+def test_a_template_whose_tokens_no_text_spells_is_not_exported() -> None:
+    assert BUILT_IN["internlm_alpaca"].export(byte_tokenizer()) is None
