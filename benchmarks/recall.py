@@ -22,7 +22,7 @@ from headway.config.load import load
 from headway.eval.long_tasks.key_value import pairs, table
 from headway.prepare.tokenize import tokenize
 from headway.runtime.log import start_logging
-from headway.tokenizer.train_bpe import train_bpe
+from headway.tokenizer.train import train_bpe
 from headway.train import train
 from headway.train.config import Recipe
 from headway.workflows.sparsify import SparsifyPlan, sparsify

@@ -20,7 +20,7 @@ from pathlib import Path
 from headway.prepare.build import usable_cores
 from headway.prepare.tokenize import TokenizeOptions, tokenize
 from headway.tokenizer.load import load_tokenizer
-from headway.tokenizer.train_bpe import train_bpe
+from headway.tokenizer.train import train_bpe
 
 TARGET = 0.9
 

@@ -15,7 +15,7 @@ from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.prepare.tokenize import tokenize
-from headway.tokenizer.train_bpe import train_bpe
+from headway.tokenizer.train import train_bpe
 from headway.train import train
 from headway.train.config import Recipe
 from headway.train.stages import expand

@@ -52,7 +52,7 @@ def file_targets() -> list[Target]:
 
 
 def _make_tokenizer(folder: Path) -> None:
-    from headway.tokenizer.train_bpe import train_bpe
+    from headway.tokenizer.train import train_bpe
 
     if not (folder / "tok").exists():
         train_bpe(WORDS * 3, vocab_size=300, out=folder / "tok")

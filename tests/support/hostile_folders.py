@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from headway.model.config import ModelConfig
 from headway.model.families.base import family_of
 from headway.model.layout import param_specs
-from headway.tokenizer.train_bpe import train_bpe
+from headway.tokenizer.train import train_bpe
 from support.internlm_folder import write_weights
 
 SHAPE: dict[str, Any] = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "ffn_size": 24, "vocab_size": 384, "max_seq_len": 64}

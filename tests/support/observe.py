@@ -59,7 +59,7 @@ def _root() -> Path:
                 writer.add(np.random.default_rng(100 * number + i).integers(2, 60, 20))
             writer.finish()
     (folder / "lines.txt").write_text("".join(f"line {i} of a text\n" for i in range(200)))
-    from headway.tokenizer.train_bpe import train_bpe
+    from headway.tokenizer.train import train_bpe
 
     text = Path(__file__).read_text(encoding="utf-8")
     for number in (0, 1):

@@ -29,8 +29,7 @@ def train(
     from headway.runtime.storage import check_writable
     from headway.text.read import read_documents
     from headway.text.sample import parse_bytes
-    from headway.tokenizer.train_bpe import SPECIAL_TOKENS, train_bpe
-    from headway.tokenizer.train_sentencepiece import train_sentencepiece
+    from headway.tokenizer.train import SPECIAL_TOKENS, train_bpe, train_sentencepiece
 
     trainers = {"bpe": train_bpe, "sentencepiece": train_sentencepiece}
     if kind not in trainers:

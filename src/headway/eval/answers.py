@@ -59,10 +59,10 @@ class Answers:
 
     def encode(self, text: str, *, opening: bool = True) -> list[int]:
         """Ids of a text, behind the tokenizer's own opening unless the text has it already; special tokens in it are those tokens."""
-        from headway.tokenizer.opening import opening_ids
+        from headway.tokenizer.chat import bos_ids
 
         ids = self.tokenizer.encode(text, allowed_special="all")
-        before = opening_ids(self.tokenizer) if opening else []
+        before = bos_ids(self.tokenizer) if opening else []
         return ids if ids[: len(before)] == before else [*before, *ids]
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:

@@ -173,7 +173,7 @@ def _kind(path: str) -> Kind:
 def _stored(path: Path, kind: Kind, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
     from headway.store.convert import items
     from headway.store.foreign.source import open_source
-    from headway.tokenizer.opening import expected_ids
+    from headway.tokenizer.chat import expected_bos_ids
 
     store = open_source(path, kind)
     by_type = reading.by in ("type", "domain") and any(store.count_types())
@@ -182,7 +182,7 @@ def _stored(path: Path, kind: Kind, loaded: LoadedModel, reading: Reading) -> It
     if loaded.tokenizer is not None and store.fingerprint not in (None, loaded.tokenizer.fingerprint):
         raise DataError(f"{path}: made by another tokenizer than the one of {loaded.path}. Give the text itself, or another store.")
     # A store is scored as it is unless --bos says otherwise; a begin token it holds already is not put there twice.
-    lead = tuple(expected_ids(loaded.tokenizer, True)) if reading.bos and loaded.tokenizer is not None else ()
+    lead = tuple(expected_bos_ids(loaded.tokenizer, True)) if reading.bos and loaded.tokenizer is not None else ()
     for item in items(store, split_packs=True):
         highest = int(item.ids.max()) if len(item.ids) else 0
         if highest >= loaded.config.vocab:
@@ -194,13 +194,13 @@ def _stored(path: Path, kind: Kind, loaded: LoadedModel, reading: Reading) -> It
 
 def _encoded(raw: Sequence[str], dataset: Dataset, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
     from headway.text.read import read_blocks
-    from headway.tokenizer.opening import expected_ids
+    from headway.tokenizer.chat import expected_bos_ids
 
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise ConfigError(f"{loaded.path} has no tokenizer, so text cannot be scored. Give a token store as --data.")
     # Before every window, not only the first: a model that needs it falls apart in the later ones.
-    lead = tuple(expected_ids(tokenizer, reading.bos))
+    lead = tuple(expected_bos_ids(tokenizer, reading.bos))
     split, by_key = "line" if reading.split == "line" else "file", reading.by not in (None, "file")
     documents = read_blocks(raw, text_key=dataset.text_key, split=split, keep_record=by_key)
     texts: Iterable[tuple[Iterator[str], str | None]] = ((blocks, _part(document, reading.by)) for document, blocks in documents)

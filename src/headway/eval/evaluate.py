@@ -155,11 +155,11 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def _begin(loaded: LoadedModel, reading: Reading) -> str | None:
-    from headway.tokenizer.opening import expected_ids
+    from headway.tokenizer.chat import expected_bos_ids
 
     if loaded.tokenizer is None:
         return None
-    ids = expected_ids(loaded.tokenizer, reading.bos)
+    ids = expected_bos_ids(loaded.tokenizer, reading.bos)
     return loaded.tokenizer.decode(ids) if ids else None
 
 

@@ -186,11 +186,11 @@ def plan_notes(plan: LongPlan) -> list[str]:
 
 def prompts_in_words(tokenizer: Tokenizer, plan: LongPlan) -> str:
     """What the model reads, for people."""
-    from headway.tokenizer.opening import expected_ids
+    from headway.tokenizer.chat import expected_bos_ids
 
     if plan.template is not None:
         return f"questions in chat template {plan.template}"
-    before = expected_ids(tokenizer, plan.bos)
+    before = expected_bos_ids(tokenizer, plan.bos)
     return f"text behind {tokenizer.decode(before)}" if before else "text with no begin token"
 
 
@@ -205,11 +205,10 @@ def variant_in_words(variant: MaskVariant) -> str:
 
 def prompts_of(tokenizer: Tokenizer, plan: LongPlan) -> Callable[[Case], list[int]]:
     """How a case becomes the ids of a prompt: text behind what the model expects, or a question in a chat and the answer's beginning."""
-    from headway.tokenizer.chat import Segment, Turn, encode_segments, find_template
-    from headway.tokenizer.opening import expected_ids
+    from headway.tokenizer.chat import Segment, Turn, encode_segments, expected_bos_ids, find_template
 
     if plan.template is None:
-        before = expected_ids(tokenizer, plan.bos)
+        before = expected_bos_ids(tokenizer, plan.bos)
         return lambda case: [*before, *tokenizer.encode(case.prompt)]
     template = find_template(plan.template, tokenizer)
 

@@ -22,9 +22,8 @@ from headway.infer.prefill import CHUNK_TOKENS, last_hidden
 from headway.infer.sampling import Sampling, choose
 from headway.model.kv_cache import KVCache
 from headway.runtime.progress import progress
-from headway.tokenizer.chat import Turn, answer_end, render_prompt
+from headway.tokenizer.chat import Turn, answer_end, bos_ids, render_prompt
 from headway.tokenizer.load import Tokenizer
-from headway.tokenizer.opening import opening_ids
 
 log = logging.getLogger("headway")
 
@@ -104,7 +103,7 @@ def read_prompts(path: Path) -> list[str]:
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, special: bool = False) -> list[int]:
     """The ids of a prompt, behind what the tokenizer puts before a text (Llama's begin token, say)."""
-    ids = [*opening_ids(tokenizer), *tokenizer.encode(prompt, allowed_special="all" if special else ())]
+    ids = [*bos_ids(tokenizer), *tokenizer.encode(prompt, allowed_special="all" if special else ())]
     if ids:
         return ids
     start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id

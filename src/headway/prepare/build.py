@@ -27,7 +27,7 @@ from headway.runtime.progress import Advance, progress
 from headway.store.manifest import Division
 from headway.store.source import Flags, Ids, Longs
 from headway.store.writer import StoreWriter
-from headway.tokenizer.safe_cuts import TextPiece
+from headway.tokenizer.split_points import TextPiece
 
 UNIT_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 20

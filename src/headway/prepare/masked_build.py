@@ -26,8 +26,8 @@ from headway.store.source import Flags, Ids
 from headway.text.document import Record
 from headway.text.read import read_records
 from headway.tokenizer.chat import ChatTemplate, Rendered, Segment, encode_segments, find_template
+from headway.tokenizer.inspect import refuse_unknown, texts_in
 from headway.tokenizer.load import Tokenizer, load_tokenizer
-from headway.tokenizer.unknown import refuse_unknown, texts_in
 
 log = logging.getLogger("headway")
 

@@ -21,9 +21,9 @@ from headway.store.convert import ConvertOptions, ConvertReport, check_target, c
 from headway.store.reader import StoreWriter, dtype_for, is_store, open_store
 from headway.text.clean import CleanReport, CleanRules, clean
 from headway.text.read import expand, read_blocks, read_documents
+from headway.tokenizer.inspect import refuse_unknown
 from headway.tokenizer.load import Tokenizer, load_tokenizer
-from headway.tokenizer.safe_cuts import TextPiece
-from headway.tokenizer.unknown import refuse_unknown
+from headway.tokenizer.split_points import TextPiece
 
 SMALL_BYTES = 8 << 20
 

@@ -1,8 +1,8 @@
 """Conversations to ids with a loss mask: exactly the assistant's tokens, and the token that ends them, are targets.
 
 In: turns, a template (see `chat_template`), a tokenizer. Out: `Rendered(ids, mask)`, mask True where the token is a target.
-Invariant: text pieces are encoded without special tokens, split where the loss begins and ends, so that a prompt for generation has the
-very ids the training example has.
+Invariant: text is encoded without special tokens, and split where the loss begins and ends, so that the ids of a prompt for generation
+are the ids of the training example.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headway.errors import ConfigError, DataError
+from headway.errors import ConfigError, DataError, HeadwayError
 from headway.tokenizer.chat_template import BUILT_IN, Call, ChatTemplate, ContinuedText, ControlToken, Role, Segment, Turn
 from headway.tokenizer.load import Tokenizer
 
@@ -27,13 +27,16 @@ __all__ = [
     "Segment",
     "Turn",
     "answer_end",
+    "bos_ids",
     "encode_segments",
+    "expected_bos_ids",
     "find_template",
     "render",
     "render_prompt",
 ]
 
-OWN = "tokenizer"
+TOKENIZER_TEMPLATE = "tokenizer"
+"""The name of the template that the tokenizer brings."""
 Part = str | ControlToken | ContinuedText
 
 
@@ -46,25 +49,26 @@ class Rendered(NamedTuple):
 
 
 def find_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """A template by name: one of headway's own, `tokenizer` for the tokenizer's jinja template, or the path of a .jinja file."""
+    """A template by name: a built-in one, `tokenizer` for the tokenizer's jinja template, or the path of a .jinja file."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    from headway.tokenizer.jinja_template import JinjaTemplate
+    from headway.tokenizer.custom_template import CustomTemplate
 
-    if name == OWN:
+    if name == TOKENIZER_TEMPLATE:
         if tokenizer.chat_template is None:
-            raise ConfigError(f"template is {OWN!r}, but the tokenizer has no chat template; choose one of {', '.join(BUILT_IN)}.")
-        return JinjaTemplate.of(name, tokenizer.chat_template, tokenizer)
+            raise ConfigError(f"template is {name!r}, but the tokenizer has no chat template; choose one of {', '.join(BUILT_IN)}.")
+        return CustomTemplate.of(name, tokenizer.chat_template, tokenizer)
     path = Path(name)
     if path.suffix in (".jinja", ".jinja2", ".j2") and path.is_file():
-        return JinjaTemplate.of(name, path.read_text(encoding="utf-8"), tokenizer)
-    raise ConfigError(f"template is {name!r}; it must be one of {', '.join(BUILT_IN)}, {OWN!r} for the tokenizer's own, or a .jinja file.")
+        return CustomTemplate.of(name, path.read_text(encoding="utf-8"), tokenizer)
+    names = ", ".join(BUILT_IN)
+    raise ConfigError(f"template is {name!r}; it must be one of {names}, 'tokenizer' for the tokenizer's, or a .jinja file.")
 
 
 def render(turns: Sequence[Turn], template: ChatTemplate | str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
     """A whole conversation as ids and loss mask."""
     found = find_template(template, tokenizer) if isinstance(template, str) else template
-    return _only(encode_segments([found.segments(turns, tools)], found.name, tokenizer))
+    return _one(encode_segments([found.segments(turns, tools)], found.name, tokenizer))
 
 
 def render_prompt(
@@ -72,7 +76,7 @@ def render_prompt(
 ) -> list[int]:
     """The ids of a conversation up to where the assistant's next answer begins."""
     found = find_template(template, tokenizer) if isinstance(template, str) else template
-    return _only(encode_segments([found.prompt(turns, tools)], found.name, tokenizer)).ids.tolist()
+    return _one(encode_segments([found.prompt(turns, tools)], found.name, tokenizer)).ids.tolist()
 
 
 def answer_end(template: ChatTemplate | str, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -85,18 +89,18 @@ def answer_end(template: ChatTemplate | str, tokenizer: Tokenizer) -> tuple[int,
 
 
 def encode_segments(many: Sequence[Sequence[Segment]], name: str, tokenizer: Tokenizer, threads: bool = True) -> list[Rendered | DataError]:
-    """Many conversations as ids and masks, encoded together; one whose text cannot be told from control tokens yields its error."""
+    """Many conversations as ids and masks, encoded together; one whose text holds control tokens yields its error."""
     runs = [list(_runs(pieces)) for pieces in many]
     # Headers recur in every turn: each text is encoded once.
     texts = list(dict.fromkeys(part for one in runs for part, _ in one if isinstance(part, str)))
     encoded = tokenizer.encode_batch(texts) if threads else [ids for text in texts for ids in tokenizer.encode_batch([text])]
     ids: dict[Part, list[int]] = dict(zip(texts, encoded, strict=True))
     others = dict.fromkeys(part for one in runs for part, _ in one if not isinstance(part, str))
-    ids |= {part: _others(part, name, tokenizer) for part in others}
+    ids |= {part: _control_ids(part, name, tokenizer) for part in others}
     return [_assemble(one, ids, name, tokenizer) for one in runs]
 
 
-def _only(found: list[Rendered | DataError]) -> Rendered:
+def _one(found: list[Rendered | DataError]) -> Rendered:
     if isinstance(found[0], DataError):
         raise found[0]
     return found[0]
@@ -113,7 +117,7 @@ def _assemble(runs: list[tuple[Part, bool]], ids: Mapping[Part, list[int]], name
     return Rendered(np.fromiter(chain.from_iterable(encoded), dtype=np.int64, count=len(mask)), mask)
 
 
-def _others(part: Part, name: str, tokenizer: Tokenizer) -> list[int]:
+def _control_ids(part: Part, name: str, tokenizer: Tokenizer) -> list[int]:
     """The ids of what is not plain text."""
     if isinstance(part, ContinuedText):
         return _continued(part.text, tokenizer)
@@ -153,3 +157,37 @@ def _special(token: ControlToken, template: str, tokenizer: Tokenizer) -> int | 
 def _continued(text: str, tokenizer: Tokenizer) -> list[int]:
     before, both = tokenizer.encode_batch(["x", "x" + text])
     return both[len(before) :] if both[: len(before)] == before else tokenizer.encode_batch([text])[0]
+
+
+def bos_ids(tokenizer: Tokenizer) -> list[int]:
+    """The ids the tokenizer puts before every text."""
+    if tokenizer.is_sentencepiece:
+        return [tokenizer.bos_id] if tokenizer.config.get("add_bos_token") and tokenizer.bos_id is not None else []
+    bare, full = (tokenizer.fast.encode("a", add_special_tokens=added).ids for added in (False, True))
+    return next(full[:at] for at in range(len(full)) if full[at : at + len(bare)] == bare)
+
+
+def expected_bos_ids(tokenizer: Tokenizer, bos: bool | None = None) -> list[int]:
+    """The ids before a text for a model: its begin token (True), nothing (False), or what the model expects (None).
+
+    A tokenizer may put its begin token there itself, as Llama's does. A chat model whose template begins with the begin token was never
+    trained without it, whatever its tokenizer does: without it such a model scores any text as noise.
+    """
+    if bos is False:
+        return []
+    if bos:
+        if tokenizer.bos_id is None:
+            raise ConfigError("--bos was given, but the model's tokenizer has no begin token. Remove --bos.")
+        return [tokenizer.bos_id]
+    return bos_ids(tokenizer) or _bos_of_chats(tokenizer)
+
+
+def _bos_of_chats(tokenizer: Tokenizer) -> list[int]:
+    """The begin token, if the tokenizer's chat template begins with it."""
+    if tokenizer.chat_template is None or tokenizer.bos_id is None:
+        return []
+    try:
+        first = render_prompt([Turn("user", "a")], TOKENIZER_TEMPLATE, tokenizer)[:1]
+    except HeadwayError:  # whoever renders this template gets its error
+        return []
+    return first if first == [tokenizer.bos_id] else []

@@ -1,6 +1,6 @@
-"""Tokenizer folders: what other tools wrote is read, and what we write AutoTokenizer reads.
+"""Tokenizer folders: reads what other tools wrote, and writes what AutoTokenizer reads.
 
-    tokenizer.json            vocabulary, merges, cuts            (else vocab.json + merges.txt, tokenizer.model, *.tiktoken)
+    tokenizer.json            vocabulary, merges, pre-tokenizer   (else vocab.json + merges.txt, tokenizer.model, *.tiktoken)
     tokenizer_config.json     which token begins, ends, pads; chat template
     special_tokens_map.json   the same roles, for older tools
 
@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from headway.errors import ConfigError, DataError, first_line
-from headway.tokenizer.byte_alphabet import unspell
-from headway.tokenizer.folder_config import ROLES, read_config
+from headway.runtime.json_file import read_object
+from headway.tokenizer.byte_level import QWEN, byte_level
 from headway.tokenizer.load import Tokenizer
-from headway.tokenizer.presplit import QWEN, byte_level
-from headway.tokenizer.zero2all_folder import is_bare, is_zero2all, read_zero2all, written_out
+from headway.tokenizer.zero2all_folder import full_config, is_bare, is_zero2all, read_zero2all
 
 if TYPE_CHECKING:
     import tokenizers
 
+CONFIG, MAP, TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
+ROLES = ("bos", "eos", "pad", "unk")
+LARGEST_ID = 1 << 31
 GUESSES = {"bos": ("<s>", "<|begin_of_text|>", "<bos>"), "eos": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")}
 OTHER_JSON = ("config.json", "map.json", "index.json", "processor_config.json", "vocab.json", "manifest.json", "results.json", "state.json")
 """Ends of the names of JSON files in model folders that are no tokenizer."""
@@ -34,7 +36,7 @@ KNOWN_FILES = "tokenizer.json, vocab.json with merges.txt, tokenizer.model or a 
 
 
 def read_folder(folder: Path) -> Tokenizer:
-    """Open the tokenizer of a folder, whichever of the known files it holds; `transformers` is asked only if none is there."""
+    """Open the tokenizer of a folder, whichever of the known files it holds; `transformers` reads it only if none is there."""
     config = read_config(folder)
     if is_zero2all(config):
         return read_zero2all(folder, config)
@@ -58,12 +60,12 @@ def read_folder(folder: Path) -> Tokenizer:
 
         return load_tokenizer(alone)
     if "tokenizer_class" in config and "auto_map" not in config:
-        return finish(_ask_transformers(folder), config)
+        return finish(_read_with_transformers(folder), config)
     raise ConfigError(f"{folder} holds no tokenizer headway can read; expected {KNOWN_FILES}.")
 
 
 def _only_file(folder: Path) -> Path | None:
-    """The one tokenizer file of a folder under a name of its own."""
+    """The only tokenizer file of a folder, whatever its name."""
     found = [path for path in sorted(folder.glob("*.model")) if path.is_file()]
     found += [path for path in sorted(folder.glob("*.json")) if path.is_file() and not path.name.endswith(OTHER_JSON)]
     return found[0] if len(found) == 1 else None
@@ -74,13 +76,13 @@ def read_tokenizer_json(path: Path) -> Tokenizer:
     config = read_config(path.parent)
     backend = read_fast(path)
     if is_zero2all(config) or (not config and is_bare(backend)):
-        config = written_out()
+        config = full_config()
     return finish(backend, config)
 
 
 def finish(backend: tokenizers.Tokenizer, config: dict[str, Any], extra_special: tuple[str, ...] = ()) -> Tokenizer:
     """Make a `Tokenizer` of a backend: special tokens the config names are added, roles and chat template are read."""
-    with _answering("the tokenizer cannot be completed"):
+    with _one_line_errors("the tokenizer cannot be completed"):
         return _finish(backend, config, extra_special)
 
 
@@ -168,75 +170,11 @@ def _with_begin(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     return clone
 
 
-def canonical(backend: tokenizers.Tokenizer) -> dict[str, Any]:
-    """What decides the ids of a text, in one spelling whichever tool wrote the file."""
-    content = json.loads(backend.to_str())
-    model = content["model"]
-    flags = ("single_word", "lstrip", "rstrip", "normalized")
-    return {
-        "type": model.get("type"),
-        "vocab": sorted(backend.get_vocab(with_added_tokens=True).items(), key=lambda item: (item[1], item[0])),
-        "scores": model["vocab"] if isinstance(model.get("vocab"), list) else None,
-        "merges": [list(m) if isinstance(m, list) else m.split(" ") for m in model.get("merges", [])],
-        "rules": {k: model.get(k) or None for k in ("unk_token", "unk_id", "byte_fallback", "ignore_merges", "dropout", "fuse_unk",
-                  "continuing_subword_prefix", "end_of_word_suffix", "max_input_chars_per_word")},
-        "special": sorted([t["id"], t["content"], *(t[f] for f in flags)] for t in content["added_tokens"]),
-        "normalizer": _plain(content.get("normalizer")),
-        "pre_tokenizer": _plain(content.get("pre_tokenizer")),
-    }  # fmt: skip
-
-
-def token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:
-    """The bytes each id stands for, or None where the decoder is neither byte-level nor byte-fallback."""
-    kinds = {part["type"]: part for part in _decoders(backend)}
-    if not kinds.keys() & {"ByteLevel", "ByteFallback"}:
-        return None
-    table = {i: token.encode() for i, token in _plain_tokens(backend, "ByteLevel" not in kinds)}
-    if "ByteLevel" in kinds:
-        for token, i in backend.get_vocab(with_added_tokens=False).items():
-            table[i] = spelled if (spelled := unspell(token)) is not None else token.encode()
-    else:
-        table |= {i: bytes([int(t[3:5], 16)]) for t, i in backend.get_vocab(with_added_tokens=False).items() if _is_byte(t)}
-    return table | {i: token.content.encode() for i, token in backend.get_added_tokens_decoder().items()}
-
-
-def strips_first_space(backend: tokenizers.Tokenizer) -> bool:
-    """Whether decoding drops the space that encoding put before the text."""
-    return any(part["type"] == "Strip" and part.get("start") for part in _decoders(backend))
-
-
-def _plain_tokens(backend: tokenizers.Tokenizer, escaped: bool) -> list[tuple[int, str]]:
-    replaces = escaped and any(p["type"] == "Replace" and p["pattern"] == {"String": "▁"} for p in _decoders(backend))
-    return [(i, t.replace("▁", " ") if replaces else t) for t, i in backend.get_vocab(with_added_tokens=False).items()]
-
-
-def _is_byte(token: str) -> bool:
-    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-
-
-def _decoders(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
-    return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder] if decoder else []
-
-
-def _plain(part: Any) -> Any:
-    """A normaliser or pre-tokenizer without what does not change ids, and without a sequence of one."""
-    if isinstance(part, list):
-        return [_plain(p) for p in cast(list[Any], part)]
-    if not isinstance(part, dict):
-        return part
-    found = {k: _plain(v) for k, v in cast(dict[str, Any], part).items() if k != "trim_offsets"}
-    for key in ("pretokenizers", "normalizers"):
-        if found.get("type") == "Sequence" and len(found.get(key, ())) == 1:
-            return found[key][0]
-    return found
-
-
 def read_fast(path: Path) -> tokenizers.Tokenizer:
     """The backend of a tokenizer.json, without truncation and padding."""
     import tokenizers
 
-    with _answering(f"{path} is no tokenizer.json"):
+    with _one_line_errors(f"{path} is no tokenizer.json"):
         text = read_bytes(path).decode()
         _check_prefix(path, text)
         backend = tokenizers.Tokenizer.from_str(text)
@@ -261,7 +199,7 @@ def _read_vocab_and_merges(folder: Path, *, qwen: bool) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers
 
-    with _answering(f"{folder}: vocab.json and merges.txt cannot be read"):
+    with _one_line_errors(f"{folder}: vocab.json and merges.txt cannot be read"):
         model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     backend = Backend(model)
     if qwen:
@@ -271,10 +209,10 @@ def _read_vocab_and_merges(folder: Path, *, qwen: bool) -> tokenizers.Tokenizer:
     return backend
 
 
-def _ask_transformers(folder: Path) -> tokenizers.Tokenizer:
+def _read_with_transformers(folder: Path) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer
 
-    with _answering(f"{folder} holds a tokenizer that neither headway nor transformers can read"):
+    with _one_line_errors(f"{folder} holds a tokenizer that neither headway nor transformers can read"):
         found: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     backend = getattr(found, "backend_tokenizer", None)
     if backend is None:
@@ -283,7 +221,7 @@ def _ask_transformers(folder: Path) -> tokenizers.Tokenizer:
 
 
 @contextmanager
-def _answering(what: str) -> Iterator[None]:
+def _one_line_errors(what: str) -> Iterator[None]:
     """The errors of the tokenizers library, its panics too, as one line."""
     try:
         yield
@@ -319,3 +257,83 @@ def _as_list(value: Any) -> list[Any]:
 
 def _pretty(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, completed from special_tokens_map.json and chat_template.jinja."""
+    config = _read(folder / CONFIG)
+    for key, value in _read(folder / MAP).items():
+        config.setdefault(key, value)
+    path = folder / TEMPLATE
+    if path.is_file():
+        try:
+            config["chat_template"] = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as problem:
+            raise DataError(f"{path} cannot be read: {problem}.") from None
+    return config
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    found = read_object(path, DataError)
+    for role in ROLES:  # old Llama folders have empty ones
+        if found.get(f"{role}_token") == "":
+            del found[f"{role}_token"]
+    for key, (fits, expected) in TYPES.items():
+        if found.get(key) is not None and not fits(found[key]):
+            raise DataError(f"{path}: {key} is {str(found[key])[:80]}; {expected} is expected.")
+    return found
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and _encodes(value)
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_token(value: Any) -> bool:
+    content = cast(dict[str, Any], value).get("content") if isinstance(value, dict) else value
+    return _is_text(content) and content != ""
+
+
+def _is_decoder(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    listed = cast(dict[str, Any], value).items()
+    numbers = all(number.isascii() and number.isdigit() and len(number) < 11 and int(number) < LARGEST_ID for number, _ in listed)
+    return numbers and all(isinstance(token, dict) and _is_token(token) for _, token in listed)
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, (list, dict)) and all(map(_is_token, value.values() if isinstance(value, dict) else value))
+
+
+def _is_template(value: Any) -> bool:
+    if isinstance(value, str):
+        return _encodes(value)
+    named = isinstance(value, list) and all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in value)
+    return named and all(isinstance(one["name"], str) and isinstance(one["template"], str) and _encodes(one["template"]) for one in value)
+
+
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **{f"{role}_token": (_is_token, "a token or a mapping with its content") for role in ROLES},
+    "added_tokens_decoder": (_is_decoder, "a mapping from ids to tokens"),
+    "additional_special_tokens": (_are_tokens, "a list of tokens"),
+    "extra_special_tokens": (_are_tokens, "a list or mapping of tokens"),
+    "tokenizer_class": (lambda value: isinstance(value, str), "a name"),
+    "chat_template": (_is_template, "a template or a list of named templates"),
+    "add_bos_token": (_is_switch, "true or false"),
+    "add_eos_token": (_is_switch, "true or false"),
+    "clean_up_tokenization_spaces": (_is_switch, "true or false"),
+}

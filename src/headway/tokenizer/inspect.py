@@ -1,18 +1,22 @@
-"""What a tokenizer is like: its size, how well it compresses each language, its longest tokens, and whether texts survive it.
+"""What a tokenizer is like: its size, how well it compresses each language, its longest tokens, and whether it keeps every text.
 
-In: a tokenizer, and texts of the user's own where wanted. Out: an `Inspection`; `lost` names the texts that did not come back
-byte for byte.
+In: a tokenizer, and the user's texts where given. Out: a `TokenizerReport`; `lost` names the texts that decoding did not give back byte for
+byte. `refuse_unknown` stops a build whose tokenizer knows no character of the data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+from headway.errors import DataError
 from headway.tokenizer.load import Tokenizer
 
 LONGEST = 20
+SAMPLE_TEXTS = 64
+SAMPLE_CHARACTERS = 4096
 BATCH_CHARACTERS = 1 << 20
 
 SAMPLES: dict[str, tuple[str, ...]] = {
@@ -58,8 +62,8 @@ class Compression:
 
 
 @dataclass(frozen=True)
-class Inspection:
-    """What was found; `lost` are texts (or where they are) that did not come back as they were."""
+class TokenizerReport:
+    """What was found; `lost` lists texts, or where they are, that decoding did not give back."""
 
     vocab_size: int
     model_vocab_size: int
@@ -71,22 +75,22 @@ class Inspection:
     lost: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """The inspection as plain values."""
+        """The report as plain values."""
         rates = {name: {**vars(found), "bytes_per_token": round(found.bytes_per_token, 4)} for name, found in self.compression.items()}
         longest = [{"id": number, "token": token} for number, token in self.longest]
         return {**vars(self), "compression": rates, "longest": longest, "round_trip": not self.lost}
 
 
-def inspect(tokenizer: Tokenizer, texts: Mapping[str, Iterable[tuple[str, str]]] | None = None) -> Inspection:
-    """Look at a tokenizer; `texts` are the user's own by name, each a stream of (place, text)."""
+def inspect(tokenizer: Tokenizer, texts: Mapping[str, Iterable[tuple[str, str]]] | None = None) -> TokenizerReport:
+    """Report on a tokenizer; `texts` are the user's by name, each a stream of (location, text)."""
     lost: list[str] = []
     compression: dict[str, Compression] = {}
     for name, samples in SAMPLES.items():
         compression[name] = _measure(tokenizer, ((repr(text[:40]), text) for text in samples), lost)
     _measure(tokenizer, ((repr(text), text) for text in HARD_TEXTS), lost)
-    for name, own in (texts or {}).items():
-        compression[name] = _measure(tokenizer, own, lost)
-    return Inspection(
+    for name, given in (texts or {}).items():
+        compression[name] = _measure(tokenizer, given, lost)
+    return TokenizerReport(
         tokenizer.vocab_size,
         tokenizer.model_vocab_size,
         tokenizer.special_tokens,
@@ -112,11 +116,11 @@ def _measure(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]], lost: list[
     count = size = characters = tokens = 0
     for batch in _batches(texts):
         encoded = tokenizer.encode_batch([text for _, text in batch])
-        for (place, text), ids in zip(batch, encoded, strict=True):
+        for (location, text), ids in zip(batch, encoded, strict=True):
             data = text.encode()
             count, size, characters, tokens = count + 1, size + len(data), characters + len(text), tokens + len(ids)
             if tokenizer.decode_bytes(ids) != data:
-                lost.append(place)
+                lost.append(location)
     return Compression(count, size, characters, tokens)
 
 
@@ -131,3 +135,38 @@ def _batches(texts: Iterable[tuple[str, str]]) -> Iterable[list[tuple[str, str]]
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def unknown_ids(tokenizer: Tokenizer) -> set[int]:
+    """The ids of the unknown token; none where every text has other ids."""
+    backend: Any = tokenizer.backend
+    if tokenizer.is_sentencepiece:
+        return {backend.unk_id()} if backend.unk_id() >= 0 else set()
+    named = {getattr(backend.model, "unk_token", None), tokenizer.roles.get("unk")} - {None}
+    return {found for name in named if (found := backend.token_to_id(name)) is not None}
+
+
+def refuse_unknown(tokenizer: Tokenizer, path: object, texts: Iterable[str]) -> None:
+    """Refuse a tokenizer that encodes the first texts as unknown tokens only."""
+    unknown = unknown_ids(tokenizer)
+    if not unknown:
+        return
+    sample = [text[:SAMPLE_CHARACTERS] for text in islice(texts, SAMPLE_TEXTS) if text.strip()]
+    found = [token for ids in tokenizer.encode_batch(sample) for token in ids]
+    if found and all(token in unknown for token in found):
+        raise DataError(
+            f"the tokenizer {path} knows no character of the text: all {len(found)} tokens of the first {len(sample)} documents are its "
+            f"unknown token. The text begins {sample[0][:40]!r}. Use the tokenizer that belongs to this data."
+        )
+
+
+def texts_in(record: object) -> Iterator[str]:
+    """Every text in a record, however deep."""
+    if isinstance(record, str):
+        yield record
+    elif isinstance(record, dict):
+        for value in record.values():
+            yield from texts_in(value)
+    elif isinstance(record, (list, tuple)):
+        for value in record:
+            yield from texts_in(value)

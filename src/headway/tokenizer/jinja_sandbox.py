@@ -34,7 +34,7 @@ UNITS_PER_STEP = 64
 """How many characters or elements a single operation may make for the price of one step."""
 MOST_PRECISION = 300
 WIDE_FORMAT = re.compile(r"\d{6}|\{[^{}]*:[^{}]*\{|%[^a-zA-Z%]*\*")
-UNKNOWN_NAMES = ("lipsum",)
+REMOVED_GLOBALS = ("lipsum",)
 SIZED = (str, bytes, range, dict, list, tuple, set, frozenset)
 # fmt: off
 SHALLOW_FILTERS = frozenset((
@@ -57,7 +57,7 @@ def render(template: jinja2.Template, name: str, **variables: Any) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """What an error of jinja says."""
+    """The message of an error in one line."""
     said = " ".join(str(error).split())[:MOST_MESSAGE]
     return said if isinstance(error, jinja2.TemplateError) and said else f"{type(error).__name__}{': ' if said else ''}{said}"
 
@@ -98,7 +98,7 @@ class OverBudget(jinja2.TemplateRuntimeError):
 
 
 class Budget:
-    """What one rendering may do; larger conversations may do more."""
+    """How much one rendering may do; larger conversations may do more."""
 
     def __init__(self, characters: int) -> None:
         self.text = MOST_TEXT + TEXT_PER_CHARACTER * characters
@@ -181,7 +181,7 @@ class CountingTags(Extension):
 
     @property
     def counts(self) -> bool:
-        """True; asking counts one pass of a loop. A property, because templates reach it faster than a method."""
+        """True; reading it counts one pass of a loop. A property, because templates read it faster than they call a method."""
         self.environment.budget.step()
         return True
 
@@ -218,13 +218,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[CountingTags, "jinja2.ext.loopcontrols"], finalize=self._written)
         self.filters["tojson"] = to_json
         self.globals["raise_exception"] = raise_exception
-        for name in UNKNOWN_NAMES:
+        for name in REMOVED_GLOBALS:
             self.globals.pop(name)
         for name, function in list(self.filters.items()):
             self.filters[name] = self._guarded(name, function)
 
     def compiled(self, source: str) -> jinja2.Template:
-        """A template ready to render; jinja's errors as they are."""
+        """A template ready to render; raises jinja's errors."""
         self.budget = Budget(0)
         if len(source) > MOST_SOURCE:
             raise jinja2.TemplateError(f"it is {len(source)} characters long; at most {MOST_SOURCE} are read")
@@ -315,7 +315,7 @@ def _check_product(budget: Budget, left: Any, right: Any) -> None:
 def _check_format(budget: Budget, pattern: str | bytes, values: Any) -> None:
     text = pattern if isinstance(pattern, str) else pattern.decode("latin-1")
     if WIDE_FORMAT.search(text):
-        raise OverBudget("it formats a value with a width that is too large or not known")
+        raise OverBudget("it formats a value with a width that is too large or unknown")
     budget.room(len(text) + (text.count("%") + text.count("{") + 1) * size_of(values, budget.text))
 
 
@@ -350,7 +350,7 @@ def _check_filter(budget: Budget, name: str, value: Any, size: int, options: lis
     if name == "round" and most > MOST_PRECISION:
         raise OverBudget(f"it rounds to more than {MOST_PRECISION} digits")
     if name == "sum" and any(not isinstance(one, (int, float, str, type(None))) for one in options):
-        raise OverBudget("it sums what are no numbers")
+        raise OverBudget("it sums values that are not numbers")
     if name == "format":
         _check_format(budget, str(value), options)
     elif name == "replace" and len(options) > 1:

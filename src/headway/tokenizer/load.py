@@ -1,7 +1,7 @@
 """Text to ids and back: one class over a `tokenizers` tokenizer or a sentencepiece model, whoever made it.
 
 In: a folder (ours, or anybody's Hugging Face folder), a tokenizer.json, a sentencepiece .model or a .tiktoken file. Out: a `Tokenizer`.
-Invariant: special tokens written in a text are ordinary text unless `encode` is told to allow them, and nothing is added to a text.
+Invariant: special tokens written in a text are ordinary text unless `allowed_special` names them, and nothing is added to a text.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from headway.errors import ConfigError, DataError
+from headway.tokenizer.byte_level import unspell
 
 if TYPE_CHECKING:
     import tokenizers
     from sentencepiece import SentencePieceProcessor
 
-    from headway.tokenizer.safe_cuts import SafeCuts, TextPiece
+    from headway.tokenizer.split_points import SplitPoints, TextPiece
 
 MODEL_MULTIPLE = 64
 # Longer texts are encoded in pieces.
@@ -40,7 +41,7 @@ class Tokenizer:
     def __post_init__(self) -> None:
         import tokenizers
 
-        # Not part of the file format, so it is set on every backend, however it came here (from a file, or pickled to a worker).
+        # Not part of the file format, so it is set on every backend, from a file or pickled to a worker.
         if isinstance(self.backend, tokenizers.Tokenizer):
             self.backend.encode_special_tokens = True
 
@@ -130,7 +131,7 @@ class Tokenizer:
 
     def pieces(self, blocks: Iterable[str]) -> Iterator[TextPiece]:
         """A text that comes in blocks, in pieces for `encode_pieces`; one that is not long is one piece."""
-        from headway.tokenizer.safe_cuts import TextPiece, blocks_of
+        from headway.tokenizer.split_points import TextPiece, blocks_of
 
         waiting = (part for block in blocks for part in blocks_of(block))
         begin = next(waiting, "")
@@ -140,20 +141,20 @@ class Tokenizer:
                 yield TextPiece(begin)
                 return
             begin += following
-        yield from self.safe_cuts.pieces(chain([begin], waiting))
+        yield from self.split_points.pieces(chain([begin], waiting))
 
     @cached_property
-    def safe_cuts(self) -> SafeCuts:
-        """Where long texts may be cut without changing their ids."""
-        from headway.tokenizer.safe_cuts import safe_cuts
+    def split_points(self) -> SplitPoints:
+        """Where long texts can be split without changing their ids."""
+        from headway.tokenizer.split_points import split_points
 
-        return safe_cuts(self)
+        return split_points(self)
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> list[list[int]]:
-        """Ids of pieces that `safe_cuts` made, in parallel threads: those of a text's pieces make up those of the text."""
+        """Ids of pieces that `split_points` made, in parallel threads: the ids of a text are those of its pieces in a row."""
         begun = iter(self._encode(self.backend, [piece.text for piece in pieces if piece.first]))
         others = [piece.text for piece in pieces if not piece.first]
-        continued = iter(self._encode(self.safe_cuts.continued, others) if others else ())
+        continued = iter(self._encode(self.split_points.continued, others) if others else ())
         return [next(begun if piece.first else continued) for piece in pieces]
 
     def _encode(self, backend: tokenizers.Tokenizer | SentencePieceProcessor, texts: Sequence[str]) -> list[list[int]]:
@@ -188,8 +189,6 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over vocabulary, merges, special tokens, normaliser and pre-tokenizer: what decides the ids of a text."""
-        from headway.tokenizer.folder import canonical
-
         packed = json.dumps(canonical(self.fast), ensure_ascii=True, separators=(",", ":"), sort_keys=True)
         return hashlib.sha256(packed.encode()).hexdigest()
 
@@ -218,14 +217,10 @@ class Tokenizer:
 
     @cached_property
     def _token_bytes(self) -> dict[int, bytes] | None:
-        from headway.tokenizer.folder import token_bytes
-
         return token_bytes(self.fast)
 
     @cached_property
     def _strips_first_space(self) -> bool:
-        from headway.tokenizer.folder import strips_first_space
-
         return strips_first_space(self.fast)
 
 
@@ -249,3 +244,67 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 
         return read_ranks(path)
     raise ConfigError(f"tokenizer is {str(path)!r}; it must be a folder, a tokenizer.json, a sentencepiece .model or a .tiktoken file.")
+
+
+def canonical(backend: tokenizers.Tokenizer) -> dict[str, Any]:
+    """What decides the ids of a text, in one spelling whichever tool wrote the file."""
+    content = json.loads(backend.to_str())
+    model = content["model"]
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    return {
+        "type": model.get("type"),
+        "vocab": sorted(backend.get_vocab(with_added_tokens=True).items(), key=lambda item: (item[1], item[0])),
+        "scores": model["vocab"] if isinstance(model.get("vocab"), list) else None,
+        "merges": [list(m) if isinstance(m, list) else m.split(" ") for m in model.get("merges", [])],
+        "rules": {k: model.get(k) or None for k in ("unk_token", "unk_id", "byte_fallback", "ignore_merges", "dropout", "fuse_unk",
+                  "continuing_subword_prefix", "end_of_word_suffix", "max_input_chars_per_word")},
+        "special": sorted([t["id"], t["content"], *(t[f] for f in flags)] for t in content["added_tokens"]),
+        "normalizer": _plain(content.get("normalizer")),
+        "pre_tokenizer": _plain(content.get("pre_tokenizer")),
+    }  # fmt: skip
+
+
+def token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:
+    """The bytes each id stands for, or None where the decoder is neither byte-level nor byte-fallback."""
+    kinds = {part["type"]: part for part in _decoders(backend)}
+    if not kinds.keys() & {"ByteLevel", "ByteFallback"}:
+        return None
+    table = {i: token.encode() for i, token in _plain_tokens(backend, "ByteLevel" not in kinds)}
+    if "ByteLevel" in kinds:
+        for token, i in backend.get_vocab(with_added_tokens=False).items():
+            table[i] = spelled if (spelled := unspell(token)) is not None else token.encode()
+    else:
+        table |= {i: bytes([int(t[3:5], 16)]) for t, i in backend.get_vocab(with_added_tokens=False).items() if _is_byte(t)}
+    return table | {i: token.content.encode() for i, token in backend.get_added_tokens_decoder().items()}
+
+
+def strips_first_space(backend: tokenizers.Tokenizer) -> bool:
+    """Whether decoding drops the space that encoding put before the text."""
+    return any(part["type"] == "Strip" and part.get("start") for part in _decoders(backend))
+
+
+def _plain_tokens(backend: tokenizers.Tokenizer, escaped: bool) -> list[tuple[int, str]]:
+    replaces = escaped and any(p["type"] == "Replace" and p["pattern"] == {"String": "▁"} for p in _decoders(backend))
+    return [(i, t.replace("▁", " ") if replaces else t) for t, i in backend.get_vocab(with_added_tokens=False).items()]
+
+
+def _is_byte(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+def _decoders(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+    return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder] if decoder else []
+
+
+def _plain(part: Any) -> Any:
+    """A normaliser or pre-tokenizer without what does not change ids, and without a sequence of one."""
+    if isinstance(part, list):
+        return [_plain(p) for p in cast(list[Any], part)]
+    if not isinstance(part, dict):
+        return part
+    found = {k: _plain(v) for k, v in cast(dict[str, Any], part).items() if k != "trim_offsets"}
+    for key in ("pretokenizers", "normalizers"):
+        if found.get("type") == "Sequence" and len(found.get(key, ())) == 1:
+            return found[key][0]
+    return found

@@ -1,7 +1,7 @@
-"""Sentencepiece .model files: encoded by the sentencepiece library, converted exactly to a tokenizer.json for everybody else.
+"""Sentencepiece .model files: encoded by the sentencepiece library, and converted exactly to a tokenizer.json for other tools.
 
 In: a .model. Out: a `Tokenizer`, or the `tokenizers` equal that gives the same ids for every text. Conversion: a piece's rank is its
-merge's rank; the model's own normalisation, dummy prefix and byte fallback become the steps of the same name.
+merge's rank; normalisation, dummy prefix and byte fallback become the steps of the same name.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ ROLE_IDS = ("bos", "eos", "pad", "unk")
 
 
 def read_model(path: Path, config: dict[str, Any] | None = None, special: Sequence[str] = ()) -> Tokenizer:
-    """Open a .model file; `config` is that of the folder it lies in, where there is one. `special` tokens become control pieces: those the
-    model calls user-defined in their places, the others behind the last piece."""
+    """Open a .model file; `config` is that of its folder, where there is one.
+
+    `special` tokens become control pieces: user-defined pieces of the model keep their ids, the others follow the last piece.
+    """
     from headway.tokenizer.folder import default_template, finish, read_bytes
     from headway.tokenizer.tiktoken_ranks import is_ranks, read_ranks
 
@@ -60,7 +62,7 @@ def _parse(path: Path, data: bytes) -> Any:
 
 
 def _processor(path: Path, data: bytes) -> SentencePieceProcessor:
-    """The library's own reader of a model."""
+    """The sentencepiece library's processor of a model."""
     import sentencepiece
 
     sp = sentencepiece.SentencePieceProcessor()
@@ -92,7 +94,7 @@ def _role_tokens(proto: Any) -> dict[str, str]:
 
 
 def _neutral(config: dict[str, Any]) -> dict[str, Any]:
-    """A folder's config without the class that would take spaces at a text's start for its own; whether it puts a begin token stays."""
+    """A folder's config without the class that would change spaces at a text's start; whether it puts a begin token stays."""
     if "tokenizer_class" not in config:
         return config
     adds_begin = config.get("add_bos_token", str(config["tokenizer_class"]).startswith("Llama"))

@@ -1,8 +1,8 @@
 """Tiktoken rank files (qwen.tiktoken, Llama 3's tokenizer.model): one `base64-bytes rank` per line, converted to byte-level BPE.
 
 A rank file says which byte strings are tokens and in which order they were learned, not how they are made; the two halves of each token
-are found by merging its bytes with the tokens learned before it. The cuts between words are not in the file: they are known for the
-published vocabularies, which are told apart by their size.
+are found by merging its bytes with the tokens learned before it. The pattern that splits words is not in the file: it is known for the
+published vocabularies, which are recognised by their size.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import DataError
-from headway.tokenizer.byte_alphabet import spell
+from headway.tokenizer.byte_level import CL100K, QWEN, byte_level, spell
 from headway.tokenizer.load import Tokenizer
-from headway.tokenizer.presplit import CL100K, QWEN, byte_level
 
 _LLAMA3 = (
     "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>",
     "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
     *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
 )  # fmt: skip
-# Number of ranks -> cuts, whether texts are NFC-normalised first, special tokens from the next id on, roles.
+# Number of ranks -> word pattern, whether texts are NFC-normalised first, special tokens from the next id on, roles.
 KNOWN: dict[int, tuple[str | None, bool, tuple[str, ...], dict[str, str]]] = {
     151643: (QWEN, True, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}),
     128000: (CL100K, False, _LLAMA3, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}),
@@ -47,7 +46,7 @@ def read_ranks(path: Path, config: dict[str, Any] | None = None) -> Tokenizer:
 
     ranks = _parse(path)
     if len(ranks) not in KNOWN:
-        raise DataError(f"{path} has {len(ranks)} ranks; the cuts between words are known for {', '.join(map(str, KNOWN))} only.")
+        raise DataError(f"{path} has {len(ranks)} ranks; the word pattern is known only for {', '.join(map(str, KNOWN))} ranks.")
     pattern, composed, special, roles = KNOWN[len(ranks)]
     vocabulary = {spell(token): rank for token, rank in ranks.items()}
     merges = [(spell(left), spell(right)) for left, right in _merges(ranks)]
@@ -71,7 +70,7 @@ def _parse(path: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
-            raise DataError(f"{path}:{number}: no rank line; expected base64 bytes, a space and a number.") from None
+            raise DataError(f"{path}:{number}: not a rank line; expected base64 bytes, a space and a number.") from None
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([b]) not in ranks for b in range(256)):
         raise DataError(f"{path}: the ranks have gaps or lack some of the 256 bytes; the file is damaged or cut short.")
     return ranks

@@ -1,8 +1,8 @@
-"""zero2all's tokenizers, whose classes add special tokens in code of their own, so that no file of their folders holds them.
+"""zero2all's tokenizers, whose classes add special tokens in code, so that no file of their folders holds them.
 
 hf_bbpe_tokenizer/my_tokenizer.json       64000 ids of byte-level BPE; 13 special tokens follow, 64000 to 64012
 sp_bbpe_tokenizer/sp_bbpe_tokenizer.model sentencepiece with 12 of them as pieces; <|role_end|> follows the last piece
-my_hf_bbpe_tokenizer_10G.json             the first one's file alone, recognised by its size and its cuts between words
+my_hf_bbpe_tokenizer_10G.json             the first one's file alone, recognised by its size and its word pattern
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_zero2all(folder: Path, config: dict[str, Any]) -> Tokenizer:
     if config["tokenizer_class"] == SP_CLASS:
         path = _file(folder, "sp_bbpe_tokenizer.model", "tokenizer.model")
         return read_model(path, dict(ROLES), special=TOKENS)
-    return finish(read_fast(_file(folder, "my_tokenizer.json", "tokenizer.json")), written_out())
+    return finish(read_fast(_file(folder, "my_tokenizer.json", "tokenizer.json")), full_config())
 
 
 def _file(folder: Path, *names: str) -> Path:
@@ -53,7 +53,7 @@ def _file(folder: Path, *names: str) -> Path:
     return found
 
 
-def written_out() -> dict[str, Any]:
+def full_config() -> dict[str, Any]:
     """A tokenizer_config.json with the special tokens that zero2all's class adds."""
     added = {str(i): {"content": token, "special": True} for i, token in enumerate(TOKENS, FIRST)}
     return {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": added, **ROLES}

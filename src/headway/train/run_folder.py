@@ -211,10 +211,10 @@ def save_tokenizer(folder: Path, recipe: Recipe, tokenizer: Tokenizer) -> Path |
 
     Whoever loads the trained model then prompts it in the form it was trained on.
     """
-    from headway.tokenizer.chat import OWN, find_template
+    from headway.tokenizer.chat import TOKENIZER_TEMPLATE, find_template
 
     names = {source.chat_template for source in recipe.data.train or () if source.kind != "text"}
-    if len(names) != 1 or OWN in names:
+    if len(names) != 1 or TOKENIZER_TEMPLATE in names:
         return None
     (name,) = names
     template = find_template(name, tokenizer).export(tokenizer)

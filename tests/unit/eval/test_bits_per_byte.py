@@ -33,7 +33,7 @@ def uniform(folder: Path, tokenizer: Tokenizer | None = None) -> Path:
 def merged_tokenizer(*pairs: tuple[bytes, bytes], prefix: bool = False) -> Tokenizer:
     """One id per byte, and one for each pair of tokens that is merged."""
     spelled = dict(zip(range(256), sorted(pre_tokenizers.ByteLevel.alphabet()), strict=True))
-    from headway.tokenizer.byte_alphabet import spell
+    from headway.tokenizer.byte_level import spell
 
     vocab = {c: i for i, c in spelled.items()}
     merges: list[tuple[str, str]] = []

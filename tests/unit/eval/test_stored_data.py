@@ -32,7 +32,7 @@ def test_a_long_text_is_scored_in_pieces_from_a_file_with_the_same_numbers(
     whole = perplexity(loaded, read_pieces(dataset, loaded), window=32)
     monkeypatch.setattr("headway.text.raw.BLOCK_BYTES", 300)
     monkeypatch.setattr("headway.tokenizer.load.WHOLE_CHARACTERS", 100)
-    monkeypatch.setattr("headway.tokenizer.safe_cuts.PIECE_CHARACTERS", 100)
+    monkeypatch.setattr("headway.tokenizer.split_points.PIECE_CHARACTERS", 100)
     monkeypatch.setattr("headway.eval.encoded_text.IN_MEMORY_TOKENS", 200)
     (piece,) = read_pieces(dataset, loaded)
     assert isinstance(piece.ids, FileIds)

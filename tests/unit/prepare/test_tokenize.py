@@ -196,7 +196,7 @@ def long_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of .txt files, one of them much longer than a chunk, that is read in blocks of 97 bytes and encoded in pieces of 50."""
     monkeypatch.setattr("headway.text.raw.BLOCK_BYTES", 97)
     monkeypatch.setattr("headway.tokenizer.load.WHOLE_CHARACTERS", 60)
-    monkeypatch.setattr("headway.tokenizer.safe_cuts.PIECE_CHARACTERS", 50)
+    monkeypatch.setattr("headway.tokenizer.split_points.PIECE_CHARACTERS", 50)
     folder = tmp_path / "long"
     folder.mkdir()
     for number, words in enumerate((30, 2000, 3, 500)):

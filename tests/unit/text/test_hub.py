@@ -298,7 +298,7 @@ def test_caches_follow_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_hub_ids_are_legal_in_init_from_and_in_data(hub: Hub, tmp_path: Path) -> None:
     from headway.config.load import load
-    from headway.tokenizer.train_bpe import train_bpe
+    from headway.tokenizer.train import train_bpe
     from headway.train import train
     from headway.train.config import Recipe
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from support.chat_cases import GOLDEN, TALKS, TEMPLATES, encoded, in_transformers, tokenizers_by_name
+from support.chat_tokenizer import byte_tokenizer
 
 from headway.tokenizer.chat import find_template
 from headway.tokenizer.chat_template import BUILT_IN
@@ -43,3 +44,5 @@ def test_cached_stores_of_earlier_versions_are_found() -> None:
     """The key of a cached store holds the template's: the one of earlier versions, as long as the template is the same."""
     digests = {name: hashlib.sha256(template.cache_key.encode()).hexdigest()[:10] for name, template in BUILT_IN.items()}
     assert digests == json.loads((GOLDEN / "cache_keys.json").read_text())
+    key = find_template("tokenizer", byte_tokenizer("{{ messages }}'\n")).cache_key
+    assert hashlib.sha256(key.encode()).hexdigest()[:10] == "603c56efda"

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from headway.tokenizer.tiktoken_ranks import _halves
-from headway.tokenizer.words import WordTable
+from headway.tokenizer.word_counts import WordTable
 
 
 def test_portions_of_a_word_that_went_to_the_disk_are_added_up() -> None:

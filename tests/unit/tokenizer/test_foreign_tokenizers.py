@@ -12,10 +12,10 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from headway.errors import DataError
 from headway.tokenizer import tiktoken_ranks
-from headway.tokenizer.byte_alphabet import unspell
+from headway.tokenizer.byte_level import unspell
 from headway.tokenizer.inspect import HARD_TEXTS
 from headway.tokenizer.load import Tokenizer, load_tokenizer
-from headway.tokenizer.train_bpe import train_bpe
+from headway.tokenizer.train import train_bpe
 
 TEXTS = ["The river had frozen early that year, and the children crossed it.\n" * 8, "那年河水结冰很早，孩子们踩着冰面过河上学。\n" * 8]
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from headway.errors import ConfigError, DataError
 from headway.tokenizer.inspect import HARD_TEXTS, inspect
 from headway.tokenizer.load import Tokenizer, load_tokenizer
-from headway.tokenizer.train_bpe import SPECIAL_TOKENS, train_bpe
-from headway.tokenizer.train_sentencepiece import train_sentencepiece
+from headway.tokenizer.train import SPECIAL_TOKENS, train_bpe, train_sentencepiece
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 TEXTS = [
@@ -155,7 +154,7 @@ def test_inspection_finds_compression_and_losses(trained: tuple[Tokenizer, Path]
     [
         ("tokenizer.json", "{", DataError, "is no tokenizer.json"),
         ("tokenizer.model", "x", DataError, "is no sentencepiece model"),
-        ("x.tiktoken", "IQ== 0\nbad", DataError, "x.tiktoken:2: no rank line"),
+        ("x.tiktoken", "IQ== 0\nbad", DataError, "x.tiktoken:2: not a rank line"),
         ("x.tiktoken", "IQ== 0\n", DataError, "have gaps or lack some of the 256 bytes"),
         ("x.bin", "x", ConfigError, "it must be a folder, a tokenizer.json"),
     ],

@@ -103,7 +103,7 @@ def make_tokenizer(demo: Demo) -> dict[str, Any]:
     """A byte-level BPE tokenizer of the corpus."""
     from headway.text.read import read_documents
     from headway.tokenizer.load import load_tokenizer
-    from headway.tokenizer.train_bpe import train_bpe
+    from headway.tokenizer.train import train_bpe
 
     if not (demo.tokenizer / "tokenizer.json").exists():
         train_bpe((document.text for document in read_documents([demo.corpus])), vocab_size=VOCAB_SIZE, out=demo.tokenizer)

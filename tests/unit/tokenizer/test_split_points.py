@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from headway.tokenizer import load
+from headway.tokenizer.byte_level import CL100K, QWEN, WORDS, byte_level
 from headway.tokenizer.folder import finish
 from headway.tokenizer.load import Tokenizer
-from headway.tokenizer.presplit import CL100K, QWEN, WORDS, byte_level
-from headway.tokenizer.safe_cuts import BLOCK_CHARACTERS, SafeCuts, TextPiece, blocks_of
-from headway.tokenizer.train_sentencepiece import train_sentencepiece
+from headway.tokenizer.split_points import BLOCK_CHARACTERS, SplitPoints, TextPiece, blocks_of
+from headway.tokenizer.train import train_sentencepiece
 
 CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -167,7 +167,7 @@ def encoded(tokenizer: Tokenizer, pieces: list[TextPiece]) -> list[int]:
 @pytest.mark.parametrize("kind", MADE)
 def test_the_ids_of_pieces_are_those_of_the_whole_at_every_cut(kind: str, tmp_path: Path) -> None:
     tokenizer = MADE[kind](tmp_path)
-    cuts, places = tokenizer.safe_cuts, 0
+    cuts, places = tokenizer.split_points, 0
     texts = [random_text(seed) for seed in range(250)]
     for seed, text in enumerate(texts):
         whole = tokenizer.encode_batch([text])[0]
@@ -185,7 +185,7 @@ def test_ordinary_text_has_a_cut_in_every_line_or_sentence(tmp_path: Path) -> No
     text = "The quick brown fox jumps over it, and so on.\n" * 3 + "中文的数学，文字的中文。\n数学是文，中国。" * 3
     for kind in ("gpt2", "headway", "qwen with NFC", "o200k", "deepseek", "sentencepiece with prefix", "llama as a tokenizer.json"):
         (tmp_path / kind).mkdir()
-        pieces = list(MADE[kind](tmp_path / kind).safe_cuts.pieces([text], 24))
+        pieces = list(MADE[kind](tmp_path / kind).split_points.pieces([text], 24))
         assert max(len(piece.text) for piece in pieces) <= 48, kind
 
 
@@ -197,8 +197,8 @@ def test_tokenizers_without_a_proof_have_no_cuts_and_encode_whole() -> None:
     unknown = byte_bpe(sequence(split(r"\w+\s\w+|.")))
     behind = byte_bpe(sequence(split(r"(?<=a) |" + CL100K)))
     for tokenizer in (unigram, unknown, behind):
-        assert not any(tokenizer.safe_cuts.between(a, b) for a in "ab中。" for b in " ,\n。")
-        assert list(tokenizer.safe_cuts.pieces(["a b, ", "a c\n" * 9], 4)) == [TextPiece("a b, " + "a c\n" * 9)]
+        assert not any(tokenizer.split_points.between(a, b) for a in "ab中。" for b in " ,\n。")
+        assert list(tokenizer.split_points.pieces(["a b, ", "a c\n" * 9], 4)) == [TextPiece("a b, " + "a c\n" * 9)]
     assert pre_tokenizers
 
 
@@ -207,11 +207,11 @@ def test_a_prefix_that_added_tokens_repeat_allows_no_cut() -> None:
 
     tokenizer = llama_like()
     tokenizer.fast.add_tokens([AddedToken("<think>")])
-    assert not Tokenizer(tokenizer.backend, {}).safe_cuts.exist
+    assert not Tokenizer(tokenizer.backend, {}).split_points.exist
 
 
 def test_pieces_follow_the_blocks_and_keep_to_their_size() -> None:
-    cuts = SafeCuts(lambda before, after: after == " ", None)
+    cuts = SplitPoints(lambda before, after: after == " ", None)
     text = "".join(f" w{i}" for i in range(5000))
     for step in (1, 7, 1000, BLOCK_CHARACTERS):
         blocks = [text[i : i + step] for i in range(0, len(text), step)]
@@ -228,7 +228,7 @@ def test_a_long_text_is_encoded_in_pieces_without_being_asked(monkeypatch: pytes
     text = random_text(7, 3000)
     whole = tokenizer.encode_batch([text, "the", text])
     monkeypatch.setattr(load, "WHOLE_CHARACTERS", 100)
-    monkeypatch.setattr("headway.tokenizer.safe_cuts.PIECE_CHARACTERS", 64)
+    monkeypatch.setattr("headway.tokenizer.split_points.PIECE_CHARACTERS", 64)
     sizes: list[int] = []
     inner = Tokenizer._encode
     monkeypatch.setattr(Tokenizer, "_encode", lambda self, backend, texts: (sizes.extend(map(len, texts)), inner(self, backend, texts))[1])

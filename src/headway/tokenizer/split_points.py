@@ -1,13 +1,14 @@
-"""Where a long text may be cut before it is encoded: the ids of its pieces, one after another, are the ids of the whole text.
+"""Where a long text can be split for parallel encoding: the ids of its pieces, one after another, are the ids of the whole text.
 
-In: a tokenizer, a text in blocks. Out: pieces of about `PIECE_CHARACTERS`. A cut is chosen by the two characters around it alone, and
+In: a tokenizer, a text in blocks. Out: pieces of about `PIECE_CHARACTERS`. A split is chosen by the two characters around it alone, and
 only where one of two proofs holds, whatever the rest of the text is:
 
     word end    the pre-tokenizer always ends a word there: a letter, then a space or sign, under patterns whose every branch is known
     no token    no entry of a BPE vocabulary holds the two characters side by side, so no merge ever joins what lies left and right
 
-and where, besides, no added token holds the two characters, and normalisation cannot join them. A tokenizer for which neither can be
-shown (unigram models, unknown patterns or normalisers) has no cuts: its texts are encoded whole, at about 100 bytes of memory a byte.
+and where, besides, no added token holds the two characters and normalisation cannot join them. A tokenizer for which neither can be
+shown (unigram models, unknown patterns or normalisers) has no split points: its texts are encoded whole, at about 100 bytes of memory a
+byte.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-from headway.tokenizer.byte_alphabet import spell
+from headway.tokenizer.byte_level import spell
 
 if TYPE_CHECKING:
     import tokenizers
@@ -33,7 +34,7 @@ SPACE = "▁"
 AFTER_WORD = frozenset(' \t\n\r,.;:!?()[]"/-，。！？；：、（）《》“”…—')
 _FORMS: dict[str, Literal["NFC", "NFD", "NFKC", "NFKD"]] = {"NFC": "NFC", "NFD": "NFD", "NFKC": "NFKC", "NFKD": "NFKD"}
 _NORMALISED_MODELS = ("identity", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf")
-# Branches of patterns that match a letter wherever they meet one; none goes on from a letter to a character of AFTER_WORD.
+# Branches of patterns that match a letter wherever they meet one; none continues from a letter to a character of AFTER_WORD.
 _LETTERS = frozenset({
     r" ?\p{L}+", r"[^\r\n\p{L}\p{N}]?\p{L}+", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
 })  # fmt: skip
@@ -64,49 +65,49 @@ class TextPiece(NamedTuple):
     last: bool = True
 
 
-class SafeCuts:
-    """The cuts of one tokenizer, and how a piece after a cut is encoded."""
+class SplitPoints:
+    """The split points of one tokenizer, and how a piece after a split is encoded."""
 
     def __init__(self, safe: Callable[[str, str], bool] | None, continued: Any) -> None:
         self._safe = None if safe is None else lru_cache(1 << 16)(safe)
         self.continued = continued
-        """The backend for pieces that go on: it puts nothing before a text."""
+        """The backend for all pieces but the first: it puts nothing before a text."""
 
     @property
     def exist(self) -> bool:
-        """Whether this tokenizer has cuts at all."""
+        """Whether this tokenizer has split points at all."""
         return self._safe is not None
 
     def between(self, before: str, after: str) -> bool:
-        """Whether a text may be cut between two neighbouring characters, whatever is around them."""
+        """Whether a text may be split between two neighbouring characters, whatever is around them."""
         return self._safe is not None and self._safe(before, after)
 
     def pieces(self, blocks: Iterable[str], size: int | None = None) -> Iterator[TextPiece]:
-        """A text that comes in blocks as pieces of at most `size` characters, longer where there is no cut; nothing for no text."""
+        """A text that comes in blocks as pieces of at most `size` characters, longer where there is no split point; nothing for no text."""
         size = size or PIECE_CHARACTERS
-        rest, first, looked = "", True, 0
+        rest, first, searched = "", True, 0
         for block in blocks:
             rest += block
             start = 0
             while len(rest) - start > size and self._safe is not None:
-                at = self._find(rest, start, size, looked)
+                at = self._find(rest, start, size, searched)
                 if at is None:
-                    looked = len(rest) - start
+                    searched = len(rest) - start
                     break
                 yield TextPiece(rest[start:at], first, False)
-                start, first, looked = at, False, 0
+                start, first, searched = at, False, 0
             rest = rest[start:] if start else rest
         if rest or not first:
             yield TextPiece(rest, first, True)
 
-    def _find(self, text: str, start: int, size: int, looked: int) -> int | None:
-        """The last cut within `size` characters of `start`, else the first one after them; `looked` characters hold none."""
+    def _find(self, text: str, start: int, size: int, searched: int) -> int | None:
+        """The last split point within `size` characters of `start`, else the first one after them; `searched` characters hold none."""
         assert self._safe is not None
-        if looked <= size:
+        if searched <= size:
             for at in range(start + size, start, -1):
                 if self._safe(text[at - 1], text[at]):
                     return at
-        for at in range(start + max(size + 1, looked), len(text)):
+        for at in range(start + max(size + 1, searched), len(text)):
             if self._safe(text[at - 1], text[at]):
                 return at
         return None
@@ -118,14 +119,14 @@ def blocks_of(text: str) -> Iterator[str]:
         yield text[start : start + BLOCK_CHARACTERS]
 
 
-def safe_cuts(tokenizer: Tokenizer) -> SafeCuts:
-    """The cuts of a tokenizer."""
+def split_points(tokenizer: Tokenizer) -> SplitPoints:
+    """The split points of a tokenizer."""
     if tokenizer.is_sentencepiece:
-        return _of_sentencepiece(tokenizer.backend)
-    return _of_backend(tokenizer.fast)
+        return _sentencepiece_points(tokenizer.backend)
+    return _backend_points(tokenizer.fast)
 
 
-def _of_sentencepiece(sp: Any) -> SafeCuts:
+def _sentencepiece_points(sp: Any) -> SplitPoints:
     from sentencepiece import SentencePieceProcessor
 
     from headway.tokenizer.sentencepiece_model import content_of
@@ -133,7 +134,7 @@ def _of_sentencepiece(sp: Any) -> SafeCuts:
     proto = content_of(sp)
     rules = proto.normalizer_spec
     if rules.precompiled_charsmap and rules.name not in _NORMALISED_MODELS:
-        return SafeCuts(None, sp)
+        return SplitPoints(None, sp)
     joined = _pairs(piece.piece for piece in proto.pieces)
     known = {piece.piece for piece in proto.pieces if piece.type == piece.NORMAL}
     rules.add_dummy_prefix = False
@@ -158,17 +159,17 @@ def _of_sentencepiece(sp: Any) -> SafeCuts:
             return False
         return bool(proto.trainer_spec.byte_fallback) or right in known
 
-    return SafeCuts(safe, continued)
+    return SplitPoints(safe, continued)
 
 
-def _of_backend(backend: tokenizers.Tokenizer) -> SafeCuts:
+def _backend_points(backend: tokenizers.Tokenizer) -> SplitPoints:
     normaliser, splitter = _parts(backend.normalizer, "normalizers"), _parts(backend.pre_tokenizer, "pretokenizers")
     added = backend.get_added_tokens_decoder().values()
     prefixed = any(part["type"] == "Prepend" for part in normaliser) or any(map(_puts_prefix, splitter))
     simple = all(_is_simple(part) for part in normaliser) and not any(token.single_word for token in added)
-    # What is put before a text is put after added tokens as well, so that the pieces could not do without it.
+    # What is put before a text is put after added tokens as well, so the pieces need it too.
     if not simple or (prefixed and any(not token.special for token in added)):
-        return SafeCuts(None, backend)
+        return SplitPoints(None, backend)
     continued = _without_prefix(backend) if prefixed else backend
     contents = [token.content for token in added]
     shown = contents if backend.normalizer is None else contents + [backend.normalizer.normalize_str(one) for one in contents]
@@ -182,13 +183,13 @@ def _of_backend(backend: tokenizers.Tokenizer) -> SafeCuts:
             return False
         if before in greedy_ends and after.isspace():
             return False
-        return _apart(left[-1], right[0], splitter, merged)
+        return _stays_apart(left[-1], right[0], splitter, merged)
 
-    return SafeCuts(safe, continued)
+    return SplitPoints(safe, continued)
 
 
-def _apart(before: str, after: str, splitter: list[dict[str, Any]], merged: _NoToken) -> bool:
-    """Whether pre-tokenizer and model keep two characters apart in every text, and cut the text around them the same without either."""
+def _stays_apart(before: str, after: str, splitter: list[dict[str, Any]], merged: _NoToken) -> bool:
+    """Whether pre-tokenizer and model separate two characters in every text, and split the text around them the same without either."""
     bytes_spelled = False
     for step in splitter:
         if bytes_spelled:
@@ -203,7 +204,7 @@ def _apart(before: str, after: str, splitter: list[dict[str, Any]], merged: _NoT
 
 
 def _ends_word(step: dict[str, Any], before: str, after: str) -> bool | None:
-    """Whether a step always cuts between two characters; False: perhaps not, but it cuts the rest as if it did; None: not known."""
+    """Whether a step always splits between two characters; False: perhaps not, but it splits the rest as if it did; None: not known."""
     kind = step["type"]
     word_end = after in AFTER_WORD and unicodedata.ucd_3_2_0.category(before)[0] == "L"
     if kind in ("Metaspace", "WhitespaceSplit", "Punctuation"):

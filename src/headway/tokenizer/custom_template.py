@@ -1,23 +1,27 @@
-"""A tokenizer's own chat template (jinja), made to say which of its characters the assistant wrote.
+"""A chat template that came with a tokenizer or in a file (jinja), and which of its characters the assistant wrote.
 
     whole    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello.<|im_end|>\\n
     prompt   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n                        up to this answer, with the generation prompt
     loss                                                           Hello.<|im_end|>          from there to the token that ends the answer
 
-Where the template marks the answers itself ({% generation %}), the marks are used. Invariant: each prompt must be the beginning of the
-whole; if it is not, or an answer has no end token, the template is refused for training, because its loss mask would be a guess. The
-day's date is not offered to templates: the same conversation has the same ids on any day.
+Where the template marks the answers ({% generation %}), the marks are used. Invariant: each prompt must be the beginning of the whole; if
+it is not, or an answer has no end token, the template is refused for training, because its loss mask would be a guess. Templates cannot
+read the date: the same conversation has the same ids on any day.
+
+A template may leave out what it has no place for: tool calls, tool definitions, tool turns, a system prompt. A model would then learn an
+empty answer, or an answer to something it never saw. `check_written` refuses that. It searches contents between the answers around them,
+calls inside their answer and tools outside of all answers; a text counts if it is written verbatim or as JSON spells it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import jinja2
 
@@ -25,44 +29,45 @@ from headway.errors import ConfigError, DataError
 from headway.tokenizer.chat_template import ControlToken, Segment, Turn, unused_private_characters
 from headway.tokenizer.jinja_sandbox import Budget, Sandbox, one_line, render
 from headway.tokenizer.load import Tokenizer
-from headway.tokenizer.rendered_content import Span, check_written
 
-ADVICE = "Use one of headway's own templates, or mark the answers in it with {% generation %}."
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+ADVICE = "Use a built-in template, or mark the answers in it with {% generation %}."
 
 
 @dataclass(frozen=True, eq=False)
-class JinjaTemplate:
+class CustomTemplate:
     """A jinja chat template with the special tokens of its tokenizer."""
 
     name: str
     source: str
     variables: Mapping[str, str]
     specials: Mapping[str, tuple[bool, bool]]
-    """Spelling of each special token -> it swallows white space on its left, on its right."""
+    """Spelling of each special token -> whether it strips white space on its left, on its right."""
 
     @staticmethod
-    def of(name: str, source: str, tokenizer: Tokenizer) -> JinjaTemplate:
+    def of(name: str, source: str, tokenizer: Tokenizer) -> CustomTemplate:
         """The template with what it may name (`bos_token`, ...) and the special tokens it may write."""
         flags = {token.content: (token.lstrip, token.rstrip) for token in tokenizer.fast.get_added_tokens_decoder().values()}
         specials = {spelled: flags.get(spelled, (False, False)) for spelled in tokenizer.special_tokens}
-        return JinjaTemplate(name, source, {f"{role}_token": spelled for role, spelled in tokenizer.roles.items()}, specials)
+        return CustomTemplate(name, source, {f"{role}_token": spelled for role, spelled in tokenizer.roles.items()}, specials)
 
     def segments(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
         """A whole conversation, for training."""
         rendering = Rendering(self, turns, tools)
         answers = rendering.answers()
         check_written(self.name, rendering.whole, rendering.messages, rendering.tools or [], answers)
-        return self._cut(rendering.whole, [span for i, span in answers.items() if turns[i].learn], rendering.breaker)
+        return self._split(rendering.whole, [span for i, span in answers.items() if turns[i].learn], rendering.breaker)
 
     def prompt(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[Segment]:
         """A conversation up to where the assistant's next answer begins, for generation."""
         rendering = Rendering(self, turns, tools)
         text = rendering.text(len(turns), prompt=True)
         check_written(self.name, text, rendering.messages, rendering.tools or [], {})
-        return self._cut(text, [], rendering.breaker)
+        return self._split(text, [], rendering.breaker)
 
     def export(self, tokenizer: Tokenizer) -> str:
-        """The template as it is."""
+        """The source, unchanged."""
         return self.source
 
     @property
@@ -93,7 +98,7 @@ class JinjaTemplate:
         except Exception as error:
             raise ConfigError(f"chat template {self.name} cannot be compiled: {one_line(error)}.") from None
 
-    def _cut(self, whole: str, spans: Sequence[tuple[int, int]], breaker: str) -> list[Segment]:
+    def _split(self, whole: str, spans: Sequence[tuple[int, int]], breaker: str) -> list[Segment]:
         edges = sorted({0, len(whole), *(edge for span in spans for edge in span)})
         found: list[Segment] = []
         for start, stop in pairwise(edges):
@@ -108,19 +113,19 @@ class JinjaTemplate:
 
     def _text(self, whole: str, start: int, stop: int, target: bool, breaker: str) -> list[Segment]:
         text = whole[start:stop]
-        text = text.lstrip() if whole.endswith(self._swallowing(right=True), 0, start) else text
-        text = text.rstrip() if whole.startswith(self._swallowing(right=False), stop) else text
+        text = text.lstrip() if whole.endswith(self._stripping(right=True), 0, start) else text
+        text = text.rstrip() if whole.startswith(self._stripping(right=False), stop) else text
         text = text.replace(breaker, "")
         return [Segment(text, target)] if text else []
 
-    def _swallowing(self, right: bool) -> tuple[str, ...]:
+    def _stripping(self, right: bool) -> tuple[str, ...]:
         return tuple(spelled for spelled, sides in self.specials.items() if sides[right])
 
 
 class Rendering:
     """One conversation rendered: in whole, and up to each answer. Special tokens typed in it are broken by a private character."""
 
-    def __init__(self, template: JinjaTemplate, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, template: CustomTemplate, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> None:
         self.template = template
         self.turns = turns
         others = json.dumps([list(tools), [[call.name, call.arguments] for turn in turns for call in turn.calls]], ensure_ascii=False)
@@ -233,7 +238,7 @@ class Rendering:
         return message
 
     def _without_specials(self, value: Any) -> Any:
-        """A value in which no text holds a special token."""
+        """A value with the special tokens in its texts broken."""
         if isinstance(value, str):
             return self._escaped(value)
         if isinstance(value, list):
@@ -244,3 +249,101 @@ class Rendering:
 
     def _escaped(self, text: str) -> str:
         return self.template.special_pattern.sub(lambda found: found[0][0] + self.breaker + found[0][1:], text)
+
+
+def check_written(name: str, text: str, messages: Sequence[Message], tools: Sequence[Message], answers: Mapping[int, Span]) -> None:
+    """Refuse a text in which something of the conversation is missing; `answers`: the span of each assistant turn, if known."""
+    start = 0
+    for number, message in enumerate(messages):
+        if number in answers:
+            start, stop = answers[number]
+            _check_answer(name, number, message, text[start:stop])
+            start = stop
+        elif message["role"] != "assistant":
+            stop = next((answers[later][0] for later in sorted(answers) if later > number), len(text))
+            first = number == 0 and message["role"] == "system"
+            found = _find(str(message["content"]), text, 0 if first else start, len(text) if first else stop)
+            if found is None:
+                _refuse(name, f"turn {number} ({message['role']})")
+            start = start if first else found
+    outside = _without(text, sorted(answers.values()))
+    for tool in tools:
+        for word in _tool_words(tool):
+            if not any(form in outside for form in _forms(word)):
+                _refuse(name, f"the tool definitions ({word[:40]!r})")
+
+
+def _check_answer(name: str, number: int, message: Message, answer: str) -> None:
+    if _find(str(message["content"]), answer, 0, len(answer)) is None:
+        _refuse(name, f"what the assistant says in turn {number}")
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        for value in (function["name"], *_values(function["arguments"])):
+            if not any(form in answer for form in _forms(value)):
+                _refuse(name, f"the tool call in turn {number} ({function['name']})")
+
+
+def _refuse(name: str, what: str) -> NoReturn:
+    raise DataError(
+        f"chat template {name} does not write {what}, so it would be lost. Choose a template that has a place for it "
+        "(chatml and qwen write tools and calls), or remove it from the data."
+    )
+
+
+def _find(content: str, text: str, start: int, stop: int) -> int | None:
+    """Where a content ends in a stretch of text, as it is or as JSON spells it; None: it is not there."""
+    for form in _forms(content):
+        at = text.find(form, start, stop)
+        if at >= 0:
+            return at + len(form)
+    return None
+
+
+def _forms(value: Any) -> tuple[str, ...]:
+    """How a template may write a value."""
+    if isinstance(value, str):
+        inner = value.strip()
+        return tuple(dict.fromkeys((inner, json.dumps(inner, ensure_ascii=False)[1:-1], json.dumps(inner)[1:-1], repr(inner)[1:-1])))
+    return tuple(dict.fromkeys((json.dumps(value), str(value))))
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """The names and values in a call's arguments; null may be left out."""
+    if isinstance(value, dict):
+        for key, one in cast(dict[str, Any], value).items():
+            yield key
+            yield from _values(one)
+    elif isinstance(value, list):
+        for one in cast(list[Any], value):
+            yield from _values(one)
+    elif value is not None:
+        yield value
+
+
+def _tool_words(tool: Any) -> Iterator[str]:
+    """What a model must know of a tool: names and descriptions, of the tool, its parameters and their choices."""
+    if isinstance(tool, list):
+        for one in cast(list[Any], tool):
+            yield from _tool_words(one)
+    if not isinstance(tool, dict):
+        return
+    for key, value in cast(dict[str, Any], tool).items():
+        if key in ("name", "description") and isinstance(value, str):
+            yield value
+        elif key == "enum" and isinstance(value, list):
+            yield from (one for one in cast(list[Any], value) if isinstance(one, str))
+        elif key == "properties" and isinstance(value, dict):
+            for parameter, one in cast(dict[str, Any], value).items():
+                yield parameter
+                yield from _tool_words(one)
+        else:
+            yield from _tool_words(value)
+
+
+def _without(text: str, spans: Sequence[Span]) -> str:
+    """The text without some stretches of it."""
+    kept, at = [], 0
+    for start, stop in spans:
+        kept.append(text[at:start])
+        at = max(at, stop)
+    return "\0".join([*kept, text[at:]])

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError, DataError
-from headway.tokenizer.byte_alphabet import BYTE_TO_CHAR, CHAR_TO_BYTE, spell, unspell
-from headway.tokenizer.merges import learn_merges
-from headway.tokenizer.presplit import WORDS, byte_level
-from headway.tokenizer.train_bpe import train_bpe
-from headway.tokenizer.words import Words, WordTable, count_words, fit
+from headway.tokenizer.bpe_merges import learn_merges
+from headway.tokenizer.byte_level import BYTE_TO_CHAR, CHAR_TO_BYTE, WORDS, byte_level, spell, unspell
+from headway.tokenizer.train import train_bpe
+from headway.tokenizer.word_counts import WordCounts, WordTable, count_words, select_words
 
 TEXTS = [
     "the cat sat on the mat, and the hat that the cat had sat on the mat too.\n" * 3,
@@ -113,7 +112,7 @@ def test_counts_are_exact_when_the_table_goes_through_the_disk() -> None:
         assert count_words(corpus(1), WORDS, whole) == count_words(corpus(1), WORDS, small)
         assert small.spilled and not whole.spilled
         assert counts_of(small) == counts_of(whole)
-        assert fit(small, None) == fit(whole, None)
+        assert select_words(small, None) == select_words(whole, None)
 
 
 def test_counting_in_processes_changes_nothing() -> None:
@@ -127,7 +126,7 @@ def test_long_texts_are_counted_as_if_whole(monkeypatch: pytest.MonkeyPatch) -> 
     text = "".join(f"line {i} of 中文\n\n  indented\n" for i in range(300))
     with WordTable() as whole, WordTable() as pieces:
         count_words([text], WORDS, whole)
-        monkeypatch.setattr("headway.tokenizer.words.BATCH_CHARACTERS", 100)
+        monkeypatch.setattr("headway.tokenizer.word_counts.BATCH_CHARACTERS", 100)
         count_words([text], WORDS, pieces)
         assert counts_of(whole) == counts_of(pieces)
 
@@ -135,8 +134,8 @@ def test_long_texts_are_counted_as_if_whole(monkeypatch: pytest.MonkeyPatch) -> 
 def test_rare_words_give_way_and_chinese_runs_are_cut_not_lost() -> None:
     with WordTable() as table:
         table.add_counts(Counter({"the": 100, "河水结冰很早孩子": 1, "孩子河水": 1, "rareword": 1}))
-        assert fit(table, None) == Words(["the", "rareword", "孩子河水", "河水结冰很早孩子"], [100, 1, 1, 1], 1.0)
-        words = fit(table, 24)
+        assert select_words(table, None) == WordCounts(["the", "rareword", "孩子河水", "河水结冰很早孩子"], [100, 1, 1, 1], 1.0)
+        words = select_words(table, 24)
     assert sum(len(word.encode()) for word in words.words) <= 24
     found = dict(zip(words.words, words.counts, strict=True))
     assert found["the"] == 100 and "rareword" not in found
@@ -145,7 +144,7 @@ def test_rare_words_give_way_and_chinese_runs_are_cut_not_lost() -> None:
 
 
 def test_little_memory_still_trains_a_tokenizer_that_round_trips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.tokenizer.train_bpe.BASE_MEMORY_BYTES", (256 << 20) - 400_000)
+    monkeypatch.setattr("headway.tokenizer.train.BASE_MEMORY_BYTES", (256 << 20) - 400_000)
     tokenizer = train_bpe(corpus(3), vocab_size=600, out=tmp_path, max_memory_bytes=256 << 20)
     text = corpus(3)[0] + "anything else 别的"
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -157,7 +156,7 @@ def test_little_memory_still_trains_a_tokenizer_that_round_trips(tmp_path: Path,
     [
         ({"vocab_size": 260}, "vocab_size is 260; it must be at least 261"),
         ({"vocab_size": 1 << 21}, "under 1048576"),
-        ({"vocab_size": 300, "special_tokens": ["a", "a"]}, "each must be there once"),
+        ({"vocab_size": 300, "special_tokens": ["a", "a"]}, "each must be given once"),
         ({"vocab_size": 300, "max_memory_bytes": 1000}, "max_memory is 1000 bytes"),
     ],
 )
@@ -172,5 +171,5 @@ def test_requests_that_cannot_be_are_refused_before_reading(tmp_path: Path, requ
 def test_a_corpus_too_small_for_the_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"vocab_size is 5000, but this corpus has pairs that repeat for only \d+ tokens"):
         train_bpe(["a short text, a short text"], vocab_size=5000, out=tmp_path)
-    with pytest.raises(DataError, match="there is no text to train on"):
+    with pytest.raises(DataError, match="the inputs hold no text to train on"):
         train_bpe([], vocab_size=300, out=tmp_path)

@@ -1,9 +1,9 @@
 """How often each word occurs in a corpus of any size, in bounded memory: the counting half of tokenizer training.
 
-In: texts. Out: distinct words with exact counts, cut down to what the learner's memory holds. Counting goes in pieces: when the table is
-full it is written to disk, split by hash into parts that are added up one at a time, so counts are exact whatever the memory. Only if
-the distinct words themselves are too many, the rarest give way: runs without spaces (Chinese) are cut into shorter runs and counted
-again, other rare words are left out, and the share that was left out is reported.
+In: texts. Out: distinct words with exact counts, as many as the learner's memory holds. When the table is full it is written to disk,
+split by hash into parts that are added up one at a time, so counts are exact whatever the memory. Only if there are too many distinct
+words, the rarest are given up: runs without spaces (Chinese) are split into shorter runs and counted again, other rare words are left
+out, and the share that was left out is reported.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from headway.runtime.temporary import make_temporary_folder, remove
 PARTS = 64
 BATCH_CHARACTERS = 1 << 20
 ENTRY_BYTES = 110
-CUT_LENGTHS = (8, 4, 2)
+RUN_LENGTHS = (8, 4, 2)
 FIRST_UNSPACED = "\u2e80"
 
 Advance = Callable[[float], None]
 
 
 class WordTable:
-    """Counts of words; beyond `max_bytes` they move to disk. Use as a context manager: the disk parts go with it."""
+    """Counts of words; beyond `max_bytes` they move to disk. Use as a context manager, which removes the parts on disk."""
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self.max_bytes = max_bytes
@@ -92,7 +92,7 @@ class WordTable:
 
 
 @dataclass(frozen=True)
-class Words:
+class WordCounts:
     """Distinct words with counts, the most frequent first, and the share of the corpus's bytes they cover."""
 
     words: list[str]
@@ -101,7 +101,7 @@ class Words:
 
 
 def count_words(texts: Iterable[str], pattern: str, table: WordTable, *, workers: int = 1, advance: Advance | None = None) -> int:
-    """Cut texts into words at `pattern` and count them; returns the bytes of text that were read."""
+    """Split texts into words at `pattern` and count them; returns the bytes of text that were read."""
     total = 0
     for counts, size in _counted(_batches(texts), pattern, workers):
         table.add_counts(counts)
@@ -131,11 +131,11 @@ def _counted(batches: Iterator[list[str]], pattern: str, workers: int) -> Iterat
 def _count_batch(batch: list[str], pattern: str) -> tuple[Counter[str], int]:
     import regex
 
-    cut = regex.compile(pattern, regex.VERSION1)
+    words = regex.compile(pattern, regex.VERSION1)
     counts: Counter[str] = Counter()
     size = 0
     for text in batch:
-        counts.update(cut.findall(text))
+        counts.update(words.findall(text))
         size += len(text.encode())
     return counts, size
 
@@ -155,7 +155,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A long text in pieces, cut where a line begins with a letter or sign (no word crosses that), else where it must be."""
+    """A long text in pieces, split where a line begins with a letter or sign, which no word crosses, else at the size limit."""
     start = 0
     while len(text) - start > BATCH_CHARACTERS:
         end = start + BATCH_CHARACTERS
@@ -167,34 +167,34 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def fit(table: WordTable, max_word_bytes: int | None) -> Words:
-    """The words of a table within `max_word_bytes` of UTF-8, the rarest given up first."""
-    kept: Counter[str] = Counter()
-    total, left_out = _keep(table, max_word_bytes, CUT_LENGTHS, kept)
-    ordered = sorted(kept.items(), key=lambda item: (-item[1], item[0]))
-    return Words([word for word, _ in ordered], [number for _, number in ordered], 1 - left_out / max(1, total))
+def select_words(table: WordTable, max_word_bytes: int | None) -> WordCounts:
+    """The words of a table within `max_word_bytes` of UTF-8; the rarest are given up first."""
+    selected: Counter[str] = Counter()
+    total, left_out = _select(table, max_word_bytes, RUN_LENGTHS, selected)
+    ordered = sorted(selected.items(), key=lambda item: (-item[1], item[0]))
+    return WordCounts([word for word, _ in ordered], [number for _, number in ordered], 1 - left_out / max(1, total))
 
 
-def _keep(table: WordTable, room: int | None, lengths: tuple[int, ...], kept: Counter[str]) -> tuple[int, int]:
-    """Move what fits from `table` to `kept`, cutting the rest shorter and trying again; returns bytes seen and bytes left out."""
+def _select(table: WordTable, room: int | None, lengths: tuple[int, ...], selected: Counter[str]) -> tuple[int, int]:
+    """Move what fits from `table` to `selected`, split the rest shorter and try again; returns bytes seen and bytes left out."""
     least, total = _least_count(table, room, last=not lengths)
-    left_out = kept_bytes = 0
+    left_out = selected_bytes = 0
     with WordTable(table.max_bytes) as shorter:
         for part in table.parts():
-            cut: Counter[str] = Counter()
+            runs: Counter[str] = Counter()
             for word, number in part.items():
                 if number >= least:
-                    kept[word] += number
-                    kept_bytes += len(word.encode())
+                    selected[word] += number
+                    selected_bytes += len(word.encode())
                 elif lengths and word[-1] >= FIRST_UNSPACED and len(word) > lengths[-1]:
                     for start in range(0, len(word), lengths[0]):
-                        cut[word[start : start + lengths[0]]] += number
+                        runs[word[start : start + lengths[0]]] += number
                 else:
                     left_out += number * len(word.encode())
-            shorter.add_counts(cut)
+            shorter.add_counts(runs)
         if lengths and least > 1:
             assert room is not None
-            left_out += _keep(shorter, max(0, room - kept_bytes), lengths[1:], kept)[1]
+            left_out += _select(shorter, max(0, room - selected_bytes), lengths[1:], selected)[1]
     return total, left_out
 
 
