@@ -65,7 +65,7 @@ def test_a_model_too_large_for_memory_ends_with_exit_code_1_and_no_traceback(tmp
 
 
 def test_a_limit_on_the_cpu_is_kept_before_training_starts(tmp_path: Path) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"memory.limit_gib is 0.0001. By estimate a step of this rank needs"):
+    with pytest.raises(OutOfMemoryError, match=r"memory.limit_gib is 0.0001. A step needs an estimated"):
         train(recipe_of(tmp_path, "memory.limit_gib=1e-4"))
     assert not (tmp_path / "run").exists()
 

@@ -96,7 +96,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(stores: Path, tmp_path: Path, arg
 def test_a_fresh_interpreter_ends_a_mistake_the_same_way() -> None:
     done = headway("train", "freeze=[layers.99]", afresh=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: freeze holds 'layers.99'") and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("error: freeze contains 'layers.99'") and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_an_interrupt_that_an_import_swallowed_is_still_one_word(

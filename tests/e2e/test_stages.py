@@ -216,7 +216,7 @@ def test_mistakes_in_the_last_stage_are_said_before_the_first_one_trains(stores:
     path = recipe_of(tmp_path, stores)
     for override, message in (
         ("stages.2.optm.lr=1", "did you mean 'optim'"),
-        ("stages.2.freeze=[layers.7]", r"stage other: freeze holds 'layers.7', which matches no parameter; blocks are numbered 0 to 1"),
+        ("stages.2.freeze=[layers.7]", r"stage other: freeze contains 'layers.7', which matches no parameter; blocks are numbered 0 to 1"),
         ("stages.2.freeze=['*.q_porj.*']", r"close to it are '\*\.q_proj\.\*'"),
         ("stages.2.data.train=[nowhere/at/all.jsonl]", "stage other: .*nowhere"),
         ("stages.2.tokenizer=nowhere", "stage other: tokenizer is 'nowhere'"),

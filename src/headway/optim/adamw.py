@@ -18,11 +18,11 @@ class Config(OptimConfig):
     """Settings of AdamW."""
 
     kind: str = setting("adamw", "adamw.", on_resume="fixed")
-    betas: tuple[float, float] = setting((0.9, 0.95), "Decay of the first and second moment.")
+    betas: tuple[float, float] = setting((0.9, 0.95), "Decay rates of the first and second moment.")
     beta2_c: float = setting(0.0, "beta2 rises as max(beta2, 1 - n^-c) over updates n; 0 keeps it constant.", ge=0)
     eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
     state_dtype: Literal["fp32", "bf16", "8bit"] = setting(
-        "fp32", "How the moments are kept between updates: 8, 4 or about 2 bytes a parameter; the arithmetic is fp32 throughout."
+        "fp32", "How moments are stored between updates: 8, 4 or about 2 bytes per parameter. The arithmetic is always fp32."
     )
 
     @field_validator("betas")

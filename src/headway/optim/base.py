@@ -1,4 +1,4 @@
-"""The contract of an optimizer: maths on lists of local tensors it is given, with clip and skip riding along on the device."""
+"""The contract of an optimizer: it updates lists of local tensors in place; whether to clip or skip is decided on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Hyper:
-    """The numbers of one parameter group at one step."""
+    """The hyperparameters of one parameter group at one step."""
 
     lr: float
     betas: tuple[float, float]
@@ -51,7 +51,7 @@ class Guard:
 
 
 class GroupRule(Section):
-    """Parameters that train with their own numbers."""
+    """Parameters with hyperparameters of their own."""
 
     match: tuple[str, ...] = setting(..., "Patterns of parameter names, as in `freeze`.", min_length=1)
     lr: float | None = setting(None, "Peak learning rate of the group.", ge=0)
@@ -71,12 +71,12 @@ class OptimConfig(KindConfig):
     )
     clip: float | None = setting(1.0, "Largest global gradient norm; null = no clipping.", gt=0)
     schedule: Schedule = setting(Schedule, "Learning rate over the run.")
-    groups: tuple[GroupRule, ...] = setting((), "Parameters with their own numbers; the first rule that matches wins.")
+    groups: tuple[GroupRule, ...] = setting((), "Parameters with hyperparameters of their own; the first rule that matches wins.")
 
     def build(self) -> Optimizer:
         """Make the update rule."""
         raise ConfigError(f"{type(self).__module__} defines no Config.build; a kind needs one.")
 
     def hyper(self, step: int, total_steps: int) -> Hyper:
-        """The numbers of a group without rules of its own, at one step."""
+        """The hyperparameters of a group without a rule, at one step."""
         raise ConfigError(f"{type(self).__module__} defines no Config.hyper; a kind needs one.")

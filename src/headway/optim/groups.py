@@ -1,8 +1,8 @@
-"""Which parameters train, and with which numbers: names and shapes come in, named groups go out.
+"""Which parameters train, with which hyperparameters: names and shapes come in, named groups go out.
 
 Patterns, in `freeze`, `train`, `optim.decay` and `optim.groups.match`:
 
-    weights            every parameter but the two beside    objective     every parameter of the objective itself
+    weights            all but objective and gates           objective     every parameter of the objective itself
     gates              the head gates of the model
     embeddings         input embedding and output head       matrices      parameters of two or more dimensions
     norms              normalisation weights and biases      biases        biases
@@ -62,7 +62,7 @@ def select(patterns: Iterable[str], shapes: Shapes, key: str, *, may_be_empty: t
     for pattern in patterns:
         found = matching(pattern, shapes)
         if not found and pattern not in may_be_empty:
-            raise ConfigError(f"{key} holds {pattern!r}, which matches no parameter{_near(pattern, shapes)}")
+            raise ConfigError(f"{key} contains {pattern!r}, which matches no parameter{_near(pattern, shapes)}")
         chosen |= found
     return chosen
 
@@ -97,27 +97,27 @@ def count(patterns: Sequence[str], shapes: Shapes) -> list[Count]:
 
 
 def trainable(shapes: Shapes, freeze: Sequence[str], train: Sequence[str]) -> set[str]:
-    """The names that train: all but the frozen, or only those of `train`. With adapters: these, gates, the objective's own, `train`."""
+    """The names that train: all but the frozen ones, or only those of `train`. With adapters: adapters, gates, the objective, `train`."""
     if freeze and train:
-        raise ConfigError("freeze and train are both given; they are opposites. Keep one of them.")
+        raise ConfigError("freeze and train are both set; they are opposites. Keep one of them.")
     updates = matching("adapter", shapes)
     if updates:
-        beside = select(train, shapes, "train")
+        extra = select(train, shapes, "train")
         adapted = {name.partition(ADAPTER)[0] for name in updates}
-        both = sorted(name for name in beside - updates if name.rpartition(".")[0] in adapted)
+        both = sorted(name for name in extra - updates if name.rpartition(".")[0] in adapted)
         if both:
-            raise ConfigError(f"train is {list(train)}; it holds {both[0]}, whose linear has an adapter. Train one of the two.")
-        names = (updates | beside | matching("objective", shapes) | matching("gates", shapes)) - select(freeze, shapes, "freeze")
+            raise ConfigError(f"train is {list(train)}; it matches {both[0]}, whose layer has an adapter. Train one of the two.")
+        names = (updates | extra | matching("objective", shapes) | matching("gates", shapes)) - select(freeze, shapes, "freeze")
     else:
         names = select(train, shapes, "train") if train else set(shapes) - select(freeze, shapes, "freeze")
     if not names:
-        raise ConfigError(f"freeze is {list(freeze)}; it leaves no parameter to train.")
+        raise ConfigError(f"freeze is {list(freeze)}; no parameter is left to train. Freeze less.")
     return names
 
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters that share their numbers."""
+    """Parameters with the same hyperparameters."""
 
     name: str
     names: tuple[str, ...]
@@ -127,14 +127,14 @@ class ParamGroup:
 
 
 def is_wide(name: str) -> bool:
-    """Whether a parameter is fp32 and whole on every rank, whatever the weights are."""
+    """Whether a parameter is always fp32 and, with fsdp, whole on every rank."""
     return name.startswith(OBJECTIVE) or name == GATES
 
 
 def make_groups(config: OptimConfig, shapes: Shapes, training: set[str], rules: Sequence[ParameterRule] = ()) -> list[ParamGroup]:
-    """Cut the trainable parameters into groups: one per rule (split by whether they decay), then decay and no_decay.
+    """Divide the trainable parameters into groups: one per rule (split by whether they decay), then decay and no_decay.
 
-    `rules` are the objective's; they come after the recipe's own. The groups of the model's weights come first but for the recipe's rules.
+    `rules` are the objective's. The recipe's rules are applied first.
     """
     decaying = select(config.decay, shapes, "optim.decay", may_be_empty=("biases", "norms", "objective"))
     left = [name for name in shapes if name in training]
@@ -145,15 +145,15 @@ def make_groups(config: OptimConfig, shapes: Shapes, training: set[str], rules: 
         left = [name for name in left if name not in found]
         groups += _by_decay(f"rule{index}", taken, decaying if rule.weight_decay is None else set(taken), rule)
     last: list[ParamGroup] = []
-    for index, wish in enumerate(rules):
-        found = select(wish.match, shapes, "objective")
+    for index, own in enumerate(rules):
+        found = select(own.match, shapes, "objective")
         taken = tuple(name for name in left if name in found)
         left = [name for name in left if name not in found]
-        rule = GroupRule(match=wish.match, lr=wish.lr, betas=wish.betas, weight_decay=wish.weight_decay, maximize=wish.maximize)
+        rule = GroupRule(match=own.match, lr=own.lr, betas=own.betas, weight_decay=own.weight_decay, maximize=own.maximize)
         last += _by_decay(f"own{index}", taken, set(taken), rule)
     if GATES in left:
         raise ConfigError(
-            "the model has head gates, and nothing says how sparse they are to become. Freeze them (freeze: [gates]), leave them behind "
+            "the model has head gates, but the objective has no target sparsity for them. Freeze them (freeze: [gates]), remove them "
             "(model.head_gates=null), or use objective head_sparsity."
         )
     groups += _by_decay("model", tuple(n for n in left if not n.startswith(OBJECTIVE)), decaying, None)
@@ -175,7 +175,7 @@ def _by_decay(name: str, names: tuple[str, ...], decaying: set[str], rule: Group
 
 
 def hypers(config: OptimConfig, groups: Sequence[ParamGroup], step: int, total_steps: int) -> dict[str, Hyper]:
-    """The numbers of every group at one step."""
+    """The hyperparameters of every group at one step."""
     base = config.hyper(step, total_steps)
     return {group.name: _apply(group, base, config, step, total_steps) for group in groups}
 
@@ -191,6 +191,6 @@ def _apply(group: ParamGroup, base: Hyper, config: OptimConfig, step: int, total
         if value is not None
     }
     if rule.lr is not None:
-        # the group's own peak follows the same curve as the main one
+        # the group's peak follows the same schedule
         changes["lr"] = config.model_copy(update={"lr": rule.lr}).hyper(step, total_steps).lr
     return replace(hyper, **changes)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""AdamW with moments in bf16 or 8 bits: the arithmetic is fp32, only what is kept between updates is rounded, at random (see state.py).
+"""AdamW with moments in bf16 or 8 bits: the arithmetic is fp32, only the stored moments are rounded, stochastically (see state_storage.py).
 
 One piece at a time on the CPU, so that temporaries stay small; on CUDA the whole rule is compiled into one kernel per tensor.
 """
@@ -33,7 +33,7 @@ class StepNumbers(NamedTuple):
 
 
 class LowPrecisionAdamW:
-    """As AdamW, with state kept in `storage`."""
+    """As AdamW, with moments stored in the form of `storage`."""
 
     slots: tuple[str, ...] = (AVERAGE, SQUARE)
 
@@ -51,8 +51,8 @@ class LowPrecisionAdamW:
         for index, (param, grad, step) in enumerate(zip(params, grads, steps, strict=True)):
             step += 1
             numbers = StepNumbers(lr, beta1, beta2, eps, decay, sign, step, guard.scale, guard.found_inf)
-            mine = {role: parts[index] for role, parts in state.items()}
-            (self._update_blocks if self.storage.is_blocked else self._update_bf16)(param.view(-1), grad.reshape(-1), mine, numbers)
+            moments = {role: parts[index] for role, parts in state.items()}
+            (self._update_blocks if self.storage.is_blocked else self._update_bf16)(param.view(-1), grad.reshape(-1), moments, numbers)
             step -= guard.found_inf
         if copies:
             torch._foreach_copy_(copies, params)
@@ -108,19 +108,19 @@ def moved(param: Tensor, grad: Tensor, average: Tensor, square: Tensor, n: StepN
 def step_bf16(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], n: StepNumbers) -> None:
     """One update of flat tensors in place, the state in bf16."""
     new, average, square = moved(param, grad, state[0].float(), state[1].float(), n)
-    keep = n.skip > 0
-    param.copy_(torch.where(keep, param, new))
-    state[0].copy_(torch.where(keep, state[0], to_bf16(average, n.step, 0)))
-    state[1].copy_(torch.where(keep, state[1], to_bf16(square, n.step, 1)))
+    skips = n.skip > 0
+    param.copy_(torch.where(skips, param, new))
+    state[0].copy_(torch.where(skips, state[0], to_bf16(average, n.step, 0)))
+    state[1].copy_(torch.where(skips, state[1], to_bf16(square, n.step, 1)))
 
 
 def step_blocks(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], n: StepNumbers) -> None:
     """One update of [blocks, 64] tensors in place, the state as codes and scales."""
     codes, squares, scale, square_scale = state
     new, average, square = moved(param, grad, unpack(codes, scale, square=False), unpack(squares, square_scale, square=True), n)
-    keep = n.skip > 0
-    param.copy_(torch.where(keep, param, new))
+    skips = n.skip > 0
+    param.copy_(torch.where(skips, param, new))
     packed = pack(average, square=False, chance=chance_of(average, n.step, 0))
     packed_square = pack(square, square=True, chance=chance_of(square, n.step, 1))
     for old, value in zip((codes, scale, squares, square_scale), (*packed, *packed_square), strict=True):
-        old.copy_(torch.where(keep, old, value))
+        old.copy_(torch.where(skips, old, value))

@@ -1,6 +1,6 @@
-"""Dynamic loss scaling for fp16: the loss is multiplied by a scale so that small gradients survive, and the scale follows overflows.
+"""Dynamic loss scaling for fp16: the loss is multiplied by a scale so that small gradients do not become zero.
 
-A step whose gradients overflow on any rank changes nothing; `hysteresis` of them (counted until the next growth) lower the scale, and
+A step whose gradients overflow on any rank is skipped; `hysteresis` overflows (counted until the next growth) lower the scale, and
 `growth_interval` good steps in a row raise it. Everything stays on the device.
 """
 
@@ -26,7 +26,9 @@ class ScalerConfig(Section):
     growth_interval: int = setting(1000, "Good steps before the scale grows.", gt=0)
     growth_factor: float = setting(2.0, "What the scale is multiplied by when it grows.", gt=1)
     backoff_factor: float = setting(0.5, "What the scale is multiplied by after overflows.", gt=0, lt=1)
-    hysteresis: int = setting(2, "Overflows before the scale is lowered; after that each one lowers it until it has grown again.", gt=0)
+    hysteresis: int = setting(
+        2, "Overflows before the scale is lowered; further overflows lower it each time until it has grown again.", gt=0
+    )
 
     @model_validator(mode="after")
     def _in_order(self) -> ScalerConfig:
@@ -67,6 +69,6 @@ class Scaler:
         return {"scale": float(self.scale), "good": int(self.good), "overflows": int(self.overflows)}
 
     def load(self, scalars: dict[str, Any]) -> None:
-        """Take back what `scalars` gave."""
+        """Restore what `scalars` returned."""
         for name, value in scalars.items():
             getattr(self, name).fill_(value)

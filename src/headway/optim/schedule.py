@@ -11,11 +11,11 @@ class Schedule(Section):
     """The learning rate over a run: zero steps, warm-up, then a curve down to the floor."""
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = setting(
-        "cosine", "Shape after the warm-up; wsd stays at the peak and falls to the floor at the end."
+        "cosine", "Shape after the warm-up; wsd stays at the peak and decays to the floor at the end."
     )
     warmup: int | float = setting(0.05, "Warm-up in steps (an integer) or as a fraction of all steps (below 1).", ge=0)
-    decay: int | float = setting(0.2, "wsd: the fall at the end, in steps (an integer) or as a fraction of all steps (below 1).", ge=0)
-    decay_shape: Literal["linear", "sqrt"] = setting("linear", "wsd: how the fall goes; sqrt falls faster at first.")
+    decay: int | float = setting(0.2, "wsd: the decay at the end, in steps (an integer) or as a fraction of all steps (below 1).", ge=0)
+    decay_shape: Literal["linear", "sqrt"] = setting("linear", "wsd: shape of the decay; sqrt decays faster at first.")
     floor: float = setting(0.1, "Lowest rate, as a fraction of the peak.", ge=0, le=1)
     zero_steps: int = setting(0, "Updates at rate 0 before the warm-up begins.", ge=0)
 
@@ -24,12 +24,12 @@ class Schedule(Section):
         return _steps("warmup", self.warmup, total_steps)
 
     def decay_steps(self, total_steps: int) -> int:
-        """The fall at the end of wsd in steps; it must fit behind the warm-up."""
+        """The decay at the end of wsd in steps; it must fit after the warm-up."""
         decay, before = _steps("decay", self.decay, total_steps), self.zero_steps + self.warmup_steps(total_steps)
         if decay > max(0, total_steps - before):
             raise ConfigError(
-                f"optim.schedule.decay is {decay} steps; after {before} of zero_steps and warm-up {max(0, total_steps - before)} of "
-                f"{total_steps} are left. Lower it, or give more steps."
+                f"optim.schedule.decay is {decay} steps; after zero_steps and warm-up ({before}) only {max(0, total_steps - before)} of "
+                f"{total_steps} steps are left. Lower it, or train for more steps."
             )
         return decay
 

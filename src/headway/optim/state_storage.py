@@ -1,4 +1,4 @@
-"""How an optimizer's state lies in memory: fp32, bf16, or 8 bits in blocks. Logical fp32 tensors of any place go in and out.
+"""How optimizer state is stored in memory: fp32, bf16, or 8 bits in blocks. Logical fp32 tensors go in and out.
 
 8 bits, blocks of 64 elements (buffers align parameters to 64, so no block holds two):
 
@@ -37,14 +37,14 @@ class HasStorage(Protocol):
 
 @dataclass(frozen=True)
 class StateStorage:
-    """Where and in which form state is kept."""
+    """The form in which state is stored."""
 
     dtype: torch.dtype = torch.float32
     """float32, bfloat16, or uint8 for blocks of 8 bits."""
 
     @property
     def is_blocked(self) -> bool:
-        """State is kept as codes and scales."""
+        """State is stored as codes and scales."""
         return self.dtype == torch.uint8
 
     def allocate(self, slots: Sequence[str], size: int, device: torch.device, *, pin: bool = False) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ class StateStorage:
 
 
 def storage_of(optimizer: object) -> StateStorage:
-    """How an optimizer wants its state kept."""
+    """How an optimizer stores its state."""
     return optimizer.storage if isinstance(optimizer, HasStorage) else StateStorage()
 
 
@@ -100,11 +100,11 @@ def pack(values: Tensor, *, square: bool, chance: Tensor | None = None) -> tuple
     part = values.abs() / torch.where(scale > 0, scale, 1.0)
     last = UNSIGNED if square else SIGNED
     root = part.sqrt().sqrt() if square else part.pow(1 / 3)
-    place = root * last
+    exact = root * last
     if chance is None:
-        code = place.round()
+        code = exact.round()
     else:
-        low = place.floor().clamp(max=last - 1)
+        low = exact.floor().clamp(max=last - 1)
         below, above = _power(low / last, square), _power((low + 1) / last, square)
         code = low + (chance < (part - below) / (above - below))
     if square:

@@ -53,17 +53,19 @@ def convert_to_fp8(model: Model, scaling: Scaling) -> None:
     """Let the blocks' matrix products run in fp8; the head and everything else keep their precision."""
     left = [f"{name}.{linear}" for name, block in model.blocks().items() for linear in convert(block, scaling)]
     if left:
-        raise ConfigError(f"precision is 'fp8'; its products need sizes that are multiples of {MULTIPLE}, unlike {left[0]}. Use bf16.")
+        raise ConfigError(
+            f"precision is 'fp8'; matrix products need sizes that are multiples of {MULTIPLE}, and {left[0]} has another. Use bf16."
+        )
 
 
 def group_parameters(model: Model, objective: Objective, spec: EngineSpec) -> list[ParamGroup]:
-    """The groups of what trains: the model's parameters and the objective's own."""
+    """The groups of what trains: parameters of the model and of the objective."""
     shapes = {param.name: param.shape for param in model.param_specs()}
     if objective.module is not None:
         shapes |= {OBJECTIVE + name: tuple(parameter.shape) for name, parameter in objective.module.named_parameters()}
     training, rules = trainable(shapes, spec.freeze, spec.train), spec.objective.rules
     if any("gates" in rule.match for rule in rules) and GATES not in training:
-        raise ConfigError("freeze holds the gates, and the objective is there to train them. Use objective next_token with frozen gates.")
+        raise ConfigError("freeze contains the head gates, which this objective trains. Use objective next_token with frozen gates.")
     return make_groups(spec.optim, shapes, training, rules)
 
 

@@ -51,13 +51,13 @@ class ParamBox:
         return value[tuple(slice(start, start + size) for start, size in zip(self.offset, self.local_shape, strict=True))]
 
     def shift(self, offset: Ints) -> Ints:
-        """Where a place in this box lies in the whole parameter."""
+        """An offset in this box as an offset in the whole parameter."""
         return tuple(start + at for start, at in zip(self.offset, offset, strict=True))
 
 
 @dataclass(frozen=True)
 class ParamShard:
-    """What this rank holds of one parameter: boxes of the whole tensor that lie one after another in flat tensors."""
+    """What this rank holds of one parameter: boxes of the whole tensor, stored one after another in flat tensors."""
 
     name: str
     boxes: list[tuple[Ints, Ints, int]]
@@ -136,7 +136,7 @@ class BaseEngine(ABC):
         return square
 
     def _apply(self, tensors: LocalTensors, hyper: Hyper, guard: Guard, copies: list[Tensor] | None = None) -> None:
-        """Run the update rule on some shards, wherever their state lies; `copies` are their lower-precision twins."""
+        """Run the update rule on some shards, with state on the device or in host memory; `copies` are lower-precision copies to set."""
         if self.host_state is not None:
             self.host_state.update(tensors, hyper, guard, copies)
         else:

@@ -1,6 +1,6 @@
-"""Communication between ranks. A `RankGroup` is some of them; in a group of one every operation is the identity: skipped, not forked.
+"""Communication between ranks. In a group of one rank every collective is the identity and is skipped.
 
-Collectives start at once and are finished by `wait` on the handle they return: for NCCL the current stream waits, for gloo the host does.
+Collectives are asynchronous: `wait` on the returned handle makes the current stream wait (NCCL) or the host (gloo).
 All ranks of a group must start the same collectives in the same order.
 """
 
@@ -29,15 +29,15 @@ all_gather_tensors = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 class Handle(Protocol):
-    """Something under way."""
+    """An asynchronous operation."""
 
     def wait(self) -> Any:
-        """Its results may be used after this."""
+        """Return when its results may be used."""
         ...
 
 
 class Done:
-    """Nothing under way."""
+    """An operation that is complete."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -45,20 +45,20 @@ class Done:
 
 @dataclass
 class Then:
-    """Something under way and what is left to do once it is there."""
+    """An operation and an action that follows it."""
 
     first: Handle
     action: Callable[[], Any]
 
     def wait(self) -> None:
-        """Wait, then do the rest."""
+        """Wait, then run the action."""
         self.first.wait()
         self.action()
 
 
 @dataclass
 class _Named:
-    """A collective under way; while the host waits for it, the heartbeat says so."""
+    """A collective; while the host waits for it, the heartbeat says so."""
 
     work: dist.Work
     name: str
@@ -70,7 +70,7 @@ class _Named:
 
 
 class RankGroup:
-    """Some ranks that exchange tensors. `heart` is told of every exchange, so that one nobody answers can be named."""
+    """Ranks that exchange tensors. `heart` records every collective, so that a report of a hang can name it."""
 
     def __init__(self, rank: int = 0, size: int = 1, handle: dist.ProcessGroup | None = None, heart: Heartbeat | None = None) -> None:
         self.rank, self.size, self.handle, self.heart = rank, size, handle, heart or Heartbeat(rank)
@@ -82,19 +82,19 @@ class RankGroup:
         return self._under_way("all_reduce", dist.all_reduce(tensor, group=self.handle, async_op=True))
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Handle:
-        """This rank's part of the sum over ranks; `part` may lie in `whole` at this rank's place."""
+        """This rank's part of the sum over ranks; `part` may be a view of `whole` at this rank's position."""
         if self.size == 1:
             if part.data_ptr() != whole.data_ptr():
                 part.copy_(whole)
             return Done()
         if part.is_cuda:
             return self._under_way("reduce_scatter", reduce_scatter_tensors(part, whole, group=self.handle, async_op=True))
-        separate = torch.empty_like(part)  # gloo is not made for overlapping input and output
+        separate = torch.empty_like(part)  # with gloo, input and output must not overlap
         work = self._under_way("reduce_scatter", reduce_scatter_tensors(separate, whole, group=self.handle, async_op=True))
         return Then(work, lambda: part.copy_(separate))
 
     def all_gather(self, whole: Tensor, part: Tensor) -> Handle:
-        """All ranks' parts, one after another; `part` may lie in `whole` at this rank's place."""
+        """All ranks' parts, one after another; `part` may be a view of `whole` at this rank's position."""
         if self.size == 1:
             if part.data_ptr() != whole.data_ptr():
                 whole.copy_(part)
@@ -107,7 +107,7 @@ class RankGroup:
         if self.size == 1:
             received.copy_(given)
             return Done()
-        if not given.is_cuda:  # gloo does not know every dtype, but bytes
+        if not given.is_cuda:  # gloo supports bytes, not every dtype
             received, given = received.view(torch.uint8), given.view(torch.uint8)
         return self._under_way("all_to_all", dist.all_to_all_single(received, given, group=self.handle, async_op=True))
 
@@ -134,7 +134,7 @@ class RankGroup:
         return self.max_each([value])[0]
 
     def max_each(self, values: list[int], name: str = "agreement") -> list[int]:
-        """The largest of the ranks' host numbers, at each place of a list."""
+        """The elementwise maximum of the ranks' host numbers."""
         if self.size == 1:
             return values
         found = torch.tensor(values)
@@ -158,14 +158,14 @@ class RankGroup:
         return _Named(work, name, self)
 
     def host_group(self, timeout_seconds: float) -> RankGroup:
-        """The same ranks over connections of their own, on the host: what a thread exchanges there keeps out of everybody's order."""
+        """The same ranks over separate gloo connections, for a thread whose collectives run at any time."""
         if self.size == 1:
             return self
         handle = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         return RankGroup(self.rank, self.size, handle)  # pyright: ignore[reportArgumentType]
 
     def close(self, *, orderly: bool = True) -> None:
-        """End communication. Orderly, all ranks wait for each other first: gloo's threads may abort a process that others still talk to."""
+        """End communication. If orderly, all ranks wait for each other first: gloo may abort a process that others still use."""
         if self.size > 1 and dist.is_initialized():
             if orderly:
                 self.barrier()
@@ -179,7 +179,7 @@ class RankGroup:
 
 
 def start_group(process: Process, backend: Literal["gloo", "nccl"], timeout_seconds: float, heart: Heartbeat | None = None) -> RankGroup:
-    """Join the other processes of a run; the launcher says where they meet (MASTER_ADDR, MASTER_PORT). Alone there is nobody to join."""
+    """Join the other processes of a run; the launcher sets MASTER_ADDR and MASTER_PORT. One process joins nobody."""
     if process.world == 1:
         return RankGroup(heart=heart)
     kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
@@ -189,13 +189,13 @@ def start_group(process: Process, backend: Literal["gloo", "nccl"], timeout_seco
         )
     except ValueError as problem:
         raise LaunchError(
-            f"rank {process.rank} of {process.world} cannot meet the others: {problem}. "
+            f"rank {process.rank} of {process.world} cannot connect to the other ranks: {problem}. "
             "Start it with torchrun, or set MASTER_ADDR and MASTER_PORT."
         ) from None
     except dist.DistError as problem:
         first = str(problem).splitlines()[0]
         raise LaunchError(
-            f"rank {process.rank} of {process.world} could not meet the others within {timeout_seconds:.0f} s: {first}"
+            f"rank {process.rank} of {process.world} could not connect to the other ranks within {timeout_seconds:.0f} s: {first}"
         ) from None
     return RankGroup(process.rank, process.world, dist.group.WORLD, heart)
 
@@ -247,9 +247,9 @@ def _join(groups: list[list[int]], world: RankGroup, *, may_be_world: bool) -> R
 
 
 class Background:
-    """Runs work of several stages beside backward, in order: on a stream of its own with CUDA, else in a thread.
+    """Runs work of several operations during backward, in order: on a separate CUDA stream, or in a thread.
 
-    A hook that exchanges here does so for every bucket of a step: what other threads start meanwhile has no fixed place in the order.
+    A hook that exchanges here must do so for every bucket of a step, because ranks must start all collectives in the same order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -257,7 +257,7 @@ class Background:
         self.thread = None if self.stream else ThreadPoolExecutor(1, thread_name_prefix="headway-exchange")
 
     def run(self, work: Callable[[], Any]) -> Handle:
-        """Start work; it sees everything that was queued before."""
+        """Start work after everything that was queued before."""
         if self.stream is None:
             assert self.thread is not None
             return _Awaited(self.thread.submit(work))
@@ -281,14 +281,14 @@ class _Awaited:
 class _Passed:
     event: torch.cuda.Event
     work: Callable[[], Any]
-    """Kept, with the tensors it uses: until the event has passed, their memory must not go to anybody else on the main stream."""
+    """Keeps the tensors it uses alive: until the event has passed, the main stream must not reuse their memory."""
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
 
 
 class DifferentiableCollectives:
-    """Differentiable communication for objectives, under the law that a gradient is the sum of all ranks' shares."""
+    """Differentiable collectives for objectives. A gradient is the sum of all ranks' shares."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group

@@ -20,10 +20,10 @@ Offload = Literal["activations", "optimizer"]
 
 
 class Zero1Config(Section):
-    """Where fp32 masters and optimizer state live."""
+    """Settings of strategy zero1."""
 
     size: int | Literal["auto"] = setting(
-        "auto", "Ranks that share one copy of the optimizer state: 1 = plain data parallelism, auto = all, between = ZeRO-1.5."
+        "auto", "Ranks over which the optimizer state is sharded: auto = all (ZeRO-1), 1 = plain data parallelism, in between = ZeRO-1.5."
     )
 
     @field_validator("size")
@@ -35,7 +35,7 @@ class Zero1Config(Section):
 class FsdpConfig(Section):
     """Fully sharded data parallelism."""
 
-    size: int | Literal["auto"] = setting("auto", "Ranks that share one copy of everything; auto = all, fewer = replicated groups (HSDP).")
+    size: int | Literal["auto"] = setting("auto", "Ranks over which everything is sharded: auto = all, fewer = replicated groups (HSDP).")
     reshard_after_forward: bool = setting(True, "Free a block's parameters after its forward and gather them again for backward.")
 
     @field_validator("size")
@@ -53,34 +53,36 @@ def _at_least_one(value: int | str) -> int | str:
 class OverlapConfig(Section):
     """What runs at the same time; results do not depend on it."""
 
-    reduce: bool = setting(True, "Exchange gradients bucket by bucket while backward still runs.")
+    reduce: bool = setting(True, "Exchange gradients bucket by bucket during backward.")
     gather: bool = setting(True, "Gather updated parameters during the next forward, one bucket ahead.")
     step: bool = setting(
-        True, "Take each bucket's norm while later ones are exchanged, and gather each while later ones are stepped; clipping stays exact."
+        True, "Compute the norm of a bucket while later ones are exchanged; gather it while later ones are updated. Clipping stays exact."
     )
 
 
 class ParallelConfig(Section):
     """How ranks share the work."""
 
-    strategy: Literal["zero1", "fsdp"] = setting("zero1", "zero1: whole parameters, cut optimizer state. fsdp: everything cut.")
+    strategy: Literal["zero1", "fsdp"] = setting(
+        "zero1", "zero1: the optimizer state is sharded. fsdp: parameters, gradients and optimizer state are sharded."
+    )
     zero1: Zero1Config = setting(Zero1Config, "Settings of strategy zero1.")
     fsdp: FsdpConfig = setting(FsdpConfig, "Settings of strategy fsdp.")
-    bucket_bytes: int = setting(32 << 20, "Gradients exchanged at a time (strategy zero1).", gt=0)
+    bucket_bytes: int = setting(32 << 20, "Bytes of gradients that are exchanged at a time (strategy zero1).", gt=0)
     accumulate_dtype: Literal["fp32", "compute"] = setting(
-        "fp32", "Precision in which microbatches' gradients are added up; compute = as parameters, half the memory in 16 bits."
+        "fp32", "Precision in which gradients of microbatches are summed; compute = that of the model, half the memory in 16 bits."
     )
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "Precision in which gradients are exchanged between ranks.")
     overlap: OverlapConfig = setting(OverlapConfig, "What runs at the same time (strategy zero1).")
     hook: Annotated[HookConfig, KindIn("headway.parallel.hooks")] | None = setting(
-        None, "How gradients are exchanged; null = a plain sum: reduce_scatter where the optimizer state is cut, else all_reduce."
+        None, "How gradients are exchanged; null = a plain sum: reduce_scatter if the optimizer state is sharded, else all_reduce."
     )
     context: int = setting(
         1,
-        "Ranks that share the tokens of each row (Ulysses); attention sees the whole row. It divides num_kv_heads and data.seq_len.",
+        "Ranks that share the tokens of each row (Ulysses); attention covers the whole row. Must divide num_kv_heads and data.seq_len.",
         ge=1,
     )
-    timeout_seconds: float = setting(1800.0, "How long ranks wait for each other before they give up.", gt=0)
+    timeout_seconds: float = setting(1800.0, "Seconds that ranks wait for each other before they give up.", gt=0)
 
     def mesh(self, rank: int, world: int) -> Mesh:
         """The layout of the ranks."""
@@ -89,7 +91,7 @@ class ParallelConfig(Section):
         return plan_mesh(rank, world, self.zero1.size, "parallel.zero1.size", self.context)
 
     def check_rows(self, model: ModelConfig, seq_len: int, objective: ObjectiveConfig, adapter: AdapterConfig | None) -> None:
-        """Refuse what ranks with parts of rows cannot do exactly."""
+        """Refuse settings that ranks with parts of rows cannot serve exactly."""
         if self.context == 1:
             return
         is_set = f"parallel.context is {self.context}"
@@ -98,7 +100,7 @@ class ParallelConfig(Section):
             instead = f"Use {' or '.join(fitting)}" if fitting else "Use 1"
             raise ParallelError(
                 f"{is_set}; it must divide num_kv_heads={model.kv_heads}, since a rank attends with whole KV heads. "
-                f"{instead}, and parallel.strategy=fsdp or memory.recompute where rows must be longer."
+                f"{instead}; if rows must be longer, use parallel.strategy=fsdp or memory.recompute."
             )
         if seq_len % self.context:
             near = seq_len // self.context * self.context or self.context
@@ -107,10 +109,12 @@ class ParallelConfig(Section):
             raise ParallelError(f"objective {objective.kind} needs whole rows: {is_set} and must be 1.")
         for key, rate in (("model.dropout", model.dropout), ("adapter.dropout", adapter.dropout if adapter else 0.0)):
             if rate:
-                raise ParallelError(f"{is_set} and {key} is {rate}, which would drop alike on all its ranks. Set the dropout to 0.")
+                raise ParallelError(
+                    f"{is_set} and {key} is {rate}, which would drop the same elements on all ranks of a row. Set the dropout to 0."
+                )
 
     def check(self, mesh: Mesh, precision: str) -> None:
-        """Refuse what cannot be right together."""
+        """Refuse settings that contradict each other."""
         if self.strategy == "fsdp":
             if self.hook is not None:
                 raise ParallelError(
@@ -138,21 +142,23 @@ class ParallelConfig(Section):
 
 
 class MemoryConfig(Section):
-    """Memory against time."""
+    """What trades memory for time."""
 
-    loss_chunk_tokens: int | Literal["auto"] = setting("auto", "Tokens whose logits exist at one time; auto = 4096 on CUDA, else 2048.")
+    loss_chunk_tokens: int | Literal["auto"] = setting(
+        "auto", "Tokens whose logits are computed at a time; auto = 4096 on CUDA, else 2048."
+    )
     recompute: float | str = setting(
         "none",
-        "Activations computed again in backward instead of kept: none or false, true (all blocks), a fraction of the blocks (0 to 1, the "
+        "Activations that backward recomputes instead of storing: none or false, true (all blocks), a fraction of the blocks (0 to 1, the "
         "first ones), every-k (every k-th block), or selective (in all blocks, all but the results of matrix products and attention).",
     )
     offload: tuple[Offload, ...] = setting(
-        (), "What waits in host memory: activations (large ones, between forward and backward), optimizer (its state and fp32 masters)."
+        (), "What is kept in host memory: activations (large ones, between forward and backward), optimizer (its state and fp32 masters)."
     )
 
     limit_gib: float | None = setting(
         None,
-        "Memory a rank may use, in GiB; null = what the device has, on CPU most of what is free. batch.micro_rows=auto fits into it.",
+        "Memory limit of a rank in GiB; null = all of the device, on the CPU most of what is free. batch.micro_rows=auto fits into it.",
         gt=0,
     )
 
@@ -170,7 +176,7 @@ class MemoryConfig(Section):
     @field_validator("recompute", mode="before")
     @classmethod
     def _switch(cls, value: object) -> object:
-        """true and false, as other systems have it: all blocks or none."""
+        """true means all blocks, false none."""
         return value if not isinstance(value, bool) else 1.0 if value else "none"
 
     @field_validator("recompute")

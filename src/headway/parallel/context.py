@@ -1,4 +1,4 @@
-"""Context parallelism (Ulysses): the tokens of every row lie on several ranks; attention, which needs all of them, is computed by heads.
+"""Context parallelism (Ulysses): the tokens of every row are split over ranks; attention, which needs all of them, is split by heads.
 
 Shapes: B rows, T tokens of a row, P ranks, t = T / P, H query heads, KV key and value heads, hd head width.
 
@@ -8,7 +8,7 @@ Shapes: B rows, T tokens of a row, P ranks, t = T / P, H query heads, KV key and
          all-to-all
     halves of a block    o [B,t,H,hd]
 
-KV heads travel once each and keep their query heads beside them. The backward of either exchange is the other one. A token's loss and a
+Each KV head is sent once, together with its query heads. The backward of either exchange is the other one. A token's loss and a
 head's gate belong to one rank alone, so gradients are the plain sum over ranks, as everywhere.
 """
 

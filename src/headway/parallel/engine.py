@@ -1,4 +1,4 @@
-"""The contract between the loop and whatever moves numbers: one engine per strategy, all with these methods."""
+"""The contract between the training loop and an engine, and `EngineSpec`, from which `assemble` builds one."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class DeviceTimestamp:
-    """A moment on the device's own clock."""
+    """A moment on the device's clock, recorded without waiting for the device."""
 
     event: torch.cuda.Event | None
     host: float
 
     @classmethod
     def now(cls, device: torch.device) -> DeviceTimestamp:
-        """DeviceTimestamp the place the device's queue has reached."""
+        """Record the moment at which the device reaches this point of its queue."""
         if device.type != "cuda":
             return cls(None, time.perf_counter())
         event = torch.cuda.Event(enable_timing=True)
@@ -83,7 +83,7 @@ class DeviceTimestamp:
         return cls(event, time.perf_counter())
 
     def since(self, earlier: DeviceTimestamp) -> float:
-        """Seconds between two marks that the device has passed."""
+        """Seconds since an earlier timestamp; the device must have passed both."""
         if self.event is None or earlier.event is None:
             return self.host - earlier.host
         return earlier.event.elapsed_time(self.event) / 1000
@@ -96,9 +96,9 @@ class StepResult:
     loss: Tensor
     metrics: MetricSums
     verdict: Tensor | None = None
-    """What the run thinks of the loss, as a number: see headway.train.health."""
+    """The verdict of the loss monitor (headway.train.health), as a number."""
     compute_window: tuple[DeviceTimestamp, DeviceTimestamp] | None = None
-    """Beginning and end of a stretch in which this rank waited for no other: its times can be compared with those of other ranks."""
+    """Begin and end of a period in which this rank waited for no other rank, so that ranks can be compared by it."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Update:
 
     norm: Tensor
     skipped: Tensor
-    """1 where nothing was changed: the gradients were not finite, or it was asked for. Else 0."""
+    """1 if nothing was changed, because gradients were not finite or `skip` was 1; else 0."""
     loss_scale: Tensor
     """What the loss of this step was multiplied by; 1 unless the precision is fp16."""
 
@@ -144,7 +144,7 @@ class Engine(Protocol):
         ...
 
     def load(self, read: ReadTensor, scalars: dict[str, Any]) -> None:
-        """Take back what tensors and scalars gave."""
+        """Restore what tensors and scalars returned."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,11 +1,11 @@
-"""Everything cut over the shard group: parameters, gradients and optimizer state, gathered block by block when they are needed (FSDP2).
+"""The FSDP2 engine: parameters, gradients and optimizer state are sharded; blocks are gathered when they are needed.
 
-torch's `fully_shard` moves the parameters; the law of gradients (plain sums of shares), clipping, the update rule and checkpoints are
-headway's own, so that a run may change between this engine and the flat one. A tensor's part is a box along dim 0:
+torch's `fully_shard` moves the parameters. Gradients (plain sums over ranks), clipping, the update rule and checkpoints are those of the
+flat engine, so that a run may change between both. A shard is a box along dim 0:
 
     rows 0 .. n-1 of a parameter, ranks of a shard group:   [ 0 .. c-1 | c .. 2c-1 | ... ]   with c = ceil(n / ranks)
 
-The sharded parameters are the fp32 masters; the compute dtype exists only while a block is gathered. What does not train lies in the
+The sharded parameters are the fp32 masters; the compute dtype exists only while a block is gathered. What does not train is stored in the
 compute dtype. Head gates and parameters of the objective stay whole on every rank, in fp32. The root (embedding, final norm, head) stays
 gathered from its forward to the end of backward, because the head is applied after the model has returned.
 """
@@ -45,7 +45,7 @@ class LocalParameter:
     group: str | None
     """The group it trains in; None: it does not."""
     state: dict[str, Tensor]
-    """What the optimizer keeps, flat, in the form its storage has."""
+    """Optimizer state, flat, in the form of its storage."""
     steps: Tensor
 
     @property
@@ -175,7 +175,7 @@ class FsdpEngine(BaseEngine):
                 yield name, part.parameter.full_tensor() if isinstance(part.parameter, DTensor) else part.master
 
     def flush(self) -> None:
-        """Free gathered parameters, so that the next forward gathers current ones; wait for what lies in host memory."""
+        """Free gathered parameters, so that the next forward gathers current ones; wait for copies to host memory."""
         if self.host_state is not None:
             self.host_state.flush()
         for module in self.model.modules():

@@ -1,4 +1,4 @@
-"""Finds the largest microbatch that fits on a GPU, in a process of its own. In: an EngineSpec, rows of data, a limit; out: a row count.
+"""Finds the largest microbatch that fits on a GPU, in a separate process. In: an EngineSpec, rows of data, a limit; out: a row count.
 
 The child process builds the engine of this rank and measures forward, backward and update. Nothing of it is left afterwards: the parent's
 memory, its random numbers and its process groups are not touched, and a trial may run out of memory anywhere.
@@ -34,7 +34,7 @@ class Probe:
     """What the child process is given."""
 
     settings: dict[str, Any]
-    """The fields of an EngineSpec that travel to another process: all but `ranks` and `prepare`."""
+    """The fields of an EngineSpec that are sent to another process: all but `ranks` and `prepare`."""
     mesh: Mesh
     step: StepBatch
     """One microbatch with all rows of this rank, on the host, with every column that `prepare` adds."""
@@ -59,7 +59,7 @@ def make_probe(spec: EngineSpec, step: StepBatch, sizes: Sequence[int], limit_by
 
 
 def run_probe(probe: Probe, timeout_seconds: float) -> int:
-    """The largest size that fits, found in a process of its own. Raises ChildFailureError."""
+    """The largest size that fits, found in a separate process. Raises ChildFailureError."""
     return run_in_child(measure, (probe,), timeout_seconds)
 
 

@@ -1,12 +1,12 @@
-"""Activations that wait in host memory between forward and backward.
+"""Activations that are kept in host memory between forward and backward.
 
-    forward   block 0   block 1   block 2 ...        what autograd saves of a block leaves on a copy stream while later blocks compute
+    forward   block 0   block 1   block 2 ...        a copy stream sends what autograd saved of a block while later blocks compute
     host         [0]       [1]       [2]
     backward                      ... block 2        a block's tensors come back while the block above it computes
 
-Only large tensors travel, each storage once however many times it is saved, never parameters nor what all blocks share. Two blocks may be
-on their way out at most: a third waits, so that memory stays bounded where the link is slower than the arithmetic. With whole blocks
-recomputed, only their inputs are saved, and only those travel. On a CPU device the same tensors are copied and used from their copies.
+Only large tensors are offloaded, each storage once however often it is saved; parameters and what all blocks share never are. At most two
+blocks are being copied out; a third waits, so that memory stays bounded where the link is slower than the arithmetic. With whole blocks
+recomputed, only their inputs are saved and offloaded. On a CPU device the same tensors are copied and used from their copies.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 MIN_BYTES = 1 << 20
-"""Smaller tensors stay: they are not worth a copy of their own."""
+"""Smaller tensors stay on the device."""
 AHEAD = 2
-"""Blocks that may be on their way out at the same time."""
+"""Blocks that may be copied out at the same time."""
 
 
 class BlockRecord:
@@ -61,7 +61,7 @@ class ActivationOffload:
         """The block whose backward runs."""
 
     def wrap(self, block: nn.Module, *, first: bool) -> None:
-        """Let a block's saved tensors travel; `first`: a new forward begins with it."""
+        """Offload a block's saved tensors; `first`: a new forward begins with it."""
         inner = block.forward
 
         def forward(*inputs: Any) -> Tensor:
@@ -103,7 +103,7 @@ class ActivationOffload:
             if size < self.min_bytes or tensor.device != self.device or _storage(tensor) in stay:
                 return tensor
             storage = tensor.untyped_storage()
-            if storage.nbytes() > 2 * size:  # a small part of something large travels alone
+            if storage.nbytes() > 2 * size:  # a small view of a large storage is copied alone
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
                 storage = tensor.untyped_storage()
             key = (storage.data_ptr(), tensor._version)

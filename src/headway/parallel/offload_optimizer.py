@@ -1,10 +1,10 @@
-"""Optimizer state that waits in host memory: pieces of it come to the device, are updated there, and go back while others are under way.
+"""Optimizer state in host memory: chunks are copied to the device, updated there, and copied back while others are being copied.
 
-    host, pinned   [ piece 0 | piece 1 | piece 2 | ... ]        master weights (where they are not the parameters themselves) and moments
-                        |  copy in     ^ copy out               two staging places on the device take turns
-    device         [ staging A ] [ staging B ]  -> the update rule on each piece, with the gradients that are there already
+    host, pinned   [ chunk 0 | chunk 1 | chunk 2 | ... ]        master weights (where they are not the parameters themselves) and moments
+                        |  copy in     ^ copy out               two staging buffers on the device take turns
+    device         [ staging A ] [ staging B ]  -> the update rule on each chunk, with gradients from the device
 
-The arithmetic is that of the update rule on the device, so results are the same bits as without this. On a CPU device the same pieces are
+The arithmetic is that of the update rule on the device, so results are the same bits as without this. On a CPU device the same chunks are
 copied and copied back, one after another.
 """
 
@@ -20,8 +20,8 @@ from headway.optim.base import Guard, Hyper, Optimizer
 from headway.optim.state_storage import BLOCK, SCALE
 
 MASTER = "master"
-PIECE = 1 << 23
-"""Elements that are under way at a time; a multiple of every block of the state."""
+CHUNK = 1 << 23
+"""Elements of a chunk; a multiple of every block of the state."""
 
 
 class LocalTensors(NamedTuple):
@@ -36,39 +36,39 @@ class LocalTensors(NamedTuple):
 class HostStateOptimizer:
     """Runs an update rule on state in host memory."""
 
-    def __init__(self, optimizer: Optimizer, device: torch.device, piece: int = PIECE) -> None:
-        self.optimizer, self.device, self.piece = optimizer, device, piece
+    def __init__(self, optimizer: Optimizer, device: torch.device, chunk: int = CHUNK) -> None:
+        self.optimizer, self.device, self.chunk = optimizer, device, chunk
         self.inward = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.outward = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staging: list[dict[str, Tensor]] = [{}, {}]
         self._free: list[torch.Event | None] = [None, None]
-        """When a staging place has been copied out."""
+        """When a staging buffer has been copied out."""
         self._turn = 0
 
     def update(self, local: LocalTensors, hyper: Hyper, guard: Guard, copies: list[Tensor] | None) -> None:
         """As Optimizer.update. With `copies` the params are in host memory too, and their new values are also written to the copies."""
         if self.inward is not None and self.outward is not None:
-            self.inward.wait_stream(self.outward)  # what the last update sent back is there before it is read again
+            self.inward.wait_stream(self.outward)  # the last update must be back in host memory before it is read again
         for index, (param, grad, step) in enumerate(zip(local.params, local.grads, local.steps, strict=True)):
             state = {role: parts[index] for role, parts in local.state.items()}
-            for start in range(0, param.numel(), self.piece):
-                stop, is_last = start + self.piece, start + self.piece >= param.numel()
+            for start in range(0, param.numel(), self.chunk):
+                stop, is_last = start + self.chunk, start + self.chunk >= param.numel()
                 part = slice(start, None if is_last else stop)
-                pieces = {role: [tensor[_in_blocks(part) if role.endswith(SCALE) else part]] for role, tensor in state.items()}
+                chunks = {role: [tensor[_in_blocks(part) if role.endswith(SCALE) else part]] for role, tensor in state.items()}
                 counter = step if is_last else step.clone()
-                self._update_piece(
-                    LocalTensors([param[part]], [grad[part]], pieces, [counter]),
+                self._update_chunk(
+                    LocalTensors([param[part]], [grad[part]], chunks, [counter]),
                     hyper,
                     guard,
                     None if copies is None else copies[index][part],
                 )
 
-    def _update_piece(self, local: LocalTensors, hyper: Hyper, guard: Guard, target: Tensor | None) -> None:
+    def _update_chunk(self, local: LocalTensors, hyper: Hyper, guard: Guard, target: Tensor | None) -> None:
         host = {role: parts[0] for role, parts in local.state.items()}
         if target is not None:
             host[MASTER] = local.params[0]
         turn = self._turn = 1 - self._turn
-        staged = {role: self._place(turn, role, part) for role, part in host.items()}
+        staged = {role: self._staging_buffer(turn, role, part) for role, part in host.items()}
         free = self._free[turn]
         with self._on(self.inward):
             if self.inward is not None and free is not None:
@@ -87,14 +87,14 @@ class HostStateOptimizer:
             if self.outward is not None:
                 self._free[turn] = self.outward.record_event()
 
-    def _place(self, turn: int, role: str, part: Tensor) -> Tensor:
-        """Room on the device for a piece; it grows to the largest one seen and stays."""
-        place = self._staging[turn].get(role)
-        if place is None or place.numel() < part.numel():
+    def _staging_buffer(self, turn: int, role: str, part: Tensor) -> Tensor:
+        """Room on the device for a chunk; it grows to the largest one seen and stays."""
+        buffer = self._staging[turn].get(role)
+        if buffer is None or buffer.numel() < part.numel():
             self.flush()
-            place = self._staging[turn][role] = torch.empty(part.numel(), dtype=part.dtype, device=self.device)
+            buffer = self._staging[turn][role] = torch.empty(part.numel(), dtype=part.dtype, device=self.device)
             _follow(None, self.inward, self.device)  # the memory may have been something else's until now
-        return place[: part.numel()]
+        return buffer[: part.numel()]
 
     def flush(self) -> None:
         """Wait until everything is back in host memory."""

@@ -62,10 +62,10 @@ class Passes:
             return metrics
         owned = {parameter.untyped_storage().data_ptr() for parameter in self.objective.module.parameters()}
 
-        def apart(tensor: Tensor) -> Tensor:
+        def copied(tensor: Tensor) -> Tensor:
             return tensor.detach().clone() if tensor.untyped_storage().data_ptr() in owned else tensor
 
-        return {name: (apart(total), apart(weight)) for name, (total, weight) in metrics.items()}
+        return {name: (copied(total), copied(weight)) for name, (total, weight) in metrics.items()}
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
@@ -92,18 +92,18 @@ class Passes:
 
     @torch.no_grad()
     def _surveyed(self, batches: Iterable[Batch], at: StepInfo, first: int) -> tuple[Iterable[Batch], StepInfo]:
-        """Microbatches on the device. Where a loss couples the rows of a step cut in parts, a pass without gradients comes first."""
+        """Microbatches on the device. Where a loss couples the rows of a whole step, a pass without gradients comes first."""
         moved = map(self._moved, batches)
         if not isinstance(self.objective, StepObjective):
             return moved, at
-        kept = list(moved)
-        if len(kept) * self.ranks.reduce.size == 1:
-            return kept, at
+        batches = list(moved)
+        if len(batches) * self.ranks.reduce.size == 1:
+            return batches, at
         seen: list[Tensor] = []
-        for index, micro in enumerate(kept):
+        for index, micro in enumerate(batches):
             self._reseed(at, first + index)
             seen.append(self.objective.survey(self._forward(micro, at, first + index), micro))
-        return kept, replace(at, survey=self.exchange.gather(torch.cat(seen)))
+        return batches, replace(at, survey=self.exchange.gather(torch.cat(seen)))
 
     def _forward(self, batch: Batch, at: StepInfo, microbatch: int) -> ModelOut:
         """One pass. What the model samples itself is the same on all ranks that share a microbatch; in evaluation it samples nothing."""

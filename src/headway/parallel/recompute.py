@@ -1,7 +1,7 @@
-"""Activations that backward computes again instead of keeping them; the model's own code knows nothing of it.
+"""Activations that backward recomputes instead of storing; the model's code is unchanged.
 
-    whole blocks   only the input of a block is kept; backward runs the block's forward once more, with the same random numbers
-    selective      of every half of a block, the results of matrix products are kept (and attention's q, k, v and o, which lie between the
+    whole blocks   only the input of a block is stored; backward runs the block's forward once more, with the same random numbers
+    selective      of every half of a block, the results of matrix products are stored (and attention's q, k, v and o, which are between the
                    halves); norms, rotations, activations and sums are computed again
 
 Gradients are the same: on the CPU bit for bit, since the same operations run on the same numbers.
@@ -65,6 +65,6 @@ def _policy(compiled: bool, _context: object, operation: Any, *_inputs: object, 
 
 @cache
 def _quiet_compiler() -> None:
-    """Keep the compiler from announcing, once per run, that marked regions must not change tensors in place; ours do not."""
+    """Silence a warning of the compiler that marked regions must not change tensors in place; ours do not."""
     logger = logging.getLogger("torch._higher_order_ops.wrap")
     logger.addFilter(lambda record: "context_fn is passed" not in record.getMessage())

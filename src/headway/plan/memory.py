@@ -1,12 +1,12 @@
 """How many bytes a rank needs for a step, by kind, before anything is allocated. Numbers come in, numbers go out; nothing imports torch.
 
-    kept throughout   weights (what the model computes with), masters (fp32, where they are not the weights themselves), optimizer state
+    all the time      weights (what the model computes with), masters (fp32, where they are not the weights themselves), optimizer state
     during a step     gradients, activations (what autograd saves between forward and backward), logits (one chunk, the head's gradients)
 
 The peak is where the head runs: all activations are there, and the logits. Gradients count there only if they are kept across microbatches;
-on CUDA a step of one microbatch brings them while activations go. Widths: D stream, A query heads, K key heads, F feed-forward.
+on CUDA a step of one microbatch adds them while activations are freed. Widths: D stream, A query heads, K key heads, F feed-forward.
 
-What a block keeps per token, in elements of the compute dtype (seen in what torch saves; tests hold these to it):
+What a block stores per token, in elements of the compute dtype (seen in what torch saves; tests hold these to it):
 
     compiled             x, norm, q, k, v, o, stream, norm, gate, up, product     4 D + 2 A + 2 K + 3 F
     compiled, selective  x, q, k, v, o, projection, gate, up                      2 D + 2 A + 2 K + 2 F
@@ -27,7 +27,7 @@ GIB = 1 << 30
 STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.125}
 """Bytes of AdamW's moments per parameter."""
 OUTSIDE = 3
-"""Blocks whose activations are on the device at once when they are offloaded: one at work, two on their way."""
+"""Blocks whose activations are on the device at once when they are offloaded: one in use, two being copied."""
 PAGE_LOCKED_ROUND = 1.44
 """What rounding up to a power of two adds on the average, over many tensors of any size: 1 / ln 2."""
 ROUND = 1.02
@@ -100,7 +100,7 @@ def estimate(job: MemoryJob) -> Estimate:
     activations, logits = _activations(job), _logits(job)
     gradients = _gradients(job)
     if job.on_cuda and not job.fsdp and job.accumulate == 1:
-        # they grow while activations go, and are all there at the end of backward
+        # they grow while activations are freed, and are complete at the end of backward
         gradients = max(0, gradients - activations - logits)
     kinds = {
         "weights": _weights(job),
@@ -227,7 +227,7 @@ def _fewer_rows(job: MemoryJob) -> MemoryJob | None:
 
 
 def suggestions(job: MemoryJob) -> list[tuple[str, int]]:
-    """Settings that would need less, with the bytes each would free alone, most first."""
+    """Settings that would need less memory, with the bytes each would free alone, largest first."""
     now = estimate(job).total
     fewer = _fewer_rows(job)
     changes: list[Change] = [

@@ -1,4 +1,4 @@
-"""Memory of a run: what it needs by kind, what to say when it runs out, and the largest microbatch that fits."""
+"""Memory of a run: the estimate of what it needs, the error when it runs out, and the largest microbatch that fits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SPARE_RAM = 0.8
 
 
 class OutOfMemoryError(TrainingError):
-    """Memory ran out; says what needed it and what would need less."""
+    """Memory ran out. The message says what needs it and which settings would need less."""
 
 
 def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: ResolvedBatch, num_ranks: int) -> MemoryJob:
@@ -82,7 +82,7 @@ def limit_of(recipe: Recipe, device: torch.device) -> int | None:
 
 
 def keep_limit(recipe: Recipe, job: MemoryJob, device: torch.device) -> None:
-    """Hold a run to the limit its recipe sets: the allocator on CUDA, the estimate on the CPU."""
+    """Apply memory.limit_gib: to the allocator on CUDA, to the estimate on the CPU."""
     if recipe.memory.limit_gib is None:
         return
     wanted = recipe.memory.limit_gib * GIB
@@ -93,26 +93,26 @@ def keep_limit(recipe: Recipe, job: MemoryJob, device: torch.device) -> None:
 
 
 def check_host_memory(job: MemoryJob, ranks_here: int) -> None:
-    """Refuse an offload that this machine's memory cannot take; what the kernel does otherwise is kill the run."""
+    """Refuse an offload that does not fit into this machine's memory; otherwise the kernel would kill the run."""
     wanted, free = estimate(job).host * ranks_here, ram_bytes()[1]
     if job.on_cuda and free is not None and wanted > USABLE * free:
         raise ConfigError(
-            f"memory.offload is [{', '.join(job.memory.offload)}]; {ranks_here} ranks here would keep {amount(wanted)} in host memory, "
-            f"of which {amount(free)} are free. Offload less, use optim.state_dtype=8bit, or more machines."
+            f"memory.offload is [{', '.join(job.memory.offload)}]; the {ranks_here} ranks on this machine need {amount(wanted)} "
+            f"of host memory, and {amount(free)} is free. Offload less, use optim.state_dtype=8bit, or use more machines."
         )
 
 
 def explain(job: MemoryJob) -> str:
-    """What a step needs by kind, and what would need less; one line."""
+    """What a step needs by kind, and which settings would need less; one line."""
     found = estimate(job)
     less = [f"{name} would free {amount(freed)}" for name, freed in suggestions(job)]
     advice = f" {'; '.join(less)}." if less else " No setting would free much; use a smaller model or more ranks."
-    return f"By estimate a step of this rank needs {amount(found.total)}: {found.describe()}.{advice}"
+    return f"A step needs an estimated {amount(found.total)} on this rank: {found.describe()}.{advice}"
 
 
 @contextmanager
 def explaining_shortage(job: Callable[[], MemoryJob], device: Callable[[], torch.device]) -> Iterator[None]:
-    """Turn running out of memory, wherever it happens, into one error that says bytes by kind and what would free how much."""
+    """Turn running out of memory, wherever it happens, into one error: bytes by kind, and how much each setting would free."""
     try:
         yield
     except Exception as error:
@@ -122,7 +122,7 @@ def explaining_shortage(job: Callable[[], MemoryJob], device: Callable[[], torch
         held = ""
         if place.type == "cuda":
             free, whole = torch.cuda.mem_get_info(place)
-            held = f" ({amount(torch.cuda.max_memory_allocated(place))} held at most, {amount(free)} of {amount(whole)} free)"
+            held = f" ({amount(torch.cuda.max_memory_allocated(place))} allocated at the peak, {amount(free)} of {amount(whole)} free)"
         message = f"out of memory on {place.type}{held}: {first_line(error, 160)}. {explain(job())}"
     else:
         return
@@ -130,12 +130,12 @@ def explaining_shortage(job: Callable[[], MemoryJob], device: Callable[[], torch
 
 
 def choices(rows_per_rank: int) -> list[int]:
-    """The microbatches that leave the global batch as it is, smallest first."""
+    """The sizes of a microbatch that divide the rows of a rank, smallest first."""
     return [n for n in range(1, rows_per_rank + 1) if rows_per_rank % n == 0]
 
 
 def fit_by_estimate(job: MemoryJob, sizes: Sequence[int], limit: int | None) -> int:
-    """The largest microbatch whose estimate stays under a limit; the smallest if none does."""
+    """The largest microbatch whose estimate is within a limit; the smallest if none is."""
     whole = job.rows * job.accumulate
     fitting = [n for n in sizes if limit is None or estimate(replace(job, rows=n, accumulate=whole // n)).total <= limit]
     return max(fitting, default=sizes[0])
@@ -157,7 +157,9 @@ def fit_micro_rows(recipe: Recipe, job: MemoryJob, spec: EngineSpec, ranks: Rank
         found, how = fit_by_estimate(job, sizes, limit), "estimated"
     chosen = min(ranks.gather(found))
     within = "" if limit is None else f" into {amount(limit)}"
-    log.info("batch.micro_rows=auto: %d rows at once fit%s (%s); batches of %d rows stay as they are", chosen, within, how, sizes[-1])
+    log.info(
+        "batch.micro_rows=auto: %d rows per microbatch fit%s (%s); the batch of %d rows per rank stays", chosen, within, how, sizes[-1]
+    )
     return chosen
 
 
@@ -173,6 +175,8 @@ def _measure(probe: Probe, timeout_seconds: float) -> int:
         return run_probe(probe, timeout_seconds / 2)  # the other ranks wait for the answer
     except ChildFailureError as problem:
         log.warning(
-            "batch.micro_rows=auto: measuring memory failed (%s); using %d row at a time. Set batch.micro_rows.", problem, probe.sizes[0]
+            "batch.micro_rows=auto: measuring memory failed (%s); using %d row per microbatch. Set batch.micro_rows for another size.",
+            problem,
+            probe.sizes[0],
         )
         return probe.sizes[0]

@@ -126,8 +126,8 @@ def test_the_sparsity_comes_to_its_target_within_two_hundredths(measure: str) ->
 
 
 def test_gates_without_an_aim_and_an_aim_without_gates_are_refused() -> None:
-    with pytest.raises(ConfigError, match="nothing says how sparse they are to become"):
+    with pytest.raises(ConfigError, match="the objective has no target sparsity for them"):
         assemble(EngineSpec(SHAPE, NextToken(), OPTIM))
     assemble(EngineSpec(SHAPE, NextToken(), OPTIM, freeze=("gates",)))
-    with pytest.raises(ConfigError, match="freeze holds the gates"):
+    with pytest.raises(ConfigError, match="freeze contains the head gates"):
         assemble(EngineSpec(SHAPE, Config(), OPTIM, freeze=("gates",)))

@@ -38,7 +38,7 @@ def test_wsd_stays_at_the_peak_and_falls_at_the_end() -> None:
 
 
 def test_a_fall_that_does_not_fit_behind_the_warmup_is_refused_at_the_first_step() -> None:
-    with pytest.raises(ConfigError, match="decay is 8 steps; after 3 of zero_steps and warm-up 7 of 10 are left"):
+    with pytest.raises(ConfigError, match="decay is 8 steps; after zero_steps and warm-up \\(3\\) only 7 of 10 steps are left"):
         Schedule(kind="wsd", warmup=2, zero_steps=1, decay=8).factor(0, 10)
     with pytest.raises(ConfigError, match=r"schedule\.decay is 1\.5; a fraction"):
         Schedule(kind="wsd", decay=1.5).factor(0, 10)

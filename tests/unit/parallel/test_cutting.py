@@ -112,7 +112,7 @@ def rows_refusal(seq_len: int = 64, objective: ObjectiveConfig = NextToken(), ad
 def test_rows_that_cannot_be_shared_exactly_are_refused_in_one_line() -> None:
     ParallelConfig(context=4).check_rows(ModelConfig(num_heads=8, num_kv_heads=4), 64, NextToken(), None)
     ParallelConfig().check_rows(ModelConfig(num_heads=8, num_kv_heads=2, dropout=0.1), 63, DPO(), None)
-    assert "must divide num_kv_heads=2, since a rank attends with whole KV heads. Use 2, and" in rows_refusal(num_kv_heads=2)
+    assert "must divide num_kv_heads=2, since a rank attends with whole KV heads. Use 2; if" in rows_refusal(num_kv_heads=2)
     assert "must divide data.seq_len=62. Use seq_len 60" in rows_refusal(seq_len=62)
     assert rows_refusal(objective=DPO()) == "objective dpo needs whole rows: parallel.context is 4 and must be 1."
     assert "model.dropout is 0.1" in rows_refusal(dropout=0.1)

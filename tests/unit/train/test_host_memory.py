@@ -21,7 +21,9 @@ def test_optimizer_state_that_does_not_fit_the_host_is_refused_with_both_numbers
     needed = estimate(job("optimizer")).host
     assert needed == 3 * 2**32, "masters and two moments of 4 * 10**9 bytes each, page-locked in powers of two"
     check_host_memory(job("optimizer"), 1)
-    with pytest.raises(ConfigError, match=r"memory.offload is \[optimizer\]; 2 ranks here would keep 24.0 GiB .* 16.0 GiB are free"):
+    with pytest.raises(
+        ConfigError, match=r"memory.offload is \[optimizer\]; the 2 ranks on this machine need 24.0 GiB .* 16.0 GiB is free"
+    ):
         check_host_memory(job("optimizer"), 2)
     check_host_memory(job(), 64)
 

@@ -1,8 +1,8 @@
-"""Gradients on their way to the sum over ranks: parameters report their gradients, full buckets leave in a fixed order.
+"""Buckets of gradients and the reducer: parameters report their gradients, and complete buckets are exchanged in a fixed order.
 
 Ranks must start the same exchanges in the same order, so buckets are numbered once (the order in which backward is expected to finish them)
-and bucket k leaves only after bucket k-1. Which parameters take part, and how often each reports, is learned in the first step; a
-parameter that is missing later counts as zero on that rank, one that reports after its bucket left is an error that names it.
+and bucket k is sent only after bucket k-1. Which parameters take part, and how often each reports, is learned in the first step; a
+parameter that is missing later counts as zero on that rank, one that reports after its bucket was sent is an error that names it.
 Nothing is exchanged before the last microbatch of a step.
 """
 
@@ -29,7 +29,7 @@ class Bucket:
     flat: Tensor
     """This rank's gradients (fp32, unless accumulate_dtype says otherwise), padding between them; the sum over ranks goes here."""
     local_shard: Tensor
-    """The part of `flat` whose sum this rank needs (all of it where the optimizer state is not cut)."""
+    """The part of `flat` whose sum this rank needs (all of it if the optimizer state is not sharded)."""
     span: BucketSpan
     buffer: TrainBuffer = field(repr=False)
 
@@ -42,7 +42,7 @@ class Bucket:
         return {slot.name: slot.view(self.buffer.param) for slot in self.span.slots}
 
     def allocate(self) -> None:
-        """Have memory for the gradients."""
+        """Allocate memory for the gradients, unless they have it."""
         storage = self.flat.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.flat.nbytes)
@@ -50,26 +50,26 @@ class Bucket:
                 self.flat[start:stop].zero_()
 
     def release(self) -> None:
-        """Give the memory of the gradients back until they come again."""
+        """Free the memory of the gradients until the next backward."""
         self.flat.untyped_storage().resize_(0)
 
     def shard_of(self, flat: Tensor) -> Tensor:
-        """The part of another tensor shaped like `flat` that is this rank's own."""
-        start, stop = self.span.part(self.buffer.sharding)
+        """This rank's shard of another tensor shaped like `flat`."""
+        start, stop = self.span.shard_range(self.buffer.sharding)
         return flat[start - self.span.start : stop - self.span.start]
 
 
 def make_buckets(buffers: list[TrainBuffer], order: list[str], ranks: RankGroups) -> list[Bucket]:
     """All buckets in the order in which backward finishes them; `order` has the parameters as forward meets them."""
-    place = {name: index for index, name in enumerate(order)}
-    found = [(min(place[slot.name] for slot in span.slots), span, buffer) for buffer in buffers for span in buffer.spans]
+    position = {name: index for index, name in enumerate(order)}
+    found = [(min(position[slot.name] for slot in span.slots), span, buffer) for buffer in buffers for span in buffer.spans]
     found.sort(key=lambda entry: -entry[0])
     buckets: list[Bucket] = []
     for index, (_, span, buffer) in enumerate(found):
         flat = buffer.grads[span.index]
-        start, stop = span.part(buffer.sharding)
-        own = flat[start - span.start : stop - span.start]
-        buckets.append(Bucket(index, index == len(found) - 1, ranks, flat, own, span, buffer))
+        start, stop = span.shard_range(buffer.sharding)
+        shard = flat[start - span.start : stop - span.start]
+        buckets.append(Bucket(index, index == len(found) - 1, ranks, flat, shard, span, buffer))
     return buckets
 
 
@@ -89,7 +89,7 @@ class Reducer:
         self._last = False
 
     def begin_last(self) -> None:
-        """The last microbatch of the step comes next: complete buckets may leave."""
+        """The last microbatch of the step comes next: complete buckets may be sent."""
         self._last = True
         self._counts = dict.fromkeys(self.bucket_of, 0)
         expected = self.expected or {}
@@ -119,8 +119,8 @@ class Reducer:
     def _check(self, name: str) -> None:
         if self._last and len(self._handles) > self.bucket_of[name].index:
             raise ParallelError(
-                f"{name} got a gradient after its bucket was exchanged: it takes part in this step but not in the first, or more often. "
-                "Use parallel.overlap.reduce=false for models whose parameters take turns."
+                f"{name} got a gradient after its bucket was exchanged: it was unused in the first step, or is used more often now. "
+                "Use parallel.overlap.reduce=false for models that do not use all parameters in every step."
             )
 
     def _report(self, name: str) -> None:
@@ -145,7 +145,7 @@ class Reducer:
                 bucket.buffer.gradient(bucket.span, slot).zero_()
 
     def finish(self) -> Iterator[Bucket]:
-        """Start what has not left yet, then yield each bucket as its sum is there."""
+        """Send the remaining buckets, then yield each bucket when its sum is complete."""
         if self.hook is None:
             for bucket in self.buckets:
                 self._clear(bucket)
@@ -163,14 +163,14 @@ class Reducer:
 
 
 class InPlace:
-    """Lets one parameter's gradient be computed in the flat buffer itself: once per step, before anything else has been added there."""
+    """Lets one parameter's gradient be computed in the flat buffer itself: once per step, before anything else is added there."""
 
     def __init__(self, reducer: Reducer, name: str, total: Tensor) -> None:
         self.reducer, self.name, self.total = reducer, name, total
         self._given = False
 
     def take(self) -> Tensor | None:
-        """The parameter's place, unless something is or will be there already."""
+        """The gradient's view of the buffer, unless it is in use."""
         if self._given or self.name in self.reducer.touched:
             return None
         self._given = True
@@ -178,7 +178,7 @@ class InPlace:
         return self.total
 
     def done(self) -> None:
-        """The gradient is in its place."""
+        """The gradient has been written."""
         self._given = False
         self.reducer.taken(self.name)
 

@@ -1,12 +1,12 @@
-"""Flat buffers: the parameters of one group and dtype lie in one tensor, in backward order; every parameter and gradient is a view.
+"""Flat buffers: the parameters of one group are views of one tensor, in backward order; so are their gradients.
 
 buffer   [ norm.weight | layers.3.mlp.down | pad ][ ... | embed_tokens | pad ]      starts aligned to ALIGN elements
          '------------- bucket 0 ---------------''--------- bucket 1 ---------'     lengths a multiple of shards * ALIGN
-own      of every bucket the s-th of `shards` equal parts
+shard    of every bucket the s-th of `shards` equal parts: what this rank updates
 param    compute dtype, whole: what the model reads
 grads    fp32 (or the compute dtype), whole, bucket by bucket: where the gradients of all microbatches are added up
-master   fp32, the own parts one after another: what the optimizer changes (the same tensor as param where that is fp32 and not cut)
-state    the optimizer's slots, the own parts, in the form its storage has; it and master may lie in host memory
+master   fp32, this rank's shards one after another: what the optimizer changes (param itself where that is fp32 and not sharded)
+state    the optimizer's slots for this rank's shards, in the form of its storage; it and master may be in host memory
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in its buffer."""
+    """The position of one parameter in its buffer."""
 
     name: str
     shape: Ints
@@ -44,7 +44,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BufferSharding:
-    """How a buffer is cut: into buckets of about so many elements, each over so many shards, of which this rank has one."""
+    """How a buffer is divided: into buckets of about so many elements, each into so many shards, of which this rank has one."""
 
     bucket_elements: int = 1 << 23
     shards: int = 1
@@ -53,17 +53,17 @@ class BufferSharding:
 
 @dataclass(frozen=True)
 class BucketSpan:
-    """One bucket's place in its buffer, and the parameters in it."""
+    """The elements of one bucket in its buffer, and its parameters."""
 
     index: int
     start: int
     stop: int
     slots: tuple[Slot, ...]
 
-    def part(self, cut: BufferSharding) -> tuple[int, int]:
-        """Which elements of the buffer are this rank's own."""
-        each = (self.stop - self.start) // cut.shards
-        return self.start + cut.shard * each, self.start + (cut.shard + 1) * each
+    def shard_range(self, sharding: BufferSharding) -> tuple[int, int]:
+        """Which elements of the buffer are this rank's shard."""
+        each = (self.stop - self.start) // sharding.shards
+        return self.start + sharding.shard * each, self.start + (sharding.shard + 1) * each
 
     def gaps(self) -> list[tuple[int, int]]:
         """Elements between and after the parameters, counted from the bucket's start."""
@@ -72,8 +72,8 @@ class BucketSpan:
         return [(end - self.start, start - self.start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
-def lay_out(names: Sequence[str], shapes: dict[str, Ints], cut: BufferSharding) -> tuple[list[BucketSpan], int]:
-    """Place parameters one after another, each start aligned; close a bucket before it grows too large. Returns buckets and length."""
+def lay_out(names: Sequence[str], shapes: dict[str, Ints], sharding: BufferSharding) -> tuple[list[BucketSpan], int]:
+    """Lay out parameters one after another, each start aligned; close a bucket before it grows too large. Returns buckets and length."""
     spans: list[BucketSpan] = []
     open_slots: list[Slot] = []
     begin = end = 0
@@ -81,14 +81,14 @@ def lay_out(names: Sequence[str], shapes: dict[str, Ints], cut: BufferSharding) 
     def close() -> None:
         nonlocal begin, end
         if open_slots:
-            end = begin + _up(end - begin, cut.shards * ALIGN)
+            end = begin + _up(end - begin, sharding.shards * ALIGN)
             spans.append(BucketSpan(len(spans), begin, end, tuple(open_slots)))
             open_slots.clear()
             begin = end
 
     for name in names:
         size = _up(torch.Size(shapes[name]).numel(), ALIGN)
-        if end - begin + size > cut.bucket_elements:
+        if end - begin + size > sharding.bucket_elements:
             close()
         open_slots.append(Slot(name, shapes[name], end))
         end += size
@@ -102,13 +102,13 @@ def _up(value: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """What a buffer keeps beside its parameters."""
+    """What a buffer holds besides parameters."""
 
     slots: Sequence[str] = ()
     storage: StateStorage = StateStorage()
     grad_dtype: torch.dtype = torch.float32
     on_host: bool = False
-    """Master weights and state lie in host memory."""
+    """Master weights and state are in host memory."""
 
 
 @dataclass(frozen=True)
@@ -130,29 +130,35 @@ class TrainBuffer:
     param: Tensor
     master: Tensor
     grads: list[Tensor]
-    """One for each bucket, with a storage of its own, so that it can be let go between steps."""
+    """One per bucket, each with a separate storage, so that it can be freed between steps."""
     state: dict[str, Tensor]
     steps: Tensor
     """fp32, one per bucket: updates that were really done."""
 
     @classmethod
     def allocate(
-        cls, group: ParamGroup, shapes: dict[str, Ints], dtype: torch.dtype, device: torch.device, cut: BufferSharding, keep: BufferSpec
+        cls,
+        group: ParamGroup,
+        shapes: dict[str, Ints],
+        dtype: torch.dtype,
+        device: torch.device,
+        sharding: BufferSharding,
+        spec: BufferSpec,
     ) -> TrainBuffer:
         """Make the tensors of one group, all zero. Parameters are laid out last first, the order in which backward finishes them."""
-        spans, length = lay_out(tuple(reversed(group.names)), shapes, cut)
+        spans, length = lay_out(tuple(reversed(group.names)), shapes, sharding)
         param = torch.zeros(length, dtype=dtype, device=device)
-        home, pin = (torch.device("cpu"), device.type == "cuda") if keep.on_host else (device, False)
-        shares = dtype == torch.float32 and cut.shards == 1
-        master = param if shares else torch.zeros(length // cut.shards, dtype=torch.float32, device=home, pin_memory=pin)
-        narrow = keep.grad_dtype if dtype != torch.float32 else dtype
-        grads = [torch.zeros(span.stop - span.start, dtype=narrow, device=device) for span in spans]
-        state = keep.storage.allocate(keep.slots, master.numel(), home, pin=pin)
-        return cls(group, cut, spans, param, master, grads, state, torch.zeros(len(spans), dtype=torch.float32, device=device))
+        home, pin = (torch.device("cpu"), device.type == "cuda") if spec.on_host else (device, False)
+        shares = dtype == torch.float32 and sharding.shards == 1
+        master = param if shares else torch.zeros(length // sharding.shards, dtype=torch.float32, device=home, pin_memory=pin)
+        grad_dtype = spec.grad_dtype if dtype != torch.float32 else dtype
+        grads = [torch.zeros(span.stop - span.start, dtype=grad_dtype, device=device) for span in spans]
+        state = spec.storage.allocate(spec.slots, master.numel(), home, pin=pin)
+        return cls(group, sharding, spans, param, master, grads, state, torch.zeros(len(spans), dtype=torch.float32, device=device))
 
     @property
     def slots(self) -> list[Slot]:
-        """Every parameter's place, in the order of the buffer."""
+        """Every parameter's slot, in the order of the buffer."""
         return [slot for span in self.spans for slot in span.slots]
 
     def gradient(self, span: BucketSpan, slot: Slot) -> Tensor:
@@ -166,7 +172,7 @@ class TrainBuffer:
 
     def local_shard(self, span: BucketSpan, whole: Tensor) -> Tensor:
         """This rank's part of one bucket in a tensor as long as the buffer."""
-        start, stop = span.part(self.sharding)
+        start, stop = span.shard_range(self.sharding)
         return whole[start:stop]
 
     def packed(self, span: BucketSpan, parts: Tensor) -> Tensor:
@@ -176,7 +182,7 @@ class TrainBuffer:
 
     def local_slice(self, span: BucketSpan, slot: Slot) -> LocalSlice | None:
         """Which elements of a parameter are this rank's."""
-        start, stop = span.part(self.sharding)
+        start, stop = span.shard_range(self.sharding)
         first, last = max(start, slot.start), min(stop, slot.start + slot.size)
         return LocalSlice(first - slot.start, last - first, span.start // self.sharding.shards + first - start) if first < last else None
 

@@ -1,10 +1,10 @@
-"""The flat-buffer engine: whole parameters and gradients on every rank, fp32 masters and optimizer state cut over the shard group.
+"""The flat-buffer engine: whole parameters and gradients on every rank, fp32 masters and optimizer state sharded over the shard group.
 
-    shard group of 1      plain data parallelism: gradients all-reduced, every rank steps everything
-    all ranks             ZeRO-1: gradients reduce-scattered, each rank steps its part, parameters all-gathered
-    between               ZeRO-1.5: as ZeRO-1 inside a group, and the parts all-reduced across groups
+    shard group of 1      plain data parallelism: gradients are all-reduced, every rank updates everything
+    all ranks             ZeRO-1: gradients are reduce-scattered, each rank updates its shard, parameters are all-gathered
+    in between            ZeRO-1.5: as ZeRO-1 inside a group, and shards are all-reduced across groups
 
-One law of gradients: each microbatch and rank back-propagates its additive share of one global loss; a gradient is the plain sum of shares.
+Each microbatch and rank back-propagates its additive share of one global loss; a gradient is the plain sum of shares.
 Nothing here waits for the device: the norm, the clip factor and the decision to skip stay on it, and are the same on all ranks.
 """
 
@@ -71,7 +71,7 @@ class FlatEngine(BaseEngine):
         }
 
     def _groups_by_copy(self) -> Iterator[ParamGroup]:
-        """The groups; what other ranks of the tensor axis count in norms lies in a buffer of its own."""
+        """The groups; what another rank of the tensor axis counts in norms has a separate buffer."""
         for group in self.groups:
             for is_copy in (False, True):
                 if names := tuple(name for name in group.names if self.boxes[name].is_copy == is_copy):
@@ -256,7 +256,7 @@ class FlatEngine(BaseEngine):
         yield from self.frozen.values.items()
 
     def flush(self) -> None:
-        """Wait until all parameters, and what lies in host memory, are current."""
+        """Wait until all parameters and state in host memory are current."""
         self.gather.flush()
         if self.host_state is not None:
             self.host_state.flush()

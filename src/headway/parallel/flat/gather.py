@@ -1,7 +1,7 @@
-"""Updated parameters on their way to all ranks of a shard group: bucket after bucket, in the order in which forward needs them.
+"""Gathers updated parameters on all ranks of a shard group: bucket by bucket, in the order in which forward needs them.
 
-Early, every bucket is gathered right after its step. Late, one bucket is always under way ahead of the one forward uses: each block waits
-for its own buckets and starts the next. Nothing is left under way once the final norm has been reached, or after `flush`.
+Without overlap, every bucket is gathered right after its update. With overlap, one bucket is gathered ahead of the one forward uses: each
+block waits for its buckets and starts the next. After the last block, or after `flush`, everything has been gathered.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class ParameterGather:
         if len(self._handles) < len(self.buckets):
             bucket = self.buckets[len(self._handles)]
             buffer, span = bucket.buffer, bucket.span
-            # `.data`: autograd counts changes per storage and would take one here for a change of parameters that forward has used
+            # `.data`: autograd would take a change of this storage for a change of parameters that forward has used
             param = buffer.param.data
             self._handles.append(self.group.all_gather(param[span.start : span.stop], buffer.local_shard(span, param)))
 
-    def need(self, place: int) -> None:
-        """Wait until every bucket up to a place in forward order is current, and keep one more under way."""
-        while self._waited <= place:
+    def need(self, position: int) -> None:
+        """Wait until every bucket up to a position in forward order is current; one more is being gathered."""
+        while self._waited <= position:
             while len(self._handles) < min(self._waited + 2, len(self.buckets)):
                 self.start_next()
             self._handles[self._waited].wait()
@@ -50,12 +50,12 @@ class ParameterGather:
 
     def watch(self, model: Model) -> None:
         """Let the modules of a model wait for their parameters when forward reaches them; what follows the blocks waits for everything."""
-        places = {slot.name: place for place, bucket in enumerate(self.buckets) for slot in bucket.span.slots}
+        positions = {slot.name: position for position, bucket in enumerate(self.buckets) for slot in bucket.span.slots}
         blocks = model.blocks()
 
         def wait_before(module: nn.Module, prefix: str, *, recurse: bool) -> None:
             names = [prefix + name for name, _ in module.named_parameters(recurse=recurse)]
-            needed = max((places.get(name, -1) for name in names), default=-1)
+            needed = max((positions.get(name, -1) for name in names), default=-1)
             if needed >= 0:
                 module.register_forward_pre_hook(lambda _module, _inputs: self.need(needed))
 

@@ -40,11 +40,11 @@ class StatefulHook(Protocol):
         ...
 
     def scalars(self, ranks: RankGroup) -> dict[str, Any]:
-        """What to save beside the tensors, the same on all ranks."""
+        """What to save besides tensors, the same on all ranks."""
         ...
 
     def load(self, read: ReadTensor, scalars: dict[str, Any], ranks: RankGroup, device: torch.device) -> None:
-        """Take back what `tensors` and `scalars` gave, perhaps on another number of ranks, perhaps from another hook."""
+        """Restore what `tensors` and `scalars` returned, perhaps on another number of ranks, perhaps from another hook."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The sum in 16 bits: half the traffic, and each rank's share rounded before it is added."""
+"""Sums gradients in 16 bits: half the traffic; each rank's share is rounded before it is added."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Config(HookConfig):
 
 
 class Compress:
-    """Exchanges in another precision than gradients are kept in."""
+    """Exchanges gradients in another precision than they are accumulated in."""
 
     def __init__(self, dtype: str, device: torch.device) -> None:
         import torch

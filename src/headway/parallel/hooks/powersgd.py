@@ -1,11 +1,11 @@
-"""PowerSGD: a gradient matrix travels as two thin ones, P [n, r] and Q [m, r], whose product is close to the sum over ranks.
+"""PowerSGD: a gradient matrix is sent as two thin ones, P [n, r] and Q [m, r], whose product approximates the sum over ranks.
 
     M += residual      P = sum M Q      P orthonormal      Q = sum M^T P      M' = P Q^T      residual = M - M' / ranks
 
-What a rank's own matrix loses is added to its next gradient (error feedback), so that nothing is lost for good. Vectors, matrices that
-would hardly shrink and very long ones (embeddings) travel whole, in the same flight. Each bucket runs beside backward.
+The error of a rank's matrix is added to its next gradient (error feedback). Vectors, matrices that would hardly shrink and very long ones
+(embeddings) are sent whole, in the same exchange. Buckets are exchanged during backward.
 
-In a checkpoint the residual is a tensor [ranks, n, m]: each rank saves its own. A run that goes on with another number of ranks gives every
+In a checkpoint the residual is a tensor [ranks, n, m]: each rank saves its part. A run resumed with another number of ranks gives every
 rank an equal share of the sum of the residuals, which is what enters the summed gradient. A step that is not finite clears the residuals.
 """
 
@@ -37,18 +37,18 @@ class Config(HookConfig):
     kind: str = setting("powersgd", "powersgd.", on_resume="free")
     rank: int = setting(32, "Columns of the thin matrices.", gt=0)
     start_step: int = setting(2, "Steps with plain sums before compression begins.", ge=0)
-    error_feedback: bool = setting(True, "Add what a step's approximation lost to the next gradient.")
+    error_feedback: bool = setting(True, "Add the approximation error of a step to the next gradient.")
     q: Literal["warm", "fixed", "fresh"] = setting(
-        "warm", "Where Q begins: at the last step's (warm), at one random matrix kept for the run (fixed), at a new random one (fresh)."
+        "warm", "First Q of a step: that of the last step (warm), one random matrix for the whole run (fixed), or a new random one (fresh)."
     )
     min_compression_rate: float = setting(2.0, "A matrix is compressed if it has more than this many times the elements of P and Q.", ge=0)
-    max_dim: int = setting(60_000, "A matrix with a longer side travels whole: embeddings and heads approximate badly.", gt=0)
+    max_dim: int = setting(60_000, "Matrices with a longer side are sent whole: embeddings and heads approximate badly.", gt=0)
 
     def check(self, mesh: Mesh, precision: str) -> None:
         """A residual carries the loss scale it was made with."""
         if precision == "float16" and self.error_feedback:
             raise ParallelError(
-                "parallel.hook.kind is powersgd with precision fp16: its residual would change size with the loss scale. "
+                "parallel.hook.kind is powersgd with precision fp16: its residual would change with the loss scale. "
                 "Use bf16, or parallel.hook.error_feedback=false."
             )
 
@@ -81,7 +81,7 @@ class PowerSGD:
         return self.background.run(lambda: self._exchange(bucket, step) if thin else bucket.ranks.reduce.all_reduce(bucket.flat).wait())
 
     def columns(self, shape: tuple[int, ...]) -> int:
-        """Rank of the approximation of a gradient of this shape; 0: it travels whole."""
+        """Rank of the approximation of a gradient of this shape; 0: it is sent whole."""
         if len(shape) < 2:
             return 0
         rows, columns = shape[0], _prod(shape[1:])
@@ -100,7 +100,7 @@ class PowerSGD:
             thin = {name: g.view(g.shape[0], -1) for name, g in gradients.items() if self.columns(tuple(g.shape))}
             whole = [gradient for name, gradient in gradients.items() if name not in thin]
             for name in gradients.keys() - thin.keys():
-                self.residuals.pop(name, None)  # it went in; a matrix that travels whole leaves none
+                self.residuals.pop(name, None)  # it went in; a matrix that is sent whole leaves none
             data = bucket.ranks.reduce
             rest = torch.cat([gradient.flatten() for gradient in whole]) if whole else None
             left, p_flat = _flat({name: (m.shape[0], self.columns(tuple(gradients[name].shape))) for name, m in thin.items()}, bucket.flat)
@@ -123,7 +123,7 @@ class PowerSGD:
                     gradient.copy_(part.view(gradient.shape))
 
     def _finish(self, name: str, matrix: Tensor, p: Tensor, q: Tensor, finite: Tensor, ranks: int) -> None:
-        """Put the approximation of the sum in place of the matrix, keep what it lost, and where the next one begins."""
+        """Replace the matrix by the approximation of the sum; store its error and the next step's Q."""
         import torch
 
         total = p @ q.t()
@@ -190,7 +190,7 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
 
 def _flat(shapes: dict[str, tuple[int, int]], like: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Matrices that lie one after another in one tensor, so that they travel together."""
+    """Matrices stored one after another in one tensor, so that they are sent together."""
     flat = like.new_empty(sum(rows * columns for rows, columns in shapes.values()))
     parts = flat.split([rows * columns for rows, columns in shapes.values()])
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}, flat

@@ -1,4 +1,4 @@
-"""Each rank gets its own part of the sum: half the traffic of a whole one. Groups that hold the same parts add them up among each other."""
+"""Each rank gets its shard of the sum: half the traffic of an all-reduce. Replicas then all-reduce their shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Config(HookConfig):
     kind: str = setting("reduce_scatter", "reduce_scatter.", on_resume="free")
 
     def check(self, mesh: Mesh, precision: str) -> None:
-        """It needs a cut optimizer state."""
+        """It needs sharded optimizer state."""
         if mesh.shard == 1 and mesh.world > 1:
             raise ParallelError("parallel.hook.kind is reduce_scatter; it needs parallel.zero1.size above 1. Use all_reduce, or no hook.")
 

@@ -1,7 +1,7 @@
 """Hooks written for torch's DistributedDataParallel: `hook(state, bucket) -> Future` of the MEAN over ranks.
 
 They find in the bucket what torch's has: index(), buffer(), set_buffer(), gradients(), parameters(), is_last(). Their result is
-multiplied by the number of ranks, because a gradient here is a sum. What they keep in `state` is not saved: a resumed run makes it anew.
+multiplied by the number of ranks, because a gradient here is a sum. Their `state` is not saved: a resumed run creates it again.
 On one rank there is nothing to exchange and the hook is not called.
 """
 
@@ -29,8 +29,8 @@ class Config(HookConfig):
 
     kind: str = setting("torch_style", "torch_style.", on_resume="free")
     function: str = setting("torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook", "The hook, as module:function.")
-    state: str | None = setting(None, "What makes its state, as module:function; null = the state is None.")
-    options: dict[str, int | float | bool | str | None] = setting(dict, "What `state` is called with.")
+    state: str | None = setting(None, "Function that creates its state, as module:function; null = no state.")
+    options: dict[str, int | float | bool | str | None] = setting(dict, "Keyword arguments of `state`.")
 
     def build(self, device: torch.device) -> TorchStyle:
         """Make the hook."""
@@ -61,7 +61,7 @@ class TorchStyle:
         if bucket.ranks.reduce.size == 1:
             return Done()
         if self._before is not None:
-            # Such a hook may start further exchanges from its callbacks (torch's PowerSGD does). With two buckets under way at once, ranks
+            # Such a hook may start further exchanges from its callbacks (torch's PowerSGD does). With two buckets exchanged at once, ranks
             # would start them in different orders and wait for each other for ever; so one bucket at a time.
             self._before.wait()
         seen = TorchBucket(bucket)
