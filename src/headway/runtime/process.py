@@ -150,7 +150,7 @@ def run_in_child(work: Callable[..., Any], given: tuple[Any, ...], timeout_secon
 
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(sender, os.getpid(), work, given), daemon=True)
+    child = context.Process(target=_answer, args=(sender, os.getpid(), work, given))  # no daemon: the compiler may start processes there
     try:
         with _safe_path():
             child.start()
