@@ -17,8 +17,8 @@ from headway.plan.memory import GIB, estimate
 from headway.runtime.device import choose_compute
 from headway.train import train
 from headway.train.config import Recipe
+from headway.train.memory import OutOfMemoryError, choices, describe_job, fit_by_estimate
 from headway.train.resolve import resolve
-from headway.train.shortage import OutOfMemoryError, choices, describe_job, fit_by_estimate
 
 SMALL = (
     "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2", "model.ffn_size=64", "model.vocab_size=64", "model.max_seq_len=128",

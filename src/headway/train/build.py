@@ -35,10 +35,10 @@ from headway.train.batches import count_steps, make_loader
 from headway.train.config import Recipe
 from headway.train.dpo_reference import make_reference
 from headway.train.health import Healer, LossMonitor, with_healed
+from headway.train.memory import apply_limit, check_host_memory, describe_job, fit_micro_rows
 from headway.train.meter import Meter, MeterSetup
 from headway.train.resolve import Resolved, leaves_gates
 from headway.train.run import Run, Session
-from headway.train.shortage import check_host_memory, describe_job, fit_micro_rows, keep_limit
 from headway.train.stages import StagePosition
 from headway.train.start import Start
 from headway.train.state import TrainState, apply_init_content
@@ -74,7 +74,7 @@ def build(resolved: Resolved, start: Start, session: Session | None = None, stag
         check_host_memory(describe_job(recipe, model, compute, batch, ranks.reduce.size), -(-process.world // process.num_nodes))
     engine = assemble(spec)
     if recipe.memory.limit_gib is not None:
-        keep_limit(recipe, describe_job(recipe, model, compute, batch, ranks.reduce.size), compute.device)
+        apply_limit(recipe, describe_job(recipe, model, compute, batch, ranks.reduce.size), compute.device)
     loss_monitor = LossMonitor(recipe.heal, compute.device)
     state = TrainState(engine, model, adapter=recipe.adapter, adapter_base=resolved.base, loss_monitor=loss_monitor)
     bring_to_start(state, start, resolved, data)

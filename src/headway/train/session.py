@@ -32,10 +32,10 @@ from headway.train.control import exit_code, on_first_rank
 from headway.train.failure import explain_lost_ranks, report_crash
 from headway.train.finish import summarize
 from headway.train.loop import run_loop, train_step
+from headway.train.memory import describe_job, explain_out_of_memory
 from headway.train.resolve import Resolved, resolve
 from headway.train.run import Run, RunHook, Session
 from headway.train.run_folder import lock_run, read_summary, save_tokenizer
-from headway.train.shortage import describe_job, explaining_shortage
 from headway.train.staged_run import StagedStart, check_stages, decide_staged_start, run_stages
 from headway.train.stages import StagePosition, expand
 from headway.train.start import agree_on_start
@@ -79,7 +79,7 @@ def run_recipe(recipe: Recipe, resume: str = "auto", hook: RunHook = nullcontext
 def _run(session: Session, resolved: Resolved, resume: str, stage: StagePosition | None = None) -> dict[str, Any]:
     process, stop = session.process, session.stop
     stop.starting = True
-    with _explaining_shortage(resolved, process):
+    with _explain_out_of_memory(resolved, process):
         run = build(resolved, agree_on_start(resolved.recipe, resume, session.world), session, stage)
     start_step = run.state.step
     stop.is_saving = lambda: run.heart.phase == "save" or run.saver.is_busy
@@ -87,7 +87,7 @@ def _run(session: Session, resolved: Resolved, resume: str, stage: StagePosition
     run.begin()
     try:
         also = None if stage is None else stage.run_folder
-        with start_logging(run.start.folder, rank=process.rank, also=also), closing(run), _explaining_shortage(resolved, process, run):
+        with start_logging(run.start.folder, rank=process.rank, also=also), closing(run), _explain_out_of_memory(resolved, process, run):
             return _train(run, resolved.tokenizer)
     except (CommunicationError, RuntimeError) as error:
         # another rank was stopped before its loop began and has exited; this one, stopped in its loop, has nothing to save either
@@ -156,9 +156,9 @@ def _leaving_no_cache(recipe: Recipe, world: RankGroup) -> Iterator[Recipe]:
 
 
 def _try(resolved: Resolved, resume: str, session: Session) -> dict[str, Any]:
-    with _explaining_shortage(resolved, session.process):
+    with _explain_out_of_memory(resolved, session.process):
         run = build(resolved, agree_on_start(resolved.recipe, resume, session.world), session)
-    with run.loader, _explaining_shortage(resolved, session.process, run):
+    with run.loader, _explain_out_of_memory(resolved, session.process, run):
         train_step(run, dry=True)
     record = run.meter.collect(everything=True)[0]
     lines = describe(run)
@@ -169,7 +169,7 @@ def _try(resolved: Resolved, resume: str, session: Session) -> dict[str, Any]:
     return {"would": lines, "first_step": record, "total_steps": run.total_steps}
 
 
-def _explaining_shortage(resolved: Resolved, process: Process, run: Run | None = None) -> AbstractContextManager[None]:
+def _explain_out_of_memory(resolved: Resolved, process: Process, run: Run | None = None) -> AbstractContextManager[None]:
     """Turn running out of memory into one error that says what needs memory and what would need less."""
     recipe = resolved.recipe
 
@@ -181,7 +181,7 @@ def _explaining_shortage(resolved: Resolved, process: Process, run: Run | None =
         batch = recipe.batch.resolve(recipe.data.seq_len, data_ranks) if run is None else run.batch
         return describe_job(recipe, resolved.model, compute(), batch, process.world)
 
-    return explaining_shortage(job, lambda: compute().device)
+    return explain_out_of_memory(job, lambda: compute().device)
 
 
 def why_not_exported(run: Run) -> str | None:

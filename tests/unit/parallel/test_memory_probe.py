@@ -14,7 +14,7 @@ from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.engine import EngineSpec
 from headway.parallel.memory_probe import largest_fitting, make_probe, rows_of, stack_rows
-from headway.train.shortage import _measure
+from headway.train.memory import _measure
 
 SPEC = EngineSpec(CONFIG, NextToken(), AdamW())
 ROWS = make_batch([[16], [7, 5], [3, 3, 3], [12]], seq_len=16, vocab=64)

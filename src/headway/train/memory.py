@@ -71,7 +71,7 @@ def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: Re
     )
 
 
-def limit_of(recipe: Recipe, device: torch.device) -> int | None:
+def memory_limit(recipe: Recipe, device: torch.device) -> int | None:
     """Bytes this rank may use: what the recipe says, else what the device has; None where that is not known."""
     if recipe.memory.limit_gib is not None:
         return int(recipe.memory.limit_gib * GIB)
@@ -81,7 +81,7 @@ def limit_of(recipe: Recipe, device: torch.device) -> int | None:
     return None if free is None else int(SPARE_RAM * free)
 
 
-def keep_limit(recipe: Recipe, job: MemoryJob, device: torch.device) -> None:
+def apply_limit(recipe: Recipe, job: MemoryJob, device: torch.device) -> None:
     """Apply memory.limit_gib: to the allocator on CUDA, to the estimate on the CPU."""
     if recipe.memory.limit_gib is None:
         return
@@ -111,7 +111,7 @@ def explain(job: MemoryJob) -> str:
 
 
 @contextmanager
-def explaining_shortage(job: Callable[[], MemoryJob], device: Callable[[], torch.device]) -> Iterator[None]:
+def explain_out_of_memory(job: Callable[[], MemoryJob], device: Callable[[], torch.device]) -> Iterator[None]:
     """Turn running out of memory, wherever it happens, into one error: bytes by kind, and how much each setting would free."""
     try:
         yield
@@ -146,7 +146,7 @@ def fit_micro_rows(recipe: Recipe, job: MemoryJob, spec: EngineSpec, ranks: Rank
 
     The engine must not exist yet: on CUDA the process that measures needs its memory.
     """
-    sizes, limit = choices(job.rows * job.accumulate), limit_of(recipe, spec.device)
+    sizes, limit = choices(job.rows * job.accumulate), memory_limit(recipe, spec.device)
     if spec.device.type == "cuda":
         assert limit is not None
         found, how = (
