@@ -20,7 +20,7 @@ from typing import Any
 
 from headway.config.load import load
 from headway.eval.long_tasks.key_value import pairs, table
-from headway.prepare.tokenize import tokenize
+from headway.prepare.build import build_store
 from headway.runtime.log import start_logging
 from headway.tokenizer.train import train_bpe
 from headway.train import train
@@ -84,7 +84,7 @@ def prepare(out: Path, size: Size) -> None:
         write_documents(raw, size)
         rng = random.Random("tokenizer")
         train_bpe((table(pairs(rng, 40)) for _ in range(1500)), vocab_size=1344, out=out / "tokenizer")
-        tokenize([raw], out / "tokenizer", out / "store")
+        build_store([raw], out / "tokenizer", out / "store")
 
 
 def recipe(out: Path, size: Size, name: str, model: str, steps: int, lr: float, more: str = "") -> Recipe:

@@ -17,8 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from headway.prepare.build import usable_cores
-from headway.prepare.tokenize import TokenizeOptions, tokenize
+from headway.prepare.build import BuildOptions, build_store
+from headway.runtime.machine import usable_cores
 from headway.tokenizer.load import load_tokenizer
 from headway.tokenizer.train import train_bpe
 
@@ -64,7 +64,7 @@ def main() -> None:
             backend.encode_batch(documents, add_special_tokens=False)
             raw.append(size / (time.perf_counter() - began))
             began = time.perf_counter()
-            tokenize([corpus], tokenizer, Path(folder) / f"store-{number}", TokenizeOptions(workers=usable_cores()))
+            build_store([corpus], tokenizer, Path(folder) / f"store-{number}", BuildOptions(workers=usable_cores()))
             ours.append(size / (time.perf_counter() - began))
             if not given.json:
                 print(f"round {number}: encode_batch {raw[-1] / 1e6:.2f} MB/s, headway {ours[-1] / 1e6:.2f} MB/s")

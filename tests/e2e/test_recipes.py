@@ -14,7 +14,7 @@ from headway.export.huggingface import export_huggingface
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
-from headway.prepare.tokenize import tokenize
+from headway.prepare.build import build_store
 from headway.tokenizer.train import train_bpe
 from headway.train import train
 from headway.train.config import Recipe
@@ -41,7 +41,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     corpus = folder / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": path.read_text(encoding="utf-8")}) + "\n" for path in sources if path.stat().st_size))
     train_bpe([json.loads(line)["text"] for line in corpus.read_text().splitlines()], vocab_size=512, out=folder / "tokenizer")
-    tokenize([corpus], folder / "tokenizer", folder / "store")
+    build_store([corpus], folder / "tokenizer", folder / "store")
     config = ModelConfig(hidden_size=32, num_layers=2, num_heads=2, ffn_size=48, vocab_size=512, max_seq_len=512)
     weights = ((spec.name, initial_value(spec.name, spec.shape, config, 0)) for spec in param_specs(config))
     export_huggingface(config, weights, folder / "base", tokenizer=folder / "tokenizer")

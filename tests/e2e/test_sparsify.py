@@ -10,7 +10,7 @@ from support.byte_model import CONFIG, write_model
 from headway.cli import main
 from headway.eval.long_tasks.key_value import pairs, table
 from headway.model.head_masks.file import read_masks
-from headway.prepare.tokenize import tokenize
+from headway.prepare.build import build_store
 
 RECIPE = """\
 run: {{name: sparse, dir: {out}/runs}}
@@ -32,7 +32,7 @@ def recipe(tmp_path: Path) -> Path:
     model = write_model(tmp_path / "model", CONFIG.with_(max_seq_len=160))
     rng = random.Random(0)
     (tmp_path / "tables.jsonl").write_text("".join(json.dumps({"text": table(pairs(rng, 9))}) + "\n" for _ in range(30)))
-    tokenize([tmp_path / "tables.jsonl"], tmp_path / "model" / "tokenizer", tmp_path / "store")
+    build_store([tmp_path / "tables.jsonl"], tmp_path / "model" / "tokenizer", tmp_path / "store")
     file = tmp_path / "sparse.yaml"
     file.write_text(RECIPE.format(out=tmp_path, model=model))
     return file

@@ -23,7 +23,7 @@ from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
 from headway.data.shuffle import Selection
 from headway.errors import HeadwayError
-from headway.prepare.cache import cached_store
+from headway.prepare.build import cached_store
 from headway.runtime.sealed import write_sealed
 from headway.store.checksums import Checksums
 from headway.store.reader import StoreWriter, open_store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 
@@ -60,39 +60,23 @@ def tokenize(
     for_records |= {"--keys": keys}
     refuse_flags(f"--kind {kind}", (for_records if kind == "text" else for_text) | {"--too-long": too_long if kind != "chat" else None})
     refuse_flags(f"--to {to}", {"--type": type_name if to != "internlm" else None, "--begin-id": begin_id if to != "zero2all" else None})
-    files, part = [*inputs, *(more or [])], None if shard is None else _parse_shard(shard)
-    records = {"template": template or "chatml", "max_length": max_length, "valid_fraction": valid_fraction or 0.0, "to": to}
-    records |= {"seed": seed or 0, "drop_bad": drop_bad, "workers": workers}
-    if kind == "text":
-        from headway.prepare.tokenize import TokenizeOptions, tokenize_as
-        from headway.prepare.tokenize import tokenize as tokenize_text
-        from headway.store.convert import ConvertOptions
-        from headway.text.clean import CleanRules
-
-        rules = CleanRules() if clean else None
-        options = TokenizeOptions(text_key or "text", template, _split(split, to), eos, bos, workers, part, rules)
-        layout = ConvertOptions(type=type_name, begin_id=begin_id)
-        report = (
-            tokenize_text(files, tokenizer, out, options) if to == "headway" else tokenize_as(files, tokenizer, out, to, options, layout)
-        )
-    else:
-        for_chat = {"too_long": too_long or "truncate_right", "type": type_name or "en"} if kind == "chat" else {}
-        report = _tokenize_records(files, tokenizer, out, keys, records | for_chat)
-    print_json(vars(report)) if json else typer.echo(report.describe())
-
-
-def _tokenize_records(files: list[str], tokenizer: Path, out: Path, keys: str | None, options: dict[str, Any]) -> Any:
-    """Conversations if the options say what to do with long ones, else preference pairs."""
+    from headway.prepare.build import BuildOptions, BuildReport, build_converted, build_store
+    from headway.store.convert import ConvertOptions
+    from headway.text.clean import CleanRules
     from headway.text.record_keys import KeyMap
 
-    named = KeyMap.parse(keys)
-    if "too_long" in options:
-        from headway.prepare.chat import ChatOptions, tokenize_chat
-
-        return tokenize_chat(files, tokenizer, out, ChatOptions(**options, keys=named))
-    from headway.prepare.preference import PreferenceOptions, tokenize_preference
-
-    return tokenize_preference(files, tokenizer, out, PreferenceOptions(**options, keys=named))
+    is_text = kind == "text"
+    layout = ConvertOptions(type=type_name, begin_id=begin_id) if is_text else ConvertOptions(type=type_name or "en")
+    options = BuildOptions(
+        kind, workers, to, layout, text_key or "text", template if is_text else None, _split(split, to), eos, bos,
+        None if shard is None else _parse_shard(shard), CleanRules() if clean else None,
+        chat_template="chatml" if is_text or not template else template, max_length=max_length,
+        too_long=too_long or "truncate_right",  # pyright: ignore[reportArgumentType] - checked there
+        valid_fraction=valid_fraction or 0.0, seed=seed or 0, drop_bad=drop_bad, keys=KeyMap.parse(keys),
+    )  # fmt: skip
+    build = build_converted if is_text and to != "headway" else build_store
+    report = build([*inputs, *(more or [])], tokenizer, out, options)
+    print_json(report.fields() if isinstance(report, BuildReport) else vars(report)) if json else typer.echo(report.describe())
 
 
 def _split(split: str | None, to: str) -> Literal["file", "line"]:
@@ -122,8 +106,8 @@ def validate(
     json: bool = JSON,
 ) -> None:
     """Read everything and report every bad record with file and line; exit code 1 if there is one."""
-    from headway.prepare.masked_build import describe_unread
-    from headway.prepare.validate import KINDS, Reading
+    from headway.prepare.encode import KINDS, describe_unread
+    from headway.prepare.validate import ValidateOptions
     from headway.prepare.validate import validate as validate_records
     from headway.text.document import TextOf
     from headway.text.record_keys import KeyMap
@@ -134,8 +118,8 @@ def validate(
     for_records, for_text = {"--template": template, "--keys": keys}, {"--text-key": text_key, "--text-template": text_template}
     refuse_flags(f"--kind {kind}", for_records if kind == "text" else for_text)
     loaded = load_tokenizer(tokenizer) if tokenizer else None
-    reading = Reading(kind, loaded, template, KeyMap.parse(keys), TextOf(text_key or "text", text_template))
-    report = validate_records(paths, reading)
+    options = ValidateOptions(kind, loaded, template, KeyMap.parse(keys), TextOf(text_key or "text", text_template))
+    report = validate_records(paths, options)
     bins = report.histogram()
     if json:
         counts = {name: getattr(report, name) for name in ("kind", "files", "records", "good", "unit", "total", "longest")}

@@ -1,216 +1,351 @@
-"""A store built from a stream of items by worker processes. In: files, how to read and encode them; out: the same bytes every time.
+"""Raw files to a token store: the one path for text, chat and preference data (`headway data tokenize`, and raw sources of a recipe).
 
-    files -> units (whole files, about 64 MB) -> chunks (about 1 MB of items) -> worker processes -> the store, in order
+    inputs -> files -> chunks of items -> worker processes with an encoder -> the store, in order
 
-A longer document is one chunk that comes in several slices of about 1 MB.
-
-The reader numbers chunks by (unit, chunk), which depends on the files alone. What is written is committed every few seconds together
-with the number of the last chunk, so that a killed build continues after it. A divided build (`shard`) takes every n-th unit or chunk.
+In: raw files, a tokenizer, `BuildOptions`; out: a store, or `train` and `valid` below it, and a `BuildReport`. The kinds differ only in
+their reader and encoder (`encode.py`). Invariant: the bytes of a store depend on the files, the tokenizer and the options alone, not on
+the number of workers, on kills and restarts, or on shards that are merged afterwards.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
+import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, get_args
 
-from headway.errors import DataError
-from headway.runtime.process import worker_pool
-from headway.runtime.progress import Advance, progress
-from headway.store.manifest import Division
-from headway.store.source import Flags, Ids, Longs
-from headway.store.writer import StoreWriter
-from headway.tokenizer.split_points import TextPiece
+from headway.data.config import default_cache_dir
+from headway.data.pairs import PREFERENCE_MARK
+from headway.errors import ConfigError, DataError
+from headway.prepare.cache import find_or_build
+from headway.prepare.encode import (
+    KINDS,
+    SIDES,
+    UNREAD,
+    ChatEncoder,
+    DataKind,
+    PairEncoder,
+    RecordEncoder,
+    RecordReader,
+    Split,
+    TextEncoder,
+    TextReader,
+    TooLong,
+    describe_unread,
+)
+from headway.prepare.workers import ChunkJob, run_job
+from headway.runtime.machine import usable_cores
+from headway.runtime.progress import duration, quantity
+from headway.store.convert import ConvertOptions, ConvertReport, check_target, convert_built
+from headway.store.reader import StoreWriter, dtype_for, is_store, open_store
+from headway.text.clean import CleanReport, CleanRules
+from headway.text.document import TextSplit
+from headway.text.read import expand, read_records
+from headway.text.record_keys import KeyMap
+from headway.tokenizer.chat import find_template
+from headway.tokenizer.inspect import refuse_unknown, texts_in
+from headway.tokenizer.load import Tokenizer, load_tokenizer
 
-UNIT_BYTES = 64 << 20
-CHUNK_BYTES = 1 << 20
-COMMIT_SECONDS = 10.0
-AHEAD = 3
-UNITS_PER_SHARD = 8
+log = logging.getLogger("headway")
 
-
-@dataclass(frozen=True)
-class Encoded:
-    """Documents of one chunk, one after another, and what is worth counting about them."""
-
-    ids: Ids
-    lengths: Longs
-    mask: Flags | None = None
-    counts: Mapping[str, int] = field(default_factory=dict)
-    open_tokens: int = 0
-    """Tokens at the end of `ids`, after all `lengths`, of a document whose rest is in the next slice."""
-
-
-class Encoder(Protocol):
-    """Turns items into tokens; it is sent to the worker processes, so it holds settings and opens things on first use."""
-
-    def encode(self, items: list[Any]) -> Encoded:
-        """The tokens of one chunk of items."""
-        ...
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Files that are read together."""
-
-    number: int
-    files: tuple[Path, ...]
-    bytes: int
+CHAT_TARGETS = ("headway", "internlm", "zero2all", "mds")
+SMALL_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Items that are encoded together, and where they stand in the whole."""
+class BuildOptions:
+    """How raw files become a store."""
 
-    unit: int
-    number: int
-    items: list[Any]
-    bytes: int
-    last: bool = True
-    """False for a slice that ends inside a document; the next one has the same number."""
+    kind: DataKind = "text"
+    workers: int | None = None
+    """Worker processes; None: one per core, or none for a few megabytes."""
+    to: str = "headway"
+    """Format of the result: headway, internlm, zero2all or mds; preference pairs: headway only."""
+    layout: ConvertOptions = ConvertOptions()
+    """Options of the other formats."""
 
-
-@dataclass(frozen=True)
-class Job:
-    """What is built: `read` yields the items of some files with their sizes in bytes."""
-
-    files: Sequence[Path]
-    read: Callable[[Sequence[Path]], Iterator[tuple[Any, int]]]
-    encoder: Encoder
-    settings: str
-    """Whatever decides the result besides the files and the store's own settings; a resumed build must have the same."""
-    workers: int = 1
-    """Processes; 1 works in this one."""
+    text_key: str = "text"
+    """Text: the key of a record that holds its text."""
+    text_template: str | None = None
+    """Text: several keys, as in `{title}\\n{content}`."""
+    split: TextSplit = "file"
+    append_eos: bool | None = None
+    """Text: end each document with the tokenizer's end token; None: if it has one."""
+    bos: bool = False
+    """Text: begin each document with the tokenizer's begin token."""
     shard: tuple[int, int] | None = None
-    """(i, n): only the i-th of n parts of the work."""
-    in_one: bool = False
-    """All files are one unit: what is read depends on what was read before it."""
+    """Text: (i, n): only the i-th of n parts of the work, to be joined by `merge`."""
+    clean: CleanRules | None = None
+    """Text: drop documents that break these rules, duplicates included; None: keep all."""
+
+    chat_template: str = "chatml"
+    """Chat, preference: a built-in template, `tokenizer` for the tokenizer's own, or a .jinja file."""
+    max_length: int | None = None
+    """Chat, preference: upper bound of tokens in a document; None: any."""
+    too_long: TooLong = "truncate_right"
+    """Chat: what happens to longer conversations."""
+    max_prompt_length: int | None = None
+    """Preference: tokens of the prompt that truncation leaves in any case; None: half of max_length."""
+    valid_fraction: float = 0.0
+    """Chat, preference: share of the records that goes into a store of its own."""
+    seed: int = 0
+    """Chat, preference: chooses the records for validation."""
+    drop_bad: bool = False
+    """Chat, preference: drop and count bad records instead of refusing them."""
+    keys: KeyMap = KeyMap()
+    """Chat, preference: which key of a record is what."""
+
+    def check(self) -> None:
+        """Refuse impossible values."""
+        if self.kind not in KINDS:
+            raise ConfigError(f"--kind is {self.kind!r}; it must be text, chat or preference.")
+        if self.kind == "preference" and self.to != "headway":
+            raise ConfigError(f"--to is {self.to!r}; preference pairs are written as headway stores only.")
+        if self.kind == "chat" and self.to not in CHAT_TARGETS:
+            raise ConfigError(f"--to is {self.to!r}; chat data is written as one of {', '.join(CHAT_TARGETS)}.")
+        if self.too_long not in get_args(TooLong):
+            raise ConfigError(f"--too-long is {self.too_long!r}; it must be truncate_right, truncate_left or drop.")
+        least = 4 if self.kind == "preference" else 2
+        if self.max_length is not None and self.max_length < least:
+            raise ConfigError(f"--max-length is {self.max_length}; it must be at least {least}.")
+        if self.max_prompt_length is not None and not 1 <= self.max_prompt_length < (self.max_length or 1 << 62):
+            raise ConfigError(f"--max-prompt-length is {self.max_prompt_length}; it must be at least 1 and less than --max-length.")
+        if not 0 <= self.valid_fraction < 1:
+            raise ConfigError(f"--valid-fraction is {self.valid_fraction}; it must be at least 0 and less than 1.")
+        if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
+            raise ConfigError(f"shard is {self.shard[0]}/{self.shard[1]}; it must be i/n with i from 0 to n - 1.")
 
 
-def make_units(files: Sequence[Path], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
-    """Consecutive files until they are large enough; a larger file is a unit of its own."""
-    units: list[Unit] = []
-    pending: list[Path] = []
-    size = 0
-    for path in files:
-        pending.append(path)
-        size += path.stat().st_size
-        if size >= unit_bytes:
-            units.append(Unit(len(units), tuple(pending), size))
-            pending, size = [], 0
-    return [*units, Unit(len(units), tuple(pending), size)] if pending else units
+@dataclass(frozen=True)
+class BuildReport:
+    """What was built and what was left out. Chat: records = documents + dropped + without_targets + bad; preference: pairs + bad."""
+
+    kind: DataKind
+    out: Path
+    train_documents: int
+    valid_documents: int
+    tokens: int
+    counts: Counter[str]
+    seconds: float
+    removed: dict[str, int] = field(default_factory=dict)
+    """Text: documents that cleaning dropped, by reason."""
+
+    def fields(self) -> dict[str, Any]:
+        """The report as plain values."""
+        counts = self.counts
+        shared = {"tokens": self.tokens, "targets": counts["targets"]}
+        if self.kind == "text":
+            size = {"documents": self.train_documents, "tokens": self.tokens, "text_bytes": counts["bytes"]}
+            return {"out": self.out, **size, "empty_documents": counts["empty"], "seconds": self.seconds, "removed": self.removed}
+        records = {"out": str(self.out), "records": counts["records"]}
+        if self.kind == "chat":
+            written = {"train_documents": self.train_documents, "valid_documents": self.valid_documents}
+            left_out = ("truncated", "dropped", "without_targets", "bad")
+        else:
+            written = {"train_pairs": self.train_documents // 2, "valid_pairs": self.valid_documents // 2}
+            left_out = ("prompts_truncated", "answers_truncated", "bad")
+        return {**records, **written, **shared, **{name: counts[name] for name in left_out}}
+
+    def describe(self) -> str:
+        """One line for people."""
+        return self._describe_text() if self.kind == "text" else self._describe_records()
+
+    def _describe_text(self) -> str:
+        text_bytes, empty = self.counts["bytes"], self.counts["empty"]
+        rate = f", {quantity(text_bytes / self.seconds, 'bytes')}/s" if self.seconds > 1 else ""
+        left_out = f", {empty} empty ones left out" if empty else ""
+        left_out += "".join(f", {count} {reason}" for reason, count in self.removed.items())
+        size = f"{quantity(self.tokens, 'tokens')} in {quantity(self.train_documents, 'documents')}"
+        return f"{self.out}: {size} of {quantity(text_bytes, 'bytes')}{left_out}; {duration(self.seconds)}{rate}"
+
+    def _describe_records(self) -> str:
+        counts, pairs = self.counts, self.kind == "preference"
+        train, valid = (number // 2 if pairs else number for number in (self.train_documents, self.valid_documents))
+        written = f"{train} {'pairs' if pairs else 'conversations'}" + (f" and {valid} for validation" if valid else "")
+        share = f"{counts['targets']}" if pairs else f"{counts['targets'] / self.tokens if self.tokens else 0.0:.1%}"
+        words = {"prompts_truncated": "prompts truncated", "answers_truncated": "answers truncated"} if pairs else {}
+        words |= {"truncated": "truncated", "dropped": "too long", "without_targets": "without targets", "bad": "bad"}
+        notes = "".join(f", {counts[name]} {what}" for name, what in words.items() if counts[name])
+        return f"{self.out}: {written} of {counts['records']} records, {self.tokens} tokens, {share} of them targets{notes}"
 
 
-def run_job(job: Job, writer: StoreWriter) -> Counter[str]:
-    """Read, encode and write everything this job has to, from where an earlier attempt was killed; returns what was counted."""
-    units = [Unit(0, tuple(job.files), sum(path.stat().st_size for path in job.files))] if job.in_one else make_units(job.files)
-    key = _key(job)
-    note = dict(writer.note) or {"key": key, "unit": 0, "chunk": 0, "counts": {}, "parts": []}
-    if note["key"] != key:
-        raise DataError(f"{writer.folder}: holds an unfinished store made from other files or with other options. Remove the folder first.")
-    counts = Counter[str](note["counts"])
-    parts: list[tuple[int, int, int]] = [(part[0], part[1], part[2]) for part in note["parts"]]
-    committed = time.monotonic()
-    with progress(f"build {writer.folder.name}", total=sum(unit.bytes for unit in units), unit="bytes") as advance:
-        if note["unit"]:
-            advance(sum(unit.bytes for unit in units[: note["unit"]]))
-        for chunk, encoded in _encoded(job, _chunks(job, units, note["unit"], note["chunk"], advance)):
-            writer.add_many(encoded.ids, encoded.lengths, encoded.mask, open_tokens=encoded.open_tokens)
-            counts.update(encoded.counts)
-            if job.shard is not None:
-                before = parts.pop()[2] if parts and parts[-1][:2] == (chunk.unit, chunk.number) else 0
-                parts.append((chunk.unit, chunk.number, before + len(encoded.lengths)))
-            if chunk.last and time.monotonic() - committed > COMMIT_SECONDS:
-                position = {"unit": chunk.unit, "chunk": chunk.number + 1}
-                writer.commit({"key": key, **position, "counts": dict(counts), "parts": parts})
-                committed = time.monotonic()
-    writer.finish(None if job.shard is None else Division(*job.shard, tuple(parts)))
-    return counts
+def build_store(
+    inputs: Sequence[Path | str], tokenizer: Path | str, out: Path | str, options: BuildOptions = BuildOptions()
+) -> BuildReport:
+    """Build a store of raw files, or two with `valid_fraction`. Killed and called again, it continues and ends with the same bytes."""
+    assert options.kind != "text" or options.to == "headway", "build_converted writes text in other formats"
+    began = time.perf_counter()
+    options.check()
+    folders = [Path(out)] if options.valid_fraction == 0 else [Path(out) / side for side in SIDES]
+    for folder in folders:
+        check_target(folder, options.to, options.layout)
+        if options.to == "headway" and is_store(folder):
+            raise DataError(f"{folder}: holds a finished token store already. Choose another folder or remove it first.")
+    plan = _Plan(inputs, Path(tokenizer), options)
+    splits = [None] if options.valid_fraction == 0 else Split.sides(plan.files, options.valid_fraction, options.seed)
+    counts = [plan.write_as(folder, split) for folder, split in zip(folders, splits, strict=True)]
+    total = sum(counts, Counter[str]())
+    documents = [one["documents"] for one in counts]
+    if options.kind == "text":
+        store = open_store(out)
+        documents, total["tokens"] = [store.num_documents], store.num_tokens
+    return BuildReport(
+        options.kind,
+        Path(out),
+        train_documents=documents[0],
+        valid_documents=sum(documents[1:]),
+        tokens=total["tokens"],
+        counts=total,
+        seconds=time.perf_counter() - began,
+        removed=dict(plan.cleaned.removed_documents),
+    )
 
 
-def _key(job: Job) -> str:
-    files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in job.files]
-    return hashlib.sha256(repr((files, job.settings, job.shard, CHUNK_BYTES, UNIT_BYTES)).encode()).hexdigest()
+def build_converted(inputs: Sequence[Path | str], tokenizer: Path | str, out: Path | str, options: BuildOptions) -> ConvertReport:
+    """Tokenize raw text into another system's format, by way of a headway store next to `out`, so that a killed run continues.
+
+    The name of that store holds a hash of the tokenizer, files and options, so a store left by another command is not mistaken for it.
+    """
+    options.check()
+    check_target(Path(out), options.to, options.layout)
+    plan = _Plan(inputs, Path(tokenizer), options)
+    files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in plan.files]
+    key = hashlib.sha256(repr((plan.tokenizer.fingerprint, files, replace(options, workers=None))).encode()).hexdigest()
+    built = Path(out).with_name(f".tmp-{Path(out).name}-tokens-{key[:12]}")
+    if not is_store(built):
+        plan.write(built, None)
+    return replace(convert_built(built, Path(out), options.to, options.layout), source="raw")
 
 
-def _chunks(job: Job, units: Sequence[Unit], first_unit: int, first_chunk: int, advance: Advance) -> Iterator[Chunk]:
-    """The chunks this job has to encode, in order; those done before are read past."""
-    by_unit = job.shard is not None and len(units) >= UNITS_PER_SHARD * job.shard[1]
-    for unit in units[first_unit:]:
-        if by_unit and job.shard is not None and unit.number % job.shard[1] != job.shard[0]:
-            advance(unit.bytes)
-            continue
-        shown = 0
-        for chunk in _chunks_of(job, unit):
-            share = min(chunk.bytes, unit.bytes - shown)
-            shown += share
-            advance(share)
-            before = unit.number == first_unit and chunk.number < first_chunk
-            others = job.shard is not None and not by_unit and chunk.number % job.shard[1] != job.shard[0]
-            if not before and not others:
-                yield chunk
-        advance(unit.bytes - shown)
+def cached_store(
+    inputs: Sequence[Path | str], tokenizer: Path | str, cache_dir: Path | None = None, options: BuildOptions = BuildOptions()
+) -> Path:
+    """The store of raw files in the cache, built now if it is not there yet."""
+    options.check()
+    plan = _Plan(inputs, Path(tokenizer), options)
+    return find_or_build(plan.files, plan.cache_key, lambda folder: plan.write(folder, None), cache_dir or default_cache_dir())
 
 
-def _chunks_of(job: Job, unit: Unit) -> Iterator[Chunk]:
-    items: list[Any] = []
-    size = held = number = 0
-    for item, item_bytes in job.read(unit.files):
-        items.append(item)
-        size, held = size + item_bytes, held + item_bytes
-        ends = not isinstance(item, TextPiece) or item.last
-        if held >= CHUNK_BYTES and not ends:
-            yield Chunk(unit.number, number, items, held, last=False)
-            items, held = [], 0
-        elif size >= CHUNK_BYTES and ends:
-            yield Chunk(unit.number, number, items, held)
-            number += 1
-            items, size, held = [], 0, 0
-    if items:
-        yield Chunk(unit.number, number, items, held)
+@dataclass(frozen=True)
+class _Plan:
+    """What is built, and with which reader, encoder and keys."""
 
+    inputs: Sequence[Path | str]
+    tokenizer_path: Path
+    options: BuildOptions
+    cleaned: CleanReport = field(default_factory=CleanReport)
 
-def _encoded(job: Job, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
-    """Every chunk with its tokens, in order; a few per worker are under way at any time."""
-    if job.workers == 1:
-        for chunk in chunks:
-            yield chunk, job.encoder.encode(chunk.items)
-        return
-    under_way: deque[tuple[Chunk, Future[Encoded]]] = deque()
-    try:
-        with worker_pool(job.workers, _begin_worker, (job.encoder,)) as pool:
-            for chunk in chunks:
-                under_way.append((replace(chunk, items=[]), pool.submit(_encode_in_worker, chunk.items)))
-                if len(under_way) >= AHEAD * job.workers:
-                    head, future = under_way.popleft()
-                    yield head, future.result()
-            while under_way:
-                head, future = under_way.popleft()
-                yield head, future.result()
-    except BrokenProcessPool:
-        raise DataError("a worker process died (out of memory?). Run the same command again, with fewer --workers; it continues.") from None
+    @cached_property
+    def files(self) -> list[Path]:
+        return expand(list(self.inputs))
 
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.tokenizer_path)
 
-_encoder: Encoder | None = None
+    @property
+    def cache_key(self) -> str:
+        """What decides the store besides the files. Existing caches are found by it, so its form never changes."""
+        given, fingerprint = self.options, self.tokenizer.fingerprint
+        if given.kind == "text":
+            return repr(("text", fingerprint, (given.text_key, given.text_template, given.split, given.append_eos, given.bos)))
+        return repr((self._sources[0], fingerprint, self._template_key, self._record_encoder, given.drop_bad))
 
+    def write(self, out: Path, split: Split | None) -> Counter[str]:
+        """Build one headway store; continues an unfinished one."""
+        given, text = self.options, self.options.kind == "text"
+        small = sum(path.stat().st_size for path in self.files) <= SMALL_BYTES
+        workers = given.workers or (1 if small else usable_cores())
+        threads = given.workers is None and workers == 1
+        if text:
+            encoder, read = TextEncoder(self.tokenizer_path, *self._special_ids, threads), self._text_reader(given.clean)
+        else:
+            encoder = RecordEncoder(self.tokenizer_path, given.chat_template, self._record_encoder, given.drop_bad, threads)
+            read = RecordReader(split)
+        refuse_unknown(self.tokenizer, self.tokenizer_path, self._texts())
+        job = ChunkJob(self.files, read, encoder, self._build_key(split), workers, given.shard, in_one=text and given.clean is not None)
+        with StoreWriter(
+            out,
+            dtype=dtype_for(self.tokenizer.vocab_size),
+            tokenizer_fingerprint=self.tokenizer.fingerprint,
+            masked=not text,
+            sources=self._sources,
+            resume=True,
+        ) as writer:
+            counts = run_job(job, writer)
+        if not text:
+            self._report_left_out(counts)
+        return counts
 
-def _begin_worker(encoder: Encoder) -> None:
-    global _encoder
-    _encoder = encoder
+    def write_as(self, out: Path, split: Split | None) -> Counter[str]:
+        """Build one store in the format of the options."""
+        if self.options.to == "headway":
+            return self.write(out, split)
+        built = out.with_name(f".tmp-{out.name}-tokens")
+        counts = self.write(built, split)
+        convert_built(built, out, self.options.to, self.options.layout)
+        return counts
 
+    @property
+    def _sources(self) -> list[str]:
+        """What the store states as its origin; records put their kind first."""
+        named = [str(path) for path in self.inputs]
+        mark = {"text": None, "chat": "kind=chat", "preference": PREFERENCE_MARK}[self.options.kind]
+        return named if mark is None else [f"{mark} template={self.options.chat_template}", *named]
 
-def _encode_in_worker(items: list[Any]) -> Encoded:
-    assert _encoder is not None
-    return _encoder.encode(items)
+    @property
+    def _record_encoder(self) -> ChatEncoder | PairEncoder:
+        given = self.options
+        if given.kind == "chat":
+            return ChatEncoder(given.max_length, given.too_long, given.keys)
+        return PairEncoder(given.max_length, given.max_prompt_length or max(1, (given.max_length or 0) // 2), given.keys)
 
+    @property
+    def _template_key(self) -> str:
+        return find_template(self.options.chat_template, self.tokenizer).cache_key
 
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0))
+    @property
+    def _special_ids(self) -> tuple[int | None, int | None]:
+        """The tokens that begin and end each text."""
+        given, tokenizer, path = self.options, self.tokenizer, self.tokenizer_path
+        if given.append_eos and tokenizer.eos_id is None:
+            raise ConfigError(f"append_eos: the tokenizer {path} has no end token. Leave it out (--no-eos) or use another tokenizer.")
+        if given.bos and tokenizer.bos_id is None:
+            raise ConfigError(f"bos: the tokenizer {path} has no begin token. Leave it out or use another tokenizer.")
+        return tokenizer.bos_id if given.bos else None, None if given.append_eos is False else tokenizer.eos_id
+
+    def _text_reader(self, rules: CleanRules | None) -> TextReader:
+        given = self.options
+        return TextReader(self.tokenizer, given.text_key, given.text_template, given.split, rules, self.cleaned)
+
+    def _build_key(self, split: Split | None) -> str:
+        """What decides the bytes besides the files: an unfinished store continues only under the same key."""
+        given, fingerprint = self.options, self.tokenizer.fingerprint
+        if given.kind == "text":
+            return repr((fingerprint, *self._special_ids, given.text_key, given.text_template, given.split, given.clean))
+        return repr((fingerprint, self._template_key, self._record_encoder, given.drop_bad, split))
+
+    def _texts(self) -> Iterator[str]:
+        """The texts of the files, uncleaned."""
+        if self.options.kind == "text":
+            return (piece.text for piece, _ in self._text_reader(None)(self.files))
+        return (text for record in read_records(self.files) for text in texts_in(record.data))
+
+    def _report_left_out(self, counts: Counter[str]) -> None:
+        """Log the unread keys and the bad records; refuse a store without documents."""
+        name = ", ".join(map(str, self.files))
+        if (unread := describe_unread(counts)) is not None:
+            log.info("%s: %s", name, unread)
+        if counts["bad"]:
+            log.warning("%s: dropped %d bad of %d records; `headway data validate` lists them", name, counts["bad"], counts["records"])
+        if counts["documents"] == 0:
+            found = [f"{number} {what.replace('_', ' ')}" for what, number in counts.items() if number and not what.startswith(UNREAD)]
+            raise DataError(
+                f"{name}: no record is left ({', '.join(found) or 'the files are empty'}). "
+                "Give more data or a longer --max-length (in a recipe: data.seq_len)."
+            )

@@ -5,16 +5,14 @@ A source of raw files becomes a store in the cache, built now if it is not there
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from headway.data.config import DataConfig, SourceConfig
 from headway.data.open import SourceStore, SourceStores, check_rows_of_pairs
 from headway.errors import ConfigError
-from headway.prepare.cache import cached_store
-from headway.prepare.chat import ChatOptions, cached_chat
-from headway.prepare.preference import PreferenceOptions, cached_preference
-from headway.prepare.tokenize import TokenizeOptions
+from headway.prepare.build import BuildOptions, cached_store
 from headway.store.foreign.detect import detect
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.text.record_keys import KeyMap
@@ -43,12 +41,12 @@ def prepare_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None
 def _tokenized(path: str, one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Path:
     if tokenizer is None:
         raise ConfigError(f"data: {path} is raw text and needs a tokenizer. Set `tokenizer` in the recipe, or give a token store.")
-    if one.kind == "chat":
-        # Cut to a row, a conversation keeps its beginning; the rest of it would be answers to questions that are not there.
-        longest = config.seq_len if config.packing in ("best_fit", "pad") else None
-        options = ChatOptions(one.chat_template, longest, drop_bad=one.drop_bad, keys=KeyMap.of(one.keys))
-        return cached_chat([path], tokenizer, config.cache_dir, options)
+    options = BuildOptions(one.kind, text_key=one.text_key, text_template=one.template, split=one.split)
+    if one.kind != "text":
+        options = BuildOptions(one.kind, chat_template=one.chat_template, drop_bad=one.drop_bad, keys=KeyMap.of(one.keys))
+    if one.kind == "chat" and config.packing in ("best_fit", "pad"):
+        # A conversation truncated to a row keeps its beginning; the rest would be answers to questions that are not there.
+        options = replace(options, max_length=config.seq_len)
     if one.kind == "preference":
-        options = PreferenceOptions(one.chat_template, config.seq_len // 2, drop_bad=one.drop_bad, keys=KeyMap.of(one.keys))
-        return cached_preference([path], tokenizer, config.cache_dir, options)
-    return cached_store([path], tokenizer, config.cache_dir, TokenizeOptions(one.text_key, one.template, one.split))
+        options = replace(options, max_length=config.seq_len // 2)
+    return cached_store([path], tokenizer, config.cache_dir, options)

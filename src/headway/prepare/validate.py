@@ -1,7 +1,7 @@
 """Raw data read to the end and judged record by record. In: files, what they should be (text, chat, preference); out: every bad record.
 
 Lengths are counted in tokens where a tokenizer is given, else in characters. A file that cannot be read on (cut-off JSON, damaged
-compression) is one bad record where reading ended; a .jsonl file is read line by line, so one bad line hides no other.
+compression) is one bad record where options ended; a .jsonl file is read line by line, so one bad line hides no other.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from headway.errors import ConfigError, DataError
-from headway.prepare.conversations import Conversation, PreferencePair, conversation_of, preference_of
-from headway.prepare.masked_build import count_unread
-from headway.prepare.preference import pair_segments
+from headway.prepare.encode import KINDS, DataKind, count_unread, pair_segments
+from headway.prepare.parse_chat import Conversation, PreferencePair, parse_conversation, parse_preference
 from headway.runtime.progress import progress
 from headway.text.document import Record, TextOf, place_of
 from headway.text.formats import FORMATS
@@ -29,13 +28,11 @@ from headway.tokenizer.chat import ChatTemplate, Segment, Turn, encode_segments,
 from headway.tokenizer.chat_template import BUILT_IN
 from headway.tokenizer.load import Tokenizer
 
-Kind = Literal["text", "chat", "preference"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 BATCH_RECORDS = 256
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadRecord:
     """A record that cannot be used, and why."""
 
     file: str
@@ -51,7 +48,7 @@ class Bad:
 
 
 @dataclass(frozen=True)
-class Bin:
+class HistogramBin:
     """How many records have a length from `low` to `high`."""
 
     low: int
@@ -63,11 +60,11 @@ class Bin:
 class ValidationReport:
     """What was found."""
 
-    kind: Kind
+    kind: DataKind
     unit: Literal["tokens", "characters"]
     files: int = 0
     good: int = 0
-    bad: list[Bad] = field(default_factory=list)
+    bad: list[BadRecord] = field(default_factory=list)
     total: int = 0
     """Length of all good records together."""
     longest: int = 0
@@ -81,12 +78,12 @@ class ValidationReport:
         """Good and bad records."""
         return self.good + len(self.bad)
 
-    def histogram(self) -> list[Bin]:
+    def histogram(self) -> list[HistogramBin]:
         """Lengths by powers of two, from the shortest to the longest that occur."""
         if not self.sizes:
             return []
         bits = range(min(self.sizes), max(self.sizes) + 1)
-        return [Bin(1 << (b - 1) if b else 0, (1 << b) - 1, self.sizes[b]) for b in bits]
+        return [HistogramBin(1 << (b - 1) if b else 0, (1 << b) - 1, self.sizes[b]) for b in bits]
 
     def count(self, length: int) -> None:
         """Add a good record."""
@@ -97,10 +94,10 @@ class ValidationReport:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How records are understood."""
+class ValidateOptions:
+    """How records are parsed."""
 
-    kind: Kind
+    kind: DataKind
     tokenizer: Tokenizer | None = None
     template: str | None = None
     """The chat template; None: chatml where lengths are counted in tokens, else records are not written down."""
@@ -108,22 +105,22 @@ class Reading:
     text: TextOf = field(default_factory=TextOf)
 
 
-def validate(paths: Sequence[Path | str], reading: Reading) -> ValidationReport:
+def validate(paths: Sequence[Path | str], options: ValidateOptions) -> ValidationReport:
     """Read everything; what is bad is in the report, nothing is raised for it."""
-    if reading.kind not in KINDS:
-        raise ConfigError(f"--kind is {reading.kind!r}; it must be one of {', '.join(KINDS)}.")
-    report = ValidationReport(reading.kind, "characters" if reading.tokenizer is None else "tokens")
-    measure = _measure(reading)
+    if options.kind not in KINDS:
+        raise ConfigError(f"--kind is {options.kind!r}; it must be one of {', '.join(KINDS)}.")
+    report = ValidationReport(options.kind, "characters" if options.tokenizer is None else "tokens")
+    measure = _measure(options)
     files = expand(list(paths))
     with progress("validate", total=sum(file.stat().st_size for file in files), unit="bytes") as advance:
         for file in files:
             report.files += 1
-            understood = _understood(file, reading)
-            while batch := list(islice(understood, BATCH_RECORDS)):
-                report.bad += [one for one in batch if isinstance(one, Bad)]
-                good = [one for one in batch if not isinstance(one, Bad)]
+            parsed = _parsed(file, options)
+            while batch := list(islice(parsed, BATCH_RECORDS)):
+                report.bad += [one for one in batch if isinstance(one, BadRecord)]
+                good = [one for one in batch if not isinstance(one, BadRecord)]
                 for one, found in zip(good, measure(good), strict=True):
-                    if isinstance(found, Bad):
+                    if isinstance(found, BadRecord):
                         report.bad.append(found)
                         continue
                     report.count(found)
@@ -134,33 +131,33 @@ def validate(paths: Sequence[Path | str], reading: Reading) -> ValidationReport:
 
 
 @dataclass(frozen=True)
-class Understood:
+class ParsedRecord:
     """A record that has the shape it should."""
 
     place: Record | Document
     content: str | Conversation | PreferencePair
 
 
-def _understood(file: Path, reading: Reading) -> Iterator[Understood | Bad]:
-    for one in _entries(file, reading.kind):
-        if isinstance(one, Bad):
+def _parsed(file: Path, options: ValidateOptions) -> Iterator[ParsedRecord | BadRecord]:
+    for one in _entries(file, options.kind):
+        if isinstance(one, BadRecord):
             yield one
             continue
         try:
             if isinstance(one, Document):
                 content = one.text
-            elif reading.kind == "text":
-                content = reading.text(one).text
+            elif options.kind == "text":
+                content = options.text(one).text
             else:
-                content = conversation_of(one, reading.keys) if reading.kind == "chat" else preference_of(one, reading.keys)
+                content = parse_conversation(one, options.keys) if options.kind == "chat" else parse_preference(one, options.keys)
             if isinstance(content, str) and not content.strip():
                 raise DataError(f"{one.place}: the text is empty.")
-            yield Understood(one, content)
+            yield ParsedRecord(one, content)
         except DataError as error:
             yield _bad(one, error)
 
 
-def _entries(file: Path, kind: Kind) -> Iterator[Record | Document | Bad]:
+def _entries(file: Path, kind: DataKind) -> Iterator[Record | Document | BadRecord]:
     raw = RawFile.at(file)
     format_name = FORMATS.get(raw.suffix)
     if format_name == "jsonl":
@@ -172,7 +169,7 @@ def _entries(file: Path, kind: Kind) -> Iterator[Record | Document | Bad]:
         yield _ended(str(file), error)
 
 
-def _lines(raw: RawFile) -> Iterator[Record | Bad]:
+def _lines(raw: RawFile) -> Iterator[Record | BadRecord]:
     number = 0
     try:
         with raw.open() as stream:
@@ -182,45 +179,45 @@ def _lines(raw: RawFile) -> Iterator[Record | Bad]:
                 try:
                     yield Record(parse_object(decode(line, raw.name, number), raw.name, number), raw.name, number)
                 except DataError as error:
-                    yield Bad(raw.name, number, _without(str(error), f"{raw.name}:{number}"))
+                    yield BadRecord(raw.name, number, _without(str(error), f"{raw.name}:{number}"))
     except DataError as error:
-        yield Bad(raw.name, number or None, _without(str(error), raw.name))
+        yield BadRecord(raw.name, number or None, _without(str(error), raw.name))
     if number == 0:
-        yield Bad(raw.name, None, "no records; the file is empty.")
+        yield BadRecord(raw.name, None, "no records; the file is empty.")
 
 
-def _ended(file: str, error: DataError) -> Bad:
+def _ended(file: str, error: DataError) -> BadRecord:
     """The error that ended a file, with the line and record its message names."""
     found = re.match(r":(\d+)(?: \(record (\d+)\))?: ", rest := str(error).removeprefix(file))
     if found is None:
-        return Bad(file, None, _without(str(error), file))
-    return Bad(file, int(found[1]), rest[found.end() :], int(found[2]) if found[2] else None)
+        return BadRecord(file, None, _without(str(error), file))
+    return BadRecord(file, int(found[1]), rest[found.end() :], int(found[2]) if found[2] else None)
 
 
-def _bad(one: Record | Document, error: DataError) -> Bad:
-    return Bad(one.source, one.line, _without(str(error), one.place), one.number if isinstance(one, Record) else None)
+def _bad(one: Record | Document, error: DataError) -> BadRecord:
+    return BadRecord(one.source, one.line, _without(str(error), one.place), one.number if isinstance(one, Record) else None)
 
 
 def _without(message: str, place: str) -> str:
     return message.removeprefix(f"{place}: ")
 
 
-def _measure(reading: Reading) -> Callable[[list[Understood]], Iterator[int | Bad]]:
+def _measure(options: ValidateOptions) -> Callable[[list[ParsedRecord]], Iterator[int | BadRecord]]:
     """How long records are: in tokens of the tokenizer, or in characters."""
-    tokenizer = reading.tokenizer
-    if reading.kind == "text" or (tokenizer is None and reading.template is None):
+    tokenizer = options.tokenizer
+    if options.kind == "text" or (tokenizer is None and options.template is None):
         if tokenizer is None:
             return lambda batch: (_characters(one.content) for one in batch)
         return lambda batch: (len(ids) for ids in tokenizer.encode_batch([str(one.content) for one in batch]))
     if tokenizer is not None:
-        template = find_template(reading.template or "chatml", tokenizer)
+        template = find_template(options.template or "chatml", tokenizer)
         return lambda batch: _rendered(batch, template, tokenizer)
-    if reading.template not in BUILT_IN:
-        raise ConfigError(f"--template {reading.template} needs the tokenizer whose special tokens it writes. Give --tokenizer.")
-    return lambda batch: _written(batch, BUILT_IN[str(reading.template)])
+    if options.template not in BUILT_IN:
+        raise ConfigError(f"--template {options.template} needs the tokenizer whose special tokens it writes. Give --tokenizer.")
+    return lambda batch: _written(batch, BUILT_IN[str(options.template)])
 
 
-def _rendered(batch: list[Understood], template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[int | Bad]:
+def _rendered(batch: list[ParsedRecord], template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[int | BadRecord]:
     for one in batch:
         try:
             found = encode_segments(_segments(one.content, template), template.name, tokenizer)
@@ -232,7 +229,7 @@ def _rendered(batch: list[Understood], template: ChatTemplate, tokenizer: Tokeni
             yield _bad(one.place, error)
 
 
-def _written(batch: list[Understood], template: ChatTemplate) -> Iterator[int | Bad]:
+def _written(batch: list[ParsedRecord], template: ChatTemplate) -> Iterator[int | BadRecord]:
     """Lengths in characters of records that the template has a place for."""
     for one in batch:
         try:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from headway.data.batch import Batch
-from headway.data.config import DataConfig
+from headway.data.config import DataConfig, default_cache_dir
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
 from headway.data.open import OpenData
@@ -36,7 +36,6 @@ from headway.objective.dpo import REFERENCE, document_sums
 from headway.parallel.assemble import wrap_blocks
 from headway.parallel.config import MemoryConfig
 from headway.parallel.engine import EngineSpec
-from headway.prepare.cache import default_cache_dir
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.sealed import parse_sealed_json, read_sealed, sealed_json, write_sealed

@@ -17,7 +17,7 @@ from headway.model.families.base import published
 from headway.optim.groups import count
 from headway.parallel.collectives import RankGroup, start_group
 from headway.plan.memory import MemoryJob, amount, estimate
-from headway.prepare.dry_cache import dry_cache, make_dry_cache
+from headway.prepare.cache import dry_cache, make_dry_cache
 from headway.runtime.device import Compute, backend_of, choose_compute
 from headway.runtime.flight import flight_recorder
 from headway.runtime.heartbeat import Heartbeat, is_lost

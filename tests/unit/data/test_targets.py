@@ -13,7 +13,7 @@ from headway.data.config import DataConfig
 from headway.data.open import OpenData, open_data
 from headway.data.targets import check_targets
 from headway.errors import DataError
-from headway.prepare.chat import ChatOptions, tokenize_chat
+from headway.prepare.build import BuildOptions, build_store
 from headway.prepare.sources import prepare_sources
 from headway.store.convert import convert
 from headway.store.reader import StoreWriter, open_store
@@ -65,7 +65,7 @@ def opened(path: Path | str, tokenizer: Path | None, **settings: Any) -> OpenDat
 def chat(folder: Path, tokenizer: Path, template: str = "chatml", **options: Any) -> Path:
     lines = [json.dumps({"prompt": f"question {n}", "completion": "word " * (1 + n)}) for n in range(20)]
     (folder / "chat.jsonl").write_text("\n".join(lines))
-    tokenize_chat([folder / "chat.jsonl"], tokenizer, folder / "store", ChatOptions(template=template, **options))
+    build_store([folder / "chat.jsonl"], tokenizer, folder / "store", BuildOptions("chat", chat_template=template, **options))
     return folder / "store"
 
 
@@ -136,7 +136,7 @@ def sft_pairs(folder: Path, tokenizer: Path, template: str = "zero2all") -> Path
     """zero2all's SFT files, as its tool writes them: nothing in them names the template."""
     lines = [json.dumps({"prompt": f"question {n}", "completion": "word " * (1 + n)}) for n in range(9)]
     (folder / "chat.jsonl").write_text("\n".join(lines))
-    tokenize_chat([folder / "chat.jsonl"], tokenizer, folder / "pairs", ChatOptions(template=template, to="zero2all"))
+    build_store([folder / "chat.jsonl"], tokenizer, folder / "pairs", BuildOptions("chat", chat_template=template, to="zero2all"))
     return folder / "pairs"
 
 

@@ -13,8 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from headway.data.config import DataConfig, SourceConfig
 from headway.data.pairs import is_preference, num_pairs
 from headway.errors import ConfigError, DataError
-from headway.prepare.chat import ChatOptions, cached_chat, tokenize_chat
-from headway.prepare.preference import PreferenceOptions, cached_preference, tokenize_preference
+from headway.prepare.build import BuildOptions, build_store, cached_store
 from headway.prepare.sources import prepare_source
 from headway.store.foreign.source import open_source
 from headway.store.reader import Store, open_store
@@ -50,11 +49,11 @@ def targets(store: Store, tokenizer: Tokenizer) -> list[str]:
 
 
 def test_a_chat_store_has_the_answers_and_their_end_as_targets(tmp_path: Path, folder: Path) -> None:
-    report = tokenize_chat([chats(tmp_path / "c.jsonl", 3)], folder, tmp_path / "out")
+    report = build_store([chats(tmp_path / "c.jsonl", 3)], folder, tmp_path / "out", BuildOptions("chat"))
     store, tokenizer = open_store(tmp_path / "out"), load_tokenizer(folder)
     assert targets(store, tokenizer) == [f"aaa{i}<|im_end|>" for i in range(3)]
     assert store.masked and store.fingerprint == tokenizer.fingerprint and not is_preference(store)
-    assert (report.records, report.train_documents, report.valid_documents, report.targets) == (3, 3, 0, 3 * 5)
+    assert (report.counts["records"], report.train_documents, report.valid_documents, report.counts["targets"]) == (3, 3, 0, 3 * 5)
     assert report.tokens == store.num_tokens and "3 conversations of 3 records" in report.describe()
 
 
@@ -62,7 +61,7 @@ def test_the_split_is_exact_seeded_and_loses_nothing(tmp_path: Path, folder: Pat
     source, tokenizer = chats(tmp_path / "c.jsonl", 37), load_tokenizer(folder)
     found: dict[int, list[list[str]]] = {}
     for seed, name in ((1, "a"), (1, "b"), (2, "c")):
-        report = tokenize_chat([source], folder, tmp_path / name, ChatOptions(valid_fraction=0.1, seed=seed))
+        report = build_store([source], folder, tmp_path / name, BuildOptions("chat", valid_fraction=0.1, seed=seed))
         assert (report.train_documents, report.valid_documents) == (33, 4)
         sides = [targets(open_store(tmp_path / name / side), tokenizer) for side in ("train", "valid")]
         assert sorted(sides[0] + sides[1]) == sorted(f"aaa{i}<|im_end|>" for i in range(37))
@@ -80,50 +79,50 @@ def test_too_long_conversations_follow_the_stated_rule_and_are_counted(
     rows = [{"instruction": "q", "output": "b"}, {"instruction": "q", "output": "a" * 9 + "1"}]
     (tmp_path / "c.json").write_text(json.dumps(rows))
     limit = len("?user\nq?\n?assistant\n") + 6
-    report = tokenize_chat([tmp_path / "c.json"], folder, tmp_path / "out", ChatOptions(max_length=limit, too_long=too_long))
+    report = build_store([tmp_path / "c.json"], folder, tmp_path / "out", BuildOptions("chat", max_length=limit, too_long=too_long))
     store = open_store(tmp_path / "out")
     assert targets(store, load_tokenizer(folder)) == ["b<|im_end|>"] + ([kept] if kept else [])
-    assert (report.truncated, report.dropped) == (truncated, dropped)
+    assert (report.counts["truncated"], report.counts["dropped"]) == (truncated, dropped)
     assert int(store.lengths(0, store.num_documents).max()) <= limit
 
 
 def test_what_truncation_leaves_without_a_target_is_left_out_and_counted(tmp_path: Path, folder: Path) -> None:
     rows = [{"instruction": "q", "output": "b"}, {"instruction": "q" * 50, "output": "b"}]
     (tmp_path / "c.json").write_text(json.dumps(rows))
-    report = tokenize_chat([tmp_path / "c.json"], folder, tmp_path / "out", ChatOptions(max_length=30))
-    assert (report.train_documents, report.truncated, report.without_targets) == (1, 1, 1)
+    report = build_store([tmp_path / "c.json"], folder, tmp_path / "out", BuildOptions("chat", max_length=30))
+    assert (report.train_documents, report.counts["truncated"], report.counts["without_targets"]) == (1, 1, 1)
     (tmp_path / "d.json").write_text(json.dumps(rows[1:]))
     with pytest.raises(DataError, match="no record is left"):
-        tokenize_chat([tmp_path / "d.json"], folder, tmp_path / "out2", ChatOptions(max_length=30))
+        build_store([tmp_path / "d.json"], folder, tmp_path / "out2", BuildOptions("chat", max_length=30))
 
 
 def test_a_conversation_cut_to_one_target_at_its_very_beginning_is_left_out(tmp_path: Path, folder: Path) -> None:
     # cut from the left to `<|im_end|>` and a line break, the one target is the first token, which nothing predicts
     source = tmp_path / "c.jsonl"
     source.write_text(json.dumps({"instruction": "say", "output": "a"}) + "\n")
-    whole = tokenize_chat([source], folder, tmp_path / "whole")
-    assert (whole.targets, whole.train_documents) == (2, 1)  # "a" and <|im_end|>, then a line break that is no target
+    whole = build_store([source], folder, tmp_path / "whole", BuildOptions("chat"))
+    assert (whole.counts["targets"], whole.train_documents) == (2, 1)  # "a" and <|im_end|>, then a line break that is no target
     mask = open_store(tmp_path / "whole").document_mask(0)
     assert mask is not None and mask[-3:].tolist() == [True, True, False]
-    kept = tokenize_chat([source], folder, tmp_path / "three", ChatOptions(max_length=3, too_long="truncate_left"))
-    assert (kept.train_documents, kept.without_targets) == (1, 0)
+    kept = build_store([source], folder, tmp_path / "three", BuildOptions("chat", max_length=3, too_long="truncate_left"))
+    assert (kept.train_documents, kept.counts["without_targets"]) == (1, 0)
     with pytest.raises(DataError):
-        tokenize_chat([source], folder, tmp_path / "two", ChatOptions(max_length=2, too_long="truncate_left"))
+        build_store([source], folder, tmp_path / "two", BuildOptions("chat", max_length=2, too_long="truncate_left"))
 
 
 def test_bad_records_are_refused_with_their_place_or_left_out_and_counted(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "c.jsonl").write_text('{"instruction": "q", "output": "b"}\n{"instruction": "q"}\n')
     with pytest.raises(DataError, match=r"c\.jsonl:2: instruction without output.*headway data validate"):
-        tokenize_chat([tmp_path / "c.jsonl"], folder, tmp_path / "out")
-    report = tokenize_chat([tmp_path / "c.jsonl"], folder, tmp_path / "other", ChatOptions(drop_bad=True))
-    assert (report.records, report.train_documents, report.bad) == (2, 1, 1)
+        build_store([tmp_path / "c.jsonl"], folder, tmp_path / "out", BuildOptions("chat"))
+    report = build_store([tmp_path / "c.jsonl"], folder, tmp_path / "other", BuildOptions("chat", drop_bad=True))
+    assert (report.counts["records"], report.train_documents, report.counts["bad"]) == (2, 1, 1)
 
 
 @pytest.mark.parametrize("to", ["internlm", "zero2all"])
 def test_other_systems_files_hold_the_same_ids_and_targets(tmp_path: Path, folder: Path, to: str) -> None:
     source = chats(tmp_path / "c.jsonl", 10)
-    tokenize_chat([source], folder, tmp_path / "native", ChatOptions(valid_fraction=0.2))
-    tokenize_chat([source], folder, tmp_path / to, ChatOptions(valid_fraction=0.2, to=to))
+    build_store([source], folder, tmp_path / "native", BuildOptions("chat", valid_fraction=0.2))
+    build_store([source], folder, tmp_path / to, BuildOptions("chat", valid_fraction=0.2, to=to))
     for side in ("train", "valid"):
         native, other = open_store(tmp_path / "native" / side), open_source(tmp_path / to / side)
         assert native.num_documents == other.num_documents
@@ -136,37 +135,37 @@ def test_other_systems_files_hold_the_same_ids_and_targets(tmp_path: Path, folde
 
 
 def test_workers_make_the_same_bytes_as_one_process(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.prepare.build.CHUNK_BYTES", 512)
+    monkeypatch.setattr("headway.prepare.workers.CHUNK_BYTES", 512)
     source = chats(tmp_path / "c.jsonl", 40, size=30)
     for workers in (1, 2):
-        tokenize_chat([source], folder, tmp_path / str(workers), ChatOptions(workers=workers))
+        build_store([source], folder, tmp_path / str(workers), BuildOptions("chat", workers=workers))
     assert {f.name: f.read_bytes() for f in (tmp_path / "1").iterdir()} == {f.name: f.read_bytes() for f in (tmp_path / "2").iterdir()}
 
 
 def test_raw_chat_is_built_once_into_the_cache_and_again_when_anything_changes(tmp_path: Path, folder: Path) -> None:
     source = chats(tmp_path / "c.jsonl", 4)
-    first = cached_chat([source], folder, tmp_path / "cache")
-    assert cached_chat([source], folder, tmp_path / "cache") == first and open_store(first).num_documents == 4
-    assert cached_chat([source], folder, tmp_path / "cache", ChatOptions(template="alpaca")) != first
-    assert cached_chat([source], folder, tmp_path / "cache", ChatOptions(max_length=25)) != first
+    first = cached_store([source], folder, tmp_path / "cache", BuildOptions("chat"))
+    assert cached_store([source], folder, tmp_path / "cache", BuildOptions("chat")) == first and open_store(first).num_documents == 4
+    assert cached_store([source], folder, tmp_path / "cache", BuildOptions("chat", chat_template="alpaca")) != first
+    assert cached_store([source], folder, tmp_path / "cache", BuildOptions("chat", max_length=25)) != first
     chats(source, 5)
-    assert open_store(cached_chat([source], folder, tmp_path / "cache")).num_documents == 5
+    assert open_store(cached_store([source], folder, tmp_path / "cache", BuildOptions("chat"))).num_documents == 5
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (ChatOptions(to="megatron"), "--to is 'megatron'"),
-        (ChatOptions(valid_fraction=1.0), "--valid-fraction is 1.0"),
-        (ChatOptions(max_length=1), "--max-length is 1"),
-        (ChatOptions(too_long="shorten"), "--too-long is 'shorten'"),  # pyright: ignore[reportArgumentType]
-        (ChatOptions(template="llama3"), "needs the token '<|begin_of_text|>'"),
-        (ChatOptions(template="none"), "template is 'none'"),
+        (BuildOptions("chat", to="megatron"), "--to is 'megatron'"),
+        (BuildOptions("chat", valid_fraction=1.0), "--valid-fraction is 1.0"),
+        (BuildOptions("chat", max_length=1), "--max-length is 1"),
+        (BuildOptions("chat", too_long="shorten"), "--too-long is 'shorten'"),  # pyright: ignore[reportArgumentType]
+        (BuildOptions("chat", chat_template="llama3"), "needs the token '<|begin_of_text|>'"),
+        (BuildOptions("chat", chat_template="none"), "template is 'none'"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(tmp_path: Path, folder: Path, options: ChatOptions, message: str) -> None:
+def test_settings_that_cannot_be_are_refused(tmp_path: Path, folder: Path, options: BuildOptions, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        tokenize_chat([chats(tmp_path / "c.jsonl", 2)], folder, tmp_path / "out", options)
+        build_store([chats(tmp_path / "c.jsonl", 2)], folder, tmp_path / "out", options)
     assert message in str(caught.value)
 
 
@@ -187,9 +186,9 @@ def test_pairs_lie_side_by_side_share_the_prompt_and_have_loss_on_the_answers_al
         "rejected": {"from": "gpt", "value": "worse"},
     }] * 2  # fmt: skip
     (tmp_path / "p.json").write_text(json.dumps(rows))
-    report = tokenize_preference([tmp_path / "p.json"], folder, tmp_path / "out")
+    report = build_store([tmp_path / "p.json"], folder, tmp_path / "out", BuildOptions("preference"))
     store, tokenizer = open_store(tmp_path / "out"), load_tokenizer(folder)
-    assert is_preference(store) and num_pairs(store) == report.train_pairs == 2
+    assert is_preference(store) and num_pairs(store) == report.train_documents // 2 == 2
     assert targets(store, tokenizer) == ["good<|im_end|>", "worse<|im_end|>"] * 2
     said = (("system", "s"), ("user", "a"), ("assistant", "earlier"), ("user", "b"))
     prompt = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in said)
@@ -214,9 +213,9 @@ def test_the_prompt_loses_its_beginning_first_then_the_answers_their_ends(
     tmp_path: Path, folder: Path, prompt: int, chosen: int, limit: int, kept_prompt: int, kept_answer: int, cut: tuple[int, int]
 ) -> None:
     source = pairs(tmp_path / "p.json", "q" * prompt, "g" * chosen, "b")
-    report = tokenize_preference([source], folder, tmp_path / "out", PreferenceOptions(max_length=limit))
+    report = build_store([source], folder, tmp_path / "out", BuildOptions("preference", max_length=limit))
     store, tokenizer = open_store(tmp_path / "out"), load_tokenizer(folder)
-    assert (report.prompts_truncated, report.answers_truncated) == cut
+    assert (report.counts["prompts_truncated"], report.counts["answers_truncated"]) == cut
     for i, answer in enumerate(("g" * chosen + "\N{BULLET}", "b\N{BULLET}")):
         mask = store.document_mask(i)
         assert mask is not None and int(mask.argmax()) == kept_prompt
@@ -227,19 +226,19 @@ def test_the_prompt_loses_its_beginning_first_then_the_answers_their_ends(
 
 def test_preference_data_is_split_by_pairs_and_cached(tmp_path: Path, folder: Path) -> None:
     source = pairs(tmp_path / "p.json", count=10)
-    report = tokenize_preference([source], folder, tmp_path / "out", PreferenceOptions(valid_fraction=0.3))
-    assert (report.train_pairs, report.valid_pairs) == (7, 3)
+    report = build_store([source], folder, tmp_path / "out", BuildOptions("preference", valid_fraction=0.3))
+    assert (report.train_documents // 2, report.valid_documents // 2) == (7, 3)
     assert [num_pairs(open_store(tmp_path / "out" / side)) for side in ("train", "valid")] == [7, 3]
-    first = cached_preference([source], folder, tmp_path / "cache")
-    assert num_pairs(open_store(first)) == 10 and cached_preference([source], folder, tmp_path / "cache") == first
+    first = cached_store([source], folder, tmp_path / "cache", BuildOptions("preference"))
+    assert num_pairs(open_store(first)) == 10 and cached_store([source], folder, tmp_path / "cache", BuildOptions("preference")) == first
 
 
 def test_a_store_without_pairs_is_not_taken_for_one(tmp_path: Path, folder: Path) -> None:
-    tokenize_chat([chats(tmp_path / "c.jsonl", 2)], folder, tmp_path / "out")
+    build_store([chats(tmp_path / "c.jsonl", 2)], folder, tmp_path / "out", BuildOptions("chat"))
     with pytest.raises(DataError, match="holds no preference pairs"):
         num_pairs(open_store(tmp_path / "out"))
     with pytest.raises(ConfigError, match="headway stores only"):
-        tokenize_preference([tmp_path / "c.jsonl"], folder, tmp_path / "p", PreferenceOptions(to="mds"))
+        build_store([tmp_path / "c.jsonl"], folder, tmp_path / "p", BuildOptions("preference", to="mds"))
     shutil.rmtree(tmp_path / "out")
 
 
@@ -250,10 +249,10 @@ def test_the_build_names_keys_it_does_not_read_and_reads_those_it_is_given(
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = KeyMap.of({"prompt": "frage", "response": "antwort"})
     with caplog.at_level("INFO", "headway"):
-        report = tokenize_chat([tmp_path / "c.jsonl"], folder, tmp_path / "out", ChatOptions(keys=keys, drop_bad=True))
-    assert (report.records, report.train_documents, report.bad) == (4, 3, 1)
+        report = build_store([tmp_path / "c.jsonl"], folder, tmp_path / "out", BuildOptions("chat", keys=keys, drop_bad=True))
+    assert (report.counts["records"], report.train_documents, report.counts["bad"]) == (4, 3, 1)
     assert targets(open_store(tmp_path / "out"), load_tokenizer(folder)) == [f"a{i}<|im_end|>" for i in range(3)]
-    assert "keys that are not read: topic (3 records)" in caplog.text and "1 of 4 records are bad and left out" in caplog.text
+    assert "unread keys: topic (3 records)" in caplog.text and "dropped 1 bad of 4 records" in caplog.text
 
 
 def test_a_recipe_names_keys_and_leaves_out_bad_records(tmp_path: Path, folder: Path) -> None:

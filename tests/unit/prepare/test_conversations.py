@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from headway.errors import DataError
-from headway.prepare.conversations import conversation_of, preference_of
+from headway.prepare.parse_chat import parse_conversation, parse_preference
 from headway.text.document import Record
 from headway.tokenizer.chat_template import Call, Turn
 
@@ -67,12 +67,12 @@ def record(**data: Any) -> Record:
     ],
 )
 def test_every_shape_of_a_conversation_is_known(data: dict[str, Any], turns: list[Turn]) -> None:
-    assert list(conversation_of(record(**data)).turns) == turns
+    assert list(parse_conversation(record(**data)).turns) == turns
 
 
 def test_tool_calls_of_both_worlds_are_the_same() -> None:
     call = '{"name": "add", "arguments": {"a": 2}}'
-    sharegpt = conversation_of(
+    sharegpt = parse_conversation(
         record(
             conversations=[
                 {"from": "human", "value": "2?"},
@@ -84,7 +84,7 @@ def test_tool_calls_of_both_worlds_are_the_same() -> None:
         )
     )
     function = {"name": "add", "arguments": '{"a": 2}'}
-    openai = conversation_of(
+    openai = parse_conversation(
         record(
             messages=[
                 {"role": "user", "content": "2?"},
@@ -128,7 +128,7 @@ def test_tool_calls_of_both_worlds_are_the_same() -> None:
 )
 def test_what_is_missing_or_wrong_is_named_with_file_and_line(data: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        conversation_of(record(**data))
+        parse_conversation(record(**data))
     assert str(caught.value).startswith("chat.jsonl:7: ") and "\n" not in str(caught.value)
 
 
@@ -168,13 +168,13 @@ GOOD, POOR = Turn("assistant", "Hello"), Turn("assistant", "Go away")
     ],
 )
 def test_every_shape_of_a_preference_pair_is_known(data: dict[str, Any]) -> None:
-    pair = preference_of(record(**data))
+    pair = parse_preference(record(**data))
     assert (pair.prompt, pair.chosen, pair.rejected) == ((QUESTION,), (GOOD,), (POOR,))
 
 
 def test_the_shared_beginning_of_two_conversations_is_the_prompt() -> None:
     first = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    pair = preference_of(
+    pair = parse_preference(
         record(chosen=[*first, {"role": "assistant", "content": "d"}], rejected=[*first, {"role": "assistant", "content": "e"}])
     )
     assert [turn.content for turn in pair.prompt] == ["a", "b", "c"]
@@ -204,5 +204,5 @@ def test_the_shared_beginning_of_two_conversations_is_the_prompt() -> None:
 )
 def test_pairs_that_cannot_be_compared_are_refused(data: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        preference_of(record(**data))
+        parse_preference(record(**data))
     assert str(caught.value).startswith("chat.jsonl:7: ")

@@ -8,8 +8,8 @@ import pytest
 from support.runs import headway
 
 from headway.errors import ConfigError, DataError
-from headway.prepare.conversations import conversation_of, preference_of
-from headway.prepare.validate import Reading, validate
+from headway.prepare.parse_chat import parse_conversation, parse_preference
+from headway.prepare.validate import ValidateOptions, validate
 from headway.text.document import Record
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.chat_template import Call, Turn
@@ -98,7 +98,7 @@ CHAT_SHAPES: dict[str, tuple[dict[str, Any], list[Turn]]] = {
 @pytest.mark.parametrize("name", CHAT_SHAPES)
 def test_the_shape_of_a_known_chat_dataset_is_read(name: str) -> None:
     data, turns = CHAT_SHAPES[name]
-    assert list(conversation_of(record(data)).turns) == turns
+    assert list(parse_conversation(record(data)).turns) == turns
 
 
 DIALOGUE = [{"role": "user", "content": "Hi"}]
@@ -137,7 +137,7 @@ PAIR_SHAPES: dict[str, tuple[dict[str, Any], list[Turn]]] = {
 @pytest.mark.parametrize("name", PAIR_SHAPES)
 def test_the_shape_of_a_known_preference_dataset_is_read(name: str) -> None:
     data, prompt = PAIR_SHAPES[name]
-    pair = preference_of(record(data))
+    pair = parse_preference(record(data))
     assert (list(pair.prompt), pair.chosen, pair.rejected) == (prompt, (BOT,), (Turn("assistant", "No"),))
 
 
@@ -161,30 +161,33 @@ TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "He
 )
 def test_content_under_a_key_that_is_not_read_is_refused_with_the_remedy(data: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        conversation_of(record(data))
+        parse_conversation(record(data))
     assert str(caught.value).startswith("d.jsonl:4: ") and "\n" not in str(caught.value)
 
 
 def test_an_answer_that_is_a_dialogue_stays_one_answer() -> None:
     play = "Human: Knock.\n\nAssistant: Who is there?"
-    assert conversation_of(record({"instruction": "Write a play", "output": play})).turns[1] == Turn("assistant", play)
-    assert preference_of(record({"prompt": "Write a play", "chosen": play, "rejected": "No"})).chosen == (Turn("assistant", play),)
+    assert parse_conversation(record({"instruction": "Write a play", "output": play})).turns[1] == Turn("assistant", play)
+    assert parse_preference(record({"prompt": "Write a play", "chosen": play, "rejected": "No"})).chosen == (Turn("assistant", play),)
 
 
 def test_keys_name_what_no_known_shape_has() -> None:
     data = {"titel": "x", "frage": "Hi", "antwort": {"text": "Hello", "sterne": 5}, "answer": "short", "note": "n"}
     keys = KeyMap.parse("prompt=frage, response=antwort.text,system=regeln?,answer=,note=")
-    found = conversation_of(record(data), keys)
+    found = parse_conversation(record(data), keys)
     assert list(found.turns) == [USER, BOT] and found.unread == ("antwort.sterne", "titel")
     turns = {"talk": [{"who": "A", "says": "Hi"}, {"who": "B", "says": "Hello"}]}
-    assert list(conversation_of(record(turns), KeyMap.parse("messages=talk,role=who,content=says,user=A,assistant=B")).turns) == [USER, BOT]
-    pair = preference_of(record({"q": "Hi", "good": "Hello", "bad": "No"}), KeyMap.of({"prompt": "q", "chosen": "good", "rejected": "bad"}))
+    names = KeyMap.parse("messages=talk,role=who,content=says,user=A,assistant=B")
+    assert list(parse_conversation(record(turns), names).turns) == [USER, BOT]
+    pair = parse_preference(
+        record({"q": "Hi", "good": "Hello", "bad": "No"}), KeyMap.of({"prompt": "q", "chosen": "good", "rejected": "bad"})
+    )
     assert pair.prompt == (USER,) and pair.chosen == (BOT,)
 
 
 def test_keys_that_cannot_be_are_refused() -> None:
     with pytest.raises(DataError, match="no key 'frage', which keys give for prompt; its keys are question"):
-        conversation_of(record({"question": "Hi"}), KeyMap.parse("prompt=frage,response=antwort"))
+        parse_conversation(record({"question": "Hi"}), KeyMap.parse("prompt=frage,response=antwort"))
     with pytest.raises(ConfigError, match="names 'frage', which is none of messages, prompt"):
         KeyMap.parse("frage=prompt")
     for text in ("prompt", "prompt=a,prompt=b", "=a"):
@@ -196,7 +199,7 @@ def test_keys_that_are_not_read_are_named_by_validate_and_by_the_build(tmp_path:
     rows = [{"question": "Hi", "answer": "Hello", "id": i, "messages": None} | ({"topic": "x"} if i else {}) for i in range(3)]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = headway("data", "validate", str(tmp_path / "d.jsonl"), "--kind", "chat")
-    assert done.returncode == 0 and "keys that are not read: id (3 records), topic (2 records)" in done.stdout
+    assert done.returncode == 0 and "unread keys: id (3 records), topic (2 records)" in done.stdout
     counted = json.loads(headway("data", "validate", str(tmp_path / "d.jsonl"), "--kind", "chat", "--json").stdout)
     assert counted["unread"] == {"id": 3, "topic": 2}
 
@@ -204,10 +207,10 @@ def test_keys_that_are_not_read_are_named_by_validate_and_by_the_build(tmp_path:
 def test_a_record_of_a_list_on_one_line_is_named_by_its_number(tmp_path: Path) -> None:
     good = {"instruction": "Hi", "output": "Hello"}
     (tmp_path / "one.json").write_text(json.dumps([good, good, {"instruction": "Hi", "output": ""}, good]))
-    (found,) = validate([tmp_path / "one.json"], Reading("chat")).bad
+    (found,) = validate([tmp_path / "one.json"], ValidateOptions("chat")).bad
     assert found.place == f"{tmp_path / 'one.json'}:1 (record 3)" and found.message == "turn 1 (assistant) is empty."
     (tmp_path / "cut.json").write_text(json.dumps([good, good])[:-20])
-    (found,) = validate([tmp_path / "cut.json"], Reading("chat")).bad
+    (found,) = validate([tmp_path / "cut.json"], ValidateOptions("chat")).bad
     assert (found.line, found.record) == (1, 2) and "not valid JSON" in found.message
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import headway.prepare.build as build
+import headway.prepare.workers as workers
 from headway.cli import main
 from headway.errors import ConfigError, DataError
-from headway.prepare.tokenize import TokenizeOptions, tokenize
+from headway.prepare.build import BuildOptions, build_store
 from headway.store.merge import merge
 from headway.store.reader import open_store
 from headway.text.clean import CleanRules
@@ -34,8 +34,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "CHUNK_BYTES", 200)
-    monkeypatch.setattr(build, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(workers, "CHUNK_BYTES", 200)
+    monkeypatch.setattr(workers, "COMMIT_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -54,30 +54,30 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_documents_end_with_the_end_token_and_empty_ones_are_counted(tmp_path: Path, tokenizer: Path, corpus: list[Path]) -> None:
-    report = tokenize(corpus, tokenizer, tmp_path / "s")
+    report = build_store(corpus, tokenizer, tmp_path / "s")
     store = open_store(tmp_path / "s")
     assert (
-        (report.documents, report.empty_documents, report.tokens)
+        (report.train_documents, report.counts["empty"], report.tokens)
         == (store.num_documents, 9, store.num_tokens)
         == (171, 9, store.num_tokens)
     )
     assert store.document(0).tolist() == [3, 0] and store.fingerprint == load_tokenizer(tokenizer).fingerprint
-    tokenize(corpus, tokenizer, tmp_path / "t", TokenizeOptions(append_eos=False, template="{title} {text}"))
+    build_store(corpus, tokenizer, tmp_path / "t", BuildOptions(append_eos=False, text_template="{title} {text}"))
     assert open_store(tmp_path / "t").document(1).tolist() == [3, 3]
 
 
 def test_any_number_of_workers_gives_the_same_bytes(tmp_path: Path, tokenizer: Path, corpus: list[Path]) -> None:
-    tokenize(corpus, tokenizer, tmp_path / "one", TokenizeOptions(workers=1))
-    tokenize(corpus, tokenizer, tmp_path / "two", TokenizeOptions(workers=2))
-    tokenize(corpus, tokenizer, tmp_path / "auto")
+    build_store(corpus, tokenizer, tmp_path / "one", BuildOptions(workers=1))
+    build_store(corpus, tokenizer, tmp_path / "two", BuildOptions(workers=2))
+    build_store(corpus, tokenizer, tmp_path / "auto")
     assert content(tmp_path / "one") == content(tmp_path / "two") == content(tmp_path / "auto")
 
 
 def test_cleaning_on_the_way_leaves_out_duplicates_of_all_files(tmp_path: Path, tokenizer: Path, corpus: list[Path]) -> None:
     rules = CleanRules(min_characters=5, max_digits=1.0, max_signs=1.0, min_letters=0.0, duplicates="exact")
     texts = {json.loads(line)["text"] for path in corpus for line in path.read_text().splitlines()}
-    report = tokenize([*corpus, corpus[0]], tokenizer, tmp_path / "s", TokenizeOptions(clean=rules))
-    assert report.documents == len({text for text in texts if len(text) >= 5})
+    report = build_store([*corpus, corpus[0]], tokenizer, tmp_path / "s", BuildOptions(clean=rules))
+    assert report.train_documents == len({text for text in texts if len(text) >= 5})
     assert report.removed["duplicate"] > 30 and "duplicate" in report.describe()
 
 
@@ -85,8 +85,8 @@ def test_cleaning_on_the_way_leaves_out_duplicates_of_all_files(tmp_path: Path, 
     ("stop_after", "rules"), [(0, None), (1, None), (9, None), (20, None), (4, CleanRules(max_digits=1.0, duplicates="exact"))]
 )
 def test_an_interrupted_build_ends_with_the_same_bytes(tmp_path: Path, tokenizer: Path, corpus, stop_after, rules, monkeypatch) -> None:
-    options = TokenizeOptions(clean=rules)
-    tokenize(corpus, tokenizer, tmp_path / "whole", options)
+    options = BuildOptions(clean=rules)
+    build_store(corpus, tokenizer, tmp_path / "whole", options)
     encoded = []
 
     class Died(Exception):
@@ -99,26 +99,26 @@ def test_an_interrupted_build_ends_with_the_same_bytes(tmp_path: Path, tokenizer
             encoded.append(pair)
             yield pair
 
-    original = build._encoded
-    monkeypatch.setattr(build, "_encoded", dying)
+    original = workers._encoded
+    monkeypatch.setattr(workers, "_encoded", dying)
     with pytest.raises(Died):
-        tokenize(corpus, tokenizer, tmp_path / "s", options)
+        build_store(corpus, tokenizer, tmp_path / "s", options)
     with pytest.raises(DataError, match=r"unfinished|not a token store|no such folder"):
         open_store(tmp_path / "s")
     stop_after = 10**9
-    tokenize(corpus, tokenizer, tmp_path / "s", options)
+    build_store(corpus, tokenizer, tmp_path / "s", options)
     assert content(tmp_path / "s") == content(tmp_path / "whole")
     assert len(encoded) == len({(chunk.unit, chunk.number) for chunk, _ in encoded}), "no chunk is encoded twice"
 
 
 @pytest.mark.parametrize(("shards", "unit_bytes"), [(1, 10**9), (3, 10**9), (2, 100)])
 def test_merged_shards_are_the_undivided_store(tmp_path: Path, tokenizer: Path, corpus, shards: int, unit_bytes: int, monkeypatch) -> None:
-    monkeypatch.setattr(build.make_units, "__defaults__", (unit_bytes,))
-    monkeypatch.setattr(build, "UNITS_PER_SHARD", 1)
-    tokenize(corpus, tokenizer, tmp_path / "whole")
+    monkeypatch.setattr(workers.make_units, "__defaults__", (unit_bytes,))
+    monkeypatch.setattr(workers, "UNITS_PER_SHARD", 1)
+    build_store(corpus, tokenizer, tmp_path / "whole")
     parts = [tmp_path / f"shard-{i}" for i in range(shards)]
     for i, part in enumerate(parts):
-        tokenize(corpus, tokenizer, part, TokenizeOptions(shard=(i, shards)))
+        build_store(corpus, tokenizer, part, BuildOptions(shard=(i, shards)))
     merge(parts[::-1], tmp_path / "merged")
     assert content(tmp_path / "merged") == content(tmp_path / "whole")
     if shards > 1:
@@ -131,8 +131,8 @@ def test_merged_shards_are_the_undivided_store(tmp_path: Path, tokenizer: Path, 
 
 
 def test_a_changed_file_or_option_does_not_continue_an_old_build(tmp_path: Path, tokenizer: Path, corpus, monkeypatch) -> None:
-    monkeypatch.setattr(build.StoreWriter, "finish", lambda *_: None)
-    tokenize_quietly = lambda **options: tokenize(corpus, tokenizer, tmp_path / "s", TokenizeOptions(**options))  # noqa: E731
+    monkeypatch.setattr(workers.StoreWriter, "finish", lambda *_: None)
+    tokenize_quietly = lambda **options: build_store(corpus, tokenizer, tmp_path / "s", BuildOptions(**options))  # noqa: E731
     with pytest.raises(DataError, match="unfinished"):
         tokenize_quietly()  # opening the store it was kept from finishing
     with pytest.raises(DataError, match="other files or with other options"):
@@ -146,8 +146,8 @@ def test_a_killed_process_continues(tmp_path: Path, tokenizer: Path) -> None:
     corpus = tmp_path / "c.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"w{i % 90} " * 400}) + "\n" for i in range(2500)), encoding="utf-8")
     script = (
-        "import sys; import headway.prepare.build as b; b.CHUNK_BYTES = 20000; b.COMMIT_SECONDS = 0.05;"
-        "from headway.prepare.tokenize import *; tokenize([sys.argv[1]], sys.argv[2], sys.argv[3], TokenizeOptions(workers=1))"
+        "import sys; import headway.prepare.workers as b; b.CHUNK_BYTES = 20000; b.COMMIT_SECONDS = 0.05;"
+        "from headway.prepare.build import *; build_store([sys.argv[1]], sys.argv[2], sys.argv[3], BuildOptions(workers=1))"
     )
     command = [sys.executable, "-c", script, str(corpus), str(tokenizer)]
     process = subprocess.Popen([*command, str(tmp_path / "killed")])
@@ -165,16 +165,16 @@ def test_a_killed_process_continues(tmp_path: Path, tokenizer: Path) -> None:
 
 def test_mistakes_are_one_line(tmp_path: Path, tokenizer: Path, corpus: list[Path]) -> None:
     with pytest.raises(ConfigError, match="no begin token"):
-        tokenize(corpus, tokenizer, tmp_path / "s", TokenizeOptions(bos=True))
+        build_store(corpus, tokenizer, tmp_path / "s", BuildOptions(bos=True))
     with pytest.raises(DataError, match="no such file"):
-        tokenize([tmp_path / "absent.jsonl"], tokenizer, tmp_path / "s")
+        build_store([tmp_path / "absent.jsonl"], tokenizer, tmp_path / "s")
     with pytest.raises(DataError, match="no key 'body'"):
-        tokenize(corpus, tokenizer, tmp_path / "s", TokenizeOptions(text_key="body"))
+        build_store(corpus, tokenizer, tmp_path / "s", BuildOptions(text_key="body"))
     with pytest.raises(ConfigError, match="shard is 3/3"):
-        tokenize(corpus, tokenizer, tmp_path / "s", TokenizeOptions(shard=(3, 3)))
-    tokenize(corpus, tokenizer, tmp_path / "done")
+        build_store(corpus, tokenizer, tmp_path / "s", BuildOptions(shard=(3, 3)))
+    build_store(corpus, tokenizer, tmp_path / "done")
     with pytest.raises(DataError, match="finished token store already"):
-        tokenize(corpus, tokenizer, tmp_path / "done")
+        build_store(corpus, tokenizer, tmp_path / "done")
 
 
 def test_the_command_line_says_what_was_made(tmp_path: Path, tokenizer: Path, corpus: list[Path], capsys) -> None:
@@ -219,13 +219,13 @@ def in_one_piece(folder: Path, tokenizer: Path, out: Path, shard_tokens: int) ->
 
 
 def test_a_document_longer_than_a_chunk_is_built_in_slices_into_the_same_bytes(tmp_path: Path, tokenizer: Path, long_text: Path) -> None:
-    from headway.prepare.tokenize import TextEncoder
+    from headway.prepare.encode import TextEncoder
 
     sizes: list[int] = []
     encode = TextEncoder.encode
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TextEncoder, "encode", lambda self, items: (sizes.append(sum(len(i.text) for i in items)), encode(self, items))[1])
-        tokenize([long_text], tokenizer, tmp_path / "s", TokenizeOptions(workers=1))
+        build_store([long_text], tokenizer, tmp_path / "s", BuildOptions(workers=1))
     whole = in_one_piece(long_text, tokenizer, tmp_path / "w", 1 << 30)
     assert max(sizes) < 300, "nobody holds more than a slice"
     assert content(tmp_path / "s") == whole
@@ -233,7 +233,7 @@ def test_a_document_longer_than_a_chunk_is_built_in_slices_into_the_same_bytes(t
 
 def test_slices_are_divided_and_merged_as_whole_documents(tmp_path: Path, tokenizer: Path, long_text: Path) -> None:
     for number in range(3):
-        tokenize([long_text], tokenizer, tmp_path / f"s{number}", TokenizeOptions(shard=(number, 3), workers=1))
+        build_store([long_text], tokenizer, tmp_path / f"s{number}", BuildOptions(shard=(number, 3), workers=1))
     merge([tmp_path / f"s{number}" for number in range(3)], tmp_path / "m")
     whole = in_one_piece(long_text, tokenizer, tmp_path / "w", 1 << 30)
     assert {k: v for k, v in content(tmp_path / "m").items() if k != "store.json"} == {k: v for k, v in whole.items() if k != "store.json"}
@@ -255,8 +255,8 @@ def test_a_build_killed_inside_a_long_document_ends_with_the_same_bytes(
 
     monkeypatch.setattr(StoreWriter, "add_many", dies)
     with pytest.raises(KeyboardInterrupt):
-        tokenize([long_text], tokenizer, tmp_path / "s", TokenizeOptions(workers=1))
-    tokenize([long_text], tokenizer, tmp_path / "s", TokenizeOptions(workers=1))
+        build_store([long_text], tokenizer, tmp_path / "s", BuildOptions(workers=1))
+    build_store([long_text], tokenizer, tmp_path / "s", BuildOptions(workers=1))
     assert content(tmp_path / "s") == whole
 
 

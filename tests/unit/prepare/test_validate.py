@@ -8,13 +8,13 @@ import pytest
 
 from headway.cli import main
 from headway.errors import ConfigError, DataError
-from headway.prepare.validate import Reading, validate
+from headway.prepare.validate import ValidateOptions, validate
 from headway.text.document import TextOf
 
 GOOD = '{"instruction": "Hi", "output": "Hello"}\n'
 
 
-def places(report_paths: list[Path], reading: Reading) -> list[tuple[str, int | None, str]]:
+def places(report_paths: list[Path], reading: ValidateOptions) -> list[tuple[str, int | None, str]]:
     return [(Path(bad.file).name, bad.line, bad.message) for bad in validate(list(report_paths), reading).bad]
 
 
@@ -29,7 +29,7 @@ def test_one_bad_line_hides_no_other(tmp_path: Path) -> None:
         GOOD.encode(),
     ]
     (tmp_path / "c.jsonl").write_bytes(b"".join(lines))
-    report = validate([tmp_path / "c.jsonl"], Reading("chat"))
+    report = validate([tmp_path / "c.jsonl"], ValidateOptions("chat"))
     assert [bad.line for bad in report.bad] == [2, 4, 5, 6]
     assert [bad.place for bad in report.bad] == [f"{tmp_path}/c.jsonl:{line}" for line in (2, 4, 5, 6)]
     assert (report.files, report.records, report.good) == (1, 6, 2)
@@ -51,10 +51,10 @@ def test_lists_are_read_to_where_they_are_damaged(tmp_path: Path) -> None:
     ]
     text = "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]"
     (tmp_path / "a.json").write_text(text)
-    found = places([tmp_path / "a.json"], Reading("preference"))
+    found = places([tmp_path / "a.json"], ValidateOptions("preference"))
     assert [(name, line) for name, line, _ in found] == [("a.json", 3), ("a.json", 4)]
     (tmp_path / "a.json").write_text(text[:-20])
-    report = validate([tmp_path / "a.json"], Reading("preference"))
+    report = validate([tmp_path / "a.json"], ValidateOptions("preference"))
     assert report.good == 1 and len(report.bad) == 2 and report.bad[-1].line is not None
 
 
@@ -62,21 +62,21 @@ def test_lists_are_read_to_where_they_are_damaged(tmp_path: Path) -> None:
 def test_empty_and_damaged_files_are_bad_records(tmp_path: Path, content: bytes) -> None:
     name = "x.jsonl.gz" if content else "x.jsonl"
     (tmp_path / name).write_bytes(content)
-    report = validate([tmp_path], Reading("text"))
+    report = validate([tmp_path], ValidateOptions("text"))
     assert len(report.bad) == 1 and report.bad[0].file.endswith(name)
 
 
 def test_texts_are_judged_by_key_and_emptiness(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "one two"}\n{"text": " "}\n{"body": "x"}\n{"text": 3}\n')
     (tmp_path / "t.txt").write_text("a whole document")
-    found = places([tmp_path / "t.jsonl", tmp_path / "t.txt"], Reading("text"))
+    found = places([tmp_path / "t.jsonl", tmp_path / "t.txt"], ValidateOptions("text"))
     assert [(name, line) for name, line, _ in found] == [("t.jsonl", 2), ("t.jsonl", 3), ("t.jsonl", 4)]
-    assert len(places([tmp_path / "t.jsonl"], Reading("text", text=TextOf("body")))) == 3
+    assert len(places([tmp_path / "t.jsonl"], ValidateOptions("text", text=TextOf("body")))) == 3
 
 
 def test_lengths_are_counted_by_powers_of_two(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": "a" * size}) + "\n" for size in (1, 2, 3, 8, 9, 15)))
-    report = validate([tmp_path / "t.jsonl"], Reading("text"))
+    report = validate([tmp_path / "t.jsonl"], ValidateOptions("text"))
     assert [(b.low, b.high, b.records) for b in report.histogram()] == [(1, 1, 1), (2, 3, 2), (4, 7, 0), (8, 15, 3)]
     assert (report.total, report.longest, report.unit) == (38, 15, "characters")
 
@@ -99,6 +99,6 @@ def test_the_verb_prints_every_bad_record_and_a_chart_and_exits_with_1(tmp_path:
 
 def test_an_unknown_kind_and_missing_files_are_the_callers_mistake(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--kind is 'poem'"):
-        validate([tmp_path], Reading("poem"))  # pyright: ignore[reportArgumentType]
+        validate([tmp_path], ValidateOptions("poem"))  # pyright: ignore[reportArgumentType]
     with pytest.raises(DataError):
-        validate([tmp_path / "missing.jsonl"], Reading("text"))
+        validate([tmp_path / "missing.jsonl"], ValidateOptions("text"))

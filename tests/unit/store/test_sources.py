@@ -17,8 +17,8 @@ from headway.data.loader import Loader
 from headway.data.open import OpenData
 from headway.data.open import open_data as open_stores
 from headway.errors import ConfigError, DataError
-from headway.prepare import cache
-from headway.prepare.cache import CachedBuild, cached_store, obtain
+from headway.prepare.build import cached_store
+from headway.prepare.cache import find_or_build
 from headway.prepare.sources import prepare_sources
 from headway.store.local_copy import staged
 from headway.store.lock import held
@@ -115,7 +115,7 @@ def test_raw_files_are_built_once_and_again_when_they_change(tmp_path: Path, mon
     opened = open_data(settings, tokenizer=tokenizer, vocab_size=128, seed=1)
     assert [opened.train[0].selection.source.lengths(0, 2).tolist()] == [[3, 2]]
     first = cached_store([text], tokenizer, cache_dir)
-    monkeypatch.setattr(cache, "tokenize", None)
+    monkeypatch.setattr("headway.prepare.build.run_job", None)
     assert cached_store([text], tokenizer, cache_dir) == first
     monkeypatch.undo()
     text.write_text("w1 w2\nw4\n")
@@ -158,7 +158,7 @@ def build_slowly(cache_dir: Path, file: Path, log: Path) -> None:
         time.sleep(0.5)
         make_store(out, None)
 
-    assert is_store(obtain(CachedBuild("test", [file], "", build), cache_dir))
+    assert is_store(find_or_build([file], "", build, cache_dir))
 
 
 def test_one_process_builds_while_others_wait(tmp_path: Path) -> None:

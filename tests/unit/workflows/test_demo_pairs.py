@@ -5,8 +5,7 @@ from pathlib import Path
 
 from support.byte_model import byte_tokenizer
 
-from headway.prepare.chat import ChatOptions, tokenize_chat
-from headway.prepare.preference import PreferenceOptions, tokenize_preference
+from headway.prepare.build import BuildOptions, build_store
 from headway.store.reader import open_store
 from headway.workflows.demo.post_training import VALID_FRACTION, held_out, report, write_pairs
 
@@ -26,8 +25,8 @@ def test_the_same_questions_are_held_out_and_no_answer_crosses_sides(tmp_path: P
         wrong = int(pair["rejected"].removeprefix("It adds ").removesuffix("."))
         assert wrong != number
         assert sides[wrong] == sides[number]
-    tokenize_chat([questions], tmp_path / "tokenizer", tmp_path / "chat", ChatOptions(valid_fraction=VALID_FRACTION))
-    tokenize_preference([pairs], tmp_path / "tokenizer", tmp_path / "store", PreferenceOptions(valid_fraction=VALID_FRACTION))
+    build_store([questions], tmp_path / "tokenizer", tmp_path / "chat", BuildOptions("chat", valid_fraction=VALID_FRACTION))
+    build_store([pairs], tmp_path / "tokenizer", tmp_path / "store", BuildOptions("preference", valid_fraction=VALID_FRACTION))
     chat, store = open_store(tmp_path / "chat" / "valid"), open_store(tmp_path / "store" / "valid")
     for number in range(6):
         answer = store.document(2 * number)

@@ -86,7 +86,7 @@ def fine_tune(demo: Demo) -> dict[str, Any]:
 def prefer(demo: Demo) -> dict[str, Any]:
     """Prefer the right answer to a wrong one, which belongs to another function."""
     from headway.data.pairs import num_pairs
-    from headway.prepare.preference import PreferenceOptions, tokenize_preference
+    from headway.prepare.build import BuildOptions, build_store
     from headway.store.reader import is_store, open_store
 
     # The same file name and order as the questions, so that the same ones are held out.
@@ -94,7 +94,7 @@ def prefer(demo: Demo) -> dict[str, Any]:
     if not raw.exists():
         write_pairs(demo.instructions / "docstrings.jsonl", raw)
     if not (is_store(stores / "train") and is_store(stores / "valid")):
-        tokenize_preference([raw], demo.tokenizer, stores, PreferenceOptions(max_length=128, valid_fraction=VALID_FRACTION))
+        build_store([raw], demo.tokenizer, stores, BuildOptions("preference", max_length=128, valid_fraction=VALID_FRACTION))
     found = _train(demo, "dpo", DPO, demo.steps * 9 // 100)[-1]
     return {
         "pairs": num_pairs(open_store(stores / "train")),
@@ -123,10 +123,10 @@ def _train(demo: Demo, name: str, recipe: str, steps: int) -> list[dict[str, Any
 
 def held_out(questions: Path) -> list[bool]:
     """Which of the questions are for validation, in the order of the file."""
-    from headway.prepare.masked_build import Split, numbered, split_threshold
+    from headway.prepare.encode import Split, numbered_records
 
-    split = Split(0, split_threshold([questions], VALID_FRACTION, 0), "valid")
-    return [split.keeps(record, number) for record, number in numbered([questions])]
+    _, valid = Split.sides([questions], VALID_FRACTION, 0)
+    return [valid.includes(record, number) for record, number in numbered_records([questions])]
 
 
 def write_pairs(questions: Path, out: Path) -> int:

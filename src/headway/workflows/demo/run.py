@@ -112,25 +112,25 @@ def make_tokenizer(demo: Demo) -> dict[str, Any]:
 
 def make_store(demo: Demo) -> dict[str, Any]:
     """The corpus as a token store."""
-    from headway.prepare.tokenize import tokenize
+    from headway.prepare.build import build_store
     from headway.store.reader import is_store, open_store
 
     if not is_store(demo.store):
-        tokenize([demo.corpus], demo.tokenizer, demo.store)
+        build_store([demo.corpus], demo.tokenizer, demo.store)
     store = open_store(demo.store)
     return {"documents": store.num_documents, "tokens": store.num_tokens}
 
 
 def make_instructions(demo: Demo) -> dict[str, Any]:
     """Questions and answers from docstrings, as masked stores: the loss is on the answers and their end token."""
-    from headway.prepare.chat import ChatOptions, tokenize_chat
+    from headway.prepare.build import BuildOptions, build_store
     from headway.store.reader import is_store, open_store
 
     raw, stores = demo.instructions / "docstrings.jsonl", demo.instructions / "store"
     if not raw.exists():
         write_instructions(raw)
     if not (is_store(stores / "train") and is_store(stores / "valid")):
-        tokenize_chat([raw], demo.tokenizer, stores, ChatOptions(template="chatml", valid_fraction=VALID_FRACTION))
+        build_store([raw], demo.tokenizer, stores, BuildOptions("chat", valid_fraction=VALID_FRACTION))
     train, valid = open_store(stores / "train"), open_store(stores / "valid")
     return {"conversations": train.num_documents, "valid_conversations": valid.num_documents, "conversation_tokens": train.num_tokens}
 

@@ -1,4 +1,4 @@
-"""Records of chat and preference data, whatever shape they have, as turns.
+"""Parses records of chat and preference data, in any known shape, into conversations and preference pairs.
 
     turns           messages | conversations | conversation | items | dialogue | dialog: [{role, content} | {from, value} | ..., ...]
     one question    instruction | prompt | question | query | problem | input, and
@@ -7,8 +7,9 @@
     MOSS            chat: {turn_1: {...}} | plain_text, with meta_instruction or prefix
     preference      chosen, rejected: answers to a prompt in any of the forms above, or whole dialogues with the same beginning
 
-In: a `Record`, and the user's names for keys. Out: a `Conversation` or a `PreferencePair`. What is missing or of another type is a
-DataError with file, line and key; so is content under a key that the record's shape does not read. Other unread keys are in `unread`.
+In: a `Record`, and the user's names for keys (`text/record_keys.py`). Out: a `Conversation` or a `PreferencePair`. A missing value, one
+of another type, and content under a key that the shape does not read are DataErrors with file, line and key. Other unread keys are in
+`unread`. Lists of turns are parsed in `parse_turns.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import DataError
-from headway.prepare.transcripts import moss_chat, moss_text, transcript_of
-from headway.prepare.turns import Object, TurnReader, said, text_of, tools_of, with_system
+from headway.prepare.parse_turns import Object, TurnReader, moss_chat, moss_text, said, text_of, tools_of, transcript_of, with_system
 from headway.text.document import Record
 from headway.text.record_keys import ANSWERS, LABELS, LISTS, PAIR, QUESTIONS, SYSTEMS, TOOLS, Fields, KeyMap, is_empty
 from headway.tokenizer.chat_template import Turn
@@ -56,7 +56,7 @@ class PreferencePair:
     unread: tuple[str, ...] = field(default=(), compare=False)
 
 
-def conversation_of(record: Record, keys: KeyMap = KeyMap()) -> Conversation:
+def parse_conversation(record: Record, keys: KeyMap = KeyMap()) -> Conversation:
     """The conversation of a record; at least one turn of the assistant must carry loss."""
     fields, reader = Fields(record, keys), TurnReader(keys)
     turns = _conversation(fields, reader)
@@ -70,7 +70,7 @@ def conversation_of(record: Record, keys: KeyMap = KeyMap()) -> Conversation:
     return Conversation(tuple(turns), tools, _unread(fields, reader, turns))
 
 
-def preference_of(record: Record, keys: KeyMap = KeyMap()) -> PreferencePair:
+def parse_preference(record: Record, keys: KeyMap = KeyMap()) -> PreferencePair:
     """The preference pair of a record; chosen and rejected must differ."""
     fields, reader = Fields(record, keys), TurnReader(keys)
     place = fields.place

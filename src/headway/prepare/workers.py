@@ -1,0 +1,209 @@
+"""Reads items, encodes them in worker processes and writes a store. In: a `ChunkJob`; out: the same bytes every time.
+
+    files -> units (whole files, about 64 MB) -> chunks (about 1 MB of items) -> worker processes -> the store, in order
+
+A document longer than a chunk is one chunk in several slices of about 1 MB. Chunks are numbered by (unit, chunk), which depends on the
+files alone. Every few seconds the written data is committed together with the number of the last chunk, and a killed build continues
+after it. A divided build (`shard`) takes every n-th unit or chunk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from headway.errors import DataError
+from headway.runtime.process import worker_pool
+from headway.runtime.progress import Advance, progress
+from headway.store.manifest import Division
+from headway.store.source import Flags, Ids, Longs
+from headway.store.writer import StoreWriter
+from headway.tokenizer.split_points import TextPiece
+
+UNIT_BYTES = 64 << 20
+CHUNK_BYTES = 1 << 20
+COMMIT_SECONDS = 10.0
+AHEAD = 3
+UNITS_PER_SHARD = 8
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The documents of one chunk, one after another, and counts for the report."""
+
+    ids: Ids
+    lengths: Longs
+    mask: Flags | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
+    open_tokens: int = 0
+    """Tokens at the end of `ids`, after all `lengths`, of a document whose rest is in the next slice."""
+
+
+class Encoder(Protocol):
+    """Turns items into tokens. It is sent to worker processes, so it holds settings and opens the tokenizer on first use."""
+
+    def encode(self, items: list[Any]) -> Encoded:
+        """The tokens of one chunk of items."""
+        ...
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Files that are read together."""
+
+    number: int
+    files: tuple[Path, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Items that are encoded together, and their place in the whole."""
+
+    unit: int
+    number: int
+    items: list[Any]
+    bytes: int
+    last: bool = True
+    """False for a slice that ends inside a document; the next one has the same number."""
+
+
+@dataclass(frozen=True)
+class ChunkJob:
+    """What is read and encoded: `read` yields the items of some files with their sizes in bytes."""
+
+    files: Sequence[Path]
+    read: Callable[[Sequence[Path]], Iterator[tuple[Any, int]]]
+    encoder: Encoder
+    settings: str
+    """What decides the result besides the files and the store's settings; a resumed build must have the same."""
+    workers: int = 1
+    """Worker processes; 1: encode in this process."""
+    shard: tuple[int, int] | None = None
+    """(i, n): only the i-th of n parts of the work."""
+    in_one: bool = False
+    """All files are one unit, because what is read depends on what was read before (cleaning)."""
+
+
+def make_units(files: Sequence[Path], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
+    """Consecutive files until they are large enough; a larger file is a unit of its own."""
+    units: list[Unit] = []
+    pending: list[Path] = []
+    size = 0
+    for path in files:
+        pending.append(path)
+        size += path.stat().st_size
+        if size >= unit_bytes:
+            units.append(Unit(len(units), tuple(pending), size))
+            pending, size = [], 0
+    return [*units, Unit(len(units), tuple(pending), size)] if pending else units
+
+
+def run_job(job: ChunkJob, writer: StoreWriter) -> Counter[str]:
+    """Read, encode and write all chunks of this job, from where a killed attempt stopped; returns the counts."""
+    units = [Unit(0, tuple(job.files), sum(path.stat().st_size for path in job.files))] if job.in_one else make_units(job.files)
+    key = _key(job)
+    note = dict(writer.note) or {"key": key, "unit": 0, "chunk": 0, "counts": {}, "parts": []}
+    if note["key"] != key:
+        raise DataError(f"{writer.folder}: holds an unfinished store made from other files or with other options. Remove the folder first.")
+    counts = Counter[str](note["counts"])
+    parts: list[tuple[int, int, int]] = [(part[0], part[1], part[2]) for part in note["parts"]]
+    committed = time.monotonic()
+    with progress(f"build {writer.folder.name}", total=sum(unit.bytes for unit in units), unit="bytes") as advance:
+        if note["unit"]:
+            advance(sum(unit.bytes for unit in units[: note["unit"]]))
+        for chunk, encoded in _encoded(job, _chunks(job, units, note["unit"], note["chunk"], advance)):
+            writer.add_many(encoded.ids, encoded.lengths, encoded.mask, open_tokens=encoded.open_tokens)
+            counts.update(encoded.counts)
+            if job.shard is not None:
+                before = parts.pop()[2] if parts and parts[-1][:2] == (chunk.unit, chunk.number) else 0
+                parts.append((chunk.unit, chunk.number, before + len(encoded.lengths)))
+            if chunk.last and time.monotonic() - committed > COMMIT_SECONDS:
+                position = {"unit": chunk.unit, "chunk": chunk.number + 1}
+                writer.commit({"key": key, **position, "counts": dict(counts), "parts": parts})
+                committed = time.monotonic()
+    writer.finish(None if job.shard is None else Division(*job.shard, tuple(parts)))
+    return counts
+
+
+def _key(job: ChunkJob) -> str:
+    files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in job.files]
+    return hashlib.sha256(repr((files, job.settings, job.shard, CHUNK_BYTES, UNIT_BYTES)).encode()).hexdigest()
+
+
+def _chunks(job: ChunkJob, units: Sequence[Unit], first_unit: int, first_chunk: int, advance: Advance) -> Iterator[Chunk]:
+    """The chunks this job has to encode, in order. Chunks done before are read and skipped."""
+    by_unit = job.shard is not None and len(units) >= UNITS_PER_SHARD * job.shard[1]
+    for unit in units[first_unit:]:
+        if by_unit and job.shard is not None and unit.number % job.shard[1] != job.shard[0]:
+            advance(unit.bytes)
+            continue
+        shown = 0
+        for chunk in _chunks_of(job, unit):
+            share = min(chunk.bytes, unit.bytes - shown)
+            shown += share
+            advance(share)
+            done_before = unit.number == first_unit and chunk.number < first_chunk
+            of_other_shard = job.shard is not None and not by_unit and chunk.number % job.shard[1] != job.shard[0]
+            if not done_before and not of_other_shard:
+                yield chunk
+        advance(unit.bytes - shown)
+
+
+def _chunks_of(job: ChunkJob, unit: Unit) -> Iterator[Chunk]:
+    items: list[Any] = []
+    size = slice_bytes = number = 0
+    for item, item_bytes in job.read(unit.files):
+        items.append(item)
+        size, slice_bytes = size + item_bytes, slice_bytes + item_bytes
+        ends = not isinstance(item, TextPiece) or item.last
+        if slice_bytes >= CHUNK_BYTES and not ends:
+            yield Chunk(unit.number, number, items, slice_bytes, last=False)
+            items, slice_bytes = [], 0
+        elif size >= CHUNK_BYTES and ends:
+            yield Chunk(unit.number, number, items, slice_bytes)
+            number += 1
+            items, size, slice_bytes = [], 0, 0
+    if items:
+        yield Chunk(unit.number, number, items, slice_bytes)
+
+
+def _encoded(job: ChunkJob, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+    """Every chunk with its tokens, in order; each worker has a few chunks queued."""
+    if job.workers == 1:
+        for chunk in chunks:
+            yield chunk, job.encoder.encode(chunk.items)
+        return
+    queued: deque[tuple[Chunk, Future[Encoded]]] = deque()
+    try:
+        with worker_pool(job.workers, _begin_worker, (job.encoder,)) as pool:
+            for chunk in chunks:
+                queued.append((replace(chunk, items=[]), pool.submit(_encode_in_worker, chunk.items)))
+                if len(queued) >= AHEAD * job.workers:
+                    head, future = queued.popleft()
+                    yield head, future.result()
+            while queued:
+                head, future = queued.popleft()
+                yield head, future.result()
+    except BrokenProcessPool:
+        raise DataError("a worker process died, perhaps out of memory. Run this again with fewer --workers; it continues.") from None
+
+
+_encoder: Encoder | None = None
+
+
+def _begin_worker(encoder: Encoder) -> None:
+    global _encoder
+    _encoder = encoder
+
+
+def _encode_in_worker(items: list[Any]) -> Encoded:
+    assert _encoder is not None
+    return _encoder.encode(items)
