@@ -16,7 +16,7 @@ from support.chat_server import Handler, completion, serving, tasks_for
 
 from headway.cli import main
 from headway.errors import ConfigError, DataError
-from headway.prepare.validate import Reading, validate
+from headway.prepare.validate import ValidateOptions, validate
 from headway.text.self_instruct import endpoint as endpoint_module
 from headway.text.self_instruct.endpoint import Client, Endpoint, EndpointError
 from headway.text.self_instruct.generate import NAME, Journal, SelfInstruct, self_instruct
@@ -49,7 +49,7 @@ def test_as_many_tasks_as_wanted_ready_for_fine_tuning(tmp_path: Path) -> None:
     assert len({task["instruction"] for task in tasks}) == 10
     assert all(len(task["most_similar"]) == 10 and 0 <= task["avg_similarity"] <= 0.7 for task in tasks)
     for path in (tmp_path, tmp_path / "tasks.jsonl"):
-        checked = validate([path], Reading("chat"))
+        checked = validate([path], ValidateOptions("chat"))
         assert (checked.good, checked.bad) == (10, [])
     first = server.seen[0]
     assert first["path"] == "/v1/chat/completions" and first["headers"]["Authorization"] == f"Bearer {KEY}"
