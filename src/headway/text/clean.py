@@ -21,11 +21,11 @@ from headway.text.read import expand, read_documents
 from headway.text.write import record_file
 
 TO_SIMPLIFIED = "t2s"
-"""OpenCC's name for: traditional characters to simplified ones, words as they are."""
+"""OpenCC's conversion from traditional to simplified characters, without replacing words."""
 
 
 def simplifier(option: str) -> Callable[[str], str]:
-    """What converts a text; where OpenCC is not installed, the option that needs it is refused."""
+    """A function that converts Chinese text to simplified characters, by OpenCC (the extra `zh`)."""
     try:
         opencc = importlib.import_module("opencc")
     except ImportError:
@@ -38,7 +38,7 @@ EXAMPLES = 3
 
 @dataclass(frozen=True)
 class CleanRules:
-    """What a document must be like to stay. Shares are of the characters that are no spaces."""
+    """Rules a document must meet to stay. Shares are of the characters that are not spaces."""
 
     min_characters: int = 10
     max_characters: int | None = None
@@ -68,7 +68,7 @@ class CleanRules:
 
 @dataclass
 class CleanReport:
-    """What came in, what stayed and what was left out, by reason; a few places for each, to look at."""
+    """Counts of all, kept and removed documents, by reason, with the places of a few examples."""
 
     documents: int = 0
     bytes: int = 0
@@ -90,7 +90,7 @@ class CleanReport:
 
 
 def clean(documents: Iterable[Document], rules: CleanRules, report: CleanReport) -> Iterator[Document]:
-    """The documents that pass all rules; `report` is filled as they go by."""
+    """The documents that pass all rules; `report` is filled on the way."""
     exact = ExactDuplicates() if rules.duplicates != "keep" else None
     near = None
     if rules.duplicates == "near":
@@ -128,7 +128,7 @@ def clean_files(
     split: TextSplit = "file",
     convert: Callable[[str], str] | None = None,
 ) -> CleanReport:
-    """Clean files into one new file: records keep all their keys; a template's text goes under `text`. `convert` rewrites texts first."""
+    """Clean files into one new file. Records keep all their keys; a template's text goes under `text`. `convert` rewrites texts first."""
     if out.resolve() in {path.resolve() for path in expand(sources)}:
         raise ConfigError(f"{out} is one of the sources; choose another output.")
     report = CleanReport()
@@ -148,7 +148,7 @@ def clean_files(
 
 
 def broken_rule(text: str, rules: CleanRules) -> str | None:
-    """The first rule a text breaks on its own, or None."""
+    """The first rule that a text breaks by itself, or None."""
     length = len(text)
     if not text or text.isspace():
         return "blank"
@@ -170,7 +170,7 @@ def broken_rule(text: str, rules: CleanRules) -> str | None:
 
 
 def repeated_share(text: str) -> float:
-    """The share of a text's characters that lie in lines which stood there before."""
+    """The share of a text's characters in lines that repeat an earlier line."""
     seen: set[str] = set()
     total = repeated = 0
     for line in text.splitlines():

@@ -29,7 +29,7 @@ _CLASS_OF = {"L": LETTER, "M": LETTER, "N": DIGIT, "P": SIGN, "S": SIGN, "Z": SP
 
 @dataclass(frozen=True)
 class CharacterCounts:
-    """How many characters of each kind a text has; Han characters count as letters too."""
+    """The number of characters of each kind in a text; Han characters count as letters too."""
 
     letters: int
     digits: int
@@ -40,7 +40,7 @@ class CharacterCounts:
 
     @property
     def visible(self) -> int:
-        """All characters that are no spaces."""
+        """All characters that are not spaces."""
         return self.letters + self.digits + self.signs + self.controls
 
 
@@ -82,7 +82,7 @@ _INVERSE = pow(_BASE, -1, 1 << 64)
 
 
 class SeenHashes:
-    """A growing set of 64-bit hashes with a number each, 12 bytes per entry: recent ones in a dict, older ones in sorted runs."""
+    """A growing map from 64-bit hashes to numbers, 12 bytes per entry: recent ones in a dict, older ones in sorted arrays."""
 
     def __init__(self, buffered: int = 1 << 20) -> None:
         self.buffered = buffered
@@ -108,7 +108,7 @@ class SeenHashes:
         return found
 
     def _settle(self) -> None:
-        """Move the recent hashes to a sorted run, joined with runs of like size, so that there are few."""
+        """Move the recent hashes to a sorted array, merged with arrays of similar size, so that there are few."""
         flat = [(key, number) for key, numbers in self.recent.items() for number in numbers]
         run = _sorted(np.array([key for key, _ in flat], np.uint64), np.array([number for _, number in flat], np.int32))
         self.recent = {}
@@ -119,13 +119,13 @@ class SeenHashes:
 
 
 class ExactDuplicates:
-    """Tells texts that came before, character for character."""
+    """Detects texts identical to an earlier one."""
 
     def __init__(self) -> None:
         self._seen = SeenHashes()
 
     def is_new(self, text: str) -> bool:
-        """Whether a text comes for the first time; remembers it."""
+        """Whether a text is new; remembers it."""
         key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         if self._seen.find(np.array([key], np.uint64)):
             return False
@@ -134,7 +134,7 @@ class ExactDuplicates:
 
 
 class NearDuplicates:
-    """Tells texts of which at least `similarity` (0 to 1) of the runs of characters came in one earlier text."""
+    """Detects texts that share at least `similarity` (0 to 1) of their runs of characters with one earlier text."""
 
     def __init__(self, similarity: float = 0.8, *, seed: int = 0, max_memory_bytes: int | None = None) -> None:
         if not 0.5 <= similarity <= 1:
@@ -151,7 +151,7 @@ class NearDuplicates:
         self._newer = _Index(BINS // self.rows)
 
     def is_new(self, text: str) -> bool:
-        """Whether a text is like none that came before; remembers it if so."""
+        """Whether no earlier text is similar; remembers the text if so."""
         signature = self.signature(text)
         keys = self._keys(signature)
         entries = signature.astype(np.uint8)
@@ -165,14 +165,14 @@ class NearDuplicates:
         return True
 
     def signature(self, text: str) -> Hashes:
-        """128 numbers; the share of them that two texts have in common estimates what their runs have in common."""
+        """128 numbers; the share that two texts have in common estimates the share of common runs."""
         hashes = run_hashes(text) ^ self._salt
         hashes = _mixed(hashes)
         least = np.full(BINS, np.iinfo(np.uint64).max, np.uint64)
         np.minimum.at(least, (hashes & np.uint64(BINS - 1)).astype(np.int64), hashes >> np.uint64(7))
         empty = least == np.iinfo(np.uint64).max
         if empty.any():
-            # Short texts leave bins empty; each takes the number of another bin, chosen the same way in every text.
+            # Short texts leave bins empty; each takes the number of another bin, the same one in every text.
             filled, waiting = least.copy(), np.flatnonzero(empty)
             for probe in self._probes:
                 if not len(waiting):
@@ -194,7 +194,7 @@ class NearDuplicates:
 
 
 class _Index:
-    """Signatures (8 bits of each entry) and where their keys are."""
+    """Signatures (8 bits of each entry) and the lookup of their keys."""
 
     def __init__(self, bands: int) -> None:
         self.size = 0

@@ -1,6 +1,6 @@
-"""What reading yields: records as they lie in files, and documents, which are records reduced to their text.
+"""`Record`: an object of a raw file. `Document`: the text of a record or of a text file.
 
-Each knows where it came from (file, line or row), so that every later complaint can say so.
+Both know their file and line or row, so that every later error can name them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class Record:
     source: str
     line: int | None
     number: int | None = None
-    """In a JSON list: which entry it is, counted from 1; a list may stand on one line."""
+    """In a JSON list: the entry, counted from 1 (a list may stand on one line)."""
 
     @property
     def place(self) -> str:
-        """Where the record is, for messages: `file:line`, with its number where it stands in a list."""
+        """`file:line`, with the number of the entry in a list."""
         return place_of(self.source, self.line, self.number)
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text, with the record it was taken from where there was one."""
+    """One text, and the record it comes from, if any."""
 
     text: str
     source: str
@@ -49,7 +49,7 @@ class Document:
 
     @property
     def place(self) -> str:
-        """Where the document is, for messages: `file:line`."""
+        """`file:line`."""
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
 
@@ -84,7 +84,7 @@ class TextOf:
         return [key for _, key in self.parts() if key is not None]
 
     def __call__(self, record: Record) -> Document:
-        """The document of a record; a missing key or a value that is no text is an error that says where."""
+        """The document of a record; a missing key or a value that is not text is an error with its place."""
         pieces: list[str] = []
         for literal, key in self.parts():
             pieces.append(literal)
@@ -95,7 +95,9 @@ class TextOf:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise DataError(f"{record.place}: the text has a lone surrogate at character {error.start}, which is no Unicode.") from None
+                raise DataError(
+                    f"{record.place}: the text has a lone surrogate at character {error.start}, which is not valid Unicode."
+                ) from None
         return Document(text, record.source, record.line, record.data)
 
     def _value(self, record: Record, key: str) -> str:
@@ -117,7 +119,7 @@ MISSING = object()
 
 
 def look_up(data: Mapping[str, Any], key: str) -> Any:
-    """A record's value: the key itself, else its dotted path through nested objects (`meta.title`), else MISSING."""
+    """A record's value under a key or a dotted path through nested objects (`meta.title`), else MISSING."""
     if key in data:
         return data[key]
     here: Any = data
@@ -133,9 +135,9 @@ def _kind(value: Any) -> str:
 
 
 def _other_kind(data: Mapping[str, Any]) -> str:
-    """What to say of a record that is no text but answers or pairs of them."""
+    """A hint for records that are conversations or preference pairs."""
     if {"chosen", "rejected"} <= data.keys():
-        return " These look like preference pairs: say kind: preference in a recipe, --kind preference on the command line."
+        return " These look like preference pairs: set kind: preference in a recipe, or --kind preference on the command line."
     if data.keys() & {"messages", "conversations", "conversation", "instruction"}:
-        return " These look like conversations: say kind: chat in a recipe, --kind chat on the command line."
+        return " These look like conversations: set kind: chat in a recipe, or --kind chat on the command line."
     return ""

@@ -30,7 +30,7 @@ Part = tuple[str, str]
 
 
 def saved_files(folder: Path) -> dict[Part, list[Path]] | None:
-    """The arrow files of a folder that `save_to_disk` wrote, by ("", split); None if it is no such folder."""
+    """The arrow files of a folder written by `save_to_disk`, by ("", split); None for any other folder."""
     if (folder / "dataset_dict.json").is_file():
         splits = read_object(folder / "dataset_dict.json", DataError).get("splits", [])
         return {("", str(split)): _state_files(folder / str(split)) for split in splits}
@@ -40,7 +40,7 @@ def saved_files(folder: Path) -> dict[Part, list[Path]] | None:
 
 
 def snapshot_files(folder: Path, files: Sequence[Path]) -> dict[Part, list[Path]] | None:
-    """Files by (subset, split) as their names tell; None unless every name tells a split."""
+    """Files by (subset, split) of their names; None unless every name has a split."""
     found: dict[Part, list[Path]] = {}
     for file in files:
         part = _part(file.relative_to(folder))
@@ -51,7 +51,7 @@ def snapshot_files(folder: Path, files: Sequence[Path]) -> dict[Part, list[Path]
 
 
 def choose(folder: Path, parts: dict[Part, list[Path]], choice: str | None) -> list[Path]:
-    """The files of the chosen subset and split: `split`, `subset` or `subset/split`; unchosen, the split called train."""
+    """The files of the chosen `split`, `subset` or `subset/split`; without a choice, the split train."""
     names = {part: "/".join(name for name in part if name) for part in parts}
     chosen = {part: files for part, files in parts.items() if choice is None or choice in (*part, names[part])}
     listed = ", ".join(names.values())
@@ -62,7 +62,7 @@ def choose(folder: Path, parts: dict[Part, list[Path]], choice: str | None) -> l
     if len(chosen) > 1:
         chosen = {part: files for part, files in chosen.items() if part[1] == "train"}
         if not chosen:
-            raise DataError(f"{folder}: holds several splits and none is called train ({listed}); choose one, as in {folder}:test.")
+            raise DataError(f"{folder}: holds several splits and none is named train ({listed}); choose one, as in {folder}:test.")
         log.info("%s: reading split train of %s", folder, listed)
     return [file for files in chosen.values() for file in files]
 
@@ -90,16 +90,16 @@ def _state_files(folder: Path) -> list[Path]:
         raise DataError(f"{folder}: the saved dataset has a row selection; call flatten_indices() before save_to_disk.")
     missing = [file for file in files if not file.is_file()]
     if missing:
-        raise DataError(f"{missing[0]}: listed in state.json, but not there.")
+        raise DataError(f"{missing[0]}: listed in state.json, but missing.")
     return files
 
 
-# Files that lie beside data in a folder and are no data themselves.
+# Files in a dataset folder that are not data.
 NOT_DATA = ("readme", "license", "dataset_info", "dataset_dict", "state.json", "index.json")
 
 
 def expand(paths: Sequence[Path | str] | Path | str) -> list[Path]:
-    """The files that paths stand for, in the order given (inside folders and globs: sorted); what stands for none is an error."""
+    """The files of some paths in the order given, sorted inside folders and globs; a path without files is an error."""
     if isinstance(paths, (str, Path)):
         paths = [paths]
     if not paths:
@@ -133,9 +133,9 @@ def _expand_one(given: Path | str) -> list[Path]:
 
 
 def refuse_stream(path: Path) -> None:
-    """Refuse a pipe or device: what is read is looked at more than once, and a build continues where it was."""
+    """Refuse a pipe or device: files are read more than once, and a killed build reads them again."""
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise DataError(f"{path}: is a pipe or device, whose content can be read only once. Write it to a file first and give that.")
+        raise DataError(f"{path}: is a pipe or device, which can be read only once. Write its content to a file and give that.")
 
 
 def _folder(folder: Path, choice: str | None) -> list[Path]:
@@ -155,7 +155,7 @@ def _folder(folder: Path, choice: str | None) -> list[Path]:
     if parts is not None:
         return choose(folder, parts, choice)
     if choice is not None:
-        raise DataError(f"{folder}: its file names tell no splits, so {choice!r} cannot be chosen; use a glob.")
+        raise DataError(f"{folder}: its file names have no splits, so {choice!r} cannot be chosen; use a glob.")
     return files
 
 

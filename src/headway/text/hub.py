@@ -33,7 +33,7 @@ AT_ONCE = 4
 
 @dataclass(frozen=True)
 class HubRequest:
-    """A repository, or a part of it, and where its files go."""
+    """A repository or a part of it, and the target folder."""
 
     repo_id: str
     repo_type: str
@@ -43,49 +43,49 @@ class HubRequest:
     cache_dir: Path | None
 
 
-def fetch_large(wanted: HubRequest, info: Any) -> None:
-    """Fetch the large files that are not here, of what the hub says there is."""
+def fetch_large(request: HubRequest, info: Any) -> None:
+    """Download the missing large files of a repository."""
     from huggingface_hub.utils import filter_repo_objects
 
     sizes = {one.rfilename: one.size for one in info.siblings or [] if (one.size or 0) >= LARGE_BYTES}
-    names = list(filter_repo_objects(sizes, allow_patterns=list(wanted.include) or None))
+    names = list(filter_repo_objects(sizes, allow_patterns=list(request.include) or None))
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for done in [pool.submit(_fetch, wanted, name, str(info.sha)) for name in names]:
+        for done in [pool.submit(_fetch, request, name, str(info.sha)) for name in names]:
             done.result()
 
 
-def _fetch(wanted: HubRequest, name: str, commit: str) -> None:
+def _fetch(request: HubRequest, name: str, commit: str) -> None:
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
-    url = hf_hub_url(wanted.repo_id, name, repo_type=wanted.repo_type, revision=commit)
+    url = hf_hub_url(request.repo_id, name, repo_type=request.repo_type, revision=commit)
     found = get_hf_file_metadata(url)
     if found.etag is None or found.size is None:
         return
-    if wanted.to is None:
-        place = _blobs(wanted) / found.etag
+    if request.to is None:
+        place = _blobs(request) / found.etag
         part = place.with_name(f"{found.etag}.part")
     else:
-        place = wanted.to / name
-        part = wanted.to / ".cache" / "huggingface" / "download" / f"{found.etag}.part"
-        if len(found.etag) != _SHA256_LENGTH or not place.resolve().is_relative_to(wanted.to.resolve()):
-            return  # the library fetches it: it takes only what has the hub's SHA-256 as fetched
-    if found.size > constants.MAX_HTTP_DOWNLOAD_SIZE or _is_here(place, found.size):
+        place = request.to / name
+        part = request.to / ".cache" / "huggingface" / "download" / f"{found.etag}.part"
+        if len(found.etag) != _SHA256_LENGTH or not place.resolve().is_relative_to(request.to.resolve()):
+            return  # the library downloads it: it accepts only files with a SHA-256 from the hub
+    if found.size > constants.MAX_HTTP_DOWNLOAD_SIZE or _is_complete(place, found.size):
         return
     part.parent.mkdir(parents=True, exist_ok=True)
     with open(part, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # another start may be fetching the same file
-        if _is_here(place, found.size):
+        fcntl.flock(file, fcntl.LOCK_EX)  # another process may download the same file
+        if _is_complete(place, found.size):
             part.unlink(missing_ok=True)
             return
         _continue(file, url, found)
-    if wanted.to is not None and sha256_file(part) != found.etag:
+    if request.to is not None and sha256_file(part) != found.etag:
         part.unlink()
-        return  # the library fetches it anew and names what is wrong
+        return  # the library downloads it again and reports the error
     place.parent.mkdir(parents=True, exist_ok=True)
     os.replace(part, place)
 
 
-def _is_here(place: Path, size: int) -> bool:
+def _is_complete(place: Path, size: int) -> bool:
     return place.is_file() and place.stat().st_size == size
 
 
@@ -104,16 +104,16 @@ def _continue(file: Any, url: str, found: Any) -> None:
 
 
 def _same_host(one: str, other: str) -> bool:
-    """Whether a token may go along: storage behind the hub has addresses that are signed already."""
+    """Whether the token may be sent: addresses of storage behind the hub are signed already."""
     return urlsplit(one).netloc == urlsplit(other).netloc
 
 
-def _blobs(wanted: HubRequest) -> Path:
+def _blobs(request: HubRequest) -> Path:
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    cache = wanted.cache_dir or Path(constants.HF_HUB_CACHE)
-    return cache / repo_folder_name(repo_id=wanted.repo_id, repo_type=wanted.repo_type) / "blobs"
+    cache = request.cache_dir or Path(constants.HF_HUB_CACHE)
+    return cache / repo_folder_name(repo_id=request.repo_id, repo_type=request.repo_type) / "blobs"
 
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -123,11 +123,11 @@ FILE_ENDINGS = {
     ".arrow", ".bin", ".bz2", ".csv", ".gguf", ".gz", ".json", ".jsonl", ".md", ".model", ".parquet", ".pt", ".safetensors", ".tsv",
     ".txt", ".xml", ".xz", ".yaml", ".zip", ".zst",
 }  # fmt: skip
-"""What paths people write have at their beginning or end, and hub ids do not."""
+"""Beginnings and ends of local paths that no hub id has."""
 
 
 def local_or_hub(path_or_id: Path | str, *, dataset: bool = False, cache_dir: Path | None = None) -> Path:
-    """The folder or file of a path that exists, else of a hub id: from a cache, or fetched into it."""
+    """An existing path, else the folder of a hub id: from a cache, or downloaded into it."""
     if Path(path_or_id).exists():
         return Path(path_or_id)
     given = str(path_or_id)
@@ -138,8 +138,7 @@ def local_or_hub(path_or_id: Path | str, *, dataset: bool = False, cache_dir: Pa
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a text has the form ORGANISATION/NAME and does not look like a path here: a folder that exists or has a folder's usual name
-    comes first, or a file's ending last."""
+    """Whether a text has the form ORGANISATION/NAME and does not look like a local path, by its first folder or its file suffix."""
     if _ID.fullmatch(text) is None:
         return False
     first = Path(text).parts[0]
@@ -147,7 +146,7 @@ def is_hub_id(text: str) -> bool:
 
 
 def in_cache(repo_id: str, *, dataset: bool = False, revision: str | None = None, cache_dir: Path | None = None) -> Path | None:
-    """The folder of a hub id that was fetched before, or None; asks no network."""
+    """The folder of a hub id downloaded before, or None; uses no network."""
     if not _ID.fullmatch(repo_id):
         return None
     from huggingface_hub import snapshot_download
@@ -170,21 +169,21 @@ def fetch(
     to: Path | None = None,
     cache_dir: Path | None = None,
 ) -> Path:
-    """Fetch a model or dataset (or the files that match `include`) and return its folder; continues what was cut off."""
+    """Download a model or dataset (or the files that match `include`) and return its folder; continues an interrupted download."""
     if not _ID.fullmatch(repo_id):
-        raise ConfigError(f"{repo_id!r} is no hub id; write ORGANISATION/NAME.")
+        raise ConfigError(f"{repo_id!r} is not a hub id; write ORGANISATION/NAME.")
     from huggingface_hub import errors, snapshot_download
 
     what = "dataset" if dataset else "model"
-    wanted = HubRequest(repo_id, _type(dataset), revision, include, to, cache_dir)
+    request = HubRequest(repo_id, _type(dataset), revision, include, to, cache_dir)
     try:
-        if (info := _described(wanted)) is not None:
-            fetch_large(wanted, info)
+        if (info := _described(request)) is not None:
+            fetch_large(request, info)
         found = snapshot_download(
             repo_id, repo_type=_type(dataset), revision=revision, allow_patterns=list(include) or None, local_dir=to, cache_dir=cache_dir
         )
     except errors.GatedRepoError:
-        raise DataError(f"{repo_id}: the {what} needs your consent on its page and a token (HF_TOKEN); then run this again.") from None
+        raise DataError(f"{repo_id}: the {what} needs your consent on its page and a token (HF_TOKEN). Then run this again.") from None
     except errors.RepositoryNotFoundError:
         raise DataError(
             f"{repo_id}: the hub has no such {what}{'' if dataset else ' (a dataset needs --dataset)'}, or it is private."
@@ -199,18 +198,18 @@ def fetch(
     return folder
 
 
-def _described(wanted: HubRequest) -> Any:
-    """What the hub says of a repository; None where it does not answer, or refuses: the library then looks into its cache, or says why."""
+def _described(request: HubRequest) -> Any:
+    """The hub's description of a repository; None if the hub does not answer: the library then uses its cache or reports why."""
     from huggingface_hub import HfApi
 
     try:
-        return HfApi().repo_info(wanted.repo_id, repo_type=wanted.repo_type, revision=wanted.revision, files_metadata=True)
+        return HfApi().repo_info(request.repo_id, repo_type=request.repo_type, revision=request.revision, files_metadata=True)
     except (OSError, *_network_errors()):
         return None
 
 
 def verify(folder: Path, repo_id: str) -> int:
-    """Compare fetched files with the checksums the hub gave; a wrong one is removed and reported. Returns how many were checked."""
+    """Compare downloaded files with the hub's checksums; a damaged file is removed and reported. Returns how many were checked."""
     checked = 0
     for file in sorted(folder.rglob("*")):
         if not file.is_file() or ".cache" in file.relative_to(folder).parts:
@@ -219,15 +218,17 @@ def verify(folder: Path, repo_id: str) -> int:
         if expected is not None and _checksum(file, len(expected)) != expected:
             file.resolve().unlink()
             file.unlink(missing_ok=True)
-            raise DataError(f"{repo_id}: {file.relative_to(folder)} has another checksum than the hub names; it was removed, fetch again.")
+            raise DataError(
+                f"{repo_id}: {file.relative_to(folder)} does not have the checksum of the hub; it was removed. Download it again."
+            )
         checked += 1
     return checked
 
 
 def _expected_checksum(folder: Path, file: Path) -> str | None:
-    """The hub's checksum of a file: the name of its blob in the cache, or the note the library keeps beside a plain folder.
+    """The hub's checksum of a file: the name of its blob in the cache, or the library's metadata file in a plain folder.
 
-    None for files that are not from the hub, or that somebody changed since they were fetched.
+    None for files that are not from the hub or were changed after the download.
     """
     named = ""
     note = folder / ".cache" / "huggingface" / "download" / f"{file.relative_to(folder)}.metadata"
@@ -241,7 +242,7 @@ def _expected_checksum(folder: Path, file: Path) -> str | None:
 
 
 def _checksum(file: Path, length: int) -> str:
-    """SHA-256 of the content (large files), or git's SHA-1 of the blob (small ones): the length of the hub's tells which."""
+    """SHA-256 of the content (large files) or git's SHA-1 of the blob (small ones), by the length of the hub's checksum."""
     if length == _SHA256_LENGTH:
         return sha256_file(file)
     digest = hashlib.sha1(b"blob %d\0" % file.stat().st_size, usedforsecurity=False)
@@ -252,7 +253,7 @@ def _checksum(file: Path, length: int) -> str:
 
 
 def _network_errors() -> tuple[type[BaseException], ...]:
-    """Failures of the connection as the installed hub library raises them: through httpx2, httpx, or (the oldest) OSError."""
+    """Connection errors of the installed hub library: of httpx2, httpx, or (the oldest) OSError."""
     found = [name for name in ("httpx2", "httpx") if importlib.util.find_spec(name) is not None]
     return tuple(importlib.import_module(name).HTTPError for name in found)
 
@@ -263,9 +264,9 @@ def _unreachable(repo_id: str, dataset: bool, error: BaseException) -> str:
     flag = " --dataset" if dataset else ""
     why = first_line(error, 120)
     return (
-        f"{repo_id}: not here, and {constants.ENDPOINT} cannot give it ({why}). On a connected machine run "
+        f"{repo_id}: not found locally, and {constants.ENDPOINT} cannot be reached ({why}). On a connected machine run "
         f"`headway download {repo_id}{flag} --to {repo_id.rpartition('/')[2]}`, copy that folder here and give its path; "
-        f"or copy it into the cache {constants.HF_HUB_CACHE}. A mirror is named by HF_ENDPOINT."
+        f"or copy it into the cache {constants.HF_HUB_CACHE}. HF_ENDPOINT names a mirror."
     )
 
 

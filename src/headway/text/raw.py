@@ -35,7 +35,7 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RawFile:
-    """A file, or a member of an archive: `name` for people, `open_stored` for its bytes as they are stored."""
+    """A file or a member of an archive: its `name` for messages, and `open_stored` for its bytes as stored."""
 
     name: str
     open_stored: Callable[[], io.BufferedReader]
@@ -48,7 +48,7 @@ class RawFile:
 
     @property
     def suffix(self) -> str:
-        """The suffix that tells the format, in lower case, without that of compression: `.jsonl` of `a.JSONL.gz`."""
+        """The suffix of the format in lower case, without the compression suffix: `.jsonl` of `a.JSONL.gz`."""
         name = Path(self.name.lower())
         if name.suffix in (".tgz", ".tbz2", ".txz"):
             return ".tar"
@@ -56,13 +56,13 @@ class RawFile:
 
     @contextmanager
     def open(self) -> Iterator[io.BufferedIOBase]:
-        """The decompressed bytes; what is damaged or cannot be read ends in a DataError that names the file."""
+        """The decompressed bytes; damage and read errors are DataErrors that name the file."""
         with reading(self.name), self.open_stored() as stored, decompressed(stored, self.name) as stream:
             yield stream
 
     @contextmanager
     def seekable(self) -> Iterator[IO[bytes]]:
-        """The decompressed bytes in a file that can be read in any order; what is not one already is copied to a temporary one."""
+        """The decompressed bytes as a seekable file, copied to a temporary one if needed."""
         with self.open() as stream:
             if self.path is not None and isinstance(stream, io.BufferedReader) and stream.seekable():
                 yield stream
@@ -75,7 +75,7 @@ class RawFile:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Turn failures of reading and decompressing into a DataError that names the file."""
+    """Turn errors of reading and decompressing into a DataError that names the file."""
     import zstandard
 
     try:
@@ -92,7 +92,7 @@ def reading(name: str) -> Iterator[None]:
 
 @contextmanager
 def decompressed(stored: io.BufferedReader, name: str) -> Iterator[io.BufferedIOBase]:
-    """Undo compression, found by content; a name that promises another compression than the content is an error."""
+    """Decompress by content; a name with the suffix of another compression is an error."""
     head = stored.peek(6)
     found = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
     promised = COMPRESSION_SUFFIXES.get(Path(name.lower()).suffix)
@@ -119,7 +119,7 @@ def _zstd(stored: io.BufferedReader) -> io.BufferedIOBase:
 
 
 class _ZstdFrames(io.RawIOBase):
-    """Frames of zstd one after the other; unlike the library's own reader it notices a file that ends inside a frame."""
+    """Concatenated zstd frames; unlike the library's reader, an error if the file ends inside a frame."""
 
     def __init__(self, stored: io.BufferedReader) -> None:
         super().__init__()
@@ -153,21 +153,19 @@ class _ZstdFrames(io.RawIOBase):
 
 
 def lines(raw: RawFile) -> Iterator[tuple[int, str]]:
-    """The lines of a file, numbered from 1, without their ends; bytes that are no UTF-8 are an error with file and line."""
+    """The lines of a file, numbered from 1, without line ends; invalid UTF-8 is an error with file and line."""
     with raw.open() as stream:
         for number, line in enumerate(stream, 1):
             yield number, decode(line, raw.name, number).rstrip("\r\n")
 
 
 def text_blocks(raw: RawFile) -> Iterator[str]:
-    """The text of a file in blocks, so that memory does not grow with the file; no block is empty."""
+    """The text of a file in blocks that are not empty, in bounded memory."""
     with raw.open() as stream:
         line, column, rest = 1, 0, b""
         while data := stream.read(BLOCK_BYTES):
             data = rest + data
-            # Not inside a character: one that is cut begins in the last three bytes.
-            end = next((at for at in range(len(data) - 1, max(-1, len(data) - 4), -1) if data[at] >= 0xC0), len(data))
-            end = end if end < len(data) and len(data) - end < _character_bytes(data[end]) else len(data)
+            end = whole_characters(data)
             data, rest = data[:end], data[end:]
             if text := decode(data, raw.name, line, column):
                 yield text
@@ -178,15 +176,19 @@ def text_blocks(raw: RawFile) -> Iterator[str]:
             decode(rest, raw.name, line, column)
 
 
-def _character_bytes(first: int) -> int:
-    return 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+def whole_characters(data: bytes) -> int:
+    """How many of these bytes are whole UTF-8 characters: at most the last three belong to a character that is cut."""
+    for back in range(1, min(4, len(data) + 1)):
+        byte = data[-back]
+        if byte >= 0xC0:
+            return len(data) - back if back < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else len(data)
+        if byte < 0x80:
+            break
+    return len(data)
 
 
 def decode(data: bytes, name: str, line: int, column: int = 0) -> str:
-    """Text of UTF-8 bytes that begin at `line`, `column` bytes into it; never replaces what it cannot read.
-
-    A byte order mark at the start is dropped.
-    """
+    """Text of UTF-8 bytes that begin at `column` of `line`; invalid bytes are an error. A byte order mark at the start is dropped."""
     if line == 1 and not column and data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{name}: the text is UTF-16; convert it to UTF-8 (iconv -f UTF-16 -t UTF-8).")
     try:

@@ -1,7 +1,7 @@
-"""Raw data of any known format as one stream of documents or records, in bounded memory.
+"""Raw data in any known format as one stream of documents or records, in bounded memory.
 
 In: files, folders, globs, dataset folders (see `formats.SUPPORTED`). Out: `Document`s or `Record`s in the order of `expand`.
-Invariant: nothing is skipped or replaced in silence; a file that yields nothing is an error.
+Invariant: nothing is skipped or replaced silently; a file without documents is an error.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def read_documents(
 ) -> Iterator[Document]:
     """Every document of some files, folders or globs; a record's text is its `text_key`, or `template` filled from it.
 
-    `keep_record` leaves all of a record in `Document.record`; without it only the keys of the text are sure to be there.
+    `keep_record` leaves the whole record in `Document.record`; without it only the keys of the text are sure to be there.
     """
     text_of = TextOf(text_key, template)
     keys = None if keep_record else text_of.keys()
     for path in expand(paths):
-        yield from _some(_documents(RawFile.at(path), text_of, split, keys), path)
+        yield from _not_empty(_documents(path, text_of, split, keys), path)
 
 
 def read_blocks(
@@ -50,23 +50,23 @@ def read_blocks(
     split: TextSplit = "file",
     keep_record: bool = False,
 ) -> Iterator[tuple[Document, Iterator[str]]]:
-    """As `read_documents`, but each document comes with its text in blocks, to be read before the next document.
+    """As `read_documents`, but each document comes with its text in blocks. Read the blocks before taking the next document.
 
-    The text of a .txt file is in the blocks alone, and never in memory as a whole.
+    The text of a .txt file is in the blocks only, and never in memory as a whole.
     """
     text_of = TextOf(text_key, template)
     keys = None if keep_record else text_of.keys()
     for path in expand(paths):
-        yield from _some(_in_blocks(RawFile.at(path), text_of, split, keys), path)
+        yield from _not_empty(_in_blocks(path, text_of, split, keys), path)
 
 
 def read_records(paths: Sequence[Path | str] | Path | str) -> Iterator[Record]:
-    """Every record of some files, folders or globs, as it lies in them; plain text holds none."""
+    """Every record of some files, folders or globs, unchanged; text files hold no records."""
     for path in expand(paths):
-        yield from _some(_records(RawFile.at(path)), path)
+        yield from _not_empty(_records(path), path)
 
 
-def _some(items: Iterator[T], path: Path) -> Iterator[T]:
+def _not_empty(items: Iterator[T], path: Path) -> Iterator[T]:
     empty = True
     for item in items:
         empty = False
@@ -75,15 +75,27 @@ def _some(items: Iterator[T], path: Path) -> Iterator[T]:
         raise DataError(f"{path}: no documents; the file is empty.")
 
 
-def _documents(raw: RawFile, text_of: TextOf, split: TextSplit, keys: list[str] | None) -> Iterator[Document]:
-    kind = _kind(raw)
-    if kind == "txt":
-        yield from read_text(raw, split)
-    elif kind in ("zip", "tar"):
-        for member in _data_members(raw, kind):
-            yield from _documents(member, text_of, split, keys)
-    else:
-        yield from map(text_of, _read(kind, raw, keys))
+def _documents(path: Path, text_of: TextOf, split: TextSplit, keys: list[str] | None) -> Iterator[Document]:
+    for kind, raw in _data_files(RawFile.at(path)):
+        yield from read_text(raw, split) if kind == "txt" else map(text_of, _read(kind, raw, keys))
+
+
+def _in_blocks(path: Path, text_of: TextOf, split: TextSplit, keys: list[str] | None) -> Iterator[tuple[Document, Iterator[str]]]:
+    for kind, raw in _data_files(RawFile.at(path)):
+        if kind == "txt" and split == "file":
+            blocks = text_blocks(raw)
+            if (begin := next(blocks, None)) is not None:
+                yield Document("", raw.name), chain([begin], blocks)
+        else:
+            found = read_text(raw, split) if kind == "txt" else map(text_of, _read(kind, raw, keys))
+            yield from ((document, iter([document.text])) for document in found)
+
+
+def _records(path: Path) -> Iterator[Record]:
+    for kind, raw in _data_files(RawFile.at(path)):
+        if kind == "txt":
+            raise DataError(f"{raw.name}: a text file holds no records; give json, jsonl, csv or parquet.")
+        yield from _read(kind, raw, None)
 
 
 def read_text(raw: RawFile, split: TextSplit = "file") -> Iterator[Document]:
@@ -99,50 +111,26 @@ def read_text(raw: RawFile, split: TextSplit = "file") -> Iterator[Document]:
         raise ConfigError(f"split is {split!r}; it must be 'file' or 'line'.")
 
 
-def _in_blocks(raw: RawFile, text_of: TextOf, split: TextSplit, keys: list[str] | None) -> Iterator[tuple[Document, Iterator[str]]]:
-    kind = _kind(raw)
-    if kind == "txt" and split == "file":
-        blocks = text_blocks(raw)
-        if (begin := next(blocks, None)) is not None:
-            yield Document("", raw.name), chain([begin], blocks)
-    elif kind in ("zip", "tar"):
-        for member in _data_members(raw, kind):
-            yield from _in_blocks(member, text_of, split, keys)
-    else:
-        yield from ((document, iter([document.text])) for document in _documents(raw, text_of, split, keys))
-
-
-def _records(raw: RawFile) -> Iterator[Record]:
-    kind = _kind(raw)
-    if kind == "txt":
-        raise DataError(f"{raw.name}: a text file holds no records; give json, jsonl, csv or parquet.")
-    if kind in ("zip", "tar"):
-        for member in _data_members(raw, kind):
-            yield from _records(member)
-    else:
-        yield from _read(kind, raw, None)
-
-
 def _read(kind: str, raw: RawFile, keys: list[str] | None) -> Iterator[Record]:
     return getattr(importlib.import_module(f"headway.text.formats.{MODULES[kind]}"), f"read_{kind}")(raw, keys)
 
 
-def _data_members(raw: RawFile, kind: str) -> Iterator[RawFile]:
-    """The members of a known format, as from a folder; an archive inside an archive is an error."""
+def _data_files(raw: RawFile) -> Iterator[tuple[str, RawFile]]:
+    """A file and its format, or every data file of an archive; an archive inside an archive is an error."""
+    kind = FORMATS.get(raw.suffix) or _sniff(raw)
+    if kind not in ("zip", "tar"):
+        yield kind, raw
+        return
     for member in archive_members(raw, kind):
         inner = FORMATS.get(member.suffix)
         if inner in ("zip", "tar"):
             raise DataError(f"{member.name}: an archive inside an archive is not read; unpack the outer one.")
         if inner is not None:
-            yield member
-
-
-def _kind(raw: RawFile) -> str:
-    """The format of a file: by its name, else by how its content begins."""
-    return FORMATS.get(raw.suffix) or _sniff(raw)
+            yield inner, member
 
 
 def _sniff(raw: RawFile) -> str:
+    """The format of a file without a known suffix, from how it begins."""
     with raw.open() as stream:
         head = stream.read(SNIFF_BYTES)
     begin = head.lstrip(b"\xef\xbb\xbf \t\r\n")
@@ -157,7 +145,7 @@ def _sniff(raw: RawFile) -> str:
 
 
 def _is_binary(head: bytes) -> bool:
-    """Whether the first bytes can be no UTF-8, apart from a character cut at their end."""
+    """Whether the first bytes are not UTF-8, apart from a character cut at their end."""
     try:
         head.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,7 +1,7 @@
-"""Take a given number of bytes from many sources in given shares: the corpus for a tokenizer, or a small copy of a large mix.
+"""Draws a sample of a given size from several sources in given shares: a tokenizer corpus, or a small copy of a large mixture.
 
-One pass over each source, memory no larger than the sample. Every document draws a number from (seed, source, place in the source); the
-documents with the lowest numbers are the sample, as many as fit the source's bytes. So the choice depends on nothing else.
+One pass over each source, and no more memory than the sample. Every document draws a number from (seed, source, place in the source).
+The documents with the lowest numbers are taken, as many as fit the source's bytes, so the choice depends on nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
 
 @dataclass(frozen=True)
 class SourceShare:
-    """One source and its part of the whole; parts are relative to each other."""
+    """One source and its weight; weights are relative to each other."""
 
     path: str
     weight: float = 1.0
@@ -46,7 +46,7 @@ class SourceShare:
 
 @dataclass(frozen=True)
 class SampledSource:
-    """What was taken from one source."""
+    """What a sample took from one source."""
 
     path: str
     wanted_bytes: int
@@ -66,7 +66,7 @@ def sample(
     template: str | None = None,
     split: TextSplit = "file",
 ) -> list[SampledSource]:
-    """Write a sample of `total_bytes` of text to `out`, the sources mixed; a source too small for its share is an error."""
+    """Write a shuffled sample of `total_bytes` of text to `out`; a source too small for its share is an error."""
     whole = sum(share.weight for share in shares)
     chosen: list[tuple[int, int, Document]] = []
     taken: list[SampledSource] = []
@@ -85,7 +85,7 @@ def sample(
 
 
 def choose_documents(documents: Iterable[Document], max_bytes: int, seed: int) -> tuple[list[tuple[int, Document]], int, int]:
-    """A random choice of documents of at most `max_bytes` together, with the number each drew; also how many and how large all are."""
+    """A random choice of documents of at most `max_bytes`, with the number each drew; and the number and bytes of all documents."""
     heap: list[tuple[int, int, Document]] = []
     used = count = size = 0
     limit = 1 << 63
@@ -100,7 +100,7 @@ def choose_documents(documents: Iterable[Document], max_bytes: int, seed: int) -
         while used > max_bytes:
             negative, _, dropped = heapq.heappop(heap)
             used -= len(dropped.text.encode())
-            # Whoever draws a higher number than one that had to go stays out too: the choice is of numbers, not of sizes.
+            # A document with a higher number than a dropped one stays out too: the choice is by numbers, not by sizes.
             limit = min(limit, -negative)
     return [(-negative, document) for negative, _, document in heap], count, size
 
@@ -109,20 +109,20 @@ def _check(taken: SampledSource, total_bytes: int, part: float, split: TextSplit
     if taken.available_bytes < taken.wanted_bytes:
         most = int(taken.available_bytes / part)
         raise DataError(
-            f"{taken.path}: holds {taken.available_bytes} bytes of text, but its share of {total_bytes} is {taken.wanted_bytes}. "
-            f"Ask for at most {most} bytes, or give it a smaller share."
+            f"{taken.path}: has {taken.available_bytes} bytes of text, but its share of {total_bytes} is {taken.wanted_bytes}. "
+            f"Request at most {most} bytes, or give it a smaller share."
         )
     if not taken.documents:
         remedy = " or --split line" if split == "file" else ""
-        raise DataError(f"{taken.path}: no document fits the {taken.wanted_bytes} bytes of its share; ask for more bytes{remedy}.")
+        raise DataError(f"{taken.path}: no document fits the {taken.wanted_bytes} bytes of its share; request more bytes{remedy}.")
 
 
 def parse_bytes(text: str, name: str) -> int:
-    """The number of bytes a size stands for; `name` is the flag it came from."""
+    """The bytes of a size such as `100MB`, `4GiB` or `1500000`; `name` is its flag."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if found is None or found[2].lower() not in _UNITS:
         raise ConfigError(f"{name} is {text!r}; write a size such as 500MB, 4GB or 2GiB.")
     size = int(float(found[1]) * _UNITS[found[2].lower()])
     if size <= 0:
-        raise ConfigError(f"{name} is {text!r}; it must be more than nothing.")
+        raise ConfigError(f"{name} is {text!r}; it must be more than 0.")
     return size

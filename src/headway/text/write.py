@@ -1,4 +1,4 @@
-"""Write records to a .jsonl (also .gz, .zst) or .parquet file that appears whole or not at all."""
+"""Writes records to a .jsonl (also .gz, .zst) or .parquet file, which appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Write = Callable[[dict[str, Any]], None]
 
 @contextmanager
 def record_file(path: Path) -> Iterator[Write]:
-    """A function that writes one record; the file gets its name when the block ends without an error."""
+    """Gives a function that writes one record; the file appears when the block ends without an error."""
     kind = next((suffix for suffix in WRITABLE if path.name.endswith(suffix)), None)
     if kind is None:
         raise ConfigError(f"{path}: the output must be named {', '.join(WRITABLE)}.")
@@ -68,7 +68,7 @@ def _write_line(text: io.TextIOWrapper, record: dict[str, Any]) -> None:
 
 @contextmanager
 def _parquet(file: IO[bytes], path: Path) -> Iterator[Write]:
-    """Rows go out in batches; the first batch decides the columns."""
+    """Rows are written in batches; the first batch decides the columns."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -163,7 +163,7 @@ def test_a_record_without_the_key_is_reported_with_the_keys_it_has(tmp_path: Pat
     expect(tmp_path / "a.jsonl", r"a.jsonl:2: the record has no key 'text' \(text_key\); its keys are content, id\.")
     expect(tmp_path / "a.jsonl", r"a.jsonl:1: the record has no key 'title' \(template\)", template="{title}")
     (tmp_path / "chat.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
-    expect(tmp_path / "chat.jsonl", r"no key 'text'.*look like conversations: say kind: chat")
+    expect(tmp_path / "chat.jsonl", r"no key 'text'.*look like conversations: set kind: chat")
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     expect(tmp_path / "pairs.jsonl", r"no key 'text'.*look like preference pairs: say kind: preference")
     pq.write_table(pa.Table.from_pylist([{"content": "y"}]), tmp_path / "a.parquet")
@@ -215,7 +215,7 @@ def test_damage_in_a_large_json_file_is_found_where_it_is(tmp_path: Path) -> Non
     [
         ("text,n\na,1,2\n", "a.csv:2: 3 values, but the first row names 2 columns"),
         ('text,n\n"a,1\n', "a.csv:2: not a valid table"),
-        ("text,text\na,b\n", "a column name is there twice"),
+        ("text,text\na,b\n", "a column name occurs twice"),
         ("text,n\n", "no documents"),
     ],
 )
@@ -260,6 +260,6 @@ def test_an_mds_folder_is_checked_against_its_index(tmp_path: Path) -> None:
     entry["raw_data"]["bytes"] -= 1
     check("bytes, but index.json promises", check_shards)
     entry["raw_data"]["basename"] = "other.mds"
-    check("listed in index.json, but not there", check_shards)
+    check("listed in index.json, but missing", check_shards)
     index["version"] = 1
-    check("not there|version", check_shards)
+    check("missing|version", check_shards)

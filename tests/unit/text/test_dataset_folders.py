@@ -50,7 +50,7 @@ def test_a_folder_whose_names_tell_no_splits_is_read_whole(tmp_path: Path) -> No
     put(tmp_path / "train.parquet", "a")
     put(tmp_path / "more.parquet", "b")
     assert texts(tmp_path) == ["b", "a"]
-    with pytest.raises(DataError, match="tell no splits"):
+    with pytest.raises(DataError, match="have no splits"):
         texts(f"{tmp_path}:train")
 
 
@@ -75,7 +75,7 @@ def test_save_to_disk_folders_are_read(tmp_path: Path) -> None:
     assert texts(tmp_path / "many") == ["c"]
     assert texts(f"{tmp_path / 'many'}:test") == ["d"]
     (tmp_path / "one/data-00001-of-00002.arrow").unlink()
-    with pytest.raises(DataError, match=r"listed in state.json, but not there"):
+    with pytest.raises(DataError, match=r"listed in state.json, but missing"):
         texts(tmp_path / "one")
 
 

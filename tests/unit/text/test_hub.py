@@ -214,7 +214,7 @@ def test_a_wrong_checksum_is_noticed_and_fetched_anew(hub: Hub, tmp_path: Path) 
     for name, where in (("model.safetensors", ()), ("config.json", ("--to", str(tmp_path / "mine")))):
         hub.wrong, home = {name}, tmp_path / name
         code, _, said = run(hub, home, "download", "org/name", *where)
-        assert code == 2 and f"org/name: {name} has another checksum than the hub names; it was removed, fetch again." in said
+        assert code == 2 and f"org/name: {name} does not have the checksum of the hub; it was removed, fetch again." in said
         hub.wrong = set()
         code, found, _ = run(hub, home, "download", "org/name", *where)
         assert code == 0 and content(Path(found["path"])) == FILES
@@ -224,7 +224,7 @@ def test_a_wrong_checksum_is_noticed_and_fetched_anew(hub: Hub, tmp_path: Path) 
     ("arguments", "message"),
     [
         (("org/other",), "org/other: the hub has no such model (a dataset needs --dataset), or it is private."),
-        (("just-a-name",), "'just-a-name' is no hub id; write ORGANISATION/NAME."),
+        (("just-a-name",), "'just-a-name' is not a hub id; write ORGANISATION/NAME."),
     ],
 )
 def test_what_is_not_there_is_said_in_one_line(hub: Hub, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

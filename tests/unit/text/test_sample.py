@@ -77,10 +77,10 @@ def test_memory_stays_within_the_sample() -> None:
 
 def test_a_source_too_small_for_its_share_is_an_error(tmp_path: Path) -> None:
     small = source(tmp_path, "a.jsonl", 10)
-    with pytest.raises(DataError, match=r"its share of 100000 is 50000. Ask for at most \d+ bytes"):
+    with pytest.raises(DataError, match=r"its share of 100000 is 50000. Request at most \d+ bytes"):
         sample([SourceShare(small), SourceShare(source(tmp_path, "b.jsonl", 5000))], 100_000, tmp_path / "out.jsonl")
     (tmp_path / "long.txt").write_text("one long line\n" * 1000, encoding="utf-8")
-    with pytest.raises(DataError, match="no document fits the 100 bytes of its share; ask for more bytes or --split line"):
+    with pytest.raises(DataError, match="no document fits the 100 bytes of its share; request more bytes or --split line"):
         sample([SourceShare(str(tmp_path / "long.txt"))], 100, tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
 

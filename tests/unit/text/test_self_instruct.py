@@ -145,7 +145,7 @@ def test_what_will_not_pass_ends_at_once_without_showing_the_key(status: int, hi
 
 def test_answers_without_a_task_end_the_run(tmp_path: Path) -> None:
     wanted = SelfInstruct(4, tmp_path, requests_per_round=1, give_up_after=3)
-    said = r"3 answers in a row held no task to keep .*no task in the answer 3"
+    said = r"3 answers in a row had no task to keep .*no task in the answer 3"
     with serving(lambda request, _: request.answer(completion("I would rather not."))) as server, pytest.raises(EndpointError, match=said):
         self_instruct(wanted, Endpoint(server.url, "m"))
     assert not (tmp_path / "tasks.jsonl").exists()
@@ -265,7 +265,7 @@ def test_the_verb_reports_counts_and_keeps_the_key_to_itself(
     assert "--language is 'fr'" in mistakes.err and "--num is 0" in mistakes.err
     written = "".join(path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file())
     everything = [shown.out, shown.err, table.out, table.err, mistakes.err, caplog.text, written]
-    assert "4 tasks from" in table.out and "trying again" in shown.err + caplog.text
+    assert "4 tasks from" in table.out and "retrying" in shown.err + caplog.text
     assert not any(KEY in text or "Traceback" in text for text in everything)
     assert os.environ["OPENAI_API_KEY"] == KEY
 

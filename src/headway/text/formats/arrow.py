@@ -59,7 +59,7 @@ class NanosecondsError(ValueError):
 
 
 def _rows(batch: Any) -> list[dict[str, Any]]:
-    """The rows of a batch as plain values; times in nanoseconds, finer than Python's, are texts (durations: numbers)."""
+    """The rows of a batch as plain values; times in nanoseconds become texts, durations numbers."""
     import pyarrow as pa
 
     for place, column in enumerate(batch.schema):
@@ -68,7 +68,7 @@ def _rows(batch: Any) -> list[dict[str, Any]]:
             batch = batch.set_column(place, column.name, batch.column(place).cast(pa.string()))
         elif pa.types.is_duration(kind) and kind.unit == "ns":
             batch = batch.set_column(place, column.name, batch.column(place).cast(pa.int64()))
-    # refused by type, because whether pyarrow can convert them depends on whether pandas is installed
+    # Refused by type: pyarrow converts them only where pandas is installed.
     if nested := [column.name for column in batch.schema if "[ns" in str(column.type)]:
         raise NanosecondsError(f"times in nanoseconds inside {', '.join(nested)}, which cannot be read; leave it out or round it")
     return batch.to_pylist()

@@ -21,7 +21,7 @@ def read_csv(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record
         try:
             names = next(rows, [])
             if len(set(names)) != len(names):
-                raise DataError(f"{raw.name}:1: a column name is there twice; the first row must name the columns, each once.")
+                raise DataError(f"{raw.name}:1: a column name occurs twice; the first row must name each column once.")
             for row in rows:
                 if not row:
                     continue

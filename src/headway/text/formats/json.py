@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 
 from headway.errors import DataError
 from headway.text.document import Record, place_of
-from headway.text.raw import RawFile, decode, lines
+from headway.text.raw import RawFile, decode, lines, whole_characters
 
 CHUNK_BYTES = 1 << 18
 WHITE = re.compile(r"[ \t\r\n]*")
@@ -75,7 +75,7 @@ def _list(text: _Text) -> Iterator[Record]:
 
 
 class _Text:
-    """A window onto the decoded file: `buffer[at:]` is what is not consumed yet, `line` the line that `at` is on."""
+    """A window onto the decoded file: `buffer[at:]` is not consumed yet; `line` is the line of `at`."""
 
     def __init__(self, stream: io.BufferedIOBase, name: str) -> None:
         self.stream = stream
@@ -89,7 +89,7 @@ class _Text:
         self._ended = False
 
     def skip_white(self) -> str:
-        """Go to the next character that is not white space and return it; empty at the end."""
+        """Go to the next character that is not white space and return it; empty at the end of the file."""
         while True:
             found = WHITE.match(self.buffer, self.at)
             self.go_to(found.end() if found else self.at)
@@ -121,31 +121,20 @@ class _Text:
         self.at = position
 
     def fail(self, why: str) -> NoReturn:
-        """End with an error that says where."""
+        """Raise an error with the place."""
         raise DataError(f"{place_of(self.name, self.line, self.number)}: {why}.")
 
     def _read_on(self) -> bool:
-        """Read at least as much as is waiting, so that a long object costs no more than its length; False at the end."""
+        """Read at least as much as is waiting, so that a long object takes linear time; False at the end of the file."""
         if self._ended:
             return False
         first = not self.buffer and self.line == 1
         waiting = self.buffer[self.at :]
         data = self._rest + self.stream.read(max(CHUNK_BYTES, len(waiting)))
         self._ended = len(data) == len(self._rest)
-        # A character may be cut by the end of a chunk; its bytes wait for the rest.
-        whole = len(data) if self._ended else _whole_characters(data)
+        # The end of a chunk may cut a character; its bytes wait for the rest.
+        whole = len(data) if self._ended else whole_characters(data)
         self._rest = data[whole:]
         line = self.line + waiting.count("\n")
         self.buffer, self.at = waiting + decode(data[:whole], self.name, 1 if first else max(2, line)), 0
         return not self._ended
-
-
-def _whole_characters(data: bytes) -> int:
-    """How many of these bytes are whole characters of UTF-8: at most the last three belong to one that is cut."""
-    for back in range(1, min(4, len(data) + 1)):
-        byte = data[-back]
-        if byte >= 0xC0:
-            return len(data) - back if back < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else len(data)
-        if byte < 0x80:
-            break
-    return len(data)

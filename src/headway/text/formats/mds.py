@@ -4,7 +4,7 @@
     sample         uint32 size of each column without a fixed size | the columns' bytes, in the order of column_names
     folder         index.json lists the shards, also those of sub-folders; or sub-folders with an index.json each
 
-Shards may be compressed (zstd). Columns that would need unpickling are refused.
+Shards may be compressed (zstd). Pickled columns are refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Column:
 
 @dataclass(frozen=True)
 class MdsShardEntry:
-    """A shard that an index lists: the file that is there (raw, else compressed), how many samples, what the index says of the file."""
+    """A shard in an index: its file (raw, else compressed), the number of samples, and the size and hashes the index states."""
 
     path: Path
     samples: int
@@ -80,14 +80,14 @@ def mds_shards(folder: Path) -> list[MdsShardEntry]:
         version, entries = content["version"], content["shards"]
         shards = [_shard(folder, entry) for entry in entries]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{index}: no MDS index: {type(error).__name__} {error}.") from None
+        raise DataError(f"{index}: not an MDS index: {type(error).__name__} {error}.") from None
     if version != 2:
-        raise DataError(f"{index}: MDS version is {version}; only version 2 is known.")
+        raise DataError(f"{index}: MDS version is {version}; only version 2 is supported.")
     return shards
 
 
 def check_shard(shard: MdsShardEntry) -> None:
-    """Compare a shard's size, and its hashes as far as Python knows them, with the index."""
+    """Compare a shard's size, and those hashes that Python can compute, with the index."""
     size = shard.path.stat().st_size
     if shard.stored_bytes is not None and size != shard.stored_bytes:
         raise DataError(f"{shard.path}: has {size} bytes, but index.json promises {shard.stored_bytes}; copy it again.")
@@ -99,7 +99,7 @@ def check_shard(shard: MdsShardEntry) -> None:
 
 
 def read_mds(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
-    """The samples of one shard file, which describes its own columns."""
+    """The samples of one shard file, whose header names the columns."""
     with raw.open() as stream:
         columns, offsets = _read_header(stream, raw.name)
         for number, size in enumerate(np.diff(offsets).tolist(), 1):
@@ -110,7 +110,7 @@ def read_mds(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record
 
 
 def decode_sample(columns: Sequence[Column], data: bytes, place: str, keys: Sequence[str] | None = None) -> dict[str, Any]:
-    """One sample's columns (only `keys`, if all of them are there)."""
+    """The columns of one sample (only `keys`, if it has all of them)."""
     at = 4 * sum(column.size is None for column in columns)
     sizes = iter(np.frombuffer(data[:at], "<u4").tolist())
     wanted = set(keys) if keys is not None and {c.name for c in columns} >= set(keys) else None
@@ -131,7 +131,7 @@ def decode_sample(columns: Sequence[Column], data: bytes, place: str, keys: Sequ
 
 
 def decode_value(encoding: str, data: bytes) -> Any:
-    """One value of an MDS column (ValueError if it is none); arrays come as read-only numpy arrays."""
+    """One value of an MDS column; arrays are read-only numpy arrays. An invalid value is a ValueError."""
     if encoding in _PLAIN:
         return _PLAIN[encoding](data)
     if encoding == "int":
@@ -142,7 +142,7 @@ def decode_value(encoding: str, data: bytes) -> Any:
         return np.frombuffer(data, np.dtype(encoding).newbyteorder("<"))[0].item()
     if encoding == "ndarray" or encoding.startswith("ndarray:"):
         return _decode_array(encoding.split(":")[1:], data)
-    raise ValueError(f"encoding {encoding!r} is not known; known are ndarray, int, bool, {', '.join((*_PLAIN, *SCALARS))}")
+    raise ValueError(f"encoding {encoding!r} is unknown; known encodings are ndarray, int, bool, {', '.join((*_PLAIN, *SCALARS))}")
 
 
 def _decode_array(given: list[str], data: bytes) -> np.ndarray[Any, Any]:
@@ -162,7 +162,7 @@ def _read_header(stream: io.BufferedIOBase, name: str) -> tuple[list[Column], np
     offsets = np.frombuffer(_exactly(stream, 4 * (count + 1), name), "<u4").astype(np.int64)
     begin = 4 + 4 * (count + 1)
     if offsets[0] <= begin or offsets[0] - begin > 1 << 20 or (np.diff(offsets) < 0).any():
-        raise DataError(f"{name}: the sample offsets are out of order; no MDS shard, or a damaged one.")
+        raise DataError(f"{name}: the sample offsets are out of order; the file is damaged or not an MDS shard.")
     try:
         config = json.loads(_exactly(stream, int(offsets[0]) - begin, name))
         given = zip(config["column_names"], config["column_encodings"], config["column_sizes"], strict=True)
@@ -171,7 +171,7 @@ def _read_header(stream: io.BufferedIOBase, name: str) -> tuple[list[Column], np
         raise DataError(f"{name}: the shard's description of its columns is damaged: {error}.") from None
     for column in columns:
         if column.encoding == "pkl":
-            raise DataError(f"{name}: column {column.name!r} is pickled (pkl), which could run code; write it anew as json or bytes.")
+            raise DataError(f"{name}: column {column.name!r} is pickled (pkl), which could run code; write it again as json or bytes.")
     return columns, offsets
 
 
@@ -184,10 +184,10 @@ def _exactly(stream: io.BufferedIOBase, size: int, name: str) -> bytes:
 
 def _shard(folder: Path, entry: dict[str, Any]) -> MdsShardEntry:
     if entry["format"] != "mds":
-        raise DataError(f"{folder / 'index.json'}: shards of format {entry['format']!r}; only mds is known.")
+        raise DataError(f"{folder / 'index.json'}: shards of format {entry['format']!r}; only mds is supported.")
     options = [described for described in (entry["raw_data"], entry["zip_data"]) if described is not None]
     for described in options:
         path = folder / described["basename"]
         if path.is_file():
             return MdsShardEntry(path, int(entry["samples"]), described.get("bytes"), dict(described.get("hashes") or {}))
-    raise DataError(f"{folder / options[0]['basename']}: listed in index.json, but not there.")
+    raise DataError(f"{folder / options[0]['basename']}: listed in index.json, but missing.")

@@ -1,8 +1,8 @@
-"""One question to an OpenAI-compatible /v1/chat/completions endpoint, asked until it is answered or patience ends.
+"""A client for one OpenAI-compatible /v1/chat/completions endpoint, with retries and a rate limit.
 
-In: a prompt; out: a `Reply`. What may pass (429, 5xx, time-outs, broken connections, answers that are no JSON) is tried again with
-growing pauses, or after the pause the server asks for; what will not pass (a wrong key, an unknown model) ends at once. The key goes
-into the request's header and nowhere else: redirects are not followed, and text of the server is shown without it.
+In: a prompt; out: a `Reply`. Temporary failures (429, 5xx, time-outs, broken connections, answers that are not JSON) are retried with
+growing pauses, or after the pause the server requests. Permanent failures (a wrong key, an unknown model) end at once. The key goes into
+the request header and nowhere else: redirects are not followed, and the server's text is shown without the key.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from headway.runtime.web import direct_opener
 MAX_ANSWER_BYTES = 16 << 20
 FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 60.0
-MAX_ASKED_PAUSE_SECONDS = 900.0
+MAX_RETRY_AFTER_SECONDS = 900.0
 SHORTEST_SECRET = 8
 SHOWN_CHARACTERS = 200
 KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 class EndpointError(HeadwayError):
-    """An endpoint that cannot be used, or no longer."""
+    """The endpoint cannot be used."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where and how to ask."""
+    """An address, a model and the settings of requests."""
 
     url: str
     model: str
@@ -52,7 +52,7 @@ class Endpoint:
     requests_per_minute: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse an address or a key that no request could be made with; neither is shown where it holds a secret."""
+        """Refuse an invalid address or key. Neither is shown where it may hold a secret."""
         try:
             parts = urllib.parse.urlsplit(self.url)
             port_is_valid = parts.port is None or parts.port > 0
@@ -77,14 +77,14 @@ class Endpoint:
         return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
 
     @property
-    def shown(self) -> str:
+    def shown_address(self) -> str:
         """The address for people, without its query, which may hold a secret."""
         return self.address.partition("?")[0]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model said, and what it took."""
+    """The model's answer, with its retries and token counts."""
 
     text: str
     was_cut: bool
@@ -94,17 +94,17 @@ class Reply:
 
 
 @dataclass(eq=False)
-class _Trouble(Exception):
-    """An attempt that failed: what it is counted as, what to say, whether and how long to wait."""
+class _RequestError(Exception):
+    """A failed attempt: its kind, the message, whether to retry and after how long."""
 
     kind: str
     message: str
-    may_pass: bool = True
+    is_temporary: bool = True
     pause_seconds: float | None = None
 
 
 class Client:
-    """Asks an endpoint from several threads, which share its rate limit and every pause it asks for."""
+    """Sends requests from several threads, which share the rate limit and every pause the server requests."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -114,37 +114,38 @@ class Client:
         self._next_slot = 0.0
 
     def stop(self) -> None:
-        """Let every thread that waits give up."""
+        """End every waiting thread."""
         self._stopped.set()
 
     def ask(self, prompt: str) -> Reply:
-        """The answer to a prompt. May take many attempts; raises `EndpointError` when they are used up."""
+        """The answer to a prompt; raises `EndpointError` after the last attempt."""
         retries: Counter[str] = Counter()
         for attempt in range(self.endpoint.max_retries + 1):
             self._wait_for_slot()
             try:
                 text, was_cut, usage = self._attempt(prompt)
                 return Reply(text, was_cut, dict(retries), usage[0], usage[1])
-            except _Trouble as trouble:
-                if not trouble.may_pass:
-                    raise EndpointError(f"{self.endpoint.shown}: {trouble.message}") from None
+            except _RequestError as failure:
+                if not failure.is_temporary:
+                    raise EndpointError(f"{self.endpoint.shown_address}: {failure.message}") from None
                 if attempt == self.endpoint.max_retries:
-                    raise EndpointError(f"{self.endpoint.shown}: {trouble.message} (after {attempt + 1} attempts).") from None
-                retries[trouble.kind] += 1
-                self._pause(trouble, attempt)
+                    raise EndpointError(f"{self.endpoint.shown_address}: {failure.message} (after {attempt + 1} attempts).") from None
+                retries[failure.kind] += 1
+                self._pause(failure, attempt)
         raise AssertionError("the last attempt returns or raises")
 
-    def _pause(self, trouble: _Trouble, attempt: int) -> None:
+    def _pause(self, failure: _RequestError, attempt: int) -> None:
         seconds = min(FIRST_PAUSE_SECONDS * 2**attempt, MAX_PAUSE_SECONDS) * random.uniform(0.5, 1.0)
-        if trouble.pause_seconds is not None:
-            if trouble.pause_seconds > MAX_ASKED_PAUSE_SECONDS:
+        if failure.pause_seconds is not None:
+            if failure.pause_seconds > MAX_RETRY_AFTER_SECONDS:
                 raise EndpointError(
-                    f"{self.endpoint.shown}: {trouble.message}; it asks to wait {trouble.pause_seconds:.0f} s. Run again then."
+                    f"{self.endpoint.shown_address}: {failure.message}; "
+                    f"the server requests a pause of {failure.pause_seconds:.0f} s. Run again then."
                 )
-            seconds = trouble.pause_seconds
+            seconds = failure.pause_seconds
             with self._lock:
                 self._next_slot = max(self._next_slot, time.monotonic() + seconds)
-        logging.getLogger("headway").info("%s: %s; trying again in %.1f s", self.endpoint.shown, trouble.message, seconds)
+        logging.getLogger("headway").info("%s: %s; retrying in %.1f s", self.endpoint.shown_address, failure.message, seconds)
         self._sleep(seconds)
 
     def _wait_for_slot(self) -> None:
@@ -160,7 +161,7 @@ class Client:
 
     def _sleep(self, seconds: float) -> None:
         if self._stopped.wait(seconds):
-            raise EndpointError(f"{self.endpoint.shown}: stopped.")
+            raise EndpointError(f"{self.endpoint.shown_address}: stopped.")
 
     def _attempt(self, prompt: str) -> tuple[str, bool, tuple[int, int]]:
         try:
@@ -168,17 +169,19 @@ class Client:
         except urllib.error.HTTPError as error:
             raise self._refusal(error) from None
         except TimeoutError:
-            raise _Trouble("timeout", f"no answer within {self.endpoint.timeout_seconds:g} s") from None
+            raise _RequestError("timeout", f"no answer within {self.endpoint.timeout_seconds:g} s") from None
         except urllib.error.URLError as error:
             if isinstance(error.reason, TimeoutError):
-                raise _Trouble("timeout", f"no connection within {self.endpoint.timeout_seconds:g} s") from None
-            raise _Trouble("connection", f"cannot be reached: {self._say(str(error.reason))}") from None
+                raise _RequestError("timeout", f"no connection within {self.endpoint.timeout_seconds:g} s") from None
+            raise _RequestError("connection", f"cannot be reached: {self._safe_text(str(error.reason))}") from None
         except (OSError, http.client.HTTPException) as error:
-            raise _Trouble("connection", f"the connection broke: {self._say(str(error) or type(error).__name__)}") from None
+            raise _RequestError("connection", f"the connection broke: {self._safe_text(str(error) or type(error).__name__)}") from None
         try:
-            return _understand(json.loads(raw))
+            return _parse_answer(json.loads(raw))
         except (ValueError, LookupError, TypeError, RecursionError):
-            raise _Trouble("nonsense", f"the answer is no chat completion: {self._say(raw.decode('utf-8', 'replace'))!r}") from None
+            raise _RequestError(
+                "nonsense", f"the answer is no chat completion: {self._safe_text(raw.decode('utf-8', 'replace'))!r}"
+            ) from None
 
     def _post(self, prompt: str) -> bytes:
         body = {
@@ -200,29 +203,33 @@ class Client:
                 if time.monotonic() > deadline:
                     raise TimeoutError
                 if len(raw) > MAX_ANSWER_BYTES:
-                    raise _Trouble("nonsense", f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+                    raise _RequestError("nonsense", f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
             if announced is not None and len(raw) < announced:
                 raise http.client.IncompleteRead(b"", announced - len(raw))
             return bytes(raw)
 
-    def _refusal(self, error: urllib.error.HTTPError) -> _Trouble:
+    def _refusal(self, error: urllib.error.HTTPError) -> _RequestError:
         with error:
             try:
-                said = self._say(error.read(4096).decode("utf-8", "replace"))
+                said = self._safe_text(error.read(4096).decode("utf-8", "replace"))
             except (OSError, http.client.HTTPException):
                 said = ""
         code = error.code
         what = f"HTTP {code} {said}".rstrip()
         if code in (401, 403):
-            return _Trouble(str(code), f"{what}. Set {KEY_VARIABLE} to a valid key.", may_pass=False)
+            return _RequestError(str(code), f"{what}. Set {KEY_VARIABLE} to a valid key.", is_temporary=False)
         if 300 <= code < 400:
-            return _Trouble(str(code), f"HTTP {code}: it redirects elsewhere. Give the final address as --endpoint.", may_pass=False)
+            return _RequestError(
+                str(code), f"HTTP {code}: redirects to another address. Give the final address as --endpoint.", is_temporary=False
+            )
         if code not in (408, 409, 425, 429) and code < 500:
-            return _Trouble(str(code), f"{what}. Check --endpoint, --model ({self.endpoint.model}) and --max-tokens.", may_pass=False)
-        return _Trouble(str(code), what, pause_seconds=_asked_pause(error.headers))
+            return _RequestError(
+                str(code), f"{what}. Check --endpoint, --model ({self.endpoint.model}) and --max-tokens.", is_temporary=False
+            )
+        return _RequestError(str(code), what, pause_seconds=_retry_after(error.headers))
 
-    def _say(self, text: str) -> str:
-        """A line of the server's text that is safe to show."""
+    def _safe_text(self, text: str) -> str:
+        """One line of the server's text without the key."""
         key = self.endpoint.key
         if key and len(key) >= SHORTEST_SECRET:
             text = text.replace(key, "***")
@@ -230,7 +237,7 @@ class Client:
         return line if len(line) <= SHOWN_CHARACTERS else line[:SHOWN_CHARACTERS] + "..."
 
 
-def _understand(answer: Any) -> tuple[str, bool, tuple[int, int]]:
+def _parse_answer(answer: Any) -> tuple[str, bool, tuple[int, int]]:
     choice = answer["choices"][0]
     text = choice["message"]["content"]
     if not isinstance(text, str):
@@ -241,7 +248,7 @@ def _understand(answer: Any) -> tuple[str, bool, tuple[int, int]]:
     return text, choice.get("finish_reason") == "length", (prompt_tokens, completion_tokens)
 
 
-def _asked_pause(headers: Message) -> float | None:
+def _retry_after(headers: Message) -> float | None:
     """The seconds of a Retry-After header, which may also be a date."""
     given = str(headers.get("Retry-After") or "").strip()
     try:

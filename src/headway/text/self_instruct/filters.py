@@ -23,13 +23,13 @@ Scores = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 def tokens_of(text: str, language: Language) -> list[str]:
-    """What is compared: lower-case words, or for Chinese every character that is a letter or a digit."""
+    """The compared units: lower-case words, or for Chinese every letter and digit."""
     words = _WORD.findall(text.lower())
     return words if language == "en" else [character for word in words for character in word]
 
 
 class SimilarityIndex:
-    """Texts that are kept, as tokens; `scores` compares a new one with each of them."""
+    """Kept texts, as tokens; `scores` compares a new text with each of them."""
 
     def __init__(self) -> None:
         self._places: dict[str, array[int]] = {}
@@ -81,7 +81,7 @@ MAX_SIMILARITY = 0.7
 NUM_MOST_SIMILAR = 10
 HAN_SHARE = 0.3
 
-# What an assistant that sees text alone can neither take in nor hand out.
+# What a text-only assistant can neither receive nor produce.
 _MEDIA = {
     "en": re.compile(
         r"\b(?:images?|pictures?|photos?|photographs?|screenshots?|videos?|audios?|recordings?|music|diagrams?|flowcharts?|charts?|graphs?|"
@@ -101,7 +101,7 @@ _PLACEHOLDER = re.compile(
 
 @dataclass(frozen=True)
 class KeptTask:
-    """A task that passed, with its nearest neighbours and its mean similarity to all tasks before it."""
+    """A task that passed, with its most similar tasks and its mean similarity to all earlier ones."""
 
     task: Task
     most_similar: dict[str, float]
@@ -123,13 +123,13 @@ class TaskFilter:
             self.remember(seed)
 
     def remember(self, task: Task) -> None:
-        """Compare later tasks with this one, which is kept without being judged."""
+        """Keep this task without judging it; later tasks are compared with it."""
         if tokens := tokens_of(task.instruction, self._language):
             self._index.add(tokens)
             self._instructions.append(task.instruction)
 
     def judge(self, task: Task) -> KeptTask | str:
-        """The task as kept, or why it is dropped."""
+        """The kept task, or the reason it is dropped."""
         if reason := self._reason(task):
             return reason
         scores = self._index.scores(tokens_of(task.instruction, self._language))

@@ -32,12 +32,12 @@ from headway.text.self_instruct.filters import KeptTask, TaskFilter
 from headway.text.self_instruct.tasks import LANGUAGES, Language, Task, fingerprint, load_seeds, make_prompt, parse_answer
 from headway.text.write import record_file
 
-NAME = ".journal.jsonl"  # hidden: a reader of the folder's data must not take it for tasks
+NAME = ".journal.jsonl"  # hidden, so that a reader of the folder does not take it for tasks
 
 
 @dataclass(frozen=True)
 class AnsweredRequest:
-    """One request that was answered: what was kept of it, what was dropped and why, what it took."""
+    """One answered request: the kept tasks, the dropped ones by reason, retries and token counts."""
 
     number: int
     kept: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -64,7 +64,7 @@ class Journal:
             raise
 
     def append(self, answered: AnsweredRequest) -> None:
-        """Add one request; on the disk when this returns."""
+        """Add one request; it is on disk when this returns."""
         self._write(asdict(answered))
         self.answered.append(answered)
 
@@ -91,7 +91,9 @@ class Journal:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{self.path.parent}: another process writes tasks here. Wait for it or choose another --out.") from None
+            raise ConfigError(
+                f"{self.path.parent}: another process writes tasks here. Wait until it ends, or choose another --out."
+            ) from None
         except OSError as problem:
             raise DataError(f"{self.path}: cannot be locked: {problem.strerror}. Choose another --out.") from None
 
@@ -103,7 +105,7 @@ class Journal:
             with writing(self.path, error=DataError):
                 self._file.truncate(len(whole))
         lines = whole.splitlines()
-        if len(lines) <= 1:  # nothing was answered under other settings
+        if len(lines) <= 1:  # no request was answered under other settings
             with writing(self.path, error=DataError):
                 self._file.truncate(0)
                 fsync_folder(self.path.parent)
@@ -116,7 +118,7 @@ class Journal:
             raise DataError(f"{self.path}:1: damaged. Choose another --out.") from None
         if changed:
             was = ", ".join(f"{key} was {before.get(key)!r} and is {settings[key]!r}" for key in changed)
-            raise ConfigError(f"{self.path.parent} holds tasks made otherwise: {was}. Give the same settings or another --out.")
+            raise ConfigError(f"{self.path.parent} holds tasks made with other settings: {was}. Use the same settings or another --out.")
         for number, line in enumerate(lines[1:], start=2):
             try:
                 self.answered.append(AnsweredRequest(**json.loads(line)))
@@ -135,7 +137,7 @@ TASKS = "tasks.jsonl"
 
 @dataclass(frozen=True)
 class SelfInstruct:
-    """What to make: so many tasks, in which language, from which seed tasks, in requests of which size."""
+    """How many tasks to generate, in which language, from which seed tasks, and in requests of which size."""
 
     num: int
     out: Path
@@ -145,12 +147,12 @@ class SelfInstruct:
     requests_per_round: int = 5
     seed: int = 0
     give_up_after: int = 20
-    """So many answers in a row without a task that is kept end the run."""
+    """The run ends after this many answers in a row without a kept task."""
 
 
 @dataclass(frozen=True)
 class SelfInstructReport:
-    """What came of it, over all starts of the run."""
+    """The result over all starts of the run."""
 
     tasks: Path
     kept: int
@@ -163,7 +165,7 @@ class SelfInstructReport:
 
 
 def self_instruct(wanted: SelfInstruct, endpoint: Endpoint) -> SelfInstructReport:
-    """Ask until there are enough tasks. What is in the output folder already counts; a run that is complete asks nothing."""
+    """Request tasks until there are enough. Tasks in the output folder count; a complete run sends no request."""
     _check(wanted, endpoint)
     seeds = load_seeds(wanted.language, wanted.seeds)
     settings = {
@@ -201,7 +203,7 @@ def self_instruct(wanted: SelfInstruct, endpoint: Endpoint) -> SelfInstructRepor
 
 
 class _Run:
-    """The tasks kept so far and how to get more."""
+    """The tasks kept so far, and the rounds of requests for more."""
 
     def __init__(self, wanted: SelfInstruct, seeds: list[Task], journal: Journal, client: Client) -> None:
         self.wanted = wanted
@@ -210,43 +212,44 @@ class _Run:
         self.client = client
         self.filter = TaskFilter(wanted.language, seeds)
         self.num_kept = 0
-        self._barren = 0
+        self._answers_without_task = 0
         for record in journal.kept():
             self.filter.remember(Task(record["instruction"], record["input"], record["output"]))
             self.num_kept += 1
 
     def fill(self, advance: Advance) -> None:
-        """Ask in rounds until there are enough tasks."""
+        """Send requests in rounds until there are enough tasks."""
         while self.num_kept < self.wanted.num:
             done = {one.number for one in self.journal.answered}
             numbers = list(islice((number for number in count() if number not in done), self.wanted.requests_per_round))
             failure: EndpointError | None = None
-            for number, reply in self._ask(numbers):
+            for number, reply in self._replies(numbers):
                 if isinstance(reply, EndpointError):
                     failure = failure or reply
                 else:
-                    advance(self._take(number, reply))
+                    advance(self._record(number, reply))
             if failure is not None:
                 raise EndpointError(f"{failure} {self._state()}")
-            if self._barren >= self.wanted.give_up_after:
+            if self._answers_without_task >= self.wanted.give_up_after:
                 dropped = ", ".join(f"{reason} {times}" for reason, times in self.journal.totals()[0].most_common(5))
                 raise EndpointError(
-                    f"{self.client.endpoint.shown}: {self._barren} answers in a row held no task to keep (dropped so far: {dropped}). "
+                    f"{self.client.endpoint.shown_address}: {self._answers_without_task} answers in a row had no task to keep "
+                    f"(dropped so far: {dropped}). "
                     f"Try another --model, other --seeds or a higher --temperature. {self._state()}"
                 )
 
     def _state(self) -> str:
-        return f"{self.num_kept} of {self.wanted.num} tasks are kept in {self.wanted.out}; the same command continues."
+        return f"{self.num_kept}/{self.wanted.num} tasks are in {self.wanted.out}; the same command continues."
 
-    def _ask(self, numbers: list[int]) -> Iterator[tuple[int, Reply | EndpointError]]:
-        """The replies to requests asked at the same time, in the order of their numbers, each as soon as those before it are there."""
+    def _replies(self, numbers: list[int]) -> Iterator[tuple[int, Reply | EndpointError]]:
+        """The replies to concurrent requests in the order of their numbers, each as soon as all earlier ones have arrived."""
         arrived: queue.SimpleQueue[tuple[int, Reply | BaseException]] = queue.SimpleQueue()
 
         def ask(number: int) -> None:
             prompt = make_prompt(self.seeds, self.wanted.language, self.wanted.per_request, self.wanted.seed, number)
             try:
                 arrived.put((number, self.client.ask(prompt)))
-            except BaseException as error:  # carried to the thread that waits for it, which raises it
+            except BaseException as error:  # passed to the waiting thread, which raises it
                 arrived.put((number, error))
 
         for number in numbers:
@@ -261,8 +264,8 @@ class _Run:
                 waiting[other] = reply
             yield number, waiting.pop(number)
 
-    def _take(self, number: int, reply: Reply) -> int:
-        """Judge the tasks of a reply and write them down; how many were kept."""
+    def _record(self, number: int, reply: Reply) -> int:
+        """Judge the tasks of a reply and record them in the journal; returns how many were kept."""
         tasks, dropped = parse_answer(reply.text, reply.was_cut)
         kept: list[KeptTask] = []
         for task in tasks:
@@ -277,7 +280,7 @@ class _Run:
         records = [one.record() for one in kept]
         self.journal.append(AnsweredRequest(number, records, dict(dropped), reply.retries, reply.prompt_tokens, reply.completion_tokens))
         self.num_kept += len(kept)
-        self._barren = 0 if kept or dropped["more than wanted"] else self._barren + 1
+        self._answers_without_task = 0 if kept or dropped["more than wanted"] else self._answers_without_task + 1
         return len(kept)
 
 

@@ -28,7 +28,7 @@ SEEDS_PER_PROMPT = 3
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked, what it is asked about (may be empty), and the answer."""
+    """An instruction, the input it is about (may be empty), and the answer."""
 
     instruction: str
     input: str
@@ -40,7 +40,7 @@ class Task:
 
 
 def load_seeds(language: Language, path: Path | None = None) -> list[Task]:
-    """The seed tasks of a file in Alpaca's form, or headway's own of that language."""
+    """The seed tasks of a file in Alpaca's form, or headway's built-in ones of that language."""
     if path is None:
         with as_file(files("headway.text.self_instruct") / f"seeds_{language}.jsonl") as own:
             return _read_seeds(own)
@@ -48,7 +48,7 @@ def load_seeds(language: Language, path: Path | None = None) -> list[Task]:
 
 
 def fingerprint(tasks: Sequence[Task]) -> str:
-    """A digest of the tasks, to know them again."""
+    """A digest of the tasks."""
     return hashlib.sha256(json.dumps([task.record() for task in tasks], ensure_ascii=False).encode()).hexdigest()[:16]
 
 
@@ -101,7 +101,7 @@ _NOTHING = frozenset({"", "none", "n/a", "noinput", "no input", "无", "没有",
 
 
 def make_prompt(seeds: Sequence[Task], language: Language, per_request: int, seed: int, number: int) -> str:
-    """The prompt of one request; the examples depend on the seed and the request's number alone."""
+    """The prompt of one request; the examples depend only on the seed and the request number."""
     examples = random.Random(derive(seed, "self-instruct", number)).sample(list(seeds), SEEDS_PER_PROMPT)
     first = len(examples) + 1
     head = REQUEST[language].format(
@@ -117,7 +117,7 @@ def _show(task: Task, language: Language) -> str:
 
 
 def parse_answer(answer: str, was_cut: bool) -> tuple[list[Task], Counter[str]]:
-    """The tasks of an answer in order, and how many pieces of it were no whole task. The last task of an answer that was cut is dropped."""
+    """The tasks of an answer in order, and counts of the parts that are no task. The last task of a truncated answer is dropped."""
     pieces = _NUMBER.split(_THOUGHT.sub("", answer))[1:]
     dropped: Counter[str] = Counter()
     if was_cut and pieces:
@@ -150,5 +150,5 @@ def _parse_task(piece: str) -> Task | None:
 
 
 def _clean(text: str) -> str:
-    # A lone surrogate is valid in JSON's escapes and in no UTF-8 file.
+    # A lone surrogate is valid in a JSON escape but not in UTF-8.
     return text.encode("utf-8", "replace").decode().strip(" \t\r\n*")
