@@ -257,7 +257,7 @@ class RecordEncoder:
         for record in items:
             with self._bad_records(record, counts):
                 planned.append((record, self.encoder.segments(record, template, counts)))
-        flat = [pieces for _, conversations in planned for pieces in conversations]
+        flat = [segments for _, conversations in planned for segments in conversations]
         rendered = iter(encode_segments(flat, template.name, tokenizer, self.threads))
         found: list[tuple[Ids, Flags]] = []
         for record, conversations in planned:

@@ -165,7 +165,7 @@ def test_a_record_without_the_key_is_reported_with_the_keys_it_has(tmp_path: Pat
     (tmp_path / "chat.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
     expect(tmp_path / "chat.jsonl", r"no key 'text'.*look like conversations: set kind: chat")
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
-    expect(tmp_path / "pairs.jsonl", r"no key 'text'.*look like preference pairs: say kind: preference")
+    expect(tmp_path / "pairs.jsonl", r"no key 'text'.*look like preference pairs: set kind: preference")
     pq.write_table(pa.Table.from_pylist([{"content": "y"}]), tmp_path / "a.parquet")
     expect(tmp_path / "a.parquet", r"a.parquet:1: the record has no key 'text' .*keys are content")
 

@@ -136,7 +136,7 @@ def test_mds_values_of_every_encoding_are_decoded() -> None:
     assert decode_value("float64", np.float64(0.5).tobytes()) == 0.5
     assert decode_value("json", b'{"a": 1}') == {"a": 1}
     assert decode_value("str_int", b"12345678901234567890") == 12345678901234567890
-    with pytest.raises(ValueError, match="'pil' is not known"):
+    with pytest.raises(ValueError, match="'pil' is unknown"):
         decode_value("pil", b"")
 
 

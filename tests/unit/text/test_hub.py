@@ -214,7 +214,7 @@ def test_a_wrong_checksum_is_noticed_and_fetched_anew(hub: Hub, tmp_path: Path) 
     for name, where in (("model.safetensors", ()), ("config.json", ("--to", str(tmp_path / "mine")))):
         hub.wrong, home = {name}, tmp_path / name
         code, _, said = run(hub, home, "download", "org/name", *where)
-        assert code == 2 and f"org/name: {name} does not have the checksum of the hub; it was removed, fetch again." in said
+        assert code == 2 and f"org/name: {name} does not have the checksum of the hub; it was removed. Download it again." in said
         hub.wrong = set()
         code, found, _ = run(hub, home, "download", "org/name", *where)
         assert code == 0 and content(Path(found["path"])) == FILES
@@ -236,7 +236,7 @@ def test_without_a_network_one_line_says_what_to_do(tmp_path: Path) -> None:
     code, _, said = run(NOBODY, tmp_path, "download", "org/name", "--dataset")
     assert code == 2
     line = said.strip().splitlines()[-1]
-    assert line.startswith(f"error: org/name: not here, and {NOBODY} cannot give it (")
+    assert line.startswith(f"error: org/name: not found locally, and {NOBODY} cannot be reached (")
     assert "run `headway download org/name --dataset --to name`, copy that folder here and give its path" in line
     assert str(tmp_path / "hub") in line and "HF_ENDPOINT" in line
 
