@@ -264,7 +264,7 @@ def _unreachable(repo_id: str, dataset: bool, error: BaseException) -> str:
     flag = " --dataset" if dataset else ""
     why = first_line(error, 120)
     return (
-        f"{repo_id}: not found locally, and {constants.ENDPOINT} cannot be reached ({why}). On a connected machine run "
+        f"{repo_id}: not found locally, and {constants.ENDPOINT} did not provide it ({why}). On a connected machine run "
         f"`headway download {repo_id}{flag} --to {repo_id.rpartition('/')[2]}`, copy that folder here and give its path; "
         f"or copy it into the cache {constants.HF_HUB_CACHE}. HF_ENDPOINT names a mirror."
     )

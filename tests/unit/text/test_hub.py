@@ -179,7 +179,7 @@ def test_a_later_start_continues_inside_the_file(hub: Hub, tmp_path: Path, where
     hub.files = {"model.safetensors": bytes(range(256)) * 50_000, "config.json": b"{}"}
     hub.cut_after, hub.gone_after_cut = 11_000_000, True
     code, _, said = run(hub, tmp_path / "home", "download", "org/name", *options)
-    assert code == 2 and said.strip().splitlines()[-1].startswith("error: org/name: not here")
+    assert code == 2 and said.strip().splitlines()[-1].startswith("error: org/name: not found locally")
     hub.gone_after_cut = False
     hub.requests.clear()
     code, found, said = run(hub, tmp_path / "home", "download", "org/name", *options)
@@ -203,7 +203,7 @@ def test_a_damaged_part_is_noticed(hub: Hub, tmp_path: Path) -> None:
 def test_a_failed_fetch_keeps_the_files_it_has(hub: Hub, tmp_path: Path) -> None:
     hub.missing = {"config.json"}
     code, _, said = run(hub, tmp_path, "download", "org/name")
-    assert code == 2 and said.strip().splitlines()[-1].startswith("error: org/name: not here")
+    assert code == 2 and said.strip().splitlines()[-1].startswith("error: org/name: not found locally")
     hub.missing, hub.requests = set(), []
     code, found, _ = run(hub, tmp_path, "download", "org/name")
     assert code == 0 and content(Path(found["path"])) == FILES
@@ -236,7 +236,7 @@ def test_without_a_network_one_line_says_what_to_do(tmp_path: Path) -> None:
     code, _, said = run(NOBODY, tmp_path, "download", "org/name", "--dataset")
     assert code == 2
     line = said.strip().splitlines()[-1]
-    assert line.startswith(f"error: org/name: not found locally, and {NOBODY} cannot be reached (")
+    assert line.startswith(f"error: org/name: not found locally, and {NOBODY} did not provide it (")
     assert "run `headway download org/name --dataset --to name`, copy that folder here and give its path" in line
     assert str(tmp_path / "hub") in line and "HF_ENDPOINT" in line
 
@@ -261,7 +261,7 @@ def test_hub_ids_are_paths_once_they_were_fetched(hub: Hub, tmp_path: Path) -> N
         done = subprocess.run([sys.executable, "-c", CODE, given], env=environment, capture_output=True, text=True, timeout=120, check=True)
         return done.stdout.strip()
 
-    assert resolve("org/name", NOBODY).startswith("error: org/name: not here")
+    assert resolve("org/name", NOBODY).startswith("error: org/name: not found locally")
     fetched = resolve("org/name", hub.url)
     assert fetched.endswith("['from the hub']")
     hub.requests.clear()
