@@ -13,7 +13,7 @@ from headway.cli._output import print_json, print_table
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headway.prepare.inspect import Sample
+    from headway.prepare.inspect import DocumentPreview
 
 BAR_WIDTH = 40
 TEMPLATES = "chatml, llama3, qwen, alpaca, internlm, internlm_alpaca, zero2all, tokenizer (the tokenizer's own) or a .jinja file"
@@ -150,7 +150,7 @@ def inspect(
 ) -> None:
     """Describe what a path holds: its format, the number of documents and tokens, and some samples."""
     from headway.prepare.inspect import inspect as inspect_path
-    from headway.prepare.inspect import samples as take_samples
+    from headway.prepare.inspect import preview_documents
     from headway.store.foreign.detect import checked_kind
     from headway.tokenizer.load import load_tokenizer
 
@@ -165,24 +165,24 @@ def inspect(
     if found.types:
         print_table(("type", "documents", "tokens"), [(name or "(none)", one.documents, one.tokens) for name, one in found.types.items()])
     if loaded is not None and found.kind != "raw" and samples:
-        for sample in take_samples(path, loaded, samples, kind=chosen):
+        for sample in preview_documents(path, loaded, samples, kind=chosen):
             _print_sample(sample, bool(found.masked))
 
 
-def _print_sample(sample: Sample, masked: bool) -> None:
+def _print_sample(sample: DocumentPreview, masked: bool) -> None:
     """Loss targets are green on a terminal, and between ⟦ ⟧ elsewhere; other text is dim."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
     shown = Text()
-    for stretch in sample.stretches:
+    for run in sample.runs:
         if not masked:
-            shown.append(stretch.text)
-        elif stretch.target:
-            shown.append(stretch.text if console.is_terminal else f"⟦{stretch.text}⟧", style="green")
+            shown.append(run.text)
+        elif run.target:
+            shown.append(run.text if console.is_terminal else f"⟦{run.text}⟧", style="green")
         else:
-            shown.append(stretch.text, style="dim")
+            shown.append(run.text, style="dim")
     rest = f", the first {sample.shown} shown" if sample.shown < sample.tokens else ""
     console.print(f"\n— document {sample.document}: {sample.tokens} tokens{rest}")
     console.print(shown, soft_wrap=True)

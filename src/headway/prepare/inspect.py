@@ -1,6 +1,6 @@
-"""What a path holds, in numbers and in samples. In: a token store of any kind, or raw data; out: an `Inspection`, and samples with masks.
+"""Counts and samples of what a path holds. In: a token store of any kind, or raw data; out: a `DataSummary`, and previews with loss masks.
 
-Counting a token store reads its index alone; raw data is read to the end.
+Counting a token store reads its index only; raw data is read to the end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ READ_DOCUMENTS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Counts:
+class TypeCounts:
     """Documents and tokens of one type."""
 
     documents: int
@@ -37,8 +37,8 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Inspection:
-    """What a path holds."""
+class DataSummary:
+    """The counts and properties of the data at a path."""
 
     path: str
     kind: Kind
@@ -46,38 +46,38 @@ class Inspection:
     tokens: int | None
     """None: raw data, and no tokenizer was given."""
     bytes: int = 0
-    """On the disk, as they lie there."""
+    """Size on disk."""
     dtype: str | None = None
     fingerprint: str | None = None
-    """The tokenizer that made the ids, where the store says so."""
+    """Fingerprint of the tokenizer that made the ids, if the store records it."""
     longest: int | None = None
     """Tokens of the longest document."""
     masked: bool | None = None
-    """Whether some tokens are no loss targets."""
-    types: dict[str, Counts] = field(default_factory=dict)
+    """Whether some tokens are not loss targets."""
+    types: dict[str, TypeCounts] = field(default_factory=dict)
     """Foreign stores: counts by data type (folder, domain)."""
     files: list[str] = field(default_factory=list)
 
 
-class Stretch(NamedTuple):
-    """Neighbouring tokens of one sample that are all loss targets, or all not."""
+class MaskRun(NamedTuple):
+    """Consecutive tokens that are all loss targets, or all not."""
 
     text: str
     target: bool
 
 
-class Sample(NamedTuple):
-    """The beginning of a document, as text."""
+class DocumentPreview(NamedTuple):
+    """The beginning of a document as text, split where the loss mask changes."""
 
     document: int
     tokens: int
     shown: int
-    """Tokens that the stretches hold."""
-    stretches: list[Stretch]
+    """Tokens in `runs`."""
+    runs: list[MaskRun]
 
 
-def inspect(path: Path | str, kind: Kind | None = None, tokenizer: Tokenizer | None = None) -> Inspection:
-    """Count what lies at a path; a tokenizer counts raw data in tokens, and is checked against the ids of a token store."""
+def inspect(path: Path | str, kind: Kind | None = None, tokenizer: Tokenizer | None = None) -> DataSummary:
+    """Count the data at a path. A tokenizer counts raw data in tokens, and its fingerprint is compared with that of a token store."""
     found = kind or detect(path)
     if found == "raw":
         return _raw(path, tokenizer)
@@ -87,7 +87,7 @@ def inspect(path: Path | str, kind: Kind | None = None, tokenizer: Tokenizer | N
     lengths = [source.lengths(i, min(i + READ_DOCUMENTS, source.num_documents)) for i in range(0, source.num_documents, READ_DOCUMENTS)]
     longest = max((int(some.max()) for some in lengths), default=0)
     types = source.count_types()
-    return Inspection(
+    return DataSummary(
         path=str(path),
         kind=found,
         documents=source.num_documents,
@@ -97,31 +97,33 @@ def inspect(path: Path | str, kind: Kind | None = None, tokenizer: Tokenizer | N
         fingerprint=source.fingerprint,
         longest=longest,
         masked=source.masked,
-        types={name: Counts(*counts) for name, counts in types.items()},
+        types={name: TypeCounts(*counts) for name, counts in types.items()},
         files=list(source.manifest.sources) if isinstance(source, Store) else [str(part.file) for part in source.parts],  # pyright: ignore[reportAttributeAccessIssue]
     )
 
 
-def samples(path: Path | str, tokenizer: Tokenizer, count: int = 3, max_tokens: int = 400, kind: Kind | None = None) -> Iterator[Sample]:
-    """The beginnings of some documents, spread over the store, cut where the loss mask changes."""
+def preview_documents(
+    path: Path | str, tokenizer: Tokenizer, count: int = 3, max_tokens: int = 400, kind: Kind | None = None
+) -> Iterator[DocumentPreview]:
+    """Previews of some documents, spread over the store."""
     source = open_source(path, kind)
     for i in np.unique(np.linspace(0, source.num_documents - 1, count).astype(np.int64)).tolist():
-        yield _sample(source, i, tokenizer, max_tokens)
+        yield _preview(source, i, tokenizer, max_tokens)
 
 
-def _sample(source: Source, i: int, tokenizer: Tokenizer, max_tokens: int) -> Sample:
+def _preview(source: Source, i: int, tokenizer: Tokenizer, max_tokens: int) -> DocumentPreview:
     length = int(source.lengths(i, i + 1)[0])
     shown = min(length, max_tokens)
     ids, mask = source.tokens(i, 0, shown), source.mask(i, 0, shown)
     if shown and int(ids.max()) >= tokenizer.vocab_size:
-        raise DataError(f"{source.name}: document {i} holds id {int(ids.max())}; the tokenizer has {tokenizer.vocab_size} ids.")
+        raise DataError(f"{source.name}: document {i} has id {int(ids.max())}; the tokenizer has {tokenizer.vocab_size} ids.")
     flags = np.ones(shown, np.bool_) if mask is None else mask
     edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), shown]
-    stretches = [Stretch(tokenizer.decode(ids[a:b].tolist()), bool(flags[a])) for a, b in pairwise(edges) if b > a]
-    return Sample(i, length, shown, stretches)
+    runs = [MaskRun(tokenizer.decode(ids[a:b].tolist()), bool(flags[a])) for a, b in pairwise(edges) if b > a]
+    return DocumentPreview(i, length, shown, runs)
 
 
-def _raw(path: Path | str, tokenizer: Tokenizer | None) -> Inspection:
+def _raw(path: Path | str, tokenizer: Tokenizer | None) -> DataSummary:
     files = expand([path])
     documents = tokens = longest = 0
     with progress("inspect", total=sum(file.stat().st_size for file in files), unit="bytes") as advance:
@@ -134,7 +136,7 @@ def _raw(path: Path | str, tokenizer: Tokenizer | None) -> Inspection:
                     tokens, longest = tokens + sum(lengths), max(longest, *lengths)
             advance(file.stat().st_size)
     counted = tokenizer is not None
-    return Inspection(
+    return DataSummary(
         path=str(path),
         kind="raw",
         documents=documents,
@@ -146,12 +148,12 @@ def _raw(path: Path | str, tokenizer: Tokenizer | None) -> Inspection:
 
 
 def _bytes(path: Path) -> int:
-    """Of a file, or of all files below a folder."""
+    """The size of a file, or of all files below a folder."""
     return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
 
 
 def _texts(file: Path, needed: bool) -> Iterator[str]:
-    """The texts of a file's documents; records without a `text` are counted, and refused only if their text is needed."""
+    """The texts of a file's documents; if texts are not `needed`, records without a `text` are counted too."""
     text_of = TextOf()
     entries: Iterator[Document | Record] = read_documents([file]) if FORMATS.get(RawFile.at(file).suffix) == "txt" else read_records([file])
     for one in entries:

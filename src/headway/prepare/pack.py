@@ -1,9 +1,9 @@
-"""Packing ahead of training. In: a token store of any kind; out: a store whose documents are packs that know the documents inside.
+"""Packing before training (`headway data pack`). In: a token store of any kind; out: a store of packs that record the documents inside.
 
-concat    documents one after another, cut every `pack_length` tokens; nothing is lost
-best_fit  whole documents (longer ones in pieces of a pack), the longest first, each into the fullest pack it fits, within a stretch
-prulong   as concat, but the rest of a cut document goes on only if long enough (`min_length`), `overlap` tokens earlier (at most those
-          its document has given), or not at all (`intact`); `split_by_lengths` cuts documents to listed lengths first; the last,
+concat    documents one after another, cut every `pack_length` tokens; no token is lost
+best_fit  whole documents (longer ones in slices of a pack), the longest first, each into the fullest pack it fits, section by section
+prulong   as concat, but the rest of a cut document is used only if it is long enough (`min_length`), `overlap` tokens earlier (at most
+          those its document has), or not at all (`intact`); `split_by_lengths` cuts documents to listed lengths first; the last,
           partly filled pack is dropped unless kept
 """
 
@@ -33,12 +33,12 @@ SECTION_DOCUMENTS = 1 << 16
 BEST_FIT_DOCUMENTS = 1 << 12
 BEST_FIT_PACKS = 1024
 WRITE_TOKENS = 1 << 22
-Piece = tuple[int, int, int]
+DocumentSlice = tuple[int, int, int]
 """Document, start, length."""
 
 
-class Packs(NamedTuple):
-    """The tokens of some packs, the packs' lengths, the mask, where documents start, and the packs' types."""
+class PackedTokens(NamedTuple):
+    """The tokens of some packs, the lengths of the packs, the mask, the starts of documents, and the types of the packs."""
 
     ids: Ids
     lengths: Longs
@@ -56,15 +56,15 @@ class PackOptions:
     min_length: int = 1
     """concat, best_fit: shorter documents are left out; prulong: shorter rests of cut documents are."""
     overlap: int = 0
-    """prulong: the rest of a cut document begins this many tokens before the cut, or where the document begins if that is later."""
+    """prulong: the rest of a cut document begins this many tokens before the cut, but not before its document."""
     split_by_lengths: tuple[int, ...] = ()
-    """prulong: each document is cut into pieces of the longest of these lengths that fits; what is shorter than all is left out."""
+    """prulong: each document is cut into slices of the longest of these lengths that fits; a shorter rest is dropped."""
     intact: bool = False
     """prulong: the rest of a cut document is always dropped."""
     keep_last: bool | None = None
     """Keep the last, partly filled pack; None: yes, except in prulong."""
     workers: int = 2
-    """Threads that read."""
+    """Reader threads."""
     to: Literal["headway", "mds"] = "headway"
     """Format of the result."""
     compression: str | None = None
@@ -78,7 +78,7 @@ class PackOptions:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
         for name in ("overlap", "split_by_lengths", "intact"):
             if getattr(self, name) and self.mode != "prulong":
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; only mode prulong knows it. Use --mode prulong, or leave it out.")
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; only mode prulong uses it. Use --mode prulong, or leave it out.")
         if not 0 <= self.overlap < self.pack_length:
             raise ConfigError(f"overlap is {self.overlap}; it must be from 0 to pack_length - 1 = {self.pack_length - 1}.")
         if any(length < 1 for length in self.split_by_lengths):
@@ -86,14 +86,14 @@ class PackOptions:
         if self.to not in ("headway", "mds"):
             raise ConfigError(f"--to is {self.to!r}; packs are written as headway or mds.")
         if self.compression is not None and self.to != "mds":
-            raise ConfigError(f"compression is {self.compression!r}; only --to mds knows it. Leave it out.")
+            raise ConfigError(f"compression is {self.compression!r}; only --to mds uses it. Leave it out.")
         if self.keep_last is False and self.mode == "best_fit":
-            raise ConfigError("keep_last is false, but best_fit has no last pack: every pack is as full as it gets. Leave it out.")
+            raise ConfigError("keep_last is false, but best_fit has no partly filled last pack. Leave it out.")
 
 
 @dataclass
 class PackReport:
-    """What was packed and what that cost."""
+    """What was packed, cut, dropped and repeated."""
 
     pack_length: int
     packs: int = 0
@@ -104,7 +104,7 @@ class PackReport:
     cut_documents: int = 0
     """Times a document was cut where a pack was full (or, in best_fit, longer than a pack)."""
     dropped_tokens: int = 0
-    """Tokens of rests, short documents and a dropped last pack."""
+    """Tokens of dropped rests, of short documents and of a dropped last pack."""
     repeated_tokens: int = 0
     """Tokens that are in two packs because of an overlap."""
     short_documents: int = 0
@@ -123,17 +123,17 @@ class PackReport:
 
 
 @dataclass
-class Buffer:
+class PackBuffer:
     """The pack being filled, and the counts so far."""
 
     source: Source
     options: PackOptions
     report: PackReport
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[DocumentSlice] = field(default_factory=list)
     filled: int = 0
 
-    def add(self, document: int, start: int, length: int) -> Iterator[list[Piece]]:
-        """Append a piece of a document; yields every pack that is full by it."""
+    def add(self, document: int, start: int, length: int) -> Iterator[list[DocumentSlice]]:
+        """Append a slice of a document; yields every pack that it fills."""
         given = self.options
         while length:
             taken = min(given.pack_length - self.filled, length)
@@ -143,21 +143,21 @@ class Buffer:
             if self.filled == given.pack_length:
                 yield self.take()
                 if length:
-                    repeated = min(given.overlap, start - self._begin(document, start)) if given.overlap else 0
-                    start, length = (start - repeated, length + repeated) if self._keeps(length, repeated) else (start, 0)
+                    repeated = min(given.overlap, start - self._document_start(document, start)) if given.overlap else 0
+                    start, length = (start - repeated, length + repeated) if self._uses_rest(length, repeated) else (start, 0)
 
-    def take(self) -> list[Piece]:
-        """The pack as it is; a new one begins."""
+    def take(self) -> list[DocumentSlice]:
+        """The current pack; a new one begins."""
         pieces, self.pieces, self.filled = self.pieces, [], 0
         return pieces
 
-    def _begin(self, document: int, start: int) -> int:
-        """Where the true document begins that token `start` belongs to: inside a pack of the source, that is one of its spans."""
+    def _document_start(self, document: int, start: int) -> int:
+        """The start of the original document of token `start`: in a source of packs, the start of one of its spans."""
         spans = self.source.span_starts(document)
         return 0 if spans is None else int(spans[np.searchsorted(spans, start, side="right") - 1])
 
-    def _keeps(self, length: int, repeated: int) -> bool:
-        """Whether the rest of a cut document, `length` tokens, goes on after `repeated` tokens that it begins with."""
+    def _uses_rest(self, length: int, repeated: int) -> bool:
+        """Whether the rest of a cut document (`length` tokens after `repeated` ones) is packed; counts the cut."""
         given, report = self.options, self.report
         report.cut_documents += 1
         if given.intact or (given.mode == "prulong" and length + repeated < given.min_length):
@@ -178,7 +178,7 @@ def pack(source: Path | str, out: Path, options: PackOptions) -> PackReport:
         ThreadPoolExecutor(options.workers) as readers,
         progress("pack", total=opened.num_tokens, unit="tokens") as advance,
     ):
-        reading: deque[Future[Packs]] = deque()
+        reading: deque[Future[PackedTokens]] = deque()
         for plan in _plans(opened, options, report):
             reading.append(readers.submit(_read, opened, plan, typed))
             if len(reading) > 2 * options.workers:
@@ -187,7 +187,8 @@ def pack(source: Path | str, out: Path, options: PackOptions) -> PackReport:
             advance(_write(writer, report, reading.popleft().result()))
         if not report.packs:
             raise DataError(
-                f"{source}: gives no pack of {options.pack_length} tokens. Lower --pack-length or --min-length, or keep the last."
+                f"{source}: has too few tokens for a pack of {options.pack_length}. "
+                "Lower --pack-length or --min-length, or use --keep-last."
             )
         writer.finish()
     return report
@@ -208,20 +209,20 @@ def _writer(source: Source, out: Path, options: PackOptions, typed: bool) -> Sto
 
 
 def _plans(source: Source, options: PackOptions, report: PackReport) -> Iterator[RowPlan]:
-    """Packs by the batch, planned from lengths alone."""
-    most = max(1, WRITE_TOKENS // options.pack_length)
-    waiting: list[list[Piece]] = []
+    """Batches of packs, planned from lengths alone."""
+    packs_per_plan = max(1, WRITE_TOKENS // options.pack_length)
+    waiting: list[list[DocumentSlice]] = []
     for packed in _best_fit(source, options, report) if options.mode == "best_fit" else _concat(source, options, report):
         waiting.append(packed)
-        if len(waiting) == most:
+        if len(waiting) == packs_per_plan:
             yield _plan(waiting)
             waiting = []
     if waiting:
         yield _plan(waiting)
 
 
-def _concat(source: Source, options: PackOptions, report: PackReport) -> Iterator[list[Piece]]:
-    buffer = Buffer(source, options, report)
+def _concat(source: Source, options: PackOptions, report: PackReport) -> Iterator[list[DocumentSlice]]:
+    buffer = PackBuffer(source, options, report)
     for first in range(0, source.num_documents, SECTION_DOCUMENTS):
         lengths = source.lengths(first, min(first + SECTION_DOCUMENTS, source.num_documents))
         for document, length in enumerate(lengths.tolist(), first):
@@ -238,7 +239,7 @@ def _concat(source: Source, options: PackOptions, report: PackReport) -> Iterato
 
 
 def _split(length: int, options: PackOptions, report: PackReport) -> Iterator[tuple[int, int]]:
-    """The pieces (start, length) a document is cut into before packing."""
+    """The slices (start, length) that a document is cut into before packing."""
     if not options.split_by_lengths:
         yield 0, length
         return
@@ -250,7 +251,7 @@ def _split(length: int, options: PackOptions, report: PackReport) -> Iterator[tu
     report.dropped_tokens += length - start
 
 
-def _best_fit(source: Source, options: PackOptions, report: PackReport) -> Iterator[list[Piece]]:
+def _best_fit(source: Source, options: PackOptions, report: PackReport) -> Iterator[list[DocumentSlice]]:
     shape = RowShape(options.pack_length, options.pack_length, "best_fit")
     documents: list[Longs] = []
     sizes: list[Longs] = []
@@ -270,20 +271,20 @@ def _best_fit(source: Source, options: PackOptions, report: PackReport) -> Itera
             documents, sizes, tokens = [], [], 0
 
 
-def _pieces(plan: RowPlan) -> Iterator[list[Piece]]:
+def _pieces(plan: RowPlan) -> Iterator[list[DocumentSlice]]:
     every = list(zip(plan.document.tolist(), plan.start.tolist(), plan.length.tolist(), strict=True))
     for row in range(plan.num_rows):
         yield every[plan.first[row] : plan.first[row + 1]]
 
 
-def _plan(packs: Sequence[list[Piece]]) -> RowPlan:
+def _plan(packs: Sequence[list[DocumentSlice]]) -> RowPlan:
     columns = np.array([piece for one in packs for piece in one], np.int64).reshape(-1, 3)
     first = np.cumsum([0, *(len(one) for one in packs)])
     return RowPlan(columns[:, 0], columns[:, 1], columns[:, 2], np.zeros(len(columns), np.bool_), first)
 
 
-def _read(source: Source, plan: RowPlan, typed: bool) -> Packs:
-    """Some packs, those of the source taken apart. The type of a pack is that of its documents, or all of theirs joined by `+`."""
+def _read(source: Source, plan: RowPlan, typed: bool) -> PackedTokens:
+    """The tokens of some packs; packs of the source are split into documents. A pack with several types has them joined by `+`."""
     plan = split_spans(plan, source)
     ids, mask = source.gather(plan.document, plan.start, plan.length)
     lengths = np.add.reduceat(plan.length, plan.first[:-1])
@@ -291,10 +292,10 @@ def _read(source: Source, plan: RowPlan, typed: bool) -> Packs:
     if typed:
         kinds = [source.type_of(document) for document in plan.document.tolist()]
         types = ["+".join(dict.fromkeys(kinds[a:b])) for a, b in pairwise(plan.first.tolist())]
-    return Packs(ids, lengths, mask, np.cumsum(plan.length) - plan.length, types)
+    return PackedTokens(ids, lengths, mask, np.cumsum(plan.length) - plan.length, types)
 
 
-def _write(writer: StoreWriter | MdsTokenWriter, report: PackReport, packs: Packs) -> int:
+def _write(writer: StoreWriter | MdsTokenWriter, report: PackReport, packs: PackedTokens) -> int:
     ids, lengths, mask, spans, types = packs
     if isinstance(writer, StoreWriter):
         writer.add_many(ids, lengths, mask, spans, types=types)

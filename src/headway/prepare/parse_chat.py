@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.errors import DataError
-from headway.prepare.parse_turns import Object, TurnReader, moss_chat, moss_text, said, text_of, tools_of, transcript_of, with_system
+from headway.prepare.parse_turns import Object, TurnReader, make_turn, moss_chat, moss_text, text_of, tools_of, transcript_of, with_system
 from headway.text.document import Record
 from headway.text.record_keys import ANSWERS, LABELS, LISTS, PAIR, QUESTIONS, SYSTEMS, TOOLS, Fields, KeyMap, is_empty
 from headway.tokenizer.chat_template import Turn
@@ -42,12 +42,12 @@ class Conversation:
     turns: tuple[Turn, ...]
     tools: tuple[Object, ...] = ()
     unread: tuple[str, ...] = field(default=(), compare=False)
-    """Keys of the record that were not read; none of them is known to carry content."""
+    """Unread keys of the record; none of them is known to carry content."""
 
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """A prompt and two answers to it; each answer is the assistant's turns (more than one where tools are called between)."""
+    """A prompt and two answers to it; an answer has several turns if it calls tools."""
 
     prompt: tuple[Turn, ...]
     chosen: tuple[Turn, ...]
@@ -113,7 +113,7 @@ def _conversation(fields: Fields, reader: TurnReader) -> list[Turn]:
         return with_system(moss_text(fields.take("plain_text"), f"{place}: plain_text"), fields.take("prefix"), place)
     answer = fields.first(ANSWERS)
     if question is None:
-        raise DataError(f"{place}: no conversation in it; its keys are {fields.keys}. Expected {SHAPES}.")
+        raise DataError(f"{place}: not a conversation; its keys are {fields.keys}. Expected {SHAPES}.")
     if answer is None:
         raise DataError(f"{place}: {question} without {', '.join(ANSWERS)}; its keys are {fields.keys}. Expected {SHAPES}.")
     return [*_question(question, fields, reader), *_answer(fields.take(answer), f"{place}: {answer}", reader)]
@@ -129,7 +129,7 @@ def _prompt(fields: Fields, reader: TurnReader) -> list[Turn]:
 
 
 def _question(key: str, fields: Fields, reader: TurnReader) -> list[Turn]:
-    """The turns up to the answer: earlier rounds, the question, and the material it speaks of."""
+    """The turns before the answer: the history, the question, and its context."""
     place, given = fields.place, fields.take(key)
     turns = reader.history(fields.take("history"), f"{place}: history")
     if isinstance(given, list):
@@ -138,10 +138,10 @@ def _question(key: str, fields: Fields, reader: TurnReader) -> list[Turn]:
     transcript = transcript_of(text)
     if transcript is not None and transcript.is_open:
         return [*turns, *transcript.turns]
-    beside = fields.first([name for name in ("input", "context") if name != key])
-    context = fields.take(beside)
-    material = "" if is_empty(context) else text_of(context, f"{place}: {beside}")
-    return [*turns, Turn("user", text, material) if text.strip() else Turn("user", material)]
+    context_key = fields.first([name for name in ("input", "context") if name != key])
+    context = fields.take(context_key)
+    context_text = "" if is_empty(context) else text_of(context, f"{place}: {context_key}")
+    return [*turns, Turn("user", text, context_text) if text.strip() else Turn("user", context_text)]
 
 
 def _answer(given: Any, where: str, reader: TurnReader, may_be_transcript: bool = False) -> list[Turn]:
@@ -151,11 +151,11 @@ def _answer(given: Any, where: str, reader: TurnReader, may_be_transcript: bool 
         return transcript.turns
     if isinstance(given, (list, dict)):
         return reader.turns(given if isinstance(given, list) else [given], where)
-    return [said("assistant", given, where)]
+    return [make_turn("assistant", given, where)]
 
 
 def _shared(one: list[Turn], other: list[Turn]) -> int:
-    """How many first turns two conversations share, up to the last turn that is not the assistant's."""
+    """How many first turns two conversations share, up to the last shared turn that is not the assistant's."""
     count = 0
     while count < min(len(one), len(other)) and one[count] == other[count]:
         count += 1
@@ -165,15 +165,15 @@ def _shared(one: list[Turn], other: list[Turn]) -> int:
 
 
 def _check_label(fields: Fields) -> None:
-    """KTO's mark of a good or a bad answer: a bad one is not to be learned. Any other label stays unread."""
+    """Refuse an answer that KTO's label marks as bad. Any other label stays unread."""
     key = fields.first(LABELS)
     value = BINARY.get(str(fields.peek(key)).lower()) if key is not None else None
     if value is not None:
         fields.take(key)
     if value is False:
         raise DataError(
-            f"{fields.place}: {key} is false, which marks an answer not to be learned; --drop-bad leaves such records out "
-            f"(in a recipe drop_bad: true), --keys {key}= learns them all the same."
+            f"{fields.place}: {key} is false, which marks a bad answer; drop such records with --drop-bad "
+            f"(in a recipe drop_bad: true), or train on them with --keys {key}=."
         )
 
 
@@ -189,13 +189,13 @@ def _no_empty(turns: list[Turn], place: str) -> None:
 
 
 def _check_unicode(turns: list[Turn], tools: tuple[Object, ...], place: str) -> None:
-    """Refuse calls and tools that cannot be written as Unicode; texts were checked when they were read."""
+    """Refuse calls and tools that are not valid Unicode; texts were checked when they were read."""
     calls = [[call.name, call.arguments] for turn in turns for call in turn.calls]
     if not calls and not tools:
         return
     try:
         json.dumps([calls, list(tools)], ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise DataError(f"{place}: a tool call or definition has a lone surrogate, which is no Unicode.") from None
+        raise DataError(f"{place}: a tool call or definition has a lone surrogate, which is not valid Unicode.") from None
     except (TypeError, RecursionError, ValueError) as error:
         raise DataError(f"{place}: a tool call or definition cannot be written as JSON: {error}.") from None

@@ -27,7 +27,7 @@ MOSS_NOTHING = ("", "None")
 
 
 class Transcript(NamedTuple):
-    """Turns; `is_open`: the last speaker is the assistant, who has said nothing yet."""
+    """Turns; `is_open`: the last speaker is the assistant, whose answer is missing."""
 
     turns: list[Turn]
     is_open: bool
@@ -72,7 +72,7 @@ def moss_chat(given: Any, where: str) -> list[Turn]:
 def _number(name: str, where: str) -> int:
     found = re.fullmatch(r"turn_(\d{1,9})", name)
     if found is None:
-        raise DataError(f"{where}: {name!r} is no turn; turn_1, turn_2 and so on are expected.")
+        raise DataError(f"{where}: {name!r} is not a turn; turn_1, turn_2 and so on are expected.")
     return int(found[1])
 
 
@@ -92,9 +92,7 @@ def _moss_turn(speaker: str, text: str, where: str) -> list[Turn]:
         return [Turn(SPOKEN[speaker], said)]
     if said in MOSS_NOTHING:
         return []
-    raise DataError(
-        f"{where}: {speaker} holds {said[:40]!r}; MOSS's plugins (thoughts, commands, results) have no place in a conversation."
-    )
+    raise DataError(f"{where}: {speaker} holds {said[:40]!r}; MOSS's plugins (thoughts, commands, results) are not supported.")
 
 
 SPEAKERS: dict[str, Role] = {
@@ -118,7 +116,7 @@ Object = Mapping[str, Any]
 
 
 class TurnReader:
-    """Reads lists of turns; `unread` names the keys of turns that were not read."""
+    """Reads lists of turns; `unread` names the unread keys of turns."""
 
     def __init__(self, keys: KeyMap = KeyMap()) -> None:
         self.keys = keys
@@ -147,14 +145,14 @@ class TurnReader:
             if not isinstance(pair, list) or len(cast(list[Any], pair)) != 2:
                 raise DataError(f"{where}[{number}] must be [question, answer].")
             question, answer = cast(list[Any], pair)
-            turns += [said("user", question, f"{where}[{number}]"), said("assistant", answer, f"{where}[{number}]")]
+            turns += [make_turn("user", question, f"{where}[{number}]"), make_turn("assistant", answer, f"{where}[{number}]")]
         return turns
 
     def _turn(self, one: Object, where: str) -> list[Turn]:
         found = next((pair for pair in ROUNDS if one.get(pair[0]) is not None and one.get(pair[1]) is not None), None)
         if found is not None and "role" not in one and "from" not in one:
-            pair = [said("user", one[found[0]], f"{where}.{found[0]}"), said("assistant", one[found[1]], f"{where}.{found[1]}")]
-            self._account(one, {*found, "system"}, where)
+            pair = [make_turn("user", one[found[0]], f"{where}.{found[0]}"), make_turn("assistant", one[found[1]], f"{where}.{found[1]}")]
+            self._check_unread(one, {*found, "system"}, where)
             return with_system(pair, one.get("system"), where)
         speaker_key, content_key = ("from", "value") if "from" in one else ("role", "content")
         speaker_key, content_key = self.keys.turn_key("role") or speaker_key, self.keys.turn_key("content") or content_key
@@ -178,36 +176,36 @@ class TurnReader:
             text = "" if calls else text
         if calls and role != "assistant":
             raise DataError(f"{where}: a {role} turn calls tools; only the assistant's turns do.")
-        self._account(one, {speaker_key, content_key, "tool_calls", "function_call", *WEIGHTS}, where)
+        self._check_unread(one, {speaker_key, content_key, "tool_calls", "function_call", *WEIGHTS}, where)
         if is_empty(one.get("tool_calls")) or is_empty(one.get("function_call")):
-            return [Turn(role, text, calls=calls, learn=_learns(one, role, where))]
+            return [Turn(role, text, calls=calls, learn=_carries_loss(one, role, where))]
         raise DataError(f"{where} has both tool_calls and function_call; keep one.")
 
-    def _account(self, one: Object, read: set[str], where: str) -> None:
+    def _check_unread(self, one: Object, read: set[str], where: str) -> None:
         texts = [one[key] for key in read if isinstance(one.get(key), str)]
         for key, value in one.items():
             if key in read or key in self.keys.ignored or is_empty(value) or value in texts:
                 continue
             if key in THOUGHTS:
-                raise DataError(f"{where}: {key} has no place of its own; write it into the content, as in <think>...</think>.")
+                raise DataError(f"{where}: {key} is not a field of a turn; write it into the content, as in <think>...</think>.")
             if key in TURN_CONTENT:
-                raise DataError(f"{where}: {key} carries content that is not read; --keys {key}= leaves it unread.")
+                raise DataError(f"{where}: {key} carries content that is not read; ignore it with --keys {key}=.")
             self.unread[f"{where.rpartition(': ')[2].partition('[')[0]}[].{key}"] = None
 
 
-def _learns(one: Object, role: Role, where: str) -> bool:
+def _carries_loss(one: Object, role: Role, where: str) -> bool:
     key = next((key for key in WEIGHTS if one.get(key) is not None), None)
     if key is None:
         return True
     if one[key] not in (0, 1):
-        raise DataError(f"{where}: {key} is {one[key]!r}; headway's loss mask knows 0 and 1 only.")
+        raise DataError(f"{where}: {key} is {one[key]!r}; it must be 0 or 1.")
     if one[key] == 1 and role != "assistant":
         raise DataError(f"{where}: {key} is 1 for a {role} turn; only the assistant's turns carry loss.")
     return role != "assistant" or one[key] == 1
 
 
 def _calls(given: Any, where: str) -> tuple[Call, ...]:
-    found = parsed(given) if isinstance(given, str) else given
+    found = parse_json(given) if isinstance(given, str) else given
     if is_empty(found):
         return ()
     calls: list[Call] = []
@@ -217,13 +215,13 @@ def _calls(given: Any, where: str) -> tuple[Call, ...]:
             raise DataError(f"{where}: each of tool_calls must name a function.")
         named = cast(dict[str, Any], function)
         arguments = named.get("arguments", named.get("parameters", {}))
-        calls.append(Call(str(named["name"]), parsed(arguments) if isinstance(arguments, str) else arguments))
+        calls.append(Call(str(named["name"]), parse_json(arguments) if isinstance(arguments, str) else arguments))
     return tuple(calls)
 
 
 def _calls_in(text: str) -> tuple[Call, ...]:
-    """The calls a function_call turn spells as JSON; none where it is written in another way (then it stays text)."""
-    found = parsed(text)
+    """The calls in a function_call turn written as JSON; none if it is written otherwise (then it stays text)."""
+    found = parse_json(text)
     listed = cast(list[Any], found) if isinstance(found, list) else [found]
     if not listed or not all(isinstance(one, dict) and isinstance(cast(dict[str, Any], one).get("name"), str) for one in listed):
         return ()
@@ -232,7 +230,7 @@ def _calls_in(text: str) -> tuple[Call, ...]:
 
 def tools_of(given: Any, place: str) -> tuple[Object, ...]:
     """Tool definitions: a list of objects, one object, or either as JSON in a text."""
-    found = parsed(given) if isinstance(given, str) else given
+    found = parse_json(given) if isinstance(given, str) else given
     if is_empty(found):
         return ()
     listed = cast(list[Any], found) if isinstance(found, list) else [found]
@@ -241,8 +239,8 @@ def tools_of(given: Any, place: str) -> tuple[Object, ...]:
     return tuple(cast(list[Object], listed))
 
 
-def parsed(text: str) -> Any:
-    """A text as JSON where it is JSON, else itself."""
+def parse_json(text: str) -> Any:
+    """A text parsed as JSON; the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -250,7 +248,7 @@ def parsed(text: str) -> Any:
 
 
 def with_system(turns: list[Turn], system: Any, place: str) -> list[Turn]:
-    """The turns with a system prompt before them, where there is one."""
+    """The turns with the system prompt, if any, in front."""
     if is_empty(system):
         return turns
     text = text_of(system, f"{place}: system")
@@ -261,13 +259,13 @@ def with_system(turns: list[Turn], system: Any, place: str) -> list[Turn]:
     return [Turn("system", text), *turns]
 
 
-def said(role: Role, content: Any, where: str) -> Turn:
-    """A turn of a text."""
+def make_turn(role: Role, content: Any, where: str) -> Turn:
+    """A turn with this content."""
     return Turn(role, text_of(content, where))
 
 
 def text_of(content: Any, where: str) -> str:
-    """A content: a text, or a list of text parts, which are joined."""
+    """The content of a turn: a text, or a list of text parts, which are joined."""
     if isinstance(content, list):
         parts: list[str] = []
         for part in cast(list[Any], content):
@@ -283,7 +281,7 @@ def text_of(content: Any, where: str) -> str:
         try:
             content.encode()
         except UnicodeEncodeError as error:
-            raise DataError(f"{where} has a lone surrogate at character {error.start}, which is no Unicode.") from None
+            raise DataError(f"{where} has a lone surrogate at character {error.start}, which is not valid Unicode.") from None
     return content
 
 

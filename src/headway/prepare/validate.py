@@ -1,7 +1,7 @@
-"""Raw data read to the end and judged record by record. In: files, what they should be (text, chat, preference); out: every bad record.
+"""Checks raw data record by record (`headway data validate`). In: files and their kind (text, chat, preference); out: every bad record.
 
-Lengths are counted in tokens where a tokenizer is given, else in characters. A file that cannot be read on (cut-off JSON, damaged
-compression) is one bad record where options ended; a .jsonl file is read line by line, so one bad line hides no other.
+Lengths are counted in tokens if a tokenizer is given, else in characters. A file that cannot be read further (truncated JSON, damaged
+compression) is one bad record where reading ended. A .jsonl file is read line by line, so one bad line hides no other.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ BATCH_RECORDS = 256
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that cannot be used, and why."""
+    """A record that cannot be used, and the reason."""
 
     file: str
     line: int | None
     message: str
     record: int | None = None
-    """In a JSON list: which entry it is, counted from 1."""
+    """In a JSON list: the entry, counted from 1."""
 
     @property
     def place(self) -> str:
-        """`file:line`, with the record's number where it stands in a list."""
+        """`file:line`, with the number of the entry in a list."""
         return place_of(self.file, self.line, self.record)
 
 
 @dataclass(frozen=True)
 class HistogramBin:
-    """How many records have a length from `low` to `high`."""
+    """The number of records with a length from `low` to `high`."""
 
     low: int
     high: int
@@ -58,7 +58,7 @@ class HistogramBin:
 
 @dataclass
 class ValidationReport:
-    """What was found."""
+    """Counts of good records, all bad records, lengths and unread keys."""
 
     kind: DataKind
     unit: Literal["tokens", "characters"]
@@ -66,12 +66,12 @@ class ValidationReport:
     good: int = 0
     bad: list[BadRecord] = field(default_factory=list)
     total: int = 0
-    """Length of all good records together."""
+    """Sum of the lengths of all good records."""
     longest: int = 0
     sizes: Counter[int] = field(default_factory=Counter)
-    """How many records need so many bits for their length."""
+    """Bits of the length -> number of good records."""
     unread: Counter[str] = field(default_factory=Counter)
-    """Keys of good records that were not read, and in how many."""
+    """Unread keys of good records -> number of records."""
 
     @property
     def records(self) -> int:
@@ -79,7 +79,7 @@ class ValidationReport:
         return self.good + len(self.bad)
 
     def histogram(self) -> list[HistogramBin]:
-        """Lengths by powers of two, from the shortest to the longest that occur."""
+        """Lengths by powers of two, from the shortest to the longest."""
         if not self.sizes:
             return []
         bits = range(min(self.sizes), max(self.sizes) + 1)
@@ -95,18 +95,18 @@ class ValidationReport:
 
 @dataclass(frozen=True)
 class ValidateOptions:
-    """How records are parsed."""
+    """What records must be, and how their lengths are counted."""
 
     kind: DataKind
     tokenizer: Tokenizer | None = None
     template: str | None = None
-    """The chat template; None: chatml where lengths are counted in tokens, else records are not written down."""
+    """The chat template; None: chatml if lengths are counted in tokens, else no template is applied."""
     keys: KeyMap = KeyMap()
     text: TextOf = field(default_factory=TextOf)
 
 
 def validate(paths: Sequence[Path | str], options: ValidateOptions) -> ValidationReport:
-    """Read everything; what is bad is in the report, nothing is raised for it."""
+    """Read all records. Bad records are in the report and raise nothing."""
     if options.kind not in KINDS:
         raise ConfigError(f"--kind is {options.kind!r}; it must be one of {', '.join(KINDS)}.")
     report = ValidationReport(options.kind, "characters" if options.tokenizer is None else "tokens")
@@ -132,7 +132,7 @@ def validate(paths: Sequence[Path | str], options: ValidateOptions) -> Validatio
 
 @dataclass(frozen=True)
 class ParsedRecord:
-    """A record that has the shape it should."""
+    """A record that has the right shape."""
 
     place: Record | Document
     content: str | Conversation | PreferencePair
@@ -187,7 +187,7 @@ def _lines(raw: RawFile) -> Iterator[Record | BadRecord]:
 
 
 def _ended(file: str, error: DataError) -> BadRecord:
-    """The error that ended a file, with the line and record its message names."""
+    """The error that ended a file, with the line and record that its message names."""
     found = re.match(r":(\d+)(?: \(record (\d+)\))?: ", rest := str(error).removeprefix(file))
     if found is None:
         return BadRecord(file, None, _without(str(error), file))
@@ -203,7 +203,7 @@ def _without(message: str, place: str) -> str:
 
 
 def _measure(options: ValidateOptions) -> Callable[[list[ParsedRecord]], Iterator[int | BadRecord]]:
-    """How long records are: in tokens of the tokenizer, or in characters."""
+    """A function that measures records, in tokens or in characters."""
     tokenizer = options.tokenizer
     if options.kind == "text" or (tokenizer is None and options.template is None):
         if tokenizer is None:
@@ -213,7 +213,7 @@ def _measure(options: ValidateOptions) -> Callable[[list[ParsedRecord]], Iterato
         template = find_template(options.template or "chatml", tokenizer)
         return lambda batch: _rendered(batch, template, tokenizer)
     if options.template not in BUILT_IN:
-        raise ConfigError(f"--template {options.template} needs the tokenizer whose special tokens it writes. Give --tokenizer.")
+        raise ConfigError(f"--template {options.template} needs a tokenizer with its special tokens. Give --tokenizer.")
     return lambda batch: _written(batch, BUILT_IN[str(options.template)])
 
 
@@ -230,7 +230,7 @@ def _rendered(batch: list[ParsedRecord], template: ChatTemplate, tokenizer: Toke
 
 
 def _written(batch: list[ParsedRecord], template: ChatTemplate) -> Iterator[int | BadRecord]:
-    """Lengths in characters of records that the template has a place for."""
+    """Lengths in characters of records that the template accepts."""
     for one in batch:
         try:
             _segments(one.content, template)

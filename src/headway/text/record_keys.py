@@ -1,9 +1,9 @@
-"""Which keys of a record are read, under which names. In: a record and the user's `keys`; out: its values by headway's names.
+"""Which keys of a record are read, and under which names. In: a record and the user's `keys`; out: its values by headway's names.
 
     keys: {prompt: question, response: answer.text, system: sys?, note: ""}
-          name:   the record's key (dots go into objects); `?`: may be missing; empty: `note` is left unread knowingly
+          name:   the record's key (dots go into objects); `?`: may be missing; empty: `note` is ignored on purpose
 
-Invariant: every key of a record is read, or repeats what was read, or is refused because it is known to carry content, or is reported.
+Invariant: each key of a record is read, repeats what was read, is refused because it is known to carry content, or is reported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 MAIN = frozenset((*LISTS, *QUESTIONS, *ANSWERS, *PAIR, "chat", "plain_text"))
 CONTENT = MAIN | {*SYSTEMS, *TOOLS, *MEDIA, *THOUGHTS, "context", "history", "function_call", "tool_calls"}
-"""Keys that carry content in some known shape; one that is not read is refused."""
+"""Keys that carry content in some known shape; a record with such a key unread is refused."""
 TURN_CONTENT = frozenset(("content", "value", "text", "message", "tool_calls", "function_call", *MEDIA, *THOUGHTS))
 NAMES = ("messages", "prompt", "context", "response", "chosen", "rejected", "system", "history", "tools", "label")
 TURN_NAMES = ("role", "content")
@@ -35,18 +35,18 @@ SPEAKER_NAMES = ("user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class KeyMap:
-    """The user's names for keys: (headway's name, the record's key); an empty key leaves the name unread."""
+    """The user's names for keys: (headway's name, the record's key). An empty key means: ignore the name."""
 
     pairs: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
     def of(mapping: Mapping[str, str | None] | None, where: str = "keys") -> KeyMap:
-        """A checked mapping."""
+        """A checked mapping; `where` names it in errors."""
         pairs = tuple((name, key or "") for name, key in (mapping or {}).items())
         for name, key in pairs:
             if key and name not in (*NAMES, *TURN_NAMES, *SPEAKER_NAMES):
                 known = ", ".join((*NAMES, *TURN_NAMES, *SPEAKER_NAMES))
-                raise ConfigError(f"{where} names {name!r}, which is none of {known}; write NAME=KEY, with the record's key on the right.")
+                raise ConfigError(f"{where} names {name!r}, which is not one of {known}; write NAME=KEY, KEY being the record's.")
         return KeyMap(pairs)
 
     @staticmethod
@@ -67,21 +67,21 @@ class KeyMap:
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Keys that are left unread knowingly, of records and of turns."""
+        """Keys of records and turns that are ignored on purpose."""
         return frozenset(name for name, key in self.pairs if not key)
 
     def turn_key(self, name: str) -> str | None:
-        """The key of a turn that holds its speaker (`role`) or text (`content`), where the user names one."""
+        """The key of a turn that holds its speaker (`role`) or text (`content`), if the user names one."""
         return next((key for one, key in self.pairs if one == name and key), None)
 
     @property
     def speakers(self) -> dict[str, str]:
-        """Speakers as the data calls them, in lower case -> the role."""
+        """Names of speakers in the data, in lower case -> role."""
         return {key.lower(): name for name, key in self.pairs if key and name in SPEAKER_NAMES}
 
 
 class Fields:
-    """A record's values by name; remembers which were read."""
+    """A record's values by name; records which were read."""
 
     def __init__(self, record: Record, keys: KeyMap) -> None:
         self.place = record.place
@@ -110,23 +110,23 @@ class Fields:
         self._read: set[str] = set()
 
     def first(self, names: Iterable[str]) -> str | None:
-        """The first of some names that has a value, an empty one only where no other has any."""
+        """The first name with a value that is not empty, else the first name with a value."""
         present = [name for name in names if self._values.get(name) is not None]
         return next((name for name in present if not is_empty(self._values[name])), present[0] if present else None)
 
     def peek(self, name: str) -> Any:
-        """A value that is not read yet; None where there is none."""
+        """A value, without marking it as read; None if missing."""
         return self._values.get(name)
 
     def take(self, name: str | None) -> Any:
-        """A value, which counts as read; None where there is none."""
+        """A value, marked as read; None if missing."""
         if name is None:
             return None
         self._read.add(name)
         return self._values.get(name)
 
     def unread(self, texts: set[str]) -> list[str]:
-        """Keys that were not read; refused where they carry content that is not among the texts that were."""
+        """The unread keys; refused if one carries content that is not among the texts that were read."""
         left = self._left | {name: value for name, value in self._values.items() if name not in self._read}
         found = [key for key, value in left.items() if not is_empty(value)]
         for key in found:
@@ -137,20 +137,20 @@ class Fields:
 
 def _refusal(key: str, keys: str) -> str:
     if key in PAIR:
-        return f"{key} is not read as a conversation: say kind: preference (--kind preference), or leave it unread with --keys {key}=."
+        return f"{key} is not part of a conversation: set kind: preference (--kind preference), or ignore it with --keys {key}=."
     if key in MEDIA:
-        return f"{key} is not text, and chat data holds text only; --keys {key}= leaves it unread."
-    remedy = "say which key is what, as in --keys prompt=KEY,response=KEY (in a recipe keys: {prompt: KEY, ...})"
-    return f"{key} carries content that is not read in a record with the keys {keys}; {remedy}, or leave it unread with --keys {key}=."
+        return f"{key} is not text, and chat data holds text only; ignore it with --keys {key}=."
+    remedy = "name the keys, as in --keys prompt=KEY,response=KEY (in a recipe keys: {prompt: KEY, ...})"
+    return f"{key} carries content that is not read in a record with the keys {keys}; {remedy}, or ignore it with --keys {key}=."
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value says nothing: null, an empty text, list or object."""
+    """Whether a value is null or an empty text, list or object."""
     return value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, (list, dict)) and not value)
 
 
 def _repeats(value: Any, texts: set[str]) -> bool:
-    """Whether every text in a value is among those that were read; the speakers' names do not count."""
+    """Whether every text in a value was read; names of speakers do not count."""
     if isinstance(value, str):
         return not value.strip() or value.strip() in texts
     if isinstance(value, list):

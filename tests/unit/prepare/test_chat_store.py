@@ -267,7 +267,7 @@ def test_a_recipe_names_keys_and_leaves_out_bad_records(tmp_path: Path, folder: 
     with pytest.raises(DataError, match=r"c.jsonl:2: turn 1 \(assistant\) is empty.*\(in a recipe drop_bad: true\) leaves them out"):
         opened()
     assert targets(opened(drop_bad=True), load_tokenizer(folder)) == ["Hello<|im_end|>"]
-    with pytest.raises(ValueError, match="keys names 'frage', which is none of messages"):
+    with pytest.raises(ValueError, match="keys names 'frage', which is not one of messages"):
         SourceConfig(**{**source, "keys": {"frage": "prompt"}})
     with pytest.raises(ValueError, match="has kind=text and drop_bad=True"):
         SourceConfig(path="x", drop_bad=True)

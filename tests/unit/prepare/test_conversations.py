@@ -119,7 +119,7 @@ def test_tool_calls_of_both_worlds_are_the_same() -> None:
         ({"messages": [{"role": "user", "content": "Hi"}]}, "no turn of the assistant"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "a part of type 'image'"),
         ({"messages": [{"role": "user", "content": "a", "loss_weight": 1}]}, "only the assistant's turns carry loss"),
-        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "knows 0 and 1 only"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "weight is 0.5; it must be 0 or 1"),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "must name a function"),
         ({"messages": [{"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}], "system": "t"}, "two system prompts"),
         ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "lone surrogate"),

@@ -132,7 +132,7 @@ def test_packing_packs_takes_them_apart(tmp_path: Path) -> None:
         ({"pack_length": 8, "overlap": 2}, "only mode prulong"),
         ({"pack_length": 8, "overlap": 8, "mode": "prulong"}, "0 to pack_length - 1 = 7"),
         ({"pack_length": 8, "mode": "best"}, "one of concat, best_fit, prulong"),
-        ({"pack_length": 8, "mode": "best_fit", "keep_last": False}, "no last pack"),
+        ({"pack_length": 8, "mode": "best_fit", "keep_last": False}, "no partly filled last pack"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], said: str) -> None:
@@ -147,7 +147,7 @@ def test_the_command_line_reports(tmp_path: Path, capsys) -> None:
     assert (report["packs"], report["utilisation"], report["dropped_tokens"]) == (5, 1.0, 0)
     arguments = ["--pack-length", "99", "--mode", "prulong", "--split-by-lengths", "1,x"]
     assert main(["data", "pack", str(store), str(tmp_path / "q"), *arguments]) == 2
-    with pytest.raises(DataError, match="gives no pack"):
+    with pytest.raises(DataError, match="has too few tokens for a pack of 99"):
         pack(store, tmp_path / "q", PackOptions(99, "prulong"))
 
 

@@ -147,11 +147,11 @@ TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "He
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"prompt": "Hi", "response": "Hello", "label": False}, "label is false, which marks an answer not to be learned; --drop-bad"),
+        ({"prompt": "Hi", "response": "Hello", "label": False}, "label is false, which marks a bad answer; drop such records with --drop-bad"),
         ({"messages": TURNS, "history": [["a", "b"]]}, "history carries content that is not read"),
         ({"prompt": "Hi", "response": "Hello", "question": "Who?"}, "question carries content that is not read"),
         ({"question": "Hi", "answer": "4", "solution": "2+2=4"}, "solution carries content that is not read .* --keys solution="),
-        ({"messages": TURNS, "chosen": TURNS, "rejected": [TURNS[0], {"role": "assistant", "content": "No"}]}, "say kind: preference"),
+        ({"messages": TURNS, "chosen": TURNS, "rejected": [TURNS[0], {"role": "assistant", "content": "No"}]}, "set kind: preference"),
         ({"messages": TURNS, "images": ["a.png"]}, "images is not text"),
         ({"instruction": "Hi", "input": "x", "context": "y", "output": "z"}, "context carries content"),
         ({"messages": [TURNS[0], {**TURNS[1], "reasoning_content": "Hm."}]}, "write it into the content, as in <think>"),
@@ -188,7 +188,7 @@ def test_keys_name_what_no_known_shape_has() -> None:
 def test_keys_that_cannot_be_are_refused() -> None:
     with pytest.raises(DataError, match="no key 'frage', which keys give for prompt; its keys are question"):
         parse_conversation(record({"question": "Hi"}), KeyMap.parse("prompt=frage,response=antwort"))
-    with pytest.raises(ConfigError, match="names 'frage', which is none of messages, prompt"):
+    with pytest.raises(ConfigError, match="names 'frage', which is not one of messages, prompt"):
         KeyMap.parse("frage=prompt")
     for text in ("prompt", "prompt=a,prompt=b", "=a"):
         with pytest.raises(ConfigError, match="write NAME=KEY pairs"):
@@ -219,7 +219,7 @@ def test_flags_of_validate_that_would_be_ignored_are_refused(tmp_path: Path) -> 
     for options, message in (
         (("--kind", "chat", "--text-key", "x"), "--text-key has no meaning with --kind chat"),
         (("--keys", "prompt=a"), "--keys has no meaning with --kind text"),
-        (("--kind", "chat", "--template", "tokenizer"), "--template tokenizer needs the tokenizer"),
+        (("--kind", "chat", "--template", "tokenizer"), "--template tokenizer needs a tokenizer"),
     ):
         done = headway("data", "validate", str(tmp_path / "d.jsonl"), *options)
         assert done.returncode == 2 and message in done.stderr

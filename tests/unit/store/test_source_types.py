@@ -150,7 +150,7 @@ def test_packs_written_as_mds_are_those_of_headway_and_keep_their_domain(tmp_pat
     assert list(one.count_types()) == [
         "domain of cn", "domain of cn+domain of code", "domain of code+domain of en", "domain of en",
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match="only --to mds knows it"):
+    with pytest.raises(ConfigError, match="only --to mds uses it"):
         PackOptions(20, compression="zstd")
     with pytest.raises(DataError, match="already exists and is not empty"):
         pack(source, tmp_path / "b", PackOptions(20, to="mds"))
