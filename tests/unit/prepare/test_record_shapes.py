@@ -147,7 +147,7 @@ TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "He
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"prompt": "Hi", "response": "Hello", "label": False}, "label is false, which marks a bad answer; drop such records with --drop-bad"),
+        ({"prompt": "Hi", "response": "Hello", "label": False}, "label is false, which marks a bad answer; drop such records"),
         ({"messages": TURNS, "history": [["a", "b"]]}, "history carries content that is not read"),
         ({"prompt": "Hi", "response": "Hello", "question": "Who?"}, "question carries content that is not read"),
         ({"question": "Hi", "answer": "4", "solution": "2+2=4"}, "solution carries content that is not read .* --keys solution="),
