@@ -1,13 +1,12 @@
-"""The folder is the registry: `kind: dpo` under objective is headway/objective/dpo.py, `kind: my_lab.dpo2` is the user's module.
+"""A kind names a module: `objective.kind: dpo` is headway/objective/dpo.py, `kind: my_lab.dpo2` is a module of the user.
 
-A kind module holds a class `Config` (a `KindConfig`) that imports without torch, and whose `build(...)` makes the thing. A recipe field
-is declared `Annotated[KindConfig, KindIn("headway.objective")]`; the right `Config` is found and validated when the recipe is loaded.
+A kind's module holds a class `Config` (a `KindConfig`) that imports without torch and whose `build(...)` makes the object. A recipe field
+is declared `Annotated[KindConfig, KindIn("headway.objective")]`; loading the recipe finds the `Config` of its kind and validates it.
+A package lists the kinds it ships in `KINDS`.
 """
 
 import difflib
 import importlib
-import importlib.util
-import pkgutil
 import traceback
 from dataclasses import dataclass
 from types import ModuleType
@@ -20,14 +19,12 @@ from pydantic_core import CoreSchema, core_schema, to_json
 from headway.config.section import Section, setting
 from headway.errors import ConfigError
 
-NOT_KINDS = ("base", "config")
-
 
 class KindConfig(Section):
     """The settings of one kind; `kind` names the module that holds it."""
 
     HIDDEN: ClassVar[bool] = False
-    kind: str = setting("", "Which kind: a file of headway's folder, or a dotted module of your own.", on_resume="fixed")
+    kind: str = setting("", "The kind: one that headway ships, or the dotted name of your own module.", on_resume="fixed")
 
 
 class NestedErrors(ValueError):
@@ -39,18 +36,8 @@ class NestedErrors(ValueError):
 
 
 def kind_names(package: str) -> list[str]:
-    """The kinds headway ships in one extension folder, by file name."""
-    root = importlib.import_module(package)
-    names = [m.name for m in pkgutil.iter_modules(root.__path__) if m.name not in NOT_KINDS and not m.name.startswith("_")]
-    return sorted(n for n in names if "class Config(" in _source(f"{package}.{n}"))
-
-
-def _source(module: str) -> str:
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        return ""
-    with open(spec.origin, encoding="utf-8") as file:
-        return file.read()
+    """The kinds that headway ships in one package: the package's `KINDS`."""
+    return list(importlib.import_module(package).KINDS)
 
 
 def kind_module(package: str, kind: str) -> ModuleType:
@@ -67,7 +54,7 @@ def kind_module(package: str, kind: str) -> ModuleType:
 
 
 def own_module(name: str, setting: str) -> ModuleType:
-    """Import a module of the user's by its dotted name. `setting` is what named it, for the one line that says what is wrong."""
+    """Import a user's module by its dotted name. Errors begin with `setting`, the key that named it."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"{setting} is {name[:100]!r}; a module of your own is named by its import path, e.g. my_lab.my_module.")
     try:

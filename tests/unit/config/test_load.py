@@ -1,5 +1,6 @@
 """Recipes: what is accepted, and what a mistake looks like."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.runs import headway
 
+from headway.config.kinds import kind_names
 from headway.config.load import dump_yaml, load
 from headway.config.section import differences
 from headway.errors import ConfigError
@@ -168,3 +170,13 @@ def test_integers_beyond_63_bits_and_endless_steps_are_refused() -> None:
             load(Recipe, None, [override])
     with pytest.raises(ConfigError, match=r"are no step\. Lower it"):
         load(Recipe, None, ["batch.rows=100000000000000"]).batch.resolve(512, 1)
+
+
+@pytest.mark.parametrize("package", ["objective", "optim", "parallel.hooks", "track"])
+def test_every_module_with_a_config_class_is_a_listed_kind(package: str) -> None:
+    folder = Path(__file__).parents[3] / "src" / "headway" / package.replace(".", "/")
+    classes = {
+        path.stem: [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+        for path in folder.glob("*.py")
+    }
+    assert sorted(name for name, found in classes.items() if "Config" in found) == sorted(kind_names(f"headway.{package}"))

@@ -1,1 +1,3 @@
-"""How gradients are exchanged: one file per kind. A hook takes a bucket, starts the exchange and returns a handle with `wait`."""
+"""How a bucket of gradients is exchanged. `KINDS` names the modules that `parallel.hook.kind` may choose."""
+
+KINDS = ("all_reduce", "compress", "powersgd", "reduce_scatter", "torch_style")
