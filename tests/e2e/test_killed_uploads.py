@@ -21,7 +21,7 @@ from support.s3_server import Store, serve_s3
 from headway.checkpoint.load import newest_good, open_checkpoint, remote_folders
 from headway.config.load import load
 from headway.runtime import s3 as s3_module
-from headway.runtime.places import S3Path
+from headway.runtime.paths import S3Path
 from headway.runtime.s3 import S3
 from headway.train import train
 from headway.train.config import Recipe
@@ -185,4 +185,4 @@ def test_a_store_that_is_down_stops_no_training_is_told_and_gets_everything_afte
     assert_store_is_whole(whole, tmp_path)
     first, *more = (json.loads(line)["text"] for line in told.read_text().splitlines())
     assert "503" in first and "trying again for up to" in first
-    assert all("was not sent" in one and "Training goes on" in one for one in more)
+    assert all("was not uploaded" in one and "Training continues" in one for one in more)

@@ -10,8 +10,8 @@ from support.runs import headway, make_stores, tiny_settings
 
 from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import newest_good, open_checkpoint, step_folders
-from headway.checkpoint.retention import Own, retain
-from headway.checkpoint.saver import Job, Saver
+from headway.checkpoint.retention import RunScope, retain
+from headway.checkpoint.saver import SaveJob, Saver
 from headway.config.load import load
 from headway.track.jsonl import read_metrics
 from headway.train.config import Recipe
@@ -108,7 +108,7 @@ def test_a_run_folder_removed_under_way_is_whole_again_after_the_next_save(tmp_p
     saver = Saver(tmp_path / "run" / "checkpoints", CheckpointConfig())
     run = SimpleNamespace(start=SimpleNamespace(folder=tmp_path / "run"), saver=saver, recipe=Recipe())
     Run._record_saves(cast(Any, run))
-    saver.save(Job(3, {}), [])
+    saver.save(SaveJob(3, {}), [])
     saver.wait()
     assert load(Recipe, tmp_path / "run" / "recipe.yaml") == Recipe()
     assert "was removed during the run" in caplog.text
@@ -123,7 +123,7 @@ def test_old_checkpoints_of_higher_steps_are_neither_taken_nor_do_new_ones_go_fo
     assert code == 0, said
     new = place / "new" / "checkpoints"
     shutil.copytree(old / "step-00000006", new / "step-00000006")  # e.g. a disk that was mounted late
-    own = Own(open_checkpoint(new / "step-00000004").run, 4)
+    own = RunScope(open_checkpoint(new / "step-00000004").run, 4)
     assert retain(new, CheckpointConfig(keep_last=1, keep_best=0), own) == [new / "step-00000002"]
     found = newest_good(new, own.run)
     assert found.reader is not None and found.reader.step == 4

@@ -23,7 +23,7 @@ from headway.config.load import load
 from headway.errors import CheckpointError, ConfigError
 from headway.infer.load import load_model
 from headway.runtime import s3 as s3_module
-from headway.runtime.places import S3Path
+from headway.runtime.paths import S3Path
 from headway.train import train
 from headway.train.config import Recipe
 from headway.train.run_folder import prepare_folder

@@ -1,4 +1,4 @@
-"""Boxes: the axis-aligned pieces a logical tensor is cut into, as plain integers. A 0-dim tensor is one box with no dims."""
+"""Boxes: axis-aligned parts of a logical tensor, as plain integers. A 0-dim tensor is one box without dims."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ Ints = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Span:
+class Box:
     """The elements `offset[d] <= i[d] < offset[d] + shape[d]` of a tensor."""
 
     offset: Ints
@@ -21,40 +21,40 @@ class Span:
         return self.offset[dim] + self.shape[dim]
 
     def slices(self, origin: Ints) -> tuple[slice, ...]:
-        """Where this box lies in a tensor that begins at `origin`."""
+        """The slices of this box in a tensor whose first element is at `origin`."""
         return tuple(slice(start - base, start - base + size) for start, size, base in zip(self.offset, self.shape, origin, strict=True))
 
-    def intersect(self, other: "Span") -> "Span | None":
+    def intersect(self, other: "Box") -> "Box | None":
         """The elements in both boxes, or None if there are none."""
         starts = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         sizes = tuple(min(self.end(d), other.end(d)) - start for d, start in enumerate(starts))
-        return Span(starts, sizes) if all(size > 0 for size in sizes) else None
+        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
-    def subtract(self, other: "Span") -> list["Span"]:
+    def subtract(self, other: "Box") -> list["Box"]:
         """The elements of this box that are not in the other, as disjoint boxes (two per dim at most)."""
         common = self.intersect(other)
         if common is None:
             return [self]
-        pieces: list[Span] = []
+        pieces: list[Box] = []
         offset, shape = list(self.offset), list(self.shape)
         for dim in range(len(shape)):
             before = common.offset[dim] - offset[dim]
             after = offset[dim] + shape[dim] - common.end(dim)
             for start, size in ((offset[dim], before), (common.end(dim), after)):
                 if size > 0:
-                    pieces.append(Span((*offset[:dim], start, *offset[dim + 1 :]), (*shape[:dim], size, *shape[dim + 1 :])))
+                    pieces.append(Box((*offset[:dim], start, *offset[dim + 1 :]), (*shape[:dim], size, *shape[dim + 1 :])))
             offset[dim], shape[dim] = common.offset[dim], common.shape[dim]
         return pieces
 
 
-def take_away(regions: Iterable[Span], box: Span) -> list[Span]:
-    """What is left of several disjoint boxes once another is taken away."""
+def subtract_all(regions: Iterable[Box], box: Box) -> list[Box]:
+    """The rest of several disjoint boxes without `box`."""
     return [piece for region in regions for piece in region.subtract(box)]
 
 
-def uncovered(region: Span, boxes: Iterable[Span]) -> list[Span]:
-    """What is left of `region` once every box is taken away; empty when the boxes cover it."""
+def uncovered(region: Box, boxes: Iterable[Box]) -> list[Box]:
+    """The part of `region` that no box covers."""
     left = [] if region.is_empty else [region]
     for box in boxes:
-        left = take_away(left, box)
+        left = subtract_all(left, box)
     return left

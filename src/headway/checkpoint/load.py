@@ -1,7 +1,7 @@
-"""A checkpoint folder comes in; any box of any tensor goes out, whatever boxes it was written in, or a CheckpointError that names the file.
+"""Reads checkpoints: any box of any tensor, whatever boxes it was written in. Damage is a CheckpointError that names the file.
 
-Opening checks the manifest and every file's size. A box's checksum is checked when it is first read. Only safetensors and JSON are
-ever parsed, so a checkpoint cannot run code.
+Opening checks the manifest and the size of every file; the first read of a box checks its checksum. Only safetensors and JSON are parsed,
+so a checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.checkpoint.box import Ints, Span, take_away, uncovered
-from headway.checkpoint.manifest import MANIFEST, Box, Json, StoredFile, parse_manifest, tensor_key
+from headway.checkpoint.box import Box, Ints, subtract_all, uncovered
+from headway.checkpoint.files import REMEDY, open_files
+from headway.checkpoint.manifest import MANIFEST, Json, StoredBox, StoredFile, parse_manifest, tensor_key
 from headway.checkpoint.save import REPLACED_PREFIX, STEP_FOLDER, TOKENIZER, dtype_name, tensor_bytes
-from headway.checkpoint.source import REMEDY, source_of
 from headway.errors import CheckpointError, ConfigError
-from headway.runtime.places import Place, S3Path, place_of
+from headway.runtime.paths import AnyPath, S3Path, parse_path
 from headway.runtime.s3 import S3, StoreDown
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """One open checkpoint. Tensors are read one at a time; nothing stays in memory."""
+    """One open checkpoint. Tensors are read one at a time and not cached."""
 
-    def __init__(self, path: Place, *, verify: bool = True) -> None:
+    def __init__(self, path: AnyPath, *, verify: bool = True) -> None:
         self.path = path
-        self._source = source_of(path)
+        self._source = open_files(path)
         self._manifest = parse_manifest(path, self._source.read(MANIFEST))
-        self._boxes: dict[str, list[Box]] = {key: [] for key in self._manifest.shapes}
+        self._boxes: dict[str, list[StoredBox]] = {key: [] for key in self._manifest.shapes}
         for box in self._manifest.boxes:
             self._boxes[tensor_key(box.role, box.name)].append(box)
         self._files = {file.path: file for file in self._manifest.files}
@@ -49,7 +49,7 @@ class Reader:
 
     @property
     def run(self) -> str:
-        """The run that saved it; empty where it does not say."""
+        """The id of the run that saved it; empty if unknown."""
         return self._manifest.run
 
     @property
@@ -62,7 +62,7 @@ class Reader:
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """The tokenizer saved with the model, its files checked; None if there is none."""
+        """The verified folder of the tokenizer saved with the model; None if there is none."""
         files = [file for file in self._files.values() if file.path.startswith(TOKENIZER + "/")]
         for file in files:
             self._check_whole(file)
@@ -74,7 +74,7 @@ class Reader:
         return list(self._files)
 
     def check_file(self, name: str) -> None:
-        """Size and checksum of one file, of its head where the boxes carry the rest."""
+        """Check size and checksum of one file; of its header only, where the boxes have their own checksums."""
         file = self._files[name]
         self._check_size(file)
         self._check_whole(file)
@@ -91,7 +91,7 @@ class Reader:
         return [role for role, here in (key.split(":", 1) for key in self._boxes) if here == name]
 
     def shape(self, name: str, role: str | None = None) -> Ints:
-        """The global shape of a tensor (in a role; else that of its weights, or of the first role it has)."""
+        """The global shape of a tensor in a role (default: its weights, else its first role)."""
         roles = self.roles(name)
         first = next((weight for weight in ("master", "param") if weight in roles), roles[0] if roles else "param")
         return self._manifest.shapes[self._known(name, role or first)]
@@ -103,22 +103,22 @@ class Reader:
         return getattr(torch, self._dtype(self._known(name, role)))
 
     def weight(self, name: str, offset: Ints | None = None, shape: Ints | None = None) -> torch.Tensor:
-        """The weights of a parameter: the fp32 master copy where there is one."""
+        """The weights of a parameter: the fp32 master copy if there is one."""
         return self.read(name, "master" if "master" in self.roles(name) else "param", offset, shape)
 
     def read(self, name: str, role: str, offset: Ints | None = None, shape: Ints | None = None) -> torch.Tensor:
-        """A tensor, or the part of it at `offset` of `shape`, on the host in its stored type; refused if any element is missing."""
+        """A tensor, or its part at `offset` of `shape`, on the host in its stored dtype. Missing elements are an error."""
         import torch
 
         key = self._known(name, role)
         whole = self._manifest.shapes[key]
-        region = Span(offset or (0,) * len(whole), tuple(whole) if shape is None else tuple(shape))
+        region = Box(offset or (0,) * len(whole), tuple(whole) if shape is None else tuple(shape))
         if len(region.offset) != len(whole) or len(region.shape) != len(whole):
             raise ValueError(f"{key} has {len(whole)} dims; offset {region.offset} and shape {region.shape} do not fit")
         result = torch.empty(region.shape, dtype=getattr(torch, self._dtype(key)))
         left = [] if region.is_empty else [region]
         for box in self._boxes[key]:
-            remaining = take_away(left, box.span)
+            remaining = subtract_all(left, box.span)
             if remaining != left:
                 part = region.intersect(box.span)
                 assert part is not None
@@ -129,12 +129,12 @@ class Reader:
         return result
 
     def verify(self, deep: bool = True) -> None:
-        """Check files and coverage; `deep` hashes every byte too. Raises a CheckpointError that names what is damaged."""
+        """Check files and coverage; `deep` also hashes every byte. Raises a CheckpointError that names the damage."""
         self._check_sizes()
         for key, boxes in self._boxes.items():
             shape = self._manifest.shapes[key]
             self._dtype(key)
-            left = uncovered(Span((0,) * len(shape), shape), (box.span for box in boxes))
+            left = uncovered(Box((0,) * len(shape), shape), (box.span for box in boxes))
             if left:
                 raise CheckpointError(f"{self.path}: {key} lacks elements {list(left[0].offset)} + {list(left[0].shape)}. {REMEDY}")
         if not deep:
@@ -146,8 +146,8 @@ class Reader:
             list(pool.map(self._load, self._manifest.boxes))
 
     def close(self) -> None:
-        """Let go of the files."""
-        self._source = source_of(self.path)
+        """Close the files."""
+        self._source = open_files(self.path)
 
     def __enter__(self) -> Reader:
         return self
@@ -159,13 +159,15 @@ class Reader:
         key = tensor_key(role, name)
         if key not in self._boxes:
             has = ", ".join(self.roles(name)) or "nothing"
-            raise CheckpointError(f"{self.path}: holds no {role} of {name} (it has {has}). {REMEDY}")
+            raise CheckpointError(f"{self.path}: holds no {role} of {name} (it holds {has}). {REMEDY}")
         return key
 
     def _dtype(self, key: str) -> str:
         found = sorted({box.dtype for box in self._boxes[key]})
         if len(found) != 1:
-            raise CheckpointError(f"{self.path}: the boxes of {key} have types {', '.join(found) or 'none'}; they must have one. {REMEDY}")
+            raise CheckpointError(
+                f"{self.path}: the boxes of {key} have the dtypes {', '.join(found) or 'none'}; they must share one. {REMEDY}"
+            )
         return found[0]
 
     def _check_sizes(self) -> None:
@@ -182,7 +184,7 @@ class Reader:
             raise CheckpointError(f"{self.path / file.path}: damaged: its checksum does not match. {REMEDY}")
 
     def _header(self, name: str) -> bytes:
-        """The head of a file, checked before it is parsed."""
+        """The header of a file, verified before it is parsed."""
         if name not in self._headers:
             header = self._source.header(name, self._files[name].size)
             if hashlib.sha256(header).hexdigest() != self._files[name].sha256_header:
@@ -190,11 +192,11 @@ class Reader:
             self._headers[name] = header
         return self._headers[name]
 
-    def _load(self, box: Box) -> torch.Tensor:
+    def _load(self, box: StoredBox) -> torch.Tensor:
         path = self.path / box.file
         tensor = self._source.tensor(box.file, box.key, self._header(box.file))
         if tuple(tensor.shape) != box.shape or dtype_name(tensor) != box.dtype:
-            raise CheckpointError(f"{path}: {box.key} is not as the manifest says. {REMEDY}")
+            raise CheckpointError(f"{path}: {box.key} differs in shape or dtype from the manifest. {REMEDY}")
         if (box.file, box.key) in self._unverified:
             if hashlib.sha256(tensor_bytes(tensor)).hexdigest() != box.sha256:
                 raise CheckpointError(f"{path}: damaged: the checksum of {box.key} does not match. {REMEDY}")
@@ -202,45 +204,45 @@ class Reader:
         return tensor
 
 
-def open_checkpoint(path: Place | str, *, verify: bool = True) -> Reader:
-    """Open one checkpoint: a folder (a link such as `latest` is followed) or a place in S3."""
-    place = place_of(path)
-    return Reader(place if isinstance(place, S3Path) else place.resolve(), verify=verify)
+def open_checkpoint(path: AnyPath | str, *, verify: bool = True) -> Reader:
+    """Open one checkpoint: a folder (links such as `latest` are followed) or an S3 path."""
+    parsed = parse_path(path)
+    return Reader(parsed if isinstance(parsed, S3Path) else parsed.resolve(), verify=verify)
 
 
 @dataclass(frozen=True)
-class Found:
-    """The newest checkpoint that is whole, open and verified, and the newer ones that are not, with one line each that says why."""
+class FoundCheckpoint:
+    """The newest complete checkpoint, open and verified, and the newer ones that were rejected, each with the reason."""
 
-    path: Place | None = None
+    path: AnyPath | None = None
     reader: Reader | None = None
-    rejected: list[tuple[Place, str]] = field(default_factory=list)
+    rejected: list[tuple[AnyPath, str]] = field(default_factory=list)
 
 
-def newest_good(checkpoints: Place, run: str = "") -> Found:
-    """Look from the newest step back for a checkpoint that is as it was written: every byte of it, in S3 every size.
+def newest_good(checkpoints: AnyPath, run: str = "") -> FoundCheckpoint:
+    """The newest checkpoint that verifies: every byte on disk, every size in S3 (boxes are checked when they are read).
 
-    The store keeps its own checksums, and every box is checked when it is read. One that says it is of another run than `run` is rejected.
+    A checkpoint of another run than `run` is rejected.
     """
-    rejected: list[tuple[Place, str]] = []
+    rejected: list[tuple[AnyPath, str]] = []
     is_remote = isinstance(checkpoints, S3Path)
     for path in reversed(remote_folders(checkpoints) if isinstance(checkpoints, S3Path) else step_folders(checkpoints)):
         try:
             reader = open_checkpoint(path)
             if run and reader.run not in ("", run):
-                raise CheckpointError(f"{path}: was saved by another run, not by the one in this folder.")
+                raise CheckpointError(f"{path}: was saved by another run.")
             reader.verify(deep=not is_remote)
         except StoreDown:
-            raise  # nobody knows whether it is good; going back to an older one would lose steps
+            raise  # it may be good: falling back to an older one would lose steps
         except CheckpointError as problem:
             rejected.append((path, str(problem)))
         else:
-            return Found(path, reader, rejected)
-    return Found(rejected=rejected)
+            return FoundCheckpoint(path, reader, rejected)
+    return FoundCheckpoint(rejected=rejected)
 
 
 def remote_folders(checkpoints: S3Path) -> list[S3Path]:
-    """The checkpoints and snapshots below a place in S3 that have a manifest, oldest first."""
+    """The checkpoints and snapshots below an S3 path that have a manifest, oldest first."""
     names = {
         name.split("/")[0] for name in S3(checkpoints.endpoint).sizes(checkpoints) if name.count("/") == 1 and name.endswith("/" + MANIFEST)
     }
@@ -260,21 +262,21 @@ def step_folders(checkpoints: Path, *, snapshots: bool = True) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
-def step_of(path: Place) -> int:
+def step_of(path: AnyPath) -> int:
     """The step in the name of a checkpoint's folder."""
     match = STEP_FOLDER.fullmatch(path.name.removeprefix(REPLACED_PREFIX))
     assert match is not None
     return int(match.group(2))
 
 
-def locate(path: Place | str) -> Place:
+def locate(path: AnyPath | str) -> AnyPath:
     """The checkpoint that a path means: a checkpoint itself, or the newest good one of a run or checkpoints folder."""
-    place = place_of(path)
-    if source_of(place).read(MANIFEST) is not None:
+    place = parse_path(path)
+    if open_files(place).read(MANIFEST) is not None:
         return place
     folder = place
     if isinstance(place, S3Path):
-        if STEP_FOLDER.fullmatch(link := (source_of(place.parent).read(place.name) or b"")[:64].decode(errors="replace")):
+        if STEP_FOLDER.fullmatch(link := (open_files(place.parent).read(place.name) or b"")[:64].decode(errors="replace")):
             return place.parent / link
     elif (place / "checkpoints").is_dir():
         folder = place / "checkpoints"

@@ -1,11 +1,11 @@
-"""manifest.json: what a checkpoint holds. Every box of every tensor with its checksum, the files, and all non-tensor state as JSON.
+"""manifest.json: the content of a checkpoint. Every box of every tensor with its checksum, the files, and all non-tensor state as JSON.
 
     step-00000500/
       rank-00000.safetensors     keys `role:name|offset`, e.g. `master:model.embed_tokens.weight|0,0`
       tokenizer/...              the tokenizer the model was trained with
       manifest.json              written last; begins with a checksum of all its bytes that follow
 
-Each byte of a rank's file is covered once: the header by the file's `sha256_header`, the rest by the boxes' `sha256`.
+Each byte of a rank's file has one checksum: `sha256_header` covers the header, the `sha256` of each box covers the rest.
 """
 
 import hashlib
@@ -15,19 +15,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
-from headway.checkpoint.box import Ints, Span
+from headway.checkpoint.box import Box, Ints
 from headway.errors import CheckpointError
-from headway.runtime.places import Place
+from headway.runtime.paths import AnyPath
 
 MANIFEST = "manifest.json"
 VERSION = 1
+SAFETENSORS_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
 CHECKSUM_LINE = '{{\n "checksum": "{}",'
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 
 
 @dataclass(frozen=True)
-class Box:
-    """One stored piece of a tensor."""
+class StoredBox:
+    """One stored box of a tensor."""
 
     name: str
     role: str
@@ -42,13 +46,13 @@ class Box:
         return box_key(self.role, self.name, self.offset)
 
     @property
-    def span(self) -> Span:
-        return Span(self.offset, self.shape)
+    def span(self) -> Box:
+        return Box(self.offset, self.shape)
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One file of a checkpoint: `sha256` of all its bytes, or of its header where the boxes carry the rest."""
+    """One file of a checkpoint: `sha256` covers all its bytes, or `sha256_header` its header and the boxes the rest."""
 
     path: str
     size: int
@@ -57,18 +61,18 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """All that a checkpoint says about itself."""
+class CheckpointManifest:
+    """The parsed manifest."""
 
     step: int
     world: int
     files: tuple[StoredFile, ...]
     shapes: Mapping[str, Ints]
     """Global shape by `role:name`."""
-    boxes: tuple[Box, ...]
+    boxes: tuple[StoredBox, ...]
     scalars: Mapping[str, Json]
     run: str = ""
-    """Which run saved it; empty where it does not say."""
+    """The id of the run that saved it; empty if unknown."""
 
     def to_bytes(self) -> bytes:
         """The content of manifest.json, with its checksum."""
@@ -87,8 +91,8 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Head:
-    """What stands before the tensors in a manifest."""
+class ManifestSummary:
+    """The part of a manifest before its thousands of boxes."""
 
     step: int
     run: str
@@ -96,28 +100,28 @@ class Head:
     files: tuple[StoredFile, ...]
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read and check a folder's manifest.json; any damage is a CheckpointError that names it."""
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """Read and verify a folder's manifest.json. Damage is a CheckpointError that names it."""
     return parse_manifest(folder, _content(folder))
 
 
-def read_head(folder: Path) -> Head:
-    """The head of a folder's manifest.json, whose checksum is checked; shapes and boxes, which are most of it, are not read."""
+def read_summary(folder: Path) -> ManifestSummary:
+    """The summary of a folder's manifest.json. The checksum is verified; shapes and boxes, most of the file, are not parsed."""
     path, content = folder / MANIFEST, _content(folder)
     if content is None or not _matches_checksum(content):
-        return _head(parse_manifest(folder, content))  # says what is wrong
+        return _summary(parse_manifest(folder, content))  # raises the right error
     try:
         begin, end = content.index(b'\n "version": '), content.rindex(b'\n "shapes": ')
         body: Any = json.loads(b"{" + content[begin:end].rstrip().rstrip(b",") + b"}")
         if body["version"] != VERSION:
-            return _head(parse_manifest(folder, content))
-        return Head(body["step"], body.get("run", ""), body["scalars"], tuple(StoredFile(**file) for file in body["files"]))
+            return _summary(parse_manifest(folder, content))
+        return ManifestSummary(body["step"], body.get("run", ""), body["scalars"], tuple(StoredFile(**file) for file in body["files"]))
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         raise CheckpointError(f"{path}: damaged: {problem}. Use another checkpoint.") from None
 
 
-def _head(manifest: Manifest) -> Head:
-    return Head(manifest.step, manifest.run, manifest.scalars, manifest.files)
+def _summary(manifest: CheckpointManifest) -> ManifestSummary:
+    return ManifestSummary(manifest.step, manifest.run, manifest.scalars, manifest.files)
 
 
 def _content(folder: Path) -> bytes | None:
@@ -133,11 +137,11 @@ def _matches_checksum(content: bytes) -> bool:
     return content == CHECKSUM_LINE.format(hashlib.sha256(rest).hexdigest()).encode() + rest
 
 
-def parse_manifest(folder: Place, content: bytes | None) -> Manifest:
-    """Check the content of a manifest.json; None = there is no such file."""
+def parse_manifest(folder: AnyPath, content: bytes | None) -> CheckpointManifest:
+    """Verify and parse a manifest.json; None = there is no such file."""
     path = folder / MANIFEST
     if content is None:
-        raise CheckpointError(f"{path}: no such file, so this is not a complete checkpoint. Use another one.")
+        raise CheckpointError(f"{path}: no such file, so this checkpoint is not complete. Use another one.")
     try:
         if not _matches_checksum(content):
             raise ValueError("its checksum does not match")
@@ -149,8 +153,8 @@ def parse_manifest(folder: Place, content: bytes | None) -> Manifest:
         raise CheckpointError(f"{path}: damaged: {problem}. Use another checkpoint.") from None
 
 
-def _parse(body: dict[str, Any]) -> Manifest:
-    boxes = [Box(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])}) for box in body["boxes"]]
+def _parse(body: dict[str, Any]) -> CheckpointManifest:
+    boxes = [StoredBox(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])}) for box in body["boxes"]]
     files = [StoredFile(**file) for file in body["files"]]
     for file in files:
         parts = PurePosixPath(file.path).parts
@@ -161,10 +165,10 @@ def _parse(body: dict[str, Any]) -> Manifest:
     for box in boxes:
         whole = shapes.get(tensor_key(box.role, box.name))
         if whole is None or len(whole) != len(box.shape) or len(whole) != len(box.offset) or box.file not in known:
-            raise ValueError(f"box {box.key!r} fits no tensor or file")
+            raise ValueError(f"box {box.key!r} matches no tensor or file")
         if any(start < 0 or size < 0 or start + size > limit for start, size, limit in zip(box.offset, box.shape, whole, strict=True)):
             raise ValueError(f"box {box.key!r} reaches outside its tensor of shape {list(whole)}")
-    return Manifest(body["step"], body["world"], tuple(files), shapes, tuple(boxes), body["scalars"], str(body.get("run", "")))
+    return CheckpointManifest(body["step"], body["world"], tuple(files), shapes, tuple(boxes), body["scalars"], str(body.get("run", "")))
 
 
 def tensor_key(role: str, name: str) -> str:
@@ -178,7 +182,7 @@ def box_key(role: str, name: str, offset: Iterable[int]) -> str:
 
 
 def plain_json(value: Any, at: str = "scalars") -> Any:
-    """The same value as plain JSON data; what JSON would change or lose (other types, keys that are not text) is a TypeError."""
+    """The value as plain JSON. Anything JSON would change or lose (other types, keys that are not strings) is a TypeError."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

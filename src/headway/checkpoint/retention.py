@@ -1,6 +1,6 @@
-"""Which checkpoints stay: the newest whole ones, the best ones, those kept for good, two snapshots, and whatever a link points at.
+"""Which checkpoints are kept: the newest complete ones, the best ones, those kept forever, two snapshots, and every link target.
 
-Nothing goes before as many newer ones as should stay are known to be whole.
+Nothing is deleted before enough newer checkpoints are known to be complete.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.checkpoint.best import VALID, metric_value
+from headway.checkpoint.best import VALID, ManifestCache, metric_value
 from headway.checkpoint.config import CheckpointConfig
-from headway.checkpoint.heads import Heads
 from headway.checkpoint.load import Reader, step_folders, step_of
-from headway.checkpoint.manifest import Head
+from headway.checkpoint.manifest import ManifestSummary
 from headway.checkpoint.save import LATEST, REPLACED_PREFIX, STEP_FOLDER
 from headway.errors import CheckpointError
 from headway.runtime.storage import link_atomic, remove_folder, rename_folder, writing
@@ -27,20 +26,20 @@ SNAPSHOTS_KEPT = 2
 
 @dataclass(frozen=True)
 class Entry:
-    """One checkpoint or snapshot, wherever it lies."""
+    """One checkpoint or snapshot, on disk or in S3."""
 
     name: str
     step: int
     is_snapshot: bool
     is_whole: bool
     value: float | None
-    """What its validation came to."""
+    """The value of its validation metric."""
     run: str = ""
     """The run that saved it; empty where it does not say."""
 
     @classmethod
-    def of(cls, name: str, reader: Reader | Head | None, metric: str) -> Entry:
-        """What a reader says, None for one that cannot be read."""
+    def of(cls, name: str, reader: Reader | ManifestSummary | None, metric: str) -> Entry:
+        """From an open checkpoint or a manifest summary; None means that it cannot be read."""
         match = STEP_FOLDER.fullmatch(name.removeprefix(REPLACED_PREFIX))
         assert match is not None
         valid: Any = None if reader is None else reader.scalars.get(VALID)
@@ -55,20 +54,20 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Own:
-    """Which checkpoints are this run's to count and to delete: not those of other runs, nor of steps it has not reached."""
+class RunScope:
+    """The checkpoints a run may count and delete: not those of other runs, nor of steps it has not reached."""
 
     run: str = ""
     step: int | None = None
 
     def has(self, entry: Entry) -> bool:
-        """Whether an entry is one of them."""
+        """Whether an entry belongs to the run."""
         same = not self.run or entry.run in ("", self.run)
         return same and (self.step is None or entry.step <= self.step)
 
 
-def choose(entries: Sequence[Entry], config: CheckpointConfig, own: Own = Own()) -> tuple[list[str], list[str]]:
-    """The names of the best, best first, and of those that need not stay."""
+def choose(entries: Sequence[Entry], config: CheckpointConfig, own: RunScope = RunScope()) -> tuple[list[str], list[str]]:
+    """The names of the best, best first, and of those to delete."""
     entries = [one for one in entries if own.has(one)]
     full = sorted((one for one in entries if not one.is_snapshot), key=lambda one: one.step)
     snapshots = sorted((one for one in entries if one.is_snapshot), key=lambda one: one.step)
@@ -82,7 +81,7 @@ def choose(entries: Sequence[Entry], config: CheckpointConfig, own: Own = Own())
 
 
 def _older_than(entries: list[Entry], keep: int) -> list[Entry]:
-    """All but the newest `keep` whole ones and what is newer than those."""
+    """All entries older than the newest `keep` complete ones."""
     left, kept = list(entries), 0
     while left and kept < keep:
         kept += left.pop().is_whole
@@ -90,11 +89,15 @@ def _older_than(entries: list[Entry], keep: int) -> list[Entry]:
 
 
 def retain(
-    checkpoints: Path, config: CheckpointConfig, own: Own = Own(), heads: Heads | None = None, needed: Collection[str] = ()
+    checkpoints: Path,
+    config: CheckpointConfig,
+    own: RunScope = RunScope(),
+    manifests: ManifestCache | None = None,
+    needed: Collection[str] = (),
 ) -> list[Path]:
-    """Point best-1, best-2, ... at the best, delete what need not stay, and return what was deleted; what is `needed` stays."""
+    """Link best-1, best-2, ... to the best, delete what is not kept, and return what was deleted. `needed` names stay."""
     folders = _all_folders(checkpoints)
-    found = (heads or Heads()).of(folders)
+    found = (manifests or ManifestCache()).of(folders)
     best, unneeded = choose([Entry.of(path.name, head, config.metric) for path, head in zip(folders, found, strict=True)], config, own)
     _link_best(checkpoints, best)
     linked = {path.resolve() for path in checkpoints.iterdir() if path.is_symlink()}
@@ -106,13 +109,13 @@ def retain(
 
 
 def _all_folders(checkpoints: Path) -> list[Path]:
-    """Checkpoints and snapshots, oldest first, a snapshot of the same step as a checkpoint too."""
+    """Checkpoints and snapshots, oldest first."""
     full = step_folders(checkpoints, snapshots=False)
     return sorted([*full, *(path for path in checkpoints.glob("snapshot-*") if STEP_FOLDER.fullmatch(path.name))], key=step_of)
 
 
 def _link_best(checkpoints: Path, best: list[str]) -> None:
-    wanted = {f"best-{place}": name for place, name in enumerate(best, 1)}
+    wanted = {f"best-{number}": name for number, name in enumerate(best, 1)}
     for path in checkpoints.iterdir():
         if BEST_LINK.fullmatch(path.name) and path.is_symlink() and path.name not in wanted:
             path.unlink()
@@ -124,7 +127,7 @@ def _link_best(checkpoints: Path, best: list[str]) -> None:
 
 
 def set_aside_later(checkpoints: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of steps after `step`: a run that goes on from there makes its own, and must not find theirs newest."""
+    """Rename the checkpoints of steps after `step`: a run that continues from `step` writes its own and must not resume from these."""
     later = [path for path in step_folders(checkpoints) if step_of(path) > step]
     aside: list[Path] = []
     for path in later:

@@ -1,8 +1,8 @@
-"""Tensors in boxes and JSON scalars come in; a folder `step-00000500` goes out, complete or not at all.
+"""Writes a checkpoint: tensors in boxes and JSON scalars go into a folder `step-00000500`, complete or not at all.
 
     .tmp-step-00000500/  each rank writes its file, fsync -> manifest.json last, fsync -> rename to step-00000500 -> link `latest`
 
-A process killed anywhere leaves the older checkpoints as they were; the next save removes what it left. Written without pickle.
+A process killed at any point leaves older checkpoints untouched; the next save removes its leftovers. No pickle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.checkpoint.box import Ints
-from headway.checkpoint.manifest import MANIFEST, Box, Json, Manifest, StoredFile, box_key, plain_json, tensor_key
+from headway.checkpoint.manifest import (
+    MANIFEST,
+    SAFETENSORS_DTYPES,
+    CheckpointManifest,
+    Json,
+    StoredBox,
+    StoredFile,
+    box_key,
+    plain_json,
+    tensor_key,
+)
 from headway.errors import CheckpointError
 from headway.runtime.storage import (
     CHUNK_BYTES,
@@ -43,15 +53,11 @@ REPLACED_PREFIX = ".replaced-"
 LATEST = "latest"
 TOKENIZER = "tokenizer"
 TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-SAFETENSORS_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One logical tensor in one role (master, exp_avg, ...) and the boxes of it that this rank holds."""
+    """One logical tensor in one role (master, exp_avg, ...) and this rank's boxes of it."""
 
     name: str
     role: str
@@ -61,20 +67,20 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Writers:
-    """Who writes: this rank, how many there are, and a gather that hands every rank the JSON values of all, in rank order."""
+    """The ranks that write together: this rank, their number, and a gather that gives every rank the JSON values of all, in rank order."""
 
     rank: int = 0
     world: int = 1
     gather: Callable[[Any], list[Any]] = lambda value: [value]
 
-    def share(self, place: object, work: Callable[[], Any]) -> list[Any]:
-        """Do this rank's part, then learn everybody's results; a failure anywhere is raised everywhere, so that no rank waits for ever."""
+    def share(self, path: object, work: Callable[[], Any]) -> list[Any]:
+        """Do this rank's part, then gather the results of all. A failure on one rank is raised on every rank, so none waits forever."""
         failure: Exception | None = None
         result: Any = None
         try:
-            with writing(place, error=CheckpointError):
+            with writing(path, error=CheckpointError):
                 result = work()
-        except Exception as problem:  # raised below, once the others know
+        except Exception as problem:  # raised below, after the other ranks know
             failure = problem
         answers = self.gather({"result": result, "error": None if failure is None else str(failure)})
         if failure is not None:
@@ -89,7 +95,7 @@ ALONE = Writers()
 
 
 def step_folder(checkpoints: Path, step: int, *, snapshot: bool = False) -> Path:
-    """Where the checkpoint, or the light snapshot, of a step lies."""
+    """The folder of a step's checkpoint or snapshot."""
     return checkpoints / f"{'snapshot' if snapshot else 'step'}-{step:08}"
 
 
@@ -105,9 +111,9 @@ def save_checkpoint(
     run: str = "",
     needed: Collection[str] = (),
 ) -> Path:
-    """Write one checkpoint and point `latest` at it. All ranks call it; `scalars`, `tokenizer` and `run`, the run's id, are rank 0's.
+    """Write one checkpoint, link `latest` to it, and return its folder. All ranks call it; `scalars`, `tokenizer` and `run` are rank 0's.
 
-    Returns its folder. What a rank has of the checkpoints `needed` on a disk of its own stays: it is being sent.
+    `needed` names checkpoints that are being uploaded: a rank without a shared disk keeps its files of them.
     """
     final = step_folder(checkpoints, step, snapshot=snapshot)
     temporary = checkpoints / f"{TEMPORARY_PREFIX}{final.name}"
@@ -138,7 +144,7 @@ def _prepare(checkpoints: Path, temporary: Path) -> None:
 
 
 def clean(checkpoints: Path) -> None:
-    """Remove what killed saves and deletions left; a checkpoint that was being replaced by one that never came gets its name back."""
+    """Remove leftovers of killed saves and deletions. A checkpoint whose replacement never completed gets its name back."""
     for path in sorted(checkpoints.iterdir()):
         if path.name.startswith(REPLACED_PREFIX):
             original = path.with_name(path.name.removeprefix(REPLACED_PREFIX))
@@ -153,8 +159,8 @@ def clean(checkpoints: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _drop_own(checkpoints: Path, name: str, needed: Collection[str]) -> None:
-    """On a disk of its own a rank's files keep their first names, and nobody else removes those of earlier saves."""
+def _remove_unshared(checkpoints: Path, name: str, needed: Collection[str]) -> None:
+    """Without a shared disk a rank's files keep their temporary names; only the rank itself can remove those of earlier saves."""
     for path in checkpoints.glob(f"{TEMPORARY_PREFIX}*/{name}"):
         if path.parent.name.removeprefix(TEMPORARY_PREFIX) in needed:
             continue
@@ -166,10 +172,10 @@ def _drop_own(checkpoints: Path, name: str, needed: Collection[str]) -> None:
 def _write_rank(
     folder: Path, records: Iterable[TensorRecord], rank: int, *, read_back: bool, needed: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Write this rank's safetensors file; each box is hashed while it is written, and at most one is copied to the host at a time."""
+    """Write this rank's safetensors file. Each box is hashed while it is written; at most one is copied to the host at a time."""
     path = folder / f"rank-{rank:05}.safetensors"
-    _drop_own(folder.parent, path.name, needed)
-    folder.mkdir(parents=True, exist_ok=True)  # there already, unless this machine has a disk of its own
+    _remove_unshared(folder.parent, path.name, needed)
+    folder.mkdir(parents=True, exist_ok=True)  # exists already on a shared disk
     records = list(records)
     pieces = [
         (record, tuple(offset), tensor)
@@ -177,11 +183,11 @@ def _write_rank(
         for offset, tensor in record.boxes
         if tensor.numel() or 0 in record.global_shape
     ]
-    pieces.sort(key=lambda piece: -piece[2].element_size())  # so that every box begins at a multiple of its element size
+    pieces.sort(key=lambda piece: -piece[2].element_size())  # every box begins at a multiple of its element size
     header = _header([(box_key(record.role, record.name, offset), tensor) for record, offset, tensor in pieces])
     size = len(header) + sum(tensor.nbytes for _, _, tensor in pieces)
     require_space(folder, size, CheckpointError)
-    boxes: list[Box] = []
+    boxes: list[StoredBox] = []
     with writing(path, size, CheckpointError), open(path, "xb") as file, ThreadPoolExecutor(1) as hasher:
         file.write(header)
         for record, offset, tensor in pieces:
@@ -189,7 +195,7 @@ def _write_rank(
             digest = hasher.submit(hashlib.sha256, content)
             file.write(content)
             checksum = digest.result().hexdigest()
-            boxes.append(Box(record.name, record.role, offset, tuple(tensor.shape), dtype_name(tensor), path.name, checksum))
+            boxes.append(StoredBox(record.name, record.role, offset, tuple(tensor.shape), dtype_name(tensor), path.name, checksum))
         file.flush()
         fsync_file(file.fileno())
         if read_back:
@@ -202,7 +208,7 @@ def _write_rank(
 
 
 def _read_back(path: Path, header: bytes, pieces: Sequence[tuple[int, str]]) -> None:
-    """Compare what the disk gives back with what was meant to be written, before an older checkpoint may go."""
+    """Read the file back and compare, before an older checkpoint may be deleted."""
     with writing(path, error=CheckpointError), open(path, "rb") as file:
         same = file.read(len(header)) == header
         for size, checksum in pieces:
@@ -212,11 +218,11 @@ def _read_back(path: Path, header: bytes, pieces: Sequence[tuple[int, str]]) -> 
                 left -= len(chunk)
             same = same and digest.hexdigest() == checksum
     if not same:
-        raise CheckpointError(f"{path}: what was written is not what the disk gives back. Check the disk, or choose another.")
+        raise CheckpointError(f"{path}: the disk returns other bytes than were written. Check the disk, or use another one.")
 
 
 def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
-    """The head of a safetensors file: its own length in 8 bytes, then JSON, padded so that the data is aligned."""
+    """A safetensors header: its length in 8 bytes, then JSON, padded so that the data is aligned."""
     entries: dict[str, Any] = {}
     at = 0
     for key, tensor in tensors:
@@ -233,17 +239,17 @@ def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _manifest(step: int, world: int, parts: Sequence[Any], scalars: Mapping[str, Json]) -> Manifest:
+def _manifest(step: int, world: int, parts: Sequence[Any], scalars: Mapping[str, Json]) -> CheckpointManifest:
     shapes: dict[str, Ints] = {}
     for part in parts:
         for key, shape in part["shapes"].items():
             if shapes.setdefault(key, tuple(shape)) != tuple(shape):
                 raise ValueError(f"ranks disagree on the shape of {key}: {shapes[key]} and {tuple(shape)}")
-    boxes = [Box(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])}) for part in parts for box in part["boxes"]]
-    return Manifest(step, world, tuple(StoredFile(**part["file"]) for part in parts), shapes, tuple(boxes), scalars)
+    boxes = [StoredBox(**{**box, "offset": tuple(box["offset"]), "shape": tuple(box["shape"])}) for part in parts for box in part["boxes"]]
+    return CheckpointManifest(step, world, tuple(StoredFile(**part["file"]) for part in parts), shapes, tuple(boxes), scalars)
 
 
-def _finish(temporary: Path, final: Path, manifest: Manifest, tokenizer: Path | None) -> None:
+def _finish(temporary: Path, final: Path, manifest: CheckpointManifest, tokenizer: Path | None) -> None:
     for file in manifest.files:
         if not (temporary / file.path).exists():
             raise CheckpointError(f"{final}: {file.path} was written elsewhere. Put run.dir on a file system that all nodes share.")
@@ -261,7 +267,7 @@ def _finish(temporary: Path, final: Path, manifest: Manifest, tokenizer: Path | 
 
 
 def _copy_tokenizer(source: Path, target: Path) -> list[StoredFile]:
-    """Copy a tokenizer's own files; weights that lie in the same folder stay where they are."""
+    """Copy the files of a tokenizer, not weights in the same folder."""
     files = (
         [source]
         if source.is_file()
@@ -289,7 +295,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's elements in row-major order as bytes, copied only if they are not on the host already and in a row."""
+    """A tensor's elements in row-major order as bytes. Copies only if the tensor is not contiguous on the host."""
     import torch
 
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)

@@ -1,11 +1,11 @@
-"""Saving beside training: a step's state is copied to host memory, then a thread writes, verifies and retains while training goes on.
+"""Asynchronous saving: the state of a step is copied to host memory; a thread writes and verifies it while training continues.
 
     training:  ... step | copy to the host | step | step | step ...        stalled only for the copy
     thread:                                | write, hash, fsync, read back, manifest, rename, retain |
 
-One save is under way at a time; the next waits for it, but not for a store: what is whole on the disk is sent by a thread of its own
-(`uploads.py`). A save that fails leaves the older checkpoints, is told, and does not end training.
-All ranks come to the same end, because they agree on every stage over a group of their own.
+One save runs at a time; the next one waits for it. Uploads to an object store run in a separate thread (`uploads.py`) and delay no save.
+A save that fails leaves the older checkpoints in place, sends an alert and does not end training. All ranks reach the same result:
+they agree on every phase over a process group used by nothing else.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.checkpoint.best import ManifestCache
 from headway.checkpoint.config import CheckpointConfig
-from headway.checkpoint.heads import Heads
-from headway.checkpoint.host import HostCopy
+from headway.checkpoint.host_copy import HostCopy
 from headway.checkpoint.load import step_folders, step_of
 from headway.checkpoint.manifest import Json
-from headway.checkpoint.remote import Remote
-from headway.checkpoint.retention import Own, retain
+from headway.checkpoint.remote import RemoteCheckpoints
+from headway.checkpoint.retention import RunScope, retain
 from headway.checkpoint.save import ALONE, TensorRecord, Writers, clean, save_checkpoint
 from headway.checkpoint.uploads import Uploads
 from headway.errors import CheckpointError, HeadwayError
@@ -33,16 +33,16 @@ from headway.runtime.storage import writing
 log = logging.getLogger("headway")
 
 MEMORY_SHARE = 0.5
-"""Of the free host memory, what copies of all ranks on a machine may take before `async: auto` writes without a copy."""
+"""`async: auto` makes a copy only if the copies of all ranks on a machine fit into this share of its free memory."""
 POLL_SECONDS = 0.1
 HURRY_SECONDS = 5.0
-"""How long an upload may still take once a stopped run does not wait for it any longer."""
+"""How long a stopped run still waits for an upload before it leaves it to the next start."""
 ABANDON_SECONDS = 60.0
-"""How long a failing run still waits for the save under way."""
+"""How long a failing run waits for a running save."""
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """One save."""
 
     step: int
@@ -51,34 +51,33 @@ class Job:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Its name in messages."""
         return f"the {'snapshot' if self.snapshot else 'checkpoint'} of step {self.step}"
 
 
 class Saver:
-    """Saves the state of a run, beside training where there is memory for a copy. All ranks call the same methods in the same order."""
+    """Saves the state of a run, asynchronously where memory allows. All ranks call the same methods in the same order."""
 
     def __init__(self, checkpoints: Path, config: CheckpointConfig, writers: Writers = ALONE, tokenizer: Path | None = None) -> None:
         self.checkpoints, self.config, self.writers, self.tokenizer = checkpoints, config, writers, tokenizer
         self.saved_step = 0
-        """The newest step of which a checkpoint is known to be complete."""
+        """Step of the newest complete checkpoint."""
         self.started_step = 0
-        """The newest step of which a checkpoint was begun; the same on all ranks at any moment."""
+        """Step of the newest checkpoint that was started; equal on all ranks."""
         self.failed: CheckpointError | None = None
         """Why the newest save failed; None once one succeeds."""
-        self.tell: Callable[[str], None] = lambda text: None
-        """Told of every save that fails, on the first rank, from any thread."""
-        self.remote: Remote | None = None
-        """Where checkpoints go once they are complete here."""
+        self.report: Callable[[str], None] = lambda text: None
+        """Called with a message for every save that fails, on rank 0, from any thread."""
+        self.remote: RemoteCheckpoints | None = None
+        """Where complete checkpoints are uploaded."""
         self.ranks_here = 1
-        """Ranks on this machine, which share its memory."""
+        """Ranks that share the memory of this machine."""
         self.run = ""
-        """Which run this is; its checkpoints say so."""
+        """The id of the run, written into its checkpoints."""
         self.on_saved: Callable[[int], None] = lambda step: None
-        """Called on the first rank with the step of every save that is complete, before older ones go."""
-        self.heads = Heads()
-        """What the checkpoints here say about themselves, read once."""
-        self.uploads = Uploads(self._send, self._not_sent)
+        """Called on rank 0 with the step of every complete save, before older checkpoints are deleted."""
+        self.manifests = ManifestCache()
+        self.uploads = Uploads(self._send, self._report_failed_upload)
         self._tidying = threading.Lock()
         self._failures = 0
         self._host = HostCopy()
@@ -86,36 +85,36 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._bug: BaseException | None = None
 
-    def send_to(self, remote: Remote) -> None:
-        """Send every checkpoint to a store, once it is complete here."""
+    def send_to(self, remote: RemoteCheckpoints) -> None:
+        """Upload every checkpoint once it is complete on disk."""
         self.remote = remote
         self.uploads.hurry = lambda on: remote.store.hurry(on=on)
 
-    def on_failure(self, tell: Callable[[str], None]) -> None:
-        """Whom to tell of saves that fail, and of a store that does not answer."""
-        self.tell = tell
+    def on_failure(self, report: Callable[[str], None]) -> None:
+        """Report failed saves and an object store that does not answer to `report`."""
+        self.report = report
         if self.remote is not None:
 
-            def trouble(text: str) -> None:
+            def warn(text: str) -> None:
                 log.warning("%s", text)
-                tell(text)
+                report(text)
 
-            self.remote.store.on_trouble = trouble
+            self.remote.store.on_trouble = warn
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save or an upload is under way."""
+        """Whether a save or an upload is running."""
         thread = self._thread
         return (thread is not None and thread.is_alive()) or self.uploads.is_busy
 
-    def save(self, job: Job, records: Iterable[TensorRecord]) -> float:
-        """Save; returns for how many seconds the caller was kept from other work. A failure is told, not raised."""
+    def save(self, job: SaveJob, records: Iterable[TensorRecord]) -> float:
+        """Save, and return the seconds the caller was blocked. A failure is reported, not raised."""
         begun = time.perf_counter()
-        self.make_room()
+        self.wait_for_save()
         if not job.snapshot:
             self.started_step = job.step
         records = list(records)
-        if self._is_beside(records):
+        if self._is_asynchronous(records):
             copied = self._host.take(records)
             self._thread = threading.Thread(target=self._work, args=(job, copied), name="headway-save", daemon=True)
             self._thread.start()
@@ -125,21 +124,21 @@ class Saver:
         return time.perf_counter() - begun
 
     def wait(self) -> None:
-        """Wait until nothing is under way, neither a save nor an upload."""
-        self.make_room()
+        """Wait for the running save and all uploads."""
+        self.wait_for_save()
         self.uploads.wait()
         self._raise_bug()
 
-    def make_room(self) -> None:
-        """Wait until no save is under way; what goes to a store keeps nobody waiting."""
+    def wait_for_save(self) -> None:
+        """Wait for the running save, not for uploads."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self._raise_bug()
 
-    def part(self, seconds: float) -> None:
-        """For a run that was asked to stop: what is whole on the disk but cannot be sent in so many seconds is left to the next start."""
-        self.make_room()
+    def leave_uploads(self, seconds: float) -> None:
+        """For a run that stops: uploads that do not finish within `seconds` are left to the next start; the disk has the checkpoint."""
+        self.wait_for_save()
         if self.remote is None:
             return
         until = time.monotonic() + seconds
@@ -150,19 +149,19 @@ class Saver:
         if not all(self.writers.gather(is_sent)):
             self.uploads.leave()
             if self.writers.rank == 0:
-                log.warning("the checkpoint of step %d stays on the disk; the next start sends it", self.saved_step)
+                log.warning("the checkpoint of step %d is on disk but not uploaded; the next start uploads it", self.saved_step)
         self._raise_bug()
 
     def require(self) -> None:
-        """Wait, and raise what the newest save failed of: at the end of a run nothing may be lost silently."""
+        """Wait, and raise the error of the newest save if it failed: a run must not end with a silent loss."""
         self.wait()
         if (problem := self.failed or self.uploads.failed) is not None:
             raise CheckpointError(
-                f"the last save failed: {problem} In {self.checkpoints} {self._newest()}; the same command goes on from there."
+                f"the last save failed: {problem} In {self.checkpoints} {self._newest()}. The same command resumes from it."
             )
 
     def abandon(self) -> None:
-        """The run is failing: give what is under way a while to end."""
+        """For a failing run: wait a limited time for running saves and uploads."""
         until = time.monotonic() + ABANDON_SECONDS
         if self._thread is not None:
             self._thread.join(ABANDON_SECONDS)
@@ -174,8 +173,8 @@ class Saver:
         if bug is not None:
             raise bug
 
-    def _is_beside(self, records: list[TensorRecord]) -> bool:
-        """Whether there is memory for a copy, decided at the first save, by all ranks alike."""
+    def _is_asynchronous(self, records: list[TensorRecord]) -> bool:
+        """Whether saves use a copy in host memory. All ranks decide together at the first save."""
         wanted = self.config.asynchronous
         if self._copies is None and wanted == "auto":
             needed = sum(tensor.nbytes for record in records for _, tensor in record.boxes) * self.ranks_here
@@ -184,13 +183,11 @@ class Saver:
             answers = self.writers.gather(fits)
             self._copies = all(answers)
             if not self._copies and self.writers.rank == 0:
-                log.warning(
-                    "saves are not made beside training: a copy takes %.1f GB of host memory, too much of what is free", needed / 1e9
-                )
+                log.warning("saves block training: a copy needs %.1f GB, more than half of the free host memory", needed / 1e9)
         return wanted is True or self._copies is True
 
-    def _work(self, job: Job, records: list[TensorRecord]) -> None:
-        """The whole save; whatever goes wrong is told, and a bug is kept for the main thread."""
+    def _work(self, job: SaveJob, records: list[TensorRecord]) -> None:
+        """One whole save. Failures are reported; an unexpected exception is raised later in the main thread."""
         begun = time.perf_counter()
         try:
             path = save_checkpoint(
@@ -201,7 +198,7 @@ class Saver:
                 self.saved_step = job.step
             if self.writers.rank == 0:
                 log.info("saved %s in %.1f s", path, time.perf_counter() - begun)
-            self._quietly(lambda: self.on_saved(job.step), "the record of what was saved", "written")
+            self._best_effort(lambda: self.on_saved(job.step), "the record of saved steps", "written")
             if self.remote is not None:
                 self.uploads.put(path.name)
             self._retain(job.step)
@@ -212,27 +209,27 @@ class Saver:
             self._bug = bug
 
     def _send(self, name: str) -> None:
-        """Send a checkpoint to the store; where that fails, the local one stays and the next save or start tries again."""
+        """Upload a checkpoint. If that fails, the local one stays and the next save or start tries again."""
         assert self.remote is not None
         begun, path, remote = time.perf_counter(), self.checkpoints / name, self.remote
         remote.publish(path, self.uploads.writers)
         if self.writers.rank == 0:
-            log.info("sent %s to %s in %.1f s", name, remote.place, time.perf_counter() - begun)
-        own = Own(self.run, step_of(path))
-        self._quietly(lambda: remote.retain(own), "older checkpoints in the store")
+            log.info("uploaded %s to %s in %.1f s", name, remote.place, time.perf_counter() - begun)
+        own = RunScope(self.run, step_of(path))
+        self._best_effort(lambda: remote.retain(own), "older checkpoints in the object store")
         here = self.config.model_copy(update={"keep_last": 1, "keep_best": min(1, self.config.keep_best), "keep_every": None})
-        self._quietly(lambda: retain(self.checkpoints, here, own, self.heads, self.uploads.names), "older local checkpoints")
+        self._best_effort(lambda: retain(self.checkpoints, here, own, self.manifests, self.uploads.names), "older local checkpoints")
 
-    def _not_sent(self, name: str, problem: CheckpointError, in_a_row: int) -> None:
+    def _report_failed_upload(self, name: str, problem: CheckpointError, in_a_row: int) -> None:
         if self.writers.rank == 0:
             times = "" if in_a_row == 1 else f" ({in_a_row} uploads in a row)"
-            job = Job(step_of(self.checkpoints / name), {}, name.startswith("snapshot"))
-            text = f"{job.name} was not sent{times}: {problem} Training goes on; {self._newest()}."
+            job = SaveJob(step_of(self.checkpoints / name), {}, name.startswith("snapshot"))
+            text = f"{job.name} was not uploaded{times}: {problem} Training continues; {self._newest()}."
             log.error("%s", text)
-            self.tell(text)
+            self.report(text)
 
     def resume_upload(self) -> None:
-        """At the start of a run: what an earlier start left complete on the disk, but not in the store, goes up beside training."""
+        """At the start of a run: upload the newest checkpoint if it is complete on disk but not in the store."""
         if self.remote is None:
             return
         folders: list[Path] = []
@@ -245,31 +242,31 @@ class Saver:
         if name is not None:
             self.uploads.put(name)
 
-    def _failed(self, job: Job, problem: CheckpointError) -> None:
-        """Tell, every time: a failure that is told once and goes on is forgotten."""
+    def _failed(self, job: SaveJob, problem: CheckpointError) -> None:
+        """Report every failure, not only the first: a repeated failure must not be forgotten."""
         self.failed = problem
         self._failures += 1
         if self.writers.rank == 0:
             times = "" if self._failures == 1 else f" ({self._failures} saves in a row)"
-            text = f"{job.name} was not saved{times}: {problem} Training goes on; {self._newest()}."
+            text = f"{job.name} was not saved{times}: {problem} Training continues; {self._newest()}."
             log.error("%s", text)
-            self.tell(text)
+            self.report(text)
 
     def _retain(self, step: int) -> None:
-        """Let go what need not stay; the new checkpoint is whole even if this fails."""
-        own, names = Own(self.run, step), self.uploads.names
-        self._quietly(lambda: retain(self.checkpoints, self.config, own, self.heads, names), "older checkpoints")
+        """Delete checkpoints that retention does not keep. If this fails, the new checkpoint is complete all the same."""
+        own, names = RunScope(self.run, step), self.uploads.names
+        self._best_effort(lambda: retain(self.checkpoints, self.config, own, self.manifests, names), "older checkpoints")
 
-    def _quietly(self, work: Callable[[], object], what: str, verb: str = "removed") -> None:
-        """Tidy up on the first rank; a failure is told and fails nothing."""
+    def _best_effort(self, work: Callable[[], object], what: str, verb: str = "removed") -> None:
+        """Do `work` on rank 0; a failure is reported and fails nothing else."""
         if self.writers.rank == 0:
             try:
                 with self._tidying, writing(self.checkpoints, error=CheckpointError):
                     work()
             except HeadwayError as problem:
-                text = f"{what} cannot be {verb}: {problem}"
+                text = f"{what} could not be {verb}: {problem}"
                 log.error("%s", text)
-                self.tell(text)
+                self.report(text)
 
     def _newest(self) -> str:
-        return f"the newest checkpoint on the disk is of step {self.saved_step}" if self.saved_step else "there is no checkpoint yet"
+        return f"the newest checkpoint on disk is of step {self.saved_step}" if self.saved_step else "there is no checkpoint yet"

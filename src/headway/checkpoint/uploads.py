@@ -1,10 +1,10 @@
-"""Checkpoints go to a store in a thread of their own, one at a time; a slow store delays no save.
+"""Uploads to an object store: one thread sends checkpoints one at a time, so that a slow store delays no save.
 
-    saved:   10 ──▶ 20 ──▶ 30 ──▶ 40              each is whole on the disk before it is put here
-    sent:    10 ───────────────▶ 40 ──▶           what waits is replaced by what is newer: 20 and 30 are never sent
+    saved:   10 ──▶ 20 ──▶ 30 ──▶ 40              each is complete on disk before it is put here
+    sent:    10 ───────────────▶ 40 ──▶           a newer checkpoint replaces a waiting one: 20 and 30 are never sent
 
-Only names wait. All ranks put the same names in the same order; the first one decides which is sent next, over a group of ranks that
-nothing else uses.
+Only names wait. All ranks put the same names in the same order; rank 0 decides which is sent next, over a process group used by nothing
+else.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Uploads:
     def __init__(self, send: Callable[[str], None], report: Callable[[str, CheckpointError, int], None], writers: Writers = ALONE) -> None:
         self._send, self._report, self.writers = send, report, writers
         self.hurry: Callable[[bool], None] = lambda on: None
-        """Called with whether a newer checkpoint waits, so that a store that is down is not asked for long about an older one."""
+        """Called with whether a newer checkpoint waits; then calls to a store that is down are not retried for long."""
         self.failed: CheckpointError | None = None
         """Why the newest upload failed; None once one succeeds."""
         self.bug: BaseException | None = None
         self._failures = 0
         self._turns: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._newest: str | None = None
-        """What is to be sent next."""
+        """Sent next."""
         self._current: str | None = None
         self._left = 0
         self._changed = threading.Condition()
@@ -41,17 +41,17 @@ class Uploads:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is under way or waits."""
+        """Whether an upload is running or waiting."""
         return self._left > 0
 
     @property
     def names(self) -> set[str]:
-        """What must stay on the disk until it is sent."""
+        """Checkpoints that must stay on disk until they are sent."""
         with self._changed:
             return {name for name in (self._current, self._newest) if name is not None}
 
     def put(self, name: str) -> None:
-        """Send a checkpoint as soon as the one under way is done, unless a newer one comes before that."""
+        """Send a checkpoint after the running upload, unless a newer one replaces it before that."""
         with self._changed:
             self._newest = name
             self._left += 1
@@ -63,12 +63,12 @@ class Uploads:
             self._thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until nothing is under way; returns whether that is so."""
+        """Wait for all uploads; returns whether they are done."""
         with self._changed:
             return self._changed.wait_for(lambda: self._left == 0, seconds)
 
     def leave(self) -> None:
-        """The run stops without the rest: nobody waits for it any more, and the next start sends it."""
+        """Stop waiting for unfinished uploads; the next start sends them."""
         with self._changed:
             self.failed, self._left = None, 0
 
@@ -85,7 +85,7 @@ class Uploads:
                 self._changed.notify_all()
 
     def _turn(self) -> None:
-        """One for each name that was put, on every rank; nothing is to do where a newer one was sent in its place."""
+        """One turn per name, on every rank. A turn is empty if a newer checkpoint was sent in place of its own."""
         with self._changed:
             self._current, self._newest = self._newest, None
             self.hurry(False)

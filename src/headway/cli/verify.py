@@ -17,9 +17,9 @@ def checkpoint(
 ) -> None:
     """Check a checkpoint: files, checksums, shapes, finite values, one generation; exit code 1 with a list of problems, if any."""
     from headway.infer.check import check_checkpoint
-    from headway.runtime.places import place_of
+    from headway.runtime.paths import parse_path
 
-    local = place_of(path)
+    local = parse_path(path)
     if isinstance(local, Path) and not local.exists():
         raise ConfigError(f"{path}: no such folder. Give a run folder, a checkpoint folder or s3://bucket/prefix.")
     report = check_checkpoint(path)

@@ -9,7 +9,7 @@ from pydantic import field_validator, model_validator
 
 from headway.config.section import Section, setting
 from headway.errors import ConfigError
-from headway.runtime.places import cache_home
+from headway.runtime.paths import cache_home
 from headway.text.record_keys import KeyMap
 
 Packing = Literal["best_fit", "concat", "pad", "one_document"]

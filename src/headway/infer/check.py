@@ -21,7 +21,7 @@ from headway.infer.prefill import last_hidden
 from headway.model.config import ModelConfig
 from headway.model.kv_cache import KVCache
 from headway.model.layout import param_specs
-from headway.runtime.places import Place, place_of
+from headway.runtime.paths import AnyPath, parse_path
 from headway.runtime.progress import progress
 
 NEW_TOKENS = 8
@@ -53,7 +53,7 @@ class Report:
             return None
 
 
-def check_checkpoint(path: Place | str) -> Report:
+def check_checkpoint(path: AnyPath | str) -> Report:
     """Look at everything in a checkpoint; for a run, at its newest."""
     report = Report(str(path))
     place = report.found(lambda: _newest(path))
@@ -71,9 +71,9 @@ def check_checkpoint(path: Place | str) -> Report:
     return report
 
 
-def _newest(path: Place | str) -> Place:
+def _newest(path: AnyPath | str) -> AnyPath:
     """The checkpoint itself, or the newest of a folder, good or not."""
-    place = place_of(path)
+    place = parse_path(path)
     if isinstance(place, Path) and not (place / MANIFEST).is_file() and not STEP_FOLDER.fullmatch(place.resolve().name):
         folders = step_folders(place / CHECKPOINTS) or step_folders(place)
         return folders[-1] if folders else locate(place)

@@ -34,7 +34,7 @@ from headway.model.loading.internlm import is_internlm, open_internlm
 from headway.model.loading.unsupported import named_format
 from headway.model.loading.untrusted import check_finite
 from headway.runtime.json_file import read_object
-from headway.runtime.places import Place, S3Path, place_of
+from headway.runtime.paths import AnyPath, S3Path, parse_path
 from headway.text.hub import is_hub_id, local_or_hub
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 class StoredModel:
     """A model on disk: its shape is known, its weights are read when they are asked for."""
 
-    path: Place
+    path: AnyPath
     config: ModelConfig
     tokenizer_folder: Path | None
     weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -94,7 +94,7 @@ class LoadedModel:
     model: Model
     config: ModelConfig
     tokenizer: Tokenizer | None
-    path: Place
+    path: AnyPath
     end_ids: frozenset[int] = frozenset()
     """Ids that end a text."""
     masks: HeadMasks | None = None
@@ -127,9 +127,9 @@ class LoadedModel:
         return self.model.head_weight.device
 
 
-def find_model(path: Place | str) -> StoredModel:
+def find_model(path: AnyPath | str) -> StoredModel:
     """The model a path means, opened but not read."""
-    place = place_of(path)
+    place = parse_path(path)
     if isinstance(place, S3Path):
         return _checkpoint(locate(place))
     path = place
@@ -164,7 +164,7 @@ def _is_dir(path: Path) -> bool:
         return False
 
 
-def find_own(path: Place | str, family: str | None) -> StoredModel:
+def find_own(path: AnyPath | str, family: str | None) -> StoredModel:
     """The model a path means, whose family of one's own `--family` names."""
     found = find_model(path)
     if family is not None and found.of_family(family) is found:
@@ -214,7 +214,7 @@ def _pretrained(folder: Path) -> StoredModel:
     return StoredModel(folder, gated, tokenizer_folder, weights, read_end_ids(folder), masks_file=table if table.is_file() else None)
 
 
-def _checkpoint(folder: Place) -> StoredModel:
+def _checkpoint(folder: AnyPath) -> StoredModel:
     reader = open_checkpoint(folder)
     shape: Any = reader.scalars.get("model")
     if not isinstance(shape, dict):
@@ -241,7 +241,7 @@ def _checkpoint(folder: Place) -> StoredModel:
     return replace(found, weights=lambda: carried.merged(config), carried=carried)
 
 
-def load_model(path: Place | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:
+def load_model(path: AnyPath | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:
     """Read a model onto a device; without a dtype it computes in fp32 on the CPU and in bf16 elsewhere.
 
     Every head keeps the whole past, also where the model was trained under masks: `model.with_mask_choice(MaskChoice())` uses its own.

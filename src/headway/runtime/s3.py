@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import CheckpointError, ConfigError, hide_credentials
-from headway.runtime.places import S3Path
+from headway.runtime.paths import S3Path
 
 log = logging.getLogger("headway")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headway.checkpoint.remote import Remote
+from headway.checkpoint.remote import RemoteCheckpoints
 from headway.checkpoint.save import Writers
 from headway.checkpoint.saver import Saver
 from headway.data.batch import StepBatch
@@ -162,13 +162,13 @@ def _peak_dtype(recipe: Recipe, compute: Compute) -> str:
 def make_saver(resolved: Resolved, start: Start, ranks: RankGroups, process: Process) -> Saver:
     """The saver of a run. Its ranks use a group of their own, because it works while training exchanges tensors."""
     config = resolved.recipe.checkpoint
-    local, remote = config.place(start.folder)
+    local, remote = config.locations(start.folder)
     timeout_seconds = resolved.recipe.parallel.timeout_seconds
     group = ranks.world.host_group(timeout_seconds)
     saver = Saver(local, config, Writers(group.rank, group.size, group.gather), resolved.tokenizer_path)
     saver.ranks_here = -(-process.world // process.num_nodes)
     if remote is not None:
-        saver.send_to(Remote(remote, config))
+        saver.send_to(RemoteCheckpoints(remote, config))
         sending = ranks.world.host_group(max(timeout_seconds, UPLOAD_SECONDS))  # saves continue meanwhile, over the other group
         saver.uploads.writers = Writers(sending.rank, sending.size, sending.gather)
     return saver

@@ -56,11 +56,11 @@ def run_loop(run: Run) -> dict[str, Any]:
                     gc.collect()
             run.report(everything=True)
             run.heart.beat("save", state.step)
-            run.saver.make_room()
+            run.saver.wait_for_save()
             if state.step > run.saver.saved_step and (run.recipe.checkpoint.at_end or stopped_by is not None):
                 run.save()
             if stopped_by is not None:
-                run.saver.part(run.recipe.run.grace_seconds / 2)
+                run.saver.leave_uploads(run.recipe.run.grace_seconds / 2)
     finally:
         run.loader.close()
         gc.enable()

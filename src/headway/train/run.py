@@ -15,7 +15,7 @@ from typing import Any
 from headway.checkpoint.best import is_among_best, metric_value, require_metric
 from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import open_checkpoint
-from headway.checkpoint.saver import Job, Saver
+from headway.checkpoint.saver import SaveJob, Saver
 from headway.config.load import dump_yaml
 from headway.data.batch import Batch
 from headway.data.config import ResolvedBatch
@@ -155,7 +155,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        return self.recipe.checkpoint.place(self.start.folder)[0]
+        return self.recipe.checkpoint.locations(self.start.folder)[0]
 
     @property
     def heart(self) -> Heartbeat:
@@ -297,9 +297,9 @@ class Run:
             require_metric(state.valid, config.metric)
             stop = self.recipe.eval.stop
             if due != "checkpoint" and (config.on_best or (stop is not None and stop.restore_best)):
-                self.saver.make_room()  # a save in progress counts
+                self.saver.wait_for_save()  # a save in progress counts
                 value = metric_value(state.valid, config.metric)
-                best = self.process.is_first and is_among_best(value, self.checkpoints, config, self.saver.heads)
+                best = self.process.is_first and is_among_best(value, self.checkpoints, config, self.saver.manifests)
                 due = "checkpoint" if self.ranks.world.max(int(best)) else due
         return due
 
@@ -312,7 +312,7 @@ class Run:
         begun = time.perf_counter()
         self.metrics.sync()
         self.state.seconds = self.clock.seconds()
-        self.saver.save(Job(self.state.step, self.state.scalars(), snapshot), self.state.records())
+        self.saver.save(SaveJob(self.state.step, self.state.scalars(), snapshot), self.state.records())
         self.heart.beat("step", self.state.step)
         self.meter.stalled(time.perf_counter() - begun)
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.checkpoint.remote import Remote
+from headway.checkpoint.remote import RemoteCheckpoints
 from headway.checkpoint.retention import set_aside_later
 from headway.config.load import dump_yaml
 from headway.errors import ConfigError
@@ -113,7 +113,7 @@ class RunLocks:
 def lock_run(recipe: Recipe, world: RankGroup) -> Iterator[RunLocks]:
     """Let the first rank lock the run's folders before anything there is read or changed; refuse on all ranks where they are in use."""
     folder = recipe.run.folder
-    checkpoints, _ = recipe.checkpoint.place(folder)
+    checkpoints, _ = recipe.checkpoint.locations(folder)
     folders = [folder] if checkpoints.is_relative_to(folder) else [folder, checkpoints]
     locks = RunLocks()
 
@@ -162,8 +162,8 @@ def prepare_folder(start: Start, recipe: Recipe, moved: Callable[[], None] = lam
     if start.set_aside is not None:
         move_aside(start.folder, start.set_aside)
         moved()
-    local, place = recipe.checkpoint.place(start.folder)
-    remote = None if place is None else Remote(place, recipe.checkpoint)
+    local, place = recipe.checkpoint.locations(start.folder)
+    remote = None if place is None else RemoteCheckpoints(place, recipe.checkpoint)
     saved = new_save_record()
     if start.checkpoint is not None or start.from_scratch:
         saved = clear_save_record(start.folder)

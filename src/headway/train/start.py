@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.checkpoint.load import Found, Reader, locate, newest_good, open_checkpoint, step_folders, step_of
-from headway.checkpoint.remote import PROBE_SECONDS, Remote
-from headway.checkpoint.source import source_of
+from headway.checkpoint.load import FoundCheckpoint, Reader, locate, newest_good, open_checkpoint, step_folders, step_of
+from headway.checkpoint.remote import PROBE_SECONDS, RemoteCheckpoints
+from headway.checkpoint.files import source_of
 from headway.config.load import load
 from headway.config.section import differences
 from headway.errors import CheckpointError, ConfigError
 from headway.infer.load import FINAL
-from headway.runtime.places import Place, place_of
+from headway.runtime.paths import AnyPath, parse_path
 from headway.runtime.process import restarted_job
 from headway.runtime.s3 import StoreDown
 from headway.runtime.storage import check_writable
@@ -50,11 +50,11 @@ class Start:
 def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
     """Read the run folder and decide; a run with another model or data is refused with the differences. `resume`: auto, never or a path."""
     folder = recipe.run.folder
-    local, place = recipe.checkpoint.place(folder)
+    local, place = recipe.checkpoint.locations(folder)
     refuse_broken_links([folder, folder / RECIPE, local])
     for here in (folder, local):
         check_writable(here)
-    remote = None if place is None else Remote(place, recipe.checkpoint)
+    remote = None if place is None else RemoteCheckpoints(place, recipe.checkpoint)
     if remote is not None:
         _probe(remote, has_begun=(folder / RECIPE).exists())
     if resume not in ("auto", "never"):
@@ -111,7 +111,7 @@ def refuse_leftovers(folder: Path, checkpoints: Path) -> None:
             )
 
 
-def _refuse_missing(folder: Path, places: Sequence[Place], saved: SaveRecord | None, found: Sequence[Found]) -> None:
+def _refuse_missing(folder: Path, places: Sequence[AnyPath], saved: SaveRecord | None, found: Sequence[FoundCheckpoint]) -> None:
     """Refuse to resume from an older step than was saved; a damaged checkpoint is not missing."""
     readable = [one.reader.step for one in found if one.reader is not None]
     damaged = [step_of(path) for one in found for path, _ in one.rejected]
@@ -136,12 +136,12 @@ def _last_step(metrics: Path) -> int:
         return 0
 
 
-def _step_found(found: Found) -> int:
+def _step_found(found: FoundCheckpoint) -> int:
     """Orders finds by their step; one with nothing but damaged checkpoints comes before one with none."""
     return found.reader.step if found.reader is not None else 0 if found.rejected else -1
 
 
-def _probe(remote: Remote, *, has_begun: bool) -> None:
+def _probe(remote: RemoteCheckpoints, *, has_begun: bool) -> None:
     """Refuse an object store that cannot be written. One that worked before may be down for a while: retry, and raise no ConfigError."""
     try:
         remote.probe(remote.config.retry_seconds if has_begun else PROBE_SECONDS)
@@ -166,7 +166,7 @@ def agree_on_start(recipe: Recipe, resume: str, world: RankGroup) -> Start:
 
     def decide() -> dict[str, Any]:
         nonlocal start
-        resumes = is_restart(recipe.run.folder) and (resume == "never" or bool(step_folders(recipe.checkpoint.place(recipe.run.folder)[0])))
+        resumes = is_restart(recipe.run.folder) and (resume == "never" or bool(step_folders(recipe.checkpoint.locations(recipe.run.folder)[0])))
         start = decide_start(recipe, "auto" if resumes else resume)
         return {
             "checkpoint": None if start.checkpoint is None else str(start.checkpoint.path),
@@ -185,11 +185,11 @@ def agree_on_start(recipe: Recipe, resume: str, world: RankGroup) -> Start:
 
 def _open_verified(text: str, resume: str) -> Reader:
     """The checkpoint the first rank has chosen; a folder that `auto` found was verified by it and is not verified again."""
-    place = place_of(text)
+    place = parse_path(text)
     return open_checkpoint(place, verify=resume != "auto" or not isinstance(place, Path))
 
 
-def _allowed_changes(old: Place, recipe: Recipe) -> list[str]:
+def _allowed_changes(old: AnyPath, recipe: Recipe) -> list[str]:
     """The free settings that differ from an earlier recipe; a fixed one that differs is refused."""
     source = source_of(old.parent)
     if source.read(old.name) is None:

@@ -28,7 +28,7 @@ from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.model.loading.internlm import InternlmState, is_internlm
 from headway.parallel.engine import Engine
-from headway.runtime.places import place_of
+from headway.runtime.paths import parse_path
 from headway.train.config import Content, Recipe
 from headway.train.early_stopping import EarlyStopping
 from headway.train.health import LossMonitor
@@ -147,7 +147,7 @@ def apply_init_content(recipe: Recipe, state: TrainState) -> None:
     wanted: set[str] = set(recipe.init.contents)
     if wanted == {"model"} or recipe.init.source is None:
         return
-    place = place_of(recipe.init.source)
+    place = parse_path(recipe.init.source)
     if isinstance(place, Path) and is_internlm(place):
         _take_internlm(InternlmState(place, state.model), wanted, state)
         _log_content(place, wanted)

@@ -139,10 +139,10 @@ def test_a_pickle_in_the_place_of_a_file_is_refused_and_never_run(tmp_path: Path
 
 
 def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
-    from headway.checkpoint.manifest import Manifest, StoredFile, read_manifest
+    from headway.checkpoint.manifest import CheckpointManifest, StoredFile, read_manifest
 
     for name in ("../secret", "/etc/passwd", ""):
-        (tmp_path / "manifest.json").write_bytes(Manifest(1, 1, (StoredFile(name, 1),), {}, (), {}).to_bytes())
+        (tmp_path / "manifest.json").write_bytes(CheckpointManifest(1, 1, (StoredFile(name, 1),), {}, (), {}).to_bytes())
         with pytest.raises(CheckpointError, match="lies outside"):
             read_manifest(tmp_path)
 

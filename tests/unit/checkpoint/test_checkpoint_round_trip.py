@@ -127,7 +127,7 @@ def test_any_cut_is_read_in_any_other_and_a_missing_box_is_refused(tmp_path_fact
     gone = held.pop(drop % len(held))
     lacking = open_checkpoint(save_checkpoint(folder, 2, [TensorRecord("t", "cut", shape, [*held, (gone[0], gone[1][:0])])], {}))
     for refuse in (lambda: lacking.read("t", "cut"), lacking.verify):
-        with pytest.raises(CheckpointError, match=r"cut:t lacks elements|have types none"):
+        with pytest.raises(CheckpointError, match=r"cut:t lacks elements|have the dtypes none"):
             refuse()
 
 

@@ -135,8 +135,8 @@ def test_a_manifest_is_read_once_however_often_checkpoints_are_retained(tmp_path
         save_checkpoint(tmp_path, step, [], {"valid": {"a": {"loss": float(step)}}})
     read: list[str] = []
     plain = heads.read_head
-    monkeypatch.setattr(heads, "read_head", lambda path: (read.append(path.name), plain(path))[1])
-    known = heads.Heads()
+    monkeypatch.setattr(heads, "read_summary", lambda path: (read.append(path.name), plain(path))[1])
+    known = heads.ManifestCache()
     assert retain(tmp_path, config, heads=known) == [] and len(read) == 8
     assert (tmp_path / "best-1").readlink().name == "step-00000001"
     save_checkpoint(tmp_path, 9, [], {"valid": {"a": {"loss": 0.5}}})
@@ -149,9 +149,9 @@ def test_a_manifest_is_read_once_however_often_checkpoints_are_retained(tmp_path
 
 
 def test_the_head_of_a_manifest_says_what_the_whole_says(tmp_path: Path) -> None:
-    from headway.checkpoint.manifest import read_head, read_manifest
+    from headway.checkpoint.manifest import read_manifest, read_summary
 
     scalars = {"valid": {"a": {"loss": 1.5}}, "odd": ['\n "shapes": {}', '\n "version": 7', {"files": []}], "deep": {"shapes": {"x": 1}}}
     path = save_checkpoint(tmp_path, 3, [], scalars)
-    head, whole = read_head(path), read_manifest(path)
+    head, whole = read_summary(path), read_manifest(path)
     assert (head.step, head.run, head.scalars, head.files) == (whole.step, whole.run, whole.scalars, whole.files)

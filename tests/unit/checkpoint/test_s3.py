@@ -11,12 +11,12 @@ from support.s3_server import Store, serve_s3
 
 from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import locate, newest_good, open_checkpoint
-from headway.checkpoint.remote import Remote
+from headway.checkpoint.remote import RemoteCheckpoints
 from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
-from headway.checkpoint.saver import Job, Saver
+from headway.checkpoint.saver import SaveJob, Saver
 from headway.errors import CheckpointError, ConfigError
 from headway.runtime import s3 as s3_module
-from headway.runtime.places import S3Path, place_of
+from headway.runtime.paths import S3Path, parse_path
 from headway.runtime.s3 import S3, StoreDown
 
 PLACE = S3Path("bucket", "runs/one")
@@ -35,7 +35,7 @@ def config(**values: Any) -> CheckpointConfig:
 
 def saver(folder: Path, **values: Any) -> Saver:
     made = Saver(folder, config(**values))
-    made.send_to(Remote(PLACE, made.config))
+    made.send_to(RemoteCheckpoints(PLACE, made.config))
     return made
 
 
@@ -49,7 +49,7 @@ def state(value: float, size: int = 1000) -> list[TensorRecord]:
 
 
 def save(one: Saver, step: int, loss: float | None = None) -> None:
-    one.save(Job(step, {"valid": None if loss is None else {"web": {"loss": loss}}}), state(float(step)))
+    one.save(SaveJob(step, {"valid": None if loss is None else {"web": {"loss": loss}}}), state(float(step)))
 
 
 def tokenizer(folder: Path) -> Path:
@@ -59,12 +59,12 @@ def tokenizer(folder: Path) -> Path:
 
 
 def test_texts_mean_places() -> None:
-    assert place_of("s3://b/x/y") == place_of("boto3:s3://b/x/y") == place_of(Path("s3://b/x/y")) == S3Path("b", "x/y")
-    assert place_of("boto3:s3://b.10.0.0.1:80/x") == S3Path("b", "x", "http://10.0.0.1:80")
-    assert place_of("local:/data/x") == Path("/data/x") == place_of("/data/x")
+    assert parse_path("s3://b/x/y") == parse_path("boto3:s3://b/x/y") == parse_path(Path("s3://b/x/y")) == S3Path("b", "x/y")
+    assert parse_path("boto3:s3://b.10.0.0.1:80/x") == S3Path("b", "x", "http://10.0.0.1:80")
+    assert parse_path("local:/data/x") == Path("/data/x") == parse_path("/data/x")
     assert str(S3Path("b", "x") / "y") == "s3://b/x/y" and (S3Path("b", "x/y")).parent == S3Path("b", "x")
     with pytest.raises(ConfigError, match="no place in S3"):
-        place_of("s3://")
+        parse_path("s3://")
 
 
 def test_what_went_up_is_read_back_in_ranges_bit_for_bit(store: Store, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_the_store_keeps_what_retention_says_and_the_disk_the_newest_and_the_bes
     for step, loss in ((10, 0.9), (20, 0.1), (30, 0.5), (40, 0.6), (50, 0.7)):
         save(one, step, loss)
         one.require()
-    names = sorted(set(Remote(PLACE, config()).names()))
+    names = sorted(set(RemoteCheckpoints(PLACE, config()).names()))
     assert names == [f"step-{step:08}" for step in (20, 30, 40, 50)]
     assert locate(f"{PLACE}/best-1") == PLACE / "step-00000020"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best-1", "latest", "step-00000020", "step-00000050"]
@@ -132,7 +132,7 @@ def test_a_store_that_stays_down_fails_the_save_keeps_the_local_one_and_is_caugh
         one.wait()
     with pytest.raises(CheckpointError, match="does not answer"):
         one.require()
-    assert any("step 10 was not sent: " in text for text in told) and any("2 uploads in a row" in text for text in told)
+    assert any("step 10 was not uploaded: " in text for text in told) and any("2 uploads in a row" in text for text in told)
     assert newest_good(tmp_path).path == tmp_path / "step-00000015", "nothing is lost: it is whole on the disk"
     store.fault = lambda method, path: None
     assert newest_good(PLACE).path == PLACE / "step-00000005"
@@ -151,12 +151,12 @@ def test_a_save_does_not_wait_for_a_store_that_is_down(store: Store, tmp_path: P
     for step in (5, 10, 15):
         save(one, step)
     assert time.monotonic() - begun < 15, "nobody waits a minute"
-    while not any("was not sent" in text for text in told):
+    while not any("was not uploaded" in text for text in told):
         assert time.monotonic() - begun < 30, "a newer one waits: the older one is given up soon"
         time.sleep(0.01)
     is_down = False
     one.require()
-    unsent = [text for text in told if "was not sent" in text]
+    unsent = [text for text in told if "was not uploaded" in text]
     assert unsent and "step 5 " in unsent[0] and not any("step 15 was" in text for text in unsent), "a newer one took its place"
     assert newest_good(PLACE).path == PLACE / "step-00000015" and newest_good(tmp_path).path == tmp_path / "step-00000015"
 
@@ -169,12 +169,12 @@ def test_an_upload_that_was_cut_off_is_continued_not_repeated(store: Store, tmp_
     path = save_checkpoint(tmp_path, 5, records, {})
     parts = iter(range(100))
     store.fault = lambda method, path: 500 if method == "PUT" and "partNumber" in path and next(parts) >= 2 else None
-    remote = Remote(PLACE, config(retry_seconds=0.0))
+    remote = RemoteCheckpoints(PLACE, config(retry_seconds=0.0))
     with pytest.raises(CheckpointError, match="does not answer"):
         remote.publish(path, Writers())
     assert newest_good(PLACE).path is None, "without its manifest it is no checkpoint"
     store.fault, store.bytes_sent = lambda method, path: None, 0
-    Remote(PLACE, config()).publish(path, Writers())
+    RemoteCheckpoints(PLACE, config()).publish(path, Writers())
     assert 2 * (5 << 20) <= store.bytes_sent < 3 * (5 << 20) + (1 << 20), "two of five parts were there already"
     assert torch.equal(open_checkpoint(f"{PLACE}/step-00000005").weight("w"), torch.arange(float(size)))
     assert S3().abort_uploads(PLACE) == 0
@@ -204,12 +204,12 @@ def test_other_bytes_under_the_same_name_are_sent_anew(store: Store, tmp_path: P
 
 def test_what_can_never_succeed_is_refused_at_once_in_one_line(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match=r"^s3://no-such/x/\.ping-.*: the store refuses: NoSuchBucket.*Check the bucket"):
-        Remote(S3Path("no-such", "x"), config(retry_seconds=60)).probe()
+        RemoteCheckpoints(S3Path("no-such", "x"), config(retry_seconds=60)).probe()
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
     with pytest.raises(ConfigError, match="Set AWS_ACCESS_KEY_ID"):
-        Remote(PLACE, config()).probe()
+        RemoteCheckpoints(PLACE, config()).probe()
 
 
 def test_a_damaged_object_is_named_and_never_loaded(store: Store, tmp_path: Path) -> None:
@@ -246,5 +246,5 @@ def test_going_back_takes_later_ones_out_of_the_way(store: Store, tmp_path: Path
     for step in (5, 10):
         save(one, step)
         one.require()
-    assert Remote(PLACE, config()).set_aside_later(5) == [PLACE / "step-00000010"]
+    assert RemoteCheckpoints(PLACE, config()).set_aside_later(5) == [PLACE / "step-00000010"]
     assert newest_good(PLACE).path == PLACE / "step-00000005"

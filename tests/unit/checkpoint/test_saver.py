@@ -13,10 +13,10 @@ from support.ranks import run_ranks
 
 from headway.checkpoint import save as save_module
 from headway.checkpoint.config import CheckpointConfig
-from headway.checkpoint.host import HostCopy
+from headway.checkpoint.host_copy import HostCopy
 from headway.checkpoint.load import newest_good, open_checkpoint
 from headway.checkpoint.save import TensorRecord, Writers
-from headway.checkpoint.saver import Job, Saver
+from headway.checkpoint.saver import SaveJob, Saver
 from headway.errors import CheckpointError
 from headway.parallel.collectives import RankGroup
 
@@ -53,7 +53,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_beside_training_the_same_bytes_are_written(tmp_path: Path) -> None:
     for name, beside in (("beside", True), ("alone", False)):
         saver = Saver(tmp_path / name, config(**{"async": beside}))
-        saver.save(Job(3, {"a": 1}), state(0.5))
+        saver.save(SaveJob(3, {"a": 1}), state(0.5))
         saver.require()
     beside, alone = (tmp_path / name / "step-00000003" for name in ("beside", "alone"))
     for name in ("rank-00000.safetensors", "manifest.json"):
@@ -62,7 +62,7 @@ def test_beside_training_the_same_bytes_are_written(tmp_path: Path) -> None:
 
 def test_what_training_changes_after_the_save_began_is_not_saved(tmp_path: Path, gate: threading.Event) -> None:
     saver, records = Saver(tmp_path, config()), state()
-    saver.save(Job(1, {}), records)
+    saver.save(SaveJob(1, {}), records)
     for record in records:
         for _, tensor in record.boxes:
             tensor.fill_(99)
@@ -73,10 +73,10 @@ def test_what_training_changes_after_the_save_began_is_not_saved(tmp_path: Path,
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: threading.Event) -> None:
     saver = Saver(tmp_path, config())
-    stall = saver.save(Job(1, {}), state())
+    stall = saver.save(SaveJob(1, {}), state())
     assert stall < 5 and saver.saved_step == 0 and newest_good(tmp_path).path is None
     threading.Timer(0.3, gate.set).start()
-    assert saver.save(Job(2, {}), state()) > 0.2
+    assert saver.save(SaveJob(2, {}), state()) > 0.2
     saver.require()
     assert saver.saved_step == 2 and [p.name for p in sorted(tmp_path.glob("step-*"))] == ["step-00000001", "step-00000002"]
 
@@ -86,7 +86,7 @@ def test_a_failed_save_is_told_every_time_keeps_the_old_one_and_is_forgotten_aft
 ) -> None:
     saver, told = Saver(tmp_path, config()), list[str]()
     saver.tell = told.append
-    saver.save(Job(1, {}), state())
+    saver.save(SaveJob(1, {}), state())
     saver.require()
 
     def full(descriptor: int) -> None:
@@ -95,20 +95,20 @@ def test_a_failed_save_is_told_every_time_keeps_the_old_one_and_is_forgotten_aft
     with monkeypatch.context() as patch:
         patch.setattr(save_module, "fsync_file", full)
         for step in (2, 3):
-            saver.save(Job(step, {}), state())
+            saver.save(SaveJob(step, {}), state())
             saver.wait()
-        with pytest.raises(CheckpointError, match=r"the last save failed: .*disk is full.* the newest checkpoint on the disk is of step 1"):
+        with pytest.raises(CheckpointError, match=r"the last save failed: .*disk is full.* the newest checkpoint on disk is of step 1"):
             saver.require()
     assert len(told) == 2 and "step 2 was not saved: " in told[0] and "step 3 was not saved (2 saves in a row)" in told[1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"] and saver.saved_step == 1
-    saver.save(Job(4, {}), state())
+    saver.save(SaveJob(4, {}), state())
     saver.require()
     assert saver.saved_step == 4 and len(told) == 2
 
 
 def test_bytes_the_disk_does_not_give_back_fail_the_save_and_nothing_older_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = Saver(tmp_path, config(keep_last=1))
-    saver.save(Job(1, {}), state())
+    saver.save(SaveJob(1, {}), state())
     saver.require()
 
     def lies(descriptor: int) -> None:
@@ -118,7 +118,7 @@ def test_bytes_the_disk_does_not_give_back_fail_the_save_and_nothing_older_goes(
         path.write_bytes(bytes(content))
 
     monkeypatch.setattr(save_module, "drop_cached", lies)
-    saver.save(Job(2, {}), state())
+    saver.save(SaveJob(2, {}), state())
     with pytest.raises(CheckpointError, match="not what the disk gives back"):
         saver.require()
     assert newest_good(tmp_path).path == tmp_path / "step-00000001"
@@ -139,7 +139,7 @@ def test_a_flipped_bit_in_any_tensor_or_the_header_is_found_when_it_is_read_back
 
     saver = Saver(tmp_path, config())
     monkeypatch.setattr(save_module, "drop_cached", lies)
-    saver.save(Job(2, {}), state(0.5))
+    saver.save(SaveJob(2, {}), state(0.5))
     with pytest.raises(CheckpointError, match="not what the disk gives back"):
         saver.require()
     assert newest_good(tmp_path).path is None
@@ -148,12 +148,12 @@ def test_a_flipped_bit_in_any_tensor_or_the_header_is_found_when_it_is_read_back
 def test_a_snapshot_is_no_checkpoint_of_its_step(tmp_path: Path) -> None:
     """So that a run which ends, or is asked to save, right after one still saves."""
     saver = Saver(tmp_path, config())
-    saver.save(Job(3, {}), state())
-    saver.save(Job(5, {}, snapshot=True), state())
+    saver.save(SaveJob(3, {}), state())
+    saver.save(SaveJob(5, {}, snapshot=True), state())
     saver.require()
     assert (saver.saved_step, saver.started_step) == (3, 3)
     assert {path.name for path in tmp_path.iterdir()} == {"latest", "step-00000003", "snapshot-00000005"}
-    saver.save(Job(5, {}), state())
+    saver.save(SaveJob(5, {}), state())
     saver.require()
     assert (saver.saved_step, saver.started_step) == (5, 5)
 
@@ -167,9 +167,9 @@ def test_old_checkpoints_that_cannot_be_removed_do_not_fail_the_new_one(tmp_path
 
     monkeypatch.setattr("headway.checkpoint.retention.remove_folder", stuck)
     for step in (1, 2):
-        saver.save(Job(step, {}), state())
+        saver.save(SaveJob(step, {}), state())
         saver.require()
-    assert saver.saved_step == 2 and len(told) == 1 and "cannot be removed" in told[0]
+    assert saver.saved_step == 2 and len(told) == 1 and "could not be removed" in told[0]
 
 
 def test_host_memory_is_taken_once_and_holds_one_copy(tmp_path: Path) -> None:
@@ -189,13 +189,13 @@ def test_host_memory_is_taken_once_and_holds_one_copy(tmp_path: Path) -> None:
 def test_without_memory_for_a_copy_the_save_is_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.checkpoint.saver.ram_bytes", lambda: (1000, 100))
     saver = Saver(tmp_path, CheckpointConfig())
-    saver.save(Job(1, {}), state())
+    saver.save(SaveJob(1, {}), state())
     assert saver.saved_step == 1 and saver._host.nbytes == 0
 
 
 def test_a_bug_in_the_thread_comes_out_in_the_main_thread(tmp_path: Path) -> None:
     saver = Saver(tmp_path, config())
-    saver.save(Job(1, {"not json": {1: 2}}), state())  # pyright: ignore[reportArgumentType]
+    saver.save(SaveJob(1, {"not json": {1: 2}}), state())  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="keys must be text"):
         saver.wait()
 
@@ -206,7 +206,7 @@ def test_two_ranks_save_beside_training_and_fail_together(tmp_path: Path) -> Non
         saver = Saver(tmp_path, config(), Writers(beside.rank, beside.size, beside.gather))
         half = torch.full((2,), float(group.rank))
         records = [TensorRecord("w", "master", (4,), [((2 * group.rank,), half)])]
-        saver.save(Job(1, {}), records)
+        saver.save(SaveJob(1, {}), records)
         for _ in range(20):
             group.sum([1.0])  # training goes on exchanging
         saver.require()
@@ -216,7 +216,7 @@ def test_two_ranks_save_beside_training_and_fail_together(tmp_path: Path) -> Non
                 raise OSError(errno.EROFS, "Read-only file system")
 
             save_module.fsync_file = fails
-        saver.save(Job(2, {}), records)
+        saver.save(SaveJob(2, {}), records)
         saver.wait()
         return saver.saved_step, str(saver.failed)
 

@@ -10,7 +10,7 @@ from support.ranks import run_ranks
 from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import step_folders
 from headway.checkpoint.save import TensorRecord, Writers
-from headway.checkpoint.saver import Job, Saver
+from headway.checkpoint.saver import SaveJob, Saver
 from headway.errors import CheckpointError
 from headway.parallel.collectives import RankGroup
 
@@ -50,8 +50,8 @@ def saver(folder: Path) -> tuple[Saver, SlowStore]:
 
 def save(one: Saver, *steps: int) -> None:
     for step in steps:
-        one.save(Job(step, {}), [TensorRecord("w", "master", (4,), [((0,), torch.full((4,), float(step)))])])
-        one.make_room()
+        one.save(SaveJob(step, {}), [TensorRecord("w", "master", (4,), [((0,), torch.full((4,), float(step)))])])
+        one.wait_for_save()
 
 
 def test_saves_go_on_while_the_store_takes_its_time(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_a_run_that_stops_does_not_wait_for_a_slow_store(
     one, store = saver(tmp_path)
     save(one, 10)
     store.begun.acquire()
-    one.part(0.05)
-    assert "the checkpoint of step 10 stays on the disk; the next start sends it" in caplog.text
+    one.leave_uploads(0.05)
+    assert "the checkpoint of step 10 is on disk but not uploaded; the next start uploads it" in caplog.text
     one.require()
     store.let.release()
 
@@ -93,7 +93,7 @@ def test_what_was_not_sent_fails_the_end_of_a_run(tmp_path: Path) -> None:
     save(one, 10)
     with pytest.raises(CheckpointError, match="the last save failed: the store is down"):
         one.require()
-    assert told[0].startswith("the checkpoint of step 10 was not sent: the store is down.")
+    assert told[0].startswith("the checkpoint of step 10 was not uploaded: the store is down.")
     store.fails = False
     store.let.release()
     save(one, 20)
@@ -108,8 +108,8 @@ def test_ranks_send_the_same_checkpoints(tmp_path: Path) -> None:
         one.writers = Writers(saves.rank, saves.size, saves.gather)
         one.uploads.writers = Writers(uploads.rank, uploads.size, uploads.gather)
         for step in (10, 20, 30):
-            one.save(Job(step, {}), [TensorRecord("w", "master", (2, 4), [((world.rank, 0), torch.full((1, 4), float(step)))])])
-            one.make_room()
+            one.save(SaveJob(step, {}), [TensorRecord("w", "master", (2, 4), [((world.rank, 0), torch.full((1, 4), float(step)))])])
+            one.wait_for_save()
         for _ in range(3):
             store.let.release()
         one.require()

@@ -1,8 +1,8 @@
-"""A copy of the state in host memory, so that training goes on while it is written: slabs allocated once and used again by every save.
+"""A copy of the state in host memory, so that training continues while it is written. Every save reuses the same slabs.
 
     device:  master | exp_avg | exp_avg_sq ...        host: [ slab ][ slab ] ...   page-locked where the state is on a GPU
 
-One copy exists at a time, so the memory a save takes is the size of this rank's state and no more.
+Only one copy exists at a time: a save needs as much host memory as the state of this rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIGN_BYTES = 64
 
 
 class HostCopy:
-    """Copies records to the host; what it returns holds until the next copy."""
+    """Copies records to the host. The result is valid until the next copy."""
 
     def __init__(self) -> None:
         self._slabs: list[torch.Tensor] = []
@@ -32,13 +32,13 @@ class HostCopy:
         return sum(slab.nbytes for slab in self._slabs)
 
     def take(self, records: Iterable[TensorRecord]) -> list[TensorRecord]:
-        """The same records with their boxes on the host; returns when every byte has arrived."""
+        """The same records with their boxes on the host. Returns when the copy is complete."""
         import torch
 
         records = list(records)
         sources = [tensor.detach() for record in records for _, tensor in record.boxes]
         device = next((tensor.device for tensor in sources if tensor.is_cuda), None)
-        targets = self._places(sources, pinned=device is not None)
+        targets = self._allocate(sources, pinned=device is not None)
         if device is None:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
@@ -52,8 +52,8 @@ class HostCopy:
         copies = iter(targets)
         return [TensorRecord(one.name, one.role, one.global_shape, [(offset, next(copies)) for offset, _ in one.boxes]) for one in records]
 
-    def _places(self, sources: Sequence[torch.Tensor], *, pinned: bool) -> list[torch.Tensor]:
-        """A piece of a slab for each tensor, slab after slab; missing slabs are allocated."""
+    def _allocate(self, sources: Sequence[torch.Tensor], *, pinned: bool) -> list[torch.Tensor]:
+        """A slice of a slab for each tensor. Missing slabs are allocated."""
         import torch
 
         found: list[torch.Tensor] = []
@@ -63,7 +63,7 @@ class HostCopy:
             if slab < len(self._slabs) and at + source.nbytes > self._slabs[slab].nbytes:
                 slab, at = slab + 1, 0
             if slab < len(self._slabs) and source.nbytes > self._slabs[slab].nbytes:
-                del self._slabs[slab:]  # the layout has changed; from here on it is cut anew
+                del self._slabs[slab:]  # the layout has changed: allocate again from here
             if slab == len(self._slabs):
                 self._slabs.append(torch.empty(max(min(SLAB_BYTES, left), source.nbytes), dtype=torch.uint8, pin_memory=pinned))
             piece = self._slabs[slab][at : at + source.nbytes]

@@ -47,10 +47,10 @@ class S3Path:
         return f"s3://{self.bucket}/{self.key}"
 
 
-Place: TypeAlias = Path | S3Path
+AnyPath: TypeAlias = Path | S3Path
 
 
-def place_of(text: str | Place) -> Place:
+def parse_path(text: str | AnyPath) -> AnyPath:
     """What a text or a path means."""
     if isinstance(text, S3Path):
         return text

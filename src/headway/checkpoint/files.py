@@ -1,4 +1,4 @@
-"""Where the bytes of a checkpoint come from: files that are mapped, or objects in S3 of which only the ranges asked for are fetched."""
+"""Access to the bytes of a checkpoint: memory-mapped files, or S3 objects of which only the needed ranges are fetched."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headway.checkpoint.manifest import SAFETENSORS_DTYPES
 from headway.errors import CheckpointError
-from headway.runtime.places import Place, S3Path
+from headway.runtime.paths import AnyPath, S3Path
 from headway.runtime.storage import sha256_file
 from headway.runtime.temporary import make_temporary_folder
 
@@ -20,13 +21,10 @@ if TYPE_CHECKING:
     from headway.runtime.s3 import S3
 
 REMEDY = "Use another checkpoint."
-TORCH_DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
+TORCH_DTYPES = {code: name for name, code in SAFETENSORS_DTYPES.items()}
 
 
-class Source(Protocol):
+class CheckpointFiles(Protocol):
     """The files of one checkpoint."""
 
     def read(self, name: str) -> bytes | None:
@@ -54,16 +52,16 @@ class Source(Protocol):
         ...
 
 
-def source_of(place: Place) -> Source:
-    """The source of a checkpoint's place."""
-    if isinstance(place, S3Path):
+def open_files(path: AnyPath) -> CheckpointFiles:
+    """The files of a checkpoint, local or in S3."""
+    if isinstance(path, S3Path):
         from headway.runtime.s3 import S3
 
-        return S3Source(place, S3(place.endpoint))
-    return LocalSource(place)
+        return S3Files(path, S3(path.endpoint))
+    return LocalFiles(path)
 
 
-class LocalSource:
+class LocalFiles:
     """A folder."""
 
     def __init__(self, path: Path) -> None:
@@ -114,15 +112,15 @@ class LocalSource:
             raise self._unreadable(name, problem) from None
 
     def folder(self, names: list[str], below: str) -> Path:
-        """Where they lie."""
+        """The folder itself."""
         return self.path / below
 
     def _unreadable(self, name: str, why: object) -> CheckpointError:
         return CheckpointError(f"{self.path / name}: cannot be read: {why}. {REMEDY}")
 
 
-class S3Source:
-    """Objects below a prefix. One tensor is in memory at a time, and the last one stays for the next box cut from it."""
+class S3Files:
+    """Objects below a prefix. One tensor is in memory at a time; the last one is cached for its next box."""
 
     def __init__(self, place: S3Path, store: S3) -> None:
         self.place, self.store = place, store
@@ -148,7 +146,7 @@ class S3Source:
         return hashlib.sha256(self.read(name) or b"").hexdigest()
 
     def header(self, name: str, limit: int) -> bytes:
-        """The head of an object."""
+        """The header of an object."""
         length = self.store.read_range(self.place / name, 0, min(8, self.size(name)))
         return length + self.store.read_range(self.place / name, 8, min(int.from_bytes(length, "little"), limit - 8))
 
@@ -171,7 +169,7 @@ class S3Source:
         return tensor
 
     def folder(self, names: list[str], below: str) -> Path:
-        """A temporary folder with copies; it goes with this object."""
+        """A temporary folder with copies, deleted with this object."""
         if below not in self._downloaded:
             local = self._downloaded[below] = make_temporary_folder("download")
             weakref.finalize(self, shutil.rmtree, local, ignore_errors=True)
