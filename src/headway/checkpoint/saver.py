@@ -157,7 +157,7 @@ class Saver:
         self.wait()
         if (problem := self.failed or self.uploads.failed) is not None:
             raise CheckpointError(
-                f"the last save failed: {problem} In {self.checkpoints} {self._newest()}. The same command resumes from it."
+                f"the last save failed: {problem} In {self.checkpoints} {self._newest()}. Run the same command again to continue."
             )
 
     def abandon(self) -> None:

@@ -134,13 +134,13 @@ def test_any_cut_is_read_in_any_other_and_a_missing_box_is_refused(tmp_path_fact
 def test_boxes_of_different_types_are_refused(tmp_path: Path) -> None:
     boxes = [((0,), torch.ones(2)), ((2,), torch.ones(2, dtype=torch.bfloat16))]
     reader = open_checkpoint(save_checkpoint(tmp_path, 1, [TensorRecord("t", "master", (4,), boxes)], {}))
-    with pytest.raises(CheckpointError, match="types bfloat16, float32; they must have one"):
+    with pytest.raises(CheckpointError, match="dtypes bfloat16, float32; they must share one"):
         reader.read("t", "master")
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     reader = open_checkpoint(save_checkpoint(tmp_path, 1, [whole("w", torch.ones(1))], {}))
-    with pytest.raises(CheckpointError, match=r"no exp_avg of w \(it has master\)"):
+    with pytest.raises(CheckpointError, match=r"no exp_avg of w \(it holds master\)"):
         reader.read("w", "exp_avg")
     with pytest.raises(ConfigError, match="there is no checkpoint"):
         locate(tmp_path / "nowhere")

@@ -102,7 +102,7 @@ def test_a_number_whose_name_holds_a_slash_is_found_in_all_sets_or_in_one() -> N
     assert metric_value(valid, "rewards/accuracies") == pytest.approx(0.6)
     assert metric_value(valid, "zh/rewards/accuracies") == 0.5 and metric_value(valid, "a/b/rewards/accuracies") == 0.7
     require_metric(valid, "a/b/rewards/accuracies")
-    with pytest.raises(ConfigError, match=r"metric is 'rewards/margins'; the validation has rewards/accuracies of the sets zh, a/b"):
+    with pytest.raises(ConfigError, match=r"metric is 'rewards/margins'; the validation reports rewards/accuracies for the sets zh, a/b"):
         require_metric(valid, "rewards/margins")
     assert CheckpointConfig(metric="rewards/accuracies").higher_is_better and CheckpointConfig(metric="zh/rewards/margins").higher_is_better
 
@@ -127,24 +127,24 @@ def test_of_equal_values_the_earlier_is_the_better(tmp_path: Path) -> None:
 
 
 def test_a_manifest_is_read_once_however_often_checkpoints_are_retained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.checkpoint import heads
+    from headway.checkpoint import best
     from headway.checkpoint.best import is_among_best
 
     config = CheckpointConfig(keep_last=1, keep_best=1, keep_every=1)
     for step in range(1, 9):
         save_checkpoint(tmp_path, step, [], {"valid": {"a": {"loss": float(step)}}})
     read: list[str] = []
-    plain = heads.read_head
-    monkeypatch.setattr(heads, "read_summary", lambda path: (read.append(path.name), plain(path))[1])
-    known = heads.ManifestCache()
-    assert retain(tmp_path, config, heads=known) == [] and len(read) == 8
+    plain = best.read_summary
+    monkeypatch.setattr(best, "read_summary", lambda path: (read.append(path.name), plain(path))[1])
+    known = best.ManifestCache()
+    assert retain(tmp_path, config, manifests=known) == [] and len(read) == 8
     assert (tmp_path / "best-1").readlink().name == "step-00000001"
     save_checkpoint(tmp_path, 9, [], {"valid": {"a": {"loss": 0.5}}})
-    retain(tmp_path, config, heads=known)
+    retain(tmp_path, config, manifests=known)
     assert read[8:] == ["step-00000009"] and (tmp_path / "best-1").readlink().name == "step-00000009"
     assert not is_among_best(0.7, tmp_path, config, known) and is_among_best(0.3, tmp_path, config, known) and len(read) == 9
     (tmp_path / "step-00000009" / "manifest.json").write_bytes(b"damaged")
-    retain(tmp_path, config, heads=known)
+    retain(tmp_path, config, manifests=known)
     assert (tmp_path / "best-1").readlink().name == "step-00000001", "what was changed is read again"
 
 

@@ -85,7 +85,7 @@ def test_a_failed_save_is_told_every_time_keeps_the_old_one_and_is_forgotten_aft
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver, told = Saver(tmp_path, config()), list[str]()
-    saver.tell = told.append
+    saver.report = told.append
     saver.save(SaveJob(1, {}), state())
     saver.require()
 
@@ -119,7 +119,7 @@ def test_bytes_the_disk_does_not_give_back_fail_the_save_and_nothing_older_goes(
 
     monkeypatch.setattr(save_module, "drop_cached", lies)
     saver.save(SaveJob(2, {}), state())
-    with pytest.raises(CheckpointError, match="not what the disk gives back"):
+    with pytest.raises(CheckpointError, match="the disk returns other bytes"):
         saver.require()
     assert newest_good(tmp_path).path == tmp_path / "step-00000001"
 
@@ -140,7 +140,7 @@ def test_a_flipped_bit_in_any_tensor_or_the_header_is_found_when_it_is_read_back
     saver = Saver(tmp_path, config())
     monkeypatch.setattr(save_module, "drop_cached", lies)
     saver.save(SaveJob(2, {}), state(0.5))
-    with pytest.raises(CheckpointError, match="not what the disk gives back"):
+    with pytest.raises(CheckpointError, match="the disk returns other bytes"):
         saver.require()
     assert newest_good(tmp_path).path is None
 
@@ -160,7 +160,7 @@ def test_a_snapshot_is_no_checkpoint_of_its_step(tmp_path: Path) -> None:
 
 def test_old_checkpoints_that_cannot_be_removed_do_not_fail_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver, told = Saver(tmp_path, config(keep_last=1)), list[str]()
-    saver.tell = told.append
+    saver.report = told.append
 
     def stuck(path: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")

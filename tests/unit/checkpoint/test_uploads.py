@@ -87,7 +87,7 @@ def test_a_run_that_stops_does_not_wait_for_a_slow_store(
 def test_what_was_not_sent_fails_the_end_of_a_run(tmp_path: Path) -> None:
     told: list[str] = []
     one, store = saver(tmp_path)
-    one.tell = told.append
+    one.report = told.append
     store.fails = True
     store.let.release()
     save(one, 10)
