@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.checkpoint.files import source_of
 from headway.checkpoint.load import FoundCheckpoint, Reader, locate, newest_good, open_checkpoint, step_folders, step_of
 from headway.checkpoint.remote import PROBE_SECONDS, RemoteCheckpoints
-from headway.checkpoint.files import source_of
 from headway.config.load import load
 from headway.config.section import differences
 from headway.errors import CheckpointError, ConfigError
