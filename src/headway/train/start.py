@@ -166,7 +166,9 @@ def agree_on_start(recipe: Recipe, resume: str, world: RankGroup) -> Start:
 
     def decide() -> dict[str, Any]:
         nonlocal start
-        resumes = is_restart(recipe.run.folder) and (resume == "never" or bool(step_folders(recipe.checkpoint.locations(recipe.run.folder)[0])))
+        resumes = is_restart(recipe.run.folder) and (
+            resume == "never" or bool(step_folders(recipe.checkpoint.locations(recipe.run.folder)[0]))
+        )
         start = decide_start(recipe, "auto" if resumes else resume)
         return {
             "checkpoint": None if start.checkpoint is None else str(start.checkpoint.path),
