@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.checkpoint.files import source_of
+from headway.checkpoint.files import open_files
 from headway.checkpoint.load import FoundCheckpoint, Reader, locate, newest_good, open_checkpoint, step_folders, step_of
 from headway.checkpoint.remote import PROBE_SECONDS, RemoteCheckpoints
 from headway.config.load import load
@@ -65,7 +65,7 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
     if resume == "never":
         return Start(folder, None, set_aside=unused_name(folder) if was_used(folder) else None, from_scratch=True)
     places = [folder, *([remote.place] if remote is not None else [])]  # a disk may be new where the object store is not
-    old = next((place / RECIPE for place in places if source_of(place).read(RECIPE) is not None), None)
+    old = next((place / RECIPE for place in places if open_files(place).read(RECIPE) is not None), None)
     if old is None:
         refuse_leftovers(folder, local)
         refuse_misplaced(folder)
@@ -193,7 +193,7 @@ def _open_verified(text: str, resume: str) -> Reader:
 
 def _allowed_changes(old: AnyPath, recipe: Recipe) -> list[str]:
     """The free settings that differ from an earlier recipe; a fixed one that differs is refused."""
-    source = source_of(old.parent)
+    source = open_files(old.parent)
     if source.read(old.name) is None:
         return []
     fixed, free = differences(load(Recipe, source.folder([old.name], ".") / old.name), recipe)
