@@ -12,10 +12,10 @@ from support.runs import make_stores, tiny_settings
 
 from headway.config.load import load
 from headway.data.loader import Loader
+from headway.diagnose.slow_ranks import SlowRule
 from headway.objective.next_token import NextToken
 from headway.train import train
 from headway.train.config import Recipe
-from headway.train.slow_ranks import SlowRule
 
 SLOW_SECONDS = 0.06
 
@@ -44,8 +44,8 @@ def test_a_slow_rank_is_named_once_without_a_profile(
     owner: type, method: str, said: str | None, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_stores(tmp_path)
-    monkeypatch.setattr("headway.train.slow_ranks.COMPARE_EVERY", 6)
-    monkeypatch.setattr("headway.train.slow_ranks.SlowRule", lambda ratio: SlowRule(ratio, min_seconds=0.05))
+    monkeypatch.setattr("headway.diagnose.slow_ranks.COMPARE_EVERY", 6)
+    monkeypatch.setattr("headway.diagnose.slow_ranks.SlowRule", lambda ratio: SlowRule(ratio, min_seconds=0.05))
     slowed(owner, method, monkeypatch)
     settings = [*tiny_settings(tmp_path, "run"), "data.valid=null", "steps=18", "eval.every=null", "checkpoint.at_end=false"]
     recipe = load(Recipe, None, [*settings, *more])

@@ -1,5 +1,5 @@
-"""`headway train --profile`: some steps are recorded. Each rank writes a trace for chrome://tracing or Perfetto and a one-page summary into
-logs/; the first one also compares all ranks.
+"""`headway train --profile`: records some steps. Each rank writes a trace for chrome://tracing or Perfetto and a one-page summary into
+logs/; the first rank also compares all ranks.
 
     logs/trace-rank-00000.json.gz   logs/profile-rank-00000.txt   logs/profile-rank-00000.json   logs/stragglers.txt
 """
@@ -11,26 +11,27 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.diagnose.trace import Summary, summarize_trace, write_page
+from headway.diagnose.slow_ranks import HISTORY, SlowRule, slow_ranks, slower_than_before, write_report
+from headway.diagnose.trace import StepSummary, summarize_trace, write_page
 from headway.errors import ConfigError
 from headway.runtime.storage import write_atomic
-from headway.train.slow_ranks import HISTORY, SlowRule, slow_ranks, slower_than_before, write_report
 
 if TYPE_CHECKING:
-    from headway.train.run import Run
+    from headway.parallel.collectives import RankGroup
+    from headway.runtime.device import Compute
+    from headway.runtime.process import Process
 
 log = logging.getLogger("headway")
 
 
 @dataclass(frozen=True)
 class ProfilePlan:
-    """Which steps of this start are recorded, counted from its first, and when a rank is called slow."""
+    """The steps to record, counted from this start, and when a rank is slow."""
 
     first_step: int
     num_steps: int
@@ -38,14 +39,14 @@ class ProfilePlan:
 
     def __post_init__(self) -> None:
         if self.first_step < 2:
-            raise ConfigError(f"--profile-from is {self.first_step}; it must be at least 2, the step before warms the profiler up.")
+            raise ConfigError(f"--profile-from is {self.first_step}; it must be at least 2, because the step before warms up the profiler.")
         if self.num_steps < 1:
             raise ConfigError(f"--profile-steps is {self.num_steps}; it must be at least 1.")
         if self.rule.ratio < 1:
             raise ConfigError(f"--slow-ratio is {self.rule.ratio:g}; it must be at least 1.")
 
     def fit(self, steps: int) -> None:
-        """Refuse a plan that this many steps do not reach to the end of."""
+        """Refuse a plan that needs more than this many steps."""
         last = self.first_step + self.num_steps - 1
         if steps < last:
             raise ConfigError(
@@ -55,36 +56,36 @@ class ProfilePlan:
 
 
 def plan_profile(first_step: int = 6, num_steps: int = 3, ratio: float = 1.1) -> ProfilePlan:
-    """The plan that these numbers describe."""
+    """A plan, with defaults."""
     return ProfilePlan(first_step, num_steps, SlowRule(ratio))
 
 
-def profiled(plan: ProfilePlan) -> Callable[[Run], Any]:
-    """The probe that records what the plan says."""
+@dataclass(frozen=True)
+class ProfileTarget:
+    """The rank that is profiled, and what its recorder calls."""
 
-    @contextmanager
-    def probe(run: Run) -> Iterator[None]:
-        plan.fit(run.total_steps - run.state.step)
-        recorder = Recorder(run, plan)
-        with recorder.profiler:
-            run.on_step(recorder.after_step)
-            yield
-
-    return probe
+    process: Process
+    compute: Compute
+    logs: Path
+    world: RankGroup
+    report: Callable[[str], None]
+    """Takes a text about each slow rank."""
+    reset_clock: Callable[[], None]
+    """Called after work that belongs to no step."""
 
 
 class Recorder:
-    """Records the steps of one rank and writes what they show."""
+    """Records steps of one rank and writes trace, summary and the comparison of ranks."""
 
-    def __init__(self, run: Run, plan: ProfilePlan) -> None:
+    def __init__(self, target: ProfileTarget, plan: ProfilePlan) -> None:
         from torch.profiler import ProfilerActivity, profile, schedule
 
-        self.run, self.plan = run, plan
+        self.target, self.plan = target, plan
         self.times: deque[float] = deque(maxlen=HISTORY + 1)
         self.last = time.perf_counter()
-        self.fresh: Summary | None = None
-        """What was just recorded and not compared yet."""
-        on_cuda = run.compute.device.type == "cuda"
+        self.summary: StepSummary | None = None
+        """Recorded and not yet compared."""
+        on_cuda = target.compute.device.type == "cuda"
         self.profiler = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])],
             schedule=schedule(wait=plan.first_step - 2, warmup=1, active=plan.num_steps, repeat=1),
@@ -94,22 +95,22 @@ class Recorder:
         )
 
     def after_step(self, step: int) -> None:
-        """A step is done."""
+        """Called after each step."""
         now = time.perf_counter()
         self.times.append(now - self.last)
         self.profiler.step()
-        if self.fresh is not None:
-            # Here and not where the recording ends, which may be because this rank failed: the others would be waited for in vain.
-            self._compare(self.fresh)
-            self.fresh = None
-            self.run.meter.interrupt()
+        if self.summary is not None:
+            # Not where the recording ends: it may end because this rank failed, and the comparison would wait for the others forever.
+            self._compare(self.summary)
+            self.summary = None
+            self.target.reset_clock()
         self.last = time.perf_counter()
 
     def _path(self, name: str) -> Path:
-        return self.run.start.folder / "logs" / name
+        return self.target.logs / name
 
     def _write(self, profiler: Any) -> None:
-        process = self.run.process
+        process = self.target.process
         who = f"rank-{process.rank:05}"
         trace = self._path(f"trace-{who}.json.gz")
         profiler.export_chrome_trace(str(trace))
@@ -118,39 +119,39 @@ class Recorder:
         if summary is None:
             log.warning("the run ended before a whole step was recorded; there is only %s", trace)
             return
-        self.fresh = summary
-        write_atomic(self._path(f"profile-{who}.txt"), write_page(summary, process.rank, process.world, self.run.compute.name))
-        write_atomic(self._path(f"profile-{who}.json"), json.dumps(summary.as_dict(), indent=2) + "\n")
+        self.summary = summary
+        write_atomic(self._path(f"profile-{who}.txt"), write_page(summary, process.rank, process.world, self.target.compute.name))
+        write_atomic(self._path(f"profile-{who}.json"), json.dumps(asdict(summary), indent=2) + "\n")
         log.info(
             "profiled %d steps of %.1f ms: compute %.0f %%, optimizer %.0f %%, communication exposed %.0f %%, data wait %.0f %%; %s",
             summary.num_steps, summary.step * 1e3, *(100 * part / summary.step for part in
             (summary.compute, summary.optimizer, summary.exposed_communication, summary.data_wait)), self._path(f"profile-{who}.txt"),
         )  # fmt: skip
 
-    def _compare(self, summary: Summary) -> None:
-        """All ranks come here after the same step, so they can tell each other their times."""
-        process, rule = self.run.process, self.plan.rule
-        mine = {
+    def _compare(self, summary: StepSummary) -> None:
+        """Exchange times and report slow ranks; all ranks call it after the same step."""
+        rule = self.plan.rule
+        per_step = {
             "compute": summary.compute + summary.optimizer,
             "data wait": summary.data_wait,
             "rest": summary.rest,
             "step": summary.step,
         }
-        mine = {timer: seconds * summary.num_steps for timer, seconds in mine.items()}
-        everyone = self.run.ranks.world.gather((mine, list(self.times)))
-        if not process.is_first:
+        local = {timer: seconds * summary.num_steps for timer, seconds in per_step.items()}
+        everyone = self.target.world.gather((local, list(self.times)))
+        if not self.target.process.is_first:
             return
-        times = {timer: [one[timer] for one, _ in everyone] for timer in mine}
+        times = {timer: [one[timer] for one, _ in everyone] for timer in local}
         found = slow_ranks(times, rule)
         for rank, (_, history) in enumerate(everyone):
             found += slower_than_before("a step", rank, history, rule)
         write_atomic(self._path("stragglers.txt"), write_report(times, found, rule))
         for one in found:
-            self.run.emit("slow_rank", str(one))
+            self.target.report(str(one))
 
 
 def _all_threads() -> Any:
-    """Exchanges may be started from threads, which the profiler leaves out unless told."""
+    """Communication may be started from threads, which the profiler ignores by default."""
     from torch._C._profiler import _ExperimentalConfig
 
     return _ExperimentalConfig(profile_all_threads=True)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError, LaunchError
@@ -24,6 +25,7 @@ from headway.runtime.process import from_environment, kill_at_step, own_command,
 from headway.runtime.run_lock import refuse_live
 
 if TYPE_CHECKING:
+    from headway.diagnose.profile import ProfilePlan
     from headway.train.config import Recipe
     from headway.train.run import Run
 
@@ -96,7 +98,7 @@ def _launch(spec: LaunchSpec, recipe: Recipe, line: list[str]) -> int:
 
 def train_here(recipe: Recipe, options: TrainOptions, show: Show) -> int:
     """Train in this process, as one rank or alone; returns the exit code."""
-    from headway.diagnose.profile import plan_profile, profiled
+    from headway.diagnose.profile import plan_profile
     from headway.train import dry_run
     from headway.train.session import run_recipe
 
@@ -115,6 +117,24 @@ def train_here(recipe: Recipe, options: TrainOptions, show: Show) -> int:
         except OutputError as problem:  # training is done and saved; its exit code says so
             logging.getLogger("headway").warning("%s", problem)
     return outcome.get("exit_code", 0)
+
+
+def profiled(plan: ProfilePlan) -> Callable[[Run], Any]:
+    """A hook that records the steps of the plan."""
+
+    @contextmanager
+    def hook(run: Run) -> Iterator[None]:
+        from headway.diagnose.profile import ProfileTarget, Recorder
+
+        plan.fit(run.total_steps - run.state.step)
+        report = partial(run.emit, "slow_rank")
+        target = ProfileTarget(run.process, run.compute, run.start.folder / "logs", run.ranks.world, report, run.meter.interrupt)
+        recorder = Recorder(target, plan)
+        with recorder.profiler:
+            run.on_step(recorder.after_step)
+            yield
+
+    return hook
 
 
 def kill_after(step: int) -> Callable[[Run], Any]:

@@ -9,11 +9,6 @@ if TYPE_CHECKING:
     from headway.train.config import Recipe
     from headway.train.run import RunHook
 
-TRACE_DATA = "headway.data"
-TRACE_FORWARD_BACKWARD = "headway.forward_backward"
-TRACE_OPTIMIZER = "headway.optimizer"
-"""Names of the parts of a step in a profiler trace."""
-
 
 def train(recipe: Recipe, *, resume: str = "auto", hook: RunHook = nullcontext) -> dict[str, Any]:
     """Train a recipe to its end, resuming the newest checkpoint of its run folder unless `resume` says otherwise; returns the summary.

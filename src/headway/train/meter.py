@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from headway.data.batch import StepBatch
+from headway.diagnose.slow_ranks import RankTimes
 from headway.model.config import ModelConfig
 from headway.model.flops import TokenFlops
 from headway.objective.base import MetricSums
 from headway.parallel.engine import DeviceTimestamp, StepResult, Update
 from headway.runtime.machine import gpu_load, peak_flops, resident_bytes
 from headway.train.health import ANOMALIES
-from headway.train.slow_ranks import RankTimes
 
 if TYPE_CHECKING:
     from headway.train.state import TrainState

@@ -22,6 +22,7 @@ from headway.data.config import ResolvedBatch
 from headway.data.loader import Loader
 from headway.data.open import OpenData
 from headway.data.targets import Targets
+from headway.diagnose.slow_ranks import SlowRankReporter
 from headway.errors import GaveUpError
 from headway.model.config import ModelConfig
 from headway.objective.base import StepInfo
@@ -44,7 +45,6 @@ from headway.train.dpo_reference import Reference
 from headway.train.health import BadStep, Healer, LossMonitor, add_skipped_batches, plan_rollback, repair_healed
 from headway.train.meter import AT_START, Meter, means
 from headway.train.run_folder import METRICS, RECIPE, RunLocks, new_save_record, prepare_folder, read_save_record, write_save_record
-from headway.train.slow_ranks import SlowRankReporter
 from headway.train.stages import StageMetrics, StagePosition
 from headway.train.start import Start
 from headway.train.state import TrainState
@@ -218,7 +218,9 @@ class Run:
         """Call what `on_step` was given, and compare the speed of ranks."""
         for callback in self._step_callbacks:
             callback(self.state.step)
-        self.slow_ranks.after_step(self)
+        ratio, world = self.recipe.log.slow_ratio, self.ranks.world
+        for text in self.slow_ranks.after_step(self.state.step, ratio, world, self.meter.take_rank_times):
+            self.emit("slow_rank", text)
         self.clock.log_epoch()
 
     # ---- reporting

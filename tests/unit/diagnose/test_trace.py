@@ -6,22 +6,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.diagnose.trace import both, length, summarize_trace, union, without, write_page
-from headway.train import TRACE_DATA, TRACE_FORWARD_BACKWARD, TRACE_OPTIMIZER
+from headway.diagnose.trace import (
+    TRACE_DATA,
+    TRACE_FORWARD_BACKWARD,
+    TRACE_OPTIMIZER,
+    difference,
+    intersection,
+    summarize_trace,
+    total_time,
+    union,
+    write_page,
+)
 
-SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda s: (float(s[0]), float(s[0] + s[1]))), max_size=8)
+INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda s: (float(s[0]), float(s[0] + s[1]))), max_size=8)
 
 
 def moments(spans: list[tuple[float, float]]) -> set[int]:
     return {moment for begin, end in spans for moment in range(int(begin), int(end))}
 
 
-@given(SPANS, SPANS)
-def test_spans_are_sets_of_moments(one: list[tuple[float, float]], two: list[tuple[float, float]]) -> None:
+@given(INTERVALS, INTERVALS)
+def test_intervals_are_sets_of_moments(one: list[tuple[float, float]], two: list[tuple[float, float]]) -> None:
     a, b = union(one), union(two)
-    assert moments(a) == moments(one) and length(a) == len(moments(one))
-    assert moments(both(a, b)) == moments(one) & moments(two)
-    assert moments(without(a, b)) == moments(one) - moments(two)
+    assert moments(a) == moments(one) and total_time(a) == len(moments(one))
+    assert moments(intersection(a, b)) == moments(one) & moments(two)
+    assert moments(difference(a, b)) == moments(one) - moments(two)
 
 
 def event(name: str, cat: str, ts: float, dur: float, tid: int = 1) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headway.train.slow_ranks import RankTimes, SlowRule, slow_in_training, slow_ranks, slower_than_before, usual, write_report
+from headway.diagnose.slow_ranks import RankTimes, SlowRule, slow_in_training, slow_ranks, slower_than_before, usual, write_report
 
 RULE = SlowRule(1.1, 0.5)
 

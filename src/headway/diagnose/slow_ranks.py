@@ -7,13 +7,13 @@ with the mean of its own last ten. It is an outlier if it is longer by more than
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headway.train.run import Run
+    from headway.parallel.collectives import RankGroup
 
 TRIM_ABOVE = 4
 HISTORY = 10
@@ -67,7 +67,7 @@ def usual(times: Sequence[float]) -> float:
 
 
 def slow_ranks(times: Mapping[str, Sequence[float]], rule: SlowRule) -> list[Outlier]:
-    """RankGroups that are slower than the others; `times` has one number per rank for each timer."""
+    """Ranks that are slower than the others; `times` has one number per rank for each timer."""
     found: list[Outlier] = []
     for timer, values in times.items():
         expected = usual(values)
@@ -129,14 +129,14 @@ class SlowRankReporter:
     def __init__(self) -> None:
         self._slow: frozenset[int] = frozenset()
 
-    def after_step(self, run: Run) -> None:
-        """Every COMPARE_EVERY steps, exchange the times of all ranks, which are known already; all ranks together."""
-        ratio, world = run.recipe.log.slow_ratio, run.ranks.world
-        if ratio is None or world.size == 1 or run.state.step % COMPARE_EVERY:
-            return
-        everyone = world.gather(replace(run.meter.take_rank_times(), host=socket.gethostname()))
-        found = slow_in_training(everyone, SlowRule(ratio))
-        for rank, text in found.items():
-            if rank not in self._slow and run.process.is_first:
-                run.emit("slow_rank", text)
+    def after_step(self, step: int, ratio: float | None, world: RankGroup, take_times: Callable[[], RankTimes]) -> list[str]:
+        """Every COMPARE_EVERY steps, exchange the times of all ranks; returns a text for each rank that has become slow.
+
+        All ranks call it together. The times are measured already, so that nothing waits for the device.
+        """
+        if ratio is None or world.size == 1 or step % COMPARE_EVERY:
+            return []
+        found = slow_in_training(world.gather(replace(take_times(), host=socket.gethostname())), SlowRule(ratio))
+        new = [text for rank, text in found.items() if rank not in self._slow]
         self._slow = frozenset(found)
+        return new
