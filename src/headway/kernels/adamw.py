@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class AdamWHyper(NamedTuple):
-    """What one step needs beside the tensors."""
+    """The hyperparameters of one step."""
 
     lr: float
     beta1: float
@@ -36,55 +36,55 @@ class AdamWTensors(NamedTuple):
     exp_avg: Sequence[Tensor]
     exp_avg_sq: Sequence[Tensor]
     steps: Sequence[Tensor]
-    """0-dim fp32 counters of updates that were really done."""
+    """0-dim fp32 counters of updates; skipped steps do not count."""
     copies: Sequence[Tensor] = ()
-    """Lower-precision twins of params, made equal to them after the step; none where params are what the model reads."""
+    """Lower-precision copies of params, updated with the step; empty if the model reads params themselves."""
 
 
-def adamw_step(tensors: AdamWTensors, numbers: AdamWHyper, scale: Tensor, found_inf: Tensor) -> None:
+def adamw_step(tensors: AdamWTensors, hyper: AdamWHyper, scale: Tensor, found_inf: Tensor) -> None:
     """One step; a skipped one leaves the counters where they were."""
     if tensors.params[0].is_cuda:
-        _fused(tensors, numbers, scale, found_inf)
+        _fused(tensors, hyper, scale, found_inf)
     else:
-        adamw_step_reference(tensors, numbers, scale, found_inf)
+        adamw_step_reference(tensors, hyper, scale, found_inf)
 
 
-def adamw_step_reference(tensors: AdamWTensors, numbers: AdamWHyper, scale: Tensor, found_inf: Tensor) -> None:
+def adamw_step_reference(tensors: AdamWTensors, hyper: AdamWHyper, scale: Tensor, found_inf: Tensor) -> None:
     """torch's fused operator, then the copies; what the Triton kernel is compared to, and what runs on CPU."""
     params, grads, steps = list(tensors.params), list(tensors.grads), list(tensors.steps)
     torch._foreach_add_(steps, 1)
     torch._fused_adamw_(
         params, grads, list(tensors.exp_avg), list(tensors.exp_avg_sq), [], steps,
-        lr=numbers.lr, beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=numbers.weight_decay, eps=numbers.eps,
-        amsgrad=False, maximize=numbers.maximize, grad_scale=scale, found_inf=found_inf,
+        lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2, weight_decay=hyper.weight_decay, eps=hyper.eps,
+        amsgrad=False, maximize=hyper.maximize, grad_scale=scale, found_inf=found_inf,
     )  # fmt: skip
     torch._foreach_sub_(steps, [found_inf] * len(steps))
     if tensors.copies:
         torch._foreach_copy_(list(tensors.copies), params)
 
 
-def _fused(tensors: AdamWTensors, numbers: AdamWHyper, scale: Tensor, found_inf: Tensor) -> None:
+def _fused(tensors: AdamWTensors, hyper: AdamWHyper, scale: Tensor, found_inf: Tensor) -> None:
     counters = torch.stack(list(tensors.steps))
     done = counters.double() + 1
     # In fp64, as torch's operator does: 1 - 0.999 in fp32 would be off in the fifth digit.
-    corrections = torch.stack([1 - numbers.beta1**done, (1 - numbers.beta2**done).sqrt()], -1).float()
+    corrections = torch.stack([1 - hyper.beta1**done, (1 - hyper.beta2**done).sqrt()], -1).float()
     together = zip(tensors.params, tensors.grads, tensors.exp_avg, tensors.exp_avg_sq, strict=True)
     for index, (param, grad, first, second) in enumerate(together):
         copy = tensors.copies[index] if tensors.copies else None
-        launch(param, grad, first, second, copy, corrections[index], numbers, scale, found_inf)
+        launch(param, grad, first, second, copy, corrections[index], hyper, scale, found_inf)
     torch._foreach_add_(list(tensors.steps), [1 - found_inf] * len(tensors.steps))
 
 
 def launch(
-    param: Tensor, grad: Tensor, first: Tensor, second: Tensor, copy: Tensor | None, corrections: Tensor, numbers: AdamWHyper,
+    param: Tensor, grad: Tensor, first: Tensor, second: Tensor, copy: Tensor | None, corrections: Tensor, hyper: AdamWHyper,
     scale: Tensor, found_inf: Tensor,
 ) -> None:  # fmt: skip
     """Run the kernel over one flat tensor."""
     size, block = param.numel(), 2048
     _kernel()[(-(-size // block),)](
         param, grad, first, second, param if copy is None else copy, corrections, scale, found_inf,
-        numbers.lr, numbers.beta1, numbers.beta2, numbers.eps, numbers.lr * numbers.weight_decay, size,
-        HAS_COPY=copy is not None, MAXIMIZE=numbers.maximize, BLOCK=block, num_warps=8,
+        hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.lr * hyper.weight_decay, size,
+        HAS_COPY=copy is not None, MAXIMIZE=hyper.maximize, BLOCK=block, num_warps=8,
     )  # fmt: skip
 
 

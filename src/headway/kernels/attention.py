@@ -9,8 +9,8 @@ Shapes: B rows, T tokens, H query heads, KV key and value heads, hd head width. 
     varlen      CUDA, 16 bit    FlashAttention over all documents of all rows at once, with or without a window
     fa4         Hopper, 16 bit  FlashAttention-4 for all of these, where the package is installed
 
-A row of one document followed by padding needs no document mask: the padding comes later, so nothing before it can see it. What the
-padding itself computes there means nothing and carries no loss.
+A row of one document followed by padding needs no document mask: the padding comes later, so nothing before it can see it. The
+results of the padding are meaningless and carry no loss.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from headway.errors import ConfigError
 from headway.kernels import flash4
@@ -38,30 +39,30 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which tokens belong together, in every form a backend reads."""
+    """Which tokens belong to the same document, in every form a backend reads."""
 
-    document: torch.Tensor
+    document: Tensor
     """int32 [B,T]"""
-    bounds: torch.Tensor
+    bounds: Tensor
     """int32 [B, max_documents + 1]: start of each document, padded with T"""
     single_document: bool
     """No row holds more than one document before its padding."""
-    cu_seqlens: torch.Tensor
+    cu_seqlens: Tensor
     """int32 [B * max_documents + 1]: the same starts in the flattened rows"""
     max_length: int
     """No document is longer than this."""
     host_bounds: tuple[tuple[int, ...], ...] | None
-    """`bounds` as numbers, without the padding, where the host knows them."""
+    """`bounds` as Python numbers, without the padding, if the host knows them."""
     mix: HeadMix | None = None
-    """Which heads see less than this mask, where a model has head gates."""
+    """The head gates of this pass, if the model has any."""
 
     def on_host(self) -> tuple[tuple[int, ...], ...]:
-        """The bounds of every row's documents as numbers; waits for the device where the host does not know them."""
+        """The bounds of every row's documents as Python numbers; waits for the device if the host does not know them."""
         return self.host_bounds if self.host_bounds is not None else bounds_on_host(self.bounds, self.document.shape[1])
 
 
 def mask_of(batch: Batch, *, max_length: int | None = None) -> AttentionMask:
-    """The mask of a microbatch. Nothing waits for the device: a document may fill a row, unless the batch or the caller knows better."""
+    """The mask of a microbatch, made without waiting for the device. A document may fill a row unless `max_length` bounds it."""
     rows, length = batch.document.shape
     bound = max_length or batch.max_length or length
     mask = _mask(batch.document, batch.bounds, single_document=batch.single_document, max_length=bound, rows=rows)
@@ -77,7 +78,7 @@ def causal_mask(rows: int, length: int, device: torch.device | str = "cpu") -> A
     return _mask(document, bounds, single_document=True, max_length=length, rows=rows)
 
 
-def _mask(document: torch.Tensor, bounds: torch.Tensor, *, single_document: bool, max_length: int, rows: int) -> AttentionMask:
+def _mask(document: Tensor, bounds: Tensor, *, single_document: bool, max_length: int, rows: int) -> AttentionMask:
     length = document.shape[1]
     row_starts = torch.arange(rows, dtype=torch.int32, device=bounds.device)[:, None] * length
     flat = (bounds[:, :-1] + row_starts).flatten()
@@ -88,15 +89,13 @@ def _mask(document: torch.Tensor, bounds: torch.Tensor, *, single_document: bool
     return AttentionMask(document, bounds, single_document, cu_seqlens, max_length, host_bounds)
 
 
-def bounds_on_host(bounds: torch.Tensor, length: int) -> tuple[tuple[int, ...], ...]:
+def bounds_on_host(bounds: Tensor, length: int) -> tuple[tuple[int, ...], ...]:
     """Starts of each row's documents and the row's end, without the padding."""
     return tuple(tuple(dict.fromkeys([*row, length])) for row in bounds.tolist())
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, *, window: int | None = None, backend: str = "auto"
-) -> torch.Tensor:
-    """Attention of each token to itself and to the tokens before it in its document, at most `window` of them with itself."""
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None, backend: str = "auto") -> Tensor:
+    """Attention of each token to itself and to the tokens before it in its document, at most `window` including itself."""
     if backend == "auto":
         backend = choose(q, mask, window)
     elif reason := why_not(backend, q.device.type, q.dtype, q.shape[-1]):
@@ -114,7 +113,7 @@ def attend(
     return dense(q, k, v, visible(mask, window))
 
 
-def choose(q: torch.Tensor, mask: AttentionMask, window: int | None) -> str:
+def choose(q: Tensor, mask: AttentionMask, window: int | None) -> str:
     """The fastest exact backend for this case."""
     if q.device.type == "cuda" and not why_not("fa4", "cuda", q.dtype, q.shape[-1]):
         return "fa4"
@@ -124,7 +123,7 @@ def choose(q: torch.Tensor, mask: AttentionMask, window: int | None) -> str:
 
 
 def why_not(backend: str, device_type: str, dtype: torch.dtype, head_dim: int) -> str:
-    """Why a backend cannot serve a case; empty when it can."""
+    """Why a backend cannot compute a case; empty if it can."""
     if backend not in BACKENDS:
         return f"there are only {', '.join(BACKENDS)}"
     if backend not in ("varlen", "fa4"):
@@ -140,8 +139,8 @@ def why_not(backend: str, device_type: str, dtype: torch.dtype, head_dim: int) -
 
 def working_backends(device: torch.device | str) -> list[tuple[str, bool, str]]:
     """Try each backend on a small case: name, whether its result agrees with the reference, and the reason if not."""
-    device = torch.device(device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    kind = torch.device(device).type
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 16, heads, 32, generator=generator).to(device, dtype) for heads in (4, 2, 2))
     bounds = torch.tensor([[0, 5, 16], [0, 16, 16]], dtype=torch.int32, device=device)
@@ -150,7 +149,7 @@ def working_backends(device: torch.device | str) -> list[tuple[str, bool, str]]:
     expected = reference(q, k, v, visible(mask, None)).float()
     found: list[tuple[str, bool, str]] = []
     for backend in BACKENDS:
-        reason = why_not(backend, device.type, dtype, 32)
+        reason = why_not(backend, kind, dtype, 32)
         if not reason:
             try:
                 gap = (attend(q, k, v, mask, backend=backend).float() - expected).abs().max().item()
@@ -161,13 +160,13 @@ def working_backends(device: torch.device | str) -> list[tuple[str, bool, str]]:
     return found
 
 
-def visible(mask: AttentionMask, window: int | None) -> torch.Tensor:
+def visible(mask: AttentionMask, window: int | None) -> Tensor:
     """The dense mask, bool [B, T of queries, T of keys]."""
     same = mask.document[:, :, None] == mask.document[:, None, :]
     return same & band(mask.document.shape[1], window, mask.document.device)
 
 
-def band(length: int, window: int | None, device: torch.device | str) -> torch.Tensor:
+def band(length: int, window: int | None, device: torch.device | str) -> Tensor:
     """Bool [length, length]: a query sees itself and what comes before it, at most `window` tokens."""
     at = torch.arange(length, device=device)
     distance = at[:, None] - at[None, :]
@@ -175,7 +174,7 @@ def band(length: int, window: int | None, device: torch.device | str) -> torch.T
     return seen if window is None else seen & (distance < window)
 
 
-def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """Attention in plain fp32 torch under a dense mask [B,T,S]."""
     groups = q.shape[2] // k.shape[2]
     k32, v32 = (x.float().repeat_interleave(groups, dim=2) for x in (k, v))
@@ -184,7 +183,7 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Ten
     return torch.einsum("bhts,bshd->bthd", weights, v32).to(q.dtype)
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """SDPA under a dense mask [B,T,S]; the query heads of one group are folded into the query tokens, so keys are never copied."""
     B, T, H, hd = q.shape
     KV = k.shape[2]
@@ -194,14 +193,14 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor)
     return o.view(B, KV, H // KV, T, hd).permute(0, 3, 1, 2, 4).reshape(B, T, H, hd)
 
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 
-def _per_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, window: int | None) -> torch.Tensor:
+def _per_document(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None) -> Tensor:
     assert mask.host_bounds is not None
-    pieces: list[torch.Tensor] = []
+    pieces: list[Tensor] = []
     for row, bounds in enumerate(mask.host_bounds):
         for start, stop in itertools.pairwise(bounds):
             one_q, one_k, one_v = (x[row : row + 1, start:stop] for x in (q, k, v))
@@ -212,14 +211,14 @@ def _per_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Atten
     return torch.cat(pieces, dim=1).view(q.shape)
 
 
-def _fa4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, window: int | None) -> torch.Tensor:
+def _fa4(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None) -> Tensor:
     if mask.single_document:
         return flash4.causal(q, k, v, window)
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
     return flash4.documents(flat_q, flat_k, flat_v, mask.cu_seqlens, mask.max_length, window).view(q.shape)
 
 
-def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, window: int | None) -> torch.Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None) -> Tensor:
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
     left = -1 if window is None else window - 1
     kernel = varlen_kernel(q.shape[2] != k.shape[2])
@@ -232,21 +231,21 @@ def varlen_kernel(grouped: bool) -> Callable[..., Any]:
     """FlashAttention over packed sequences, for heads that share keys where `grouped`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # The kernel serves grouped heads in every version; only newer ones ask the caller to say so.
-    asks = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return functools.partial(varlen_attn, enable_gqa=True) if asks and grouped else varlen_attn
+    # The kernel supports grouped heads in every version; newer ones need a flag.
+    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return functools.partial(varlen_attn, enable_gqa=True) if has_flag and grouped else varlen_attn
 
 
 QUERY_BLOCK = 1024
 """Queries that share one dense mask."""
 
 
-def attend_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, start: int | None, position: torch.Tensor) -> torch.Tensor:
+def attend_chunk(q: Tensor, k: Tensor, v: Tensor, *, start: int | None, position: Tensor) -> Tensor:
     """o [B,T,H,hd] of q [B,T,H,hd] at positions [B,T] and k, v [B,S,KV,hd]; `start` where every row's chunk begins there and ends at S."""
     if start is not None and not why_not("varlen", q.device.type, q.dtype, q.shape[-1]):
         return _flash_chunk(q, k, v)
     slot = torch.arange(k.shape[1], device=q.device)
-    blocks: list[torch.Tensor] = []
+    blocks: list[Tensor] = []
     for begin in range(0, q.shape[1], QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, q.shape[1])
         stop = k.shape[1] if start is None else start + end
@@ -255,7 +254,7 @@ def attend_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, start: in
     return torch.cat(blocks, dim=1)
 
 
-def _flash_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _flash_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One call per row: a row's keys are one stretch of the cache, all rows' are not, and packing them would copy the whole past."""
     kernel = varlen_kernel(q.shape[2] != k.shape[2])
     tokens, total = q.shape[1], k.shape[1]

@@ -179,7 +179,7 @@ class _LinearNLL(torch.autograd.Function):
                 torch.mm(logits, weight, out=d_hidden[part])
             if d_weight is not None:
                 _accumulate_outer(d_weight, logits, hidden[part])
-            del logits  # or two chunks would stand beside each other
+            del logits  # or two chunks would exist at the same time
         ctx.gradients = d_hidden, d_weight  # not inputs or outputs, and changed in place below
         loss, nll, lse, correct = per_token
         total = torch.dot(loss, coefficients)

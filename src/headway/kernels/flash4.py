@@ -1,6 +1,6 @@
 """FlashAttention-4, an optional package (`pip install "headway[fa4]"`): causal attention of whole rows or of many documents.
 
-Its kernels are compiled on first use and kept on disk beside torch's own compiled code, so that only the first run of a shape waits.
+Its kernels are compiled on first use and cached on disk next to torch's compiled code, so that only the first run of a shape waits.
 """
 
 from __future__ import annotations

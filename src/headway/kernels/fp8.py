@@ -7,7 +7,7 @@
 
 Parameters, their gradients and everything between the layers keep their dtype; scales come from the values themselves, at every use.
 On a device without fp8 products the same rounded operands are multiplied in fp32: the reference, for tests.
-Shapes: M tokens, K inputs, N outputs; x [M,K], w [N,K], g [M,N]. The kernel wants the left operand row-major and the right column-major.
+Shapes: M tokens, K inputs, N outputs; x [M,K], w [N,K], g [M,N]. The kernel needs the left operand row-major and the right column-major.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 Scaling = Literal["tensorwise", "rowwise"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
-"""The kernel takes only sizes that are multiples of this."""
+"""The kernel supports only sizes that are multiples of this."""
 
 
 def rounded(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def rounded(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Ten
 
 
 def product(left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, out: torch.dtype, *, fast: bool) -> Tensor:
-    """left @ right with their scales; `fast` adds up with fewer bits, which forward bears."""
+    """left @ right with their scales; `fast` accumulates with fewer bits, which is precise enough for forward."""
     if left.is_cuda:
         return torch._scaled_mm(left, right, scale_a=scale_left, scale_b=scale_right, out_dtype=out, use_fast_accum=fast)
     return ((left.float() * scale_left) @ (right.float() * scale_right)).to(out)
@@ -97,7 +97,7 @@ def fp8_linear(x: Tensor, w: Tensor, bias: Tensor | None, scaling: Scaling) -> T
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer in fp8; its parameters are those of the layer it stands for."""
+    """A linear layer in fp8; its parameters are those of the layer it replaces."""
 
     scaling: Scaling = "tensorwise"
 
@@ -109,7 +109,7 @@ class Fp8Linear(nn.Linear):
 
 
 def convert(model: nn.Module, scaling: Scaling) -> list[str]:
-    """Put fp8 layers in the place of a module's linear ones, under the same names; returns those whose sizes the kernel does not take."""
+    """Replace the linears of a module by fp8 ones, under the same names; returns those whose sizes the kernel does not support."""
     left: list[str] = []
     for name, parent in list(model.named_modules()):
         for leaf, child in list(parent.named_children()):

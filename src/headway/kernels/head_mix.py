@@ -7,7 +7,7 @@ Shapes: B rows, T tokens, H query heads, KV key and value heads, G = H / KV, hd 
     streaming                           '--------------- run --------------'
 
 A head whose z is exactly 0 or 1 runs only the branch it needs: the other one has weight 0 in output and gradients. The host knows z, so
-it knows the groups without asking the device. KV heads move as wholes; nothing is copied to all query heads.
+it knows the groups without waiting for the device. KV heads move as wholes; nothing is copied to all query heads.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _Split(torch.autograd.Function):
         full, both = ctx.sizes
         whole, near = grads
         given = whole if whole is not None else near
-        assert given is not None, "a group of heads that has no part in the result is not asked for gradients"
+        assert given is not None, "at least one branch has a gradient"
         whole = given.new_zeros(*ctx.shape[:2], full + both, *ctx.shape[3:]) if whole is None else whole
         near = given.new_zeros(*ctx.shape[:2], len(order) - full, *ctx.shape[3:]) if near is None else near
         total = given.new_empty(ctx.shape)

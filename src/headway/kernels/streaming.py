@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from headway.errors import ConfigError
 from headway.kernels.attention import AttentionMask, band, dense, reference, visible, why_not
@@ -39,10 +40,10 @@ class StreamingWindow:
     sinks: int
     """First tokens of the document; 0 = local attention."""
     plans: dict[int, StreamPlan] = field(default_factory=dict, compare=False, repr=False)
-    """What kernels derive from a mask, kept while the mask is alive, so that all layers share it."""
+    """Plans by mask, so that all layers share one."""
 
     def plan(self, mask: AttentionMask) -> StreamPlan:
-        """How `pieces` cuts a mask; made once per mask."""
+        """The pieces of a mask; made once per mask."""
         found = self.plans.get(id(mask.bounds))
         if found is None or found.bounds is not mask.bounds:
             self.plans.clear()
@@ -51,9 +52,7 @@ class StreamingWindow:
         return found
 
 
-def stream(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, reach: StreamingWindow, *, backend: str = "auto"
-) -> torch.Tensor:
+def stream(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, reach: StreamingWindow, *, backend: str = "auto") -> Tensor:
     """Attention of each token to the sinks of its document and to the window that ends with it."""
     if backend == "auto":
         backend = choose(q, mask)
@@ -66,12 +65,12 @@ def stream(
     return _blocks(q, k, v, mask, reach)
 
 
-def choose(q: torch.Tensor, mask: AttentionMask) -> str:
+def choose(q: Tensor, mask: AttentionMask) -> str:
     """The fastest exact backend for this case."""
     return "blocks" if why_not("varlen", q.device.type, q.dtype, q.shape[-1]) else "pieces"
 
 
-def visible_streaming(mask: AttentionMask, reach: StreamingWindow) -> torch.Tensor:
+def visible_streaming(mask: AttentionMask, reach: StreamingWindow) -> Tensor:
     """The dense mask, bool [B, T of queries, T of keys]."""
     length = mask.document.shape[1]
     start = mask.bounds.long().gather(1, mask.document.long())
@@ -79,8 +78,8 @@ def visible_streaming(mask: AttentionMask, reach: StreamingWindow) -> torch.Tens
     return visible(mask, None) & (band(length, reach.window, mask.document.device) | is_sink[:, None, :])
 
 
-def _blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, reach: StreamingWindow) -> torch.Tensor:
-    pieces: list[torch.Tensor] = []
+def _blocks(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, reach: StreamingWindow) -> Tensor:
+    pieces: list[Tensor] = []
     for row, bounds in enumerate(mask.on_host()):
         for start, stop in itertools.pairwise(bounds):
             one = [x[row : row + 1, start:stop] for x in (q, k, v)]
@@ -88,7 +87,7 @@ def _blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMa
     return torch.cat(pieces, dim=1).view(q.shape)
 
 
-def _document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: StreamingWindow) -> list[torch.Tensor]:
+def _document(q: Tensor, k: Tensor, v: Tensor, reach: StreamingWindow) -> list[Tensor]:
     """One document [1,n,...]: its beginning sees all of the past; each block behind it sees the sinks and the window before it."""
     length, window, sinks = q.shape[1], reach.window, reach.sinks
     head = min(length, window + sinks)
@@ -105,6 +104,6 @@ def _document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reach: Streamin
     return done
 
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)

@@ -9,8 +9,8 @@ For each document of n tokens, window w, sinks s:
 
 The pieces of one query are disjoint, so with lse = log(sum of exp(lse_p)) the output is sum of o_p * exp(lse_p - lse). Backward runs
 FlashAttention's backward on each piece with the merged output and lse: the weight it computes again, exp(score - lse), is then that of the
-whole. Long ranges of queries are cut into segments that bring their own copy of the sinks (a few rows), so that the gradient of the sinks
-is not the work of one block.
+whole. Long ranges of queries are split into segments, each with its own copy of the sinks (a few rows), so that the gradient of the sinks
+is not computed by one block alone.
 
 Without CUDA the calls are plain torch over the same pieces: slow, and what tests compare.
 """
@@ -40,7 +40,7 @@ class AttentionPiece:
     """Some queries against some keys, as packed sequences."""
 
     queries: slice | Tensor
-    """Where they are among the flattened tokens: one stretch, or int64 places."""
+    """Where they are among the flattened tokens: a slice, or int64 indices."""
     keys: Tensor
     """int64: the same for keys; a sink may occur several times."""
     sinks: Tensor
@@ -58,12 +58,12 @@ class AttentionPiece:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """All a kernel needs to know about one mask, window and sinks."""
+    """The pieces of one mask, window and sinks."""
 
     bounds: Tensor
     window: int
     pieces: tuple[AttentionPiece, ...]
-    """The pieces beside the window."""
+    """All pieces except the window."""
 
 
 def plan_pieces(mask: AttentionMask, window: int, sinks: int) -> StreamPlan:

@@ -162,7 +162,7 @@ def build_model(config: ModelConfig) -> Model:
 
 MAX_VARIANTS = 64
 """All blocks share their code, so the compiler counts the variants of all of them together: with gradients and without, trained or frozen,
-a reference beside the model, every stage of a run. Its own limit of 8 would end such a run."""
+a reference model, every stage of a run. Its default limit of 8 would end such a run."""
 
 
 def compile_method(method: Callable[..., Any], options: dict[str, Any] | None = None) -> Callable[..., Any]:

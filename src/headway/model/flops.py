@@ -4,8 +4,8 @@ forward               2 a weight of every matrix the token passes
 gradient of inputs    2 a weight, for the matrices behind the first parameter that trains; nothing before it needs one
 gradient of weights   2 a weight, for the matrices that train
 
-Attention itself (scores and their mix of values) has no weights: 4 for each token looked at and channel of the queries, 8 more backward.
-What is computed again to save memory does not count, nor what norms, activations and the loss do. Imports without torch.
+Attention itself (scores and their mix of values) has no weights: 4 per visible token and query channel, and 8 more in backward.
+Recomputation to save memory does not count, nor do norms, activations and the loss. Imports without torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TokenFlops:
 
     matrices: float
     attention: float
-    """With every token of the row looked at."""
+    """If every token sees the whole row."""
 
     @property
     def full(self) -> float:

@@ -5,7 +5,7 @@ Hard concrete (Louizos 2018), with noise u in (0, 1):
     s = sigmoid((logit(u) + log_alpha) / tau)      z = clamp(low + (high - low) * s, 0, 1)      tau 2/3, low -0.1, high 1.1
 
 In training z is sampled, and is exactly 0 or 1 most of the time. The noise is derived from what names the pass, so ranks that share a
-microbatch draw alike. It is drawn on the host for all heads: the host then knows which heads need which branch, and a rank that computes a
+microbatch agree. It is drawn on the host for all heads: the host then knows which heads need which branch, and a rank that computes a
 slice of the heads takes its slice. Only log_alpha comes from the device, once per step.
 Where gates do not train, and in evaluation, they are settled: as many heads stream as the gates expect, those with the lowest log_alpha.
 """
@@ -61,7 +61,7 @@ class HeadGates(nn.Module):
         """Heads that are decided run one branch; False computes both for all of them, as a measure of what that saves."""
 
     def forward(self) -> Tensor:
-        """log_alpha on the host; waits for the device. It is asked for once per step."""
+        """log_alpha on the host; waits for the device, so it is called once per step."""
         return self.log_alpha.detach().cpu()
 
     def draw(self, on_host: Tensor, seed: int | None) -> GateDraw:
@@ -102,7 +102,7 @@ def settle(log_alpha: Tensor) -> Tensor:
 
 
 def settled_masks(log_alpha: Tensor, window: int, sinks: int) -> HeadMasks:
-    """The masks that settled gates stand for."""
+    """The masks that settled gates mean."""
     return HeadMasks(tuple(tuple(row) for row in settle(log_alpha).tolist()), window, sinks)
 
 

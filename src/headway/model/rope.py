@@ -6,6 +6,7 @@ The two halves of a head are the two coordinates of its planes (Hugging Face's l
 import math
 
 import torch
+from torch import Tensor
 
 from headway.model.config import ModelConfig, RopeScaling, yarn_growth
 
@@ -16,9 +17,9 @@ class Rotation:
     def __init__(self, config: ModelConfig) -> None:
         self.frequencies = inverse_frequencies(config)
         self.scale = attention_factor(config.rope_scaling)
-        self._on_device: dict[torch.device, torch.Tensor] = {}
+        self._on_device: dict[torch.device, Tensor] = {}
 
-    def __call__(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, fp32 [B, T, hd/2], of int positions [B, T]."""
         frequencies = self._on_device.get(position.device)
         if frequencies is None:
@@ -27,7 +28,7 @@ class Rotation:
         return angle.cos() * self.scale, angle.sin() * self.scale
 
 
-def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+def inverse_frequencies(config: ModelConfig) -> Tensor:
     """fp32 [hd/2] on the CPU: angle per position of each plane."""
     size = config.head_size
     # fp32 from the start, as every checkpoint in use was trained: a more exact power would turn far positions by another angle.
@@ -50,7 +51,7 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     return scaling.attention_factor if scaling.attention_factor is not None else yarn_growth(scaling.factor)
 
 
-def _yarn(frequencies: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tensor:
+def _yarn(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
     """Fast planes stay, slow ones are divided by factor, and a straight ramp over the planes joins them."""
     planes = len(frequencies)
 
@@ -67,7 +68,7 @@ def _yarn(frequencies: torch.Tensor, scaling: RopeScaling, theta: float) -> torc
     return frequencies / scaling.factor * slow + frequencies * (1 - slow)
 
 
-def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     wavelength = 2 * math.pi / frequencies
     turns = scaling.original_max_seq_len / wavelength
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -77,7 +78,7 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     return torch.where(turns > high, frequencies, stretched)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each head of x [B, T, heads, hd] by the angles of its position."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]

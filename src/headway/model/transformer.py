@@ -2,7 +2,7 @@
 
 Shapes: B rows, T tokens, D width, V vocabulary, H query heads, KV key and value heads, hd head width.
 
-    tokens [B,T] -> embed -> x [B,T,D] -> block 0 .. block N-1 -> norm -> hidden [B,T,D]     (the head is applied by whoever needs it)
+    tokens [B,T] -> embed -> x [B,T,D] -> block 0 .. block N-1 -> norm -> hidden [B,T,D]     (the LM head is applied by the caller)
 
     a block:  x -> before -> q, k, v -> core -> o -> after(x, o) -> x
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from headway.kernels.attention import AttentionMask, attend, causal_mask, mask_of
 from headway.kernels.head_mix import mix_heads
@@ -44,9 +44,7 @@ class GatedCore:
     layer: int
     backend: str = "auto"
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, *, window: int | None = None
-    ) -> torch.Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None) -> Tensor:
         """o [B,T,H,hd]."""
         full = partial(attend, mask=mask, window=window, backend=self.backend)
         if mask.mix is None:
@@ -75,20 +73,20 @@ class Block(nn.Module):
         """Compute attention with one backend, whatever the case."""
         self.core = replace(self.core, backend=backend) if isinstance(self.core, GatedCore) else partial(attend, backend=backend)
 
-    def before(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Everything up to the attention core: q [B,T,H,hd], k and v [B,T,KV,hd]."""
         return self.self_attn.project(self.input_layernorm(x), cos, sin)
 
-    def after(self, x: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+    def after(self, x: Tensor, o: Tensor) -> Tensor:
         """Everything after the attention core, from the block's input and o [B,T,H,hd]."""
         x = x + self._dropped(self.self_attn.output(o))
         return x + self._dropped(self.mlp(self.post_attention_layernorm(x)))
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask) -> Tensor:
         q, k, v = self.before(x, cos, sin)
         return self.after(x, self.core(q, k, v, mask, window=self.window))
 
-    def _dropped(self, x: torch.Tensor) -> torch.Tensor:
+    def _dropped(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
@@ -120,7 +118,7 @@ class Transformer(Model):
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab, bias=False)
         self.rotation = Rotation(config)
         self.is_random = config.dropout > 0
-        self._log_alpha: torch.Tensor | None = None
+        self._log_alpha: Tensor | None = None
         """The head gates on the host, as of the beginning of the step."""
 
     def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
@@ -157,21 +155,19 @@ class Transformer(Model):
         return None if isinstance(self.lm_head, AdaptedLinear) else HEAD
 
     @property
-    def head_weight(self) -> torch.Tensor:
+    def head_weight(self) -> Tensor:
         """[V,D]; the embedding's matrix where the two are tied."""
         if self.lm_head is None:
             return self.model.embed_tokens.weight
         return self.lm_head.effective if isinstance(self.lm_head, AdaptedLinear) else self.lm_head.weight
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """The stream at the bottom, [B,T,D]."""
         x = self.model.embed_tokens(tokens)
         share = self.config.embed_grad_scale
         return x if share == 1.0 else x * share + x.detach() * (1 - share)
 
-    def forward(
-        self, tokens: torch.Tensor, position: torch.Tensor, mask: AttentionMask | None, cache: KVCache | None = None
-    ) -> torch.Tensor:
+    def forward(self, tokens: Tensor, position: Tensor, mask: AttentionMask | None, cache: KVCache | None = None) -> Tensor:
         """Hidden [B,T,D] after the final norm. Tokens that continue what a cache holds need no mask: each row is one document."""
         assert cache is None or (mask is None) == (cache.used > 0)
         x = self.embed(tokens)
@@ -198,7 +194,7 @@ class Transformer(Model):
         for block in self.blocks().values():
             block.core = wrap(block.core)
 
-    def prefill(self, tokens: torch.Tensor, position: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+    def prefill(self, tokens: Tensor, position: Tensor, cache: KVCache | None = None) -> Tensor:
         """Rows that continue what a cache holds need no mask: each is one document."""
         rows, length = tokens.shape
         mask = causal_mask(rows, length, tokens.device) if cache is None or cache.used == 0 else None
@@ -210,7 +206,7 @@ class Transformer(Model):
         if compiler is not None:
             halves = [(compiler(before), compiler(after)) for before, after in halves]
 
-        def step(token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        def step(token: Tensor, position: Tensor) -> Tensor:
             at = position[:, None]
             x = self.embed(token[:, None])
             cos, sin = self.rotation(at)
@@ -231,12 +227,12 @@ class Transformer(Model):
 def _cached(
     block: Block,
     layer: int,
-    x: torch.Tensor,
-    turn: tuple[torch.Tensor, torch.Tensor],
-    position: torch.Tensor,
+    x: Tensor,
+    turn: tuple[Tensor, Tensor],
+    position: Tensor,
     mask: AttentionMask | None,
     cache: KVCache,
-) -> torch.Tensor:
+) -> Tensor:
     q, k, v = block.before(x, *turn)
     whole = None if mask is None else lambda q, k, v: block.core(q, k, v, mask, window=block.window)
     return block.after(x, cache.attend(layer, q, k, v, position, whole))

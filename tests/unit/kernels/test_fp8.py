@@ -59,7 +59,7 @@ def test_converted_models_keep_names_and_parameters() -> None:
 
 def test_sizes_the_kernel_does_not_take_are_refused() -> None:
     assert convert(nn.Sequential(nn.Linear(16, 24)), "tensorwise") == [".0 [24, 16]"]
-    with pytest.raises(ConfigError, match=r"multiples of 16, unlike .*gate_proj \[50, 32\]"):
+    with pytest.raises(ConfigError, match=r"multiples of 16, and .*gate_proj \[50, 32\]"):
         convert_to_fp8(Transformer(ModelConfig(**{**SHAPE, "ffn_size": 50})), "tensorwise")
 
 
