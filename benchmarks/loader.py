@@ -19,7 +19,7 @@ import numpy as np
 from headway.data.config import DataConfig
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
-from headway.data.shuffle import Selection
+from headway.data.selection import Selection
 from headway.store.reader import Store, StoreWriter, open_store
 
 TARGET = 20e6

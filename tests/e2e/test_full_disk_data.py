@@ -82,7 +82,7 @@ def test_an_older_internlm_file_survives_a_failed_rewrite(tmp_path: Path, monkey
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("headway.store.foreign.writer.fsync_file", full)
+    monkeypatch.setattr("headway.store.foreign.base.fsync_file", full)
     with pytest.raises(TrainingError, match="the disk is full"):
         write()
     assert {path.name: path.read_bytes() for path in (tmp_path / "cn").iterdir()} == before

@@ -217,7 +217,7 @@ def text_store(folder: Path) -> Path:
         (("data.train=null", "data.valid=null"), "data.train is null"),
         (("data.packing=concat",), "cut pairs apart"),
         (("data.max_documents=2",), "data.max_documents is 2"),
-        (("data.seq_len=8", "data.max_documents=3"), "no pair of it fits"),
+        (("data.seq_len=8", "data.max_documents=3"), "no pair fits into"),
         (("objective.reference=$/nowhere",), "objective.reference"),
     ],
 )

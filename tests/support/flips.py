@@ -21,7 +21,7 @@ import torch
 from headway.data.config import DataConfig
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
-from headway.data.shuffle import Selection
+from headway.data.selection import Selection
 from headway.errors import HeadwayError
 from headway.prepare.build import cached_store
 from headway.runtime.sealed import write_sealed
@@ -106,7 +106,7 @@ def _read_store(path: Path) -> Any:
     """All that training sees of a store."""
     store = open_store(path, checksums=Checksums(path.parent / "memory"))
     documents = [(store.document(i), store.document_mask(i)) for i in range(store.num_documents)]
-    return [store.max_id, store.fingerprint, store.masked, store.content, documents]
+    return [store.max_id, store.fingerprint, store.masked, store.manifest.content, documents]
 
 
 def _make_texts(folder: Path) -> None:
@@ -120,7 +120,7 @@ def _read_build(folder: Path) -> Any:
 
 def _read_store_of(path: Path) -> Any:
     store = open_store(path)
-    return [store.max_id, store.fingerprint, store.content, [store.document(i) for i in range(store.num_documents)]]
+    return [store.max_id, store.fingerprint, store.manifest.content, [store.document(i) for i in range(store.num_documents)]]
 
 
 def _build_files(folder: Path) -> list[Path]:
@@ -139,7 +139,7 @@ def _read_rows(folder: Path) -> Any:
     config = DataConfig.model_validate({"seq_len": 16, "window_tokens": 128, "workers": 0, "cache_dir": folder / "cache"})
     sources = [MixtureSource(Selection(open_store(folder / "store")))]
     with Loader(config, sources=sources, rows_per_step=4, micro_rows=2, seed=1) as loader:
-        return [loader.rows_per_epoch(), loader.jump(50).to_json()]
+        return [loader.rows_per_epoch(), loader.batches_in(2)]
 
 
 NUMBERS = torch.arange(60, dtype=torch.float32).reshape(30, 2)

@@ -151,10 +151,10 @@ def inspect(
     """Describe what a path holds: its format, the number of documents and tokens, and some samples."""
     from headway.prepare.inspect import inspect as inspect_path
     from headway.prepare.inspect import preview_documents
-    from headway.store.foreign.detect import checked_kind
+    from headway.store.open import parse_kind
     from headway.tokenizer.load import load_tokenizer
 
-    chosen = checked_kind(kind) if kind else None
+    chosen = parse_kind(kind) if kind else None
     loaded = load_tokenizer(tokenizer) if tokenizer else None
     found = inspect_path(path, chosen, loaded)
     if json:
@@ -258,10 +258,10 @@ def convert(
     """Write a token store in another format."""
     from headway.store.convert import ConvertOptions
     from headway.store.convert import convert as convert_store
-    from headway.store.foreign.detect import checked_kind
+    from headway.store.open import parse_kind
     from headway.tokenizer.load import load_tokenizer
 
-    options = ConvertOptions(checked_kind(kind) if kind else None, rebuild_index, begin_id, seq_len, type_name, compression)
+    options = ConvertOptions(parse_kind(kind) if kind else None, rebuild_index, begin_id, seq_len, type_name, compression)
     report = convert_store(source, out, to, options, load_tokenizer(tokenizer) if tokenizer else None)
     if json:
         print_json(vars(report))

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from typing import Self
 
 from headway.data.batch import Batch, StepBatch
@@ -19,10 +18,9 @@ from headway.data.config import DataConfig, Rampup, default_cache_dir
 from headway.data.mixture import Mixture, MixtureSource, Row
 from headway.data.packing import RowShape
 from headway.data.pairs import PairSource
-from headway.data.rows import Fill, fill_rows
-from headway.data.shuffle import Windows
-from headway.data.step import BatchShape, LoaderState, PlannedStep, StepPlanner
-from headway.data.stream import Stream
+from headway.data.row_stream import RowStream, Windows
+from headway.data.rows import RowLayout, fill_rows
+from headway.data.step_plan import BatchShape, LoaderState, PlannedStep, StepPlanner
 from headway.errors import CheckpointError, ConfigError
 
 __all__ = ["Loader", "LoaderState"]
@@ -51,25 +49,25 @@ class Loader:
         epochs: int | None = None,
         shuffle: bool = True,
         rampup: Rampup | None = None,
-        most_rows: int | None = None,
+        max_rows: int | None = None,
         sum_over_ranks: SumOverRanks = list,
     ) -> None:
         self._config, self._epochs, self._sum = config, epochs, sum_over_ranks
-        self._shape = BatchShape(rows_per_step, micro_rows, rank, world, rampup, most_rows)
+        self._shape = BatchShape(rows_per_step, micro_rows, rank, world, rampup, max_rows)
         self._streams = [_stream(config, source, number, seed, shuffle) for number, source in enumerate(sources)]
-        self._fill = Fill(
+        self._fill = RowLayout(
             [stream.source for stream in self._streams], config.seq_len, config.documents_per_row, config.packing == "one_document"
         )
         self._masked = any(stream.source.masked for stream in self._streams)
         self._paired = all(isinstance(stream.source, PairSource) for stream in self._streams)
         self._sources = sources
-        if state is not None and len(state.place.cursors) != len(sources):
+        if state is not None and len(state.mixture.cursors) != len(sources):
             raise CheckpointError(
-                f"the data cursor is of {len(state.place.cursors)} sources, the recipe has {len(sources)}. Use the same data; a run that "
+                f"the data cursor is of {len(state.mixture.cursors)} sources, the recipe has {len(sources)}. Use the same data; a run that "
                 "began with a folder of several types as one source continues with data.by_type=false."
             )
-        self._mixture = Mixture(sources, self._streams, state.place if state else None)
-        self._state = state or LoaderState(0, self._mixture.place)
+        self._mixture = Mixture(sources, self._streams, state.mixture if state else None)
+        self._state = state or LoaderState(0, self._mixture.state)
         self._planner = StepPlanner(config, self._shape, self._mixture, self._state.batch, epochs)
         self._pin = _pins(config)
         self._steps = self._prepared() if config.workers else self._read_here()
@@ -80,10 +78,6 @@ class Loader:
     def state(self) -> LoaderState:
         """What continues after the last step that was handed out."""
         return self._state
-
-    def epoch_of(self, state: LoaderState) -> int:
-        """Completed passes over the data. With weights: how often the slowest source was read, or, where `epochs` is set, shares of all."""
-        return self._planner.passes(state.place)
 
     def rows_per_epoch(self) -> int:
         """Rows of one pass over the data. The first call plans every window's lengths once."""
@@ -101,19 +95,9 @@ class Loader:
             low, high = (low, middle) if self._shape.rows_before(middle) >= rows else (middle + 1, high)
         return low
 
-    def jump(self, batch: int) -> LoaderState:
-        """The state after that many batches, without reading what lies between (under `max_tokens` it is planned, from lengths)."""
-        if self._config.max_tokens is None:
-            rows = self._shape.rows_before(batch)
-            rows = rows if self._epochs is None else min(rows, self._epochs * self.rows_per_epoch())
-            return LoaderState(batch, self._mixture.at(rows))
-        planner = self._planner_from_start(self._epochs)
-        states = (state for _, state in planner.drawn())
-        return next(islice(states, batch - 1, None)) if batch else LoaderState(0, Mixture(self._sources, self._streams).place)
-
     def documents_of(self, state: LoaderState, first: int, last: int) -> dict[str, list[int]]:
         """The documents of the batches `first` to `last`, by source, found from a state before them; no token is read."""
-        mixture = Mixture(self._sources, self._streams, state.place)
+        mixture = Mixture(self._sources, self._streams, state.mixture)
         found: dict[str, set[int]] = {}
         for rows, after in StepPlanner(self._config, self._shape, mixture, state.batch, self._epochs).drawn():
             if after.batch - 1 > last:
@@ -183,7 +167,7 @@ class Loader:
             fillers.shutdown(cancel_futures=True)
 
 
-def _stream(config: DataConfig, source: MixtureSource, number: int, seed: int, shuffle: bool) -> Stream:
+def _stream(config: DataConfig, source: MixtureSource, number: int, seed: int, shuffle: bool) -> RowStream:
     source.selection.check()
     window = config.window
     if source.selection.side == "valid":
@@ -191,7 +175,7 @@ def _stream(config: DataConfig, source: MixtureSource, number: int, seed: int, s
         window = min(1 << int(window / source.selection.fraction - 1).bit_length(), max(window, MOST_VALID_TOKENS))
     windows = Windows(source.selection, window, max(LEAST_BLOCK_WINDOWS, BLOCK_TOKENS // window))
     shape = RowShape(config.seq_len, config.documents_per_row - 1, config.packing)
-    return Stream(windows, shape, seed=seed, number=number, shuffle=shuffle, cache_dir=config.cache_dir or default_cache_dir())
+    return RowStream(windows, shape, seed=seed, number=number, shuffle=shuffle, cache_dir=config.cache_dir or default_cache_dir())
 
 
 def _pins(config: DataConfig) -> bool:

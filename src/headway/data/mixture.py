@@ -1,38 +1,38 @@
-"""Whose row is next. In: the streams of several sources; out: one global sequence of rows, the same for any ranks, workers and restarts.
+"""The mixture: which source gives the next row. In: the row streams of several sources; out: one global sequence of rows.
 
-Row k of a source with weight w has the key (2k + 1) / w; the rows of all sources are read in the order of their keys, so that every source
-is spread evenly and no random number is needed. With weights the sources go round on their own; without, the weights are the sizes and an
-epoch is one pass over all (`repeat` passes for a source that says so): a source that is through waits for the others.
+Row k of a source with weight w has the key (2k + 1) / w. Rows are read in the order of their keys, so every source is spread evenly, and no
+random number is needed. With weights each source has its own epochs. Without them the weights are the sizes, and one epoch is one pass over
+all sources (`repeat` passes over a source): a source that is finished waits for the others.
+Invariant: the sequence is the same for any number of ranks and workers, and after a resume.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headway.data.shuffle import Selection
-from headway.data.stream import Block, Cursor, Stream
+from headway.data.row_stream import Cursor, PackedBlock, RowStream
+from headway.data.selection import Selection
 
 
 @dataclass(frozen=True)
 class MixtureSource:
-    """One source of a mixture: what of it is read, and how often."""
+    """One source of a mixture: its selected documents, and how often they are read."""
 
     selection: Selection
     weight: float | None = None
-    """Share of the rows; None (for all sources or none): by size."""
+    """Share of the rows; None (for all sources or for none): by size."""
     repeat: int = 1
     """Passes over it in one epoch, where sources mix by size."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row that was drawn: which source, and where its plan is."""
+    """One row of the mixture: its source, and where its plan is."""
 
     source: int
-    block: Block
+    block: PackedBlock
     number: int
 
     @property
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def documents(self) -> list[int]:
-        """Which documents they are."""
+        """The numbers of its documents."""
         plan = self.block.plan
         return plan.document[int(plan.first[self.number]) : int(plan.first[self.number + 1])].tolist()
 
@@ -63,53 +63,53 @@ class Row:
 
     @property
     def work(self) -> int:
-        """What attention costs: the sum of squared lengths."""
+        """Attention work: the sum of squared lengths."""
         return self.block.work[self.number]
 
 
 @dataclass(frozen=True)
-class Place:
+class MixtureState:
     """How far a mixture was read: a few integers."""
 
     epoch: int
-    """Completed passes over all sources; always 0 where sources have weights and go round on their own."""
+    """Completed passes over all sources; always 0 if sources have weights."""
     rows: int
     cursors: tuple[Cursor, ...]
 
 
 class Mixture:
-    """The global sequence of rows, read from one place on."""
+    """The global sequence of rows, from a given state on."""
 
-    def __init__(self, sources: Sequence[MixtureSource], streams: Sequence[Stream], place: Place | None = None) -> None:
+    def __init__(self, sources: Sequence[MixtureSource], streams: Sequence[RowStream], state: MixtureState | None = None) -> None:
         self._streams = streams
         self._repeats = [source.repeat for source in sources]
         self.weighted = any(source.weight is not None for source in sources)
         self._weights = [s.weight if s.weight is not None else float(s.selection.num_tokens * s.repeat) for s in sources]
-        place = place or Place(0, 0, tuple(stream.settled(Cursor(0, 0, 0, 0)) for stream in streams))
-        self._epoch, self._rows, self._cursors = place.epoch, place.rows, list(place.cursors)
+        state = state or MixtureState(0, 0, tuple(stream.skip_to_row(Cursor(0, 0, 0, 0)) for stream in streams))
+        self._epoch, self._rows, self._cursors = state.epoch, state.rows, list(state.cursors)
         self._queue: list[tuple[float, int]] = []
         self._fill_queue()
 
     @property
-    def place(self) -> Place:
-        """Where the next row will come from."""
-        return Place(self._epoch, self._rows, tuple(self._cursors))
+    def state(self) -> MixtureState:
+        """The state before the next row."""
+        return MixtureState(self._epoch, self._rows, tuple(self._cursors))
 
     @property
     def num_rows(self) -> int:
-        """Rows of one epoch: of one pass over all sources, repeats counted. Needs the index of rows."""
+        """Rows of one epoch, repeats counted. The first call counts the rows of every window."""
         return sum(stream.num_rows * repeat for stream, repeat in zip(self._streams, self._repeats, strict=True))
 
     def draw(self) -> Row:
-        """The next row."""
+        """Read the next row."""
         row = self.peek()
         source = row.source
         heapq.heappop(self._queue)
         cursor = self._cursors[source]
-        moved = self._streams[source].settled(Cursor(cursor.epoch, cursor.block, cursor.row + 1, cursor.drawn + 1))
+        moved = self._streams[source].skip_to_row(Cursor(cursor.epoch, cursor.block, cursor.row + 1, cursor.drawn + 1))
         self._cursors[source] = moved
         self._rows += 1
-        if not self._is_through(source):
+        if not self._is_finished(source):
             heapq.heappush(self._queue, (self._key(source, moved.drawn), source))
         elif not self._queue:
             self._epoch += 1
@@ -118,60 +118,19 @@ class Mixture:
         return row
 
     def peek(self) -> Row:
-        """The row that `draw` gives next."""
+        """The row that `draw` returns next."""
         _, source = self._queue[0]
         cursor = self._cursors[source]
         block = self._streams[source].block(cursor.epoch, cursor.block)
         return Row(source, block, block.order[cursor.row])
 
-    def at(self, rows: int) -> Place:
-        """The place after that many rows from the very beginning, without reading what lies between. Needs the index of rows."""
-        epoch, rest = (0, rows) if self.weighted else divmod(rows, self.num_rows)
-        drawn = self._drawn_after(rest)
-        before = [0 if self.weighted else epoch * n * r for n, r in zip((s.num_rows for s in self._streams), self._repeats, strict=True)]
-        cursors = [stream.at(b + d, d) for stream, b, d in zip(self._streams, before, drawn, strict=True)]
-        return Place(epoch, rows, tuple(cursors))
-
-    def _is_through(self, source: int) -> bool:
+    def _is_finished(self, source: int) -> bool:
         return not self.weighted and self._cursors[source].epoch >= (self._epoch + 1) * self._repeats[source]
 
     def _key(self, source: int, drawn: int) -> float:
         return (2 * drawn + 1) / self._weights[source]
 
     def _fill_queue(self) -> None:
-        waiting = [source for source in range(len(self._cursors)) if not self._is_through(source)]
+        waiting = [source for source in range(len(self._cursors)) if not self._is_finished(source)]
         self._queue = [(self._key(source, self._cursors[source].drawn), source) for source in waiting]
         heapq.heapify(self._queue)
-
-    def _drawn_after(self, rows: int) -> list[int]:
-        """How many rows each source has given when `rows` were drawn in this epoch."""
-        most = [math.inf if self.weighted else s.num_rows * r for s, r in zip(self._streams, self._repeats, strict=True)]
-        low, high = 0.0, (2.0 * rows + 1) / min(self._weights)
-        for _ in range(64):
-            middle = (low + high) / 2
-            if sum(self._drawn_to(middle, most)) <= rows:
-                low = middle
-            else:
-                high = middle
-        drawn = self._drawn_to(low, most)
-        left = [source for source, n in enumerate(drawn) if n < most[source]]
-        queue = [(self._key(source, drawn[source]), source) for source in left]
-        heapq.heapify(queue)
-        for _ in range(rows - sum(drawn)):
-            _, source = heapq.heappop(queue)
-            drawn[source] += 1
-            if drawn[source] < most[source]:
-                heapq.heappush(queue, (self._key(source, drawn[source]), source))
-        return drawn
-
-    def _drawn_to(self, key: float, most: Sequence[float]) -> list[int]:
-        """How many rows of each source have a key of at most `key`."""
-        drawn: list[int] = []
-        for source, limit in enumerate(most):
-            count = max(0, int((key * self._weights[source] + 1) / 2))
-            while count and self._key(source, count - 1) > key:
-                count -= 1
-            while self._key(source, count) <= key:
-                count += 1
-            drawn.append(int(min(count, limit)))
-        return drawn

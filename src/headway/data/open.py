@@ -7,26 +7,27 @@ the vocabulary, a split that leaves one side empty. Raw files must be stores by 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from headway.data.config import DataConfig, SourceConfig, default_cache_dir
 from headway.data.mixture import MixtureSource
 from headway.data.pairs import PairSource, is_preference
-from headway.data.shuffle import Selection
-from headway.data.source_types import by_type, sets_of
-from headway.data.split import one_side
+from headway.data.selection import Selection, split_side
 from headway.data.synthetic import SyntheticSource
 from headway.errors import ConfigError, DataError
 from headway.store.checksums import Checksums
-from headway.store.local_copy import staged
-from headway.store.reader import Store, open_store
-from headway.store.source import Source
-from headway.store.views import View
+from headway.store.foreign.base import ForeignStore
+from headway.store.local_copy import copy_to_local
+from headway.store.open import detect_kind, open_source
+from headway.store.reader import Store, is_store, open_store
+from headway.store.source import DocumentRange, SourceView, TokenSource
 
 VALID_NAME = "valid"
-LEAST_PAIR_TOKENS = 8
+MIN_PAIR_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,13 @@ class OpenData:
         ]
 
 
-def _content(source: Source, checksums: Checksums) -> str:
-    from headway.store.foreign.documents import ForeignStore
-
+def _content(source: TokenSource, checksums: Checksums) -> str:
     if isinstance(source, PairSource):
         return _content(source.store, checksums)
-    if isinstance(source, View):
+    if isinstance(source, SourceView):
         return f"{_content(source.source, checksums)}-{source.part_key}"
     if isinstance(source, Store):
-        return source.content
+        return source.manifest.content
     if isinstance(source, ForeignStore):
         files = checksums.of_all([file for part in source.parts for file in part.files])
         return hashlib.sha256(repr((source.content_key, files)).encode()).hexdigest()
@@ -104,10 +103,10 @@ def open_data(
         check_rows_of_pairs(config)
     checksums, stores = Checksums(config.cache_dir or default_cache_dir()), stores or SourceStores.of(config)
     if config.train is None:
-        opened: list[tuple[SourceConfig, Source]] = [(SourceConfig(path="generated data"), SyntheticSource(vocab_size, seed))]
+        opened: list[tuple[SourceConfig, TokenSource]] = [(SourceConfig(path="generated data"), SyntheticSource(vocab_size, seed))]
     else:
-        opened = [(one.config, _open_source(one, config, checksums)) for one in stores.train]
-    valid = {name: [(one.config, _open_source(one, config, checksums)) for one in many] for name, many in stores.valid.items()}
+        opened = [(one.config, _open_store(one, config, checksums)) for one in stores.train]
+    valid = {name: [(one.config, _open_store(one, config, checksums)) for one in many] for name, many in stores.valid.items()}
     if config.train is not None:
         counter = _Counter()
         opened = [(one, _read_as(source, pairs, counter)) for one, source in opened]
@@ -127,7 +126,7 @@ class _Counter:
     pairs: int = 0
 
 
-def _read_as(source: Source, pairs: bool, counter: _Counter) -> Source:
+def _read_as(source: TokenSource, pairs: bool, counter: _Counter) -> TokenSource:
     """A store of pairs as pairs, numbered through over all sources; refused where the objective wants the other."""
     holds_pairs = isinstance(source, Store) and is_preference(source)
     if holds_pairs and not pairs:
@@ -155,27 +154,24 @@ def check_rows_of_pairs(config: DataConfig) -> None:
         raise ConfigError(f"data.packing is {config.packing}; it would cut pairs apart. Use best_fit or pad with objective dpo.")
     if config.documents_per_row < 3:
         raise ConfigError(f"data.max_documents is {config.max_documents}; a row must hold a pair and its padding. Use 3 or more.")
-    if config.seq_len < LEAST_PAIR_TOKENS:
-        raise ConfigError(f"data.seq_len is {config.seq_len}; a row must hold a pair. Use {LEAST_PAIR_TOKENS} or more.")
+    if config.seq_len < MIN_PAIR_TOKENS:
+        raise ConfigError(f"data.seq_len is {config.seq_len}; a row must hold a pair. Use {MIN_PAIR_TOKENS} or more.")
 
 
-def _open_source(one: SourceStore, config: DataConfig, checksums: Checksums) -> Source:
-    from headway.store.foreign import source as any_kind
-    from headway.store.foreign.detect import detect
-
-    path, kind = one.path, detect(one.path)
+def _open_store(one: SourceStore, config: DataConfig, checksums: Checksums) -> TokenSource:
+    path, kind = one.path, detect_kind(one.path)
     if kind == "raw":
         raise ConfigError(f"data: {path} is raw text, not a token store. Run `headway data tokenize` first.")
     if kind != "headway":
         if config.stage_to is not None:
             raise ConfigError(f"data.stage_to copies headway's stores; {path} is {kind}. Run `headway data convert` first, or remove it.")
-        return any_kind.open_source(path, kind)
+        return open_source(path, kind)
     if config.stage_to is not None:
-        path = staged(path, config.stage_to, checksums)
+        path = copy_to_local(path, config.stage_to, checksums)
     return open_store(path, one.name, checksums)
 
 
-def check_sources(sources: Sequence[Source], fingerprint: str | None, vocab_size: int, unchecked: bool) -> None:
+def check_sources(sources: Sequence[TokenSource], fingerprint: str | None, vocab_size: int, unchecked: bool) -> None:
     """Refuse ids that another tokenizer made, or that the model has no row for."""
     for source in sources:
         if source.max_id >= vocab_size:
@@ -195,7 +191,7 @@ def check_sources(sources: Sequence[Source], fingerprint: str | None, vocab_size
             )
 
 
-def _check(sources: Sequence[Source], tokenizer: Path | None, vocab_size: int, unchecked: bool) -> None:
+def _check(sources: Sequence[TokenSource], tokenizer: Path | None, vocab_size: int, unchecked: bool) -> None:
     fingerprint = None
     if tokenizer is not None and any(source.fingerprint is not None for source in sources):
         from headway.tokenizer.load import load_tokenizer
@@ -205,14 +201,81 @@ def _check(sources: Sequence[Source], tokenizer: Path | None, vocab_size: int, u
 
 
 def _mixture(
-    opened: Sequence[tuple[SourceConfig, Source]], config: DataConfig, side: str | None = None, fraction: float = 0.0
+    opened: Sequence[tuple[SourceConfig, TokenSource]], config: DataConfig, side: str | None = None, fraction: float = 0.0
 ) -> tuple[MixtureSource, ...]:
     found: list[MixtureSource] = []
     for one, source in opened:
         selection = Selection(source, one.limit, one.min_length, max_length=config.seq_len if isinstance(source, PairSource) else None)
         selection.check()
         if side is not None:
-            selection = one_side(selection, "valid" if side == VALID_NAME else "train", fraction)
+            selection = split_side(selection, "valid" if side == VALID_NAME else "train", fraction)
         # Validation reads each document once, whatever the weights of training are.
         found.append(MixtureSource(selection) if side == VALID_NAME else MixtureSource(selection, one.weight, one.repeat))
     return tuple(found)
+
+
+FOLDERS_ARE_TYPES = ("internlm", "mds")
+
+
+def by_type(given: SourceConfig, source: TokenSource) -> Iterator[tuple[SourceConfig, TokenSource]]:
+    """A source as one source per type; weight and limit are shared out, so that together they are what was given."""
+    parts = _types(source)
+    if len(parts) == 1:
+        yield given, source
+        return
+    total, left = sum(part.num_tokens for part in parts), given.limit
+    for part in parts:
+        change: dict[str, object] = {}
+        if given.weight is not None:
+            change["weight"] = given.weight * part.num_tokens / total
+        if left is not None:
+            if not left:
+                break
+            change["limit"] = min(left, part.num_documents)
+            left -= min(left, part.num_documents)
+        yield given.model_copy(update=change), part
+
+
+def _types(source: TokenSource) -> list[TokenSource]:
+    if isinstance(source, ForeignStore):
+        return [*source.by_folder()] if source.kind in FOLDERS_ARE_TYPES else [source]
+    if not isinstance(source, Store) or source.manifest.types is None or len(source.manifest.types) < 2:
+        return [source]
+    numbers = source.type_numbers()
+    assert numbers is not None
+    begins = np.flatnonzero(np.diff(numbers, prepend=-1))
+    if len(begins) != len(np.unique(numbers)):
+        return [source]
+    ends = [*begins[1:].tolist(), len(numbers)]
+    return [DocumentRange(source, a, b, source.type_of(a) or "other") for a, b in zip(begins.tolist(), ends, strict=True)]
+
+
+def sets_of(given: Mapping[str, tuple[SourceConfig, ...]] | str) -> dict[str, tuple[SourceConfig, ...]]:
+    """The validation sets: as they are named, or everything that lies in a folder, named as there."""
+    if not isinstance(given, str):
+        return dict(given)
+    folder = Path(given)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"data.valid.sets is {given!r}, which is no folder. Give a folder of data sets, or names: {{sets: {{wiki: {given}}}}}."
+        )
+    if is_store(folder) or (folder / "index.json").is_file():
+        return {folder.name: (SourceConfig(path=given),)}
+    found = {_set_name(child): (SourceConfig(path=str(child)),) for child in sorted(folder.iterdir()) if _is_set(child)}
+    if not found:
+        raise ConfigError(f"data.valid.sets is {given!r}; the folder holds no data set. Give a folder of stores, folders or files.")
+    return found
+
+
+def _set_name(child: Path) -> str:
+    return child.name if child.is_dir() else child.name.split(".")[0]
+
+
+def _is_set(child: Path) -> bool:
+    if child.name.startswith(".") or child.suffix == ".meta" or child.name.lower().startswith(("readme", "license")):
+        return False
+    try:
+        detect_kind(child)
+    except DataError:
+        return False
+    return True

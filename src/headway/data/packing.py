@@ -19,7 +19,7 @@ import numpy as np
 
 from headway.data.config import Packing
 from headway.errors import DataError
-from headway.store.source import Flags, Longs, Source
+from headway.store.source import Flags, Longs, TokenSource
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RowShape:
     packing: Packing
 
 
-def plan_rows(documents: Longs, lengths: Longs, shape: RowShape, source: Source | None = None) -> RowPlan:
+def plan_rows(documents: Longs, lengths: Longs, shape: RowShape, source: TokenSource | None = None) -> RowPlan:
     """Pack one window's documents. Where the source keeps spans, each pack is taken apart into its true documents."""
     if shape.packing in ("concat", "one_document"):
         plan = _concat(documents, lengths, shape)
@@ -178,7 +178,7 @@ def _concat(documents: Longs, lengths: Longs, shape: RowShape) -> RowPlan:
     return RowPlan(documents[owner], start, stops - begins, stops < ends[owner], np.searchsorted(begins, np.array(cuts)))
 
 
-def _segments_of(documents: Longs, source: Source | None) -> Longs | None:
+def _segments_of(documents: Longs, source: TokenSource | None) -> Longs | None:
     if source is None or not len(documents):
         return None
     if source.span_starts(int(documents[0])) is None:
@@ -186,12 +186,12 @@ def _segments_of(documents: Longs, source: Source | None) -> Longs | None:
     return np.array([_span_starts(source, document).size for document in documents.tolist()], np.int64)
 
 
-def _span_starts(source: Source, document: int) -> Longs:
+def _span_starts(source: TokenSource, document: int) -> Longs:
     found = source.span_starts(document)
     return np.zeros(1, np.int64) if found is None else found
 
 
-def split_spans(plan: RowPlan, source: Source) -> RowPlan:
+def split_spans(plan: RowPlan, source: TokenSource) -> RowPlan:
     """Cut the pieces of packs where a true document starts inside them; a source without packs is left alone."""
     if not len(plan.document) or source.span_starts(int(plan.document[0])) is None:
         return plan

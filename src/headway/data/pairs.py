@@ -1,68 +1,49 @@
-"""A paired store as the loader reads it: one document is one pair, taken apart into its two conversations only when a row is laid out.
+"""Preference pairs as the loader reads them: one document is one pair, split into its two conversations only when a row is laid out.
 
     store    c0 | r0 | c1 | r1 | ...          document 2i is the chosen, 2i + 1 the rejected conversation of pair i
-    here     [c0 r0] | [c1 r1] | ...          so packing, shuffling, splits and limits all count pairs
-    a row    c1 r1 c0 r0 padding              even places are chosen, odd ones rejected, and both of a pair are in the same row
+    source   [c0 r0] | [c1 r1] | ...          so packing, shuffling, splits and limits all count pairs
+    a row    c1 r1 c0 r0 padding              even positions are chosen, odd ones rejected; a pair is never split over two rows
 
-Invariant: no row holds half a pair; what does not fit a row is left out (see `Selection.max_length`), never cut.
+Invariant: no row holds half a pair. A pair that does not fit a row is left out (`Selection.max_length`), never cut.
 """
 
 from __future__ import annotations
+
+from functools import cached_property
 
 import numpy as np
 
 from headway.errors import DataError
 from headway.store.reader import Store
-from headway.store.source import Flags, Ids, Longs, Source
+from headway.store.source import Flags, Ids, Longs, TokenSource
 
 PREFERENCE_MARK = "kind=preference"
-"""The first word of the first source in a paired store's manifest."""
+"""Starts the first `sources` entry in the manifest of a paired store."""
 PAIR = "pair"
-"""The column of a batch that says which pairs its rows hold: [rows, pairs of a row], -1 where there is none."""
+"""The batch column with the pair numbers of each row: [rows, pairs of a row], -1 for empty slots."""
 
 
-class PairSource(Source):
+class PairSource(TokenSource):
     """A store of preference pairs, each pair one document of two spans."""
 
     def __init__(self, store: Store, first_pair: int = 0) -> None:
         self.store = store
         self.first_pair = first_pair
-        """What is added to this source's pairs, so that a number means one pair among all sources of a run."""
-        self._num_pairs = num_pairs(store)
+        """Number of this source's first pair; numbers are unique over all sources of a run."""
+        self.name, self.fingerprint = store.name, store.fingerprint
+        self.num_documents, self.num_tokens = num_pairs(store), store.num_tokens
 
-    @property
-    def name(self) -> str:
-        """The store's name."""
-        return self.store.name
-
-    @property
-    def num_documents(self) -> int:
-        """How many pairs there are."""
-        return self._num_pairs
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all pairs."""
-        return self.store.num_tokens
-
-    @property
+    @cached_property
     def masked(self) -> bool:
-        """Whether some tokens are no loss targets."""
         return self.store.masked
 
-    @property
+    @cached_property
     def max_id(self) -> int:
-        """The highest id that occurs."""
         return self.store.max_id
 
-    @property
-    def fingerprint(self) -> str | None:
-        """The tokenizer that made the ids."""
-        return self.store.fingerprint
-
-    @property
+    @cached_property
     def content_key(self) -> str:
-        """The store's, told apart from the store read document by document."""
+        """Differs from the store's own key, under which the store is read document by document."""
         return f"pairs-{self.store.content_key}"
 
     def lengths(self, first: int, last: int) -> Longs:
@@ -99,9 +80,9 @@ def is_preference(store: Store) -> bool:
 
 
 def num_pairs(store: Store) -> int:
-    """How many pairs a store holds; refused where it holds none."""
+    """How many pairs a store holds; an error if it does not hold pairs."""
     if not is_preference(store):
         raise DataError(f"{store.name}: holds no preference pairs. Make them with `headway data tokenize --kind preference`.")
     if store.num_documents % 2:
-        raise DataError(f"{store.name}: {store.num_documents} documents are no whole number of pairs. Build the store again.")
+        raise DataError(f"{store.name}: has {store.num_documents} documents, but pairs need an even number. Build the store again.")
     return store.num_documents // 2

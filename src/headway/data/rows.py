@@ -15,17 +15,17 @@ from headway.data.mixture import Row
 from headway.data.pairs import PAIR, PairSource
 from headway.errors import DataError
 from headway.store.reader import ranges
-from headway.store.source import Flags, Ids, Longs, Source
+from headway.store.source import Flags, Ids, Longs, TokenSource
 
 LEAST_BOUND = 128
 """Bounds on the longest document are powers of two from here, so that few different ones occur."""
 
 
 @dataclass(frozen=True)
-class Fill:
+class RowLayout:
     """How rows are laid out."""
 
-    sources: Sequence[Source]
+    sources: Sequence[TokenSource]
     seq_len: int
     max_documents: int
     """Padding counted."""
@@ -34,7 +34,7 @@ class Fill:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class RowPieces:
     """The pieces of the rows one source gave to a microbatch."""
 
     rows: Longs
@@ -45,7 +45,7 @@ class Pieces:
     has_next: Flags
 
 
-def fill_rows(rows: Sequence[Row | None], how: Fill) -> tuple[Batch, float]:
+def fill_rows(rows: Sequence[Row | None], how: RowLayout) -> tuple[Batch, float]:
     """Read the tokens of some rows and lay them out as one microbatch; also the sum of its loss weights."""
     import torch
 
@@ -63,7 +63,7 @@ def fill_rows(rows: Sequence[Row | None], how: Fill) -> tuple[Batch, float]:
     return batch, float(weight.sum(dtype=np.float64))
 
 
-def _pairs(rows: Sequence[Row | None], how: Fill) -> Longs:
+def _pairs(rows: Sequence[Row | None], how: RowLayout) -> Longs:
     """Which pairs each row holds, in the order they lie there; -1 past the last one."""
     found = np.full((len(rows), how.max_documents // 2), -1, np.int64)
     for place, row in enumerate(rows):
@@ -74,13 +74,13 @@ def _pairs(rows: Sequence[Row | None], how: Fill) -> Longs:
     return found
 
 
-def _pieces(rows: Sequence[Row | None], source: int) -> Pieces:
+def _pieces(rows: Sequence[Row | None], source: int) -> RowPieces:
     slices = [
         (place, row.block.plan, slice(int(row.block.plan.first[row.number]), int(row.block.plan.first[row.number + 1])))
         for place, row in enumerate(rows)
         if row is not None and row.source == source
     ]
-    return Pieces(
+    return RowPieces(
         np.repeat([place for place, _, _ in slices], [at.stop - at.start for _, _, at in slices]),
         np.concatenate([plan.document[at] for _, plan, at in slices]),
         np.concatenate([plan.start[at] for _, plan, at in slices]),
@@ -89,8 +89,8 @@ def _pieces(rows: Sequence[Row | None], source: int) -> Pieces:
     )
 
 
-def _read(source: Source, pieces: Pieces, tokens: Longs, targets: Longs, weight: np.ndarray) -> None:
-    """Fill in the rows of one source; a target is the next token of the same document, its weight whether that is a loss target."""
+def _read(source: TokenSource, pieces: RowPieces, tokens: Longs, targets: Longs, weight: np.ndarray) -> None:
+    """RowLayout in the rows of one source; a target is the next token of the same document, its weight whether that is a loss target."""
     ids, mask = source.gather(pieces.document, pieces.start, pieces.length)
     _check_ids(source, ids, int(pieces.length.sum()))
     row_ends = np.cumsum(np.bincount(pieces.rows, pieces.length, len(tokens)).astype(np.int64))
@@ -112,7 +112,7 @@ def _read(source: Source, pieces: Pieces, tokens: Longs, targets: Longs, weight:
         weight.reshape(-1)[last[on]] = 1 if mask is None else mask
 
 
-def _check_ids(source: Source, ids: Ids, expected: int) -> None:
+def _check_ids(source: TokenSource, ids: Ids, expected: int) -> None:
     if len(ids) != expected:
         raise DataError(f"{source.name}: gave {len(ids)} tokens where its index says {expected}; it is damaged. Copy or build it again.")
     if len(ids) and int(ids.max()) > source.max_id:
@@ -121,7 +121,7 @@ def _check_ids(source: Source, ids: Ids, expected: int) -> None:
         )
 
 
-def _layout(rows: Sequence[Row | None], how: Fill) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+def _layout(rows: Sequence[Row | None], how: RowLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
     """Positions, document numbers and bounds: padding is a document of its own."""
     lengths: list[Longs] = []
     counts: list[int] = []

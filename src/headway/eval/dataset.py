@@ -17,7 +17,7 @@ from headway.eval.perplexity import Piece
 
 if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
-    from headway.store.foreign.detect import Kind
+    from headway.store.open import StoreKind
     from headway.text.document import Document
 
 
@@ -149,7 +149,7 @@ def read_texts(data: Sequence[str], loaded: LoadedModel, bos: bool | None) -> Ca
 def _pieces(dataset: Dataset, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
     if reading.text_key is not None:
         dataset = replace(dataset, text_key=reading.text_key)
-    kinds: dict[str, Kind] = {path: _kind(path) for path in dataset.paths}
+    kinds: dict[str, StoreKind] = {path: _kind(path) for path in dataset.paths}
     for path, kind in kinds.items():
         if kind != "raw":
             yield from _stored(Path(path), kind, loaded, reading)
@@ -158,21 +158,21 @@ def _pieces(dataset: Dataset, loaded: LoadedModel, reading: Reading) -> Iterator
         yield from _encoded(raw, dataset, loaded, reading)
 
 
-def _kind(path: str) -> Kind:
+def _kind(path: str) -> StoreKind:
     """What a path holds; what only the reader of raw files knows (a hub id, a chosen split, a file without a suffix) is raw."""
-    from headway.store.foreign.detect import detect
+    from headway.store.open import detect_kind
 
     try:
-        return detect(path)
+        return detect_kind(path)
     except DataError:
         if Path(path).is_dir():
             raise
         return "raw"
 
 
-def _stored(path: Path, kind: Kind, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
-    from headway.store.convert import items
-    from headway.store.foreign.source import open_source
+def _stored(path: Path, kind: StoreKind, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
+    from headway.store.convert import iter_documents
+    from headway.store.open import open_source
     from headway.tokenizer.chat import expected_bos_ids
 
     store = open_source(path, kind)
@@ -183,7 +183,7 @@ def _stored(path: Path, kind: Kind, loaded: LoadedModel, reading: Reading) -> It
         raise DataError(f"{path}: made by another tokenizer than the one of {loaded.path}. Give the text itself, or another store.")
     # A store is scored as it is unless --bos says otherwise; a begin token it holds already is not put there twice.
     lead = tuple(expected_bos_ids(loaded.tokenizer, True)) if reading.bos and loaded.tokenizer is not None else ()
-    for item in items(store, split_packs=True):
+    for item in iter_documents(store, split_packs=True):
         highest = int(item.ids.max()) if len(item.ids) else 0
         if highest >= loaded.config.vocab:
             raise DataError(f"{path}: holds id {highest}; the model's vocabulary has {loaded.config.vocab} ids. Give its own data.")

@@ -19,8 +19,8 @@ from headway.errors import ConfigError
 from headway.runtime.storage import TEMPORARY_PREFIX, check_writable, existing_ancestor, rename_folder
 from headway.runtime.temporary import temporary_name
 from headway.store.checksums import Checksums
+from headway.store.file_lock import held
 from headway.store.local_copy import discard_damaged, is_whole
-from headway.store.lock import held
 from headway.store.reader import is_store
 
 log = logging.getLogger("headway")

@@ -15,10 +15,10 @@ import numpy as np
 
 from headway.errors import DataError
 from headway.runtime.progress import progress
-from headway.store.foreign.detect import Kind, detect
-from headway.store.foreign.source import open_source
+from headway.store.open import StoreKind, detect_kind
+from headway.store.open import open_source
 from headway.store.reader import Store
-from headway.store.source import Source
+from headway.store.source import TokenSource
 from headway.text.document import Record, TextOf
 from headway.text.formats import FORMATS
 from headway.text.raw import RawFile
@@ -41,7 +41,7 @@ class DataSummary:
     """The counts and properties of the data at a path."""
 
     path: str
-    kind: Kind
+    kind: StoreKind
     documents: int
     tokens: int | None
     """None: raw data, and no tokenizer was given."""
@@ -76,9 +76,9 @@ class DocumentPreview(NamedTuple):
     runs: list[MaskRun]
 
 
-def inspect(path: Path | str, kind: Kind | None = None, tokenizer: Tokenizer | None = None) -> DataSummary:
+def inspect(path: Path | str, kind: StoreKind | None = None, tokenizer: Tokenizer | None = None) -> DataSummary:
     """Count the data at a path. A tokenizer counts raw data in tokens, and its fingerprint is compared with that of a token store."""
-    found = kind or detect(path)
+    found = kind or detect_kind(path)
     if found == "raw":
         return _raw(path, tokenizer)
     source = open_source(path, found)
@@ -103,7 +103,7 @@ def inspect(path: Path | str, kind: Kind | None = None, tokenizer: Tokenizer | N
 
 
 def preview_documents(
-    path: Path | str, tokenizer: Tokenizer, count: int = 3, max_tokens: int = 400, kind: Kind | None = None
+    path: Path | str, tokenizer: Tokenizer, count: int = 3, max_tokens: int = 400, kind: StoreKind | None = None
 ) -> Iterator[DocumentPreview]:
     """Previews of some documents, spread over the store."""
     source = open_source(path, kind)
@@ -111,7 +111,7 @@ def preview_documents(
         yield _preview(source, i, tokenizer, max_tokens)
 
 
-def _preview(source: Source, i: int, tokenizer: Tokenizer, max_tokens: int) -> DocumentPreview:
+def _preview(source: TokenSource, i: int, tokenizer: Tokenizer, max_tokens: int) -> DocumentPreview:
     length = int(source.lengths(i, i + 1)[0])
     shown = min(length, max_tokens)
     ids, mask = source.tokens(i, 0, shown), source.mask(i, 0, shown)

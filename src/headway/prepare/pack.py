@@ -24,9 +24,9 @@ from headway.errors import ConfigError, DataError
 from headway.runtime.progress import progress, quantity
 from headway.store.convert import check_target
 from headway.store.foreign.mds_writer import MdsTokenWriter
-from headway.store.foreign.source import open_source
+from headway.store.open import open_source
 from headway.store.reader import StoreWriter, dtype_for
-from headway.store.source import Flags, Ids, Longs, Source
+from headway.store.source import Flags, Ids, Longs, TokenSource
 
 Mode = Literal["concat", "best_fit", "prulong"]
 SECTION_DOCUMENTS = 1 << 16
@@ -126,7 +126,7 @@ class PackReport:
 class PackBuffer:
     """The pack being filled, and the counts so far."""
 
-    source: Source
+    source: TokenSource
     options: PackOptions
     report: PackReport
     pieces: list[DocumentSlice] = field(default_factory=list)
@@ -194,7 +194,7 @@ def pack(source: Path | str, out: Path, options: PackOptions) -> PackReport:
     return report
 
 
-def _writer(source: Source, out: Path, options: PackOptions, typed: bool) -> StoreWriter | MdsTokenWriter:
+def _writer(source: TokenSource, out: Path, options: PackOptions, typed: bool) -> StoreWriter | MdsTokenWriter:
     if options.to == "mds":
         return MdsTokenWriter(out, masked=source.masked, spans=True, compression=options.compression)
     return StoreWriter(
@@ -208,7 +208,7 @@ def _writer(source: Source, out: Path, options: PackOptions, typed: bool) -> Sto
     )
 
 
-def _plans(source: Source, options: PackOptions, report: PackReport) -> Iterator[RowPlan]:
+def _plans(source: TokenSource, options: PackOptions, report: PackReport) -> Iterator[RowPlan]:
     """Batches of packs, planned from lengths alone."""
     packs_per_plan = max(1, WRITE_TOKENS // options.pack_length)
     waiting: list[list[DocumentSlice]] = []
@@ -221,7 +221,7 @@ def _plans(source: Source, options: PackOptions, report: PackReport) -> Iterator
         yield _plan(waiting)
 
 
-def _concat(source: Source, options: PackOptions, report: PackReport) -> Iterator[list[DocumentSlice]]:
+def _concat(source: TokenSource, options: PackOptions, report: PackReport) -> Iterator[list[DocumentSlice]]:
     buffer = PackBuffer(source, options, report)
     for first in range(0, source.num_documents, SECTION_DOCUMENTS):
         lengths = source.lengths(first, min(first + SECTION_DOCUMENTS, source.num_documents))
@@ -251,7 +251,7 @@ def _split(length: int, options: PackOptions, report: PackReport) -> Iterator[tu
     report.dropped_tokens += length - start
 
 
-def _best_fit(source: Source, options: PackOptions, report: PackReport) -> Iterator[list[DocumentSlice]]:
+def _best_fit(source: TokenSource, options: PackOptions, report: PackReport) -> Iterator[list[DocumentSlice]]:
     shape = RowShape(options.pack_length, options.pack_length, "best_fit")
     documents: list[Longs] = []
     sizes: list[Longs] = []
@@ -283,7 +283,7 @@ def _plan(packs: Sequence[list[DocumentSlice]]) -> RowPlan:
     return RowPlan(columns[:, 0], columns[:, 1], columns[:, 2], np.zeros(len(columns), np.bool_), first)
 
 
-def _read(source: Source, plan: RowPlan, typed: bool) -> PackedTokens:
+def _read(source: TokenSource, plan: RowPlan, typed: bool) -> PackedTokens:
     """The tokens of some packs; packs of the source are split into documents. A pack with several types has them joined by `+`."""
     plan = split_spans(plan, source)
     ids, mask = source.gather(plan.document, plan.start, plan.length)

@@ -13,7 +13,7 @@ from headway.data.config import DataConfig, SourceConfig
 from headway.data.open import SourceStore, SourceStores, check_rows_of_pairs
 from headway.errors import ConfigError
 from headway.prepare.build import BuildOptions, cached_store
-from headway.store.foreign.detect import detect
+from headway.store.open import detect_kind
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.text.record_keys import KeyMap
 
@@ -30,7 +30,7 @@ def prepare_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None
     path = one.path
     if not Path(path).exists() and is_hub_id(path):
         path = str(local_or_hub(path, dataset=True, cache_dir=config.cache_dir))
-    kind = detect(path)
+    kind = detect_kind(path)
     if kind == "raw":
         return SourceStore(one, _tokenized(path, one, config, tokenizer), name=path)
     if one.raw_settings:

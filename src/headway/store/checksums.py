@@ -21,7 +21,7 @@ from pathlib import Path
 from headway.errors import DataError, HeadwayError
 from headway.runtime.sealed import read_sealed, write_sealed
 from headway.runtime.storage import CHUNK_BYTES
-from headway.store.lock import held
+from headway.store.file_lock import held
 
 log = logging.getLogger("headway")
 

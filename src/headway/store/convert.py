@@ -16,16 +16,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 from headway.errors import ConfigError, DataError, HeadwayError
 from headway.runtime.progress import progress
 from headway.runtime.storage import check_writable
-from headway.store.foreign.detect import Kind
-from headway.store.foreign.documents import ForeignStore
+from headway.store.foreign.base import ForeignStore, ForeignWriter
 from headway.store.foreign.internlm import InternlmWriter
 from headway.store.foreign.mds_writer import MdsTokenWriter
-from headway.store.foreign.source import open_source
-from headway.store.foreign.writer import ForeignWriter
-from headway.store.foreign.zero2all import Zero2allWriter
-from headway.store.foreign.zero2all_sft import SftPairWriter
+from headway.store.foreign.zero2all import SftPairWriter, Zero2allWriter
+from headway.store.open import StoreKind, open_source
 from headway.store.reader import StoreWriter, dtype_for
-from headway.store.source import Flags, Ids, Longs, Source
+from headway.store.source import Flags, Ids, Longs, TokenSource
 
 if TYPE_CHECKING:
     from headway.tokenizer.load import Tokenizer
@@ -39,7 +36,7 @@ READ_DOCUMENTS = 4096
 class ConvertOptions:
     """How to read the source and write the target; each belongs to the formats it names."""
 
-    kind: Kind | None = None
+    kind: StoreKind | None = None
     """What the source is; None: found out."""
     rebuild_index: bool = False
     """InternLM and zero2all sources: make the index anew instead of trusting the files."""
@@ -76,7 +73,7 @@ class ConvertReport:
         return f"{self.path}: {self.documents} documents, {self.tokens} tokens from {self.source} to {self.target}{notes}"
 
 
-class Item(NamedTuple):
+class ConvertedDocument(NamedTuple):
     """One document on its way."""
 
     ids: Ids
@@ -138,7 +135,7 @@ Counts = tuple[int, int, int, int]
 """Documents and tokens written, begin tokens added, empty documents dropped."""
 
 
-def items(source: Source, split_packs: bool = False) -> Iterator[Item]:
+def iter_documents(source: TokenSource, split_packs: bool = False) -> Iterator[ConvertedDocument]:
     """All documents of a source; `split_packs` yields the true documents of a pack one by one."""
     for first in range(0, source.num_documents, READ_DOCUMENTS):
         lengths = source.lengths(first, min(first + READ_DOCUMENTS, source.num_documents)).tolist()
@@ -146,13 +143,13 @@ def items(source: Source, split_packs: bool = False) -> Iterator[Item]:
             ids, mask, spans = source.tokens(i, 0, length), source.mask(i, 0, length), source.span_starts(i)
             kind = source.type_of(i)
             if not split_packs or spans is None:
-                yield Item(ids, mask, spans, kind)
+                yield ConvertedDocument(ids, mask, spans, kind)
                 continue
             for start, stop in zip(spans.tolist(), [*spans.tolist()[1:], length], strict=True):
-                yield Item(ids[start:stop], None if mask is None else mask[start:stop], None, kind)
+                yield ConvertedDocument(ids[start:stop], None if mask is None else mask[start:stop], None, kind)
 
 
-def _to_headway(source: Source, folder: Path, tokenizer: Tokenizer | None, advance: Callable[[float], None]) -> Counts:
+def _to_headway(source: TokenSource, folder: Path, tokenizer: Tokenizer | None, advance: Callable[[float], None]) -> Counts:
     fingerprint = source.fingerprint
     if tokenizer is not None:
         if source.max_id >= tokenizer.vocab_size:
@@ -172,7 +169,7 @@ def _to_headway(source: Source, folder: Path, tokenizer: Tokenizer | None, advan
         sources=[source.name],
     ) as writer:
         documents = tokens = 0
-        for item in items(source):
+        for item in iter_documents(source):
             writer.add(item.ids, item.mask, item.spans if packed else None, item.type)
             documents, tokens = documents + 1, tokens + len(item.ids)
             advance(len(item.ids))
@@ -180,11 +177,11 @@ def _to_headway(source: Source, folder: Path, tokenizer: Tokenizer | None, advan
     return documents, tokens, 0, 0
 
 
-def _to_mds(source: Source, folder: Path, options: ConvertOptions, advance: Callable[[float], None]) -> Counts:
+def _to_mds(source: TokenSource, folder: Path, options: ConvertOptions, advance: Callable[[float], None]) -> Counts:
     packed = source.span_starts(0) is not None
     documents = tokens = dropped = 0
     with MdsTokenWriter(folder, masked=source.masked, spans=packed, compression=options.compression) as writer:
-        for item in items(source):
+        for item in iter_documents(source):
             if len(item.ids):
                 writer.add(item.ids, item.mask, item.spans, item.type)
                 documents, tokens = documents + 1, tokens + len(item.ids)
@@ -195,11 +192,11 @@ def _to_mds(source: Source, folder: Path, options: ConvertOptions, advance: Call
     return documents, tokens, 0, dropped
 
 
-def _to_internlm(source: Source, folder: Path, options: ConvertOptions, advance: Callable[[float], None]) -> Counts:
+def _to_internlm(source: TokenSource, folder: Path, options: ConvertOptions, advance: Callable[[float], None]) -> Counts:
     documents = tokens = 0
     with ExitStack() as stack:
         writers: dict[str, InternlmWriter] = {}
-        for item in items(source, split_packs=True):
+        for item in iter_documents(source, split_packs=True):
             kind = (options.type or item.type or "en").replace("/", "_")
             if folder.suffix == ".bin":
                 kind = ""
@@ -218,15 +215,15 @@ def _to_internlm(source: Source, folder: Path, options: ConvertOptions, advance:
     return documents, tokens, 0, 0
 
 
-def _to_zero2all(source: Source, folder: Path, options: ConvertOptions, advance: Callable[[float], None]) -> Counts:
+def _to_zero2all(source: TokenSource, folder: Path, options: ConvertOptions, advance: Callable[[float], None]) -> Counts:
     writer: ForeignWriter
     if source.masked:
         writer = SftPairWriter(folder / "01_bin_for_sft")
     else:
-        writer = Zero2allWriter(folder, common_first(source) if options.begin_id is None else options.begin_id, options.seq_len)
+        writer = Zero2allWriter(folder, common_begin_token(source) if options.begin_id is None else options.begin_id, options.seq_len)
     documents = tokens = 0
     with writer:
-        for item in items(source, split_packs=True):
+        for item in iter_documents(source, split_packs=True):
             writer.add(item.ids, item.mask)
             documents, tokens = documents + 1, tokens + len(item.ids)
             advance(len(item.ids))
@@ -235,9 +232,9 @@ def _to_zero2all(source: Source, folder: Path, options: ConvertOptions, advance:
     return documents, tokens + begins, begins, 0
 
 
-def common_first(source: Source) -> int:
+def common_begin_token(source: TokenSource) -> int:
     """The token that begins every document of a source; without one the user must name it."""
-    firsts = {int(item.ids[0]) for item in items(source, split_packs=True) if len(item.ids)}
+    firsts = {int(item.ids[0]) for item in iter_documents(source, split_packs=True) if len(item.ids)}
     if len(firsts) == 1:
         return firsts.pop()
     raise ConfigError(

@@ -11,14 +11,14 @@ from headway.runtime.progress import progress, quantity
 from headway.runtime.storage import fsync_file, remove_folder, rename_folder, require_space, writing
 from headway.runtime.temporary import clear_leftovers, temporary_name
 from headway.store.checksums import AT_ONCE_BYTES, Checksums
-from headway.store.lock import held
+from headway.store.file_lock import held
 from headway.store.manifest import MANIFEST_NAME, read_manifest
 from headway.store.reader import is_store, open_store
 
 log = logging.getLogger("headway")
 
 
-def staged(store: Path, folder: Path, checksums: Checksums | None = None) -> Path:
+def copy_to_local(store: Path, folder: Path, checksums: Checksums | None = None) -> Path:
     """The copy of a store in `folder`; processes of one machine copy it once, the others wait. A damaged copy is made again."""
     manifest = read_manifest(store)
     copy = folder / f"{store.name}-{manifest.key[:16]}"

@@ -1,4 +1,4 @@
-"""store.json: what a token store holds, written last. In: the file; out: a `Manifest`, or a DataError that says what is wrong with it.
+"""store.json: what a token store holds, written last. In: the file; out: a `StoreManifest`, or a DataError that says what is wrong with it.
 
 It begins with a checksum of all its bytes that follow; stores of earlier versions, which have none, are read too.
 """
@@ -33,7 +33,7 @@ class ShardFile:
 
 
 @dataclass(frozen=True)
-class Shard:
+class StoreShard:
     """One stretch of whole documents: a tokens file, an index file, and a mask and a spans file where the store has them."""
 
     documents: int
@@ -53,7 +53,7 @@ class Division:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class StoreManifest:
     """Everything about a store except its tokens."""
 
     dtype: Dtype
@@ -62,7 +62,7 @@ class Manifest:
     spans: bool
     tokenizer: str | None
     sources: tuple[str, ...]
-    shards: tuple[Shard, ...]
+    shards: tuple[StoreShard, ...]
     division: Division | None = None
     types: tuple[str, ...] | None = None
     """The names of the documents' types (folders, domains); None where documents have none."""
@@ -122,13 +122,13 @@ def file_names(number: int, masked: bool, spans: bool, typed: bool = False) -> l
     return names + [f"mask-{number:05}.bin"] * masked + [f"spans-{number:05}.idx"] * spans + [f"types-{number:05}.bin"] * typed
 
 
-def file_sizes(shard: Shard, dtype: str, masked: bool, spans: bool, typed: bool = False) -> list[int]:
+def file_sizes(shard: StoreShard, dtype: str, masked: bool, spans: bool, typed: bool = False) -> list[int]:
     """The sizes the counts of a shard imply, in the order of `file_names`."""
     sizes = [shard.tokens * ITEM_BYTES[dtype], (shard.documents + 1) * 8]
     return sizes + [-(-shard.tokens // 8)] * masked + [(shard.spans + 1) * 8] * spans + [shard.documents * 2] * typed
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> StoreManifest:
     """Read and check store.json: right kind, version and types, counts that agree with the sizes it lists."""
     path = folder / MANIFEST_NAME
     try:
@@ -168,14 +168,14 @@ def _absent(folder: Path) -> str:
     return f"{folder}: not a token store (no {MANIFEST_NAME}). Give the folder that `headway data tokenize --out` wrote."
 
 
-def _parse(given: dict[str, Any], key: str) -> Manifest:
+def _parse(given: dict[str, Any], key: str) -> StoreManifest:
     if given["dtype"] not in ITEM_BYTES:
         raise ValueError(f"dtype is {given['dtype']!r}")
     tokenizer = given["tokenizer"]
     if tokenizer is not None and not isinstance(tokenizer, str):
         raise ValueError("tokenizer is no text")
     division = given.get("division")
-    return Manifest(
+    return StoreManifest(
         dtype=cast(Dtype, given["dtype"]),
         max_id=_count(given["max_id"], least=-1),
         masked=bool(given["masked"]),
@@ -194,9 +194,9 @@ def _parse_division(given: dict[str, Any]) -> Division:
     return Division(_count(given["shard"]), _count(given["of"], least=1), parts)
 
 
-def _parse_shard(one: dict[str, Any]) -> Shard:
+def _parse_shard(one: dict[str, Any]) -> StoreShard:
     files = {str(name): ShardFile(_count(f["bytes"]), str(f["sha256"])) for name, f in one["files"].items()}
-    return Shard(_count(one["documents"]), _count(one["tokens"]), _count(one.get("spans", 0)), files)
+    return StoreShard(_count(one["documents"]), _count(one["tokens"]), _count(one.get("spans", 0)), files)
 
 
 def _count(value: Any, least: int = 0) -> int:
@@ -205,7 +205,7 @@ def _count(value: Any, least: int = 0) -> int:
     return value
 
 
-def _check(manifest: Manifest, given: dict[str, Any]) -> None:
+def _check(manifest: StoreManifest, given: dict[str, Any]) -> None:
     if (manifest.documents, manifest.tokens) != (given["documents"], given["tokens"]):
         raise ValueError("the counts of the shards do not add up")
     for number, shard in enumerate(manifest.shards):

@@ -13,6 +13,7 @@ read (see checksums.py), all of them by `Store.verify`.
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +21,15 @@ import numpy as np
 from headway.errors import DataError
 from headway.runtime.storage import sha256_file
 from headway.store.checksums import Checksums, damaged
-from headway.store.manifest import ITEM_BYTES, MANIFEST_NAME, Dtype, Manifest, read_manifest
+from headway.store.manifest import ITEM_BYTES, MANIFEST_NAME, Dtype, StoreManifest, read_manifest
 from headway.store.memory_map import MAPS
-from headway.store.source import Flags, Ids, Longs, Source
-from headway.store.writer import StoreWriter, TokenWriter
+from headway.store.source import Flags, Ids, Longs, TokenSource
+from headway.store.writer import StoreWriter
 
 SLICED_FROM = 64
 """Pieces of this many tokens on average are copied as slices."""
 
-__all__ = ["Store", "StoreWriter", "TokenWriter", "dtype_for", "is_store", "open_store", "ranges"]
+__all__ = ["Store", "StoreWriter", "dtype_for", "is_store", "open_store", "ranges"]
 
 
 def is_store(path: Path) -> bool:
@@ -60,13 +61,14 @@ def open_store(path: Path | str, name: str | None = None, checksums: Checksums |
     return Store(folder, manifest, name, checksums)
 
 
-class Store(Source):
+class Store(TokenSource):
     """A finished store, memory-mapped."""
 
-    def __init__(self, folder: Path, manifest: Manifest, name: str | None = None, checksums: Checksums | None = None) -> None:
+    def __init__(self, folder: Path, manifest: StoreManifest, name: str | None = None, checksums: Checksums | None = None) -> None:
         self.folder = folder
-        self._name = name
         self.manifest = manifest
+        self.name = str(folder) if name is None else name
+        self.dtype, self.fingerprint = manifest.dtype, manifest.tokenizer
         self._checksums = checksums or Checksums()
         self._checked: set[str] = set()
         self._kinds = {
@@ -79,56 +81,20 @@ class Store(Source):
         self._place_of = str(folder)
         self._first_document = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
         self._first_token = np.cumsum([0, *(shard.tokens for shard in manifest.shards)])
+        self.num_documents, self.num_tokens = int(self._first_document[-1]), int(self._first_token[-1])
 
-    @property
-    def name(self) -> str:
-        """What people know it by: the folder's path unless it was given."""
-        return str(self.folder) if self._name is None else self._name
-
-    @property
-    def num_documents(self) -> int:
-        """Documents in all shards."""
-        return int(self._first_document[-1])
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in all shards."""
-        return int(self._first_token[-1])
-
-    @property
-    def dtype(self) -> Dtype:
-        """How ids are kept."""
-        return self.manifest.dtype
-
-    @property
-    def fingerprint(self) -> str | None:
-        """The tokenizer that made the ids."""
-        return self.manifest.tokenizer
-
-    @property
+    @cached_property
     def masked(self) -> bool:
-        """Whether some tokens are no loss targets."""
         return self.manifest.masked
 
-    @property
+    @cached_property
     def max_id(self) -> int:
-        """The highest id that occurs; -1 in an empty store."""
         return self.manifest.max_id
 
-    @property
+    @cached_property
     def content_key(self) -> str:
-        """The checksum of store.json, which holds the checksums of everything else."""
+        """The checksum of store.json, which holds the checksums of all other files."""
         return self.manifest.key
-
-    @property
-    def content(self) -> str:
-        """The checksum of what is in it, wherever it lies and whoever built it."""
-        return self.manifest.content
-
-    @property
-    def starts(self) -> Longs:
-        """The token offset of every document, and the end; costs memory in proportion to the documents."""
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths(0, self.num_documents))])
 
     def lengths(self, first: int, last: int) -> Longs:
         """The lengths of documents first to last - 1."""

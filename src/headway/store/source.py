@@ -1,12 +1,13 @@
-"""What the loader needs of anything that holds documents of tokens: a native store, a foreign store, generated data.
+"""`TokenSource`: documents of tokens, as the loader reads them from a native store, a foreign store or generated data.
 
-Documents are numbered from 0 and lie one after another, so that document i starts at the sum of the lengths before it. Nothing here
-costs memory or time in proportion to the whole source.
+Documents are numbered from 0 and lie one after another: document i starts at the sum of the lengths before it. `DocumentRange` and
+`TokenRange` are views of a part of a source. Invariant: no method costs memory or time in proportion to the whole source.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -16,77 +17,151 @@ Longs = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 
-class Source(Protocol):
-    """Documents of tokens. A reader derives from this class and gets `gather` for free; a faster one overrides it."""
+class TokenSource(ABC):
+    """Documents of tokens. A reader sets the attributes and overrides the properties; it gets `gather` for free or writes a faster one."""
 
-    @property
-    def name(self) -> str:
-        """How messages and metrics call it."""
-        ...
+    name: str
+    """The name in messages and metrics."""
+    num_documents: int
+    num_tokens: int
+    fingerprint: str | None
+    """The tokenizer that made the ids; None if unknown."""
 
-    @property
-    def num_documents(self) -> int:
-        """How many documents there are."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens all documents hold together."""
-        ...
-
-    @property
+    @cached_property
     def masked(self) -> bool:
-        """Whether some tokens are no loss targets."""
-        ...
+        """Whether some tokens are not loss targets."""
+        return False
 
-    @property
+    @cached_property
     def max_id(self) -> int:
-        """The highest id that occurs (or may occur)."""
-        ...
+        """The highest id that occurs, or may occur; -1 without tokens."""
+        raise NotImplementedError
 
-    @property
-    def fingerprint(self) -> str | None:
-        """The tokenizer that made the ids; None where nobody knows."""
-        ...
-
-    @property
+    @cached_property
     def content_key(self) -> str:
         """Changes whenever the content changes; caches are named by it."""
-        ...
+        raise NotImplementedError
 
+    @abstractmethod
     def lengths(self, first: int, last: int) -> Longs:
         """The lengths of documents first to last - 1."""
-        ...
 
+    @abstractmethod
     def first_at(self, token: int) -> int:
         """The first document that starts at token offset `token` or later; `num_documents` if none does."""
-        ...
 
+    @abstractmethod
     def tokens(self, document: int, start: int, stop: int) -> Ids:
         """The ids of one document from `start` to `stop` - 1."""
-        ...
 
     def mask(self, document: int, start: int, stop: int) -> Flags | None:
-        """Which of those tokens are loss targets; None where the source is not masked."""
-        ...
+        """Which of those tokens are loss targets; None if the source is not masked."""
+        return None
 
     def span_starts(self, document: int) -> Longs | None:
-        """Where the true documents start inside a pack (0 first); None where a document is just a document."""
+        """Where the true documents start inside a pack (0 first); None if documents are not packs."""
         return None
 
     def type_of(self, document: int) -> str:
-        """The type (folder, domain) of a document; empty where documents have none."""
+        """The type (folder, domain) of a document; empty if documents have none."""
         return ""
 
     def count_types(self) -> dict[str, tuple[int, int]]:
-        """Documents and tokens of each type; empty where documents have none."""
+        """Documents and tokens of each type; empty if documents have none."""
         return {}
 
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
-        """The ids (and loss mask) of many pieces, one after another."""
+        """The ids (and loss mask) of many pieces of documents, concatenated."""
         pieces = list(zip(documents.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True))
         ids = np.concatenate([np.zeros(0, np.uint16), *(self.tokens(*piece) for piece in pieces)])
         if not self.masked:
             return ids, None
         masks = [found for piece in pieces if (found := self.mask(*piece)) is not None]
         return ids, np.concatenate([np.zeros(0, np.bool_), *masks])
+
+
+class SourceView(TokenSource):
+    """A part of another source."""
+
+    def __init__(self, source: TokenSource, label: str, part_key: str) -> None:
+        self.source = source
+        self.part_key = part_key
+        """Identifies the part within the source."""
+        self.name = f"{source.name}/{label}" if label else source.name
+        self.fingerprint = source.fingerprint
+
+    @cached_property
+    def masked(self) -> bool:
+        return self.source.masked
+
+    @cached_property
+    def max_id(self) -> int:
+        return self.source.max_id
+
+    @cached_property
+    def content_key(self) -> str:
+        return f"{self.source.content_key}-{self.part_key}"
+
+
+class DocumentRange(SourceView):
+    """Documents first to last - 1 of a source."""
+
+    def __init__(self, source: TokenSource, first: int, last: int, label: str) -> None:
+        super().__init__(source, label, f"{first}-{last}")
+        self._first = first
+        self._lengths = source.lengths(first, last)
+        self._begin = int(source.lengths(0, first).sum())
+        self.num_documents, self.num_tokens = len(self._lengths), int(self._lengths.sum())
+
+    def lengths(self, first: int, last: int) -> Longs:
+        return self._lengths[first:last]
+
+    def first_at(self, token: int) -> int:
+        return min(max(0, self.source.first_at(self._begin + token) - self._first), self.num_documents)
+
+    def tokens(self, document: int, start: int, stop: int) -> Ids:
+        return self.source.tokens(self._first + document, start, stop)
+
+    def mask(self, document: int, start: int, stop: int) -> Flags | None:
+        return self.source.mask(self._first + document, start, stop)
+
+    def span_starts(self, document: int) -> Longs | None:
+        return self.source.span_starts(self._first + document)
+
+    def type_of(self, document: int) -> str:
+        return self.source.type_of(self._first + document)
+
+    def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
+        return self.source.gather(documents + self._first, starts, lengths)
+
+
+class TokenRange(SourceView):
+    """Tokens start to stop - 1 of one document, as a source of one document."""
+
+    def __init__(self, source: TokenSource, document: int, start: int, stop: int) -> None:
+        super().__init__(source, "", f"{document}-{start}-{stop}")
+        self._document, self._start, self._stop = document, start, stop
+        self.num_documents, self.num_tokens = 1, stop - start
+
+    def lengths(self, first: int, last: int) -> Longs:
+        return np.array([self.num_tokens], np.int64)[first:last]
+
+    def first_at(self, token: int) -> int:
+        return int(token > 0)
+
+    def tokens(self, document: int, start: int, stop: int) -> Ids:
+        return self.source.tokens(self._document, self._start + start, self._start + stop)
+
+    def mask(self, document: int, start: int, stop: int) -> Flags | None:
+        return self.source.mask(self._document, self._start + start, self._start + stop)
+
+    def span_starts(self, document: int) -> Longs | None:
+        """Where the true documents start inside the range; the first may be the rest of one."""
+        spans = self.source.span_starts(self._document)
+        if spans is None:
+            return None
+        inside = spans[(spans > self._start) & (spans < self._stop)] - self._start
+        return np.concatenate([np.zeros(1, np.int64), inside])
+
+    def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
+        return self.source.gather(documents + self._document, starts + self._start, lengths)

@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
 from headway.errors import DataError
 from headway.runtime.json_file import load_json
 from headway.runtime.storage import CHUNK_BYTES, fsync_file, missing_folders, remove_empty, write_atomic, writing
-from headway.store.manifest import JOURNAL_NAME, MANIFEST_NAME, Division, Dtype, Manifest, Shard, ShardFile, file_names
+from headway.store.manifest import JOURNAL_NAME, MANIFEST_NAME, Division, Dtype, ShardFile, StoreManifest, StoreShard, file_names
 from headway.store.source import Flags, Ids, Longs
 
 SHARD_TOKENS = 1 << 30
@@ -32,20 +32,8 @@ MOST_TYPES = 1 << 16
 NO_NOTE: dict[str, Any] = {}
 
 
-class TokenWriter(Protocol):
-    """Where documents of tokens go, whatever the format."""
-
-    def add(self, ids: Ids | Sequence[int], mask: Flags | None = None) -> None:
-        """Append one document; `mask` says which of its tokens are loss targets."""
-        ...
-
-    def finish(self) -> None:
-        """Make what was written a whole that opens."""
-        ...
-
-
 @dataclass
-class OpenFile:
+class HashedFile:
     """A file of the shard being written, hashed as it grows."""
 
     path: Path
@@ -85,7 +73,7 @@ class OpenFile:
             shutil.copyfileobj(stored, rest, CHUNK_BYTES)
         rest.seek(0)
         self.file.close()
-        again = OpenFile.create(self.path, keep_bytes)
+        again = HashedFile.create(self.path, keep_bytes)
         self.file, self.digest, self.size = again.file, again.digest, keep_bytes
         return rest
 
@@ -100,7 +88,7 @@ class OpenFile:
 
 
 @dataclass
-class Growing:
+class OpenShard:
     """The counts of the shard being written."""
 
     number: int = 0
@@ -137,10 +125,10 @@ class StoreWriter:
         self._highest = int(np.iinfo(dtype).max)
         self._masked, self._spans, self._shard_tokens = masked, spans, shard_tokens
         self._types: dict[str, int] | None = {} if typed else None
-        self._shards: list[Shard] = []
-        self._growing = Growing()
+        self._shards: list[StoreShard] = []
+        self._growing = OpenShard()
         self._max_id = -1
-        self._files: list[OpenFile] = []
+        self._files: list[HashedFile] = []
         self._waiting: list[tuple[Ids, Flags | None, Longs | None]] = []
         self._waiting_types: list[str] = []
         self._waiting_tokens = 0
@@ -231,9 +219,9 @@ class StoreWriter:
             for stale in self.folder.glob(what):
                 stale.unlink()
 
-    def _manifest(self, division: Division | None) -> Manifest:
+    def _manifest(self, division: Division | None) -> StoreManifest:
         given = self._settings
-        return Manifest(
+        return StoreManifest(
             given["dtype"],
             self._max_id,
             self._masked,
@@ -353,7 +341,7 @@ class StoreWriter:
             return
         names = file_names(self._growing.number, self._masked, self._spans, self._types is not None)
         kept = keep_bytes if keep_bytes is not None else [0] * len(names)
-        self._files = [OpenFile.create(self.folder / name, size) for name, size in zip(names, kept, strict=True)]
+        self._files = [HashedFile.create(self.folder / name, size) for name, size in zip(names, kept, strict=True)]
         if keep_bytes is None:
             self._files[1].write(np.zeros(1, "<i8"))
 
@@ -367,17 +355,18 @@ class StoreWriter:
                 self._files[2 + self._masked].write(np.array([now.tokens], "<i8"))
             files = {one.path.name: one.done() for one in self._files}
         self._files = []
-        self._shards.append(Shard(now.documents, now.tokens, now.spans, files))
-        self._growing = Growing(number=now.number + 1)
+        self._shards.append(StoreShard(now.documents, now.tokens, now.spans, files))
+        self._growing = OpenShard(number=now.number + 1)
 
     def _restore(self, journal: Path) -> None:
         try:
             given = load_json(journal)
             settings, state = given["settings"], given["state"]
             shards = [
-                Shard(s["documents"], s["tokens"], s["spans"], {n: ShardFile(**f) for n, f in s["files"].items()}) for s in given["shards"]
+                StoreShard(s["documents"], s["tokens"], s["spans"], {n: ShardFile(**f) for n, f in s["files"].items()})
+                for s in given["shards"]
             ]
-            self._growing, self._max_id, sizes = Growing(**state["growing"]), state["max_id"], state["sizes"]
+            self._growing, self._max_id, sizes = OpenShard(**state["growing"]), state["max_id"], state["sizes"]
             self._types = self._types if self._types is None else dict(state["types"])
         except (ValueError, KeyError, TypeError) as problem:
             raise DataError(f"{journal}: damaged ({problem}). Remove the folder {self.folder} and build the store again.") from None

@@ -15,7 +15,7 @@ from headway.checkpoint.saver import Saver
 from headway.data.batch import StepBatch
 from headway.data.config import ResolvedBatch
 from headway.data.open import OpenData, open_data
-from headway.data.targets import check_targets
+from headway.data.target_check import check_targets
 from headway.errors import CheckpointError, ConfigError
 from headway.model.adapter.lora import with_updates
 from headway.model.config import ModelConfig

@@ -25,7 +25,7 @@ from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
 from headway.data.open import OpenData
 from headway.data.pairs import PAIR, PairSource
-from headway.data.shuffle import Selection
+from headway.data.selection import Selection
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.infer.load import find_model, frozen_model
 from headway.model.base import Model

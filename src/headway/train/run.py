@@ -21,7 +21,7 @@ from headway.data.batch import Batch
 from headway.data.config import ResolvedBatch
 from headway.data.loader import Loader
 from headway.data.open import OpenData
-from headway.data.targets import Targets
+from headway.data.target_check import TargetReport
 from headway.diagnose.slow_ranks import SlowRankReporter
 from headway.errors import GaveUpError
 from headway.model.config import ModelConfig
@@ -125,7 +125,7 @@ class Run:
     saver: Saver
     loss_monitor: LossMonitor
     healer: Healer
-    targets: Targets = Targets()
+    targets: TargetReport = TargetReport()
     """Findings about the targets of masked data."""
     reference: Reference | None = None
     """The frozen model the objective compares with."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from headway.checkpoint.config import CHECKPOINTS
 from headway.config.load import dump_yaml, load
 from headway.data.open import open_data
-from headway.data.targets import check_targets
+from headway.data.target_check import check_targets
 from headway.errors import ConfigError, HeadwayError
 from headway.infer.adapted import Carried
 from headway.infer.load import FINAL, STAGES, StoredModel, find_model

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from headway.data.mixture import Mixture, MixtureSource
 from headway.data.packing import RowShape
-from headway.data.shuffle import Selection, Windows
-from headway.data.stream import Stream
+from headway.data.row_stream import RowStream, Windows
+from headway.data.selection import Selection
 from headway.store.reader import Store, StoreWriter, open_store
 
 ROW = 8
@@ -31,7 +31,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Store]:
 
 def mixture_of(sources: list[MixtureSource]) -> Mixture:
     shape = RowShape(ROW, 7, "best_fit")
-    streams = [Stream(Windows(s.selection, 64, 2), shape, seed=1, number=i, shuffle=True) for i, s in enumerate(sources)]
+    streams = [RowStream(Windows(s.selection, 64, 2), shape, seed=1, number=i, shuffle=True) for i, s in enumerate(sources)]
     return Mixture(sources, streams)
 
 
@@ -44,13 +44,13 @@ def test_every_prefix_has_the_wanted_shares(stores: list[Store], weights: list[f
     for row in range(1, 300):
         drawn[mixture.draw().source] += 1
         assert np.abs(drawn - shares * row).max() < len(weights), (row, drawn)
-    assert [cursor.drawn for cursor in mixture.place.cursors] == drawn.tolist()
+    assert [cursor.drawn for cursor in mixture.state.cursors] == drawn.tolist()
 
 
 def test_without_weights_small_sources_are_spread_over_the_whole_epoch(stores: list[Store]) -> None:
     mixture = mixture_of([MixtureSource(Selection(store)) for store in stores])
     order = np.array([mixture.draw().source for _ in range(mixture.num_rows)])
-    assert np.bincount(order).tolist() == [5, 25, 45, 65] and mixture.place.epoch == 1
+    assert np.bincount(order).tolist() == [5, 25, 45, 65] and mixture.state.epoch == 1
     places = np.flatnonzero(order == 0)
     assert places[0] < 20 and places[-1] > 120 and np.diff(places).max() < 40
 
@@ -58,9 +58,13 @@ def test_without_weights_small_sources_are_spread_over_the_whole_epoch(stores: l
 def test_the_sequence_does_not_depend_on_where_reading_began(stores: list[Store]) -> None:
     sources = [MixtureSource(Selection(store), repeat=1 + number % 2) for number, store in enumerate(stores)]
     whole = mixture_of(sources)
-    rows = [(row.source, row.block.plan.document[row.block.plan.first[row.number]]) for row in (whole.draw() for _ in range(500))]
+    states, rows = [], []
+    for _ in range(500):
+        states.append(whole.state)
+        row = whole.draw()
+        rows.append((row.source, row.block.plan.document[row.block.plan.first[row.number]]))
     for start in (0, 1, 137, 225, 226, 499):
         streams = mixture_of(sources)._streams
-        again = Mixture(sources, streams, whole.at(start))
+        again = Mixture(sources, streams, states[start])
         row = again.draw()
         assert (row.source, row.block.plan.document[row.block.plan.first[row.number]]) == rows[start]

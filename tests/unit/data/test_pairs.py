@@ -13,7 +13,8 @@ from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
 from headway.data.open import open_data
 from headway.data.pairs import PAIR, PairSource
-from headway.data.shuffle import Selection, Windows
+from headway.data.row_stream import Windows
+from headway.data.selection import Selection
 from headway.errors import DataError
 from headway.store.reader import StoreWriter, open_store
 
@@ -71,7 +72,7 @@ def test_pairs_at_the_edges_of_windows_are_read_once(tmp_path: Path) -> None:
 
 
 def test_pairs_longer_than_a_row_are_left_out_and_said(tmp_path: Path) -> None:
-    from headway.data.targets import check_targets
+    from headway.data.target_check import check_targets
 
     path = make_pair_store(tmp_path / "pairs", longest=30)
     lengths = PairSource(open_store(path)).lengths(0, 40)
@@ -81,7 +82,7 @@ def test_pairs_longer_than_a_row_are_left_out_and_said(tmp_path: Path) -> None:
     assert sorted(pair for pair in seen if pair >= 0) == [i for i in range(40) if lengths[i] <= 48]
     assert f"{int((lengths > 48).sum())} pairs longer than data.seq_len=48 are left out" in check_targets(data, None).lines[0]
     small = config.model_copy(update={"seq_len": 8})
-    with pytest.raises(DataError, match=r"no pair of it fits a row of data\.seq_len=8 tokens"):
+    with pytest.raises(DataError, match=r"no pair fits into a row of data\.seq_len=8 tokens"):
         open_data(small, tokenizer=None, vocab_size=64, seed=0, pairs=True)
 
 

@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.shuffle import Selection, Windows, in_valid, mix, permuted, shuffled
+from headway.data.row_stream import Windows
+from headway.data.selection import Selection, in_valid
+from headway.data.shuffle import mix, permuted, shuffled
 from headway.data.synthetic import SyntheticSource
 from headway.errors import DataError
 

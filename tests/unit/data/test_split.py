@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from support.pairs import make_pair_store
 
 from headway.data.pairs import PairSource
-from headway.data.shuffle import Selection
-from headway.data.split import one_side
+from headway.data.selection import Selection, split_side
 from headway.errors import ConfigError
-from headway.store.foreign.source import open_source
+from headway.store.open import open_source
 from headway.store.reader import Store, StoreWriter, open_store
 
 
@@ -43,7 +42,7 @@ def test_both_sides_hold_something_and_share_everything(tmp_path_factory, length
     everything = read(wanted)
     if not everything or (len(everything) == 1 and len(everything[0]) < 2 * max(2, min_length)):
         return
-    train, valid = (read(one_side(wanted, side, fraction)) for side in ("train", "valid"))
+    train, valid = (read(split_side(wanted, side, fraction)) for side in ("train", "valid"))
     assert train and valid
     assert sorted(chain(*train, *valid)) == sorted(chain(*everything)), "each token is on one side"
     if len(everything) > 1:
@@ -53,26 +52,26 @@ def test_both_sides_hold_something_and_share_everything(tmp_path_factory, length
 def test_documents_that_a_fraction_divides_already_stay_where_they_were(tmp_path: Path) -> None:
     wanted = Selection(make_store(tmp_path / "s", [3] * 400))
     for side in ("train", "valid"):
-        assert one_side(wanted, side, 0.1) == Selection(wanted.source, side=side, fraction=0.1)
-        assert one_side(wanted, side, 0.1).key == Selection(wanted.source, side=side, fraction=0.1).key
+        assert split_side(wanted, side, 0.1) == Selection(wanted.source, side=side, fraction=0.1)
+        assert split_side(wanted, side, 0.1).key == Selection(wanted.source, side=side, fraction=0.1).key
 
 
 def test_the_last_tokens_of_a_single_document_are_for_validation(tmp_path: Path) -> None:
     wanted = Selection(make_store(tmp_path / "s", [1000]))
-    assert read(one_side(wanted, "train", 0.1)) == [list(range(1, 901))]
-    assert read(one_side(wanted, "valid", 0.1)) == [list(range(901, 1001))]
-    assert one_side(wanted, "train", 0.1).key != one_side(wanted, "valid", 0.1).key
+    assert read(split_side(wanted, "train", 0.1)) == [list(range(1, 901))]
+    assert read(split_side(wanted, "valid", 0.1)) == [list(range(901, 1001))]
+    assert split_side(wanted, "train", 0.1).key != split_side(wanted, "valid", 0.1).key
 
 
 def test_what_cannot_be_divided_is_refused_with_a_remedy_that_helps(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"one document, of 3 tokens, which cannot be divided.*data\.valid\.sets"):
-        one_side(Selection(make_store(tmp_path / "s", [3])), "valid", 0.5)
+    with pytest.raises(ConfigError, match=r"one document, of 3 tokens, which cannot be split.*data\.valid\.sets"):
+        split_side(Selection(make_store(tmp_path / "s", [3])), "valid", 0.5)
 
 
 def test_a_single_pair_cannot_be_divided(tmp_path: Path) -> None:
     pairs = PairSource(open_store(make_pair_store(tmp_path / "p", pairs=1)))
-    with pytest.raises(ConfigError, match="one pair, which cannot be divided"):
-        one_side(Selection(pairs), "train", 0.5)
+    with pytest.raises(ConfigError, match="one pair, which cannot be split"):
+        split_side(Selection(pairs), "train", 0.5)
 
 
 def test_the_parts_of_a_pack_keep_the_documents_inside(tmp_path: Path) -> None:
@@ -80,7 +79,7 @@ def test_the_parts_of_a_pack_keep_the_documents_inside(tmp_path: Path) -> None:
         writer.add(np.arange(20), None, np.array([0, 5, 12]))
         writer.finish()
     wanted = Selection(open_source(tmp_path / "s"))
-    train, valid = (one_side(wanted, side, 0.4).source for side in ("train", "valid"))
+    train, valid = (split_side(wanted, side, 0.4).source for side in ("train", "valid"))
     assert train.span_starts(0).tolist() == [0, 5]
     assert valid.span_starts(0).tolist() == [0]
     assert valid.tokens(0, 0, 8).tolist() == list(range(12, 20))

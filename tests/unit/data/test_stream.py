@@ -9,21 +9,21 @@ import pytest
 
 from headway.data.config import Packing
 from headway.data.packing import RowShape
-from headway.data.shuffle import Selection, Windows
-from headway.data.stream import Cursor, Stream
+from headway.data.row_stream import Cursor, RowStream, Windows
+from headway.data.selection import Selection
 from headway.store.reader import StoreWriter, open_store
 
 
-def stream_of(folder: Path, lengths: list[int], *, packing: Packing = "best_fit", window: int = 32, block_windows: int = 2) -> Stream:
+def stream_of(folder: Path, lengths: list[int], *, packing: Packing = "best_fit", window: int = 32, block_windows: int = 2) -> RowStream:
     with StoreWriter(folder, dtype="uint16", tokenizer_fingerprint=None) as writer:
         for length in lengths:
             writer.add(np.ones(length, np.uint16))
         writer.finish()
     windows = Windows(Selection(open_store(folder)), window, block_windows)
-    return Stream(windows, RowShape(16, 6, packing), seed=3, number=0, shuffle=True)
+    return RowStream(windows, RowShape(16, 6, packing), seed=3, number=0, shuffle=True)
 
 
-def read(stream: Stream, epoch: int) -> list[list[int]]:
+def read(stream: RowStream, epoch: int) -> list[list[int]]:
     """The documents of every row of an epoch, in the order they are read."""
     found: list[list[int]] = []
     for number in range(stream.windows.num_blocks):
@@ -34,16 +34,15 @@ def read(stream: Stream, epoch: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "concat", "pad"])
-def test_a_jump_to_any_row_lands_where_reading_does_also_at_the_ends_of_blocks(tmp_path: Path, packing: Any) -> None:
+def test_the_cursor_points_at_a_row_also_at_the_ends_of_blocks(tmp_path: Path, packing: Any) -> None:
     stream = stream_of(tmp_path / "s", np.random.default_rng(0).integers(1, 20, 40).tolist(), packing=packing)
     assert stream.windows.num_blocks > 3
-    cursor = stream.settled(Cursor(0, 0, 0, 0))
+    cursor = stream.skip_to_row(Cursor(0, 0, 0, 0))
     blocks = set()
-    for rows in range(2 * stream.num_rows + 1):
-        assert stream.at(rows, rows) == cursor
+    for _ in range(2 * stream.num_rows + 1):
         assert cursor.row < len(stream.block(cursor.epoch, cursor.block).order)
         blocks.add((cursor.epoch, cursor.block))
-        cursor = stream.settled(Cursor(cursor.epoch, cursor.block, cursor.row + 1, cursor.drawn + 1))
+        cursor = stream.skip_to_row(Cursor(cursor.epoch, cursor.block, cursor.row + 1, cursor.drawn + 1))
     assert len(blocks) > 2 * 3 and cursor.epoch == 2
 
 
@@ -69,5 +68,5 @@ def test_rows_and_windows_come_in_another_order_in_every_epoch(tmp_path: Path) -
 
 def test_without_shuffling_documents_come_in_their_order(tmp_path: Path) -> None:
     stream = stream_of(tmp_path / "s", [5] * 12, packing="concat", window=30, block_windows=1)
-    plain = Stream(stream.windows, stream.shape, seed=3, number=0, shuffle=False)
+    plain = RowStream(stream.windows, stream.shape, seed=3, number=0, shuffle=False)
     assert read(plain, 0) == read(plain, 1) == [[0, 1, 2, 3], [3, 4, 5], [6, 7, 8, 9], [9, 10, 11]]

@@ -11,7 +11,7 @@ from support.byte_model import byte_tokenizer
 
 from headway.data.config import DataConfig
 from headway.data.open import OpenData, open_data
-from headway.data.targets import check_targets
+from headway.data.target_check import check_targets
 from headway.errors import DataError
 from headway.prepare.build import BuildOptions, build_store
 from headway.prepare.sources import prepare_sources

@@ -14,7 +14,7 @@ from headway.cli import main
 from headway.data.config import DataConfig
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
-from headway.data.shuffle import Selection
+from headway.data.selection import Selection
 from headway.errors import ConfigError, DataError
 from headway.prepare.pack import PackOptions, PackReport, pack
 from headway.store.convert import convert

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.data.shuffle import Selection
+from headway.data.selection import Selection
 from headway.store.reader import StoreWriter, open_store
 
 

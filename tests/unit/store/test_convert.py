@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError, DataError
-from headway.store.convert import TARGETS, ConvertOptions, convert, convert_built, items
+from headway.store.convert import TARGETS, ConvertOptions, convert, convert_built, iter_documents
 from headway.store.foreign.internlm import InternlmWriter, open_internlm
 from headway.store.foreign.mds import open_mds
-from headway.store.foreign.source import open_source
+from headway.store.open import open_source
 from headway.store.reader import StoreWriter, open_store
 
 documents = st.lists(
@@ -34,7 +34,7 @@ def native(folder: Path, given_documents: list[list[tuple[int, bool]]], masked: 
 def content(path: Path) -> list[tuple[list[int], list[bool] | None]]:
     """Ids, and the mask of what can be a target: all but the first token."""
     source = open_source(path)
-    return [(item.ids.tolist(), None if item.mask is None else item.mask.tolist()[1:]) for item in items(source)]
+    return [(item.ids.tolist(), None if item.mask is None else item.mask.tolist()[1:]) for item in iter_documents(source)]
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -16,12 +16,12 @@ from headway.data.open import open_data
 from headway.errors import ConfigError, DataError
 from headway.prepare.inspect import inspect
 from headway.prepare.pack import PackOptions, pack
-from headway.store.convert import ConvertOptions, convert, items
+from headway.store.convert import ConvertOptions, convert, iter_documents
 from headway.store.foreign.internlm import InternlmWriter
 from headway.store.foreign.mds import open_mds
 from headway.store.foreign.mds_writer import MdsTokenWriter
-from headway.store.foreign.source import open_source
 from headway.store.merge import merge
+from headway.store.open import open_source
 from headway.store.reader import open_store
 
 TYPES = {"cn": 12, "code": 5, "en": 8}
@@ -110,7 +110,9 @@ def test_internlm_types_come_back_from_headway_and_mds(tmp_path: Path) -> None:
         convert(tmp_path / step, tmp_path / f"{step} back", "internlm")
         assert sorted(folder.name for folder in (tmp_path / f"{step} back").iterdir()) == list(TYPES)
         first, second = open_source(path), open_source(tmp_path / f"{step} back")
-        assert [(item.type, item.ids.tolist()) for item in items(first)] == [(item.type, item.ids.tolist()) for item in items(second)]
+        assert [(item.type, item.ids.tolist()) for item in iter_documents(first)] == [
+            (item.type, item.ids.tolist()) for item in iter_documents(second)
+        ]
     open_store(tmp_path / "headway").verify()
     assert {name: counts.documents for name, counts in inspect(tmp_path / "headway").types.items()} == TYPES
     merged = merge([tmp_path / "headway", tmp_path / "headway"], tmp_path / "merged")

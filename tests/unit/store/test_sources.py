@@ -20,8 +20,8 @@ from headway.errors import ConfigError, DataError
 from headway.prepare.build import cached_store
 from headway.prepare.cache import find_or_build
 from headway.prepare.sources import prepare_sources
-from headway.store.local_copy import staged
-from headway.store.lock import held
+from headway.store.file_lock import held
+from headway.store.local_copy import copy_to_local
 from headway.store.reader import StoreWriter, is_store, open_store
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 
@@ -186,7 +186,7 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
 
 def test_staging_copies_once_and_checks(tmp_path: Path) -> None:
     store = make_store(tmp_path / "slow" / "s", None)
-    copy = staged(store, tmp_path / "fast")
+    copy = copy_to_local(store, tmp_path / "fast")
     assert {p.name: p.read_bytes() for p in copy.iterdir()} == {p.name: p.read_bytes() for p in store.iterdir()}
     before = (copy / "store.json").stat().st_mtime_ns
     settings = data(train=[str(store)], tokenizer_unchecked=True, stage_to=str(tmp_path / "fast"))
@@ -196,7 +196,7 @@ def test_staging_copies_once_and_checks(tmp_path: Path) -> None:
     ids[3] ^= 1
     (store / "tokens-00000.bin").write_bytes(bytes(ids))
     with pytest.raises(DataError, match="checksum"):
-        staged(store, tmp_path / "other")
+        copy_to_local(store, tmp_path / "other")
     assert list((tmp_path / "other").iterdir()) == []
 
 

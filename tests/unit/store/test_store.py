@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from headway.data.config import DataConfig
 from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
-from headway.data.shuffle import Selection
+from headway.data.selection import Selection
 from headway.errors import DataError
 from headway.runtime.storage import sha256_file
-from headway.store.manifest import Manifest, Shard, ShardFile, read_manifest
+from headway.store.manifest import ShardFile, StoreManifest, StoreShard, read_manifest
 from headway.store.reader import Store, StoreWriter, open_store
 
 documents = st.lists(st.lists(st.integers(0, 65535), max_size=30), max_size=20)
@@ -227,8 +227,8 @@ def sparse_store(folder: Path, num_shards: int, shard_tokens: int, document_toke
             file.truncate(shard_tokens * 4)
         np.arange(0, shard_tokens + 1, document_tokens, dtype="<i8").tofile(docs)
         files = {tokens.name: ShardFile(shard_tokens * 4, "0" * 64), docs.name: ShardFile(docs.stat().st_size, sha256_file(docs))}
-        shards.append(Shard(shard_tokens // document_tokens, shard_tokens, 0, files))
-    manifest = Manifest("uint32", 99, False, False, "f", (), tuple(shards))
+        shards.append(StoreShard(shard_tokens // document_tokens, shard_tokens, 0, files))
+    manifest = StoreManifest("uint32", 99, False, False, "f", (), tuple(shards))
     (folder / "store.json").write_text(manifest.dump())
 
 
@@ -252,4 +252,4 @@ def test_a_loader_on_a_terabyte_opens_one_block(tmp_path: Path) -> None:
     with Loader(DataConfig(seq_len=8192, workers=0), sources=sources, rows_per_step=2, micro_rows=1, seed=1) as loader:
         step, state = next(loader)
     assert time.perf_counter() - began < 2
-    assert step.stats.tokens == 2 * 8192 and state.place.cursors[0].row == 2
+    assert step.stats.tokens == 2 * 8192 and state.mixture.cursors[0].row == 2

@@ -9,14 +9,14 @@ import torch
 
 from headway.checkpoint.save import TensorRecord, save_checkpoint
 from headway.data.loader import LoaderState
-from headway.data.mixture import Place
+from headway.data.mixture import MixtureState
 from headway.train import health
 from headway.train.config import HealConfig
 from headway.train.health import BadStep, Healer
 
 
 def state(batch: int) -> LoaderState:
-    return LoaderState(batch, Place(0, batch, ()))
+    return LoaderState(batch, MixtureState(0, batch, ()))
 
 
 def healer_of(**settings: Any) -> tuple[Healer, Any, list[str]]:

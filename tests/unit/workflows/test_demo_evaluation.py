@@ -22,7 +22,7 @@ def test_the_model_and_the_bigram_are_divided_by_the_bytes_of_the_scored_text(tm
     for _ in range(4):
         writer.add([*tokenizer.encode("héllo"), end])
     writer.finish()
-    monkeypatch.setattr("headway.data.shuffle.in_valid", lambda numbers, _: numbers == 3)
+    monkeypatch.setattr("headway.data.selection.in_valid", lambda numbers, _: numbers == 3)
     # One document of 6 bytes and its end token: 6 tokens are scored, which stand for 5 bytes.
     monkeypatch.setattr("headway.workflows.demo.run.bigram_loss", lambda *_: math.log(2))
     found = evaluate(demo)

@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from headway.errors import DataError
-from headway.store.foreign.documents import LARGEST_ID, ForeignStore, Part
-from headway.store.foreign.writer import ForeignWriter, PendingFile
+from headway.store.foreign.base import LARGEST_ID, FilePart, ForeignStore, ForeignWriter, PendingFile
 from headway.store.source import Flags, Ids, Longs
 
 KIND = "internlm"
@@ -67,7 +66,7 @@ def type_of_bin(file: Path, root: Path) -> str:
 
 
 @dataclass(eq=False)
-class InternlmBin(Part):
+class InternlmBin(FilePart):
     """One bin with its checked index."""
 
     file: Path

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from headway.errors import DataError
-from headway.store.foreign.documents import ForeignStore, Part, as_ids, map_file
+from headway.store.foreign.base import FilePart, ForeignStore, as_ids, map_file
 from headway.store.source import Flags, Ids, Longs
 from headway.text.formats.mds import Column, MdsShardEntry, check_shard, decode_value, mds_shards
 from headway.text.raw import RawFile
@@ -78,7 +78,7 @@ class Table:
     """[samples, columns + 1]: byte offsets; the last is the end of the sample."""
 
 
-class MdsShard(Part):
+class MdsShard(FilePart):
     """One shard as a part of a store."""
 
     def __init__(self, shard: MdsShardEntry, root: Path, cache: Unpacked) -> None:

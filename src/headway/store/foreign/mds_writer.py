@@ -16,7 +16,7 @@ import numpy as np
 
 from headway.errors import ConfigError, DataError
 from headway.runtime.storage import missing_folders, remove_empty, write_atomic, writing
-from headway.store.foreign.writer import ForeignWriter, PendingFile
+from headway.store.foreign.base import ForeignWriter, PendingFile
 from headway.store.source import Flags, Ids, Longs
 from headway.text.formats.mds import DTYPE_CODES, SCALARS
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from headway.errors import DataError
-from headway.store.foreign.documents import ForeignStore, Part, as_ids, map_file
+from headway.store.foreign.base import FilePart, ForeignStore, as_ids, map_file
 from headway.store.source import Flags, Ids, Longs
 
 KIND = "megatron"
@@ -36,7 +36,7 @@ def open_megatron(path: Path) -> ForeignStore:
 
 
 @dataclass(frozen=True, eq=False)
-class MegatronBin(Part):
+class MegatronBin(FilePart):
     """One .bin with the token range of each document."""
 
     file: Path

@@ -185,7 +185,7 @@ def _held_out_modules(store: Path) -> Iterator[Piece]:
     """Some documents that no run of the demo was trained on."""
     import numpy as np
 
-    from headway.data.shuffle import in_valid
+    from headway.data.selection import in_valid
     from headway.eval.perplexity import Piece
     from headway.store.reader import open_store
 

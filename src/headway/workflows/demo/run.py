@@ -150,7 +150,7 @@ def evaluate(demo: Demo) -> dict[str, Any]:
     """Perplexity and bits per byte on held-out modules, and those of a bigram model of the same tokens."""
     import numpy as np
 
-    from headway.data.shuffle import in_valid
+    from headway.data.selection import in_valid
     from headway.eval.perplexity import Piece, perplexity
     from headway.infer.load import load_model
     from headway.store.reader import open_store

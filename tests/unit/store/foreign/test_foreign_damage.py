@@ -10,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import DataError
-from headway.store.foreign.detect import detect
 from headway.store.foreign.internlm import InternlmWriter
 from headway.store.foreign.mds_writer import MdsTokenWriter
-from headway.store.foreign.source import open_source
-from headway.store.foreign.zero2all import Zero2allWriter
-from headway.store.foreign.zero2all_sft import SftPairWriter
+from headway.store.foreign.zero2all import SftPairWriter, Zero2allWriter
+from headway.store.open import detect_kind, open_source
 
 DOCUMENTS = [[1, 70, 3, 4, 5], [7, 8], [9, 10, 11, 300, 13, 14, 15, 16]]
 
@@ -87,7 +85,7 @@ def read_everything(folder: Path, kind: str) -> list[list[int]]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_undamaged_store_is_detected_and_read(name: str, tmp_path: Path) -> None:
     FORMATS[name](tmp_path)
-    kind = detect(tmp_path)
+    kind = detect_kind(tmp_path)
     assert kind == name.split(" ")[0]
     begin = [64000] if kind == "zero2all" else []
     assert read_everything(tmp_path, kind) == [begin + ids for ids in DOCUMENTS]
@@ -153,4 +151,4 @@ def test_what_is_of_no_kind_is_refused_with_what_was_looked_for(name: str, tmp_p
     elif name == "picture":
         (tmp_path / "cat.jpg").write_bytes(b"\xff\xd8\xff")
     with pytest.raises(DataError, match="of no known kind"):
-        detect(tmp_path)
+        detect_kind(tmp_path)

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import DataError
-from headway.store.foreign.zero2all import BEGIN_ID, Zero2allWriter, index_map, open_zero2all
-from headway.store.foreign.zero2all_sft import IGNORED, SftPairWriter, open_zero2all_sft
+from headway.store.foreign.zero2all import BEGIN_ID, IGNORED, SftPairWriter, Zero2allWriter, index_map, open_zero2all, open_zero2all_sft
 
 plain_documents = st.lists(st.lists(st.integers(0, BEGIN_ID - 1), max_size=20), min_size=1, max_size=15)
 masked_samples = st.lists(st.lists(st.tuples(st.integers(0, IGNORED - 1), st.booleans()), min_size=1, max_size=20), min_size=1, max_size=12)

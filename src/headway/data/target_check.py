@@ -13,10 +13,10 @@ import numpy as np
 
 from headway.data.open import OpenData
 from headway.data.pairs import PairSource
-from headway.data.shuffle import Selection
+from headway.data.selection import Selection
 from headway.errors import ConfigError, DataError
 from headway.store.reader import Store
-from headway.store.source import Ids, Longs, Source
+from headway.store.source import Ids, Longs, TokenSource
 from headway.tokenizer.chat import answer_end
 from headway.tokenizer.load import Tokenizer
 
@@ -26,7 +26,7 @@ MARKS = ("kind=chat", "kind=preference")
 
 
 @dataclass(frozen=True)
-class Targets:
+class TargetReport:
     """What was found."""
 
     lines: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Targets:
     """The ids that end a text: those the weights came with, and those that end answers in this data."""
 
 
-def check_targets(data: OpenData, tokenizer: Tokenizer | None, end_ids: frozenset[int] = frozenset()) -> Targets:
+def check_targets(data: OpenData, tokenizer: Tokenizer | None, end_ids: frozenset[int] = frozenset()) -> TargetReport:
     """Look at every sample of every masked source. `end_ids` end a text besides the tokenizer's own end token."""
     found: dict[int, tuple[str, frozenset[int]]] = {}
     for mixture in (data.train, *data.valid.values()):
@@ -43,10 +43,10 @@ def check_targets(data: OpenData, tokenizer: Tokenizer | None, end_ids: frozense
             if source.masked and id(source) not in found:
                 stops = stop_ids(source, tokenizer) or usual_end(source, tokenizer) or end_ids | _end_of(tokenizer)
                 found[id(source)] = (_check(one.selection, stops, tokenizer), stops)
-    return Targets(tuple(line for line, _ in found.values()), end_ids.union(*(stops for _, stops in found.values())))
+    return TargetReport(tuple(line for line, _ in found.values()), end_ids.union(*(stops for _, stops in found.values())))
 
 
-def stop_ids(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
+def stop_ids(source: TokenSource, tokenizer: Tokenizer | None) -> frozenset[int]:
     """The token that ends an answer in the template a store was made with; nothing where that is not known."""
     kind, template = _origin(source)
     if kind is None or tokenizer is None:
@@ -57,7 +57,7 @@ def stop_ids(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
         return frozenset()  # the template was a file that is no longer there
 
 
-def usual_end(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
+def usual_end(source: TokenSource, tokenizer: Tokenizer | None) -> frozenset[int]:
     """The special token that ends most samples of a store that does not name its template, such as zero2all's `<|im_end|>`.
 
     It is the last target of a sample. Nothing is found where samples end in different ways or in ordinary text.
@@ -77,7 +77,7 @@ def usual_end(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
     return frozenset([found]) if found in tokenizer.special_tokens.values() else frozenset()
 
 
-def _first_documents(source: Source) -> tuple[Longs, Longs]:
+def _first_documents(source: TokenSource) -> tuple[Longs, Longs]:
     """The numbers and lengths of the first documents that are not empty, some thousand tokens or more."""
     lengths = source.lengths(0, min(source.num_documents, PROBED_DOCUMENTS))
     numbers = np.flatnonzero(lengths)
@@ -85,7 +85,7 @@ def _first_documents(source: Source) -> tuple[Longs, Longs]:
     return numbers[enough], lengths[numbers][enough]
 
 
-def _origin(source: Source) -> tuple[str | None, str]:
+def _origin(source: TokenSource) -> tuple[str | None, str]:
     """Whether a store was made of conversations or pairs, and by which template."""
     store = source.store if isinstance(source, PairSource) else source
     first = store.manifest.sources[0] if isinstance(store, Store) and store.manifest.sources else ""

@@ -6,15 +6,15 @@ empty rows, so that shapes never change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headway.data.balance import balanced
 from headway.data.batch import StepStats
 from headway.data.config import DataConfig, Rampup, batch_rows, rows_before
-from headway.data.mixture import Mixture, Place, Row
-from headway.data.stream import Cursor
+from headway.data.mixture import Mixture, MixtureState, Row
+from headway.data.row_stream import Cursor
 from headway.errors import CheckpointError, ConfigError
 
 
@@ -24,19 +24,19 @@ class LoaderState:
 
     batch: int
     """Batches read so far, skipped ones counted."""
-    place: Place
+    mixture: MixtureState
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers for a checkpoint."""
-        return asdict(self)
+        return {"batch": self.batch, "place": asdict(self.mixture)}
 
     @classmethod
     def from_json(cls, given: dict[str, Any]) -> LoaderState:
         """Read back what `to_json` gave."""
         try:
-            place = given["place"]
-            cursors = tuple(Cursor(**cursor) for cursor in place["cursors"])
-            return cls(given["batch"], Place(place["epoch"], place["rows"], cursors))
+            mixture = given["place"]
+            cursors = tuple(Cursor(**cursor) for cursor in mixture["cursors"])
+            return cls(given["batch"], MixtureState(mixture["epoch"], mixture["rows"], cursors))
         except (KeyError, TypeError) as problem:
             raise CheckpointError(f"the data cursor cannot be read: {problem}. The checkpoint is damaged; use an earlier one.") from None
 
@@ -50,7 +50,7 @@ class BatchShape:
     rank: int
     ranks: int
     rampup: Rampup | None
-    most_rows: int | None = None
+    max_rows: int | None = None
     """Rows that are read in all; the places behind them in the last step stay empty. None = no end but that of the epochs."""
 
     def rows_before(self, batch: int) -> int:
@@ -101,18 +101,18 @@ class StepPlanner:
             if room is None:
                 rows += [None] * (most - len(rows))
             self._batch += 1
-            yield rows, LoaderState(self._batch, self._mixture.place)
+            yield rows, LoaderState(self._batch, self._mixture.state)
 
-    def passes(self, place: Place) -> int:
+    def passes(self, mixture: MixtureState) -> int:
         """Completed passes over the data at a place; with weights and no number of epochs: how often the slowest source was read."""
         if not self._mixture.weighted:
-            return place.epoch
-        return min(cursor.epoch for cursor in place.cursors) if self._epochs is None else place.rows // self._mixture.num_rows
+            return mixture.epoch
+        return min(cursor.epoch for cursor in mixture.cursors) if self._epochs is None else mixture.rows // self._mixture.num_rows
 
     def _is_over(self) -> bool:
-        if self._shape.most_rows is not None and self._mixture.place.rows >= self._shape.most_rows:
+        if self._shape.max_rows is not None and self._mixture.state.rows >= self._shape.max_rows:
             return True
-        return self._epochs is not None and self.passes(self._mixture.place) >= self._epochs
+        return self._epochs is not None and self.passes(self._mixture.state) >= self._epochs
 
     def _plan(self, rows: list[Row | None], state: LoaderState) -> PlannedStep:
         shape = self._shape
@@ -130,9 +130,39 @@ class StepPlanner:
             largest_length=max((row.longest for row in held), default=0),
             largest_batch=max(of_microbatches),
             smallest_batch=min(of_microbatches),
-            epoch=self.passes(state.place),
+            epoch=self.passes(state.mixture),
         )
         first = shape.rank * each
         mine = [rows[i * shape.micro_rows : (i + 1) * shape.micro_rows] for i in range(first, first + each)]
-        sources = tuple(sum(row.source == number for row in held) for number in range(len(state.place.cursors)))
+        sources = tuple(sum(row.source == number for row in held) for number in range(len(state.mixture.cursors)))
         return PlannedStep(mine, first, sum(row.targets for row in held), len(held), stats, sources, state)
+
+
+def balanced(work: Sequence[int], micro_rows: int) -> list[int]:
+    """The rows of a step (by their work) in a new order; `len(work)` must be a multiple of `micro_rows`."""
+    groups = _spread(work, len(work) // micro_rows, micro_rows)
+    loads = [sum(work[row] for row in group) for group in groups]
+    return [row for group in _fold(loads) for row in groups[group]]
+
+
+def _spread(work: Sequence[int], num_groups: int, size: int) -> list[list[int]]:
+    """Groups of `size` rows: the heaviest first, each into the group with the least work that has room."""
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    lightest = [(0, group) for group in range(num_groups)]
+    for row in sorted(range(len(work)), key=lambda row: (-work[row], row)):
+        load, group = heapq.heappop(lightest)
+        groups[group].append(row)
+        if len(groups[group]) < size:
+            heapq.heappush(lightest, (load + work[row], group))
+    return groups
+
+
+def _fold(loads: Sequence[int]) -> list[int]:
+    """Lay the heaviest beside the lightest, then the heaviest pair beside the lightest pair, and so on."""
+    units = [(load, [place]) for place, load in enumerate(loads)]
+    while len(units) > 1:
+        units.sort(key=lambda unit: (-unit[0], unit[1]))
+        half = len(units) // 2
+        pairs = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(units[:half], units[: -half - 1 : -1], strict=True)]
+        units = pairs + units[half : len(units) - half]
+    return units[0][1] if units else []

@@ -1,7 +1,10 @@
-"""The rows of one source, epoch after epoch. In: windows of documents, the shape of a row, a seed; out: rows at a cursor of three numbers.
+"""The rows of one source, epoch after epoch. In: a selection in windows, the shape of a row, a seed; out: the row at a cursor.
 
-A block (some windows, see order.py) is planned when the cursor enters it: documents shuffled inside their window, packed, then the rows of
-the block shuffled among each other. A window has the same number of rows in every epoch, so an index of them serves every jump.
+    source    |--- window 0 ---|--- window 1 ---|--- window 2 ---| ...      fixed ranges of tokens
+    epoch     [ 7 2 12 0 ] [ 5 9 1 3 ] ...                                  windows permuted, read in blocks
+
+A block is planned when the cursor enters it: documents are shuffled inside their window and packed into rows, then the rows of the block
+are shuffled. Invariant: the rows depend on the data, the settings and the seed, never on ranks or workers; memory is bounded by a block.
 """
 
 from __future__ import annotations
@@ -17,90 +20,129 @@ from pathlib import Path
 import numpy as np
 
 from headway.data.packing import RowPlan, RowShape, join, plan_rows
-from headway.data.shuffle import Windows, permuted, shuffled
+from headway.data.selection import Selection
+from headway.data.shuffle import permuted, shuffled
 from headway.errors import HeadwayError
 from headway.runtime.progress import progress
 from headway.runtime.sealed import read_sealed, write_sealed
 from headway.runtime.seed import derive
-from headway.store.source import Longs, Source
+from headway.store.source import Longs, TokenSource
 
-KEPT_BLOCKS = 2
+CACHED_BLOCKS = 2
 CACHED_FROM_WINDOWS = 64
 
 
 @dataclass(frozen=True)
+class Windows:
+    """A selection in windows: fixed ranges of tokens, found by binary search. A block is a group of windows that are shuffled together."""
+
+    selection: Selection
+    window_tokens: int
+    block_windows: int
+
+    @cached_property
+    def num_windows(self) -> int:
+        """Windows that hold documents before the limit; the last may be short."""
+        source, wanted = self.selection.source, self.selection.num_documents
+        low, high = 1, max(1, -(-source.num_tokens // self.window_tokens))
+        while low < high:
+            middle = (low + high) // 2
+            if source.first_at(middle * self.window_tokens) >= wanted:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of one epoch."""
+        return -(-self.num_windows // self.block_windows)
+
+    def pick(self, window: int) -> tuple[Longs, Longs]:
+        """The selected documents that start inside one window, and their lengths."""
+        source = self.selection.source
+        last = source.num_documents if window == self.num_windows - 1 else source.first_at((window + 1) * self.window_tokens)
+        return self.selection.pick(source.first_at(window * self.window_tokens), last)
+
+    def of_block(self, block: int, key: int | None) -> list[int]:
+        """The windows of one block: permuted by the key, or in order without one."""
+        indices = np.arange(block * self.block_windows, min((block + 1) * self.block_windows, self.num_windows))
+        return (indices if key is None else permuted(indices, self.num_windows, key)).tolist()
+
+
+@dataclass(frozen=True)
 class Cursor:
-    """Where a source will be read next; it always points at a row that exists."""
+    """The next row of a source; it always points at a row that exists."""
 
     epoch: int
     block: int
     row: int
     drawn: int
-    """Rows taken so far, by which the mixture decides whose turn it is."""
+    """Rows read in this epoch; the mixture picks the next source by it."""
 
 
 @dataclass(frozen=True)
-class Block:
-    """The rows of one block, in the order they are read."""
+class PackedBlock:
+    """The packed rows of one block, and the order in which they are read."""
 
     plan: RowPlan
     order: list[int]
 
     @cached_property
     def tokens(self) -> list[int]:
-        """Tokens of each row of the plan."""
+        """Tokens of each row."""
         return np.add.reduceat(self.plan.length, self.plan.first[:-1]).tolist() if self.order else []
 
     @cached_property
     def longest(self) -> list[int]:
-        """The longest piece of each row of the plan."""
+        """The longest piece of each row."""
         return np.maximum.reduceat(self.plan.length, self.plan.first[:-1]).tolist() if self.order else []
 
     @cached_property
     def targets(self) -> list[int]:
-        """Positions of each row that have a next token in their document."""
+        """Positions of each row with a next token in their document."""
         counts = self.plan.length - 1 + self.plan.has_next
         return np.add.reduceat(counts, self.plan.first[:-1]).tolist() if self.order else []
 
     @cached_property
     def work(self) -> list[int]:
-        """The sum of squared lengths of each row's pieces."""
+        """Attention work of each row: the sum of squared lengths of its pieces."""
         return np.add.reduceat(self.plan.length**2, self.plan.first[:-1]).tolist() if self.order else []
 
     @cached_property
     def segments(self) -> list[int]:
-        """Pieces of each row of the plan."""
+        """Pieces of each row."""
         return np.diff(self.plan.first).tolist()
 
 
-class Stream:
+class RowStream:
     """One source as an endless sequence of rows."""
 
     def __init__(self, windows: Windows, shape: RowShape, *, seed: int, number: int, shuffle: bool, cache_dir: Path | None = None) -> None:
         self.windows = windows
         self.shape = shape
         self._seed, self._number, self._shuffle, self._cache_dir = seed, number, shuffle, cache_dir
-        self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()
+        self._blocks: OrderedDict[tuple[int, int], PackedBlock] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
-    def source(self) -> Source:
-        """Whose documents these rows hold."""
+    def source(self) -> TokenSource:
+        """The source of the documents."""
         return self.windows.selection.source
 
-    def block(self, epoch: int, number: int) -> Block:
-        """The rows of one block; the last few are kept."""
+    def block(self, epoch: int, number: int) -> PackedBlock:
+        """The packed rows of one block; the last few blocks are cached."""
         at = (epoch, number)
         with self._lock:
             found = self._blocks.get(at)
             if found is None:
                 found = self._blocks[at] = self._plan(epoch, number)
-                while len(self._blocks) > KEPT_BLOCKS:
+                while len(self._blocks) > CACHED_BLOCKS:
                     self._blocks.popitem(last=False)
         return found
 
-    def settled(self, cursor: Cursor) -> Cursor:
-        """The same place, moved on to a row that exists: past the end of a block, past empty blocks, into the next epoch."""
+    def skip_to_row(self, cursor: Cursor) -> Cursor:
+        """The cursor moved to the next row that exists: past the end of a block, past empty blocks, into the next epoch."""
         epoch, number, row = cursor.epoch, cursor.block, cursor.row
         while row >= len(self.block(epoch, number).order):
             row = 0
@@ -112,7 +154,7 @@ class Stream:
 
     @cached_property
     def rows_of_windows(self) -> Longs:
-        """How many rows each window has, in every epoch: planned once over all lengths, kept by content where that took long."""
+        """Rows of each window, the same in every epoch. Counted once from all lengths; cached by content if there are many windows."""
         count = self.windows.num_windows
         if self._cache_dir is None or count < CACHED_FROM_WINDOWS:
             return self._count_rows()
@@ -122,13 +164,13 @@ class Stream:
             if content is not None and len(content) == 8 * count:
                 return np.frombuffer(content, "<i8").astype(np.int64)
         except (OSError, ValueError) as problem:
-            logging.getLogger("headway").warning("%s is damaged (%s); rows are counted again", path, problem)
+            logging.getLogger("headway").warning("%s: damaged (%s); counting rows again", path, problem)
         found = self._count_rows()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_sealed(path, found.astype("<i8").tobytes())
         except (OSError, HeadwayError) as problem:
-            logging.getLogger("headway").warning("%s: not kept (%s); rows are counted again at the next start", path, problem)
+            logging.getLogger("headway").warning("%s: cannot be written (%s); the next start counts rows again", path, problem)
         return found
 
     @cached_property
@@ -136,28 +178,17 @@ class Stream:
         """Rows of one epoch."""
         return int(self.rows_of_windows.sum())
 
-    def at(self, rows: int, drawn: int) -> Cursor:
-        """The cursor after that many rows from the very beginning, without planning what lies between."""
-        epoch, rest = divmod(rows, self.num_rows)
-        places = np.arange(self.windows.num_windows)
-        key = self._window_key(epoch)
-        windows = places if key is None else permuted(places, len(places), key)
-        blocks = np.add.reduceat(self.rows_of_windows[windows], np.arange(0, len(places), self.windows.block_windows))
-        ends = np.cumsum(blocks)
-        number = int(np.searchsorted(ends, rest, side="right"))
-        return Cursor(epoch, number, rest - int(ends[number] - blocks[number]), drawn)
-
-    def _plan(self, epoch: int, number: int) -> Block:
+    def _plan(self, epoch: int, number: int) -> PackedBlock:
         plan = join([self._plan_window(epoch, window) for window in self.windows.of_block(number, self._window_key(epoch))])
         order = (
             shuffled(plan.num_rows, derive(self._seed, "rows", self._number, epoch, number)) if self._shuffle else np.arange(plan.num_rows)
         )
-        return Block(plan, order.tolist())
+        return PackedBlock(plan, order.tolist())
 
     def _plan_window(self, epoch: int, window: int) -> RowPlan:
         documents, lengths = self.windows.pick(window)
         if self._shuffle:
-            # Where rows are closed by their number of documents, concat's row count follows the order: there it is the same in every epoch.
+            # With concat the number of rows depends on the order of documents, so the order must be the same in every epoch.
             turn = 0 if self.shape.packing == "concat" else epoch
             order = shuffled(len(documents), derive(self._seed, "documents", self._number, turn, window))
             documents, lengths = documents[order], lengths[order]

@@ -10,23 +10,26 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 
 from headway.errors import DataError
+from headway.runtime.storage import fsync_file, fsync_folder, missing_folders, remove_empty, writing
+from headway.runtime.temporary import clear_leftovers, temporary_name
 from headway.store.memory_map import map_file
-from headway.store.source import Flags, Ids, Longs, Source
+from headway.store.source import Flags, Ids, Longs, TokenSource
 
 PROBE_BYTES = 1 << 16
 LARGEST_ID = (1 << 32) - 1
 
-__all__ = ["LARGEST_ID", "Document", "ForeignStore", "Part", "as_ids", "map_file"]
+__all__ = ["LARGEST_ID", "FilePart", "ForeignStore", "TokenDocument", "as_ids", "map_file"]
 
 
-class Document(NamedTuple):
+class TokenDocument(NamedTuple):
     """One document: its tokens, which of them are loss targets (None: all), and the type (folder, domain) it belongs to."""
 
     ids: Ids
@@ -34,7 +37,7 @@ class Document(NamedTuple):
     type: str
 
 
-class Part(ABC):
+class FilePart(ABC):
     """One file of a store."""
 
     file: Path
@@ -75,11 +78,11 @@ class Part(ABC):
         return None
 
 
-class ForeignStore(Source):
-    """A store in the format of another system; being a `Source`, it can be trained on in place."""
+class ForeignStore(TokenSource):
+    """A store in the format of another system; being a `TokenSource`, it can be trained on in place."""
 
     def __init__(
-        self, kind: str, path: Path, parts: Sequence[Part], reopen: Callable[[], ForeignStore], folder_type: str | None = None
+        self, kind: str, path: Path, parts: Sequence[FilePart], reopen: Callable[[], ForeignStore], folder_type: str | None = None
     ) -> None:
         self.kind = kind
         self.folder_type = folder_type
@@ -89,56 +92,25 @@ class ForeignStore(Source):
         self.reopen = reopen
         """Opens the same store again: what pickling carries to another process instead of mapped files."""
         self._sizes = {file: file.stat().st_size for part in parts for file in part.files if file.exists()}
+        self.name, self.fingerprint = str(path / (folder_type or "")), None
         self._first = np.cumsum([0, *(len(part.lengths) for part in parts)], dtype=np.int64)
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([part.lengths for part in parts]), dtype=np.int64)])
+        self.num_documents, self.num_tokens = int(self._first[-1]), int(self._starts[-1])
         if self.num_documents == 0:
             raise DataError(f"{path}: the {kind} files hold no document.")
 
-    @property
-    def name(self) -> str:
-        """The path, and the folder in it."""
-        return str(self.path / (self.folder_type or ""))
-
-    @property
-    def num_documents(self) -> int:
-        """Documents in all parts."""
-        return int(self._first[-1])
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in all documents."""
-        return int(self._starts[-1])
-
-    @property
-    def fingerprint(self) -> str | None:
-        """None: foreign files do not say which tokenizer made them."""
-        return None
-
-    @property
-    def masked(self) -> bool:
-        """Whether some tokens are no loss targets."""
-        return self._masked
-
-    @property
-    def max_id(self) -> int:
-        """The highest id that occurs; reads the whole store the first time."""
-        return self._max_id
-
-    @property
-    def content_key(self) -> str:
-        """Changes when the files change: kind, names, sizes, lengths of documents, and the ends of every file."""
-        return self._content_key
-
     @cached_property
-    def _masked(self) -> bool:
+    def masked(self) -> bool:
         return any(part.is_masked() for part in self.parts)
 
     @cached_property
-    def _max_id(self) -> int:
+    def max_id(self) -> int:
+        """The highest id that occurs; the first use reads the whole store."""
         return max((int(document.ids.max()) for document in self.documents() if len(document.ids)), default=-1)
 
     @cached_property
-    def _content_key(self) -> str:
+    def content_key(self) -> str:
+        """Depends on kind, names, sizes, document lengths and both ends of every file."""
         digest = hashlib.sha256(self.kind.encode() + self._starts.astype("<i8").tobytes())
         for part in self.parts:
             digest.update(str(part.file.relative_to(self.path) if part.file != self.path else part.file.name).encode() + b"\0")
@@ -153,10 +125,10 @@ class ForeignStore(Source):
         """The first document that starts at token offset `token` or later; `num_documents` if none does."""
         return min(int(np.searchsorted(self._starts[:-1], token, side="left")), self.num_documents)
 
-    def document(self, i: int) -> Document:
-        """Document `i`, whole."""
+    def document(self, i: int) -> TokenDocument:
+        """TokenDocument `i`, whole."""
         part, local = self.locate(i)
-        return Document(*part.read(local), part.type_of(local))
+        return TokenDocument(*part.read(local), part.type_of(local))
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> Ids:
         """The ids of one document from `start` to `stop` - 1."""
@@ -187,11 +159,11 @@ class ForeignStore(Source):
             masks.append(np.ones(stop - start, np.bool_) if mask is None else mask[start:stop])
         return np.concatenate(ids), np.concatenate(masks) if self.masked else None
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self) -> Iterator[TokenDocument]:
         """All documents in order."""
         for part in self.parts:
             for i in range(len(part.lengths)):
-                yield Document(*part.read(i), part.type_of(i))
+                yield TokenDocument(*part.read(i), part.type_of(i))
 
     def type_of(self, document: int) -> str:
         """The type (folder, domain) of a document."""
@@ -200,7 +172,7 @@ class ForeignStore(Source):
 
     def by_folder(self) -> list[ForeignStore]:
         """One store for each type folder of this one, in the order of its files; itself alone where there are not several."""
-        groups: dict[str, list[Part]] = {}
+        groups: dict[str, list[FilePart]] = {}
         for part in self.parts:
             if len(part.lengths):
                 groups.setdefault(part.folder_type(self.path), []).append(part)
@@ -219,7 +191,7 @@ class ForeignStore(Source):
                 found[name] = (before[0] + documents, before[1] + tokens)
         return found
 
-    def locate(self, i: int) -> tuple[Part, int]:
+    def locate(self, i: int) -> tuple[FilePart, int]:
         """The part that holds document `i`, and its number there."""
         if not 0 <= i < self.num_documents:
             raise IndexError(f"document {i} of {self.num_documents}")
@@ -265,3 +237,69 @@ def _ends(path: Path) -> bytes:
         head = file.read(PROBE_BYTES)
         file.seek(max(0, size - PROBE_BYTES))
         return size.to_bytes(8, "little") + head + file.read(PROBE_BYTES)
+
+
+class ForeignWriter(ABC):
+    """Where documents go; used as a context manager, so that nothing half-written stays."""
+
+    @abstractmethod
+    def add(self, ids: Ids | Sequence[int], mask: Flags | None = None) -> None:
+        """Append one document; `mask` says which of its tokens are loss targets."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Make what was written a whole that opens."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the files; what was not finished is removed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class PendingFile:
+    """A file written under a temporary name beside its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._temporary = temporary_name(path)
+        self._made = missing_folders(path.parent)
+        self._placed = False
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            clear_leftovers(path)
+            self._handle: BinaryIO = open(self._temporary, "xb", buffering=1 << 20)  # noqa: SIM115 - open until sealed or dropped
+
+    def write(self, content: bytes) -> None:
+        """Append bytes."""
+        with writing(self.path, len(content)):
+            self._handle.write(content)
+
+    def seal(self) -> None:
+        """Put everything on the disk: after this only the name is missing, which needs no space."""
+        if not self._handle.closed:
+            with writing(self.path):
+                self._handle.flush()
+                fsync_file(self._handle.fileno())
+                self._handle.close()
+
+    def place(self) -> None:
+        """Give the file its name."""
+        self.seal()
+        with writing(self.path):
+            os.replace(self._temporary, self.path)
+            fsync_folder(self.path.parent)
+        self._placed = True
+
+    def drop(self) -> None:
+        """Remove the file if it was not placed, and the folders that were made for it."""
+        if self._placed:
+            return
+        with suppress(OSError):
+            self._handle.close()
+        self._temporary.unlink(missing_ok=True)
+        remove_empty(self._made)

@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from headway.errors import ConfigError, DataError
-from headway.store.foreign import mds, megatron, zero2all_sft
-from headway.store.reader import is_store
+from headway.store.foreign.internlm import open_internlm
+from headway.store.foreign.mds import has_tokens, open_mds
+from headway.store.foreign.megatron import MAGIC, open_megatron
+from headway.store.foreign.zero2all import IDS_END, open_zero2all, open_zero2all_sft
+from headway.store.reader import is_store, open_store
+from headway.store.source import TokenSource
 from headway.text.expand import refuse_stream
 from headway.text.formats import FORMATS, SUPPORTED
 from headway.text.formats.mds import is_mds
 from headway.text.raw import RawFile
 
-Kind = Literal["headway", "internlm", "zero2all", "zero2all-sft", "mds", "megatron", "raw"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+StoreKind = Literal["headway", "internlm", "zero2all", "zero2all-sft", "mds", "megatron", "raw"]
+KINDS: tuple[StoreKind, ...] = get_args(StoreKind)
 ZERO2ALL_NAME = re.compile(r"file_\d{3}_\d{5}\.bin")
 LOOKED_FOR = (
     "a headway store (store.json), InternLM (X.bin with X.bin.meta), zero2all (.bin with .ibin, or *_input_ids.bin), MDS (index.json), "
@@ -24,7 +28,7 @@ LOOKED_FOR = (
 )
 
 
-def detect(path: Path | str) -> Kind:
+def detect_kind(path: Path | str) -> StoreKind:
     """The kind of what lies at a path; what is of no known kind is an error that lists what was looked for."""
     where = Path(path)
     refuse_stream(where)
@@ -38,14 +42,14 @@ def detect(path: Path | str) -> Kind:
     raise DataError(f"{path}: of no known kind. Looked for {LOOKED_FOR}; raw data ({SUPPORTED}). Bare .bin files need --from zero2all.")
 
 
-def checked_kind(kind: str) -> Kind:
+def parse_kind(kind: str) -> StoreKind:
     """A kind by the name a flag gives."""
     if kind not in KINDS:
         raise ConfigError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}.")
     return kind
 
 
-def _of_folder(path: Path) -> Kind | None:
+def _of_folder(path: Path) -> StoreKind | None:
     if is_store(path) or any(path.glob("tokens-*.bin")):
         return "headway"
     if inside := sorted(str(one.parent) for one in path.glob("*/store.json")):
@@ -53,10 +57,10 @@ def _of_folder(path: Path) -> Kind | None:
             f"{path}: holds {len(inside)} token store{'s'[: len(inside) > 1]} and is none itself. Give {' or '.join(inside[:3])}."
         )
     if is_mds(path):
-        return "mds" if mds.has_tokens(path) else "raw"
+        return "mds" if has_tokens(path) else "raw"
     if any(_is_megatron(index) for index in path.rglob("*.idx")):
         return "megatron"
-    if any(path.rglob(f"*{zero2all_sft.IDS_END}")):
+    if any(path.rglob(f"*{IDS_END}")):
         return "zero2all-sft"
     if any(path.rglob("*.bin.meta")):
         return "internlm"
@@ -65,7 +69,7 @@ def _of_folder(path: Path) -> Kind | None:
     return "raw" if any(RawFile.at(file).suffix in FORMATS for file in path.rglob("*") if file.is_file()) else None
 
 
-def _of_file(path: Path) -> Kind | None:
+def _of_file(path: Path) -> StoreKind | None:
     if path.suffix == ".idx" or (path.suffix == ".bin" and _is_megatron(path.with_suffix(".idx"))):
         return "megatron"
     if path.name.endswith(".bin.meta") or path.with_name(path.name + ".meta").exists():
@@ -79,4 +83,27 @@ def _is_megatron(index: Path) -> bool:
     if not index.is_file():
         return False
     with open(index, "rb") as file:
-        return file.read(len(megatron.MAGIC)) == megatron.MAGIC
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def open_source(
+    path: Path | str, kind: StoreKind | None = None, *, rebuild_index: bool = False, begin_id: int | None = None
+) -> TokenSource:
+    """Open a token store of any kind; `kind` is found out if not given.
+
+    `rebuild_index` makes InternLM and zero2all indexes anew instead of trusting the files; `begin_id` is zero2all's begin token.
+    """
+    where, found = Path(path), kind or detect_kind(path)
+    if found == "headway":
+        return open_store(where)
+    if found == "internlm":
+        return open_internlm(where, rebuild_index)
+    if found == "zero2all":
+        return open_zero2all(where, begin_id, rebuild_index)
+    if found == "zero2all-sft":
+        return open_zero2all_sft(where)
+    if found == "mds":
+        return open_mds(where)
+    if found == "megatron":
+        return open_megatron(where)
+    raise DataError(f"{path}: raw data, not tokens. Tokenize it first: headway data tokenize --input {path} --tokenizer DIR --out DIR.")

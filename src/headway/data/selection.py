@@ -1,0 +1,129 @@
+"""Which documents of a source are read. In: a source, a limit, a minimum length, a train/valid split; out: document numbers and lengths.
+
+The split depends on the document's index alone. If one side would be empty, the document nearest to the border changes sides; a source
+of one document gives its last tokens to validation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from headway.data.pairs import PairSource
+from headway.data.shuffle import mix
+from headway.errors import ConfigError, DataError
+from headway.store.source import Flags, Longs, TokenRange, TokenSource
+
+SCAN_DOCUMENTS = 1 << 20
+SPLIT_KEY = 0x5D1B7A2C94E3F061
+MIN_SPLIT_TOKENS = 2
+"""A token and the next one, which is its target."""
+
+
+def in_valid(documents: Longs, fraction: float) -> Flags:
+    """Which documents belong to the validation side of a split; depends on the index alone."""
+    return mix(documents, SPLIT_KEY) < np.uint64(min(int(fraction * 2.0**64), (1 << 64) - 1))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which documents of a source are read: the first `limit`, not shorter than `min_length`, one side of a train/valid split."""
+
+    source: TokenSource
+    limit: int | None = None
+    min_length: int = 1
+    side: Literal["train", "valid"] | None = None
+    fraction: float = 0.0
+    max_length: int | None = None
+    """Longer documents are left out; None: any length, packing may cut them."""
+    moved: int | None = None
+    """This document changes sides; without it one side would be empty."""
+
+    @property
+    def num_documents(self) -> int:
+        """Documents up to the limit, before `min_length` and the split are applied."""
+        return self.source.num_documents if self.limit is None else min(self.limit, self.source.num_documents)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of those documents; an estimate if the limit leaves some out."""
+        if self.num_documents == self.source.num_documents:
+            return self.source.num_tokens
+        return max(1, round(self.source.num_tokens * self.num_documents / self.source.num_documents))
+
+    @property
+    def key(self) -> str:
+        """Changes whenever the selected content changes."""
+        longest = "" if self.max_length is None else f"|{self.max_length}"
+        moved = "" if self.moved is None else f"|moved {self.moved}"
+        return f"{self.source.content_key}|{self.limit}|{self.min_length}|{self.side}|{self.fraction}{longest}{moved}"
+
+    def pick(self, first: int, last: int) -> tuple[Longs, Longs]:
+        """The selected documents among first to last - 1, and their lengths."""
+        last = min(last, self.num_documents)
+        if first >= last:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        lengths = self.source.lengths(first, last)
+        documents = np.arange(first, last)
+        chosen = lengths >= max(1, self.min_length)
+        if self.max_length is not None:
+            chosen &= lengths <= self.max_length
+        if self.side is not None:
+            valid = in_valid(documents, self.fraction)
+            if self.moved is not None:
+                valid ^= documents == self.moved
+            chosen &= valid == (self.side == "valid")
+        return (documents, lengths) if chosen.all() else (documents[chosen], lengths[chosen])
+
+    def check(self) -> None:
+        """Raise a DataError if nothing is selected."""
+        for first in range(0, self.num_documents, SCAN_DOCUMENTS):
+            if len(self.pick(first, first + SCAN_DOCUMENTS)[0]):
+                return
+        if self.max_length is not None and len(replace(self, max_length=None).pick(0, self.num_documents)[0]):
+            raise DataError(
+                f"{self.source.name}: no pair fits into a row of data.seq_len={self.max_length} tokens. Raise data.seq_len, or tokenize "
+                f"with --max-length {self.max_length // 2}."
+            )
+        why = f" with {self.min_length} tokens or more; lower min_length" if self.min_length > 1 else " with tokens; give other data"
+        raise DataError(f"{self.source.name}: holds no document{why}.")
+
+
+def split_side(selection: Selection, side: Literal["train", "valid"], fraction: float) -> Selection:
+    """One side of a train/valid split of a selection that is not empty; neither side is ever empty."""
+    documents, lowest, highest = 0, None, None
+    for begin in range(0, selection.num_documents, SCAN_DOCUMENTS):
+        found, _ = selection.pick(begin, begin + SCAN_DOCUMENTS)
+        if not len(found):
+            continue
+        documents += len(found)
+        keys = mix(found, SPLIT_KEY)
+        low, high = int(np.argmin(keys)), int(np.argmax(keys))
+        lowest = min(lowest or (int(keys[low]), int(found[low])), (int(keys[low]), int(found[low])))
+        highest = max(highest or (int(keys[high]), int(found[high])), (int(keys[high]), int(found[high])))
+        ends = in_valid(np.array([lowest[1], highest[1]]), fraction).tolist()
+        if ends == [True, False]:
+            return replace(selection, side=side, fraction=fraction)
+    assert lowest is not None and highest is not None, "the selection is empty"
+    if documents == 1:
+        return _split_document(selection, lowest[1], side, fraction)
+    # Both ends are on one side, so all documents are. The one nearest to the border changes sides.
+    moved = highest[1] if bool(in_valid(np.array([lowest[1]]), fraction)[0]) else lowest[1]
+    return replace(selection, side=side, fraction=fraction, moved=moved)
+
+
+def _split_document(selection: Selection, document: int, side: Literal["train", "valid"], fraction: float) -> Selection:
+    source = selection.source
+    length = int(source.lengths(document, document + 1)[0])
+    least = max(MIN_SPLIT_TOKENS, selection.min_length)
+    if isinstance(source, PairSource) or length < 2 * least:
+        what = "one pair" if isinstance(source, PairSource) else f"one document, of {length} tokens"
+        raise ConfigError(
+            f"data.valid.fraction is {fraction:g}, but {source.name} holds {what}, which cannot be split. Add documents, or "
+            "set data.valid.sets to separate validation data."
+        )
+    cut = length - min(max(least, round(length * fraction)), length - least)
+    view = TokenRange(source, document, 0, cut) if side == "train" else TokenRange(source, document, cut, length)
+    return Selection(view, min_length=selection.min_length)
