@@ -53,7 +53,7 @@ def test_hundreds_of_shards_and_sources_train_with_few_open_files(tmp_path: Path
 
 def test_maps_are_bounded_and_hold_no_open_file(tmp_path: Path) -> None:
     write_store(tmp_path / "s", 40, 12)
-    maps, before = MappedFiles(most=5), len(os.listdir("/proc/self/fd"))
+    maps, before = MappedFiles(max_maps=5), len(os.listdir("/proc/self/fd"))
     paths = sorted((tmp_path / "s").glob("tokens-*.bin"))
     contents = [maps.get(str(path), "<u2", path.stat().st_size) for path in paths]
     assert len(maps) == 5

@@ -215,7 +215,7 @@ def text_store(folder: Path) -> Path:
         (("data.train=[$/text]",), "holds no preference pairs"),
         (("objective.kind=next_token",), "learn the rejected answers"),
         (("data.train=null", "data.valid=null"), "data.train is null"),
-        (("data.packing=concat",), "cut pairs apart"),
+        (("data.packing=concat",), "which splits pairs"),
         (("data.max_documents=2",), "data.max_documents is 2"),
         (("data.seq_len=8", "data.max_documents=3"), "no pair fits into"),
         (("objective.reference=$/nowhere",), "objective.reference"),

@@ -1,15 +1,15 @@
-"""What the data side hands to the engine: `Batch` (one microbatch) and `StepBatch` (all microbatches of one optimizer step).
+"""`Batch` (one microbatch) and `StepBatch` (all microbatches of one optimizer step): the output of the loader, the input of the engine.
 
 One row of a Batch, seq_len = 8, documents of 3 and 4 tokens and one padding token:
 
     tokens       a0 a1 a2 b0 b1 b2 b3  0
-    targets      a1 a2  0 b1 b2 b3  0  0      shifted inside the document; where loss_weight is 0 the value means nothing
+    targets      a1 a2  0 b1 b2 b3  0  0      shifted inside the document; meaningless if loss_weight is 0
     loss_weight   1  1  0  1  1  1  0  0
     position      0  1  2  0  1  2  3  0      restarts at each document
-    document      0  0  0  1  1  1  1  2      padding is a document of its own
+    document      0  0  0  1  1  1  1  2      padding counts as a document
     bounds        0  3  7  8  8 ...           start of each document, padded with seq_len
 
-Every microbatch of a run has the same shapes; all ranks of one tensor, context or pipeline group hold the same one.
+All microbatches of a run have the same shapes. All ranks of a tensor, context or pipeline group have the same microbatch.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ class Batch:
     document: torch.Tensor
     """int32 [rows, seq_len]"""
     source: torch.Tensor
-    """int32 [rows]: which source of the mixture a row came from"""
+    """int32 [rows]: the source of each row"""
     bounds: torch.Tensor
     """int32 [rows, max_documents + 1]"""
     single_document: bool = False
-    """Known on the host: no row holds more than one document before its padding, so plain causal attention is exact."""
+    """Known on the host: every row has one document and padding, so plain causal attention is exact."""
     max_length: int | None = None
-    """Known on the host: no document (nor the padding) is longer than this; None = the row. Kernels for packed rows cost by it."""
+    """Known on the host: upper bound of the length of documents and padding; None: seq_len. Kernels for packed rows cost in proportion."""
     host_bounds: torch.Tensor | None = None
-    """`bounds` on the host, where the batch itself has moved to a device."""
+    """`bounds` on the host, if the batch is on a device."""
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Further columns an objective needs (reference log-probabilities, media, ...)."""
+    """More columns for an objective (reference log-probabilities, media, ...)."""
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device, copied without waiting where the memory is pinned."""
+        """The batch on another device; asynchronous if the memory is pinned."""
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in TENSOR_FIELDS}
         host = self.bounds if self.bounds.device.type == "cpu" else self.host_bounds
         return replace(self, **moved, host_bounds=host, extra={k: v.to(device, non_blocking=True) for k, v in self.extra.items()})
 
     def pin(self) -> Batch:
-        """The same batch in pinned memory."""
+        """The batch in pinned memory."""
         moved = {name: getattr(self, name).pin_memory() for name in TENSOR_FIELDS}
         return replace(self, **moved, extra={k: v.pin_memory() for k, v in self.extra.items()})
 
@@ -65,10 +65,10 @@ TENSOR_FIELDS = ("tokens", "targets", "loss_weight", "position", "document", "so
 
 @dataclass(frozen=True)
 class StepStats:
-    """What the meter reports about the data of one step, over all ranks; known on the host."""
+    """Numbers about the data of one step over all ranks, for the metrics; known on the host."""
 
     tokens: int
-    """Tokens that belong to documents (padding not counted)."""
+    """Document tokens, without padding."""
     documents: int
     largest_length: int
     """Tokens of the longest document."""
@@ -82,14 +82,14 @@ class StepStats:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The microbatches of one step on this rank, and the weights of the whole step over all ranks."""
+    """The microbatches of one step on this rank, and the totals of the step over all ranks."""
 
     microbatches: tuple[Batch, ...]
     totals: dict[str, float]
-    """Global weights, counted before the first forward: 'targets' = sum of loss_weight, 'rows' = rows that hold a document;
-    'pairs' = preference pairs, where the data is pairs."""
+    """Totals over all ranks, known before the first forward: 'targets' = sum of loss_weight, 'rows' = rows with a document, and
+    'pairs' = preference pairs if the data is pairs."""
     stats: StepStats
     first_microbatch: int = 0
     """Global index of this rank's first microbatch in the step; randomness is derived from it."""
     source_rows: tuple[int, ...] = ()
-    """Rows each source of the mixture gave to the whole step."""
+    """Rows of each source in the whole step."""

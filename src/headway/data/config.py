@@ -1,4 +1,4 @@
-"""The `data` and `batch` sections of a recipe: which documents, how they become rows, how many rows a step has. Imports without torch."""
+"""The `data` and `batch` sections of a recipe: which documents a run reads, how they become rows, the batch size. Imports no torch."""
 
 import re
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from headway.text.record_keys import KeyMap
 
 Packing = Literal["best_fit", "concat", "pad", "one_document"]
 SUFFIX = re.compile(r"^(?P<path>.+?)(?:@(?P<weight>\d+(?:\.\d*)?(?:e-?\d+)?)|#(?P<repeat>\d+))?$")
-MOST_TOKENS = 1 << 28
+MAX_STEP_TOKENS = 1 << 28
 DEFAULT_ROWS = 8
 
 
 def default_cache_dir() -> Path:
-    """Where caches go unless a recipe says otherwise."""
+    """The cache folder, unless `data.cache_dir` is set."""
     return cache_home() / "headway"
 
 
@@ -37,28 +37,34 @@ def split_suffix(text: str) -> dict[str, Any]:
 
 
 class SourceConfig(Section):
-    """One source of a mixture: a store, a foreign store or raw files. A text `path@0.3` or `path#2` is short for weight or repeat."""
+    """One source of a mixture. The short form is a string: `path`, `path@0.3` (weight) or `path#2` (repeat)."""
 
-    path: str = setting(..., "A token store, a foreign store, or raw files (built once into a cached store).", min_length=1)
-    weight: float | None = setting(None, "Share of the tokens, relative to the other sources' weights; null = by size.", gt=0)
-    repeat: int = setting(1, "How many times one epoch reads this source.", ge=1)
-    limit: int | None = setting(None, "Use only the first documents, this many; null = all.", gt=0)
-    min_length: int = setting(1, "Documents with fewer tokens are left out.", ge=1)
+    path: str = setting(
+        ...,
+        "A token store, a token store of another framework, or raw files. Raw files are tokenized once into a cached store.",
+        min_length=1,
+    )
+    weight: float | None = setting(None, "Share of the tokens, relative to the weights of the other sources. null = by size.", gt=0)
+    repeat: int = setting(1, "How often one epoch reads this source.", ge=1)
+    limit: int | None = setting(None, "Use only this many documents, the first ones. null = all.", gt=0)
+    min_length: int = setting(1, "Skip documents with fewer tokens.", ge=1)
     kind: Literal["text", "chat", "preference"] = setting(
-        "text", "Raw files: texts; conversations in any known shape, which learn the answers; or pairs of answers (objective dpo)."
+        "text",
+        "Raw files: text; chat (conversations, trained on the answers only); or preference (pairs of answers, for objective dpo).",
     )
     chat_template: str = setting(
-        "chatml", "Raw conversations and pairs: a template's name, `tokenizer` for the tokenizer's own, or a .jinja file."
+        "chatml",
+        "Raw chat and preference data: the name of a chat template, `tokenizer` for the tokenizer's own template, or a .jinja file.",
     )
     keys: dict[str, str | None] | None = setting(
-        None, "Raw conversations and pairs: which key of a record is what, e.g. {prompt: question, response: answer}; see docs/data.md."
+        None, "Raw chat and preference data: the keys of a record, e.g. {prompt: question, response: answer}. See docs/data.md."
     )
     drop_bad: bool = setting(
-        False, "Raw conversations and pairs: leave out records that cannot be read (counted in the log) instead of refusing them."
+        False, "Raw chat and preference data: skip records that cannot be read and log their number. false = such a record is an error."
     )
-    text_key: str = setting("text", "Raw files: the key of a record that holds the text.", min_length=1)
-    template: str | None = setting(None, "Raw files: text made of several keys, e.g. '{title}\\n{content}'; wins over text_key.")
-    split: Literal["file", "line"] = setting("file", "Raw .txt files: whether a file or each line is a document.")
+    text_key: str = setting("text", "Raw text: the key of a record that holds the text.", min_length=1)
+    template: str | None = setting(None, "Raw text: build the text from several keys, e.g. '{title}\\n{content}'. Overrides text_key.")
+    split: Literal["file", "line"] = setting("file", "Raw .txt files: one document per file, or one per line.")
 
     @model_validator(mode="before")
     @classmethod
@@ -71,17 +77,19 @@ class SourceConfig(Section):
 
     @property
     def raw_settings(self) -> list[str]:
-        """The settings given that only make sense for raw files."""
+        """The settings that were given and apply to raw files only."""
         names = ("kind", "chat_template", "keys", "drop_bad", "text_key", "template", "split")
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
     @model_validator(mode="after")
     def _one_share(self) -> "SourceConfig":
         if self.weight is not None and self.repeat != 1:
-            raise ValueError(f"has weight={self.weight:g} and repeat={self.repeat}; a source is drawn by weight or by repeats. Give one")
+            raise ValueError(
+                f"has weight={self.weight:g} and repeat={self.repeat}; a source is mixed by weight or by repeat. Set one of them"
+            )
         for name in ("text_key", "template", "split") if self.kind != "text" else ("chat_template", "keys", "drop_bad"):
             if name in self.raw_settings:
-                raise ValueError(f"has kind={self.kind} and {name}={getattr(self, name)}, which that kind does not know. Remove it")
+                raise ValueError(f"has kind={self.kind} and {name}={getattr(self, name)}, which does not apply to that kind. Remove it")
         try:
             KeyMap.of(self.keys)
         except ConfigError as error:
@@ -90,11 +98,14 @@ class SourceConfig(Section):
 
 
 class ValidConfig(Section):
-    """Validation data: a fraction of the training documents, or named sets of their own."""
+    """Validation data: a fraction of the training documents, or separate named sets."""
 
-    fraction: float | None = setting(None, "This share of the training documents, chosen by index, is kept for validation.", gt=0, lt=1)
+    fraction: float | None = setting(
+        None, "Hold out this share of the training documents for validation. The choice depends on the document index alone.", gt=0, lt=1
+    )
     sets: dict[str, tuple[SourceConfig, ...]] | str | None = setting(
-        None, "Named sets, each a path (or a list of sources), each reported apart; or a folder: each store, folder or file in it is a set."
+        None,
+        "Named sets, each a path or a list of sources, each reported separately. Or a folder: each store, folder or file in it is a set.",
     )
 
     @model_validator(mode="before")
@@ -117,57 +128,60 @@ class ValidConfig(Section):
 
 
 class DataConfig(Section):
-    """Which documents a run reads and how they become rows."""
+    """Which documents a run reads, and how they become rows."""
 
-    train: tuple[SourceConfig, ...] | None = setting(None, "Sources of the mixture; null = generated data.", on_resume="fixed")
-    valid: ValidConfig | None = setting(None, "Validation data; a text is short for sets.", on_resume="fixed")
+    train: tuple[SourceConfig, ...] | None = setting(None, "Sources of the training mixture. null = generated data.", on_resume="fixed")
+    valid: ValidConfig | None = setting(None, "Validation data. A string is short for sets.", on_resume="fixed")
     by_type: bool = setting(
         True,
-        "A folder of several types (InternLM's type folders, MDS domains, a store made of them) is one source per type, each with "
-        "its own loss and rows; false = one source.",
+        "Read a folder of several types (InternLM type folders, MDS domains, a store made from them) as one source per type, each with "
+        "its own rows and reported loss. false = one source.",
         on_resume="free",
     )
-    seq_len: int = setting(512, "Tokens in a row.", ge=2, on_resume="fixed")
+    seq_len: int = setting(512, "Tokens per row.", ge=2, on_resume="fixed")
     packing: Packing = setting(
         "best_fit",
-        "best_fit: whole documents, cut only where longer than a row; concat: one after another, cut at the row's end; pad: one document "
-        "(or piece) per row; one_document: as concat, but attention and positions run through the whole row.",
+        "How documents become rows. best_fit: whole documents, only those longer than a row are cut. concat: documents one after another, "
+        "cut at the end of the row. pad: one document (or piece) per row. one_document: like concat, but attention and positions "
+        "span the whole row.",
         on_resume="fixed",
     )
     max_documents: int | Literal["auto"] = setting(
-        "auto", "Most documents in a row, its padding counted; auto = seq_len / 64, at least 8.", on_resume="fixed"
+        "auto", "Maximum number of documents per row; padding counts as one. auto = seq_len / 64, at least 8.", on_resume="fixed"
     )
     window_tokens: int | Literal["auto"] = setting(
         "auto",
-        "Documents are packed with others from a stretch of the store of this many tokens; auto = 64 rows or more.",
+        "Documents are shuffled and packed within windows of this many tokens of the store. auto = 64 rows or more.",
         on_resume="fixed",
     )
     max_tokens: int | None = setting(
         None,
-        "End a step before its documents hold more tokens than this; the batch is then its most rows. null = rows alone.",
+        "Maximum number of document tokens per step; the batch size in rows becomes an upper bound. null = no limit.",
         gt=0,
         on_resume="fixed",
     )
     balance: bool = setting(
-        False, "Order the rows of a step so that ranks get equal attention work (squared document lengths).", on_resume="fixed"
+        False,
+        "Order the rows of a step so that all ranks have about the same attention work (squared document lengths).",
+        on_resume="fixed",
     )
-    skip_batches: str = setting("", "Batches to read but not train on, counted from 0, e.g. '3-5,9'.", on_resume="free")
+    skip_batches: str = setting("", "Batches to skip: they are read but not trained on. Counted from 0, e.g. '3-5,9'.", on_resume="free")
     accept_changed: bool = setting(
         False,
-        "Resume although a source holds other data than when the checkpoint was saved; the data is then read from its beginning.",
+        "Resume even if the data has changed since the checkpoint was saved; reading then starts at the beginning of the data.",
         on_resume="free",
     )
     tokenizer_unchecked: bool = setting(
-        False, "Accept stores that do not say which tokenizer made them; only the highest id is checked.", on_resume="free"
+        False, "Accept stores that do not record their tokenizer; only the highest id is checked.", on_resume="free"
     )
-    workers: int = setting(1, "Threads that fill rows; 0 fills them in the training thread.", ge=0, le=1024, on_resume="free")
-    prefetch: int = setting(4, "Steps prepared ahead.", ge=1, le=10_000, on_resume="free")
-    pin_memory: bool | Literal["auto"] = setting("auto", "Put batches in pinned memory; auto = where there is a GPU.", on_resume="free")
-    stage_to: Path | None = setting(None, "Copy stores to this folder (a local disk) first and read them there.", on_resume="free")
+    workers: int = setting(1, "Threads that read rows. 0 = read in the training thread.", ge=0, le=1024, on_resume="free")
+    prefetch: int = setting(4, "Number of steps to prepare in advance.", ge=1, le=10_000, on_resume="free")
+    pin_memory: bool | Literal["auto"] = setting("auto", "Put batches into pinned memory. auto = if there is a GPU.", on_resume="free")
+    stage_to: Path | None = setting(None, "Copy stores to this folder, usually on a local disk, and read them there.", on_resume="free")
     cache_dir: Path | None = setting(
         None,
-        "Where stores built from raw files, row indexes and what the hub gives are kept (the hub's own cache is looked into, too); "
-        "null = $XDG_CACHE_HOME/headway (~/.cache/headway), and the hub's own cache for what the hub gives.",
+        "Folder for stores built from raw files, row counts and Hugging Face downloads (the Hugging Face cache is searched, too). "
+        "null = $XDG_CACHE_HOME/headway (~/.cache/headway); downloads then go to the Hugging Face cache.",
         on_resume="free",
     )
 
@@ -180,7 +194,7 @@ class DataConfig(Section):
     @classmethod
     def _room_for_padding(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 2:
-            raise ValueError(f"is {value}; it must be at least 2, a document and its padding")
+            raise ValueError(f"is {value}; it must be at least 2: a document and the padding")
         return value
 
     @field_validator("skip_batches")
@@ -195,26 +209,30 @@ class DataConfig(Section):
             raise ValueError("train is []; give at least one source, or null for generated data")
         weighted = [source.weight is not None for source in self.train or ()]
         if any(weighted) and not all(weighted):
-            raise ValueError(f"train.{weighted.index(False)} has no weight, others have; give all sources a weight or none")
+            raise ValueError(
+                f"train.{weighted.index(False)} has no weight, other sources have one; set a weight for all sources or for none"
+            )
         if isinstance(self.window_tokens, int) and self.window_tokens < self.seq_len:
-            raise ValueError(f"window_tokens is {self.window_tokens}; it must be at least seq_len={self.seq_len}, better 64 times that")
+            raise ValueError(
+                f"window_tokens is {self.window_tokens}; it must be at least seq_len={self.seq_len}; 64 times seq_len or more is better"
+            )
         return self
 
     @property
     def documents_per_row(self) -> int:
-        """Most documents in a row, its padding counted."""
+        """Maximum number of documents per row; padding counts as one."""
         return max(8, self.seq_len // 64) if self.max_documents == "auto" else self.max_documents
 
     @property
     def window(self) -> int:
-        """Tokens of a window: a power of two, 64 rows or more and not under 2^18, unless given."""
+        """Tokens of a window; if not set, a power of two, at least 64 rows and at least 2^18."""
         if isinstance(self.window_tokens, int):
             return self.window_tokens
         return 1 << (max(1 << 18, 64 * self.seq_len) - 1).bit_length()
 
     @property
     def skipped(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of batches (first, last) that are read but not trained on."""
+        """The ranges of batches (first, last) to skip."""
         return skipped_batches(self.skip_batches)
 
 
@@ -232,7 +250,7 @@ def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
 
 
 class Rampup(Section):
-    """A batch that grows: `start` rows, `add` more after every `every` batches, until the full batch."""
+    """A growing batch: `start` rows, then `add` more rows after every `every` batches, up to the full batch."""
 
     start: int = setting(..., "Rows of the first batches.", gt=0)
     add: int = setting(..., "Rows added each time.", gt=0)
@@ -241,7 +259,7 @@ class Rampup(Section):
 
 @dataclass(frozen=True)
 class ResolvedBatch:
-    """A batch in numbers, the same in whichever form the recipe gave it."""
+    """The batch in numbers."""
 
     rows: int
     """Rows of one step over all ranks."""
@@ -256,35 +274,33 @@ class ResolvedBatch:
 
 
 class BatchConfig(Section):
-    """How much one optimizer step reads, in one of three forms: tokens, rows, or rows_per_rank (a microbatch) and accumulate."""
+    """The batch of one optimizer step, in one of three forms: tokens; rows; or rows_per_rank (one microbatch) and accumulate."""
 
     tokens: int | None = setting(None, "Tokens of one step over all ranks.", gt=0, on_resume="fixed")
     rows: int | None = setting(None, "Rows of one step over all ranks.", gt=0, on_resume="fixed")
     rows_per_rank: int | None = setting(
-        None, f"Rows of one microbatch on each rank; with no form given {DEFAULT_ROWS}.", gt=0, on_resume="fixed"
+        None, f"Rows of one microbatch on each rank; {DEFAULT_ROWS} if no form is given.", gt=0, on_resume="fixed"
     )
-    accumulate: int | None = setting(None, "Microbatches of one step, with rows_per_rank; null = 1.", gt=0, on_resume="fixed")
+    accumulate: int | None = setting(None, "Microbatches per step, with rows_per_rank. null = 1.", gt=0, on_resume="fixed")
     micro_rows: int | Literal["auto"] | None = setting(
         None,
-        f"Rows that go through the model at once; null = the most up to {DEFAULT_ROWS} that divides a rank's rows; "
-        "auto = the most that fit into memory, with the same batch.",
+        f"Rows per microbatch. null = the largest number up to {DEFAULT_ROWS} that divides a rank's rows. "
+        "auto = as many as fit into memory; the batch stays the same.",
         on_resume="free",
     )
-    rampup: Rampup | None = setting(None, "Start with a smaller batch and let it grow.", on_resume="fixed")
+    rampup: Rampup | None = setting(None, "Start with a smaller batch that grows to the full batch.", on_resume="fixed")
 
     @model_validator(mode="after")
     def _one_form(self) -> "BatchConfig":
         given = [name for name in ("tokens", "rows", "rows_per_rank") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"has {' and '.join(given)}; give one of tokens, rows, or rows_per_rank with accumulate")
+            raise ValueError(f"has {' and '.join(given)}; set one of tokens, rows, or rows_per_rank with accumulate")
         if self.accumulate is not None and (self.tokens is not None or self.rows is not None):
             raise ValueError(
                 f"has accumulate={self.accumulate} and {given[0]}; accumulate follows from {given[0]} and micro_rows. Remove it"
             )
         if self.rows_per_rank is not None and self.micro_rows not in (None, self.rows_per_rank):
-            raise ValueError(
-                f"has micro_rows={self.micro_rows} and rows_per_rank={self.rows_per_rank}, which is the same thing. Remove one"
-            )
+            raise ValueError(f"has micro_rows={self.micro_rows} and rows_per_rank={self.rows_per_rank}, which mean the same. Remove one")
         return self
 
     @field_validator("micro_rows")
@@ -296,13 +312,13 @@ class BatchConfig(Section):
 
     @property
     def given_micro_rows(self) -> int | None:
-        """The rows of a microbatch, where they are given as a number."""
+        """micro_rows if it is a number."""
         return self.micro_rows if isinstance(self.micro_rows, int) else None
 
     def resolve(self, seq_len: int, ranks: int) -> ResolvedBatch:
-        """The batch in numbers for this many data-parallel ranks, or a ConfigError that names numbers that would do.
+        """The batch in numbers for this many data-parallel ranks, or a ConfigError that suggests valid numbers.
 
-        With micro_rows=auto microbatches are of one row until it is known how many fit.
+        With micro_rows=auto a microbatch has one row until it is known how many fit.
         """
         if self.tokens is not None:
             rows = self._rows_of("tokens", self.tokens, seq_len, ranks)
@@ -317,10 +333,8 @@ class BatchConfig(Section):
             micro_rows = DEFAULT_ROWS
         if self.rampup is not None and self.rampup.start > rows:
             raise ConfigError(f"batch.rampup.start is {self.rampup.start}; it must not exceed the full batch of {rows} rows.")
-        if rows * seq_len > MOST_TOKENS:
-            raise ConfigError(
-                f"batch is {rows} rows of {seq_len} tokens in one step; more than {MOST_TOKENS:,} tokens are no step. Lower it."
-            )
+        if rows * seq_len > MAX_STEP_TOKENS:
+            raise ConfigError(f"batch is {rows} rows of {seq_len} tokens in one step; the maximum is {MAX_STEP_TOKENS:,} tokens. Lower it.")
         return ResolvedBatch(rows, micro_rows, each // micro_rows, rows * seq_len)
 
     def _rows_of(self, key: str, value: int, unit: int, ranks: int) -> int:

@@ -1,8 +1,8 @@
-"""The loader: an iterator of (StepBatch, LoaderState), where the state is what continues after that step.
+"""The loader: an iterator of (StepBatch, LoaderState). A new loader with that state continues after the step.
 
-In: sources, the shape of rows and of a batch, a rank among the data-parallel ranks, a seed. Every rank plans the whole step from lengths
-and reads only the tokens of its own microbatches. Invariant: the rows of step k depend on the data, the settings and the seed, never on
-ranks, workers or where a run was interrupted.
+In: sources, the shapes of rows and batches, the data-parallel rank, a seed. Every rank plans the whole step from document lengths and reads
+only the tokens of its local microbatches. Invariant: the rows of step k depend on the data, the settings and the seed, never on ranks,
+workers or interruptions.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from headway.errors import CheckpointError, ConfigError
 __all__ = ["Loader", "LoaderState"]
 
 BLOCK_TOKENS = 1 << 22
-LEAST_BLOCK_WINDOWS = 8
-MOST_VALID_TOKENS = 1 << 30
+MIN_BLOCK_WINDOWS = 8
+MAX_VALID_TOKENS = 1 << 30
 SumOverRanks = Callable[[list[float]], list[float]]
 Filled = tuple[Batch, float]
 
 
 class Loader:
-    """Iterates over steps; prepares `data.prefetch` of them ahead in threads. Close it, or use it in a `with` block."""
+    """Iterates over steps; threads prepare `data.prefetch` steps in advance. Close it, or use it in a `with` block."""
 
     def __init__(
         self,
@@ -63,28 +63,28 @@ class Loader:
         self._sources = sources
         if state is not None and len(state.mixture.cursors) != len(sources):
             raise CheckpointError(
-                f"the data cursor is of {len(state.mixture.cursors)} sources, the recipe has {len(sources)}. Use the same data; a run that "
-                "began with a folder of several types as one source continues with data.by_type=false."
+                f"the checkpoint has a data cursor for {len(state.mixture.cursors)} sources, the recipe has {len(sources)}. Use the "
+                "same data. If the run read a folder of several types as one source, set data.by_type=false."
             )
         self._mixture = Mixture(sources, self._streams, state.mixture if state else None)
         self._state = state or LoaderState(0, self._mixture.state)
         self._planner = StepPlanner(config, self._shape, self._mixture, self._state.batch, epochs)
         self._pin = _pins(config)
-        self._steps = self._prepared() if config.workers else self._read_here()
+        self._steps = self._steps_from_threads() if config.workers else self._steps_here()
         self.read_seconds = 0.0
-        """How long the last step kept this rank waiting, without what it waited for other ranks."""
+        """How long this rank waited for the data of the last step, without waiting for other ranks."""
 
     @property
     def state(self) -> LoaderState:
-        """What continues after the last step that was handed out."""
+        """The state after the last step that was returned."""
         return self._state
 
     def rows_per_epoch(self) -> int:
-        """Rows of one pass over the data. The first call plans every window's lengths once."""
+        """Rows of one pass over the data. The first call counts the rows of every window."""
         return self._mixture.num_rows
 
     def batches_in(self, epochs: int) -> int:
-        """How many batches that many passes fill, skipped ones counted; the last one may be partly empty."""
+        """Batches of that many passes, skipped ones included; the last one may be partly empty."""
         if self._config.max_tokens is not None:
             return sum(1 for _ in self._planner_from_start(epochs).drawn())
         rows, low, high = epochs * self.rows_per_epoch(), 0, 1
@@ -96,7 +96,7 @@ class Loader:
         return low
 
     def documents_of(self, state: LoaderState, first: int, last: int) -> dict[str, list[int]]:
-        """The documents of the batches `first` to `last`, by source, found from a state before them; no token is read."""
+        """The documents of batches `first` to `last` by source, from a state before them; reads no tokens."""
         mixture = Mixture(self._sources, self._streams, state.mixture)
         found: dict[str, set[int]] = {}
         for rows, after in StepPlanner(self._config, self._shape, mixture, state.batch, self._epochs).drawn():
@@ -116,10 +116,10 @@ class Loader:
         return self
 
     def __next__(self) -> tuple[StepBatch, LoaderState]:
-        asked = time.perf_counter()
+        began = time.perf_counter()
         planned, filled = next(self._steps)
-        self.read_seconds = time.perf_counter() - asked
-        # Without masks every rank knows the sum from lengths alone, and nobody needs to be asked.
+        self.read_seconds = time.perf_counter() - began
+        # Without masks every rank knows the sum from lengths alone; no communication is needed.
         targets = self._sum([sum(weight for _, weight in filled)])[0] if self._masked else float(planned.targets)
         self._state = planned.state
         totals = {"targets": targets, "rows": float(planned.rows)}
@@ -129,7 +129,7 @@ class Loader:
         return step, planned.state
 
     def close(self) -> None:
-        """Stop the threads; nothing more can be read."""
+        """Stop the threads."""
         self._steps.close()
 
     def __enter__(self) -> Self:
@@ -142,12 +142,12 @@ class Loader:
         batch, weight = fill_rows(rows, self._fill)
         return (batch.pin() if self._pin else batch), weight
 
-    def _read_here(self) -> Generator[tuple[PlannedStep, list[Filled]]]:
+    def _steps_here(self) -> Generator[tuple[PlannedStep, list[Filled]]]:
         for planned in self._planner.steps():
             yield planned, [self._fill_microbatch(rows) for rows in planned.microbatches]
 
-    def _prepared(self) -> Generator[tuple[PlannedStep, list[Filled]]]:
-        """Plan in one thread, fill in others, hand out in order; an error of any thread comes out here."""
+    def _steps_from_threads(self) -> Generator[tuple[PlannedStep, list[Filled]]]:
+        """Plan in one thread, fill rows in others, return steps in order; errors of all threads are raised here."""
         steps = self._planner.steps()
         planner = ThreadPoolExecutor(1, thread_name_prefix="headway-plan")
         fillers = ThreadPoolExecutor(self._config.workers, thread_name_prefix="headway-rows")
@@ -171,9 +171,9 @@ def _stream(config: DataConfig, source: MixtureSource, number: int, seed: int, s
     source.selection.check()
     window = config.window
     if source.selection.side == "valid":
-        # A small share of every window: take as many times more of it, so that rows still fill.
-        window = min(1 << int(window / source.selection.fraction - 1).bit_length(), max(window, MOST_VALID_TOKENS))
-    windows = Windows(source.selection, window, max(LEAST_BLOCK_WINDOWS, BLOCK_TOKENS // window))
+        # Validation uses a small share of every window: larger windows, so that rows still fill.
+        window = min(1 << int(window / source.selection.fraction - 1).bit_length(), max(window, MAX_VALID_TOKENS))
+    windows = Windows(source.selection, window, max(MIN_BLOCK_WINDOWS, BLOCK_TOKENS // window))
     shape = RowShape(config.seq_len, config.documents_per_row - 1, config.packing)
     return RowStream(windows, shape, seed=seed, number=number, shuffle=shuffle, cache_dir=config.cache_dir or default_cache_dir())
 

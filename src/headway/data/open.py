@@ -1,7 +1,9 @@
-"""Open the token stores of a recipe. In: the `data` section, the tokenizer, the model's vocabulary; out: mixtures to read.
+"""Open the token stores of a recipe. In: the `data` section, the tokenizer, the model's vocabulary; out: mixtures for the loader.
 
-Everything that cannot work is refused here, before training starts: a missing path, a half-written store, another tokenizer, an id beyond
-the vocabulary, a split that leaves one side empty. Raw files must be stores by now: `prepare_sources` in `prepare/sources.py` makes them.
+What cannot work is an error here, before training starts: a missing path, an unfinished store, another tokenizer, an id outside the
+vocabulary, an empty side of a split. Raw files must be stores by now: see `prepare_sources` in `prepare/sources.py`.
+A folder of several types (InternLM or MDS folders, or a store made from one) becomes one source per type; each gets its own rows and
+reported loss. A store whose types are interleaved stays one source.
 """
 
 from __future__ import annotations
@@ -37,19 +39,19 @@ class SourceStore:
     config: SourceConfig
     path: Path
     name: str | None = None
-    """How the source is called in reports, where that is not the store's path: the raw files the store was built from."""
+    """The name in reports, if it is not the store's path: the raw files that the store was built from."""
 
 
 @dataclass(frozen=True)
 class SourceStores:
-    """The stores of a recipe: those of the training mixture, and those of each validation set by name."""
+    """The stores of the training mixture, and of each validation set by name."""
 
     train: tuple[SourceStore, ...]
     valid: dict[str, tuple[SourceStore, ...]]
 
     @staticmethod
     def of(config: DataConfig, find: Callable[[SourceConfig], SourceStore] = lambda one: SourceStore(one, Path(one.path))) -> SourceStores:
-        """The store of every source, as `find` gives it; without one each path must be a store already."""
+        """The store of every source, found by `find`; by default every path must be a store."""
         sets = sets_of(config.valid.sets) if config.valid and config.valid.sets else {}
         train = tuple(find(one) for one in config.train or ())
         return SourceStores(train, {name: tuple(find(one) for one in many) for name, many in sets.items()})
@@ -57,7 +59,7 @@ class SourceStores:
 
 @dataclass(frozen=True)
 class OpenData:
-    """What a run reads: the training mixture, and the validation sets by name."""
+    """The training mixture, and the validation sets by name."""
 
     train: tuple[MixtureSource, ...]
     valid: dict[str, tuple[MixtureSource, ...]]
@@ -69,7 +71,7 @@ class OpenData:
         return [one.selection.source.name for one in self.train]
 
     def contents(self) -> list[dict[str, str]]:
-        """What every source holds, as checksums; the checkpoint keeps it. Files without checksums of their own are read once for it."""
+        """The checksum of every source, for the checkpoint. Files of formats without checksums are read once."""
         sets = {"train": self.train, **{f"valid.{name}": many for name, many in self.valid.items()}}
         return [
             {"set": name, "source": one.selection.source.name, "content": _content(one.selection.source, self.checksums)}
@@ -94,10 +96,10 @@ def _content(source: TokenSource, checksums: Checksums) -> str:
 def open_data(
     config: DataConfig, stores: SourceStores | None = None, *, tokenizer: Path | None, vocab_size: int, seed: int, pairs: bool = False
 ) -> OpenData:
-    """Open every source of a recipe; `stores` says where they are (None: every path of the recipe is a store).
+    """Open every source of a recipe from its store in `stores` (None: every path of the recipe is a store).
 
-    `tokenizer` is the path of the recipe's tokenizer (None: it has none), `vocab_size` the model's. `pairs`: the objective compares pairs,
-    so every source must hold them; without it none may.
+    `tokenizer`: the path of the recipe's tokenizer, if it has one. `vocab_size`: the model's. `pairs`: the objective compares pairs; then
+    every source must hold pairs, else none may.
     """
     if pairs:
         check_rows_of_pairs(config)
@@ -127,19 +129,19 @@ class _Counter:
 
 
 def _read_as(source: TokenSource, pairs: bool, counter: _Counter) -> TokenSource:
-    """A store of pairs as pairs, numbered through over all sources; refused where the objective wants the other."""
+    """The source, or its pairs, numbered over all sources; an error if the objective needs the other."""
     holds_pairs = isinstance(source, Store) and is_preference(source)
     if holds_pairs and not pairs:
         raise ConfigError(
-            f"data: {source.name} holds preference pairs, and next-token training would learn the rejected answers too. "
-            "Set objective.kind: dpo, or give conversations (kind: chat)."
+            f"data: {source.name} holds preference pairs; next-token training would train on the rejected answers, too. "
+            "Set objective.kind: dpo, or use conversations (kind: chat)."
         )
     if not pairs:
         return source
     if not holds_pairs or not isinstance(source, Store):
         raise ConfigError(
-            f"data: {source.name} holds no preference pairs, which objective dpo compares. Raw files: set kind: preference; "
-            "stores: `headway data tokenize --kind preference` makes them."
+            f"data: {source.name} holds no preference pairs, which objective dpo needs. Raw files: set kind: preference. "
+            "Stores: make them with `headway data tokenize --kind preference`."
         )
     found = PairSource(source, counter.pairs)
     counter.pairs += found.num_documents
@@ -147,13 +149,13 @@ def _read_as(source: TokenSource, pairs: bool, counter: _Counter) -> TokenSource
 
 
 def check_rows_of_pairs(config: DataConfig) -> None:
-    """Refuse settings with which no row can hold a preference pair."""
+    """Raise a ConfigError if the settings do not allow a preference pair in a row."""
     if config.train is None:
-        raise ConfigError("data.train is null, which is generated data; objective dpo compares pairs. Give sources with kind: preference.")
+        raise ConfigError("data.train is null (generated data), but objective dpo needs pairs. Set sources with kind: preference.")
     if config.packing not in ("best_fit", "pad"):
-        raise ConfigError(f"data.packing is {config.packing}; it would cut pairs apart. Use best_fit or pad with objective dpo.")
+        raise ConfigError(f"data.packing is {config.packing}, which splits pairs. Use best_fit or pad with objective dpo.")
     if config.documents_per_row < 3:
-        raise ConfigError(f"data.max_documents is {config.max_documents}; a row must hold a pair and its padding. Use 3 or more.")
+        raise ConfigError(f"data.max_documents is {config.max_documents}; a row must hold a pair and padding. Use 3 or more.")
     if config.seq_len < MIN_PAIR_TOKENS:
         raise ConfigError(f"data.seq_len is {config.seq_len}; a row must hold a pair. Use {MIN_PAIR_TOKENS} or more.")
 
@@ -172,7 +174,7 @@ def _open_store(one: SourceStore, config: DataConfig, checksums: Checksums) -> T
 
 
 def check_sources(sources: Sequence[TokenSource], fingerprint: str | None, vocab_size: int, unchecked: bool) -> None:
-    """Refuse ids that another tokenizer made, or that the model has no row for."""
+    """Raise a DataError for ids of another tokenizer, or outside the model's vocabulary."""
     for source in sources:
         if source.max_id >= vocab_size:
             raise DataError(
@@ -181,12 +183,12 @@ def check_sources(sources: Sequence[TokenSource], fingerprint: str | None, vocab
             )
         if source.fingerprint is None and not unchecked:
             raise DataError(
-                f"{source.name}: does not say which tokenizer made it, so its ids cannot be checked. "
-                f"If it is the recipe's, set data.tokenizer_unchecked: true."
+                f"{source.name}: does not record which tokenizer made it, so its ids cannot be checked. "
+                f"If it is the tokenizer of the recipe, set data.tokenizer_unchecked: true."
             )
         if source.fingerprint is not None and fingerprint is not None and source.fingerprint != fingerprint:
             raise DataError(
-                f"{source.name}: made by another tokenizer ({source.fingerprint[:12]}) than the recipe's ({fingerprint[:12]}). "
+                f"{source.name}: made by another tokenizer ({source.fingerprint[:12]}) than that of the recipe ({fingerprint[:12]}). "
                 f"Tokenize it again with `headway data tokenize`, or set `tokenizer` to the one that made it."
             )
 
@@ -209,7 +211,7 @@ def _mixture(
         selection.check()
         if side is not None:
             selection = split_side(selection, "valid" if side == VALID_NAME else "train", fraction)
-        # Validation reads each document once, whatever the weights of training are.
+        # Validation reads each document once, independent of the weights for training.
         found.append(MixtureSource(selection) if side == VALID_NAME else MixtureSource(selection, one.weight, one.repeat))
     return tuple(found)
 
@@ -218,7 +220,7 @@ FOLDERS_ARE_TYPES = ("internlm", "mds")
 
 
 def by_type(given: SourceConfig, source: TokenSource) -> Iterator[tuple[SourceConfig, TokenSource]]:
-    """A source as one source per type; weight and limit are shared out, so that together they are what was given."""
+    """One source per type. Weight and limit are divided among the types."""
     parts = _types(source)
     if len(parts) == 1:
         yield given, source
@@ -251,19 +253,19 @@ def _types(source: TokenSource) -> list[TokenSource]:
 
 
 def sets_of(given: Mapping[str, tuple[SourceConfig, ...]] | str) -> dict[str, tuple[SourceConfig, ...]]:
-    """The validation sets: as they are named, or everything that lies in a folder, named as there."""
+    """The validation sets by name, or the stores, folders and files of a folder."""
     if not isinstance(given, str):
         return dict(given)
     folder = Path(given)
     if not folder.is_dir():
         raise ConfigError(
-            f"data.valid.sets is {given!r}, which is no folder. Give a folder of data sets, or names: {{sets: {{wiki: {given}}}}}."
+            f"data.valid.sets is {given!r}, which is not a folder. Set a folder of data sets, or named sets: {{sets: {{wiki: {given}}}}}."
         )
     if is_store(folder) or (folder / "index.json").is_file():
         return {folder.name: (SourceConfig(path=given),)}
     found = {_set_name(child): (SourceConfig(path=str(child)),) for child in sorted(folder.iterdir()) if _is_set(child)}
     if not found:
-        raise ConfigError(f"data.valid.sets is {given!r}; the folder holds no data set. Give a folder of stores, folders or files.")
+        raise ConfigError(f"data.valid.sets is {given!r}; the folder holds no data set. Set a folder with stores, folders or files.")
     return found
 
 

@@ -1,12 +1,12 @@
-"""Documents become rows, planned from their lengths alone. In: documents of one window, in order; out: a `RowPlan`.
+"""Packing: documents become rows. In: the lengths of the documents of one window, in order; out: a `RowPlan`.
 
-best_fit      the longest first, each into the fullest row it fits; only a document longer than a row is cut, into pieces of a row
-concat        one after another, cut where a row is full; the rest goes on in the next row
+best_fit      longest first, each into the fullest row with room; only documents longer than a row are cut
+concat        one after another, cut at the end of a row; the rest continues in the next row
 pad           one document, or one piece of a longer one, per row
-one_document  as concat, but a row is one document to the model: attention and positions run through it
+one_document  like concat, but attention and positions span the whole row
 
-Invariant: every token is in exactly one row, no segment holds tokens of two documents, and no row holds more than `max_segments`. A piece
-that was cut knows that its document goes on (`has_next`), so that its last position still predicts the true next token.
+Invariant: every token is in exactly one row, no segment has tokens of two documents, no row has more than `max_segments`. If the document
+continues after a piece (`has_next`), the last position of the piece still predicts the true next token.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class RowPlan:
     start: Longs
     length: Longs
     has_next: Flags
-    """The document goes on after this piece."""
+    """The document continues after this piece."""
     first: Longs
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return len(self.first) - 1
 
 
@@ -50,7 +50,7 @@ class RowShape:
 
 
 def plan_rows(documents: Longs, lengths: Longs, shape: RowShape, source: TokenSource | None = None) -> RowPlan:
-    """Pack one window's documents. Where the source keeps spans, each pack is taken apart into its true documents."""
+    """Pack the documents of one window. Packs of a source with spans are split into their true documents."""
     if shape.packing in ("concat", "one_document"):
         plan = _concat(documents, lengths, shape)
     else:
@@ -68,7 +68,7 @@ def plan_rows(documents: Longs, lengths: Longs, shape: RowShape, source: TokenSo
 
 
 def join(plans: list[RowPlan]) -> RowPlan:
-    """The rows of several plans, one plan after another."""
+    """The rows of several plans, concatenated."""
     if len(plans) == 1:
         return plans[0]
     before = np.cumsum([0, *(len(plan.document) for plan in plans)])
@@ -78,8 +78,8 @@ def join(plans: list[RowPlan]) -> RowPlan:
 
 
 def best_fit(lengths: Longs, seq_len: int, max_segments: int, segments: Longs | None = None) -> Longs:
-    """The row of each piece: longest first, each into the row with the least room that still holds it. Row numbers start at 0."""
-    # Which rows come out depends on the lengths alone, not on their order, so that a window has the same number of rows in every epoch.
+    """The row of each piece: longest first, each into the row with the least sufficient room."""
+    # The rows depend on the lengths, not on their order, so a window has the same number of rows in every epoch.
     order = np.argsort(-lengths, kind="stable") if segments is None else np.lexsort((-segments, -lengths))
     if segments is None:
         sizes, counts = np.unique(-lengths, return_counts=True)
@@ -92,7 +92,7 @@ def best_fit(lengths: Longs, seq_len: int, max_segments: int, segments: Longs | 
 
 
 def _fit_runs(sizes: Iterable[tuple[int, int]], seq_len: int, max_segments: int) -> tuple[list[int], list[int]]:
-    """Place `count` pieces of each size; rows, and how many each takes, in the order of placing. Equal pieces go into the tightest row."""
+    """Place `count` pieces of each size into the tightest row; returns rows and the number of pieces put there, in order."""
     rows: list[int] = []
     runs: list[int] = []
     open_rows: list[tuple[int, int, int]] = []  # (room, row, segments used), ascending
@@ -122,7 +122,7 @@ def _fit_runs(sizes: Iterable[tuple[int, int]], seq_len: int, max_segments: int)
 
 
 def _fit_weighted(pieces: Iterable[tuple[int, int]], seq_len: int, max_segments: int) -> tuple[list[int], list[int]]:
-    """As `_fit_runs` for single pieces that count as several segments each."""
+    """Like `_fit_runs`, for single pieces that count as several segments."""
     rows: list[int] = []
     open_rows: list[tuple[int, int, int]] = []
     num_rows = 0
@@ -169,7 +169,7 @@ def _concat(documents: Longs, lengths: Longs, shape: RowShape) -> RowPlan:
         begun = int(np.searchsorted(ends, cuts[-1], side="right"))
         last = begun + most - 1
         cuts.append(min(cuts[-1] + shape.seq_len, int(ends[last]) if last < len(ends) else total))
-    # A piece ends wherever a document or a row does.
+    # A piece ends at the end of a document or of a row.
     stops = np.sort(np.concatenate([ends, np.array(cuts[1:], np.int64)]), kind="stable")
     stops = stops[np.diff(stops, append=-1) != 0]
     begins = np.concatenate([np.zeros(1, np.int64), stops[:-1]])[: len(stops)]
@@ -192,7 +192,7 @@ def _span_starts(source: TokenSource, document: int) -> Longs:
 
 
 def split_spans(plan: RowPlan, source: TokenSource) -> RowPlan:
-    """Cut the pieces of packs where a true document starts inside them; a source without packs is left alone."""
+    """Split the pieces of packs where a true document starts. Nothing changes for a source without packs."""
     if not len(plan.document) or source.span_starts(int(plan.document[0])) is None:
         return plan
     columns: list[tuple[int, int, int, bool]] = []

@@ -1,6 +1,6 @@
-"""Drawn rows become a `Batch`: the picture in batch.py, made of one gather per source and a few passes over flat arrays.
+"""Read the tokens of rows and lay them out as a `Batch` (see the picture in batch.py): one gather per source, then flat array operations.
 
-In: planned rows (None where a step has no row left); out: tensors of one microbatch. The tokens are read here and nowhere else.
+In: planned rows (None for an empty row); out: the tensors of one microbatch. Tokens are read here only.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from headway.errors import DataError
 from headway.store.reader import ranges
 from headway.store.source import Flags, Ids, Longs, TokenSource
 
-LEAST_BOUND = 128
-"""Bounds on the longest document are powers of two from here, so that few different ones occur."""
+MIN_LENGTH_BOUND = 128
+"""`Batch.max_length` is a power of two, at least this: few different values occur."""
 
 
 @dataclass(frozen=True)
@@ -30,58 +30,58 @@ class RowLayout:
     max_documents: int
     """Padding counted."""
     one_document: bool
-    """Attention and positions run through the whole row, whatever documents it holds."""
+    """Attention and positions span the whole row, not each document."""
 
 
 @dataclass(frozen=True)
 class RowPieces:
-    """The pieces of the rows one source gave to a microbatch."""
+    """The pieces of one source in a microbatch."""
 
     rows: Longs
-    """Which row of the microbatch each piece is in."""
+    """The row of each piece."""
     document: Longs
     start: Longs
     length: Longs
     has_next: Flags
 
 
-def fill_rows(rows: Sequence[Row | None], how: RowLayout) -> tuple[Batch, float]:
-    """Read the tokens of some rows and lay them out as one microbatch; also the sum of its loss weights."""
+def fill_rows(rows: Sequence[Row | None], layout: RowLayout) -> tuple[Batch, float]:
+    """The microbatch of some rows, and the sum of its loss weights."""
     import torch
 
-    shape = (len(rows), how.seq_len)
+    shape = (len(rows), layout.seq_len)
     tokens, targets, weight = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.float32)
     for source in sorted({row.source for row in rows if row is not None}):
-        _read(how.sources[source], _pieces(rows, source), tokens, targets, weight)
-    position, document, bounds, single = _layout(rows, how)
-    came_from = np.array([0 if row is None else row.source for row in rows], np.int32)
-    arrays = (tokens, targets, weight, position, document, came_from, bounds)
+        _read(layout.sources[source], _pieces(rows, source), tokens, targets, weight)
+    position, document, bounds, single = _layout(rows, layout)
+    source_of_row = np.array([0 if row is None else row.source for row in rows], np.int32)
+    arrays = (tokens, targets, weight, position, document, source_of_row, bounds)
     longest = int(np.diff(bounds, axis=1).max())
-    max_length = min(how.seq_len, max(LEAST_BOUND, 1 << (longest - 1).bit_length()))
-    extra = {PAIR: torch.from_numpy(_pairs(rows, how))} if any(isinstance(source, PairSource) for source in how.sources) else {}
+    max_length = min(layout.seq_len, max(MIN_LENGTH_BOUND, 1 << (longest - 1).bit_length()))
+    extra = {PAIR: torch.from_numpy(_pairs(rows, layout))} if any(isinstance(source, PairSource) for source in layout.sources) else {}
     batch = Batch(*(torch.from_numpy(array) for array in arrays), single_document=single, max_length=max_length, extra=extra)
     return batch, float(weight.sum(dtype=np.float64))
 
 
-def _pairs(rows: Sequence[Row | None], how: RowLayout) -> Longs:
-    """Which pairs each row holds, in the order they lie there; -1 past the last one."""
-    found = np.full((len(rows), how.max_documents // 2), -1, np.int64)
-    for place, row in enumerate(rows):
-        source = None if row is None else how.sources[row.source]
+def _pairs(rows: Sequence[Row | None], layout: RowLayout) -> Longs:
+    """The pair numbers of each row, in order; -1 after the last one."""
+    found = np.full((len(rows), layout.max_documents // 2), -1, np.int64)
+    for number, row in enumerate(rows):
+        source = None if row is None else layout.sources[row.source]
         if row is not None and isinstance(source, PairSource):
             begin = int(row.block.plan.first[row.number])
-            found[place, : row.segments // 2] = row.block.plan.document[begin : begin + row.segments : 2] + source.first_pair
+            found[number, : row.segments // 2] = row.block.plan.document[begin : begin + row.segments : 2] + source.first_pair
     return found
 
 
 def _pieces(rows: Sequence[Row | None], source: int) -> RowPieces:
     slices = [
-        (place, row.block.plan, slice(int(row.block.plan.first[row.number]), int(row.block.plan.first[row.number + 1])))
-        for place, row in enumerate(rows)
+        (number, row.block.plan, slice(int(row.block.plan.first[row.number]), int(row.block.plan.first[row.number + 1])))
+        for number, row in enumerate(rows)
         if row is not None and row.source == source
     ]
     return RowPieces(
-        np.repeat([place for place, _, _ in slices], [at.stop - at.start for _, _, at in slices]),
+        np.repeat([number for number, _, _ in slices], [at.stop - at.start for _, _, at in slices]),
         np.concatenate([plan.document[at] for _, plan, at in slices]),
         np.concatenate([plan.start[at] for _, plan, at in slices]),
         np.concatenate([plan.length[at] for _, plan, at in slices]),
@@ -100,7 +100,7 @@ def _read(source: TokenSource, pieces: RowPieces, tokens: Longs, targets: Longs,
         tokens[row, :size] = ids[begin:stop]
         targets[row, : size - 1] = ids[begin + 1 : stop]
         weight[row, : size - 1] = 1 if mask is None else mask[begin + 1 : stop]
-    # Where a piece ends, the next token of the row belongs to somebody else.
+    # The token after a piece belongs to another document.
     before = row_ends[pieces.rows] - np.bincount(pieces.rows, pieces.length, len(tokens)).astype(np.int64)[pieces.rows]
     last = pieces.rows * tokens.shape[1] + np.cumsum(pieces.length) - before - 1
     weight.reshape(-1)[last] = 0
@@ -114,15 +114,13 @@ def _read(source: TokenSource, pieces: RowPieces, tokens: Longs, targets: Longs,
 
 def _check_ids(source: TokenSource, ids: Ids, expected: int) -> None:
     if len(ids) != expected:
-        raise DataError(f"{source.name}: gave {len(ids)} tokens where its index says {expected}; it is damaged. Copy or build it again.")
+        raise DataError(f"{source.name}: returned {len(ids)} tokens, but its index says {expected}. It is damaged. Copy or build it again.")
     if len(ids) and int(ids.max()) > source.max_id:
-        raise DataError(
-            f"{source.name}: holds id {int(ids.max())}, above the highest it declares, {source.max_id}. Copy or build it again."
-        )
+        raise DataError(f"{source.name}: holds id {int(ids.max())}, but declares {source.max_id} as the highest. Copy or build it again.")
 
 
-def _layout(rows: Sequence[Row | None], how: RowLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
-    """Positions, document numbers and bounds: padding is a document of its own."""
+def _layout(rows: Sequence[Row | None], layout: RowLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+    """Positions, document numbers and bounds; padding counts as a document."""
     lengths: list[Longs] = []
     counts: list[int] = []
     single = True
@@ -131,18 +129,18 @@ def _layout(rows: Sequence[Row | None], how: RowLayout) -> tuple[np.ndarray, np.
         if row is not None:
             filled, segments, plan = row.tokens, row.segments, row.block.plan
             begin = int(plan.first[row.number])
-            lengths.append(plan.length[begin : begin + segments] if not how.one_document else np.array([filled]))
-            segments = 1 if how.one_document else segments
-        if filled < how.seq_len:
-            lengths.append(np.array([how.seq_len - filled]))
+            lengths.append(plan.length[begin : begin + segments] if not layout.one_document else np.array([filled]))
+            segments = 1 if layout.one_document else segments
+        if filled < layout.seq_len:
+            lengths.append(np.array([layout.seq_len - filled]))
         single = single and segments <= 1
-        counts.append(segments + (filled < how.seq_len))
-    flat, shape = np.concatenate(lengths), (len(rows), how.seq_len)
+        counts.append(segments + (filled < layout.seq_len))
+    flat, shape = np.concatenate(lengths), (len(rows), layout.seq_len)
     starts = np.cumsum(flat) - flat
     in_row = np.repeat(np.arange(len(rows)), counts)
     number = ranges(np.zeros(len(rows), np.int64), np.array(counts))
-    bounds = np.full((len(rows), how.max_documents + 1), how.seq_len, np.int32)
-    bounds[in_row, number] = starts - in_row * how.seq_len
-    position = np.arange(len(rows) * how.seq_len, dtype=np.int32) - np.repeat(starts.astype(np.int32), flat)
+    bounds = np.full((len(rows), layout.max_documents + 1), layout.seq_len, np.int32)
+    bounds[in_row, number] = starts - in_row * layout.seq_len
+    position = np.arange(len(rows) * layout.seq_len, dtype=np.int32) - np.repeat(starts.astype(np.int32), flat)
     document = np.repeat(number.astype(np.int32), flat)
     return position.reshape(shape), document.reshape(shape), bounds, single

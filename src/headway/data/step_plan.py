@@ -1,7 +1,8 @@
-"""One step, drawn but not read: which rows it has, which of them this rank reads, and what lengths alone tell about it.
+"""The plan of a step: its rows, the rows of this rank, and the numbers that follow from lengths. No tokens are read.
 
-In: a mixture at some place, the shape of a batch; out: planned steps, the same on every rank. A step past the end of the last epoch gets
-empty rows, so that shapes never change.
+In: a mixture, the shape of a batch; out: planned steps, the same on every rank. The last step of the last epoch is filled with empty rows:
+shapes never change. With `data.balance` rows are ordered so that microbatches have about the same attention work (squared document
+lengths); so has any half, quarter, eighth ... of them, which is what a rank gets. The order does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ from headway.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True)
 class LoaderState:
-    """Where the data continues: a few integers, whatever the size of the data."""
+    """Where reading continues: a few integers, independent of the size of the data."""
 
     batch: int
-    """Batches read so far, skipped ones counted."""
+    """Batches read so far, skipped ones included."""
     mixture: MixtureState
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers for a checkpoint."""
+        """Plain numbers for a checkpoint; the key `place` is part of the checkpoint format."""
         return {"batch": self.batch, "place": asdict(self.mixture)}
 
     @classmethod
     def from_json(cls, given: dict[str, Any]) -> LoaderState:
-        """Read back what `to_json` gave."""
+        """The inverse of `to_json`."""
         try:
             mixture = given["place"]
             cursors = tuple(Cursor(**cursor) for cursor in mixture["cursors"])
             return cls(given["batch"], MixtureState(mixture["epoch"], mixture["rows"], cursors))
         except (KeyError, TypeError) as problem:
-            raise CheckpointError(f"the data cursor cannot be read: {problem}. The checkpoint is damaged; use an earlier one.") from None
+            raise CheckpointError(f"the data cursor cannot be read: {problem}. The checkpoint is damaged. Use an earlier one.") from None
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How a step is cut: rows over all ranks, rows of one microbatch, and which part this rank reads."""
+    """The rows of a step over all ranks, the rows of a microbatch, and which part this rank reads."""
 
     rows: int
     micro_rows: int
@@ -51,7 +52,7 @@ class BatchShape:
     ranks: int
     rampup: Rampup | None
     max_rows: int | None = None
-    """Rows that are read in all; the places behind them in the last step stay empty. None = no end but that of the epochs."""
+    """Stop after this many rows; the rest of the last step is empty. None: stop with the epochs only."""
 
     def rows_before(self, batch: int) -> int:
         """Rows of all batches before number `batch`."""
@@ -60,7 +61,7 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """This rank's rows of a step, and what is known about all of them."""
+    """The rows of a step on this rank, and numbers about the whole step."""
 
     microbatches: list[list[Row | None]]
     first_microbatch: int
@@ -72,7 +73,7 @@ class PlannedStep:
 
 
 class StepPlanner:
-    """Draws step after step from a mixture."""
+    """Plans step after step from a mixture."""
 
     def __init__(self, config: DataConfig, shape: BatchShape, mixture: Mixture, batch: int, epochs: int | None) -> None:
         if config.max_tokens is not None and config.max_tokens < config.seq_len:
@@ -80,31 +81,31 @@ class StepPlanner:
         self._config, self._shape, self._mixture, self._batch, self._epochs = config, shape, mixture, batch, epochs
 
     def steps(self) -> Iterator[PlannedStep]:
-        """Every step from here on that is trained on."""
+        """Every following step, without the skipped ones."""
         skipped = self._config.skipped
         for rows, state in self.drawn():
             if not any(first <= state.batch - 1 <= last for first, last in skipped):
                 yield self._plan(rows, state)
 
     def drawn(self) -> Iterator[tuple[list[Row | None], LoaderState]]:
-        """The rows of every batch from here on, and the state after it."""
+        """The rows of every following batch, and the state after it."""
         while not self._is_over():
-            most = batch_rows(self._shape.rows, self._shape.rampup, self._batch)
+            max_rows = batch_rows(self._shape.rows, self._shape.rampup, self._batch)
             rows: list[Row | None] = []
             room = self._config.max_tokens
-            while len(rows) < most and not self._is_over():
+            while len(rows) < max_rows and not self._is_over():
                 if room is not None:
                     room -= self._mixture.peek().tokens
                     if room < 0:
                         break
                 rows.append(self._mixture.draw())
             if room is None:
-                rows += [None] * (most - len(rows))
+                rows += [None] * (max_rows - len(rows))
             self._batch += 1
             yield rows, LoaderState(self._batch, self._mixture.state)
 
     def passes(self, mixture: MixtureState) -> int:
-        """Completed passes over the data at a place; with weights and no number of epochs: how often the slowest source was read."""
+        """Completed passes over the data. With weights and no number of epochs: passes over the slowest source."""
         if not self._mixture.weighted:
             return mixture.epoch
         return min(cursor.epoch for cursor in mixture.cursors) if self._epochs is None else mixture.rows // self._mixture.num_rows
@@ -119,27 +120,27 @@ class StepPlanner:
         each = -(-len(rows) // (shape.micro_rows * shape.ranks))
         rows = rows + [None] * (-len(rows) % shape.micro_rows)
         if self._config.balance:
-            rows = [rows[place] for place in balanced([0 if row is None else row.work for row in rows], shape.micro_rows)]
+            rows = [rows[i] for i in balanced_order([0 if row is None else row.work for row in rows], shape.micro_rows)]
         rows += [None] * (each * shape.ranks * shape.micro_rows - len(rows))
-        held = [row for row in rows if row is not None]
+        filled = [row for row in rows if row is not None]
         documents = [0 if row is None else row.segments for row in rows]
         of_microbatches = [sum(documents[i : i + shape.micro_rows]) for i in range(0, len(rows), shape.micro_rows)]
         stats = StepStats(
-            tokens=sum(row.tokens for row in held),
+            tokens=sum(row.tokens for row in filled),
             documents=sum(documents),
-            largest_length=max((row.longest for row in held), default=0),
+            largest_length=max((row.longest for row in filled), default=0),
             largest_batch=max(of_microbatches),
             smallest_batch=min(of_microbatches),
             epoch=self.passes(state.mixture),
         )
         first = shape.rank * each
-        mine = [rows[i * shape.micro_rows : (i + 1) * shape.micro_rows] for i in range(first, first + each)]
-        sources = tuple(sum(row.source == number for row in held) for number in range(len(state.mixture.cursors)))
-        return PlannedStep(mine, first, sum(row.targets for row in held), len(held), stats, sources, state)
+        local = [rows[i * shape.micro_rows : (i + 1) * shape.micro_rows] for i in range(first, first + each)]
+        sources = tuple(sum(row.source == number for row in filled) for number in range(len(state.mixture.cursors)))
+        return PlannedStep(local, first, sum(row.targets for row in filled), len(filled), stats, sources, state)
 
 
-def balanced(work: Sequence[int], micro_rows: int) -> list[int]:
-    """The rows of a step (by their work) in a new order; `len(work)` must be a multiple of `micro_rows`."""
+def balanced_order(work: Sequence[int], micro_rows: int) -> list[int]:
+    """An order of rows with balanced work; `len(work)` must be a multiple of `micro_rows`."""
     groups = _spread(work, len(work) // micro_rows, micro_rows)
     loads = [sum(work[row] for row in group) for group in groups]
     return [row for group in _fold(loads) for row in groups[group]]
@@ -158,7 +159,7 @@ def _spread(work: Sequence[int], num_groups: int, size: int) -> list[list[int]]:
 
 
 def _fold(loads: Sequence[int]) -> list[int]:
-    """Lay the heaviest beside the lightest, then the heaviest pair beside the lightest pair, and so on."""
+    """Pair the heaviest with the lightest, then the heaviest pair with the lightest pair, and so on."""
     units = [(load, [place]) for place, load in enumerate(loads)]
     while len(units) > 1:
         units.sort(key=lambda unit: (-unit[0], unit[1]))

@@ -1,7 +1,7 @@
-"""Before training on answers: does every sample have something to learn, and is the token that ends an answer among it?
+"""Checks the loss targets of chat and preference data before training: every sample needs a target, and answers need a stop token.
 
-In: the opened data of a recipe; out: one line per masked source for the log, and the ids that end a text. A store of conversations or
-pairs with a sample that has no target, or in which no answer ends, is refused: the model could not learn to answer, or never to stop.
+In: the opened data of a recipe; out: one log line per masked source, and the ids that end a text. A store of conversations or pairs with a
+sample without targets, or without any stop token as a target, is an error: the model could not learn to answer, or to stop.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from headway.tokenizer.chat import answer_end
 from headway.tokenizer.load import Tokenizer
 
 CHUNK_TOKENS = 1 << 22
-PROBED_DOCUMENTS, PROBED_TOKENS = 4096, 1 << 20
+PROBE_DOCUMENTS, PROBE_TOKENS = 4096, 1 << 20
 MARKS = ("kind=chat", "kind=preference")
 
 
 @dataclass(frozen=True)
 class TargetReport:
-    """What was found."""
+    """The result of the check."""
 
     lines: tuple[str, ...] = ()
     end_ids: frozenset[int] = frozenset()
-    """The ids that end a text: those the weights came with, and those that end answers in this data."""
+    """The ids that end a text: those of the loaded weights, and those that end answers in this data."""
 
 
 def check_targets(data: OpenData, tokenizer: Tokenizer | None, end_ids: frozenset[int] = frozenset()) -> TargetReport:
-    """Look at every sample of every masked source. `end_ids` end a text besides the tokenizer's own end token."""
+    """Check every sample of every masked source. `end_ids` end a text, in addition to the tokenizer's end token."""
     found: dict[int, tuple[str, frozenset[int]]] = {}
     for mixture in (data.train, *data.valid.values()):
         for one in mixture:
@@ -47,20 +47,20 @@ def check_targets(data: OpenData, tokenizer: Tokenizer | None, end_ids: frozense
 
 
 def stop_ids(source: TokenSource, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The token that ends an answer in the template a store was made with; nothing where that is not known."""
+    """The token that ends an answer in the chat template of a store; empty if the template is unknown."""
     kind, template = _origin(source)
     if kind is None or tokenizer is None:
         return frozenset()
     try:
         return frozenset(answer_end(template, tokenizer))
     except ConfigError:
-        return frozenset()  # the template was a file that is no longer there
+        return frozenset()  # the template file does not exist any more
 
 
 def usual_end(source: TokenSource, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The special token that ends most samples of a store that does not name its template, such as zero2all's `<|im_end|>`.
+    """The special token that is the last target of most samples, for a store without a known template (zero2all: `<|im_end|>`).
 
-    It is the last target of a sample. Nothing is found where samples end in different ways or in ordinary text.
+    Empty if samples end differently or in ordinary text.
     """
     if tokenizer is None or isinstance(source, PairSource):
         return frozenset()
@@ -78,15 +78,15 @@ def usual_end(source: TokenSource, tokenizer: Tokenizer | None) -> frozenset[int
 
 
 def _first_documents(source: TokenSource) -> tuple[Longs, Longs]:
-    """The numbers and lengths of the first documents that are not empty, some thousand tokens or more."""
-    lengths = source.lengths(0, min(source.num_documents, PROBED_DOCUMENTS))
+    """The numbers and lengths of the first documents that are not empty."""
+    lengths = source.lengths(0, min(source.num_documents, PROBE_DOCUMENTS))
     numbers = np.flatnonzero(lengths)
-    enough = np.cumsum(lengths[numbers]) <= max(PROBED_TOKENS, int(lengths[numbers[:1]].sum()))
+    enough = np.cumsum(lengths[numbers]) <= max(PROBE_TOKENS, int(lengths[numbers[:1]].sum()))
     return numbers[enough], lengths[numbers][enough]
 
 
 def _origin(source: TokenSource) -> tuple[str | None, str]:
-    """Whether a store was made of conversations or pairs, and by which template."""
+    """Whether a store holds conversations or pairs, and their chat template."""
     store = source.store if isinstance(source, PairSource) else source
     first = store.manifest.sources[0] if isinstance(store, Store) and store.manifest.sources else ""
     kind, _, template = first.partition(" template=")
@@ -110,31 +110,31 @@ def _check(selection: Selection, stops: frozenset[int], tokenizer: Tokenizer | N
     if without and (known or without == samples):
         raise DataError(
             f"{source.name}: {without} of {samples} {what} have no target to learn from (the first: document {first}). "
-            "Tokenize them again with `headway data tokenize`, which leaves such records out."
+            "Tokenize them again with `headway data tokenize`, which skips such records."
         )
     spelled = " or ".join(f"{_spelling(stop, tokenizer)} (id {stop})" for stop in sorted(stops))
     if known and stops and not ending:
         raise DataError(
             f"{source.name}: the stop token {spelled} is a target in none of {samples} {what}, so the model would not learn to stop. "
-            "They may all be cut: raise data.seq_len or --max-length; or tokenize them with the template the model is to use."
+            "If all are truncated, raise data.seq_len or --max-length. Else tokenize them with the chat template of the model."
         )
-    every = f"each of {samples} {what} has a target" if not without else f"{without} of {samples} {what} have no target and teach nothing"
-    stopped = f"the stop token {spelled} is a target in {ending}" if stops else "which token stops an answer is not known"
-    cut = f" ({samples - ending} were cut before it)" if stops and known and ending < samples else ""
+    every = f"each of {samples} {what} has a target" if not without else f"{without} of {samples} {what} have no target"
+    stopped = f"the stop token {spelled} is a target in {ending}" if stops else "the stop token is unknown"
+    cut = f" ({samples - ending} are truncated before it)" if stops and known and ending < samples else ""
     return f"targets of {source.name}: {every}, {targets} tokens in all; {stopped}{cut}{_left_out(selection)}"
 
 
 def _left_out(selection: Selection) -> str:
-    """How many pairs do not fit a row."""
+    """The number of pairs that do not fit into a row."""
     if selection.max_length is None:
         return ""
     lengths = selection.source.lengths(0, selection.num_documents)
     count = int((lengths > selection.max_length).sum())
-    return f"; {count} pairs longer than data.seq_len={selection.max_length} are left out" if count else ""
+    return f"; {count} pairs longer than data.seq_len={selection.max_length} are skipped" if count else ""
 
 
 def _chunks(selection: Selection, stops: frozenset[int]) -> Iterator[tuple[Longs, Ids, Ids, int]]:
-    """Some documents at a time: their numbers, whether each has a target, and the stop token as one, and how many targets there are."""
+    """Chunks of documents: numbers, whether each has a target, whether a stop token is one, and the number of targets."""
     source = selection.source
     store, sides = (source.store, 2) if isinstance(source, PairSource) else (source, 1)
     count = sides * selection.num_documents
@@ -150,7 +150,7 @@ def _chunks(selection: Selection, stops: frozenset[int]) -> Iterator[tuple[Longs
         assert mask is not None
         starts = np.cumsum(lengths) - lengths
         learned = mask.copy()
-        learned[starts] = False  # nothing stands before a document's first token that could predict it
+        learned[starts] = False  # nothing predicts the first token of a document
         stopping = learned & np.isin(ids, wanted)
         yield numbers, np.logical_or.reduceat(learned, starts), np.logical_or.reduceat(stopping, starts), int(learned.sum())
 

@@ -1,8 +1,8 @@
-"""The SHA-256 of data files, computed once and remembered. In: a path; out: its checksum, or a DataError where it is not the expected one.
+"""SHA-256 checksums of data files, computed once and cached. In: a path; out: its checksum, or a DataError if another one is expected.
 
-A checksum is remembered under the file's path, size, time of change, inode and inode time, which every ordinary change of a file moves; one
-small sealed file each, in cache_dir/checksums. Files changed a moment ago are not remembered yet: they might change again in the same tick.
-Large files of a store are checked in the background, by one process of a machine, while training already reads them.
+The cache is one small sealed file per checksum in cache_dir/checksums. Its name depends on the file's path, size, modification time, inode
+and inode change time, so every ordinary change of a file gives another name. Files that changed a moment ago are not cached: they could
+change again within the resolution of the clock. Large files are checked in the background, by one process, while training reads them.
 """
 
 from __future__ import annotations
@@ -21,67 +21,67 @@ from pathlib import Path
 from headway.errors import DataError, HeadwayError
 from headway.runtime.sealed import read_sealed, write_sealed
 from headway.runtime.storage import CHUNK_BYTES
-from headway.store.file_lock import held
+from headway.store.file_lock import file_lock
 
 log = logging.getLogger("headway")
 
 FOLDER = "checksums"
 AT_ONCE_BYTES = 256 << 20
-"""Files up to this size are checked before their first use, larger ones in the background."""
+"""Files up to this size are checked before the first use, larger ones in the background."""
 SETTLED_SECONDS = 2.0
 
 
 class Checksums:
-    """Checksums of data files. `memory`: the cache folder where they are remembered; None = computed each time."""
+    """Checksums of data files. `cache_dir`: the folder of the cache; None: no cache."""
 
-    def __init__(self, memory: Path | None = None) -> None:
-        self.memory = memory
-        self._background = _Background(memory)
+    def __init__(self, cache_dir: Path | None = None) -> None:
+        self.cache_dir = cache_dir
+        self._background = _Background(cache_dir)
         weakref.finalize(self, self._background.end).atexit = False
 
     @property
     def failed(self) -> DataError | None:
-        """What the background has found damaged; whoever reads data raises it."""
+        """The damage that the background check found; readers raise it."""
         return self._background.failed
 
     @property
     def unchecked(self) -> list[Path]:
-        """Files that are in use and not checked yet."""
+        """Files in use that are not checked yet."""
         return sorted(self._background.unchecked)
 
     def of(self, path: Path) -> str:
-        """The checksum of a file, remembered or computed now."""
-        known = remembered(self.memory, path)
+        """The checksum of a file, from the cache or computed now."""
+        known = cached_checksum(self.cache_dir, path)
         if known is None:
-            known = _compute(self.memory, path, threading.Event())
+            known = _compute(self.cache_dir, path, threading.Event())
             assert known is not None
         return known
 
     def of_all(self, paths: Sequence[Path]) -> list[str]:
-        """The checksums of some files; of many processes one computes and the others wait."""
-        if self.memory is None or all(self.knows(path) for path in paths):
+        """The checksums of some files; one process computes them, the others wait."""
+        if self.cache_dir is None or all(self.is_cached(path) for path in paths):
             return [self.of(path) for path in paths]
-        with held(self.memory / f"{FOLDER}.lock", until=lambda: all(self.knows(path) for path in paths)):
+        with file_lock(self.cache_dir / f"{FOLDER}.lock", until=lambda: all(self.is_cached(path) for path in paths)):
             return [self.of(path) for path in paths]
 
     def require(self, path: Path, expected: str) -> None:
-        """Refuse a file that is not as it was written; a large one is looked at in the background."""
-        known = remembered(self.memory, path)
+        """Raise a DataError if a file does not have the expected checksum; a large file is checked in the background."""
+        known = cached_checksum(self.cache_dir, path)
         if known is None and path.stat().st_size > AT_ONCE_BYTES:
             self._background.add(path, expected)
         elif (known or self.of(path)) != expected:
             raise damaged(path)
 
-    def knows(self, path: Path) -> bool:
-        """Whether a file's checksum is remembered."""
-        return remembered(self.memory, path) is not None
+    def is_cached(self, path: Path) -> bool:
+        """Whether the checksum of a file is cached."""
+        return cached_checksum(self.cache_dir, path) is not None
 
 
 class _Background:
-    """Checks large files one after another, for as long as their `Checksums` is in use."""
+    """Checks large files one after another while their `Checksums` is in use."""
 
-    def __init__(self, memory: Path | None) -> None:
-        self.memory = memory
+    def __init__(self, cache_dir: Path | None) -> None:
+        self.cache_dir = cache_dir
         self.failed: DataError | None = None
         self.unchecked: set[Path] = set()
         self._waiting: queue.SimpleQueue[tuple[Path, str] | None] = queue.SimpleQueue()
@@ -116,36 +116,36 @@ class _Background:
                     self.failed = damaged(path)
 
     def _check(self, path: Path) -> str | None:
-        """The checksum, computed by one process of those that want it; None where nobody wants it any more."""
-        if self.memory is None:
+        """The checksum, computed by one process only; None after `end`."""
+        if self.cache_dir is None:
             return _compute(None, path, self._over)
-        lock = self.memory / FOLDER / f"{hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:32]}.lock"
-        with held(lock, until=lambda: self._over.is_set() or remembered(self.memory, path) is not None):
-            return remembered(self.memory, path) or _compute(self.memory, path, self._over)
+        lock = self.cache_dir / FOLDER / f"{hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:32]}.lock"
+        with file_lock(lock, until=lambda: self._over.is_set() or cached_checksum(self.cache_dir, path) is not None):
+            return cached_checksum(self.cache_dir, path) or _compute(self.cache_dir, path, self._over)
 
 
-def remembered(memory: Path | None, path: Path) -> str | None:
-    """A file's checksum, if it is known and the file has not changed since."""
-    if memory is None:
+def cached_checksum(cache_dir: Path | None, path: Path) -> str | None:
+    """The cached checksum of a file, if the file has not changed since."""
+    if cache_dir is None:
         return None
-    entry = _entry(memory, path)
+    entry = _entry(cache_dir, path)
     try:
         content = read_sealed(entry)
     except (OSError, ValueError):
-        log.warning("%s is damaged; the checksum of %s is computed again", entry, path)
+        log.warning("%s: damaged; computing the checksum of %s again", entry, path)
         return None
     return None if content is None else content.decode()
 
 
-def _entry(memory: Path, path: Path) -> Path:
+def _entry(cache_dir: Path, path: Path) -> Path:
     status = os.stat(path)
     parts = (os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
-    return memory / FOLDER / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return cache_dir / FOLDER / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _compute(memory: Path | None, path: Path, over: threading.Event) -> str | None:
-    """Read a file for its checksum and remember it; None where that was called off."""
-    entry = None if memory is None else _entry(memory, path)
+def _compute(cache_dir: Path | None, path: Path, over: threading.Event) -> str | None:
+    """Compute the checksum of a file and cache it; None if that was stopped."""
+    entry = None if cache_dir is None else _entry(cache_dir, path)
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -154,17 +154,17 @@ def _compute(memory: Path | None, path: Path, over: threading.Event) -> str | No
             digest.update(chunk)
     found = digest.hexdigest()
     if (
-        memory is not None
+        cache_dir is not None
         and entry is not None
-        and entry == _entry(memory, path)
+        and entry == _entry(cache_dir, path)
         and time.time() - os.stat(path).st_ctime > SETTLED_SECONDS
     ):
-        with suppress(OSError, HeadwayError):  # a cache that cannot be written costs time, nothing else
+        with suppress(OSError, HeadwayError):  # without the cache only time is lost
             entry.parent.mkdir(parents=True, exist_ok=True)
             write_sealed(entry, found.encode(), durable=False)
     return found
 
 
 def damaged(path: Path) -> DataError:
-    """What to say about a file that is not as it was written."""
-    return DataError(f"{path}: damaged: the checksum is not the one in store.json. Copy or build the store again.")
+    """The error for a file with a wrong checksum."""
+    return DataError(f"{path}: damaged: its checksum differs from store.json. Copy or build the store again.")

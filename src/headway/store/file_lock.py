@@ -1,7 +1,7 @@
-"""One process works while others wait, without talking to each other: a lock file on a disk all of them see.
+"""A lock file on a shared disk: one process does the work while the others wait.
 
-The holder touches the file every few seconds. A lock nobody has touched for long belonged to a process that died, and is taken over. What
-is built under a lock must still appear by one atomic rename: should two processes ever hold it, they do the same work twice, no harm.
+The owner touches the file every few seconds. A lock not touched for long belongs to a dead process and is taken over. What is built
+under a lock must still appear by one atomic rename: if two processes ever own the lock, they do the same work twice, without harm.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ POLL_SECONDS = 0.2
 
 
 @contextmanager
-def held(path: Path, until: Callable[[], bool], stale_seconds: float = STALE_SECONDS) -> Iterator[bool]:
-    """Wait until this process holds the lock (True) or `until` says that somebody else has done the work (False)."""
+def file_lock(path: Path, until: Callable[[], bool], stale_seconds: float = STALE_SECONDS) -> Iterator[bool]:
+    """Wait until this process owns the lock (True), or until `until` reports that another process has done the work (False)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not _acquire(path, until, stale_seconds):
         yield False
@@ -45,7 +45,7 @@ def held(path: Path, until: Callable[[], bool], stale_seconds: float = STALE_SEC
 
 def _acquire(path: Path, until: Callable[[], bool], stale_seconds: float) -> bool:
     seen: tuple[float, float] | None = None  # the lock's last touch and when we first saw it, by our clock: clocks of machines differ
-    said = False
+    logged = False
     while not until():
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -60,12 +60,12 @@ def _acquire(path: Path, until: Callable[[], bool], stale_seconds: float) -> boo
         if seen is None or seen[0] != touched:
             seen = (touched, now)
         elif now - seen[1] > stale_seconds:
-            logging.getLogger("headway").info("%s: not touched for %.0f s, taken over", path, stale_seconds)
+            logging.getLogger("headway").info("%s: lock not renewed for %.0f s; taking it over", path, stale_seconds)
             path.unlink(missing_ok=True)
             seen = None
             continue
-        if not said:
-            logging.getLogger("headway").info("waiting for another process (lock %s)", path)
-            said = True
+        if not logged:
+            logging.getLogger("headway").info("waiting for another process that owns %s", path)
+            logged = True
         time.sleep(POLL_SECONDS)
     return False

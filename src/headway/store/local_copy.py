@@ -1,4 +1,4 @@
-"""A store on a slow disk is copied once to a fast local one. In: a store and a folder; out: the copy, checked, or the one made before."""
+"""Copies of a store on a local disk. In: a store and a folder; out: a verified copy, made now or before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headway.runtime.progress import progress, quantity
 from headway.runtime.storage import fsync_file, remove_folder, rename_folder, require_space, writing
 from headway.runtime.temporary import clear_leftovers, temporary_name
 from headway.store.checksums import AT_ONCE_BYTES, Checksums
-from headway.store.file_lock import held
+from headway.store.file_lock import file_lock
 from headway.store.manifest import MANIFEST_NAME, read_manifest
 from headway.store.reader import is_store, open_store
 
@@ -19,16 +19,16 @@ log = logging.getLogger("headway")
 
 
 def copy_to_local(store: Path, folder: Path, checksums: Checksums | None = None) -> Path:
-    """The copy of a store in `folder`; processes of one machine copy it once, the others wait. A damaged copy is made again."""
+    """The copy of a store in `folder`. One process of a machine makes it, the others wait. A damaged copy is replaced."""
     manifest = read_manifest(store)
     copy = folder / f"{store.name}-{manifest.key[:16]}"
-    known = checksums or Checksums()
-    with held(folder / f"{copy.name}.lock", until=lambda: is_store(copy) and is_whole(copy, known)) as mine:
-        if mine:
+    checksums = checksums or Checksums()
+    with file_lock(folder / f"{copy.name}.lock", until=lambda: is_store(copy) and is_whole(copy, checksums)) as is_owner:
+        if is_owner:
             discard_damaged(copy)
             size = sum(file.bytes for shard in manifest.shards for file in shard.files.values())
             require_space(folder, size, DataError)
-            log.info("stage %s to %s: %s", store, copy, quantity(size, "bytes"))
+            log.info("copying %s to %s: %s", store, copy, quantity(size, "bytes"))
             _copy(store, copy, size)
     return copy
 
@@ -39,7 +39,7 @@ def _copy(store: Path, copy: Path, size: int) -> None:
     with writing(copy, size, DataError):
         partial.mkdir(parents=True, exist_ok=True)
         try:
-            with progress(f"stage {store.name}", total=size, unit="bytes") as advance:
+            with progress(f"copy {store.name}", total=size, unit="bytes") as advance:
                 names = [name for shard in read_manifest(store).shards for name in shard.files]
                 for name in [*names, MANIFEST_NAME]:
                     shutil.copyfile(store / name, partial / name)
@@ -54,12 +54,12 @@ def _copy(store: Path, copy: Path, size: int) -> None:
 
 
 def is_whole(store: Path, checksums: Checksums) -> bool:
-    """Whether every file of a store is as it was written; large ones may still be looked at when they are read."""
+    """Whether the files of a store match their checksums. Large files without a known checksum are checked when they are read."""
     try:
         manifest = open_store(store).manifest
         for shard in manifest.shards:
             for name, file in shard.files.items():
-                if file.bytes <= AT_ONCE_BYTES or checksums.knows(store / name):
+                if file.bytes <= AT_ONCE_BYTES or checksums.is_cached(store / name):
                     checksums.require(store / name, file.sha256)
     except (DataError, OSError):
         return False
@@ -67,9 +67,9 @@ def is_whole(store: Path, checksums: Checksums) -> bool:
 
 
 def discard_damaged(store: Path) -> None:
-    """Make room for a store that is built again."""
+    """Remove a damaged store, which is then built again."""
     if store.is_symlink():
         store.unlink()
     elif store.exists():
-        log.warning("%s is damaged and is built again", store)
+        log.warning("%s: damaged; building it again", store)
         remove_folder(store)

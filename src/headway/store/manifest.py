@@ -1,6 +1,6 @@
-"""store.json: what a token store holds, written last. In: the file; out: a `StoreManifest`, or a DataError that says what is wrong with it.
+"""store.json, the manifest of a token store, written last. In: the file; out: a `StoreManifest`, or a DataError that says what is wrong.
 
-It begins with a checksum of all its bytes that follow; stores of earlier versions, which have none, are read too.
+It begins with a checksum of the rest of the file. Stores of earlier versions without it are read, too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class StoreShard:
-    """One stretch of whole documents: a tokens file, an index file, and a mask and a spans file where the store has them."""
+    """Some of the documents: a tokens file, an index file, and optionally mask, spans and types files."""
 
     documents: int
     tokens: int
@@ -44,7 +44,7 @@ class StoreShard:
 
 @dataclass(frozen=True)
 class Division:
-    """What a store holds that is one of several built by a divided job; by it `data merge` restores the order of the whole."""
+    """The parts of a tokenization that one of several shards (`--shard I/N`) holds; `data merge` restores the order from it."""
 
     shard: int
     of: int
@@ -65,7 +65,7 @@ class StoreManifest:
     shards: tuple[StoreShard, ...]
     division: Division | None = None
     types: tuple[str, ...] | None = None
-    """The names of the documents' types (folders, domains); None where documents have none."""
+    """The names of the document types (folders, domains); None if documents have none."""
     key: str = field(default="", compare=False)
 
     @property
@@ -111,13 +111,13 @@ class StoreManifest:
 
     @property
     def content(self) -> str:
-        """The checksum of what the store holds, without where it came from."""
+        """The checksum of the content, independent of its origin."""
         files = [(name, file.sha256) for shard in self.shards for name, file in shard.files.items()]
         return hashlib.sha256(repr((self.dtype, self.masked, self.spans, self.tokenizer, files)).encode()).hexdigest()
 
 
 def file_names(number: int, masked: bool, spans: bool, typed: bool = False) -> list[str]:
-    """The files of one shard: tokens, documents, then mask, spans and types where the store has them."""
+    """The files of one shard: tokens, documents, then mask, spans and types if the store has them."""
     names = [f"tokens-{number:05}.bin", f"docs-{number:05}.idx"]
     return names + [f"mask-{number:05}.bin"] * masked + [f"spans-{number:05}.idx"] * spans + [f"types-{number:05}.bin"] * typed
 
@@ -144,9 +144,9 @@ def read_manifest(folder: Path) -> StoreManifest:
     except RecursionError:
         raise DataError(f"{path}: nested too deeply; the store is damaged. Build it again.") from None
     if not isinstance(given, dict) or given.get("kind") != "headway-store":
-        raise DataError(f"{path}: not the description of a token store. Give the folder that `headway data tokenize --out` wrote.")
+        raise DataError(f"{path}: not a token store manifest. Give the folder that `headway data tokenize --out` wrote.")
     if given.get("version") != VERSION:
-        raise DataError(f"{path}: version is {given.get('version')!r}; this headway reads {VERSION}. Build the store again.")
+        raise DataError(f"{path}: version is {given.get('version')!r}; this headway reads version {VERSION}. Build the store again.")
     unknown = sorted(set(map(str, given)) - KEYS)
     rest = content[len(CHECKSUM_LINE.format("0" * 64).encode()) :]
     if unknown or ("checksum" in given and content != CHECKSUM_LINE.format(hashlib.sha256(rest).hexdigest()).encode() + rest):
@@ -164,7 +164,7 @@ def _absent(folder: Path) -> str:
     if not folder.exists():
         return f"{folder}: no such folder. Give the folder of a token store, e.g. what `headway data tokenize --out` wrote."
     if (folder / JOURNAL_NAME).exists() or any(folder.glob("tokens-*.bin")):
-        return f"{folder}: an unfinished token store (no {MANIFEST_NAME}). Run the command that builds it again; it continues where it was."
+        return f"{folder}: an unfinished token store (no {MANIFEST_NAME}). Run the command that builds it again; it resumes."
     return f"{folder}: not a token store (no {MANIFEST_NAME}). Give the folder that `headway data tokenize --out` wrote."
 
 
@@ -173,7 +173,7 @@ def _parse(given: dict[str, Any], key: str) -> StoreManifest:
         raise ValueError(f"dtype is {given['dtype']!r}")
     tokenizer = given["tokenizer"]
     if tokenizer is not None and not isinstance(tokenizer, str):
-        raise ValueError("tokenizer is no text")
+        raise ValueError("tokenizer is not a string")
     division = given.get("division")
     return StoreManifest(
         dtype=cast(Dtype, given["dtype"]),
@@ -201,7 +201,7 @@ def _parse_shard(one: dict[str, Any]) -> StoreShard:
 
 def _count(value: Any, least: int = 0) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value
 
 

@@ -1,9 +1,8 @@
-"""Read-only memory maps of data files, a bounded number of them in a process, without a file descriptor each.
+"""Read-only memory maps of data files: a bounded number per process, without an open file descriptor each.
 
-Python's own maps keep a descriptor open, so that a store of many shards runs into `ulimit -n`; here the descriptor is closed once the map
-stands. The least recently used maps are let go above MOST_MAPS. A file that became shorter under a map would end the process with SIGBUS
-when it is read there: `MappedFiles.get` compares its size at every use, which costs a microsecond (reading by system calls would cost one
-per document) and leaves the moment between this look and the copy.
+Python's own maps keep a descriptor open, so a store of many shards would reach `ulimit -n`. Here the descriptor is closed once the file is
+mapped, and the least recently used maps are dropped above MAX_MAPS. Reading past the end of a file that became shorter kills the process
+with SIGBUS, so `MappedFiles.get` checks the size at every use. That costs a microsecond; a change between check and copy is not caught.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ import numpy as np
 
 from headway.errors import DataError
 
-MOST_MAPS = 4096
-"""The kernel's usual limit of a process is 65,530 maps, for everything."""
+MAX_MAPS = 4096
+"""The usual kernel limit is 65,530 maps per process."""
 PROT_READ, MAP_SHARED = 1, 1
 Array = np.ndarray[Any, Any]
 
 
 def map_file(path: Path | str, dtype: Any = np.uint8) -> Array:
-    """A file as a read-only array, mapped and not read; an empty file is an empty array."""
+    """A file as a read-only array, mapped without reading it."""
     try:
         return _map(str(path), np.dtype(dtype))
     except (OSError, ValueError) as problem:
@@ -41,7 +40,7 @@ def _map(path: str, dtype: np.dtype[Any]) -> Array:
     try:
         size = os.fstat(descriptor).st_size
         if size % dtype.itemsize:
-            raise ValueError(f"has {size} bytes, no multiple of {dtype.itemsize}")
+            raise ValueError(f"has {size} bytes, not a multiple of {dtype.itemsize}")
         if not size:
             return np.zeros(0, dtype)
         if not sys.platform.startswith("linux"):
@@ -62,7 +61,7 @@ def _map(path: str, dtype: np.dtype[Any]) -> Array:
 
 
 def _advice(problem: OSError | ValueError) -> str:
-    """What went wrong and what helps against that."""
+    """The reason and the remedy."""
     if isinstance(problem, OSError) and problem.errno in (errno.EMFILE, errno.ENFILE):
         return "too many files are open. Raise the limit (ulimit -n), or join stores with `headway data merge`."
     if isinstance(problem, OSError) and problem.errno == errno.ENOMEM:
@@ -72,10 +71,10 @@ def _advice(problem: OSError | ValueError) -> str:
 
 
 class MappedFiles:
-    """The maps of this process, the most recently used ones."""
+    """The most recently used maps of this process."""
 
-    def __init__(self, most: int = MOST_MAPS) -> None:
-        self.most = most
+    def __init__(self, max_maps: int = MAX_MAPS) -> None:
+        self.max_maps = max_maps
         self._maps: OrderedDict[str, tuple[int, Array]] = OrderedDict()
         self._guard = threading.Lock()
 
@@ -83,25 +82,25 @@ class MappedFiles:
         return len(self._maps)
 
     def get(self, path: str, dtype: str, size: int) -> Array:
-        """The map of a file that must have `size` bytes; one that was replaced is mapped again."""
+        """The map of a file that must have `size` bytes; a file that was replaced is mapped again."""
         try:
             now = os.stat(path)
         except OSError as problem:
             raise DataError(f"{path}: cannot be read: {_advice(problem)}") from None
         if now.st_size != size:
             raise DataError(
-                f"{path}: has {now.st_size} bytes; store.json says {size}. It was cut or replaced. Copy or build the store again."
+                f"{path}: has {now.st_size} bytes; store.json says {size}. It was truncated or replaced. Copy or build the store again."
             )
         with self._guard:
             inode, found = self._maps.get(path, (None, None))
             if found is None or inode != now.st_ino:
                 found = map_file(path, dtype)
                 self._maps[path] = now.st_ino, found
-                while len(self._maps) > self.most:
+                while len(self._maps) > self.max_maps:
                     self._maps.popitem(last=False)
             self._maps.move_to_end(path)
             return found
 
 
 MAPS = MappedFiles()
-"""One for all stores: what it bounds, the process has once."""
+"""Shared by all stores: the limit is per process."""

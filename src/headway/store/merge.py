@@ -1,5 +1,6 @@
-"""Several stores become one. In: stores of one tokenizer; out: their documents one store after another — or, where they are the shards of
-one divided tokenization, in the order of the undivided one, byte for byte.
+"""Merge stores. In: stores of one tokenizer; out: one store with their documents, one store after another.
+
+The shards of one tokenization (`--shard I/N`) give the same bytes as a tokenization without shards.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ def merge(stores: Sequence[Path], out: Path) -> Store:
     check_writable(Path(out))
     opened = [open_store(path) for path in stores]
     if not opened:
-        raise DataError("merge: no store is given; name at least one.")
+        raise DataError("merge: no store is given. Give at least one.")
     first = opened[0]
     for other in opened[1:]:
         for what in ("tokenizer", "masked", "spans"):
-            mine, theirs = getattr(first.manifest, what), getattr(other.manifest, what)
-            if mine != theirs:
-                raise DataError(f"{other.name}: {what} is {_short(theirs)}, but {_short(mine)} in {first.name}. Merge stores of one kind.")
+            expected, found = getattr(first.manifest, what), getattr(other.manifest, what)
+            if found != expected:
+                raise DataError(f"{other.name}: {what} is {_short(found)}, but {_short(expected)} in {first.name}. They must be equal.")
     divided = _are_shards(opened)
     sources = list(dict.fromkeys(source for store in opened for source in store.manifest.sources))
     dtype = "uint32" if any(store.dtype == "uint32" for store in opened) else "uint16"
@@ -52,7 +53,7 @@ def merge(stores: Sequence[Path], out: Path) -> Store:
 
 
 def copy_documents(store: Store, writer: StoreWriter, begin: int, end: int) -> None:
-    """Append documents begin to end - 1 of a store, masks, spans and types with them."""
+    """Append documents begin to end - 1 of a store, with masks, spans and types."""
     for first in range(begin, end, COPY_DOCUMENTS):
         documents = np.arange(first, min(first + COPY_DOCUMENTS, end))
         lengths = store.lengths(first, int(documents[-1]) + 1)
@@ -67,26 +68,26 @@ def copy_documents(store: Store, writer: StoreWriter, begin: int, end: int) -> N
 
 
 def _in_order(stores: Sequence[Store]) -> Iterator[tuple[Store, int, int]]:
-    """The parts of all shards by (unit, chunk), each a range of one store's documents."""
-    places: dict[tuple[int, int], tuple[Store, int, int]] = {}
+    """The parts of all shards in the order of (unit, chunk); each is a range of documents of one store."""
+    parts: dict[tuple[int, int], tuple[Store, int, int]] = {}
     for store in stores:
         begin = 0
         for unit, chunk, documents in store.manifest.division.parts if store.manifest.division else ():
-            if (unit, chunk) in places:
-                raise DataError(f"{store.name}: holds the same part as {places[unit, chunk][0].name}. Give each shard once.")
-            places[unit, chunk] = (store, begin, begin + documents)
+            if (unit, chunk) in parts:
+                raise DataError(f"{store.name}: holds the same part as {parts[unit, chunk][0].name}. Give each shard once.")
+            parts[unit, chunk] = (store, begin, begin + documents)
             begin += documents
-    yield from (places[key] for key in sorted(places))
+    yield from (parts[key] for key in sorted(parts))
 
 
 def _are_shards(stores: Sequence[Store]) -> bool:
-    """Whether these are all the shards of one divided job; some of them, or a mixture with others, is refused."""
+    """Whether these are all the shards of one tokenization; an error if only some of the stores are."""
     divisions = [store.manifest.division for store in stores]
     if all(division is None for division in divisions):
         return False
     for store, division in zip(stores, divisions, strict=True):
         if division is None:
-            raise DataError(f"{store.name}: is no shard of a divided tokenization, others are. Merge the shards first.")
+            raise DataError(f"{store.name}: is not a shard of a tokenization, but other stores are. Merge the shards first.")
     of = {division.of for division in divisions if division is not None}
     missing = sorted(set(range(max(of))) - {division.shard for division in divisions if division is not None})
     if len(of) > 1 or missing:

@@ -1,4 +1,4 @@
-"""What a path holds: a token store of headway or of another system, or raw data. Decided by names and first bytes, nothing is read."""
+"""Open a token store of any format. `detect_kind` finds the format by file names and first bytes; `open_source` opens it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from headway.text.raw import RawFile
 StoreKind = Literal["headway", "internlm", "zero2all", "zero2all-sft", "mds", "megatron", "raw"]
 KINDS: tuple[StoreKind, ...] = get_args(StoreKind)
 ZERO2ALL_NAME = re.compile(r"file_\d{3}_\d{5}\.bin")
-LOOKED_FOR = (
+KNOWN = (
     "a headway store (store.json), InternLM (X.bin with X.bin.meta), zero2all (.bin with .ibin, or *_input_ids.bin), MDS (index.json), "
     "Megatron (X.idx with X.bin)"
 )
 
 
 def detect_kind(path: Path | str) -> StoreKind:
-    """The kind of what lies at a path; what is of no known kind is an error that lists what was looked for."""
+    """The format of the data at a path; unknown data is an error that lists the known formats."""
     where = Path(path)
     refuse_stream(where)
     found = _of_folder(where) if where.is_dir() else _of_file(where) if where.is_file() else None
@@ -39,11 +39,11 @@ def detect_kind(path: Path | str) -> StoreKind:
         if glob.has_magic(str(path)) and glob.glob(str(path), recursive=True):
             return "raw"
         raise DataError(f"{path}: no such file or folder.")
-    raise DataError(f"{path}: of no known kind. Looked for {LOOKED_FOR}; raw data ({SUPPORTED}). Bare .bin files need --from zero2all.")
+    raise DataError(f"{path}: unknown format. Known are {KNOWN}; raw data ({SUPPORTED}). Bare .bin files need --from zero2all.")
 
 
 def parse_kind(kind: str) -> StoreKind:
-    """A kind by the name a flag gives."""
+    """The kind with that name; an error if there is none."""
     if kind not in KINDS:
         raise ConfigError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}.")
     return kind
@@ -54,7 +54,7 @@ def _of_folder(path: Path) -> StoreKind | None:
         return "headway"
     if inside := sorted(str(one.parent) for one in path.glob("*/store.json")):
         raise DataError(
-            f"{path}: holds {len(inside)} token store{'s'[: len(inside) > 1]} and is none itself. Give {' or '.join(inside[:3])}."
+            f"{path}: holds {len(inside)} token store{'s'[: len(inside) > 1]} but is not one itself. Give {' or '.join(inside[:3])}."
         )
     if is_mds(path):
         return "mds" if has_tokens(path) else "raw"
@@ -89,9 +89,9 @@ def _is_megatron(index: Path) -> bool:
 def open_source(
     path: Path | str, kind: StoreKind | None = None, *, rebuild_index: bool = False, begin_id: int | None = None
 ) -> TokenSource:
-    """Open a token store of any kind; `kind` is found out if not given.
+    """Open a token store of any format; `kind` is detected if not given.
 
-    `rebuild_index` makes InternLM and zero2all indexes anew instead of trusting the files; `begin_id` is zero2all's begin token.
+    `rebuild_index`: rebuild InternLM and zero2all indexes instead of reading the index files. `begin_id`: zero2all's begin token.
     """
     where, found = Path(path), kind or detect_kind(path)
     if found == "headway":

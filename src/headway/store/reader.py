@@ -1,13 +1,13 @@
-"""The native token store: `open_store` maps the files that `StoreWriter` wrote; nothing is read before it is asked for.
+"""The native token store: `open_store` maps the files that `StoreWriter` wrote; nothing is read before it is needed.
 
     tokens-00000.bin   ids, little-endian uint16 or uint32, documents one after another
     docs-00000.idx     int64 offsets into it: where each document starts, and the end
-    mask-00000.bin     optional, one bit per token (lowest first): is it a loss target
+    mask-00000.bin     optional, one bit per token (lowest first): 1 for a loss target
     spans-00000.idx    optional, int64 offsets: where true documents start inside the packs, and the end
     types-00000.bin    optional, uint16 per document: which of store.json's `types` (folder, domain) it is of
 
-Invariant: sizes are checked when a store is opened and at every use, offsets when they are read, the checksum of a file when it is first
-read (see checksums.py), all of them by `Store.verify`.
+Invariant: file sizes are checked when a store is opened and at every use, offsets when they are read, checksums at the first use of a file
+(see checksums.py). `Store.verify` checks everything.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from headway.store.source import Flags, Ids, Longs, TokenSource
 from headway.store.writer import StoreWriter
 
 SLICED_FROM = 64
-"""Pieces of this many tokens on average are copied as slices."""
+"""Pieces with this many tokens on average are copied as slices."""
 
 __all__ = ["Store", "StoreWriter", "dtype_for", "is_store", "open_store", "ranges"]
 
 
 def is_store(path: Path) -> bool:
-    """Whether a folder says it is a native store (it may still be damaged)."""
+    """Whether a folder holds a finished native store (it may be damaged)."""
     return (Path(path) / MANIFEST_NAME).is_file()
 
 
 def dtype_for(vocab_size: int) -> Dtype:
-    """The narrower of the two id types that holds a vocabulary."""
+    """The smaller of the two id types that holds a vocabulary."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def open_store(path: Path | str, name: str | None = None, checksums: Checksums | None = None) -> Store:
-    """Open a finished store; a half-written one, or one whose files have other sizes than store.json says, is refused.
+    """Open a finished store; an error if it is unfinished or if file sizes differ from store.json.
 
-    `name`: what people know it by, where it is a copy or was built from other files; default: its path.
-    `checksums`: where it is remembered that files were checked; default: nowhere, each is checked when it is first read.
+    `name`: the name in messages, if the store is a copy or was built from raw files; default: its path.
+    `checksums`: the cache of checksums; default: none, each file is checked at its first use.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
@@ -78,7 +78,7 @@ class Store(TokenSource):
             "types": ("bin", "<u2"),
             "tokens": ("bin", f"<u{ITEM_BYTES[self.dtype]}"),
         }
-        self._place_of = str(folder)
+        self._folder_path = str(folder)
         self._first_document = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
         self._first_token = np.cumsum([0, *(shard.tokens for shard in manifest.shards)])
         self.num_documents, self.num_tokens = int(self._first_document[-1]), int(self._first_token[-1])
@@ -97,7 +97,6 @@ class Store(TokenSource):
         return self.manifest.key
 
     def lengths(self, first: int, last: int) -> Longs:
-        """The lengths of documents first to last - 1."""
         found = [np.zeros(0, np.int64)]
         for shard in self._shards_of(first, last):
             base = int(self._first_document[shard])
@@ -106,9 +105,8 @@ class Store(TokenSource):
         return np.concatenate(found)
 
     def first_at(self, token: int) -> int:
-        """The first document that starts at token offset `token` or later; `num_documents` if none does."""
         shard = int(np.searchsorted(self._first_token, token, side="right")) - 1
-        # Shards without tokens share an offset with the next one: the first document at an offset may lie in an earlier of them.
+        # A shard without tokens starts at the same offset as the next one: the first document may be in an earlier shard.
         shard = (
             int(np.searchsorted(self._first_token, self._first_token[shard], side="left")) if token == self._first_token[shard] else shard
         )
@@ -122,26 +120,23 @@ class Store(TokenSource):
         return self.tokens(document, 0, int(self.lengths(document, document + 1)[0]))
 
     def document_mask(self, document: int) -> Flags | None:
-        """Which tokens of a document are loss targets; None where the store is not masked."""
+        """The loss mask of one document; None if the store is not masked."""
         return self.mask(document, 0, int(self.lengths(document, document + 1)[0]))
 
     def tokens(self, document: int, start: int, stop: int) -> Ids:
-        """The ids of one document from `start` to `stop` - 1, a view of the mapped file."""
-        shard, first = self._place(document)
+        shard, first = self._locate(document)
         return self._map("tokens", shard)[first + start : first + stop]
 
     def mask(self, document: int, start: int, stop: int) -> Flags | None:
-        """Which of those tokens are loss targets; None where the store is not masked."""
         if not self.masked:
             return None
-        shard, first = self._place(document)
+        shard, first = self._locate(document)
         return self._bits(shard, ranges(np.array([first + start]), np.array([stop - start])))
 
     def span_starts(self, document: int) -> Longs | None:
-        """Where the true documents start inside a pack; None where the store keeps no spans."""
         if not self.manifest.spans:
             return None
-        shard, first = self._place(document)
+        shard, first = self._locate(document)
         stop = first + int(self.lengths(document, document + 1)[0])
         spans = self._map("spans", shard)
         low, high = np.searchsorted(spans[:-1], [first, stop])
@@ -151,7 +146,6 @@ class Store(TokenSource):
         return starts
 
     def type_of(self, document: int) -> str:
-        """The type (folder, domain) of a document; empty where the store keeps none."""
         types = self.manifest.types
         if types is None:
             return ""
@@ -162,13 +156,12 @@ class Store(TokenSource):
         return types[number]
 
     def type_numbers(self) -> Longs | None:
-        """The number of every document's type in the manifest's list; None where the store keeps none."""
+        """The index of every document's type in the manifest; None if the store has no types."""
         if self.manifest.types is None:
             return None
         return np.concatenate([self._map("types", shard) for shard in range(len(self.manifest.shards))]).astype(np.int64)
 
     def count_types(self) -> dict[str, tuple[int, int]]:
-        """Documents and tokens of each type; empty where the store keeps none."""
         numbers = self.type_numbers()
         if numbers is None or self.manifest.types is None:
             return {}
@@ -177,7 +170,6 @@ class Store(TokenSource):
         return dict(zip(self.manifest.types, zip(documents, tokens, strict=True), strict=False))
 
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
-        """The ids (and loss mask) of many pieces, one after another."""
         shards = np.searchsorted(self._first_document, documents, side="right") - 1
         if len(documents) and (shards == shards[0]).all():
             return self._gather(int(shards[0]), documents, starts, lengths)
@@ -193,7 +185,7 @@ class Store(TokenSource):
         return ids, mask
 
     def verify(self) -> None:
-        """Read everything: checksums, order of offsets, highest id. Damage is a DataError that names the file."""
+        """Check all checksums and offsets; damage is a DataError that names the file."""
         for number, shard in enumerate(self.manifest.shards):
             for name, expected in shard.files.items():
                 if sha256_file(self.folder / name) != expected.sha256:
@@ -206,7 +198,7 @@ class Store(TokenSource):
         if lengths.sum() < SLICED_FROM * len(lengths):
             index = ranges(firsts, lengths)
             return ids[index], self._bits(shard, index) if self.masked else None
-        # Long pieces: copying slices is several times faster than an index of every token.
+        # Long pieces: copying slices is several times faster than indexing every token.
         slices = list(zip(firsts.tolist(), (firsts + lengths).tolist(), strict=True))
         found = np.concatenate([ids[first:stop] for first, stop in slices])
         if not self.masked:
@@ -218,7 +210,7 @@ class Store(TokenSource):
     def _bits(self, shard: int, index: Longs) -> Flags:
         return (self._map("mask", shard)[index >> 3] >> (index & 7).astype(np.uint8)) & 1 == 1
 
-    def _place(self, document: int) -> tuple[int, int]:
+    def _locate(self, document: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._first_document, document, side="right")) - 1
         return shard, int(self._map("docs", shard)[document - int(self._first_document[shard])])
 
@@ -236,11 +228,11 @@ class Store(TokenSource):
         return offsets
 
     def _map(self, what: str, shard: int) -> np.ndarray:
-        """A file of a shard, mapped; checked when it is first read, and its size at every use."""
+        """A file of a shard, mapped; its checksum is checked at the first use, its size at every use."""
         ending, dtype = self._kinds[what]
         name = f"{what}-{shard:05}.{ending}"
         expected = self.manifest.shards[shard].files[name]
-        found = MAPS.get(f"{self._place_of}/{name}", dtype, expected.bytes)
+        found = MAPS.get(f"{self._folder_path}/{name}", dtype, expected.bytes)
         if name not in self._checked:
             self._checksums.require(self.folder / name, expected.sha256)
             self._checked.add(name)

@@ -7,7 +7,9 @@ Documents are numbered from 0 and lie one after another: document i starts at th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,17 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.unsignedinteger | np.signedinteger]
 Longs = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+
+READ_DOCUMENTS = 4096
+
+
+class TokenDocument(NamedTuple):
+    """One document: its ids, which of them are loss targets (None: all), its type, and where true documents start if it is a pack."""
+
+    ids: Ids
+    mask: Flags | None
+    type: str
+    spans: Longs | None = None
 
 
 class TokenSource(ABC):
@@ -78,6 +91,19 @@ class TokenSource(ABC):
             return ids, None
         masks = [found for piece in pieces if (found := self.mask(*piece)) is not None]
         return ids, np.concatenate([np.zeros(0, np.bool_), *masks])
+
+
+def iter_documents(source: TokenSource, split_packs: bool = False) -> Iterator[TokenDocument]:
+    """All documents of a source; `split_packs` yields the true documents of a pack one by one."""
+    for first in range(0, source.num_documents, READ_DOCUMENTS):
+        lengths = source.lengths(first, min(first + READ_DOCUMENTS, source.num_documents)).tolist()
+        for i, length in enumerate(lengths, first):
+            ids, mask, kind, spans = source.tokens(i, 0, length), source.mask(i, 0, length), source.type_of(i), source.span_starts(i)
+            if not split_packs or spans is None:
+                yield TokenDocument(ids, mask, kind, spans)
+                continue
+            for start, stop in zip(spans.tolist(), [*spans.tolist()[1:], length], strict=True):
+                yield TokenDocument(ids[start:stop], None if mask is None else mask[start:stop], kind)
 
 
 class SourceView(TokenSource):

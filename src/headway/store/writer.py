@@ -1,7 +1,7 @@
-"""Writes a token store. In: documents one by one or many at once; out: the files of DESIGN's token store, store.json last.
+"""Writes a token store. In: documents, one by one or many at once; out: the files that reader.py describes, store.json last.
 
-Invariant: until `finish` there is no store.json, so a half-written folder never opens. `commit` records how far the files are; a writer
-opened with `resume=True` cuts them back to the last commit and goes on, and the finished bytes are the same.
+Invariant: there is no store.json before `finish`, so an unfinished folder never opens. `commit` records the sizes of the files. A writer
+with `resume=True` truncates them to the last commit and continues; the finished bytes are the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headway.store.source import Flags, Ids, Longs
 SHARD_TOKENS = 1 << 30
 BUFFER_TOKENS = 1 << 20
 FILE_PATTERNS = ("tokens-?????.bin", "docs-?????.idx", "mask-?????.bin", "spans-?????.idx", "types-?????.bin")
-MOST_TYPES = 1 << 16
+MAX_TYPES = 1 << 16
 NO_NOTE: dict[str, Any] = {}
 
 
@@ -42,11 +42,11 @@ class HashedFile:
     size: int = 0
 
     @classmethod
-    def create(cls, path: Path, keep_bytes: int = 0) -> Self:
-        """Open for appending after the first `keep_bytes`, which are read once for the checksum."""
-        file = open(path, "r+b" if keep_bytes else "wb")  # noqa: SIM115 - stays open until the shard is full
+    def create(cls, path: Path, size_bytes: int = 0) -> Self:
+        """Open for appending after the first `size_bytes`, which are read once for the checksum."""
+        file = open(path, "r+b" if size_bytes else "wb")  # noqa: SIM115 - stays open until the shard is full
         digest = hashlib.sha256()
-        left = keep_bytes
+        left = size_bytes
         while left:
             chunk = file.read(min(left, CHUNK_BYTES))
             if not chunk:
@@ -54,9 +54,9 @@ class HashedFile:
                 raise DataError(f"{path}: shorter than {JOURNAL_NAME} says. Remove the folder {path.parent} and build the store again.")
             digest.update(chunk)
             left -= len(chunk)
-        file.truncate(keep_bytes)
-        file.seek(keep_bytes)
-        return cls(path, file, digest, keep_bytes)
+        file.truncate(size_bytes)
+        file.seek(size_bytes)
+        return cls(path, file, digest, size_bytes)
 
     def write(self, values: np.ndarray) -> None:
         content = np.ascontiguousarray(values).data.cast("B") if values.size else b""
@@ -64,17 +64,17 @@ class HashedFile:
         self.digest.update(content)
         self.size += len(content)
 
-    def reread(self, keep_bytes: int) -> BinaryIO:
-        """Cut the file back to its first `keep_bytes`; what was after them is in the temporary file this returns, to be read."""
+    def reread(self, size_bytes: int) -> BinaryIO:
+        """Truncate the file to `size_bytes`; returns a temporary file with the rest."""
         self.file.flush()
-        rest: BinaryIO = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115 - the caller's
+        rest: BinaryIO = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115 - closed by the caller
         with open(self.path, "rb") as stored:
-            stored.seek(keep_bytes)
+            stored.seek(size_bytes)
             shutil.copyfileobj(stored, rest, CHUNK_BYTES)
         rest.seek(0)
         self.file.close()
-        again = HashedFile.create(self.path, keep_bytes)
-        self.file, self.digest, self.size = again.file, again.digest, keep_bytes
+        again = HashedFile.create(self.path, size_bytes)
+        self.file, self.digest, self.size = again.file, again.digest, size_bytes
         return rest
 
     def sync(self) -> None:
@@ -89,7 +89,7 @@ class HashedFile:
 
 @dataclass
 class OpenShard:
-    """The counts of the shard being written."""
+    """The counts of the shard that is being written."""
 
     number: int = 0
     documents: int = 0
@@ -98,11 +98,11 @@ class OpenShard:
     bits: list[int] = field(default_factory=list)
     """Mask bits that do not fill a byte yet."""
     open_tokens: int = 0
-    """Tokens of a document that was begun and not ended; they are in `tokens`, it is not in `documents`."""
+    """Tokens of a document that is not complete; `tokens` counts them, `documents` does not count it."""
 
 
 class StoreWriter:
-    """Appends documents to a new store; `finish` makes it one."""
+    """Appends documents to a new store; `finish` completes it."""
 
     def __init__(
         self,
@@ -133,11 +133,11 @@ class StoreWriter:
         self._waiting_types: list[str] = []
         self._waiting_tokens = 0
         self.note: Mapping[str, Any] = NO_NOTE
-        """What the last commit before a resume was told to remember; empty for a new store."""
+        """The note of the last commit before a resume; empty for a new store."""
         self._finished = False
         self._made = missing_folders(self.folder)
         if (self.folder / MANIFEST_NAME).exists():
-            raise DataError(f"{self.folder}: holds a finished token store already. Choose another folder or remove it first.")
+            raise DataError(f"{self.folder}: already holds a finished token store. Choose another folder or remove it first.")
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         journal = self.folder / JOURNAL_NAME
@@ -165,9 +165,9 @@ class StoreWriter:
         open_tokens: int = 0,
         types: Sequence[str] | None = None,
     ) -> None:
-        """Append many documents laid one after another; `spans` are offsets into `ids`.
+        """Append many documents, concatenated in `ids`; `spans` are offsets into `ids`.
 
-        The last `open_tokens` ids begin (or continue) a document that the next call goes on with; only without mask and spans.
+        The last `open_tokens` ids belong to a document that the next call continues; only without mask and spans.
         """
         self._flush()
         whole = len(ids) - open_tokens
@@ -176,7 +176,7 @@ class StoreWriter:
             self._append_open(np.asarray(ids)[whole:])
 
     def commit(self, note: Mapping[str, Any] = NO_NOTE) -> None:
-        """Put everything added so far on the disk and record it together with `note`; a resumed writer starts from here."""
+        """Write everything added so far to disk and record it with `note`; a resumed writer starts here."""
         self._flush()
         assert not self._growing.open_tokens, "a commit inside a document"
         with writing(self.folder):
@@ -198,9 +198,9 @@ class StoreWriter:
         (self.folder / JOURNAL_NAME).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let go of the files; where nothing was committed that could be resumed, an unfinished store is removed."""
+        """Close the files; an unfinished store without a commit is removed."""
         for one in self._files:
-            # A full disk cannot take what is still in memory; that was reported when it was written.
+            # Buffered data does not fit on a full disk; that was reported when it was written.
             with suppress(OSError):
                 one.file.close()
         self._files = []
@@ -281,12 +281,12 @@ class StoreWriter:
             return np.zeros(0, "<u2")
         known = self._types
         numbers = [known.setdefault(name, len(known)) for name in (types if types is not None else [""] * documents)]
-        if len(known) > MOST_TYPES:
-            raise DataError(f"{self.folder}: the documents are of more than {MOST_TYPES} types, which a store cannot hold.")
+        if len(known) > MAX_TYPES:
+            raise DataError(f"{self.folder}: the documents have more than {MAX_TYPES} types, the maximum of a store.")
         return np.array(numbers, "<u2")
 
     def _append_open(self, ids: Ids) -> None:
-        assert not self._masked and not self._spans, "only documents without mask and spans come in parts"
+        assert not self._masked and not self._spans, "only documents without mask and spans can be added in parts"
         self._check_ids(ids)
         if self._growing.documents and self._growing.tokens + ids.size > self._shard_tokens:
             self._next_shard()
@@ -302,7 +302,7 @@ class StoreWriter:
             self._max_id = max(self._max_id, high)
 
     def _next_shard(self) -> None:
-        """Close the shard; a document that is under way moves to the next one, where it would be had its length been known."""
+        """Close the shard. An incomplete document moves to the next shard, as it would if its length had been known."""
         moved, tokens = self._growing.open_tokens, self._files[0]
         if not moved:
             self._close_shard()
@@ -336,13 +336,13 @@ class StoreWriter:
         now.documents += len(lengths)
         now.open_tokens = 0 if len(lengths) else now.open_tokens
 
-    def _open_shard(self, keep_bytes: Sequence[int] | None = None) -> None:
+    def _open_shard(self, size_bytes: Sequence[int] | None = None) -> None:
         if self._files:
             return
         names = file_names(self._growing.number, self._masked, self._spans, self._types is not None)
-        kept = keep_bytes if keep_bytes is not None else [0] * len(names)
+        kept = size_bytes if size_bytes is not None else [0] * len(names)
         self._files = [HashedFile.create(self.folder / name, size) for name, size in zip(names, kept, strict=True)]
-        if keep_bytes is None:
+        if size_bytes is None:
             self._files[1].write(np.zeros(1, "<i8"))
 
     def _close_shard(self) -> None:
@@ -373,7 +373,7 @@ class StoreWriter:
         if settings != self._settings:
             changed = ", ".join(k for k in self._settings if settings.get(k) != self._settings[k])
             raise DataError(
-                f"{self.folder}: holds an unfinished store made with another {changed}. Remove the folder or use the same settings."
+                f"{self.folder}: holds an unfinished store with other settings ({changed}). Remove the folder or use the same settings."
             )
         self._shards = shards
         self.note = given["note"]
@@ -381,6 +381,6 @@ class StoreWriter:
             for shard in shards:
                 for name, file in shard.files.items():
                     if not (self.folder / name).exists() or os.path.getsize(self.folder / name) != file.bytes:
-                        raise DataError(f"{self.folder / name}: missing or of another size. Remove the folder and build the store again.")
+                        raise DataError(f"{self.folder / name}: missing or of the wrong size. Remove the folder and build the store again.")
             if sizes:
                 self._open_shard(sizes)

@@ -168,7 +168,7 @@ def test_integers_beyond_63_bits_and_endless_steps_are_refused() -> None:
     for override in ("seed=9223372036854775808", "heal.window=9223372036854775807", "adapter.rank=100000000000000"):
         with pytest.raises(ConfigError, match=r"must be smaller|less than or equal"):
             load(Recipe, None, [override])
-    with pytest.raises(ConfigError, match=r"are no step\. Lower it"):
+    with pytest.raises(ConfigError, match=r"the maximum is .* tokens\. Lower it"):
         load(Recipe, None, ["batch.rows=100000000000000"]).batch.resolve(512, 1)
 
 

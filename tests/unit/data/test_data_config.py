@@ -39,7 +39,7 @@ def test_what_is_left_out_is_derived() -> None:
         (1, {"tokens": 65000, "micro_rows": 8}, "Try 61440 or 65536."),
         (3, {"rows": 128, "micro_rows": 8}, "must be a multiple of micro_rows=8 * ranks=3, which is 24. Try 120 or 144."),
         (4, {"rows": 2}, "Try 4."),
-        (1, {"tokens": 1, "rows": 2}, "has tokens and rows; give one of"),
+        (1, {"tokens": 1, "rows": 2}, "has tokens and rows; set one of"),
         (1, {"rows": 8, "accumulate": 2}, "accumulate follows from rows"),
         (1, {"rows_per_rank": 8, "micro_rows": 4}, "Remove one"),
         (1, {"rows": 8, "rampup": {"start": 9, "add": 1, "every": 1}}, "must not exceed the full batch of 8 rows"),

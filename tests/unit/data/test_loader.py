@@ -311,7 +311,7 @@ def test_an_error_in_a_thread_comes_out_and_threads_end(tmp_path: Path) -> None:
     ids = np.fromfile(tmp_path / "a" / "tokens-00003.bin", "<u4")
     ids[:] = 10**6
     ids.tofile(tmp_path / "a" / "tokens-00003.bin")
-    with pytest.raises(DataError, match=r"tokens-00003\.bin: damaged: the checksum"):
+    with pytest.raises(DataError, match=r"tokens-00003\.bin: damaged: its checksum"):
         steps_of(loader_of(config_of(workers=2), open_store(tmp_path / "a")), 60)
     assert set(threading.enumerate()) == before
 
@@ -320,7 +320,7 @@ def test_a_damaged_cursor_and_pinning_without_a_gpu_are_refused(tmp_path: Path) 
     with pytest.raises(CheckpointError, match="data cursor"):
         LoaderState.from_json({"batch": 3})
     stores = [make_store(tmp_path / name, [5]) for name in ("x", "y")]
-    with pytest.raises(CheckpointError, match="of 1 sources, the recipe has 2"):
+    with pytest.raises(CheckpointError, match="for 1 sources, the recipe has 2"):
         loader_of(config_of(), *stores, state=loader_of(config_of(), stores[0]).state)
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="pin_memory"):

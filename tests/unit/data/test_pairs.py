@@ -80,7 +80,7 @@ def test_pairs_longer_than_a_row_are_left_out_and_said(tmp_path: Path) -> None:
     data = open_data(config, tokenizer=None, vocab_size=64, seed=0, pairs=True)
     seen = [int(pair) for step in read(config, list(data.train)) for micro in step.microbatches for pair in micro.extra[PAIR].flatten()]
     assert sorted(pair for pair in seen if pair >= 0) == [i for i in range(40) if lengths[i] <= 48]
-    assert f"{int((lengths > 48).sum())} pairs longer than data.seq_len=48 are left out" in check_targets(data, None).lines[0]
+    assert f"{int((lengths > 48).sum())} pairs longer than data.seq_len=48 are skipped" in check_targets(data, None).lines[0]
     small = config.model_copy(update={"seq_len": 8})
     with pytest.raises(DataError, match=r"no pair fits into a row of data\.seq_len=8 tokens"):
         open_data(small, tokenizer=None, vocab_size=64, seed=0, pairs=True)

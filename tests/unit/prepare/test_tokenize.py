@@ -126,7 +126,7 @@ def test_merged_shards_are_the_undivided_store(tmp_path: Path, tokenizer: Path, 
             merge(parts[1:], tmp_path / "some")
         with pytest.raises(DataError, match="same part"):
             merge([*parts, parts[0]], tmp_path / "twice")
-        with pytest.raises(DataError, match="no shard"):
+        with pytest.raises(DataError, match="not a shard"):
             merge([tmp_path / "whole", *parts], tmp_path / "mixed")
 
 

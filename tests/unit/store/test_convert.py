@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError, DataError
-from headway.store.convert import TARGETS, ConvertOptions, convert, convert_built, iter_documents
+from headway.store.convert import TARGETS, ConvertOptions, convert, convert_built
 from headway.store.foreign.internlm import InternlmWriter, open_internlm
 from headway.store.foreign.mds import open_mds
 from headway.store.open import open_source
 from headway.store.reader import StoreWriter, open_store
+from headway.store.source import iter_documents
 
 documents = st.lists(
     st.lists(st.tuples(st.integers(1, 65000), st.booleans()), min_size=2, max_size=30),

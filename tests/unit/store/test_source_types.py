@@ -16,13 +16,14 @@ from headway.data.open import open_data
 from headway.errors import ConfigError, DataError
 from headway.prepare.inspect import inspect
 from headway.prepare.pack import PackOptions, pack
-from headway.store.convert import ConvertOptions, convert, iter_documents
+from headway.store.convert import ConvertOptions, convert
 from headway.store.foreign.internlm import InternlmWriter
 from headway.store.foreign.mds import open_mds
 from headway.store.foreign.mds_writer import MdsTokenWriter
 from headway.store.merge import merge
 from headway.store.open import open_source
 from headway.store.reader import open_store
+from headway.store.source import iter_documents
 
 TYPES = {"cn": 12, "code": 5, "en": 8}
 
@@ -93,7 +94,7 @@ def test_a_validation_folder_is_a_set_for_each_thing_in_it(tmp_path: Path) -> No
         found = open_data(data(train=str(train), valid=given), tokenizer=None, vocab_size=64, seed=1)
         assert {name: many[0].selection.num_documents for name, many in found.valid.items()} == TYPES
     (tmp_path / "empty").mkdir()
-    for wrong, said in ((tmp_path / "empty", "holds no data set"), (tmp_path / "none", "which is no folder")):
+    for wrong, said in ((tmp_path / "empty", "holds no data set"), (tmp_path / "none", "which is not a folder")):
         with pytest.raises(ConfigError, match=said):
             open_data(data(train=str(train), valid=str(wrong)), tokenizer=None, vocab_size=64, seed=1)
 

@@ -20,7 +20,7 @@ from headway.errors import ConfigError, DataError
 from headway.prepare.build import cached_store
 from headway.prepare.cache import find_or_build
 from headway.prepare.sources import prepare_sources
-from headway.store.file_lock import held
+from headway.store.file_lock import file_lock
 from headway.store.local_copy import copy_to_local
 from headway.store.reader import StoreWriter, is_store, open_store
 from headway.tokenizer.load import Tokenizer, load_tokenizer
@@ -177,10 +177,10 @@ def test_one_process_builds_while_others_wait(tmp_path: Path) -> None:
 def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     lock = tmp_path / "a.lock"
     lock.touch()
-    with held(lock, until=lambda: False, stale_seconds=0.3) as mine:
+    with file_lock(lock, until=lambda: False, stale_seconds=0.3) as mine:
         assert mine and lock.exists()
     assert not lock.exists()
-    with held(lock, until=lambda: True) as mine:
+    with file_lock(lock, until=lambda: True) as mine:
         assert not mine
 
 

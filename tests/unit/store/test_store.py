@@ -168,7 +168,7 @@ def test_damaged_offsets_are_refused_when_read(tmp_path: Path) -> None:
     offsets = np.fromfile(tmp_path / "s" / "docs-00000.idx", "<i8")
     offsets[1] = 1 << 40
     offsets.tofile(tmp_path / "s" / "docs-00000.idx")
-    with pytest.raises(DataError, match=r"docs-00000\.idx: damaged: the checksum"):
+    with pytest.raises(DataError, match=r"docs-00000\.idx: damaged: its checksum"):
         open_store(tmp_path / "s").lengths(0, 3)
     seal(tmp_path / "s")
     with pytest.raises(DataError, match="offsets out of order"):
@@ -198,7 +198,7 @@ def test_what_is_no_store_is_refused(tmp_path: Path, prepare, said: str) -> None
 
 def test_a_finished_store_is_never_overwritten(tmp_path: Path) -> None:
     write(tmp_path / "s", [[1]])
-    with pytest.raises(DataError, match="finished token store already"):
+    with pytest.raises(DataError, match="already holds a finished token store"):
         StoreWriter(tmp_path / "s", dtype="uint16", tokenizer_fingerprint=None)
 
 

@@ -254,7 +254,7 @@ def test_an_mds_folder_is_checked_against_its_index(tmp_path: Path) -> None:
             check_shard(shard)
 
     entry["samples"] += 1
-    check("has 40 samples, but index.json promises 41", lambda: has_tokens(tmp_path))
+    check("has 40 samples, but index.json lists 41", lambda: has_tokens(tmp_path))
     entry["raw_data"]["hashes"] = {"sha1": "0" * 40}
     check("its sha1 is not the one in index.json", check_shards)
     entry["raw_data"]["bytes"] -= 1

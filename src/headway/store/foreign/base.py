@@ -1,7 +1,8 @@
-"""Documents of a foreign store, whatever its files look like: a list of parts (files), each holding whole documents.
+"""What the readers and writers of all foreign formats share. A format gives `FilePart`s; `ForeignStore` makes one source of them.
 
-In: parts that an open function has checked. Out: documents by number, as ids and loss mask; no token is read before it is asked for.
-Invariant: ids are uint16 or uint32; a mask is True where the token is a loss target, None where every token is.
+In: checked file parts, each with whole documents. Out: documents by number, as ids and loss mask; tokens are read only when needed.
+Invariant: ids are uint16 or uint32; a mask is True for loss targets, None if every token is one. A writer's files get their names
+in `finish`; without it they are removed.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
@@ -21,31 +23,23 @@ from headway.errors import DataError
 from headway.runtime.storage import fsync_file, fsync_folder, missing_folders, remove_empty, writing
 from headway.runtime.temporary import clear_leftovers, temporary_name
 from headway.store.memory_map import map_file
-from headway.store.source import Flags, Ids, Longs, TokenSource
+from headway.store.source import Flags, Ids, Longs, TokenDocument, TokenSource
 
 PROBE_BYTES = 1 << 16
 LARGEST_ID = (1 << 32) - 1
 
-__all__ = ["LARGEST_ID", "FilePart", "ForeignStore", "TokenDocument", "as_ids", "map_file"]
-
-
-class TokenDocument(NamedTuple):
-    """One document: its tokens, which of them are loss targets (None: all), and the type (folder, domain) it belongs to."""
-
-    ids: Ids
-    mask: Flags | None
-    type: str
+__all__ = ["LARGEST_ID", "FilePart", "ForeignStore", "ForeignWriter", "PendingFile", "TokenFile", "as_ids", "map_file"]
 
 
 class FilePart(ABC):
-    """One file of a store."""
+    """One file with whole documents."""
 
     file: Path
-    """Holds the tokens; errors and the content key name it."""
+    """The file with the tokens; errors and the content key name it."""
 
     @property
     def files(self) -> Sequence[Path]:
-        """All files whose bytes decide what is trained on."""
+        """All files that the documents are read from."""
         return (self.file,)
 
     @property
@@ -55,42 +49,63 @@ class FilePart(ABC):
 
     @abstractmethod
     def common_type(self) -> str | None:
-        """The type (folder, domain) of all documents of the part; None where they differ."""
+        """The type (folder, domain) of all documents of the file; None if they differ."""
 
     @abstractmethod
     def read(self, i: int) -> tuple[Ids, Flags | None]:
-        """The part's document `i`, checked against the index."""
+        """Document `i` of the file, checked against the index."""
 
     def type_of(self, i: int) -> str:
-        """The type of the part's document `i`."""
+        """The type of document `i` of the file."""
         return self.common_type() or ""
 
     def folder_type(self, root: Path) -> str:
-        """The folder below the store's root that the file lies in, which names its data; empty at the root itself."""
+        """The file's folder, relative to the root of the store; empty for the root itself."""
         return "" if self.file == root else self.file.parent.relative_to(root).as_posix().removeprefix(".")
 
     def is_masked(self) -> bool:
-        """Whether some tokens are no loss targets."""
+        """Whether some tokens are not loss targets."""
         return False
 
     def span_starts(self, i: int) -> Longs | None:
-        """Where true documents start inside a pack (0 first); None where a document is just a document."""
+        """Where true documents start inside a pack (0 first); None if documents are not packs."""
         return None
 
 
+@dataclass(frozen=True, eq=False)
+class TokenFile(FilePart):
+    """A file of bare ids, and where its documents start."""
+
+    file: Path
+    stream: np.ndarray[Any, Any]
+    starts: Longs
+    """The token offset of each document, and the end."""
+    type: str
+
+    @property
+    def lengths(self) -> Longs:
+        return np.diff(self.starts)
+
+    def common_type(self) -> str:
+        return self.type
+
+    def read(self, i: int) -> tuple[Ids, Flags | None]:
+        return as_ids(self.stream[self.starts[i] : self.starts[i + 1]], f"{self.file}: document {i}"), None
+
+
 class ForeignStore(TokenSource):
-    """A store in the format of another system; being a `TokenSource`, it can be trained on in place."""
+    """A store in the format of another framework. As a `TokenSource` it can be trained on in place."""
 
     def __init__(
         self, kind: str, path: Path, parts: Sequence[FilePart], reopen: Callable[[], ForeignStore], folder_type: str | None = None
     ) -> None:
         self.kind = kind
         self.folder_type = folder_type
-        """Which of the folder's types this is, where it is one of several."""
+        """The type, if this is one of several types of a folder."""
         self.path = path
         self.parts = parts
         self.reopen = reopen
-        """Opens the same store again: what pickling carries to another process instead of mapped files."""
+        """Opens the same store again; pickled in place of the mapped files."""
         self._sizes = {file: file.stat().st_size for part in parts for file in part.files if file.exists()}
         self.name, self.fingerprint = str(path / (folder_type or "")), None
         self._first = np.cumsum([0, *(len(part.lengths) for part in parts)], dtype=np.int64)
@@ -118,25 +133,21 @@ class ForeignStore(TokenSource):
         return digest.hexdigest()
 
     def lengths(self, first: int, last: int) -> Longs:
-        """The lengths of documents first to last - 1."""
         return np.diff(self._starts[first : last + 1])
 
     def first_at(self, token: int) -> int:
-        """The first document that starts at token offset `token` or later; `num_documents` if none does."""
         return min(int(np.searchsorted(self._starts[:-1], token, side="left")), self.num_documents)
 
     def document(self, i: int) -> TokenDocument:
-        """TokenDocument `i`, whole."""
+        """The whole document `i`."""
         part, local = self.locate(i)
         return TokenDocument(*part.read(local), part.type_of(local))
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> Ids:
-        """The ids of one document from `start` to `stop` - 1."""
         part, local = self.locate(document)
         return part.read(local)[0][start:stop]
 
     def mask(self, document: int, start: int = 0, stop: int | None = None) -> Flags | None:
-        """Which of those tokens are loss targets; None where the store is not masked."""
         if not self.masked:
             return None
         part, local = self.locate(document)
@@ -144,12 +155,11 @@ class ForeignStore(TokenSource):
         return (np.ones(len(ids), np.bool_) if mask is None else mask)[start:stop]
 
     def span_starts(self, document: int) -> Longs | None:
-        """Where the true documents start inside a pack (0 first); None where a document is just a document."""
         part, local = self.locate(document)
         return part.span_starts(local)
 
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
-        """The ids (and loss mask) of many pieces, one after another; each document is read once for both."""
+        """The ids (and loss mask) of many pieces, concatenated; each document is read once for both."""
         ids: list[Ids] = [np.zeros(0, np.uint16)]
         masks: list[Flags] = [np.zeros(0, np.bool_)]
         for i, start, stop in zip(documents.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True):
@@ -166,12 +176,11 @@ class ForeignStore(TokenSource):
                 yield TokenDocument(*part.read(i), part.type_of(i))
 
     def type_of(self, document: int) -> str:
-        """The type (folder, domain) of a document."""
         part, local = self.locate(document)
         return part.type_of(local)
 
     def by_folder(self) -> list[ForeignStore]:
-        """One store for each type folder of this one, in the order of its files; itself alone where there are not several."""
+        """One store per type folder, in the order of the files; only this store if there is one type."""
         groups: dict[str, list[FilePart]] = {}
         for part in self.parts:
             if len(part.lengths):
@@ -181,7 +190,6 @@ class ForeignStore(TokenSource):
         return [ForeignStore(self.kind, self.path, parts, partial(_of_folder, self.reopen, name), name) for name, parts in groups.items()]
 
     def count_types(self) -> dict[str, tuple[int, int]]:
-        """Documents and tokens of each type."""
         found: dict[str, tuple[int, int]] = {}
         for part in self.parts:
             common, lengths = part.common_type(), part.lengths
@@ -192,7 +200,7 @@ class ForeignStore(TokenSource):
         return found
 
     def locate(self, i: int) -> tuple[FilePart, int]:
-        """The part that holds document `i`, and its number there."""
+        """The file part with document `i`, and the number of the document in it."""
         if not 0 <= i < self.num_documents:
             raise IndexError(f"document {i} of {self.num_documents}")
         part = int(np.searchsorted(self._first, i, side="right")) - 1
@@ -200,16 +208,14 @@ class ForeignStore(TokenSource):
         return self.parts[part], i - int(self._first[part])
 
     def _check_size(self, number: int) -> None:
-        """Refuse a file that was cut since it was opened: reading its map there would end the process."""
+        """Refuse a file whose size changed since it was opened: reading past the end of a map kills the process."""
         for file in self.parts[number].files:
             try:
                 size = os.stat(file).st_size
             except OSError as problem:
                 raise DataError(f"{file}: cannot be read ({problem.strerror or problem}).") from None
             if self._sizes.setdefault(file, size) != size:
-                raise DataError(
-                    f"{file}: has {size} bytes; it had {self._sizes[file]} when it was opened. Copy it again, then start again."
-                )
+                raise DataError(f"{file}: has {size} bytes; it had {self._sizes[file]} when it was opened. Copy it again and restart.")
 
     def __reduce__(self) -> tuple[Callable[[], ForeignStore], tuple[()]]:
         return self.reopen, ()
@@ -220,7 +226,7 @@ def _of_folder(reopen: Callable[[], ForeignStore], name: str) -> ForeignStore:
 
 
 def as_ids(values: np.ndarray[Any, Any], where: str) -> Ids:
-    """Token ids as uint16 or uint32; refuses what no vocabulary can hold."""
+    """Token ids as uint16 or uint32; an error if they cannot be ids."""
     if values.dtype in (np.uint16, np.uint32):
         return values
     low, high = int(values.min(initial=0)), int(values.max(initial=0))
@@ -240,19 +246,23 @@ def _ends(path: Path) -> bytes:
 
 
 class ForeignWriter(ABC):
-    """Where documents go; used as a context manager, so that nothing half-written stays."""
+    """Writes documents. Use it as a context manager: it removes its files if `finish` was not called."""
+
+    def __init__(self) -> None:
+        self._files: list[PendingFile] = []
 
     @abstractmethod
     def add(self, ids: Ids | Sequence[int], mask: Flags | None = None) -> None:
-        """Append one document; `mask` says which of its tokens are loss targets."""
+        """Append one document; `mask`: which of its tokens are loss targets."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Make what was written a whole that opens."""
+        """Give the files their names; after this the store can be opened."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Let go of the files; what was not finished is removed."""
+        """Close the files, and remove them if they were not finished."""
+        for file in reversed(self._files):
+            file.drop()
 
     def __enter__(self) -> Self:
         return self
@@ -262,7 +272,7 @@ class ForeignWriter(ABC):
 
 
 class PendingFile:
-    """A file written under a temporary name beside its own."""
+    """A file that is written under a temporary name in the same folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -280,7 +290,7 @@ class PendingFile:
             self._handle.write(content)
 
     def seal(self) -> None:
-        """Put everything on the disk: after this only the name is missing, which needs no space."""
+        """Write everything to disk. Only the renaming is left, which needs no disk space."""
         if not self._handle.closed:
             with writing(self.path):
                 self._handle.flush()
@@ -288,7 +298,7 @@ class PendingFile:
                 self._handle.close()
 
     def place(self) -> None:
-        """Give the file its name."""
+        """Rename the file to its final name."""
         self.seal()
         with writing(self.path):
             os.replace(self._temporary, self.path)
@@ -296,7 +306,7 @@ class PendingFile:
         self._placed = True
 
     def drop(self) -> None:
-        """Remove the file if it was not placed, and the folders that were made for it."""
+        """Remove the file if it has no final name yet, and the folders that were created for it."""
         if self._placed:
             return
         with suppress(OSError):

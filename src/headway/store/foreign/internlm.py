@@ -1,7 +1,7 @@
 """InternLM's token files: `X.bin` is JSON Lines of {"tokens": [...]}, `X.bin.meta` a .npy array of (byte offset, tokens) per document.
 
-In: a bin, or a folder whose subfolders name the data types (`cn/`, `en/`, `code/`). Out: documents. A negative id -t means: the input is t,
-and t is no loss target; id 0 cannot be negated, so in a document with negative ids it is never a target (InternLM itself drops label 0).
+In: a bin, or a folder with one subfolder per data type (`cn/`, `en/`, `code/`). Out: documents. A negative id -t is the input t without
+loss. Id 0 cannot be negated, so in a document with negative ids it is never a target (InternLM itself drops label 0).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def open_internlm(path: Path, rebuild_index: bool = False) -> ForeignStore:
     path = Path(path)
     bins = bin_files(path)
     if not bins:
-        raise DataError(f"{path}: no .bin file here; InternLM data is X.bin beside X.bin.meta, in one folder per type (cn/, en/).")
+        raise DataError(f"{path}: no .bin file here; InternLM data is X.bin and X.bin.meta, in one folder per type (cn/, en/).")
     parts: list[InternlmBin] = []
     for file in bins:
         meta = scan_lines(file) if rebuild_index else read_meta(file)
@@ -55,7 +55,7 @@ def bin_files(path: Path) -> list[Path]:
 
 
 def type_of_bin(file: Path, root: Path) -> str:
-    """The data type of a bin: the first folder below the root; `z_cn` counts as `cn` where `cn` exists."""
+    """The data type of a bin: the first folder below the root; `z_cn` counts as `cn` if `cn` exists."""
     if file == root:
         return file.parent.name
     parents = file.relative_to(root).parts[:-1]
@@ -126,10 +126,10 @@ def parse_line(line: bytes, where: str) -> Longs:
 
 
 def read_meta(file: Path) -> Longs:
-    """The index of a bin as int64 (offset, tokens), refused where it cannot describe the bin."""
+    """The index of a bin as int64 (offset, tokens); an error if it cannot describe the bin."""
     path = file.with_name(file.name + ".meta")
     if not path.exists():
-        raise DataError(f"{file}: {path.name} is missing beside it. {REBUILD}")
+        raise DataError(f"{file}: {path.name} is missing in the same folder. {REBUILD}")
     try:
         raw = parse_npy(path.read_bytes())
     except (ValueError, KeyError, SyntaxError, TypeError, MemoryError, RecursionError, struct.error):
@@ -142,7 +142,7 @@ def read_meta(file: Path) -> Longs:
 
 
 def parse_npy(content: bytes) -> np.ndarray[Any, Any]:
-    """The array of a .npy file's bytes; stricter than np.load, whose repairs of old headers fail in many ways on damaged ones."""
+    """The array in the bytes of a .npy file. Stricter than np.load, which raises many kinds of errors on damaged headers."""
     wide = content[6:7] != b"\x01"
     (size,) = struct.unpack_from("<I" if wide else "<H", content, 8)
     begin = (12 if wide else 10) + size
@@ -172,12 +172,12 @@ def _check_meta(meta: Longs, dtype: np.dtype[Any], path: Path, size_bytes: int) 
 
 
 def scan_lines(file: Path) -> Longs:
-    """The index of a bin, made by reading every line."""
+    """The index of a bin, built by reading every line."""
     found, offset = array("q"), 0
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
-                raise DataError(f"{file}:{number}: the last line has no end; the bin was cut off.")
+                raise DataError(f"{file}:{number}: the last line has no end; the bin is truncated.")
             found.extend((offset, len(parse_line(line, f"{file}:{number}"))))
             offset += len(line)
     return np.array(found, dtype=np.int64).reshape(-1, 2)
@@ -187,14 +187,14 @@ class InternlmWriter(ForeignWriter):
     """Writes one bin and its meta (int64)."""
 
     def __init__(self, file: Path) -> None:
+        super().__init__()
         self.file = Path(file)
         self._index = array("q")
         self._offset = 0
-        self._bin = PendingFile(self.file)
-        self._meta: PendingFile | None = None
+        self._files = [PendingFile(self.file)]
 
     def add(self, ids: Ids | Sequence[int], mask: Flags | None = None) -> None:
-        """Append one document; tokens whose mask is False are written negated, save the first, which nothing predicts."""
+        """Append one document. Tokens whose mask is False are negated, except the first, which is never a target."""
         signed = np.asarray(ids).astype(np.int64)
         if mask is not None and not bool(np.asarray(mask)[1:].all()):
             keep = np.asarray(mask, dtype=bool).copy()
@@ -202,34 +202,27 @@ class InternlmWriter(ForeignWriter):
             plain, signed = signed, np.where(keep, signed, -signed)
             if bool(((plain == 0) & keep)[1:].any()) or not bool((signed < 0).any()):
                 raise DataError(
-                    f"{self.file}: document {len(self._index) // 2} has token 0 inside; InternLM files mark masked tokens by sign and "
-                    "drop label 0, so they cannot hold its mask. Write --to headway, or use a tokenizer whose id 0 is no text."
+                    f"{self.file}: document {len(self._index) // 2} contains token 0. InternLM files mark masked tokens by sign and "
+                    "drop label 0, so they cannot hold its mask. Write --to headway, or use a tokenizer whose id 0 is not text."
                 )
         line = json.dumps({"tokens": signed.tolist()}).encode() + b"\n"
-        self._bin.write(line)
+        self._files[0].write(line)
         self._index.extend((self._offset, len(signed)))
         self._offset += len(line)
 
-    def prepare(self) -> None:
-        """Put everything on the disk; what is left to do needs no space, so that an older bin is never lost to a full disk."""
-        if self._meta is None:
+    def seal(self) -> None:
+        """Write everything to disk. Only the renaming is left, so a full disk never costs an older bin."""
+        if len(self._files) == 1:
             packed = io.BytesIO()
             np.save(packed, np.array(self._index, dtype=np.int64).reshape(-1, 2), allow_pickle=False)
-            self._bin.seal()
-            self._meta = PendingFile(self.file.with_name(self.file.name + ".meta"))
-            self._meta.write(packed.getvalue())
-            self._meta.seal()
+            self._files[0].seal()
+            self._files.append(PendingFile(self.file.with_name(self.file.name + ".meta")))
+            self._files[1].write(packed.getvalue())
+            self._files[1].seal()
 
     def finish(self) -> None:
-        """Put both files in place, the meta last; an older meta goes first, so that it never lies beside the new bin."""
-        self.prepare()
-        assert self._meta is not None
-        self._meta.path.unlink(missing_ok=True)
-        self._bin.place()
-        self._meta.place()
-
-    def close(self) -> None:
-        """Remove the bin if it was not finished."""
-        if self._meta is not None:
-            self._meta.drop()
-        self._bin.drop()
+        """Rename both files, the meta last. An older meta is removed first: it must never describe the new bin."""
+        self.seal()
+        self._files[1].path.unlink(missing_ok=True)
+        for file in self._files:
+            file.place()

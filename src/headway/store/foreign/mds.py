@@ -27,13 +27,13 @@ from headway.text.raw import RawFile
 
 KIND = "mds"
 TOKEN_COLUMNS = ("input_ids", "tokens")
-UNPACKED_SHARDS = 4
+CACHED_SHARDS = 4
 
 
 def open_mds(path: Path, verify: bool = False) -> ForeignStore:
     """Open an MDS folder with a token column; `verify` compares the shards' hashes with the index."""
     path = Path(path)
-    cache = Unpacked()
+    cache = ShardCache()
     parts: list[MdsShard] = []
     for shard in mds_shards(path):
         if verify:
@@ -47,31 +47,31 @@ def open_mds(path: Path, verify: bool = False) -> ForeignStore:
 def has_tokens(path: Path) -> bool:
     """Whether the first shard of an MDS folder has a column of tokens (else it holds text)."""
     shards = mds_shards(path)
-    return bool(shards) and any(column.name in TOKEN_COLUMNS for column in MdsShard(shards[0], path, Unpacked()).table.columns)
+    return bool(shards) and any(column.name in TOKEN_COLUMNS for column in MdsShard(shards[0], path, ShardCache()).table.columns)
 
 
-class Unpacked:
-    """The bytes of the compressed shards read last."""
+class ShardCache:
+    """The bytes of the compressed shards that were read last."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Path, np.ndarray[Any, Any]] = OrderedDict()
+        self._cached: OrderedDict[Path, np.ndarray[Any, Any]] = OrderedDict()
         self._lock = Lock()
 
     def data(self, path: Path) -> np.ndarray[Any, Any]:
         """The unpacked bytes of a shard."""
         with self._lock:
-            if path not in self._kept:
+            if path not in self._cached:
                 with RawFile.at(path).open() as stream:
-                    self._kept[path] = np.frombuffer(stream.read(), np.uint8)
-            self._kept.move_to_end(path)
-            if len(self._kept) > UNPACKED_SHARDS:
-                self._kept.popitem(last=False)
-            return self._kept[path]
+                    self._cached[path] = np.frombuffer(stream.read(), np.uint8)
+            self._cached.move_to_end(path)
+            if len(self._cached) > CACHED_SHARDS:
+                self._cached.popitem(last=False)
+            return self._cached[path]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Where things lie in a shard: its columns, and the byte range of each column in each sample."""
+    """The layout of a shard: its columns, and the byte range of each column in each sample."""
 
     columns: tuple[Column, ...]
     starts: Longs
@@ -79,23 +79,23 @@ class Table:
 
 
 class MdsShard(FilePart):
-    """One shard as a part of a store."""
+    """One shard of an MDS folder."""
 
-    def __init__(self, shard: MdsShardEntry, root: Path, cache: Unpacked) -> None:
+    def __init__(self, shard: MdsShardEntry, root: Path, cache: ShardCache) -> None:
         self.file = shard.path
         self._shard = shard
         self._folder = shard.path.parent.name if shard.path.parent != root else root.name
         self._cache = cache
         size = shard.path.stat().st_size
         if shard.stored_bytes is not None and size != shard.stored_bytes:
-            raise DataError(f"{self.file}: has {size} bytes, but index.json promises {shard.stored_bytes}; copy it again.")
+            raise DataError(f"{self.file}: has {size} bytes, but index.json lists {shard.stored_bytes}; copy it again.")
 
     @cached_property
     def table(self) -> Table:
-        """The shard's own description, checked against its size and the index."""
+        """The layout from the shard's header, checked against its size and the index."""
         found = read_table(self._data, self.file)
         if len(found.starts) != self._shard.samples:
-            raise DataError(f"{self.file}: has {len(found.starts)} samples, but index.json promises {self._shard.samples}.")
+            raise DataError(f"{self.file}: has {len(found.starts)} samples, but index.json lists {self._shard.samples}.")
         return found
 
     @property
@@ -175,7 +175,7 @@ class MdsShard(FilePart):
         values = self._value(i, self._tokens)
         if isinstance(values, bytes):
             if len(values) % 8:
-                raise DataError(f"{self.file}: sample {i}: tokens as bytes must be int64; {len(values)} is no multiple of 8.")
+                raise DataError(f"{self.file}: sample {i}: tokens as bytes must be int64; {len(values)} is not a multiple of 8.")
             values = np.frombuffer(values, "<i8")
         array = np.asarray(values)
         if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -183,7 +183,7 @@ class MdsShard(FilePart):
         return as_ids(array, f"{self.file}: sample {i}")
 
     def _spans(self, i: int, length: int) -> Longs | None:
-        """The spans of a pack that hold a token; None where there are none, or the shard knows no spans."""
+        """The spans of a pack that are not empty; None if there are none."""
         if "indices" not in self._names:
             return None
         spans = np.asarray(self._value(i, "indices"))
@@ -205,14 +205,14 @@ class MdsShard(FilePart):
 
 
 def read_table(data: np.ndarray[Any, Any], file: Path) -> Table:
-    """The columns of a shard and the place of each in each sample, all bounds checked."""
+    """The columns of a shard and the byte range of each in each sample, with all bounds checked."""
     count = int(data[:4].view("<u4")[0]) if len(data) >= 4 else -1
     begin = 4 + 4 * (count + 1)
     if count < 0 or len(data) < begin:
-        raise DataError(f"{file}: the shard is cut short: {len(data)} bytes cannot hold its sample offsets.")
+        raise DataError(f"{file}: the shard is truncated: {len(data)} bytes cannot hold its sample offsets.")
     offsets = data[4:begin].view("<u4").astype(np.int64)
     if offsets[0] <= begin or offsets[-1] != len(data) or bool((np.diff(offsets) < 0).any()):
-        raise DataError(f"{file}: the sample offsets do not fit its {len(data)} bytes; no MDS shard, or a damaged one.")
+        raise DataError(f"{file}: the sample offsets do not fit its {len(data)} bytes; not an MDS shard, or damaged.")
     try:
         config = json.loads(data[begin : offsets[0]].tobytes())
         columns = tuple(Column(*c) for c in zip(config["column_names"], config["column_encodings"], config["column_sizes"], strict=True))

@@ -1,7 +1,7 @@
 """Writes MDS shards that mosaicml streaming reads: samples as columns into shard.00000.mds ..., index.json last.
 
-In: samples (column name -> value), or documents of tokens. Out: a folder. Invariant: the bytes are those mosaicml's own writer makes of
-the same samples, so tools that compare or merge shards see no difference.
+In: samples (column name -> value), or documents of tokens. Out: a folder. Invariant: the bytes equal those of mosaicml's own writer for
+the same samples.
 """
 
 from __future__ import annotations
@@ -113,10 +113,11 @@ class MdsWriter:
 
 
 class MdsTokenWriter(ForeignWriter):
-    """Writes documents as samples of input_ids (uint32), length, domain, and mask or indices where the store has them."""
+    """Writes documents as samples of input_ids (uint32), length, domain, and optionally mask and indices."""
 
     def __init__(self, folder: Path, *, masked: bool = False, spans: bool = False, compression: str | None = None) -> None:
         columns = TOKENS | ({"mask": "ndarray:uint8"} if masked else {}) | ({"indices": "ndarray:uint32"} if spans else {})
+        super().__init__()
         self._masked, self._spans = masked, spans
         self._writer = MdsWriter(folder, columns, compression=compression)
 
@@ -136,16 +137,14 @@ class MdsTokenWriter(ForeignWriter):
         self._writer.write(sample)
 
     def finish(self) -> None:
-        """Write the last shard and the index."""
         self._writer.finish()
 
     def close(self) -> None:
-        """Remove the shards if they were not finished."""
         self._writer.close()
 
 
 def fixed_size(encoding: str) -> int | None:
-    """The bytes of a value where all values have as many; None where they vary."""
+    """The size of a value in bytes, if all values have the same; else None."""
     kind, *given = encoding.split(":")
     if kind == "ndarray" and len(given) < 3 and (not given or given[0] in DTYPE_CODES.values()):
         return int(np.prod([int(n) for n in given[1].split(",")])) * np.dtype(given[0]).itemsize if len(given) == 2 else None

@@ -9,7 +9,6 @@ In: an .idx, a .bin or a folder of them. Out: documents (one or more sequences e
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from headway.errors import DataError
-from headway.store.foreign.base import FilePart, ForeignStore, as_ids, map_file
-from headway.store.source import Flags, Ids, Longs
+from headway.store.foreign.base import ForeignStore, TokenFile, map_file
 
 KIND = "megatron"
 MAGIC = b"MMIDIDX\x00\x00"
@@ -31,32 +29,12 @@ def open_megatron(path: Path) -> ForeignStore:
     path = Path(path)
     found = sorted(path.rglob("*.idx")) if path.is_dir() else [path.with_suffix(".idx")]
     if not found or not found[0].exists():
-        raise DataError(f"{path}: no .idx file here; Megatron data is X.idx beside X.bin.")
+        raise DataError(f"{path}: no .idx file here; Megatron data is X.idx and X.bin in one folder.")
     return ForeignStore(KIND, path, [open_pair(index) for index in found], partial(open_megatron, path))
 
 
-@dataclass(frozen=True, eq=False)
-class MegatronBin(FilePart):
-    """One .bin with the token range of each document."""
-
-    file: Path
-    stream: np.ndarray[Any, Any]
-    starts: Longs
-    """One more than there are documents."""
-
-    @property
-    def lengths(self) -> Longs:
-        return np.diff(self.starts)
-
-    def common_type(self) -> str:
-        return self.file.stem
-
-    def read(self, i: int) -> tuple[Ids, Flags | None]:
-        return as_ids(self.stream[self.starts[i] : self.starts[i + 1]], f"{self.file}: document {i}"), None
-
-
-def open_pair(index: Path) -> MegatronBin:
-    """Open and check one pair."""
+def open_pair(index: Path) -> TokenFile:
+    """Open and check one .idx with its .bin."""
     raw = map_file(index)
     if len(raw) < HEADER.size:
         raise DataError(f"{index}: {len(raw)} bytes is shorter than the header of a Megatron index; the file was cut off.")
@@ -79,12 +57,12 @@ def open_pair(index: Path) -> MegatronBin:
     _check_tables(index, tokens, pointers, documents, ends * dtype.itemsize)
     file = index.with_suffix(".bin")
     if not file.exists():
-        raise DataError(f"{index}: {file.name} is missing beside it.")
+        raise DataError(f"{index}: {file.name} is missing in the same folder.")
     size_bytes = file.stat().st_size
     if size_bytes != int(ends[-1]) * dtype.itemsize:
         says = f"{int(ends[-1])} tokens of {dtype.itemsize} bytes"
         raise DataError(f"{file}: {size_bytes} bytes, but its index lists {says}; the two files do not belong together.")
-    return MegatronBin(file, map_file(file, dtype), ends[documents])
+    return TokenFile(file, map_file(file, dtype), ends[documents], type=file.stem)
 
 
 def _check_tables(index: Path, tokens: Any, pointers: Any, documents: Any, ends_bytes: Any) -> None:

@@ -1,8 +1,13 @@
-"""zero2all's pretraining files: `*.bin` of raw little-endian uint16 ids, and `all_sample_index_map_{L}.ibin` of (file, offset) pairs.
+"""zero2all's token files, for pretraining and for SFT; ids are little-endian uint16.
 
-In: a bin, or a folder of bins. Out: documents, which begin at each begin token (64000 in zero2all's own vocabulary; every file starts with
-one). The index map cuts the same stream into samples of L + 1 tokens; headway does not need it to read, but checks it, because a map that
-no longer fits the bins is how wrong batches are made.
+Pretraining   `*.bin` of ids, and `all_sample_index_map_{L}.ibin` of (file, offset) pairs. A document starts at each begin token (64000 in
+              zero2all's vocabulary). The map divides the same stream into samples of L + 1 tokens. Reading does not need it; it is
+              checked, because training on a map that does not fit the bins gives wrong batches.
+SFT           `B_input_ids.bin`, `B_labels.bin` and `B_sample_index_map.ijson` = [[start, tokens], ...]. A label equals its id if the token
+              is a target; -100 is stored as 65436. `all_sample_index_map.ijson` repeats all maps with a file number (zero2all's tool
+              writes the running sample count instead, for more than one file); only the maps of the pairs are read.
+
+In: a bin or a folder. Out: documents, for SFT with a loss mask.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import numpy as np
 from headway.errors import DataError
 from headway.runtime.json_file import load_json
 from headway.runtime.storage import fsync_file, fsync_folder, missing_folders, remove_empty, writing
-from headway.store.foreign.base import FilePart, ForeignStore, ForeignWriter, PendingFile, map_file
+from headway.store.foreign.base import FilePart, ForeignStore, ForeignWriter, PendingFile, TokenFile, map_file
 from headway.store.foreign.internlm import bin_files
 from headway.store.source import Flags, Ids, Longs
 
@@ -34,7 +39,7 @@ MAP_NAME = re.compile(r"all_sample_index_map_(\d+)\.ibin")
 
 
 def open_zero2all(path: Path, begin_id: int | None = None, rebuild_index: bool = False) -> ForeignStore:
-    """Open a bin or a folder of bins; `begin_id` is taken from the files if not given, `rebuild_index` ignores the index maps."""
+    """Open a bin or a folder of bins. Without `begin_id` the files tell the begin token; `rebuild_index` ignores the index maps."""
     path = Path(path)
     files = [file for file in bin_files(path) if not file.name.endswith(("_input_ids.bin", "_labels.bin"))]
     if not files:
@@ -44,35 +49,15 @@ def open_zero2all(path: Path, begin_id: int | None = None, rebuild_index: bool =
         for found in sorted(path.glob("all_sample_index_map_*.ibin")):
             check_index_map(found, files, [len(stream) for stream in streams])
     begin = common_begin(files, streams) if begin_id is None else begin_id
-    parts = [Zero2allBin(file, stream, document_starts(file, stream, begin)) for file, stream in zip(files, streams, strict=True)]
+    parts = [TokenFile(f, stream, document_starts(f, stream, begin), f.parent.name) for f, stream in zip(files, streams, strict=True)]
     return ForeignStore(KIND, path, parts, partial(open_zero2all, path, begin_id, rebuild_index))
 
 
-@dataclass(frozen=True, eq=False)
-class Zero2allBin(FilePart):
-    """One bin with the starts of its documents."""
-
-    file: Path
-    stream: Ids
-    starts: Longs
-    """One more than there are documents."""
-
-    @property
-    def lengths(self) -> Longs:
-        return np.diff(self.starts)
-
-    def common_type(self) -> str:
-        return self.file.parent.name
-
-    def read(self, i: int) -> tuple[Ids, Flags | None]:
-        return self.stream[self.starts[i] : self.starts[i + 1]], None
-
-
 def map_stream(file: Path) -> Ids:
-    """The ids of a bin, mapped."""
+    """The ids of a bin, memory-mapped."""
     size_bytes = file.stat().st_size
     if size_bytes % 2:
-        raise DataError(f"{file}: {size_bytes} bytes is no whole number of uint16 ids; the file was cut off or is of another format.")
+        raise DataError(f"{file}: {size_bytes} bytes is not a whole number of uint16 ids; the file is truncated or of another format.")
     return map_file(file, np.dtype("<u2"))
 
 
@@ -90,7 +75,7 @@ def common_begin(files: list[Path], streams: list[Ids]) -> int:
 def document_starts(file: Path, stream: Ids, begin: int) -> Longs:
     """Where documents start (int64), and the end of the stream."""
     if len(stream) and stream[0] != begin:
-        raise DataError(f"{file}: starts with id {int(stream[0])}, not with the begin token {begin}. Name the right one with --begin-id.")
+        raise DataError(f"{file}: starts with id {int(stream[0])}, not with the begin token {begin}. Set the right one with --begin-id.")
     found = [np.flatnonzero(stream[i : i + SCAN_TOKENS] == begin) + i for i in range(0, len(stream), SCAN_TOKENS)]
     return np.concatenate([*found, [len(stream)]]).astype(np.int64)
 
@@ -104,14 +89,14 @@ def index_map(sizes: list[int], seq_len: int) -> Ids:
 
 
 def check_index_map(path: Path, files: list[Path], sizes: list[int]) -> None:
-    """Refuse a map that does not fit the bins it lies beside."""
+    """Refuse an index map that does not fit the bins."""
     matched = MAP_NAME.fullmatch(path.name)
     if matched is None or int(matched[1]) == 0:
         raise DataError(f"{path}: the name must be all_sample_index_map_<tokens per sample>.ibin.")
     remedy = f"Delete it, or pass --rebuild-index to ignore it ({len(files)} .bin files found)."
     raw = map_file(path)
     if len(raw) % 8:
-        raise DataError(f"{path}: {len(raw)} bytes is no whole number of (file, offset) pairs; the map was cut off. {remedy}")
+        raise DataError(f"{path}: {len(raw)} bytes is not a whole number of (file, offset) pairs; the map is truncated. {remedy}")
     pairs, expected = raw.view("<u4").reshape(-1, 2), index_map(sizes, int(matched[1]))
     if len(pairs) == len(expected) and np.array_equal(pairs, expected):
         return
@@ -127,9 +112,10 @@ def check_index_map(path: Path, files: list[Path], sizes: list[int]) -> None:
 
 
 class Zero2allWriter(ForeignWriter):
-    """Writes bins of about 100 MiB and the index map for `seq_len`; each document gets the begin token if it does not start with it."""
+    """Writes bins of about 100 MiB and the index map for `seq_len`. Adds the begin token to documents without it."""
 
     def __init__(self, folder: Path, begin_id: int = BEGIN_ID, seq_len: int = 2048, file_tokens: int = FILE_TOKENS) -> None:
+        super().__init__()
         self.folder = folder
         self.begin_id = begin_id
         self.seq_len = seq_len
@@ -140,7 +126,6 @@ class Zero2allWriter(ForeignWriter):
         self._pending_tokens = 0
         self._temporary = folder / "01_bin_for_train.tmp"
         self._made = missing_folders(folder)
-        self._map: PendingFile | None = None
         with writing(folder):
             if any(folder.rglob("*.bin")):
                 raise DataError(f"{folder}: already holds .bin files, which the index map would include. Choose an empty folder.")
@@ -149,7 +134,7 @@ class Zero2allWriter(ForeignWriter):
     def add(self, ids: Ids | Sequence[int], mask: Flags | None = None) -> None:
         """Append one document."""
         if mask is not None and not bool(np.asarray(mask)[1:].all()):
-            raise DataError(f"{self.folder}: zero2all's pretraining files carry no loss mask; masked documents go into its SFT pair files.")
+            raise DataError(f"{self.folder}: zero2all's pretraining files have no loss mask; masked documents need its SFT files.")
         tokens = np.asarray(ids)
         if len(tokens) and int(tokens.max()) > 0xFFFF:
             raise DataError(f"{self.folder}: token id {int(tokens.max())} does not fit zero2all's uint16 files (at most 65535).")
@@ -158,7 +143,7 @@ class Zero2allWriter(ForeignWriter):
             self.begins_added += 1
         if bool((tokens[1:] == self.begin_id).any()):
             raise DataError(
-                f"{self.folder}: the begin token {self.begin_id} stands inside a document, where zero2all files would cut it in two. "
+                f"{self.folder}: the begin token {self.begin_id} is inside a document, which zero2all would split there. "
                 "Choose another with --begin-id."
             )
         self._pending.append(tokens.astype("<u2"))
@@ -167,21 +152,20 @@ class Zero2allWriter(ForeignWriter):
             self._flush()
 
     def finish(self) -> None:
-        """Write the last bin and the index map; the folder gets its name last."""
+        """Write the last bin and the index map; the folder is renamed last."""
         if self._pending:
             self._flush()
-        self._map = PendingFile(self.folder / f"all_sample_index_map_{self.seq_len}.ibin")
-        self._map.write(index_map(self._sizes, self.seq_len).tobytes())
-        self._map.seal()
+        index = PendingFile(self.folder / f"all_sample_index_map_{self.seq_len}.ibin")
+        self._files = [index]
+        index.write(index_map(self._sizes, self.seq_len).tobytes())
+        index.seal()
         with writing(self.folder):
             os.rename(self._temporary, self.folder / "01_bin_for_train")
             fsync_folder(self.folder)
-        self._map.place()
+        index.place()
 
     def close(self) -> None:
-        """Remove the bins if they were not finished."""
-        if self._map is not None:
-            self._map.drop()
+        super().close()
         if self._temporary.exists():
             shutil.rmtree(self._temporary)
             remove_empty(self._made)
@@ -219,7 +203,7 @@ def open_zero2all_sft(path: Path) -> ForeignStore:
 
 @dataclass(frozen=True, eq=False)
 class SftPair(FilePart):
-    """Ids and labels of one raw file, and where its samples lie."""
+    """Ids and labels of one raw file, and the samples in them."""
 
     file: Path
     ids: Ids
@@ -260,7 +244,7 @@ def open_pair(base: Path) -> SftPair:
     files = [base.with_name(base.name + end) for end in (IDS_END, LABELS_END, MAP_END)]
     for file in files[1:]:
         if not file.exists():
-            raise DataError(f"{files[0]}: {file.name} is missing beside it. Tokenize the raw data again.")
+            raise DataError(f"{files[0]}: {file.name} is missing in the same folder. Tokenize the raw data again.")
     ids, labels = map_stream(files[0]), map_stream(files[1])
     if len(ids) != len(labels):
         raise DataError(f"{files[1]}: {len(labels)} labels for {len(ids)} ids; the two files do not belong together.")
@@ -289,7 +273,7 @@ def read_index_json(path: Path, columns: int) -> Longs:
 
 
 def check_all_map(path: Path, samples: list[Longs]) -> None:
-    """Refuse a joint map that is not the maps of the pairs, with file numbers or with zero2all's running sample counts."""
+    """Refuse a joint map that differs from the maps of the pairs; its file numbers may be running sample counts."""
     found = read_index_json(path, columns=3)
     counts = [len(one) for one in samples]
     joined = np.concatenate(samples)
@@ -298,15 +282,16 @@ def check_all_map(path: Path, samples: list[Longs]) -> None:
     same = len(found) == len(joined) and np.array_equal(found[:, 1:], joined)
     if not same or not (np.array_equal(found[:, 0], numbers) or np.array_equal(found[:, 0], running)):
         raise DataError(
-            f"{path}: lists {len(found)} samples, the maps beside the pairs {len(joined)}, or in another order; it was built from other "
+            f"{path}: lists {len(found)} samples, the maps of the pairs {len(joined)}, or the order differs; it belongs to other "
             "files. Delete it or tokenize the raw data again."
         )
 
 
 class SftPairWriter(ForeignWriter):
-    """Writes one pair with both maps into a folder; label 65436 where a token is no target."""
+    """Writes one pair with both maps; the label of a token that is not a target is 65436."""
 
     def __init__(self, folder: Path, base: str = "dataset") -> None:
+        super().__init__()
         self.folder = Path(folder)
         self.base = base
         self._samples: list[tuple[int, int]] = []
@@ -328,7 +313,7 @@ class SftPairWriter(ForeignWriter):
         self._tokens += len(tokens)
 
     def finish(self) -> None:
-        """Put the files in place, the maps last."""
+        """Rename the files, the maps last."""
         for name, listed in ((self.base + MAP_END, self._samples), (ALL_MAP, [(0, *sample) for sample in self._samples])):
             self._files.append(PendingFile(self.folder / name))
             self._files[-1].write(json.dumps(listed).encode())
@@ -336,8 +321,3 @@ class SftPairWriter(ForeignWriter):
             file.seal()
         for file in self._files:
             file.place()
-
-    def close(self) -> None:
-        """Remove the files that were not finished."""
-        for file in reversed(self._files):
-            file.drop()

@@ -150,5 +150,5 @@ def test_what_is_of_no_kind_is_refused_with_what_was_looked_for(name: str, tmp_p
         (tmp_path / "model.bin").write_bytes(b"")
     elif name == "picture":
         (tmp_path / "cat.jpg").write_bytes(b"\xff\xd8\xff")
-    with pytest.raises(DataError, match="of no known kind"):
+    with pytest.raises(DataError, match="unknown format"):
         detect_kind(tmp_path)

@@ -65,12 +65,12 @@ def test_odd_sizes_foreign_starts_and_cut_maps_are_refused(tmp_path: Path) -> No
     folder = write(tmp_path / "a", [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]])
     (found,) = folder.glob("*.ibin")
     found.write_bytes(found.read_bytes()[:-3])
-    with pytest.raises(DataError, match="cut off"):
+    with pytest.raises(DataError, match="truncated"):
         open_zero2all(folder)
     found.unlink()
     first, *_ = sorted(folder.rglob("*.bin"))
     first.write_bytes(first.read_bytes()[:-1])
-    with pytest.raises(DataError, match="no whole number of uint16"):
+    with pytest.raises(DataError, match="not a whole number of uint16"):
         open_zero2all(folder)
     first.write_bytes(np.array([5, 5], dtype="<u2").tobytes())
     with pytest.raises(DataError, match="starts with id 5"):
@@ -91,7 +91,7 @@ def test_the_writer_refuses_what_the_format_cannot_hold(tmp_path: Path) -> None:
     writer = Zero2allWriter(tmp_path)
     with pytest.raises(DataError, match="does not fit zero2all's uint16"):
         writer.add(np.array([70000]))
-    with pytest.raises(DataError, match="cut it in two"):
+    with pytest.raises(DataError, match="would split there"):
         writer.add(np.array([1, BEGIN_ID, 2]))
     with pytest.raises(DataError, match="no loss mask"):
         writer.add(np.array([1, 2, 3]), np.array([True, False, True]))
@@ -136,7 +136,7 @@ def test_running_sample_counts_as_file_numbers_are_known_and_other_joint_maps_ar
         joint.write_text(json.dumps([[n, *s] for n, s in zip(numbers, [[0, 3], [3, 1]] * 2, strict=True)]))
         assert open_zero2all_sft(folder).num_documents == 4
     joint.write_text("[[0, 0, 3], [0, 3, 1]]")
-    with pytest.raises(DataError, match="built from other files"):
+    with pytest.raises(DataError, match="belongs to other files"):
         open_zero2all_sft(folder)
 
 
