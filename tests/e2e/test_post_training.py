@@ -213,7 +213,7 @@ def text_store(folder: Path) -> Path:
     ("overrides", "said"),
     [
         (("data.train=[$/text]",), "holds no preference pairs"),
-        (("objective.kind=next_token",), "learn the rejected answers"),
+        (("objective.kind=next_token",), "train on the rejected answers"),
         (("data.train=null", "data.valid=null"), "data.train is null"),
         (("data.packing=concat",), "which splits pairs"),
         (("data.max_documents=2",), "data.max_documents is 2"),
