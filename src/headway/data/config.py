@@ -327,9 +327,9 @@ class BatchConfig(Section):
         else:
             rows = (self.rows_per_rank or self.given_micro_rows or DEFAULT_ROWS) * (self.accumulate or 1) * ranks
         each = rows // ranks
-        wanted = 1 if self.micro_rows == "auto" else self.micro_rows or self.rows_per_rank
-        micro_rows = wanted or max(n for n in range(1, min(DEFAULT_ROWS, each) + 1) if each % n == 0)
-        if self.tokens is None and self.rows is None and wanted is None:
+        given = 1 if self.micro_rows == "auto" else self.micro_rows or self.rows_per_rank
+        micro_rows = given or max(n for n in range(1, min(DEFAULT_ROWS, each) + 1) if each % n == 0)
+        if self.tokens is None and self.rows is None and given is None:
             micro_rows = DEFAULT_ROWS
         if self.rampup is not None and self.rampup.start > rows:
             raise ConfigError(f"batch.rampup.start is {self.rampup.start}; it must not exceed the full batch of {rows} rows.")

@@ -43,11 +43,11 @@ class Windows:
     @cached_property
     def num_windows(self) -> int:
         """Windows that hold documents before the limit; the last may be short."""
-        source, wanted = self.selection.source, self.selection.num_documents
+        source, limit = self.selection.source, self.selection.num_documents
         low, high = 1, max(1, -(-source.num_tokens // self.window_tokens))
         while low < high:
             middle = (low + high) // 2
-            if source.first_at(middle * self.window_tokens) >= wanted:
+            if source.first_at(middle * self.window_tokens) >= limit:
                 high = middle
             else:
                 low = middle + 1

@@ -117,13 +117,13 @@ def split_side(selection: Selection, side: Literal["train", "valid"], fraction: 
 def _split_document(selection: Selection, document: int, side: Literal["train", "valid"], fraction: float) -> Selection:
     source = selection.source
     length = int(source.lengths(document, document + 1)[0])
-    least = max(MIN_SPLIT_TOKENS, selection.min_length)
-    if isinstance(source, PairSource) or length < 2 * least:
+    min_tokens = max(MIN_SPLIT_TOKENS, selection.min_length)
+    if isinstance(source, PairSource) or length < 2 * min_tokens:
         what = "one pair" if isinstance(source, PairSource) else f"one document, of {length} tokens"
         raise ConfigError(
             f"data.valid.fraction is {fraction:g}, but {source.name} holds {what}, which cannot be split. Add documents, or "
             "set data.valid.sets to separate validation data."
         )
-    cut = length - min(max(least, round(length * fraction)), length - least)
-    view = TokenRange(source, document, 0, cut) if side == "train" else TokenRange(source, document, cut, length)
+    border = length - min(max(min_tokens, round(length * fraction)), length - min_tokens)
+    view = TokenRange(source, document, 0, border) if side == "train" else TokenRange(source, document, border, length)
     return Selection(view, min_length=selection.min_length)

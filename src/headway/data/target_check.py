@@ -120,11 +120,11 @@ def _check(selection: Selection, stops: frozenset[int], tokenizer: Tokenizer | N
         )
     every = f"each of {samples} {what} has a target" if not without else f"{without} of {samples} {what} have no target"
     stopped = f"the stop token {spelled} is a target in {ending}" if stops else "the stop token is unknown"
-    cut = f" ({samples - ending} are truncated before it)" if stops and known and ending < samples else ""
-    return f"targets of {source.name}: {every}, {targets} tokens in all; {stopped}{cut}{_left_out(selection)}"
+    truncated = f" ({samples - ending} are truncated before it)" if stops and known and ending < samples else ""
+    return f"targets of {source.name}: {every}, {targets} tokens in all; {stopped}{truncated}{_skipped_pairs(selection)}"
 
 
-def _left_out(selection: Selection) -> str:
+def _skipped_pairs(selection: Selection) -> str:
     """The number of pairs that do not fit into a row."""
     if selection.max_length is None:
         return ""

@@ -308,8 +308,8 @@ class StoreWriter:
             self._close_shard()
             return
         self._growing.tokens -= moved
-        kept = tokens.size - moved * self._dtype.itemsize
-        with writing(self.folder), tokens.reread(kept) as rest:
+        size = tokens.size - moved * self._dtype.itemsize
+        with writing(self.folder), tokens.reread(size) as rest:
             self._growing.open_tokens = 0
             self._close_shard()
             while part := rest.read(CHUNK_BYTES):
@@ -340,8 +340,8 @@ class StoreWriter:
         if self._files:
             return
         names = file_names(self._growing.number, self._masked, self._spans, self._types is not None)
-        kept = size_bytes if size_bytes is not None else [0] * len(names)
-        self._files = [HashedFile.create(self.folder / name, size) for name, size in zip(names, kept, strict=True)]
+        sizes = size_bytes if size_bytes is not None else [0] * len(names)
+        self._files = [HashedFile.create(self.folder / name, size) for name, size in zip(names, sizes, strict=True)]
         if size_bytes is None:
             self._files[1].write(np.zeros(1, "<i8"))
 

@@ -197,10 +197,10 @@ class InternlmWriter(ForeignWriter):
         """Append one document. Tokens whose mask is False are negated, except the first, which is never a target."""
         signed = np.asarray(ids).astype(np.int64)
         if mask is not None and not bool(np.asarray(mask)[1:].all()):
-            keep = np.asarray(mask, dtype=bool).copy()
-            keep[:1] = True
-            plain, signed = signed, np.where(keep, signed, -signed)
-            if bool(((plain == 0) & keep)[1:].any()) or not bool((signed < 0).any()):
+            targets = np.asarray(mask, dtype=bool).copy()
+            targets[:1] = True
+            plain, signed = signed, np.where(targets, signed, -signed)
+            if bool(((plain == 0) & targets)[1:].any()) or not bool((signed < 0).any()):
                 raise DataError(
                     f"{self.file}: document {len(self._index) // 2} contains token 0. InternLM files mark masked tokens by sign and "
                     "drop label 0, so they cannot hold its mask. Write --to headway, or use a tokenizer whose id 0 is not text."

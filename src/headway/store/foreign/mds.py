@@ -121,8 +121,8 @@ class MdsShard(FilePart):
         spans = self._spans(i, len(ids))
         if spans is None or (spans[0, 0] == 0 and spans[-1, 1] == len(ids) and np.array_equal(spans[1:, 0], spans[:-1, 1])):
             return ids, mask
-        kept = np.concatenate([np.arange(start, stop) for start, stop in spans])
-        return ids[kept], None if mask is None else mask[kept]
+        inside = np.concatenate([np.arange(start, stop) for start, stop in spans])
+        return ids[inside], None if mask is None else mask[inside]
 
     def span_starts(self, i: int) -> Longs | None:
         if "indices" not in self._names:

@@ -37,17 +37,17 @@ def open_pair(index: Path) -> TokenFile:
     """Open and check one .idx with its .bin."""
     raw = map_file(index)
     if len(raw) < HEADER.size:
-        raise DataError(f"{index}: {len(raw)} bytes is shorter than the header of a Megatron index; the file was cut off.")
+        raise DataError(f"{index}: {len(raw)} bytes is shorter than the header of a Megatron index; the file is truncated.")
     magic, version, code, sequences, bounds = HEADER.unpack(raw[: HEADER.size].tobytes())
     if magic != MAGIC or version != 1:
         raise DataError(f"{index}: is not a Megatron index (it must start with MMIDIDX and version 1).")
     if code not in DTYPES or "f" in DTYPES[code]:
-        raise DataError(f"{index}: dtype code {code} is no integer type of Megatron's list; the file is damaged.")
+        raise DataError(f"{index}: dtype code {code} is not an integer type of Megatron; the file is damaged.")
     expected = HEADER.size + 12 * sequences + 8 * bounds
     if len(raw) == expected + sequences and sequences:
-        raise DataError(f"{index}: holds a mode per sequence, as Megatron's multimodal data does; headway reads text data only.")
+        raise DataError(f"{index}: holds a mode per sequence: Megatron's multimodal data. headway reads text data only.")
     if len(raw) != expected or bounds == 0:
-        raise DataError(f"{index}: {len(raw)} bytes, but {sequences} sequences and {bounds} bounds need {expected}; the file was cut off.")
+        raise DataError(f"{index}: {len(raw)} bytes, but {sequences} sequences and {bounds} bounds need {expected}; the file is truncated.")
     body = raw[HEADER.size :]
     tokens = body[: 4 * sequences].view("<i4").astype(np.int64)
     pointers = body[4 * sequences : 12 * sequences].view("<i8")

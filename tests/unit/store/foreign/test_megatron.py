@@ -63,7 +63,7 @@ def test_disagreeing_files_are_refused_with_what_disagrees(tmp_path: Path) -> No
         assert "\n" not in str(caught.value)
 
     refused(good[:20], "shorter than the header")
-    refused(good[:-1], "the file was cut off")
+    refused(good[:-1], "the file is truncated")
     refused(b"X" + good[1:], "not a Megatron index")
     refused(good[:17] + b"\x07" + good[18:], "dtype code 7")
     refused(good + b"\0\0\0", "a mode per sequence")
