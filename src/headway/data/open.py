@@ -166,9 +166,7 @@ def _open_store(one: SourceStore, config: DataConfig, checksums: Checksums) -> T
         raise ConfigError(f"data: {path} is raw text, not a token store. Run `headway data tokenize` first.")
     if kind != "headway":
         if config.stage_to is not None:
-            raise ConfigError(
-                f"data.stage_to copies only headway stores; {path} is {kind}. Use `headway data convert` first."
-            )
+            raise ConfigError(f"data.stage_to copies only headway stores; {path} is {kind}. Use `headway data convert` first.")
         return open_source(path, kind)
     if config.stage_to is not None:
         path = copy_to_local(path, config.stage_to, checksums)

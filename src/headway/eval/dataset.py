@@ -171,8 +171,8 @@ def _kind(path: str) -> StoreKind:
 
 
 def _stored(path: Path, kind: StoreKind, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
-    from headway.store.convert import iter_documents
     from headway.store.open import open_source
+    from headway.store.source import iter_documents
     from headway.tokenizer.chat import expected_bos_ids
 
     store = open_source(path, kind)

@@ -19,7 +19,7 @@ from headway.errors import ConfigError
 from headway.runtime.storage import TEMPORARY_PREFIX, check_writable, existing_ancestor, rename_folder
 from headway.runtime.temporary import temporary_name
 from headway.store.checksums import Checksums
-from headway.store.file_lock import held
+from headway.store.file_lock import file_lock
 from headway.store.local_copy import discard_damaged, is_whole
 from headway.store.reader import is_store
 
@@ -43,7 +43,7 @@ def find_or_build(files: Sequence[Path], settings: str, build: Callable[[Path], 
     if is_store(store) and is_whole(store, checksums):
         return store
     _check_cache(cache_dir)
-    with held(folder / f"{store.name}.lock", until=lambda: is_store(store) and is_whole(store, checksums)) as builds:
+    with file_lock(folder / f"{store.name}.lock", until=lambda: is_store(store) and is_whole(store, checksums)) as builds:
         if builds:
             discard_damaged(store)
             log.info("building a token store of %s in %s", ", ".join(map(str, files)), store)

@@ -15,8 +15,7 @@ import numpy as np
 
 from headway.errors import DataError
 from headway.runtime.progress import progress
-from headway.store.open import StoreKind, detect_kind
-from headway.store.open import open_source
+from headway.store.open import StoreKind, detect_kind, open_source
 from headway.store.reader import Store
 from headway.store.source import TokenSource
 from headway.text.document import Record, TextOf
