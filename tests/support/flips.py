@@ -24,7 +24,7 @@ from headway.data.mixture import MixtureSource
 from headway.data.selection import Selection
 from headway.errors import HeadwayError
 from headway.prepare.build import cached_store
-from headway.runtime.sealed import write_sealed
+from headway.runtime.storage import write_sealed
 from headway.store.checksums import Checksums
 from headway.store.reader import StoreWriter, open_store
 from headway.train.dpo_reference import read_table

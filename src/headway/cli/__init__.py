@@ -21,9 +21,8 @@ from headway import __version__
 from headway.cli._options import flatten
 from headway.errors import HeadwayError
 from headway.runtime.log import start_logging
-from headway.runtime.open_files import raise_open_files
 from headway.runtime.output import ReaderGone, standard_streams
-from headway.runtime.process import leave_outcome
+from headway.runtime.process import leave_outcome, raise_open_files
 from headway.runtime.storage import explain
 
 GROUPS = {

@@ -27,7 +27,7 @@ def supervise(
 ) -> None:
     """Run a training command to its end: after a crash or a hang it is restarted from the newest complete checkpoint."""
     from headway.launch.supervise import supervise as run_supervised
-    from headway.runtime.process import own_command
+    from headway.runtime.process import headway_command
     from headway.train.config import SuperviseConfig
 
     recipe = _find_recipe(arguments)
@@ -35,7 +35,7 @@ def supervise(
     settings = recipe.supervise if recipe is not None else SuperviseConfig()
     settings = settings.model_copy(update={name: value for name, value in given.items() if value is not None})
     # `headway` is this one, whether or not it is on the PATH
-    command = own_command(arguments[1:]) if arguments[0] == "headway" else arguments
+    command = headway_command(arguments[1:]) if arguments[0] == "headway" else arguments
     exit_with(run_supervised(command, settings, recipe, run))
 
 

@@ -24,8 +24,8 @@ from headway.data.selection import Selection
 from headway.data.shuffle import permuted, shuffled
 from headway.errors import HeadwayError
 from headway.runtime.progress import progress
-from headway.runtime.sealed import read_sealed, write_sealed
 from headway.runtime.seed import derive
+from headway.runtime.storage import read_sealed, write_sealed
 from headway.store.source import Longs, TokenSource
 
 CACHED_BLOCKS = 2

@@ -20,7 +20,7 @@ from headway.launch.nodes import NodeSpec, Rendezvous
 from headway.launch.ranks import RankProcesses, RankStart
 from headway.runtime.device import backend_of
 from headway.runtime.machine import CUDA_TORCH, cuda_of_torch, package_version, torch_release, usable_cores
-from headway.runtime.process import LAUNCHER_PID, from_environment, own_command, set_environment
+from headway.runtime.process import LAUNCHER_PID, from_environment, headway_command, set_environment
 from headway.runtime.temporary import temporary_folder
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def launch(spec: LaunchSpec, arguments: Sequence[str], logs: Path, environment: 
     first = rendezvous.first_rank
     starts = [RankStart(first + local, {"RANK": str(first + local), "LOCAL_RANK": str(local)}) for local in range(spec.num_ranks)]
     log.log(logging.INFO if spec.nodes.num > 1 else logging.DEBUG, "starting %s", _describe(spec, rendezvous))
-    with RankProcesses(own_command(arguments), starts, shared, logs) as ranks:
+    with RankProcesses(headway_command(arguments), starts, shared, logs) as ranks:
         if spec.nodes.num == 1:
             rendezvous.serve()  # after the start: both take seconds to load torch, and the port is bound already
         try:

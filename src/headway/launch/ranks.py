@@ -24,7 +24,7 @@ from headway.runtime.deferred import Deferred
 from headway.runtime.flight import explain_flight
 from headway.runtime.output import Lossy
 from headway.runtime.process import FAILURE_FILE, LAUNCHER_PID
-from headway.runtime.stop import heeded_signals
+from headway.runtime.stop import handled_signals
 from headway.runtime.temporary import make_temporary_folder, remove
 
 POLL_SECONDS = 0.05
@@ -88,7 +88,7 @@ class RankProcesses:
 
     def wait(self, failure_elsewhere: Callable[[], RankError | None] = lambda: None) -> int:
         """Wait until all have ended; returns the exit code. If one fails, here or on another node, all are killed."""
-        before = {number: signal.signal(number, self._receive) for number in heeded_signals()}
+        before = {number: signal.signal(number, self._receive) for number in handled_signals()}
         try:
             poll_at = 0.0
             while self._alive():

@@ -30,7 +30,7 @@ from headway.runtime.deferred import Deferred
 from headway.runtime.heartbeat import STACK_SIGNAL, Beat, is_alive, read_beats, stacks_file, suspects
 from headway.runtime.process import OUTCOME_FILE, RESTARTS, SUPERVISOR, safe_environment
 from headway.runtime.progress import duration
-from headway.runtime.stop import heeded_signals
+from headway.runtime.stop import handled_signals
 from headway.runtime.storage import write_atomic
 from headway.runtime.temporary import temporary_folder
 from headway.track.base import Event
@@ -94,7 +94,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Run until the command is done, stopped, or has failed too often; returns its exit code as a shell shows it."""
-        before = {number: signal.signal(number, self._receive) for number in heeded_signals()}
+        before = {number: signal.signal(number, self._receive) for number in handled_signals()}
         try:
             with temporary_folder("supervise") as folder:
                 while True:

@@ -21,7 +21,7 @@ from headway.launch.failure import RankError, report_crash
 from headway.launch.launcher import LaunchOptions, LaunchSpec, launch, logging_environment, plan_for_recipe
 from headway.launch.supervise import supervise
 from headway.runtime.output import OutputError
-from headway.runtime.process import from_environment, kill_at_step, own_command, set_environment, supervisor
+from headway.runtime.process import from_environment, headway_command, kill_at_step, set_environment, supervisor
 from headway.runtime.run_lock import refuse_live
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _start_supervised(recipe: Recipe) -> int:
     """Start this same command again under a supervisor."""
     if (external := external_launcher(os.environ)) is not None:
         raise LaunchError(f"run.supervise is true and {external} started this process. Put `headway supervise --` in front of {external}.")
-    return supervise(own_command(sys.argv[1:]), recipe.supervise, recipe)
+    return supervise(headway_command(sys.argv[1:]), recipe.supervise, recipe)
 
 
 def _launch(spec: LaunchSpec, recipe: Recipe, line: list[str]) -> int:

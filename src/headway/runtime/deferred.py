@@ -1,6 +1,6 @@
-"""Writes that a run must not fail of: lines and small files that cannot be written now wait in memory and are tried again, in order.
+"""Writes whose failure must not end a run: lines and small files that cannot be written now wait in memory and are retried, in order.
 
-    append(metrics.jsonl, line) ──▶ written at once; while the disk is full: [line][line][line] ──▶ written in order when there is room
+    append(metrics.jsonl, line) ──▶ written immediately; while the disk is full: [line][line][line] ──▶ written in order when there is room
     replace(heal.json, content) ──▶ as well; of several contents that wait the newest is enough
 
 What waits is bounded: beyond the bound the oldest lines are lost, which is reported. A line reaches the file whole or not at all.
@@ -81,10 +81,10 @@ class Deferred:
             self._failing = problem is not None
             self._retry_at = time.monotonic() + self.retry_seconds
             lost, self.lost_lines = (self.lost_lines, 0) if recovered else (0, self.lost_lines)
-        if began_to_fail:  # outside of the lock: whoever is called may write a line about it
-            self.report(f"{problem} What cannot be written waits in memory and is written when it can be; training continues.")
+        if began_to_fail:  # outside of the lock: the callee may write a line about it
+            self.report(f"{problem} Lines are kept in memory and written once the disk accepts them; training continues.")
         if recovered:
-            self.recovered("the disk can be written again; what waited was written" + (f", all but {lost} lines" if lost else ""))
+            self.recovered("the disk can be written again; all pending lines were written" + (f" except {lost}" if lost else ""))
         return problem is None
 
     def _write_all(self) -> str | None:

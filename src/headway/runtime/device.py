@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 CHOSEN_GPUS = "HEADWAY_GPUS"
-"""Environment variable: the GPUs that were asked for and found, as they were named."""
+"""Environment variable: the GPUs that were requested and found, as the user named them."""
 
 
 @dataclass(frozen=True)

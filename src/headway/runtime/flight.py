@@ -4,7 +4,7 @@
     rank 1  ... all_reduce 16 done   (never came)         ├─▶ logs/flight-rank-N ─▶ one sentence: who waited in what, and who was missing
 
 The host does not wait in an NCCL collective, so that a heartbeat cannot name it; these files can. They are pickles of plain values, and
-are read by a reader that knows nothing else: a file that wants more than that is left alone.
+are read by a reader that accepts nothing else: a file with anything more is left alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def flight_recorder(run_dir: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Collective:
-    """One exchange of one rank in a group of ranks; all ranks of the group count them alike."""
+    """One exchange of one rank in a group of ranks; all ranks of the group number them the same."""
 
     group: str
     number: int

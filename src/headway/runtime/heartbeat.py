@@ -1,9 +1,9 @@
-"""Where each rank of a run is: kept in memory by the training thread, written to a small file by a thread of its own.
+"""Where each rank of a run is: the training thread keeps it in memory, another thread writes it to a small file.
 
     RUN/logs/heartbeat/rank-00003.json   {"rank": 3, "step": 120, "phase": "step", "collective": "all_reduce", "number": 7731, ...}
 
-The training thread only sets numbers, so a step costs nothing; the other thread goes on writing while a collective or a kernel blocks, so
-that whoever looks from outside sees since when, and in what. A signal makes every thread's stack go to RUN/logs/stacks-rank-*.txt.
+The training thread only sets numbers, so a step costs nothing; the other thread keeps writing while a collective or a kernel blocks, so
+that an observer sees since when, and in what. A signal makes every thread's stack go to RUN/logs/stacks-rank-*.txt.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOST = ("timed out", "timeout", "connection closed", "connection reset", "connec
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank's file says. Times are those of its own clock, in seconds since 1970."""
+    """What a rank's file says. Times are those of its host's clock, in seconds since 1970."""
 
     rank: int
     pid: int
@@ -50,7 +50,7 @@ class Beat:
     phase: str
     """start, step, validate, save or end."""
     progress_at: float
-    """When it last got on: a step, a microbatch of a validation, a save."""
+    """When it last made progress: a step, a microbatch of a validation, a save."""
     at: float
     collective: str | None = None
     """What it exchanges with others at this moment."""
@@ -68,7 +68,7 @@ class Beat:
 
 
 class Heartbeat:
-    """This rank's place. Nothing is written before `write_to`."""
+    """The state of this rank. Nothing is written before `write_to`."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank, self.step, self.phase = rank, 0, "start"
@@ -82,7 +82,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     def beat(self, phase: str, step: int) -> None:
-        """This rank got on."""
+        """This rank made progress."""
         self.phase, self.step, self.progress_at = phase, step, time.time()
 
     @contextmanager
@@ -153,7 +153,7 @@ class Heartbeat:
             return  # on a full disk; a supervisor, which cannot write there either, does not take the silence for a hang
 
     def close(self, *, well: bool) -> None:
-        """Stop writing. After a good end nothing is left; else the last words stay for whoever asks why."""
+        """Stop writing. After a good end nothing is left; else the last state stays for a post-mortem."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -184,7 +184,7 @@ def is_lost(problem: BaseException) -> bool:
 
 
 def stacks_file(run_dir: Path, rank: int) -> Path:
-    """Where the stacks of a rank go when it is asked for them."""
+    """The file to which a rank writes its stacks on a signal."""
     return run_dir / "logs" / f"stacks-rank-{rank:05}.txt"
 
 
@@ -200,7 +200,7 @@ def read_beats(run_dir: Path) -> list[Beat]:
 
 
 def clear_beats(run_dir: Path) -> None:
-    """Forget what an earlier start left."""
+    """Remove the files of an earlier start."""
     for path in (run_dir / FOLDER).glob("rank-*"):
         path.unlink(missing_ok=True)
 
@@ -226,7 +226,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def suspects(beats: Sequence[Beat], now: float) -> str:
-    """Who holds the others up: those that have begun the fewest exchanges, or are in none; one sentence, empty where nobody stands out."""
+    """The ranks that delay the others: those with the fewest exchanges, or in none; one sentence, empty where no rank stands out."""
     if len(beats) < 2:
         return ""
     idle = [beat for beat in beats if beat.collective is None]

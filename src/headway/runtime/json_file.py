@@ -1,4 +1,4 @@
-"""JSON files that others wrote, or that a crash cut short: a value comes out, or one of two errors says what is wrong.
+"""JSON files that others wrote, or that a crash truncated: returns a value or raises one of two errors.
 
 One rule for every reader: only regular files, of a bounded size, and nesting of any depth is an ordinary error.
 """
@@ -34,7 +34,7 @@ def load_json(path: Path, largest: int = LARGEST_BYTES) -> Any:
     try:
         return json.loads(content.decode("utf-8-sig"))
     except RecursionError:
-        raise ValueError("its values lie too deep in one another") from None
+        raise ValueError("its values are nested too deeply") from None
     except MemoryError:
         raise ValueError("it does not fit into memory") from None
 

@@ -1,4 +1,4 @@
-"""Where log lines go: standard error for people, train.log in the run folder for later. Other libraries are heard only when they warn."""
+"""Where log lines go: standard error for people, train.log in the run folder for later. Of other libraries only warnings are shown."""
 
 import logging
 import sys
@@ -18,7 +18,7 @@ COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITI
 class ConsoleHandler(logging.Handler):
     """Writes to whatever sys.stderr is at that moment, so that lines go above a progress bar instead of through it.
 
-    A line that cannot be written is dropped: nobody's terminal ends a run.
+    A line that cannot be written is dropped: a broken terminal must not end a run.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -62,17 +62,17 @@ class Logging:
 def start_logging(run_dir: Path | None = None, level: int | str | None = None, rank: int = 0, *, also: Path | None = None) -> Logging:
     """Send log lines to standard error and to the run folder: rank 0 to train.log, others to logs/ and, from warnings up, to the console.
 
-    `level` is that of headway's own lines; None keeps what was chosen before. Console handlers already there stand back until the end.
+    `level` is that of headway's lines; None keeps the level set before. Existing console handlers are removed until the end.
     `also` is another run folder that gets the same lines: that of the run whose stage this one is.
     """
-    root, own = logging.getLogger(), logging.getLogger("headway")
-    levels = root.level, own.level
+    root, headway = logging.getLogger(), logging.getLogger("headway")
+    levels = root.level, headway.level
     ours = (ConsoleHandler, _RunFile)
     old: list[logging.Handler] = [one for one in root.handlers if type(one) is logging.StreamHandler or isinstance(one, ours)]
     if level is not None:
-        own.setLevel(_level(level))
-    elif own.level == logging.NOTSET:
-        own.setLevel(root.level if old else logging.INFO)
+        headway.setLevel(_level(level))
+    elif headway.level == logging.NOTSET:
+        headway.setLevel(root.level if old else logging.INFO)
     root.setLevel(logging.WARNING)
     for handler in old:
         root.removeHandler(handler)

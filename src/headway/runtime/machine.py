@@ -65,7 +65,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True)
 class GpuLoad:
-    """What a GPU does now; None where it cannot be asked."""
+    """The load of a GPU now; None where the driver does not say."""
 
     utilisation: float | None = None
     """Share of the last sampling period with a kernel running, 0 to 1."""
@@ -141,10 +141,10 @@ def ram_bytes() -> tuple[int | None, int | None]:
     return total, available
 
 
-def _group_limits(root: Path, own: Path) -> list[tuple[int, int]]:
+def _group_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
     """(limit, what is used and cannot be given back) of this process's control groups that have a limit, version 2 or 1."""
     try:
-        paths = dict(line.split(":", 2)[1:] for line in own.read_text().splitlines())
+        paths = dict(line.split(":", 2)[1:] for line in membership.read_text().splitlines())
     except (OSError, ValueError):
         return []
     found: list[tuple[int, int]] = []
@@ -234,7 +234,7 @@ def environment() -> dict[str, Any]:
 def git_state(folder: Path) -> dict[str, Any] | None:
     """The commit a folder is at and whether tracked files differ from it; None outside of a repository or without git.
 
-    A repository that somebody else made may name programs in its own config (a file-system monitor, hooks, filters): none of them runs.
+    A repository of unknown origin may name programs in its config (a file-system monitor, hooks, filters): none of them runs.
     """
     safe = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", "-C", str(folder)]
 

@@ -3,7 +3,7 @@
     standard error    for people: a line that cannot be written is dropped (a reader that left, a closed terminal, a full disk)
     standard output   results: a reader that left ends the verb quietly; anything else that cannot be written is one error
 
-Inside `standard_streams` no write to either raises an OSError, whoever makes it, and descriptors 0 to 2 are open, so that no file the
+Inside `standard_streams` no write to either raises an OSError, in any library, and descriptors 0 to 2 are open, so that no file the
 process opens gets one of their numbers and with it the lines that libraries print.
 """
 
@@ -24,13 +24,13 @@ class OutputError(HeadwayError):
 
 
 class ReaderGone(OutputError):
-    """Whoever read standard output has closed it, as `head` does: nobody wants the rest."""
+    """The reader of standard output has closed it, as `head` does: the rest is not needed."""
 
     exit_code = 0
 
 
 class Lossy(io.TextIOBase):
-    """A stream for people: what cannot be written is dropped, and each write is tried anew."""
+    """A stream for people: what cannot be written is dropped, and each write is tried again."""
 
     def __init__(self, stream: TextIO | None) -> None:
         super().__init__()
@@ -92,15 +92,15 @@ class Lossy(io.TextIOBase):
 
 
 class Results(Lossy):
-    """A stream for results: a failure is an error of ours, which no library takes for one of its own."""
+    """A stream for results: a failure is an OutputError, which no library catches by mistake."""
 
     def _lost(self, problem: Exception) -> None:
         if not isinstance(problem, OSError):
             raise problem
         if isinstance(problem, BrokenPipeError):
-            raise ReaderGone("nobody reads standard output any more") from problem
+            raise ReaderGone("the reader of standard output has closed it") from problem
         why = problem.strerror or str(problem)
-        raise OutputError(f"standard output cannot be written: {why}. Free some space or choose another place.") from problem
+        raise OutputError(f"standard output cannot be written: {why}. Free some space or choose another disk.") from problem
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def flush_streams() -> None:
-    """Hand on what is buffered, where it can be; for a process that is about to leave without the interpreter's own end."""
+    """Hand on what is buffered, where it can be; for a process that is about to exit without the interpreter's shutdown."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # pyright: ignore[reportUnnecessaryComparison] # it is, where the descriptor was closed
             try:

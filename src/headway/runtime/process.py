@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,12 +19,13 @@ from headway.errors import LaunchError, first_line
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
 
+MOST_OPEN_FILES = 1 << 20
 PR_SET_PDEATHSIG = 1
 LAUNCHER_PID = "HEADWAY_LAUNCHER_PID"
 FAILURE_FILE = "HEADWAY_FAILURE_FILE"
-"""Set by headway's own launcher for each rank it starts: its process id, and where a rank says why it failed."""
+"""Set by headway's launcher for each rank it starts: the launcher's process id, and the file in which a rank reports why it failed."""
 SAFE_PATH = "PYTHONSAFEPATH"
-"""Python's own: the working directory is not searched for modules."""
+"""A variable of Python: the working directory is not searched for modules."""
 KILL_AT_STEP = "HEADWAY_KILL_AT_STEP"
 """Set by `headway verify resume`: the last rank kills itself after this step."""
 SUPERVISOR = "HEADWAY_SUPERVISOR"
@@ -51,7 +53,7 @@ class Process:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables one launcher sets; `local_rank` must be among them where it tells this launcher's own processes apart."""
+    """The variables one launcher sets; `local_rank` must be among them where it distinguishes this launcher's processes."""
 
     rank: str
     world: str
@@ -113,8 +115,8 @@ def _read(launcher: _Launcher, given: Mapping[str, str]) -> Process:
     return Process(rank, local_rank, world, node, max(1, num_nodes))
 
 
-def own_command(arguments: Sequence[str]) -> list[str]:
-    """The command line that runs headway again; -P keeps Python from importing what lies in the working directory."""
+def headway_command(arguments: Sequence[str]) -> list[str]:
+    """The command line that runs headway again; -P keeps Python from importing from the working directory."""
     return [sys.executable, "-P", "-m", "headway", *arguments]
 
 
@@ -126,7 +128,7 @@ def safe_environment(command: Sequence[str], environment: Mapping[str, str]) -> 
 
 @contextmanager
 def worker_pool(workers: int, begin: Callable[..., None] | None = None, given: tuple[Any, ...] = ()) -> Iterator[ProcessPoolExecutor]:
-    """Worker processes for pure computing; `begin(*given)` runs first in each. Like `own_command`, they import nothing from the working
+    """Worker processes for pure computing; `begin(*given)` runs first in each. Like `headway_command`, they import nothing from the working
     directory. Spawned, not forked: this process may hold threads (tokenizers, torch) that a fork would break."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
@@ -140,7 +142,7 @@ def worker_pool(workers: int, begin: Callable[..., None] | None = None, given: t
 
 
 class ChildFailureError(Exception):
-    """A function that ran in a process of its own gave no answer; says why."""
+    """A function that ran in a separate process gave no result; says why."""
 
 
 def run_in_child(work: Callable[..., Any], given: tuple[Any, ...], timeout_seconds: float) -> Any:
@@ -196,7 +198,7 @@ def _safe_path() -> Iterator[None]:
 
 
 def failure_file() -> Path | None:
-    """Where this rank is to say why it failed; None where headway's own launcher did not start it."""
+    """The file in which this rank reports why it failed; None where headway's launcher did not start it."""
     given = os.environ.get(FAILURE_FILE)
     return Path(given) if given else None
 
@@ -223,18 +225,18 @@ def kill_at_step() -> int | None:
 
 
 def supervisor() -> str | None:
-    """The name a supervisor gave to this job; None where nobody supervises it."""
+    """The name a supervisor gave to this job; None where it is not supervised."""
     return os.environ.get(SUPERVISOR)
 
 
 def restarted_job() -> tuple[str | None, bool]:
-    """The name of this job with whoever starts it again, ours or torchrun; and whether this is such a start."""
+    """The name of this job with its supervisor, headway or torchrun; and whether this start is a restart."""
     name = os.environ.get(SUPERVISOR) or os.environ.get("TORCHELASTIC_RUN_ID")
     return name, any(int(os.environ.get(count, "0") or 0) > 0 for count in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
 
 
 def end_with_supervisor() -> None:
-    """Ask the kernel to stop this process, well, when whoever started it under a supervisor is gone."""
+    """Ask the kernel to send SIGTERM to this process when its parent under a supervisor has ended."""
     if os.environ.get(SUPERVISOR) and sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -252,3 +254,36 @@ def leave_outcome(code: int) -> None:
 def set_environment(settings: Mapping[str, str]) -> None:
     """Change this process's environment, for what libraries read when they start."""
     os.environ.update(settings)
+
+
+def boot_id() -> str:
+    """This boot of this machine and the namespace of its process ids, in which an id means one process; empty if not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname() if not Path("/proc/self").exists() else ""
+
+
+def process_start(pid: int) -> str | None:
+    """When a process began; None if it has ended, or where the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZXx" else fields[19]
+
+
+def raise_open_files() -> None:
+    """Raise the soft limit of open files to the hard one; a system that refuses is left alone."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (ValueError, OSError):
+            return

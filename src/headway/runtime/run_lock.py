@@ -3,8 +3,8 @@
     RUN/lock.json   {"token": "...", "host": "node7", "pid": 4711, "since": 1763200000.0, ...}    its time of change moves every 2 s
 
 A holder on this machine is dead when its process is gone (the process id and the start time both count, because ids repeat), and its lock
-is taken over at once. A holder elsewhere (another host, another container) cannot be looked at: it lives if its lock file changes while we
-look, and is dead if it does not for `takeover_seconds` of our own monotonic clock. Clocks of different machines are never compared.
+is taken over at once. A holder on another host or in another container cannot be checked directly: it is alive if its lock file changes
+while we wait, and dead if the file does not change for `takeover_seconds` of our monotonic clock. Clocks are never compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.runtime.identity import machine, process_start
+from headway.runtime.process import boot_id, process_start
 from headway.runtime.storage import check_writable, writing
 from headway.runtime.temporary import LOCK_PREFIX
 
@@ -51,7 +51,7 @@ class Holder:
 
     def is_alive(self) -> bool | None:
         """Whether the process lives; None where it cannot be looked at from here."""
-        if not self.machine or (self.host, self.machine) != (socket.gethostname(), machine()):
+        if not self.machine or (self.host, self.machine) != (socket.gethostname(), boot_id()):
             return None
         if self.started is not None:
             return process_start(self.pid) == self.started
@@ -72,13 +72,13 @@ class Holder:
 def this_process() -> Holder:
     """This process as a holder."""
     pid = os.getpid()
-    return Holder(uuid.uuid4().hex, socket.gethostname(), machine(), pid, process_start(pid), time.time())
+    return Holder(uuid.uuid4().hex, socket.gethostname(), boot_id(), pid, process_start(pid), time.time())
 
 
 def read_holder(path: Path) -> tuple[Holder | None, int] | None:
     """Who holds a lock (None: its file is damaged) and when the file last changed; None where there is no lock."""
     try:
-        with open(path, "rb") as file:  # opened anew each time: a network file system then asks its server
+        with open(path, "rb") as file:  # opened again each time, so that a network file system asks its server
             content, changed = file.read(1 << 16), os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return None
@@ -129,14 +129,14 @@ class RunLock:
         self.path = folder / LOCK
         self.holder = this_process()
         self.lost: Holder | None = None
-        """Who has taken the folder from this process, if somebody has."""
+        """The process that has taken the folder over from this one, if any."""
         self._made: list[Path] = []
         self._guard = threading.Lock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def take(self) -> None:
-        """Take the lock, over a dead holder too; a living one is named in the error."""
+        """Take the lock, also from a dead holder; the error names a living one."""
         check_writable(self.folder)
         self._made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         seen: tuple[str, int, float] | None = None
@@ -155,7 +155,7 @@ class RunLock:
                     if alive is None:
                         self._say_waiting(holder)
                 if alive is False or time.monotonic() - seen[2] >= self.takeover_seconds:
-                    log.info("%s was left by %s, which is gone; taken over", self.path, "somebody" if holder is None else holder.describe())
+                    log.info("took over %s: its holder (%s) is dead", self.path, "unknown" if holder is None else holder.describe())
                     if self._take_over(token):
                         break
                     seen = None
@@ -172,15 +172,15 @@ class RunLock:
                 raise _in_use(self.folder, None if found is None else found[0])
 
     def check(self) -> None:
-        """Refuse to go on in a folder that somebody else has taken over, e.g. while this process was stopped for long."""
+        """Refuse to continue in a folder that another process has taken over, e.g. while this one was suspended."""
         if self.lost is not None:
             raise ConfigError(
-                f"{self.folder} was taken over by {self.lost.describe()}; this process stops without saving. "
-                "It had shown no sign of life for too long; raise run.takeover_seconds if it was only slow."
+                f"{self.folder} was taken over by {self.lost.describe()}, because this process did not update its lock for too long. "
+                "It stops without saving. If it was only slow, raise run.takeover_seconds."
             )
 
     def release(self) -> None:
-        """Let go; folders that were made for the lock alone vanish with it."""
+        """Release the lock; folders that were made for it alone are removed."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -193,9 +193,9 @@ class RunLock:
                 path.rmdir()
 
     def _say_waiting(self, holder: Holder | None) -> None:
-        who = "somebody unknown" if holder is None else holder.describe()
+        who = "an unknown process" if holder is None else holder.describe()
         log.info(
-            "%s is held by %s, who cannot be looked at from here; waiting up to %.0f s for a sign of life",
+            "%s is held by %s, which cannot be checked from this machine; waiting up to %.0f s to see whether it is alive",
             self.path,
             who,
             self.takeover_seconds,
@@ -226,7 +226,7 @@ class RunLock:
         return True
 
     def _take_over(self, token: str) -> bool:
-        """Replace a dead holder's lock by ours, one start at a time; False where another was quicker."""
+        """Replace a dead holder's lock by ours, one start at a time; False where another start was faster."""
         with _one_at_a_time(self.folder) as is_alone:
             self._depose(token)
             if not self._plant():
@@ -237,7 +237,7 @@ class RunLock:
         return found is not None and found[0] is not None and found[0].token == self.holder.token
 
     def _depose(self, token: str) -> None:
-        """Take a dead holder's lock away, unless another start was quicker and has put its own there."""
+        """Take a dead holder's lock away, unless another start was faster and has replaced it."""
         found = read_holder(self.path)
         if found is None or (found[0].token if found[0] is not None else "") != token:
             return
@@ -247,21 +247,21 @@ class RunLock:
         except FileNotFoundError:
             return
         found = read_holder(aside)
-        held_by = "" if found is None or found[0] is None else found[0].token
-        if held_by != token:
+        token_found = "" if found is None or found[0] is None else found[0].token
+        if token_found != token:
             with suppress(OSError):
                 os.link(aside, self.path)
         aside.unlink(missing_ok=True)
 
     def _beat(self) -> None:
-        """Show that we live; notice who has taken the lock."""
+        """Show that this process is alive; notice if another has taken the lock."""
         said = False
         while not self._over.wait(BEAT_SECONDS):
             with self._guard, suppress(OSError):
                 found = read_holder(self.path)
                 if found is None and not said:
                     said = True
-                    log.warning("%s is gone: the run folder was removed or renamed under a running process; it keeps training", self.path)
+                    log.warning("%s is missing: the run folder was removed or renamed during the run; training continues", self.path)
                 if found is None and self.folder.is_dir():
                     self._plant()
                 elif found is not None and found[0] is not None and found[0].token != self.holder.token:

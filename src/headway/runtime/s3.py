@@ -1,8 +1,8 @@
-"""S3 through boto3: small objects whole, large files in parts that are not sent twice, ranges read where they lie.
+"""S3 through boto3: small objects whole, large files in parts that are not sent twice, ranges read in place.
 
 Endpoint, keys and region come from the environment (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, ...). A call
 that fails because the store is down, slow or overloaded is made again until the patience is over; one that can never succeed is not.
-What fails comes out as one line that names the object. Every byte is sent with its MD5, which the server checks.
+A failure is one line that names the object. Every byte is sent with its MD5, which the server checks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_PARTS = 9000
 THREADS = 4
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
 HURRY_SECONDS = 2.0
-"""How long a call is still made again once somebody waits for it."""
+"""How long a call is retried once a caller waits for it."""
 PASSING = {"InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout", "RequestTimeTooSkewed", "Throttling", "ThrottlingException"}
 
 
@@ -42,7 +42,7 @@ class S3:
     def __init__(self, endpoint: str | None = None, patience_seconds: float = 120.0) -> None:
         self.endpoint, self.patience_seconds = endpoint, patience_seconds
         self.on_trouble: Callable[[str], None] = lambda text: None
-        """Told when a call fails and is made again, once until one succeeds."""
+        """Called when a call fails and is retried, once until one succeeds."""
         self._troubled = False
         self._hurry = threading.Event()
 
@@ -109,11 +109,11 @@ class S3:
         """Bytes `start` to `start + size` of an object."""
         content = self._body(place, Range=f"bytes={start}-{start + size - 1}") if size else b""
         if len(content) != size:
-            raise CheckpointError(f"{place}: gave {len(content)} bytes where {size} were asked for. Use another checkpoint.")
+            raise CheckpointError(f"{place}: gave {len(content)} bytes where {size} were requested. Use another checkpoint.")
         return content
 
     def _body(self, place: S3Path, **arguments: Any) -> bytes:
-        """What an object holds; a connection that breaks on the way is made anew."""
+        """What an object holds; a connection that breaks is opened again."""
         from botocore.exceptions import BotoCoreError
 
         end = time.monotonic() + self.patience_seconds
@@ -227,15 +227,15 @@ def _client(endpoint: str | None, read_seconds: float, environment: tuple[tuple[
         from botocore.exceptions import BotoCoreError
     except ImportError:
         raise ConfigError("s3:// places need boto3. Install it: pip install 'headway[s3]'.") from None
-    own = endpoint or dict(environment).get("AWS_ENDPOINT_URL_S3") or dict(environment).get("AWS_ENDPOINT_URL")
+    custom_endpoint = endpoint or dict(environment).get("AWS_ENDPOINT_URL_S3") or dict(environment).get("AWS_ENDPOINT_URL")
     settings = Config(
         connect_timeout=CONNECT_SECONDS,
         read_timeout=read_seconds,
-        retries={"total_max_attempts": 1},  # tried again here, where it can be told and the pause can be long
+        retries={"total_max_attempts": 1},  # retried here, where it can be reported and the pause can be long
         max_pool_connections=2 * THREADS,
         request_checksum_calculation="when_required",  # stores other than Amazon's do not all know the newer ones
         response_checksum_validation="when_required",
-        s3={"addressing_style": "path"} if own else None,
+        s3={"addressing_style": "path"} if custom_endpoint else None,
     )
     try:
         return boto3.Session().client("s3", endpoint_url=endpoint, config=settings)
@@ -244,7 +244,7 @@ def _client(endpoint: str | None, read_seconds: float, environment: tuple[tuple[
 
 
 class StoreDown(CheckpointError):
-    """The store could not be asked: the same call may succeed later."""
+    """The object store did not answer: the same call may succeed later."""
 
 
 class S3Refusal(CheckpointError):

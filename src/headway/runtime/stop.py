@@ -1,4 +1,4 @@
-"""Stopping well: the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP (a terminal that closes) asks the loop to finish its step, save and leave;
+"""Graceful stop: the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP (a terminal that closes) asks the loop to finish its step, save and leave;
 a second Ctrl-C stops at once.
 
 Python runs a signal's handler only when its main thread comes back from whatever it calls, and a collective or a compiler may not come back
@@ -20,25 +20,25 @@ from typing import Any
 from headway.runtime.output import say
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
-EMPTY_HANDED_SECONDS = 3.0
+NOTHING_TO_SAVE_SECONDS = 3.0
 """How long a process that has nothing to save may take to leave by itself."""
 AT_ONCE_SECONDS = 1.0
 POLL_SECONDS = 0.2
 
 
-def heeded_signals() -> list[int]:
-    """Those a process is to take as requests: one its parent had ignored, as nohup and shells do, stays ignored."""
+def handled_signals() -> list[int]:
+    """The signals that request a stop; one that the parent ignored, as nohup and shells do, stays ignored."""
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def deliver_again(name: str | None) -> None:
-    """Hand a signal that was heeded to its usual handler; what is no signal (None, a request from outside) is left alone."""
+    """Raise a handled signal again for its usual handler; nothing happens for what is no signal (None, a request from outside)."""
     if name is not None and name in signal.Signals.__members__ and threading.current_thread() is threading.main_thread():
         signal.raise_signal(signal.Signals[name])
 
 
 class Interrupted(BaseException):
-    """Asked to stop while there was nothing to save yet. No library that catches its own exceptions may swallow it."""
+    """A stop was requested before there was anything to save. A BaseException, so that no library swallows it."""
 
     def __init__(self, signal_name: str) -> None:
         super().__init__(signal_name)
@@ -67,7 +67,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            wanted = heeded_signals()
+            wanted = handled_signals()
             self._pipe = os.pipe()
             for end in self._pipe:
                 os.set_blocking(end, False)
@@ -90,7 +90,7 @@ class StopSignal:
             self._pipe = self._thread = None
 
     def in_hurry(self) -> bool:
-        """Whether half of the grace period is gone: what is not saving should be left out."""
+        """Whether half of the grace period has passed: only saving should still be done."""
         if self.requested_at is None or self.grace_seconds is None:
             return False
         return time.monotonic() - self.requested_at > self.grace_seconds / 2
@@ -130,7 +130,7 @@ class StopSignal:
         if self.is_saving():
             return False
         if self.starting or not self.has_something_to_save():
-            return seconds > EMPTY_HANDED_SECONDS
+            return seconds > NOTHING_TO_SAVE_SECONDS
         return self.grace_seconds is not None and seconds > self.grace_seconds
 
     def _leave(self, number: int, why: str) -> None:

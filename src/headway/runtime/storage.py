@@ -1,22 +1,31 @@
 """Bytes reach the disk whole or not at all: temporary name, fsync, rename, fsync of the folder.
 
-Callers hand in a path and bytes; what fails (a full disk, a folder without permission) comes out as one line that names the path.
+In: a path and bytes. A failure (a full disk, a folder without permission) is one line that names the path. A sealed file holds its own
+checksum, so that a change on the disk is noticed when it is read:
+
+    bytes   headway-sealed <sha256 of the rest>\\n<content>
+    JSON    {"checksum": "<sha256 of the other keys>", ...}
 """
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from headway.errors import ConfigError, HeadwayError, TrainingError
 from headway.runtime.temporary import TEMPORARY_PREFIX, temporary_name
 
 CHUNK_BYTES = 4 << 20
+SEAL = b"headway-sealed "
+SEAL_BYTES = len(SEAL) + 64 + 1
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -84,7 +93,7 @@ def rename_folder(source: Path, target: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder; it first gets a temporary name, so that nobody ever opens what is half deleted."""
+    """Delete a folder; it first gets a temporary name, so that a half-deleted folder is never opened."""
     doomed = path
     if not path.name.startswith(TEMPORARY_PREFIX):
         doomed = temporary_name(path.with_name(f"removed-{path.name}"))
@@ -93,7 +102,7 @@ def remove_folder(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a folder that somebody else may be deleting too."""
+    """Delete a folder that another process may be deleting too."""
     while path.exists():
         try:
             shutil.rmtree(path)
@@ -175,3 +184,43 @@ def explain(problem: OSError, path: Path, needed_bytes: int | None = None) -> st
         return "the file system is read-only. Choose another folder."
     other = f" ({problem.filename})" if problem.filename is not None and str(problem.filename) != str(path) else ""
     return f"cannot be written: {problem.strerror or problem}{other}."
+
+
+def write_sealed(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Write bytes with their checksum, whole or not at all; `durable` waits for the disk."""
+    whole = SEAL + hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+    if durable:
+        write_atomic(path, whole)
+        return
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex}")
+    temporary.write_bytes(whole)
+    os.replace(temporary, path)
+
+
+def read_sealed(path: Path) -> bytes | None:
+    """The bytes that were written; None where there is no such file. Any change since is a ValueError."""
+    try:
+        whole = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    content = whole[SEAL_BYTES:]
+    if whole[:SEAL_BYTES] != SEAL + hashlib.sha256(content).hexdigest().encode() + b"\n":
+        raise ValueError("its checksum does not match")
+    return content
+
+
+def sealed_json(values: Mapping[str, Any]) -> str:
+    """JSON text of some values with their checksum."""
+    return json.dumps({"checksum": _checksum(values), **values}, indent=1) + "\n"
+
+
+def parse_sealed_json(text: str | bytes) -> dict[str, Any]:
+    """The values of sealed JSON; any change since is a ValueError."""
+    given: Any = json.loads(text)
+    if not isinstance(given, dict) or given.pop("checksum", None) != _checksum(given):
+        raise ValueError("its checksum does not match")
+    return given
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,10 +1,10 @@
-"""Temporary names that nobody else has, and the removal of what dead processes left under theirs.
+"""Unique temporary names, and the removal of what dead processes left under theirs.
 
     .tmp-final-3f2a91c0.4711.88213.9be01c2d
                where    pid  start random
 
 `where` stands for the system and the namespace that process ids count in: a container gives the same ids again and again, other machines
-use them too. A process is known to be dead only where its ids can be looked up; elsewhere what it left goes after a day.
+use them too. A process is known to be dead only where its ids can be looked up; elsewhere its files are removed after a day.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headway.runtime.identity import machine, process_start
+from headway.runtime.process import boot_id, process_start
 
 TEMPORARY_PREFIX = ".tmp-"
 LOCK_PREFIX = ".tmp-lock-"
-"""Of a process that asks for the folder, which may be another one than whose folder it is."""
+"""Of a process that wants the folder's lock; the folder may belong to another process."""
 LEFT_SECONDS = 24 * 3600.0
-"""How old something must be to be a leftover where nobody can tell whether its writer lives."""
+"""How old something must be to be a leftover where it is not known whether its writer is alive."""
 LONGEST_NAME = 150
 WRITER = r"([0-9a-f]{8})\.(\d+)\.(\d+)\.[0-9a-f]{8}"
 
@@ -59,7 +59,7 @@ def clear_temporary(folder: Path) -> None:
 
 @contextmanager
 def temporary_folder(kind: str) -> Iterator[Path]:
-    """A folder of this process's own in the system's temporary folder; removed at the end, or by a later one of its kind if killed."""
+    """A private folder in the system's temporary folder; removed at the end, or by a later process if this one is killed."""
     folder = make_temporary_folder(kind)
     try:
         yield folder
@@ -68,7 +68,7 @@ def temporary_folder(kind: str) -> Iterator[Path]:
 
 
 def make_temporary_folder(kind: str) -> Path:
-    """Like `temporary_folder`, for somebody who removes it himself. No name can be foreseen, so that nobody can plant a link there."""
+    """Like `temporary_folder`, for a caller who removes it. The name cannot be guessed, so that no one can plant a link there."""
     known = re.compile(rf"headway-{re.escape(kind)}-{WRITER}-\w+")
     for path in _entries(Path(tempfile.gettempdir())):
         if (match := known.fullmatch(path.name)) and _is_ours(path) and _is_left(path, match):
@@ -112,7 +112,7 @@ def _is_left(path: Path, match: re.Match[str]) -> bool:
 
 
 def _newest(path: Path) -> float:
-    """When something, or what lies directly in it, last changed."""
+    """When a file or folder, or an entry directly in it, last changed."""
     try:
         inside = [entry.stat().st_mtime for entry in path.iterdir()] if path.is_dir() and not path.is_symlink() else []
         return max([path.lstat().st_mtime, *inside])
@@ -122,9 +122,9 @@ def _newest(path: Path) -> float:
 
 def _where() -> str:
     """The system since it was started, and the namespace of process ids."""
-    return hashlib.sha256((machine() or socket.gethostname()).encode()).hexdigest()[:8]
+    return hashlib.sha256((boot_id() or socket.gethostname()).encode()).hexdigest()[:8]
 
 
 def _started(pid: int) -> str:
-    """When a process was started, in the system's own count; 0 where there is no such process, or the system does not say."""
+    """When a process was started, in the system's count; 0 where there is no such process, or the system does not say."""
     return process_start(pid) or "0"

@@ -19,8 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from headway.errors import DataError, HeadwayError
-from headway.runtime.sealed import read_sealed, write_sealed
-from headway.runtime.storage import CHUNK_BYTES
+from headway.runtime.storage import CHUNK_BYTES, read_sealed, write_sealed
 from headway.store.file_lock import file_lock
 
 log = logging.getLogger("headway")

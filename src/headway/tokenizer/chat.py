@@ -188,6 +188,6 @@ def _bos_of_chats(tokenizer: Tokenizer) -> list[int]:
         return []
     try:
         first = render_prompt([Turn("user", "a")], TOKENIZER_TEMPLATE, tokenizer)[:1]
-    except HeadwayError:  # whoever renders this template gets its error
+    except HeadwayError:  # rendering this template elsewhere reports its error
         return []
     return first if first == [tokenizer.bos_id] else []

@@ -1,4 +1,4 @@
-"""Where chat templates run: jinja's sandbox with a budget, because a template is a program that came with somebody's model.
+"""Where chat templates run: jinja's sandbox with a budget, because a template is a program that came with a downloaded model.
 
 In: a template's source; out: a compiled template whose every loop pass, call, filter and operator is counted against `Budget`, and whose
 texts and lists may not outgrow it. Invariant: no single operation makes more than the budget's size, so none can take long or much memory;
@@ -139,7 +139,7 @@ def size_of(value: Any, most: int) -> int:
 
 
 def length_of(value: Any) -> int:
-    """Characters or elements of a value, its own level alone."""
+    """Characters or elements of a value, its top level alone."""
     return len(cast(str, value)) if isinstance(value, SIZED) else 1
 
 
@@ -326,21 +326,21 @@ def _check_replace(budget: Budget, text: str | bytes, old: Any, new: Any) -> Non
 
 def _check_method(budget: Budget, function: Any, arguments: list[Any]) -> None:
     """Refuse a method of a text or number whose result would be too large."""
-    own, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-    if not isinstance(own, (str, bytes, int)):
+    value, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if not isinstance(value, (str, bytes, int)):
         return
-    if isinstance(own, int):
+    if isinstance(value, int):
         budget.room(_whole(arguments))
     elif name in ("format", "format_map"):
-        _check_format(budget, own, arguments)
+        _check_format(budget, value, arguments)
     elif name == "replace" and len(arguments) > 1:
-        _check_replace(budget, own, arguments[0], arguments[1])
+        _check_replace(budget, value, arguments[0], arguments[1])
     elif name == "join" and arguments:
-        budget.room(size_of(arguments[0], budget.text) * (1 + len(own)))
+        budget.room(size_of(arguments[0], budget.text) * (1 + len(value)))
     else:
         # Widths; tab stops.
-        tabs = own.count("\t") if isinstance(own, str) else own.count(b"\t")
-        budget.room(len(own) + _whole(arguments) * (1 + tabs if name == "expandtabs" else 1))
+        tabs = value.count("\t") if isinstance(value, str) else value.count(b"\t")
+        budget.room(len(value) + _whole(arguments) * (1 + tabs if name == "expandtabs" else 1))
 
 
 def _check_filter(budget: Budget, name: str, value: Any, size: int, options: list[Any]) -> None:

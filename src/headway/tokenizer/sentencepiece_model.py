@@ -112,7 +112,7 @@ def _check_kind(proto: Any, path: Path) -> None:
 
 
 def encode_batch(sp: SentencePieceProcessor, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of many texts, by the library's own threads."""
+    """Ids of many texts, in the library's threads."""
     return sp.encode(list(texts), num_threads=os.cpu_count() or 1)  # pyright: ignore[reportAttributeAccessIssue]
 
 

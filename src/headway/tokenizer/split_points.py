@@ -4,7 +4,7 @@ In: a tokenizer, a text in blocks. Out: pieces of about `PIECE_CHARACTERS`. A sp
 only where one of two proofs holds, whatever the rest of the text is:
 
     word end    the pre-tokenizer always ends a word there: a letter, then a space or sign, under patterns whose every branch is known
-    no token    no entry of a BPE vocabulary holds the two characters side by side, so no merge ever joins what lies left and right
+    no token    no entry of a BPE vocabulary holds the two characters side by side, so no merge ever joins the left and the right part
 
 and where, besides, no added token holds the two characters and normalisation cannot join them. A tokenizer for which neither can be
 shown (unigram models, unknown patterns or normalisers) has no split points: its texts are encoded whole, at about 100 bytes of memory a

@@ -29,7 +29,7 @@ SPECIAL_TOKENS = (END, PAD, "<|im_start|>", "<|im_end|>")
 LEAST_MEMORY_BYTES = 256 << 20
 BASE_MEMORY_BYTES = 160 << 20
 LEARNER_BYTES_PER_BYTE = 72
-# A word may begin with one space; longer runs of spaces are words of their own. Other white space is left to byte fallback.
+# A word may begin with one space; longer runs of spaces are separate words. Other white space is left to byte fallback.
 SENTENCEPIECE_WORDS = r" +(?= [^\s])| ?\p{Han}+| ?[^\s\p{Han}]+| +"
 UNKNOWN = "<unk>"
 TRAINER_BYTES_PER_BYTE = 64

@@ -25,7 +25,7 @@ TOKENS = (
 )  # fmt: skip
 ROLES = {"bos_token": "<|beginoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|PAD|>"}
 CUT = r"[\u4e00-\u9fa5]+"
-"""Runs of Chinese characters are cut off as words of their own: no other known vocabulary of this size does that."""
+"""Runs of Chinese characters are split off as separate words: no other known vocabulary of this size does that."""
 
 
 def is_zero2all(config: dict[str, Any]) -> bool:

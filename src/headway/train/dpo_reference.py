@@ -38,8 +38,7 @@ from headway.parallel.config import MemoryConfig
 from headway.parallel.engine import EngineSpec
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
-from headway.runtime.sealed import parse_sealed_json, read_sealed, sealed_json, write_sealed
-from headway.runtime.storage import write_atomic
+from headway.runtime.storage import parse_sealed_json, read_sealed, sealed_json, write_atomic, write_sealed
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.train.resolve import Resolved
 from headway.train.start import Start

@@ -28,8 +28,7 @@ from headway.runtime.json_file import load_json
 from headway.runtime.machine import environment
 from headway.runtime.process import restarted_job, supervisor
 from headway.runtime.run_lock import LOCK, RunLock
-from headway.runtime.sealed import parse_sealed_json, sealed_json
-from headway.runtime.storage import write_atomic
+from headway.runtime.storage import parse_sealed_json, sealed_json, write_atomic
 from headway.runtime.temporary import clear_temporary
 from headway.track.outside import EVENTS, begin_claims
 from headway.train.config import Recipe

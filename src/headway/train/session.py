@@ -22,8 +22,7 @@ from headway.runtime.device import Compute, backend_of, choose_compute
 from headway.runtime.flight import flight_recorder
 from headway.runtime.heartbeat import Heartbeat, is_lost
 from headway.runtime.log import start_logging
-from headway.runtime.open_files import raise_open_files
-from headway.runtime.process import Process, from_environment, set_environment
+from headway.runtime.process import Process, from_environment, raise_open_files, set_environment
 from headway.runtime.stop import Interrupted, StopSignal
 from headway.tokenizer.load import Tokenizer
 from headway.train.build import build

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from headway.checkpoint.load import Reader, open_checkpoint
 from headway.errors import ConfigError, TrainingError
 from headway.runtime.device import backend_of
-from headway.runtime.process import KILL_AT_STEP, own_command
+from headway.runtime.process import KILL_AT_STEP, headway_command
 from headway.runtime.progress import progress
 from headway.track.jsonl import read_metrics
 from headway.track.outside import read_events
@@ -174,7 +174,7 @@ def _arguments(trial: Trial, run_dir: Path) -> list[str]:
 
 def in_processes(arguments: list[str], nproc: int | None, kill_at: int | None) -> None:
     """Train as the command line does, in new processes."""
-    command = own_command(["train", *arguments, *(["--nproc", str(nproc)] if nproc is not None else [])])
+    command = headway_command(["train", *arguments, *(["--nproc", str(nproc)] if nproc is not None else [])])
     environment = {**os.environ, **({KILL_AT_STEP: str(kill_at)} if kill_at is not None else {})}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     code = done.returncode if done.returncode >= 0 else 128 - done.returncode

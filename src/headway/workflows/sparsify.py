@@ -20,7 +20,7 @@ from headway.eval.long_context import LongPlan, LongResult, evaluate_long, make_
 from headway.eval.long_report import write_long_report
 from headway.model.head_masks.choice import FULL, NONE, OWN, MaskChoice, MaskSpec, MaskVariant
 from headway.runtime.device import choose_compute
-from headway.runtime.process import own_command
+from headway.runtime.process import headway_command
 
 if TYPE_CHECKING:
     from headway.train.config import Recipe
@@ -161,7 +161,7 @@ def train_in_processes(arguments: Sequence[str], nproc: int | None, gpus: str | 
     flags = [text for flag, value in (("--nproc", nproc), ("--gpus", gpus)) if value is not None for text in (flag, str(value))]
 
     def train(recipe: Recipe) -> dict[str, Any]:
-        child = subprocess.run(own_command(["train", *arguments, *flags, "--json"]), stdout=subprocess.PIPE, check=False)
+        child = subprocess.run(headway_command(["train", *arguments, *flags, "--json"]), stdout=subprocess.PIPE, check=False)
         return json.loads(child.stdout) if child.returncode == 0 else {"exit_code": child.returncode}
 
     return train

@@ -18,7 +18,7 @@ from headway.data.loader import Loader, LoaderState
 from headway.data.mixture import MixtureSource
 from headway.data.selection import Selection
 from headway.errors import CheckpointError, ConfigError, DataError
-from headway.runtime.sealed import read_sealed
+from headway.runtime.storage import read_sealed
 from headway.store.reader import Store, StoreWriter, open_store
 
 

@@ -49,7 +49,7 @@ def test_lines_wait_in_order_and_are_reported_once(tmp_path: Path, disk: dict[st
     assert (tmp_path / "lines").read_bytes() == b"0\n1\n2\n3\n4\n5\n"
     assert (tmp_path / "state.json").read_text() == "new"
     assert len(said) == 2 and "the disk is full" in said[0] and "training continues" in said[0]
-    assert said[1] == "the disk can be written again; what waited was written"
+    assert said[1] == "the disk can be written again; all pending lines were written"
 
 
 def test_what_waits_is_bounded_and_the_loss_is_reported(tmp_path: Path, disk: dict[str, bool]) -> None:
@@ -62,7 +62,7 @@ def test_what_waits_is_bounded_and_the_loss_is_reported(tmp_path: Path, disk: di
     disk["full"] = False
     assert writes.retry()
     assert (tmp_path / "lines").read_bytes() == b"3\n4\n5\n6\n7\n"
-    assert said == ["the disk can be written again; what waited was written, all but 3 lines"]
+    assert said == ["the disk can be written again; all pending lines were written except 3"]
 
 
 def test_nothing_is_tried_at_every_step_while_it_fails(tmp_path: Path, disk: dict[str, bool]) -> None:

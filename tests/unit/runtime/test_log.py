@@ -90,7 +90,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch: pytest.
         advance(1000)
         advance(3000)
     assert len(caplog.messages) == 3
-    assert caplog.messages[0].startswith("tokenize: 1.0 kB of 4.0 kB (25%)") and caplog.messages[0].endswith(" left")
+    assert caplog.messages[0].startswith("tokenize: 1.0 kB/4.0 kB (25%)") and caplog.messages[0].endswith(" left")
     assert caplog.messages[-1].startswith("tokenize: done, 4.0 kB")
 
 

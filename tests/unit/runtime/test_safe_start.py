@@ -9,7 +9,7 @@ import pytest
 
 from headway.errors import ConfigError, hide_credentials
 from headway.runtime.machine import git_state
-from headway.runtime.process import own_command, safe_environment
+from headway.runtime.process import headway_command, safe_environment
 
 SOURCE = Path(__file__).parents[3] / "src" / "headway"
 POOL = """
@@ -33,7 +33,7 @@ def run(command: list[str], folder: Path, environment: dict[str, str] | None = N
 
 
 def test_a_child_of_headway_imports_nothing_from_the_working_directory(planted: Path) -> None:
-    done = run(own_command(["--version"]), planted)
+    done = run(headway_command(["--version"]), planted)
     assert done.returncode == 0 and done.stdout.startswith("headway "), done.stderr
     assert not (planted / "planted").exists()
 

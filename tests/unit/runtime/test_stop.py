@@ -102,7 +102,7 @@ def test_the_grace_period_ends_a_blocked_process_unless_it_saves(monkeypatch: py
 
 
 def test_who_has_nothing_to_save_leaves_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_module, "EMPTY_HANDED_SECONDS", 0.1)
+    monkeypatch.setattr(stop_module, "NOTHING_TO_SAVE_SECONDS", 0.1)
     stop = StopSignal(grace_seconds=600.0)
     stop.has_something_to_save = lambda: False
     assert blocked([signal.SIGTERM], stop) == 143
