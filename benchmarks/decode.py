@@ -64,7 +64,7 @@ def time_prefill(model: Transformer, context: int, masks: HeadMasks | None, devi
     """Seconds for one row."""
     dtype = model.head_weight.dtype
     tokens = torch.randint(0, model.config.vocab, (1, context), device=device)
-    cache = KVCache(model.config, 1, context, device=device, dtype=dtype, masks=masks, lengths=[context])
+    cache = KVCache(model.config, 1, context, device=device, dtype=dtype, masks=masks, prompt_lengths=[context])
     began = wait(device)
     for _ in chunks(model, tokens, cache, CHUNK_TOKENS):
         pass
@@ -75,7 +75,7 @@ def time_decode(model: Transformer, context: int, rows: int, masks: HeadMasks | 
     """Seconds of a step, and the cache it ran on."""
     steps, tries = options.steps, 3
     slots, dtype = context + tries * steps + 8, model.head_weight.dtype
-    cache = KVCache(model.config, rows, slots, device=device, dtype=dtype, masks=masks, lengths=[context] * rows)
+    cache = KVCache(model.config, rows, slots, device=device, dtype=dtype, masks=masks, prompt_lengths=[context] * rows)
     for layer in cache.layers:
         layer.keys.normal_()
         layer.values.normal_()
@@ -83,14 +83,13 @@ def time_decode(model: Transformer, context: int, rows: int, masks: HeadMasks | 
     compiled = device == "cuda" and not options.eager
     decoder = Decoder(model, cache, steps=steps, compile_blocks=compiled, search_kernels=options.search_kernels)
     token = torch.zeros(rows, dtype=torch.int64, device=device)
-    position = torch.full((rows,), context, device=device)
     for _ in range(4):
-        token, position = decoder.step(token, position).argmax(-1), position + 1
+        token = decoder.step(token).argmax(-1)
     best = math.inf
     for _ in range(tries):
         began = wait(device)
         for _ in range(steps):
-            token, position = decoder.step(token, position).argmax(-1), position + 1
+            token = decoder.step(token).argmax(-1)
         best = min(best, (wait(device) - began) / steps)
     return best, cache.num_bytes
 

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from support.decode_case import REGIONS, gaps
+from support.cache_rows import largest_gap, make_sequences, serve
+from support.decode_case import REGIONS, case, gaps
 
 from headway.infer.decode import Decoder
 from headway.infer.prefill import chunks
 from headway.kernels.attention import causal_mask
+from headway.kernels.decode_attention import decode_attention
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initialize
@@ -42,12 +44,12 @@ def decoded(dtype: torch.dtype, device: str, masks: HeadMasks | None, chunk: int
     """Hidden-state logits of a prompt in chunks, then step by step."""
     model = build(dtype).to(device)
     ids = torch.randint(0, 512, (2, T), generator=torch.Generator().manual_seed(2)).to(device)
-    cache = KVCache(CONFIG, 2, T, device=device, dtype=dtype, masks=masks, lengths=[PROMPT, PROMPT])
+    cache = KVCache(CONFIG, 2, T, device=device, dtype=dtype, masks=masks, prompt_lengths=[PROMPT, PROMPT])
     with torch.inference_mode():
         found = [model.logits(hidden).float() for hidden in chunks(model, ids[:, :PROMPT], cache, chunk)]
         decoder = Decoder(model, cache, steps=60, **how)
         for at in range(PROMPT, T):
-            found.append(decoder.step(ids[:, at], torch.full((2,), at, device=device)).clone()[:, None])
+            found.append(decoder.step(ids[:, at]).clone()[:, None])
     return torch.cat(found, 1).cpu()
 
 
@@ -72,18 +74,54 @@ def test_rows_of_different_length_decode_as_they_do_alone() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     ids = torch.randint(0, 512, (3, T), generator=torch.Generator().manual_seed(2)).cuda()
     lengths = [300, 20, 131]
-    cache = KVCache(CONFIG, 3, T, device="cuda", dtype=torch.float32, masks=MASKS, lengths=lengths)
+    cache = KVCache(CONFIG, 3, T, device="cuda", dtype=torch.float32, masks=MASKS, prompt_lengths=lengths)
     with torch.inference_mode():
         for _ in chunks(model, ids[:, :300], cache, 64):
             pass
         decoder, at = Decoder(model, cache, steps=40), torch.tensor(lengths, device="cuda")
         for _ in range(40):
-            found = decoder.step(ids.gather(1, at[:, None])[:, 0], at).clone()
+            found = decoder.step(ids.gather(1, at[:, None])[:, 0]).clone()
             at = at + 1
         for row in range(3):
-            alone = KVCache(CONFIG, 1, T, device="cuda", dtype=torch.float32, masks=MASKS, lengths=[lengths[row] + 40])
+            alone = KVCache(CONFIG, 1, T, device="cuda", dtype=torch.float32, masks=MASKS, prompt_lengths=[lengths[row] + 40])
             hidden = torch.cat(list(chunks(model, ids[row : row + 1, : lengths[row] + 40], alone, T)), 1)
             assert (model.logits(hidden[0, -1]).float() - found[row]).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("how", [{"record": False}, {"record": True}, {"record": True, "compile_blocks": True}])
+@pytest.mark.parametrize("masks", [None, MASKS])
+def test_sequences_that_come_and_go_are_those_computed_alone(masks: HeadMasks | None, how: dict[str, bool]) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = build(torch.float32)
+    shapes = [(170, 14, 0), (5, 140, 0), (1, 30, 1), (400, 60, 2), (2, 25, 3), (230, 9, 8), (3, 1, 9), (111, 20, 9)]
+    sequences = make_sequences(shapes, 512, "cuda")
+    cache = KVCache(CONFIG, 3, 460, device="cuda", dtype=torch.float32, masks=masks)
+
+    def alone(ids: torch.Tensor) -> torch.Tensor:
+        own = KVCache(CONFIG, 1, 460, device="cuda", dtype=torch.float32, masks=masks, prompt_lengths=[len(ids)])
+        return model.logits(torch.cat(list(chunks(model, ids[None], own, 460)), 1)[0]).float()
+
+    with torch.inference_mode():
+        assert len(serve(model, cache, sequences, chunk=64, poison=True, **how)) == 8
+        assert largest_gap(sequences, alone) < 1e-3
+
+
+def test_a_row_at_minus_one_is_neither_read_nor_written() -> None:
+    for name in REGIONS:
+        q, k, v, keys, values, position, plan = case(name, 64, 4, "cuda")
+        expected = decode_attention(q, k, v, keys.clone(), values.clone(), position, plan)
+        position[1] = -1
+        rows, begin = len(position), 0
+        for sinks, window, _ in REGIONS[name]:  # row 1 of every region
+            size = (sinks + window) * 64
+            keys[begin + size : begin + 2 * size] = torch.nan
+            begin += rows * size
+        before = keys.clone()
+        found = decode_attention(q, k, v, keys, values, position, plan)
+        others = [0, 2, 3]
+        assert torch.equal(found[others], expected[others]) and not found[1].any()
+        is_nan = before.isnan()
+        assert torch.equal(keys.isnan(), is_nan)
 
 
 def test_a_plain_forward_is_untouched_by_a_decoder() -> None:

@@ -122,14 +122,12 @@ def _hidden(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor:
     import torch
 
     from headway.infer.prefill import chunks
-    from headway.model.kv_cache import KVCache
 
     rows, length = tokens.shape
     if loaded.masks is None:
         position = torch.arange(length, dtype=torch.int32, device=tokens.device).expand(rows, length)
         return loaded.model.prefill(tokens, position)
-    dtype = loaded.model.head_weight.dtype
-    cache = KVCache(loaded.config, rows, length, device=tokens.device, dtype=dtype, masks=loaded.masks, lengths=[length] * rows)
+    cache = loaded.new_cache(rows, length, [length] * rows)
     return torch.cat(list(chunks(loaded.model, tokens, cache)), dim=1)
 
 

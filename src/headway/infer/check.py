@@ -19,7 +19,6 @@ from headway.infer.decode import Decoder
 from headway.infer.load import load_model
 from headway.infer.prefill import last_hidden
 from headway.model.config import ModelConfig
-from headway.model.kv_cache import KVCache
 from headway.model.layout import param_specs
 from headway.runtime.paths import AnyPath, parse_path
 from headway.runtime.progress import progress
@@ -112,7 +111,7 @@ def _generate(path: str) -> list[int]:
     loaded = load_model(path)
     model = loaded.model
     prompt = [number % loaded.config.vocab for number in range(4)]
-    cache = KVCache(loaded.config, 1, len(prompt) + NEW_TOKENS, device=loaded.device, dtype=model.head_weight.dtype, lengths=[len(prompt)])
+    cache = loaded.new_cache(1, len(prompt) + NEW_TOKENS, [len(prompt)])
     logits = model.logits(last_hidden(model, torch.tensor([prompt]), [len(prompt)], cache, len(prompt))).float()
     decoder, ids = Decoder(model, cache, steps=NEW_TOKENS), list[int]()
     for at in range(NEW_TOKENS):
@@ -121,5 +120,5 @@ def _generate(path: str) -> list[int]:
         token = logits.argmax(-1)
         ids.append(int(token))
         if at + 1 < NEW_TOKENS:
-            logits = decoder.step(token, torch.tensor([len(prompt) + at])).float()
+            logits = decoder.step(token).float()
     return ids

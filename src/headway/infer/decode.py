@@ -8,6 +8,7 @@ have few kernels. Compiling takes seconds, so a decoder that will take few steps
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -44,35 +45,41 @@ class Decoder:
         if on_cuda:
             model.fuse_projections()
         options = {"coordinate_descent_tuning": True} if search_kernels else None
-        self._forward = model.decoder(cache, partial(compile_method, options=options) if compiled else None)
+        self._decode = model.decoder(cache, partial(compile_method, options=options) if compiled else None)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._token = self._position = self._logits = torch.empty(0)
+        self._token = self._logits = torch.empty(0)
 
     @torch.inference_mode()
-    def step(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Logits, fp32 [B,V], after token [B] at positions [B]; they are written over by the next step."""
+    def step(self, token: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """Logits, fp32 [B,V], after one more token [B] in each row of the cache. The next step overwrites them.
+
+        `rows` take part, None = all. The others are neither read nor written; their token and logits mean nothing.
+        """
+        self.cache.set_active(rows)
         if not self._record:
-            logits = self._forward(token, position)
+            logits = self._forward(token)
         else:
             if self._graph is None:
-                self._capture(token, position)
+                self._capture(token)
             assert self._graph is not None
             self._token.copy_(token)
-            self._position.copy_(position)
             self._graph.replay()
             logits = self._logits
         self.cache.advance(1)
         return logits
 
-    def _capture(self, token: torch.Tensor, position: torch.Tensor) -> None:
-        self._token, self._position = token.clone(), position.clone()
-        # The same step several times writes the same slots with the same values, so trying it changes nothing.
+    def _capture(self, token: torch.Tensor) -> None:
+        self._token = token.clone()
+        # The same step several times writes the same values to the same positions, so trying it changes nothing.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):
-                self._forward(self._token, self._position)
+                self._forward(self._token)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            self._logits = self._forward(self._token, self._position)
+            self._logits = self._forward(self._token)
+
+    def _forward(self, token: torch.Tensor) -> torch.Tensor:
+        return self._decode(token, self.cache.next_position())

@@ -20,7 +20,6 @@ from headway.infer.decode import Decoder
 from headway.infer.load import LoadedModel
 from headway.infer.prefill import CHUNK_TOKENS, last_hidden
 from headway.infer.sampling import Sampling, choose
-from headway.model.kv_cache import KVCache
 from headway.runtime.progress import progress
 from headway.tokenizer.chat import Turn, answer_end, bos_ids, render_prompt
 from headway.tokenizer.load import Tokenizer
@@ -213,20 +212,16 @@ def _run(loaded: LoadedModel, rows: list[_Row], options: Options) -> None:
     longest = max(lengths)
     tokens = torch.tensor([row.prompt + [0] * (longest - len(row.prompt)) for row in rows], device=device)
     most = max(min(options.max_new_tokens, row.room) for row in rows)
-    cache = KVCache(
-        loaded.config, len(rows), longest + most, device=device, dtype=model.head_weight.dtype, masks=loaded.masks, lengths=lengths
-    )
+    cache = loaded.new_cache(len(rows), longest + most, lengths)
     logits = model.logits(last_hidden(model, tokens, lengths, cache, options.chunk_tokens)).float()
     decoder = Decoder(model, cache, steps=most)
-    position = torch.tensor(lengths, device=device)
     while True:
         token = _next(loaded, logits, rows, options)
         for row, one in zip(rows, token.tolist(), strict=True):
             row.add(one)
         if all(row.stopped_by is not None for row in rows):
             return
-        logits = decoder.step(token, position)
-        position = position + 1
+        logits = decoder.step(token)
 
 
 def _next(loaded: LoadedModel, logits: torch.Tensor, rows: list[_Row], options: Options) -> torch.Tensor:

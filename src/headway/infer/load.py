@@ -12,7 +12,7 @@ An adapter is merged: whoever loads a model sees one without updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from headway.model.base import Model
     from headway.model.head_masks.masks import HeadMasks
+    from headway.model.kv_cache import KVCache
     from headway.tokenizer.load import Tokenizer
 
 FINAL = "final"
@@ -116,6 +117,15 @@ class LoadedModel:
         """The same weights under the masks that `--masks` and its options select."""
         source = MaskSource(str(self.path), self.config, lambda: self.gates, self.masks_file)
         return self.with_masks(choice.resolve(source), OWN if choice.file is None else str(choice.file))
+
+    def new_cache(self, rows: int, capacity: int, prompt_lengths: Sequence[int] | None = None) -> KVCache:
+        """An empty KV cache for this model under its masks."""
+        from headway.model.kv_cache import KVCache
+
+        return KVCache(
+            self.config, rows, capacity, device=self.device, dtype=self.model.head_weight.dtype, masks=self.masks,
+            prompt_lengths=prompt_lengths,
+        )  # fmt: skip
 
     def describe_masks(self) -> dict[str, Any] | None:
         """The masks as plain values for a result; None where every head keeps the whole past."""

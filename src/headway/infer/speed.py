@@ -10,7 +10,6 @@ import torch
 from headway.infer.decode import Decoder
 from headway.infer.load import LoadedModel
 from headway.infer.prefill import CHUNK_TOKENS, last_hidden
-from headway.model.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -30,19 +29,18 @@ def measure_speed(loaded: LoadedModel, length: int, *, rows: int = 1, steps: int
     """Read `length` tokens in each row, then write `steps` more; the first few are not timed."""
     model, device, warm_up = loaded.model, loaded.device, 2
     prompt = max(1, length - steps - warm_up)
-    slots, dtype = prompt + steps + warm_up, model.head_weight.dtype
-    cache = KVCache(loaded.config, rows, slots, device=device, dtype=dtype, masks=loaded.masks, lengths=[prompt] * rows)
+    cache = loaded.new_cache(rows, prompt + steps + warm_up, [prompt] * rows)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, loaded.config.vocab, (rows, prompt), generator=generator).to(device)
     began = _now(device)
     token = model.logits(last_hidden(model, tokens, [prompt] * rows, cache, chunk_tokens)).argmax(-1)
     read = _now(device) - began
-    decoder, position = Decoder(model, cache, steps=steps), torch.full((rows,), prompt, device=device)
+    decoder = Decoder(model, cache, steps=steps)
     began = 0.0
     for step in range(warm_up + steps):
         if step == warm_up:
             began = _now(device)
-        token, position = decoder.step(token, position).argmax(-1), position + 1
+        token = decoder.step(token).argmax(-1)
     written = _now(device) - began
     return Speed(length, rows, cache.num_bytes, rows * prompt / read, rows * steps / written)
 

@@ -9,7 +9,8 @@ min(n, slots) of them. The new token's key and value go to their slot, and its q
     attend    one program per row and item: softmax over the stretch for the G queries of the head -> o and log-sum-exp of the stretch
     combine   one program per row and query head: the stretches weighted by their log-sum-exp
 
-How far a row is filled is read on the device, so that one recorded CUDA graph serves every step.
+How far a row is filled is read on the device, so that one recorded CUDA graph serves every step. A row at position -1 takes no part:
+nothing of it is read or written, and its o is 0.
 """
 
 from __future__ import annotations
@@ -98,6 +99,9 @@ def decode_reference(
         slots = sinks + window
         region_k, region_v = (x.view(-1, hd)[begin : begin + rows * slots].view(rows, slots, hd) for x in (keys, values))
         for row, p in enumerate(position.tolist()):
+            if p < 0:
+                o[row] = 0
+                continue
             slot = p if p < sinks else sinks + (p - sinks) % window
             region_k[row, slot], region_v[row, slot] = k[row, head], v[row, head]
             seen = [s for s in range(min(p + 1, slots)) if s >= sinks or p - s < reach]

@@ -169,7 +169,7 @@ class Transformer(Model):
 
     def forward(self, tokens: Tensor, position: Tensor, mask: AttentionMask | None, cache: KVCache | None = None) -> Tensor:
         """Hidden [B,T,D] after the final norm. Tokens that continue what a cache holds need no mask: each row is one document."""
-        assert cache is None or (mask is None) == (cache.used > 0)
+        assert cache is None or (mask is None) == (not cache.is_empty)
         x = self.embed(tokens)
         cos, sin = self.rotation(position)
         for layer, block in enumerate(self.blocks().values()):
@@ -197,7 +197,7 @@ class Transformer(Model):
     def prefill(self, tokens: Tensor, position: Tensor, cache: KVCache | None = None) -> Tensor:
         """Rows that continue what a cache holds need no mask: each is one document."""
         rows, length = tokens.shape
-        mask = causal_mask(rows, length, tokens.device) if cache is None or cache.used == 0 else None
+        mask = causal_mask(rows, length, tokens.device) if cache is None or cache.is_empty else None
         return self(tokens, position, mask, cache)
 
     def decoder(self, cache: KVCache, compiler: Compiler | None = None) -> DecodeStep:

@@ -19,3 +19,12 @@ def test_the_reference_sees_what_a_ring_keeps() -> None:
     o = decode_reference(q, k, v, keys, values, position, plan)
     assert torch.equal(o[0, 0], v[0, 0]), "a first token sees itself"
     assert not torch.isnan(o).any()
+
+
+def test_a_row_at_minus_one_takes_no_part() -> None:
+    q, k, v, keys, values, position, plan = case("mixed", 16, 1)
+    expected, before = decode_reference(q, k, v, keys.clone(), values.clone(), position, plan), keys.clone()
+    position[1] = -1
+    o = decode_reference(q, k, v, keys, values, position, plan)
+    assert torch.equal(o[[0, 2, 3]], expected[[0, 2, 3]]) and not o[1].any()
+    assert (keys != before).sum() == 2 * 3 * 16, "two heads, three rows, one key each"

@@ -9,7 +9,8 @@ from headway.infer.prefill import chunks, last_hidden
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initialize
-from headway.model.kv_cache import KVCache, Part, split_heads
+from headway.model.kv_cache import KVCache
+from headway.model.kv_layer import CachedHeads, group_heads
 from headway.model.transformer import Transformer
 
 CONFIG = ModelConfig(hidden_size=32, num_layers=3, num_heads=8, num_kv_heads=4, ffn_size=48, vocab_size=96, max_seq_len=256, init_std=0.3)
@@ -47,7 +48,7 @@ def test_chunked_prefill_and_decode_equal_the_masked_forward(split: str, window:
     model, given = build(), masks(split, window, sinks)
     tokens = ids(2)
     expected = masked_forward(model, tokens, given)
-    cache = new_cache(model, 2, T, masks=given, lengths=[T - 20, T - 20])
+    cache = new_cache(model, 2, T, masks=given, prompt_lengths=[T - 20, T - 20])
     found = list(chunks(model, tokens[:, : T - 20], cache, chunk))
     for at in range(T - 20, T):
         found.append(model(tokens[:, at : at + 1], torch.full((2, 1), at), None, cache))
@@ -60,7 +61,7 @@ def test_rows_of_different_length_share_a_sparse_cache(split: str, chunk: int) -
     model, given = build(), masks(split)
     tokens = ids(4)
     lengths = [40, 3, 17, 1]
-    cache = new_cache(model, 4, T, masks=given, lengths=lengths)
+    cache = new_cache(model, 4, T, masks=given, prompt_lengths=lengths)
     last = last_hidden(model, tokens[:, :40], lengths, cache, chunk)
     at = torch.tensor(lengths)
     for _ in range(14):
@@ -76,7 +77,7 @@ def test_the_models_own_window_and_masks_hold_together(own: int) -> None:
     model, given = build(CONFIG.with_(sliding_window=own, window_layers=(0, 2))), masks("mixed")
     tokens = ids(2)
     expected = masked_forward(model, tokens, given)
-    cache = new_cache(model, 2, T, masks=given, lengths=[40, 40])
+    cache = new_cache(model, 2, T, masks=given, prompt_lengths=[40, 40])
     found = list(chunks(model, tokens[:, :40], cache, 13))
     for at in range(40, T):
         found.append(model(tokens[:, at : at + 1], torch.full((2, 1), at), None, cache))
@@ -89,7 +90,7 @@ def test_several_tokens_after_uneven_rows_equal_one_at_a_time() -> None:
     at = torch.tensor(lengths)[:, None] + torch.arange(6)
     results = []
     for together in (True, False):
-        cache = new_cache(model, 2, T, masks=given, lengths=lengths)
+        cache = new_cache(model, 2, T, masks=given, prompt_lengths=lengths)
         last_hidden(model, tokens[:, :30], lengths, cache, 8)
         if together:
             results.append(model(tokens.gather(1, at), at, None, cache))
@@ -115,7 +116,7 @@ def test_streaming_heads_hold_sinks_and_window_and_nothing_more() -> None:
 
 
 def test_a_streaming_prefill_never_allocates_the_past(monkeypatch: pytest.MonkeyPatch) -> None:
-    import headway.model.kv_cache as module
+    import headway.model.kv_layer as module
 
     longest = 0
     plain = module.dense
@@ -127,17 +128,17 @@ def test_a_streaming_prefill_never_allocates_the_past(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(module, "dense", watched)
     model, given = build(), masks("all streaming")
-    cache = new_cache(model, 1, 240, masks=given, lengths=[240])
+    cache = new_cache(model, 1, 240, masks=given, prompt_lengths=[240])
     for _ in chunks(model, ids(1, 240), cache, 16):
         pass
     assert longest == 12 + 16
-    assert all(part.slots == 12 for layer in cache.layers for part in layer.parts)
+    assert all(group.capacity == 12 for layer in cache.layers for group in layer.groups)
 
 
 def test_heads_with_room_for_everything_are_full_heads() -> None:
-    assert split_heads(CONFIG, 0, 12, masks("mixed")) == [Part((0, 1, 2, 3), 0, 12, None, True)]
-    assert split_heads(CONFIG, 0, 13, masks("mixed")) == [Part((0, 3), 0, 13, None, True), Part((1, 2), 3, 9, None, False)]
-    assert [part.slots for part in split_heads(CONFIG, 0, 5000, HeadMasks(masks("mixed").full))] == [5000, 1152]
+    assert group_heads(CONFIG, 0, 12, masks("mixed")) == [CachedHeads((0, 1, 2, 3), 0, 12, None, True)]
+    assert group_heads(CONFIG, 0, 13, masks("mixed")) == [CachedHeads((0, 3), 0, 13, None, True), CachedHeads((1, 2), 3, 9, None, False)]
+    assert [group.capacity for group in group_heads(CONFIG, 0, 5000, HeadMasks(masks("mixed").full))] == [5000, 1152]
 
 
 def test_masks_of_another_model_are_refused() -> None:

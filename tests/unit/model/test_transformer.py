@@ -122,7 +122,7 @@ def test_rows_of_different_length_share_a_cache() -> None:
     model = build(VARIANTS["windows"])
     ids = tokens(14, rows=2)
     lengths = torch.tensor([8, 3])
-    cache = KVCache(model.config, 2, 14, device="cpu", dtype=torch.float32, lengths=[8, 3])
+    cache = KVCache(model.config, 2, 14, device="cpu", dtype=torch.float32, prompt_lengths=[8, 3])
     model(ids[:, :8], torch.arange(8).expand(2, -1), causal_mask(2, 8), cache)
     for _ in range(5):
         step = model.logits(model(ids.gather(1, lengths[:, None]), lengths[:, None], None, cache))

@@ -1,0 +1,242 @@
+"""The keys and values of one layer: which positions each head stores, and attention over them. `kv_cache.py` counts rows and lengths.
+
+Shapes: B rows of a batch, T new tokens, H query heads, KV key and value heads, hd head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headway.kernels.attention import dense
+from headway.kernels.decode_attention import DecodePlan, decode_attention
+from headway.model.config import ModelConfig
+from headway.model.head_masks.masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks
+
+
+@dataclass(frozen=True)
+class CachedHeads:
+    """KV heads of one layer that store the same positions."""
+
+    heads: tuple[int, ...]
+    sinks: int
+    window: int
+    """Indices behind the sinks: the newest positions."""
+    reach: int | None
+    """Where the layer's own window is wider than `window`: a sink is seen only from less than this far."""
+    complete: bool
+    """These heads see everything that the layer's own attention sees."""
+
+    @property
+    def capacity(self) -> int:
+        """Positions a row has room for."""
+        return self.sinks + self.window
+
+    def index(self, position: torch.Tensor) -> torch.Tensor:
+        """Where a position is stored."""
+        return torch.where(position < self.sinks, position, self.sinks + (position - self.sinks) % self.window)
+
+    def positions(self, lengths: torch.Tensor, stop: int) -> torch.Tensor:
+        """The position at each of the indices 0..stop-1, [B, stop], of rows with `lengths` [B] tokens; -1 where there is none."""
+        index = torch.arange(stop, device=lengths.device)
+        newest = lengths[:, None] - 1
+        in_ring = newest - (newest - index) % self.window
+        position = torch.where(index < self.sinks, index, in_ring)
+        is_stored = (position >= torch.where(index < self.sinks, 0, self.sinks)) & (position <= newest)
+        return torch.where(is_stored, position, -1)
+
+
+def group_heads(config: ModelConfig, layer: int, capacity: int, masks: HeadMasks | None) -> list[CachedHeads]:
+    """The groups of one layer, for sequences of at most `capacity` tokens; every KV head is in one of them."""
+    layer_window = config.window_of(layer)
+    whole = (0, capacity if layer_window is None else min(layer_window, capacity), None)
+    streaming = whole
+    if masks is not None:
+        window = DEFAULT_WINDOW if masks.window is None else masks.window
+        sinks = DEFAULT_SINKS if masks.sinks is None else masks.sinks
+        if layer_window is not None and layer_window <= window:
+            streaming = (0, min(layer_window, capacity), None)
+        elif sinks + window < capacity:
+            streaming = (sinks, window, layer_window)
+    kinds: dict[tuple[int, int, int | None], list[int]] = {}
+    for head in range(config.kv_heads):
+        kind = whole if masks is None or masks.full[layer][head] else streaming
+        kinds.setdefault(kind, []).append(head)
+    return [CachedHeads(tuple(heads), *kind, complete=kind == whole) for kind, heads in kinds.items()]
+
+
+@dataclass(frozen=True)
+class CacheRows:
+    """Some rows of a cache."""
+
+    numbers: tuple[int, ...]
+    index: slice | torch.Tensor
+    """A slice where they are consecutive, which reads without a copy."""
+    column: torch.Tensor
+    """int64 [B, 1]"""
+
+    @staticmethod
+    def of(rows: Sequence[int], device: torch.device) -> CacheRows:
+        numbers, column = tuple(rows), torch.tensor([[row] for row in rows], device=device)
+        consecutive = numbers == tuple(range(numbers[0], numbers[0] + len(numbers)))
+        return CacheRows(numbers, slice(numbers[0], numbers[0] + len(numbers)) if consecutive else column[:, 0], column)
+
+
+@dataclass(frozen=True)
+class CacheChunk:
+    """Several tokens of some heads on their way into the cache."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    position: torch.Tensor
+    limit: torch.Tensor | None
+    """[B]: positions from here on are padding."""
+    start: int
+    """No row begins behind this position."""
+    aligned: bool
+    """Every row's tokens begin at the same position."""
+    rows: CacheRows | None
+
+    def stored(self) -> torch.Tensor:
+        """Tokens of each row before these, [B]."""
+        begin = self.position[:, 0]
+        return begin if self.limit is None else torch.minimum(begin, self.limit)
+
+
+class LayerCache:
+    """The buffers of one layer."""
+
+    def __init__(self, config: ModelConfig, groups: list[CachedHeads], rows: int, device: torch.device | str, dtype: torch.dtype) -> None:
+        self.groups, self.rows, self.kv_heads, self.head_size = groups, rows, config.kv_heads, config.head_size
+        sizes = [len(group.heads) * rows * group.capacity * config.head_size for group in groups]
+        # Zeros, not whatever was in memory: an entry that no query sees still meets a weight of 0, and 0 times NaN is NaN.
+        self.keys, self.values = (torch.zeros(sum(sizes), device=device, dtype=dtype) for _ in range(2))
+        self._begin = {group: sum(sizes[:index]) for index, group in enumerate(groups)}
+        self._all_rows = torch.arange(rows, device=device)[:, None]
+        self._plan: DecodePlan | None = None
+
+    def views(self, group: CachedHeads) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a group, [heads, all rows, capacity, hd]."""
+        shape = (len(group.heads), self.rows, group.capacity, self.head_size)
+        begin, size = self._begin[group], len(group.heads) * self.rows * group.capacity * self.head_size
+        return self.keys[begin : begin + size].view(shape), self.values[begin : begin + size].view(shape)
+
+    def read(self, group: CachedHeads, stop: int, rows: CacheRows | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values at the indices before `stop`, [B, stop, heads, hd]."""
+        index = slice(None) if rows is None else rows.index
+        keys, values = (view[:, index, :stop].permute(1, 2, 0, 3) for view in self.views(group))
+        return keys, values
+
+    def clear(self, row: int, length: int) -> None:
+        """Zero what a row of `length` tokens has stored."""
+        for group in self.groups:
+            for view in self.views(group):
+                view[:, row, :length].zero_()
+
+    def write(self, group: CachedHeads, chunk: CacheChunk) -> None:
+        """Store what a group has room for of k and v [B,T,heads,hd]."""
+        position = chunk.position
+        row = self._all_rows if chunk.rows is None else chunk.rows.column
+        wraps = chunk.start + position.shape[1] > group.capacity
+        if chunk.limit is None and not wraps:
+            for view, x in zip(self.views(group), (chunk.k, chunk.v), strict=True):
+                view[:, row, group.index(position)] = x.permute(2, 0, 1, 3)
+            return
+        end = position[:, -1:] + 1
+        if chunk.limit is not None:
+            end = torch.minimum(end, chunk.limit[:, None])
+        # Of two positions for one index only the newest is written: the order of writes to one address is not defined.
+        needed = (position < end) & ((position < group.sinks) | (position >= end - group.window))
+        which, token = needed.nonzero(as_tuple=True)
+        index = group.index(position)[which, token]
+        for view, x in zip(self.views(group), (chunk.k, chunk.v), strict=True):
+            view[:, row[which, 0], index] = x[which, token].transpose(0, 1)
+
+    def step(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, stop: int, rows: CacheRows | None
+    ) -> torch.Tensor:
+        """One new token in each row, at positions [B]: stored and attended to, with everything its heads still have.
+
+        On CUDA a row at position -1 takes no part: nothing of it is read or written, and its o is 0.
+        """
+        if q.is_cuda:
+            return self._step_cuda(q, k, v, position, rows)
+        row = (self._all_rows if rows is None else rows.column)[:, 0]
+        o = torch.empty_like(q)
+        for group in self.groups:
+            one_q, one_k, one_v = (select_heads_of(x, group, self.kv_heads) for x in (q, k, v))
+            for view, x in zip(self.views(group), (one_k, one_v), strict=True):
+                view[:, row, group.index(position)] = x[:, 0].transpose(0, 1)
+            index = torch.arange(min(stop, group.capacity), device=q.device)
+            seen = index <= position[:, None]
+            if group.reach is not None:
+                seen &= (index >= group.sinks) | (position[:, None] - index < group.reach)
+            result = dense(one_q, *self.read(group, len(index), rows), seen[:, None])
+            by_kv_head(o, self.kv_heads)[:, :, list(group.heads)] = by_kv_head(result, len(group.heads))
+        return o
+
+    def _step_cuda(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, rows: CacheRows | None) -> torch.Tensor:
+        if rows is not None:  # the kernel counts all rows
+            whole = [x.new_zeros(self.rows, *x.shape[1:]) for x in (q, k, v)]
+            for full, x in zip(whole, (q, k, v), strict=True):
+                full[rows.index] = x
+            at = position.new_full((self.rows,), -1)
+            at[rows.index] = position
+            return self._step_cuda(*whole, at, None)[rows.index]
+        if self._plan is None:
+            self._plan = DecodePlan.of(self._regions(), self.rows, q.shape[2] // self.kv_heads, self.head_size, q.device)
+        return decode_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, position, self._plan)[:, None]
+
+    def _regions(self) -> list[tuple[int, int, int, int, int]]:
+        """(begin in the buffer, head, sinks, window, reach) of every KV head."""
+        found: list[tuple[int, int, int, int, int]] = []
+        for group in self.groups:
+            for index, head in enumerate(group.heads):
+                begin = self._begin[group] + index * self.rows * group.capacity * self.head_size
+                found.append((begin, head, group.sinks, group.window, group.reach or 1 << 30))
+        return found
+
+
+def attend_ring(at: LayerCache, group: CachedHeads, chunk: CacheChunk) -> torch.Tensor:
+    """Heads with a window: each block of queries meets what was stored before the chunk and the tokens of the chunk it can reach."""
+    tokens, window = chunk.q.shape[1], group.window
+    position, stored = chunk.position, chunk.stored()
+    if chunk.aligned and chunk.limit is None:
+        position, stored = position[:1], stored[:1]  # rows at equal positions share one mask
+    stop = min(chunk.start, group.capacity)
+    old_k, old_v = at.read(group, stop, chunk.rows)
+    old_position = group.positions(stored, stop)
+    block = max(window, 256)
+    results: list[torch.Tensor] = []
+    for begin in range(0, tokens, block):
+        end = min(begin + block, tokens)
+        first = max(0, begin - window + 1)
+        lead = min(group.sinks, first) if chunk.start < group.sinks else 0
+        spans = [slice(0, lead), slice(first, end)]
+        k = torch.cat([old_k, *(chunk.k[:, span] for span in spans)], dim=1)
+        v = torch.cat([old_v, *(chunk.v[:, span] for span in spans)], dim=1)
+        key = torch.cat([old_position, *(position[:, span] for span in spans)], dim=1)[:, None]
+        query = position[:, begin:end, None]
+        distance = query - key
+        near = distance < window
+        if group.sinks:
+            is_sink = key < group.sinks
+            near |= is_sink if group.reach is None else is_sink & (distance < group.reach)
+        seen = (distance >= 0) & (key >= 0) & near
+        results.append(dense(chunk.q[:, begin:end], k, v, seen))
+    return torch.cat(results, dim=1)
+
+
+def select_heads_of(x: torch.Tensor, group: CachedHeads, kv_heads: int) -> torch.Tensor:
+    """The heads [B,T,heads,hd] of x that belong to a group; query heads follow their KV head."""
+    if len(group.heads) == kv_heads:
+        return x
+    return by_kv_head(x, kv_heads)[:, :, list(group.heads)].flatten(2, 3)
+
+
+def by_kv_head(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[B, T, KV, query heads of one KV head, hd]."""
+    return x.view(*x.shape[:2], kv_heads, -1, x.shape[-1])
