@@ -94,7 +94,7 @@ def combine_stretches(
     base = (row * num_items + first + n) * G + query_head % G
     lse = tl.load(lses + base, mask=n < count, other=-float("inf"))
     # A row at position -1 has no stretches: its o is 0.
-    weights = tl.where(n < count, tl.exp(lse - tl.where(count > 0, tl.max(lse, 0), 0.0)), 0.0)
+    weights = tl.exp(lse - tl.where(count > 0, tl.max(lse, 0), 0.0))
     weights = weights / tl.where(count > 0, tl.sum(weights, 0), 1.0)
     parts = tl.load(partial + base[:, None] * HD + d[None, :], mask=(n < count)[:, None] & (d < HD)[None, :], other=0.0)
     result = tl.sum(parts * weights[:, None], 0)
