@@ -143,7 +143,8 @@ class KVCache:
         aligned = self._prompt is not None or len({self.host_lengths[row] for row in self._active}) == 1
         o = torch.empty_like(q)
         for group in at.groups:
-            chunk = CacheChunk(*(select_heads_of(x, group, at.kv_heads) for x in (q, k, v)), position, limit, start, aligned, self._rows)
+            some_q, some_k, some_v = (select_heads_of(x, group, at.kv_heads) for x in (q, k, v))
+            chunk = CacheChunk(some_q, some_k, some_v, position, limit, start, aligned, self._rows)
             result = self._attend_chunk(at, group, chunk, whole)
             if len(at.groups) == 1:
                 return result

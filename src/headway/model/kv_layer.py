@@ -185,7 +185,7 @@ class LayerCache:
                 full[rows.index] = x
             at = position.new_full((self.rows,), -1)
             at[rows.index] = position
-            return self._step_cuda(*whole, at, None)[rows.index]
+            return self._step_cuda(whole[0], whole[1], whole[2], at, None)[rows.index]
         if self._plan is None:
             self._plan = DecodePlan.of(self._regions(), self.rows, q.shape[2] // self.kv_heads, self.head_size, q.device)
         return decode_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, position, self._plan)[:, None]
