@@ -15,7 +15,7 @@ from headway.config.load import load
 from headway.errors import ConfigError
 from headway.eval.evaluate import SamplePlan
 from headway.export.huggingface import export_model
-from headway.infer.generate import Options, generate_from_ids
+from headway.infer.generate import GenerateOptions, generate_from_ids
 from headway.infer.load import load_model
 from headway.tokenizer.chat import Turn, answer_end, render_prompt
 from headway.train import train
@@ -129,7 +129,9 @@ def test_one_command_sets_answers_and_validations_side_by_side(trained: Path, tm
     ends = answer_end("chatml", loaded.tokenizer)
     assert loaded.tokenizer.decode(list(ends)) == "<|im_end|>"
     assert len({one["samples"][0]["text"] for one in (base, sft, dpo)}) > 1, "else nothing is shown here"
-    assert [sample["text"] for sample in dpo["samples"]] == [one.text for one in generate_from_ids(loaded, ids, Options(8, stop_ids=ends))]
+    assert [sample["text"] for sample in dpo["samples"]] == [
+        one.text for one in generate_from_ids(loaded, ids, GenerateOptions(8, stop_ids=ends))
+    ]
     report = (tmp_path / "report" / "report.md").read_text()
     for run, one in (("sft", sft), ("dpo", dpo)):
         (curves,) = one["training"]
@@ -183,5 +185,5 @@ def test_stages_have_their_own_curves(folder: Path, tmp_path: Path, capsys: pyte
 
 
 def test_a_template_without_a_question_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--chat-template is 'chatml', and there is nothing to answer"):
+    with pytest.raises(ConfigError, match=r"--chat-template is 'chatml', and there is no prompt"):
         SamplePlan(template="chatml")

@@ -11,7 +11,7 @@ from support.runs import headway, make_stores, write_recipe
 from headway.checkpoint.load import newest_good, open_checkpoint
 from headway.checkpoint.save import TensorRecord, save_checkpoint
 from headway.config.load import load
-from headway.infer.check import check_checkpoint
+from headway.infer.check_checkpoint import check_checkpoint
 from headway.train import train
 from headway.train.config import Recipe
 
@@ -58,7 +58,7 @@ def test_numbers_that_are_not_finite_and_shapes_that_do_not_fit_are_named(run: P
     spoiled = weight.clone()
     spoiled[3] = float("nan")
     (problem,) = check_checkpoint(changed(run, tmp_path / "nan", "model.norm.weight", spoiled)).problems
-    assert f"master of model.norm.weight has 1 of {weight.numel()} numbers that are not finite" in problem
+    assert f"master of model.norm.weight has 1 of {weight.numel()} values that are not finite" in problem
     (problem,) = check_checkpoint(changed(run, tmp_path / "shape", "model.norm.weight", weight[:-1])).problems
     assert "model.norm.weight has shape" in problem
     assert any("model.norm.weight" in one for one in check_checkpoint(changed(run, tmp_path / "gone", "model.norm.weight", None)).problems)

@@ -80,13 +80,13 @@ def print_long(result: LongResult) -> None:
 
 
 def _print_tables(evaluations: Sequence[Evaluation]) -> None:
-    from headway.eval.training import COLUMNS, rows
+    from headway.eval.report import TRAINING_COLUMNS, training_rows
 
     if evaluations[0].datasets:
         _print_scores(evaluations)
     for training in (one for evaluation in evaluations for one in evaluation.training if one.valid):
         typer.echo(f"\nvalidation during the training of {training.run}")
-        print_table(COLUMNS[1:], [row[1:] for row in rows(training)])
+        print_table(TRAINING_COLUMNS[1:], [row[1:] for row in training_rows(training)])
     has_answers = evaluations[0].template is not None
     for at, asked in enumerate(evaluations[0].samples):
         if len(evaluations) > 1 or has_answers:
@@ -99,7 +99,7 @@ def _print_tables(evaluations: Sequence[Evaluation]) -> None:
 
 def _print_scores(evaluations: Sequence[Evaluation]) -> None:
     from headway.eval.evaluate import share_a_tokenizer
-    from headway.eval.tables import MODELS, NUMBERS, OTHER_TOKENIZERS, PART_NUMBERS, model_cells, numbers, part_numbers
+    from headway.eval.report import MODELS, NUMBERS, OTHER_TOKENIZERS, PART_NUMBERS, model_cells, part_cells, score_cells
 
     several = len(evaluations) > 1
     # With several models the last columns, the counts, make room for the models' names; reports and --json have them.
@@ -107,10 +107,10 @@ def _print_scores(evaluations: Sequence[Evaluation]) -> None:
     rows: list[Sequence[str]] = []
     for name in evaluations[0].datasets:
         for one in evaluations:
-            rows.append([name, *([one.model] if several else []), *numbers(one.datasets[name])[:shown]])
+            rows.append([name, *([one.model] if several else []), *score_cells(one.datasets[name])[:shown]])
     print_table(["dataset", *(["model"] if several else []), *NUMBERS[:shown]], rows)
     for name in evaluations[0].datasets:
-        parts = [(part.name, one.model, *part_numbers(part)) for one in evaluations for part in one.datasets[name].parts]
+        parts = [(part.name, one.model, *part_cells(part)) for one in evaluations for part in one.datasets[name].parts]
         if parts:
             typer.echo(f"\n{name} by part")
             shown_parts = [row if several else (row[0], *row[2:]) for row in parts]

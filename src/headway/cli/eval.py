@@ -58,7 +58,7 @@ class EvalOptions:
 
     def plan(self, *, needs_data: bool, window: Callable[[], int | None]) -> EvalPlan:
         """What to measure. Without `needs_data`, prompts alone are enough; `window` gives the default window."""
-        from headway.eval.dataset import Reading, parse_datasets
+        from headway.eval.dataset import ReadOptions, parse_datasets
         from headway.eval.evaluate import EvalPlan, SamplePlan
         from headway.infer.generate import read_prompts
 
@@ -68,7 +68,7 @@ class EvalOptions:
         times = 1 if self.samples is None else self.samples
         return EvalPlan(
             parse_datasets(self.data, self.suite) if needs_data or self.data or self.suite or not prompts else [],
-            Reading(self.split, self.text_key, self.bos, self.max_samples, self.by),
+            ReadOptions(self.split, self.text_key, self.bos, self.max_samples, self.by),
             window() if self.window is None else self.window,
             self.stride,
             self.batch_tokens,
@@ -180,10 +180,10 @@ def harness(
     find_model(model)
 
     def work(group: RankGroup) -> None:
-        from headway.eval.answers import Answers
+        from headway.eval.harness_model import HarnessModel
 
         loaded = with_masks(compute.load(model), choice, is_first=group.rank == 0)
-        result = run_harness(Answers(loaded, batch_tokens=batch_tokens, group=group), plan, name=str(model))
+        result = run_harness(HarnessModel(loaded, batch_tokens=batch_tokens, group=group), plan, name=str(model))
         if result is None:
             return
         if out is not None:
@@ -213,7 +213,7 @@ def long(
     from headway.eval.dataset import read_texts
     from headway.eval.long_context import LongPlan, evaluate_long
     from headway.eval.long_report import write_long_report
-    from headway.eval.long_tasks.base import task_names
+    from headway.eval.long_tasks import task_names
     from headway.infer.load import find_model
     from headway.model.head_masks.choice import MaskSpec
 
@@ -233,7 +233,7 @@ def long(
     variants = spec.variants(find_model(model).mask_source())
     loaded = compute.load(model)
     texts = read_texts(options.data, loaded, options.bos)
-    result = evaluate_long(loaded, variants, plan, name=str(model), texts=texts, keep=None if out is None else out / "parts")
+    result = evaluate_long(loaded, variants, plan, name=str(model), texts=texts, results_dir=None if out is None else out / "parts")
     if out is not None:
         write_long_report(out, result)
     if json:

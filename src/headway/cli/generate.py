@@ -30,7 +30,7 @@ def generate(
     json: bool = JSON,
 ) -> None:
     """Continue prompts, or answer questions, with a trained model."""
-    from headway.infer.generate import Options, answer, read_prompts
+    from headway.infer.generate import GenerateOptions, answer, read_prompts
     from headway.infer.generate import generate as continue_prompts
     from headway.infer.load import load_model
     from headway.infer.sampling import Sampling
@@ -38,7 +38,7 @@ def generate(
 
     choice = masks.choice()
     sampling = Sampling(temperature, top_k, top_p, seed)
-    options = Options(max_new_tokens, tuple(stop), special=special, sampling=sampling, chunk_tokens=chunk_tokens)
+    options = GenerateOptions(max_new_tokens, tuple(stop), special=special, sampling=sampling, chunk_tokens=chunk_tokens)
     if chat_template is not None and special:
         raise ConfigError("--chat-template and --special are both given; the template writes the special tokens. Leave --special out.")
     prompts = [*prompt, *(read_prompts(prompts_file) if prompts_file is not None else [])]

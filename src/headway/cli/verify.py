@@ -16,7 +16,7 @@ def checkpoint(
     json: bool = JSON,
 ) -> None:
     """Check a checkpoint: files, checksums, shapes, finite values, one generation; exit code 1 with a list of problems, if any."""
-    from headway.infer.check import check_checkpoint
+    from headway.infer.check_checkpoint import check_checkpoint
     from headway.runtime.paths import parse_path
 
     local = parse_path(path)

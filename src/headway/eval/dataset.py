@@ -1,52 +1,58 @@
-"""Data to score by name: `NAME=PATH`, a path, or a suite come in; documents of ids come out, in the order of the files.
+"""Datasets to score: `NAME=PATH`, a path or a suite come in; documents of ids come out, in the order of the files.
 
-A suite's member that is one running text split into records is put together again, so that its lines have their context.
+A suite's member that is one running text split into records is joined again, so that its lines have their context. Long texts are encoded
+in blocks.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from headway.errors import ConfigError, DataError
-from headway.eval.encoded_text import encode_blocks
-from headway.eval.perplexity import Piece
+from headway.eval.perplexity import EvalDocument
 
 if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
     from headway.store.open import StoreKind
     from headway.text.document import Document
-
+    from headway.tokenizer.load import Tokenizer
 
 MAX_SAMPLES = 10**12
+IN_MEMORY_TOKENS = 1 << 22
+"""A text with more ids is kept in a temporary file."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Something to score under one name."""
+    """Files to score under one name."""
 
     name: str
     paths: tuple[str, ...]
     text_key: str = "text"
     join: str | None = None
-    """The texts are parts of one document, with this between them."""
+    """The texts are one document, joined with this."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How text becomes documents of ids."""
+class ReadOptions:
+    """How files become documents of ids."""
 
     split: str = "file"
     """`file` or `line`: what one document of a .txt file is."""
     text_key: str | None = None
-    """Instead of the dataset's own key."""
+    """Replaces the dataset's own key."""
     bos: bool | None = None
-    """Whether the begin token stands before each window; None: where the model expects it."""
+    """Put the begin token before each window; None: where the model expects it."""
     max_samples: int | None = None
-    """Only this many documents (or records) of each dataset, from its beginning."""
+    """Score only the first N documents (or records) of each dataset."""
     by: str | None = None
     """Split each dataset by `file`, or by the value of this key of its records; dots go deeper."""
 
@@ -59,7 +65,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class HubText:
-    """Where a suite's member is on the hub."""
+    """A suite's member on the hub."""
 
     repo_id: str
     folder: str
@@ -68,7 +74,7 @@ class HubText:
     revision: str | None = None
 
     def files(self) -> list[Path]:
-        """Its test files in the cache; empty where it was not fetched."""
+        """Its test files in the cache; empty if it was not downloaded."""
         from headway.text.hub import in_cache
 
         found = in_cache(self.repo_id, dataset=True, revision=self.revision)
@@ -77,7 +83,7 @@ class HubText:
         return sorted([*found.glob(f"{self.folder}/test-*.parquet"), *found.glob(f"{self.folder}/test/*.parquet")])
 
     def command(self) -> str:
-        """What fetches it."""
+        """The command that downloads it."""
         revision = f" --revision {self.revision}" if self.revision else ""
         return f"headway download {self.repo_id} --dataset{revision} --include '{self.folder}/test*'"
 
@@ -93,18 +99,18 @@ SUITES: Mapping[str, Mapping[str, HubText]] = {
 
 
 def parse_datasets(given: Sequence[str], suite: str | None = None) -> list[Dataset]:
-    """The datasets of `--data` and `--suite`; a name that is also a member of the suite says where that member is."""
+    """The datasets of `--data` and `--suite`; a name that is also a member of the suite gives that member's path."""
     named: dict[str, list[str]] = {}
     for one in given:
         name, path = _name_and_path(one)
         if name is None:
-            # Two paths that end alike are told apart by the whole path; a name given twice gathers its paths.
+            # Two paths with the same last part keep the whole path as name; a name given twice collects its paths.
             name = path if Path(path).name in ("", *named) else Path(path).name
         named.setdefault(name, []).append(path)
     datasets = _members(suite, named) if suite is not None else []
     datasets += [Dataset(name, tuple(paths)) for name, paths in named.items()]
     if not datasets:
-        raise ConfigError("nothing to score is given. Use --data PATH, --data NAME=PATH or --suite default.")
+        raise ConfigError("no data to score is given. Use --data PATH, --data NAME=PATH or --suite default.")
     return datasets
 
 
@@ -119,7 +125,7 @@ def _name_and_path(given: str) -> tuple[str | None, str]:
 
 def _members(suite: str, named: dict[str, list[str]]) -> list[Dataset]:
     if suite not in SUITES:
-        raise ConfigError(f"--suite is {suite!r}; there is {', '.join(SUITES)}.")
+        raise ConfigError(f"--suite is {suite!r}; the suites are: {', '.join(SUITES)}.")
     datasets: list[Dataset] = []
     missing: list[str] = []
     for name, member in SUITES[suite].items():
@@ -133,33 +139,33 @@ def _members(suite: str, named: dict[str, list[str]]) -> list[Dataset]:
     return datasets
 
 
-def read_pieces(dataset: Dataset, loaded: LoadedModel, reading: Reading = Reading()) -> Iterator[Piece]:
+def read_eval_documents(dataset: Dataset, loaded: LoadedModel, options: ReadOptions = ReadOptions()) -> Iterator[EvalDocument]:
     """Documents to score: token stores as they are, raw files through the model's tokenizer."""
-    return islice(_pieces(dataset, loaded, reading), reading.max_samples)
+    return islice(_documents(dataset, loaded, options), options.max_samples)
 
 
-def read_texts(data: Sequence[str], loaded: LoadedModel, bos: bool | None) -> Callable[[], Iterator[Piece]] | None:
+def read_texts(data: Sequence[str], loaded: LoadedModel, bos: bool | None) -> Callable[[], Iterator[EvalDocument]] | None:
     """A function that reads all documents of `data` from the start each time; None without data."""
     datasets = parse_datasets(data) if data else []
     if not datasets:
         return None
-    return lambda: (piece for dataset in datasets for piece in read_pieces(dataset, loaded, Reading(bos=bos)))
+    return lambda: (document for dataset in datasets for document in read_eval_documents(dataset, loaded, ReadOptions(bos=bos)))
 
 
-def _pieces(dataset: Dataset, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
-    if reading.text_key is not None:
-        dataset = replace(dataset, text_key=reading.text_key)
+def _documents(dataset: Dataset, loaded: LoadedModel, options: ReadOptions) -> Iterator[EvalDocument]:
+    if options.text_key is not None:
+        dataset = replace(dataset, text_key=options.text_key)
     kinds: dict[str, StoreKind] = {path: _kind(path) for path in dataset.paths}
     for path, kind in kinds.items():
         if kind != "raw":
-            yield from _stored(Path(path), kind, loaded, reading)
+            yield from _stored(Path(path), kind, loaded, options)
     raw = [path for path, kind in kinds.items() if kind == "raw"]
     if raw:
-        yield from _encoded(raw, dataset, loaded, reading)
+        yield from _encoded(raw, dataset, loaded, options)
 
 
 def _kind(path: str) -> StoreKind:
-    """What a path holds; what only the reader of raw files knows (a hub id, a chosen split, a file without a suffix) is raw."""
+    """The format of a path; everything that only the reader of raw files knows (a hub id, a split, a file without a suffix) is raw."""
     from headway.store.open import detect_kind
 
     try:
@@ -170,47 +176,47 @@ def _kind(path: str) -> StoreKind:
         return "raw"
 
 
-def _stored(path: Path, kind: StoreKind, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
+def _stored(path: Path, kind: StoreKind, loaded: LoadedModel, options: ReadOptions) -> Iterator[EvalDocument]:
     from headway.store.open import open_source
     from headway.store.source import iter_documents
     from headway.tokenizer.chat import expected_bos_ids
 
     store = open_source(path, kind)
-    by_type = reading.by in ("type", "domain") and any(store.count_types())
-    if reading.by not in (None, "file") and not by_type:
-        raise ConfigError(f"--by is {reading.by!r}; {path} is a token store, whose documents have no keys. Use --by file (or type).")
+    by_type = options.by in ("type", "domain") and any(store.count_types())
+    if options.by not in (None, "file") and not by_type:
+        raise ConfigError(f"--by is {options.by!r}; {path} is a token store, whose documents have no keys. Use --by file or --by type.")
     if loaded.tokenizer is not None and store.fingerprint not in (None, loaded.tokenizer.fingerprint):
-        raise DataError(f"{path}: made by another tokenizer than the one of {loaded.path}. Give the text itself, or another store.")
-    # A store is scored as it is unless --bos says otherwise; a begin token it holds already is not put there twice.
-    lead = tuple(expected_bos_ids(loaded.tokenizer, True)) if reading.bos and loaded.tokenizer is not None else ()
+        raise DataError(f"{path}: was made with another tokenizer than the one of {loaded.path}. Give the text itself, or another store.")
+    # A store is scored unchanged unless --bos is given; a begin token that is already there is not added twice.
+    lead = tuple(expected_bos_ids(loaded.tokenizer, True)) if options.bos and loaded.tokenizer is not None else ()
     for item in iter_documents(store, split_packs=True):
         highest = int(item.ids.max()) if len(item.ids) else 0
         if highest >= loaded.config.vocab:
-            raise DataError(f"{path}: holds id {highest}; the model's vocabulary has {loaded.config.vocab} ids. Give its own data.")
+            raise DataError(f"{path}: holds id {highest}; the model has {loaded.config.vocab} ids. Give data made with its tokenizer.")
         ids = item.ids.tolist()
-        part = None if reading.by is None else item.type if by_type else str(path)
-        yield Piece(ids[1:] if lead and ids[:1] == [*lead] else ids, None, part, lead)
+        part = None if options.by is None else item.type if by_type else str(path)
+        yield EvalDocument(ids[1:] if lead and ids[:1] == [*lead] else ids, None, part, lead)
 
 
-def _encoded(raw: Sequence[str], dataset: Dataset, loaded: LoadedModel, reading: Reading) -> Iterator[Piece]:
+def _encoded(raw: Sequence[str], dataset: Dataset, loaded: LoadedModel, options: ReadOptions) -> Iterator[EvalDocument]:
     from headway.text.read import read_blocks
     from headway.tokenizer.chat import expected_bos_ids
 
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise ConfigError(f"{loaded.path} has no tokenizer, so text cannot be scored. Give a token store as --data.")
-    # Before every window, not only the first: a model that needs it falls apart in the later ones.
-    lead = tuple(expected_bos_ids(tokenizer, reading.bos))
-    split, by_key = "line" if reading.split == "line" else "file", reading.by not in (None, "file")
+    # Before every window, not only the first: a model that needs it fails in the later ones.
+    lead = tuple(expected_bos_ids(tokenizer, options.bos))
+    split, by_key = "line" if options.split == "line" else "file", options.by not in (None, "file")
     documents = read_blocks(raw, text_key=dataset.text_key, split=split, keep_record=by_key)
-    texts: Iterable[tuple[Iterator[str], str | None]] = ((blocks, _part(document, reading.by)) for document, blocks in documents)
+    texts: Iterable[tuple[Iterator[str], str | None]] = ((blocks, _part(document, options.by)) for document, blocks in documents)
     if dataset.join is not None:
-        if reading.by is not None:
-            raise ConfigError(f"--by is {reading.by!r}; {dataset.name} is scored as one text. Leave --by or --suite out.")
-        texts = [(iter([dataset.join.join("".join(blocks) for blocks, _ in islice(texts, reading.max_samples))]), None)]
+        if options.by is not None:
+            raise ConfigError(f"--by is {options.by!r}; {dataset.name} is scored as one text. Leave --by or --suite out.")
+        texts = [(iter([dataset.join.join("".join(blocks) for blocks, _ in islice(texts, options.max_samples))]), None)]
     for blocks, part in texts:
         ids, size = encode_blocks(blocks, tokenizer)
-        yield Piece(ids, size, part, lead)
+        yield EvalDocument(ids, size, part, lead)
 
 
 def _part(document: Document, by: str | None) -> str | None:
@@ -223,3 +229,40 @@ def _part(document: Document, by: str | None) -> str | None:
             raise DataError(f"{document.place}: has no key {by!r}, by which --by splits. Give a key that every record has, or file.")
         found = found[key]
     return str(found)
+
+
+class FileIds(Sequence[int]):
+    """Ids in a file; a slice is read on access."""
+
+    def __init__(self, values: npt.NDArray[np.uint32]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._values[index].tolist()
+
+
+def encode_blocks(blocks: Iterable[str], tokenizer: Tokenizer) -> tuple[Sequence[int], int]:
+    """The ids of a text, and its length in bytes; where the tokenizer can split a text, memory does not grow with it."""
+    ids: list[int] = []
+    size = 0
+    file = None
+    for piece in tokenizer.pieces(blocks):
+        ids += tokenizer.encode_pieces([piece])[0]
+        size += len(piece.text.encode())
+        if len(ids) > IN_MEMORY_TOKENS:
+            file = tempfile.TemporaryFile(prefix="headway-ids-") if file is None else file  # noqa: SIM115 - the mapping keeps it
+            file.write(np.array(ids, np.uint32).data)
+            ids = []
+    if file is None:
+        return ids, size
+    with file:
+        file.write(np.array(ids, np.uint32).data)
+        file.flush()
+        return FileIds(np.memmap(file, np.uint32, "r")), size

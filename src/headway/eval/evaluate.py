@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError
-from headway.eval.dataset import Dataset, Reading, read_pieces
+from headway.eval.dataset import Dataset, ReadOptions, read_eval_documents
 from headway.eval.perplexity import BATCH_TOKENS, Perplexity, check_windows, perplexity
-from headway.eval.training import Training
 
 if TYPE_CHECKING:
-    from headway.infer.generate import Options
+    from headway.infer.generate import GenerateOptions
     from headway.infer.load import LoadedModel
     from headway.parallel.collectives import RankGroup
 
@@ -25,7 +24,7 @@ MAX_PER_PROMPT = 10_000
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """Texts to generate beside the numbers."""
+    """Texts to generate besides the scores."""
 
     prompts: tuple[str, ...] = ()
     per_prompt: int = 1
@@ -33,28 +32,28 @@ class SamplePlan:
     temperature: float = 0.8
     seed: int = 0
     template: str | None = None
-    """Chat template: a prompt is what a user says, and the text is the answer; None: a prompt is text to continue."""
+    """Chat template: a prompt is what a user says, and the text is the answer; None: a prompt is continued."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_prompt <= MAX_PER_PROMPT:
             raise ConfigError(f"--samples is {self.per_prompt}; it must be from 1 to {MAX_PER_PROMPT}.")
         if self.template is not None and not self.prompts:
-            raise ConfigError(f"--chat-template is {self.template!r}, and there is nothing to answer. Give --prompt or --prompts-file.")
+            raise ConfigError(f"--chat-template is {self.template!r}, and there is no prompt. Give --prompt or --prompts-file.")
         if "" in self.prompts:
-            raise ConfigError("a prompt is empty; there is nothing to continue. Give some text.")
+            raise ConfigError("a prompt is empty. Give some text.")
         if self.prompts:
             self.options()
 
-    def options(self) -> Options:
-        """How to generate; wrong numbers are refused here, before anything is measured."""
-        from headway.infer.generate import Options
+    def options(self) -> GenerateOptions:
+        """How to generate; invalid numbers are refused here, before anything is measured."""
+        from headway.infer.generate import GenerateOptions
         from headway.infer.sampling import Sampling
 
-        return Options(self.max_new_tokens, sampling=Sampling(self.temperature, seed=self.seed))
+        return GenerateOptions(self.max_new_tokens, sampling=Sampling(self.temperature, seed=self.seed))
 
 
 @dataclass(frozen=True)
-class Sample:
+class GeneratedSample:
     """One generated text."""
 
     prompt: str
@@ -66,7 +65,7 @@ class EvalPlan:
     """What is measured, and how."""
 
     datasets: Sequence[Dataset]
-    reading: Reading = Reading()
+    read_options: ReadOptions = ReadOptions()
     window: int | None = None
     stride: int | None = None
     batch_tokens: int = BATCH_TOKENS
@@ -77,8 +76,28 @@ class EvalPlan:
 
 
 @dataclass(frozen=True)
+class ValidationPoint:
+    """The numbers of one validation set after some steps; None: not finite."""
+
+    step: int
+    numbers: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class TrainingCurves:
+    """The losses and validations of one run, or of one stage of it."""
+
+    run: str
+    steps: int
+    loss: list[tuple[int, float]]
+    """Training loss: means over ranges of steps, each with its last step."""
+    valid: dict[str, list[ValidationPoint]]
+    """Validations of each set in the order of their steps; step 0 is before the first update (`eval.at_start`)."""
+
+
+@dataclass(frozen=True)
 class Spread:
-    """How numbers lie."""
+    """Mean and spread of some numbers."""
 
     mean: float
     std: float
@@ -91,19 +110,19 @@ class Evaluation:
     """Everything measured about one model."""
 
     model: str
-    """As it was called for."""
+    """The name under which it was given."""
     path: str
-    """The folder whose weights these are: a run's newest checkpoint, say."""
+    """The folder of its weights, such as a run's newest checkpoint."""
     tokenizer: str | None
-    """Fingerprint; losses per token of two models compare only where it is the same."""
+    """Fingerprint; losses per token of two models are comparable only if it is the same."""
     datasets: dict[str, Perplexity]
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[GeneratedSample] = field(default_factory=list)
     template: str | None = None
     """The chat template under which the samples are answers; None: they are continuations."""
-    training: list[Training] = field(default_factory=list)
+    training: list[TrainingCurves] = field(default_factory=list)
     """The curves of the run, or of each of its stages, where the model is one."""
     masks: dict[str, Any] | None = None
-    """The head masks it was read under; None: every head keeps the whole past."""
+    """The head masks it ran under; None: every head keeps the whole past."""
     rope_theta: float | None = None
     no_rope_layers: list[int] = field(default_factory=list)
     """Layers (from 0) without rotary positions."""
@@ -118,16 +137,16 @@ class Evaluation:
 
 
 def evaluate(loaded: LoadedModel, plan: EvalPlan, *, name: str | None = None, group: RankGroup | None = None) -> Evaluation:
-    """Measure one model, over several ranks if there are; the first of them alone makes continuations."""
+    """Measure one model, over several ranks if there are; only the first generates samples."""
     for dataset in plan.datasets:
         # A wrong key or path in the last dataset shows before the first one is scored.
-        next(read_pieces(dataset, loaded, replace(plan.reading, max_samples=1)), None)
+        next(read_eval_documents(dataset, loaded, replace(plan.read_options, max_samples=1)), None)
     results: dict[str, Perplexity] = {}
     for dataset in plan.datasets:
         log.debug("%s: score %s", loaded.path, dataset.name)
-        pieces = read_pieces(dataset, loaded, plan.reading)
+        documents = read_eval_documents(dataset, loaded, plan.read_options)
         results[dataset.name] = perplexity(
-            loaded, pieces, window=plan.window, stride=plan.stride, batch_tokens=plan.batch_tokens, group=group
+            loaded, documents, window=plan.window, stride=plan.stride, batch_tokens=plan.batch_tokens, group=group
         )
     samples = _samples(loaded, plan.samples) if group is None or group.rank == 0 else []
     tokenizer = loaded.tokenizer.fingerprint if loaded.tokenizer is not None else None
@@ -142,33 +161,33 @@ def evaluate(loaded: LoadedModel, plan: EvalPlan, *, name: str | None = None, gr
         masks=loaded.describe_masks(),
         rope_theta=loaded.config.rope_theta,
         no_rope_layers=list(loaded.config.no_rope_layers),
-        begin=_begin(loaded, plan.reading),
+        begin=_begin(loaded, plan.read_options),
         perplexities=spread([one.perplexity for one in results.values()]),
     )
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Mean, standard deviation (of these numbers, not of what they are a sample of) and bounds; None of no numbers."""
+    """Mean, population standard deviation and range; None without numbers."""
     if not values:
         return None
     return Spread(statistics.fmean(values), statistics.pstdev(values), min(values), max(values))
 
 
-def _begin(loaded: LoadedModel, reading: Reading) -> str | None:
+def _begin(loaded: LoadedModel, options: ReadOptions) -> str | None:
     from headway.tokenizer.chat import expected_bos_ids
 
     if loaded.tokenizer is None:
         return None
-    ids = expected_bos_ids(loaded.tokenizer, reading.bos)
+    ids = expected_bos_ids(loaded.tokenizer, options.bos)
     return loaded.tokenizer.decode(ids) if ids else None
 
 
 def share_a_tokenizer(evaluations: Sequence[Evaluation]) -> bool:
-    """Whether losses per token of these models may be compared."""
+    """Losses per token of these models are comparable."""
     return len({one.tokenizer for one in evaluations}) == 1
 
 
-def _samples(loaded: LoadedModel, plan: SamplePlan) -> list[Sample]:
+def _samples(loaded: LoadedModel, plan: SamplePlan) -> list[GeneratedSample]:
     if not plan.prompts:
         return []
     from headway.infer.generate import answer, generate
@@ -176,4 +195,4 @@ def _samples(loaded: LoadedModel, plan: SamplePlan) -> list[Sample]:
     prompts = [prompt for prompt in plan.prompts for _ in range(plan.per_prompt)]
     options = plan.options()
     made = generate(loaded, prompts, options) if plan.template is None else answer(loaded, prompts, plan.template, options)
-    return [Sample(prompt, one.text) for prompt, one in zip(prompts, made, strict=True)]
+    return [GeneratedSample(prompt, one.text) for prompt, one in zip(prompts, made, strict=True)]

@@ -1,7 +1,7 @@
 """Tasks of lm-evaluation-harness over a model: names of tasks come in, their metrics, a table and results.json go out.
 
-The harness is an extra (`pip install headway[eval]`) and is imported only here, when it is used. Its data comes from this machine unless
-`online` is asked for.
+The harness is an extra (`pip install headway[eval]`) and is imported only here, when it is used. Its data is read from this machine
+unless `online` is set.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from headway import __version__
 from headway.errors import ConfigError, DataError
+from headway.eval.report import REPORT, RESULTS, make_report_folder, markdown_table
 from headway.model.head_masks.masks import in_words
 from headway.runtime.process import set_environment
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:
-    from headway.eval.answers import Answers
+    from headway.eval.harness_model import HarnessModel
 
-RESULTS = "results.json"
-REPORT = "report.md"
 COLUMNS = ("task", "shots", "filter", "metric", "value", "stderr", "samples")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
@@ -37,13 +36,13 @@ class HarnessPlan:
 
     tasks: Sequence[str]
     task_dir: Path | None = None
-    """A folder with tasks of one's own (YAML)."""
+    """A folder with your own tasks (YAML)."""
     limit: int | None = None
-    """Only this many documents of each task, from its beginning."""
+    """Only the first N documents of each task."""
     shots: int | None = None
-    """Solved examples before each question; None = as each task says."""
+    """Solved examples before each question; None = the task's default."""
     online: bool = False
-    """Tasks may fetch their data from the hub."""
+    """Tasks may download their data from the hub."""
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -76,12 +75,12 @@ class Metric:
 
 @dataclass(frozen=True)
 class HarnessResult:
-    """What the tasks said about one model."""
+    """The metrics of one model."""
 
     model: str
     path: str
     masks: dict[str, Any] | None
-    """The head masks it was read under."""
+    """The head masks it ran under."""
     harness: str
     """Version of lm-evaluation-harness."""
     metrics: list[Metric]
@@ -97,17 +96,17 @@ class HarnessResult:
 
 
 def check_installed() -> None:
-    """Refuse where the harness is missing."""
+    """Refuse if the harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("headway eval harness needs lm-evaluation-harness, which is not installed. Use: pip install 'headway[eval]'")
 
 
-def run_harness(answers: Answers, plan: HarnessPlan, *, name: str | None = None) -> HarnessResult | None:
+def run_harness(answers: HarnessModel, plan: HarnessPlan, *, name: str | None = None) -> HarnessResult | None:
     """Run the tasks; None on every rank but the first."""
     check_installed()
     if not plan.online:
         set_environment(OFFLINE)  # read when the libraries are imported
-    # What the harness prints would stand in the middle of our own output.
+    # The harness prints to stdout; that would end up in the middle of our output.
     with contextlib.redirect_stdout(sys.stderr):
         import lm_eval
 
@@ -125,12 +124,12 @@ def run_harness(answers: Answers, plan: HarnessPlan, *, name: str | None = None)
     return HarnessResult(name or path, path, masks, lm_eval.__version__, list(_metrics(found)), kept, found.get("samples", {}))
 
 
-def as_lm(answers: Answers) -> Any:
+def as_lm(answers: HarnessModel) -> Any:
     """The model as the harness knows models: give it to `lm_eval.simple_evaluate`."""
     from lm_eval.api.model import LM
 
     class HeadwayLM(LM):
-        """Answers requests; ranks share them inside, so that the harness sees one process."""
+        """HarnessModel requests; ranks share them inside, so that the harness sees one process."""
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             return answers.loglikelihood([request.args for request in requests])
@@ -188,14 +187,11 @@ def _metrics(found: Mapping[str, Any]) -> Iterator[Metric]:
 
 def write_results(folder: Path, result: HarnessResult, *, samples: bool = False) -> None:
     """Write results.json and report.md, and the documents with their answers if they are wanted."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--out is {str(folder)!r}, which is a file. Give a folder.")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_report_folder(folder)
     write_atomic(folder / RESULTS, json.dumps(result.to_json(), ensure_ascii=False, indent=2) + "\n")
     named = f"`{result.model}`, masks: {in_words(result.masks)}; lm-evaluation-harness {result.harness}"
-    lines = ["# Tasks", "", named, "", "| " + " | ".join(COLUMNS) + " |"]
-    rows = ["| " + " | ".join(cell.replace("|", r"\|") for cell in one.cells()) + " |" for one in result.metrics]
-    write_atomic(folder / REPORT, "\n".join([*lines, "|" + "---|" * len(COLUMNS), *rows]) + "\n")
+    lines = ["# Tasks", "", named, "", *markdown_table(COLUMNS, (one.cells() for one in result.metrics))]
+    write_atomic(folder / REPORT, "\n".join(lines))
     if samples:
         for task, documents in result.samples.items():
             text = "".join(json.dumps(one, ensure_ascii=False, default=_plain) + "\n" for one in documents)

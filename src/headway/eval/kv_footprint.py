@@ -1,4 +1,4 @@
-"""How much of the past is kept: cells (query step, KV entry) that are not evicted, as a share of full causal attention.
+"""KV footprint: (query step, KV entry) pairs that are not evicted, as a share of full causal attention.
 
 A prompt of n tokens is read in chunks, then m tokens are decoded. A streaming head with k sinks and window w keeps, before a chunk [a, b),
 min(a, k + w) entries, and all of the chunk until it ends; a full head keeps everything.
@@ -26,7 +26,7 @@ class Footprint:
     share: float
     """Cells kept, as a share of full causal attention."""
     peak: float
-    """Most entries kept at one step, as a share of all tokens; heads peak together."""
+    """The most entries stored at one step, as a share of all tokens."""
 
 
 def footprint(masks: HeadMasks | None, prompt: int, new: int, chunk: int) -> Footprint:

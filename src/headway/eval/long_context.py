@@ -1,4 +1,4 @@
-"""What a model still finds in long prompts, as it is and under head masks: a plan and variants come in, scores and footprints go out.
+"""What a model finds in long prompts, without and under head masks: a plan and variants come in, scores and KV footprints go out.
 
 tasks x lengths x depths x samples -> cases, the same for every variant -> generate -> share of answers found
 texts (optional) -> perplexity by tokens of context, read as one window of the greatest length
@@ -18,13 +18,13 @@ import numpy as np
 
 from headway.errors import ConfigError
 from headway.eval.kv_footprint import critical_footprint, footprint
-from headway.eval.long_tasks.base import Case, find_task, fit, smallest
+from headway.eval.long_tasks import Case, find_task, fit, smallest
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:
-    from headway.eval.perplexity import Piece
+    from headway.eval.perplexity import EvalDocument
     from headway.infer.load import LoadedModel
     from headway.model.head_masks.choice import MaskVariant
     from headway.tokenizer.load import Tokenizer
@@ -42,7 +42,7 @@ class LongPlan:
     """What is asked."""
 
     tasks: tuple[str, ...]
-    """May be empty where texts are scored."""
+    """May be empty if texts are scored."""
     lengths: tuple[int, ...]
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     samples: int = 2
@@ -53,9 +53,9 @@ class LongPlan:
     rows: int = 4
     """Prompts that are computed at once."""
     template: str | None = None
-    """Chat template in which the questions are asked; None: they are text to continue."""
+    """Chat template of the questions; None: prompts are plain text to continue."""
     bos: bool | None = None
-    """Whether the begin token stands before prompts and texts; None: where the model expects it. A template has its own."""
+    """Put the begin token before prompts and texts; None: where the model expects it. A template has its own."""
 
     def __post_init__(self) -> None:
         for name, values in (("--tasks", self.tasks), ("--lengths", self.lengths), ("--depths", self.depths)):
@@ -107,10 +107,10 @@ class VariantResult:
     """`own` (of the model's gates), a file or `random`; None: every head keeps the whole past."""
     cells: list[Cell]
     footprints: dict[str, float]
-    """Of each task: share of full causal attention's cells that are kept, averaged over the cases."""
+    """Of each task: KV footprint as a share of full causal attention, averaged over the cases."""
     footprint: float
     peak: float
-    """Most entries kept at one step as a share of all tokens, averaged over the cases."""
+    """The most KV entries stored at one step as a share of all tokens, averaged over the cases."""
     length: int
     """Where cache and speed were measured."""
     cache_bytes: int
@@ -126,7 +126,7 @@ class VariantResult:
 
 @dataclass(frozen=True)
 class LongResult:
-    """One model, several variants; the first is the model as it is."""
+    """One model, several variants; the first is the model without masks."""
 
     model: str
     plan: LongPlan
@@ -138,7 +138,7 @@ class LongResult:
     prompts: str = "text"
     """What the model read: `chat template NAME`, or text and what stands before it."""
     notes: list[str] = field(default_factory=list)
-    """What limits the meaning of the numbers."""
+    """Limits of what the numbers mean."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -146,8 +146,8 @@ class LongResult:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A case and where it stands in the plan."""
+class LongCase:
+    """A case of a plan: its task, length and depth, and the prompt's ids."""
 
     task: str
     length: int
@@ -157,10 +157,10 @@ class Asked:
     new_tokens: int
 
 
-def make_cases(tokenizer: Tokenizer, plan: LongPlan) -> list[Asked]:
+def make_cases(tokenizer: Tokenizer, plan: LongPlan) -> list[LongCase]:
     """The cases of a plan; each leaves room for its answer inside the length."""
     ids_of = prompts_of(tokenizer, plan)
-    found: list[Asked] = []
+    found: list[LongCase] = []
     for task in plan.tasks:
         for length in plan.lengths:
             for depth in plan.depths:
@@ -168,34 +168,34 @@ def make_cases(tokenizer: Tokenizer, plan: LongPlan) -> list[Asked]:
                     seed = (plan.seed, length, depth, sample)
                     new = _answer_tokens(smallest(task, depth, seed), tokenizer)
                     case, _ = fit(task, lambda case: len(ids_of(case)), length, depth, seed, room=new)
-                    found.append(Asked(task, length, depth, case, ids_of(case), new))
+                    found.append(LongCase(task, length, depth, case, ids_of(case), new))
     return found
 
 
 def plan_notes(plan: LongPlan) -> list[str]:
-    """What limits the meaning of the numbers."""
+    """Limits of what the numbers mean."""
     whole = plan.whole()
     if not whole:
         return []
     lengths = ", ".join(map(str, whole))
     return [
-        f"--chunk-tokens is {plan.chunk_tokens}, not smaller than the length of {lengths} tokens: prompts are read in one piece and "
-        "nothing is evicted while they are, so the KV footprint is about 100 % under any masks. Give a smaller chunk, or leave it out."
+        f"--chunk-tokens is {plan.chunk_tokens}, not smaller than the length of {lengths} tokens: prompts are read in one chunk and "
+        "nothing is evicted meanwhile, so the KV footprint is about 100 % under any masks. Give a smaller chunk, or leave it out."
     ]
 
 
 def prompts_in_words(tokenizer: Tokenizer, plan: LongPlan) -> str:
-    """What the model reads, for people."""
+    """The form of the prompts, in words."""
     from headway.tokenizer.chat import expected_bos_ids
 
     if plan.template is not None:
         return f"questions in chat template {plan.template}"
     before = expected_bos_ids(tokenizer, plan.bos)
-    return f"text behind {tokenizer.decode(before)}" if before else "text with no begin token"
+    return f"text after {tokenizer.decode(before)}" if before else "text with no begin token"
 
 
 def variant_in_words(variant: MaskVariant) -> str:
-    """Which heads a variant keeps, for people."""
+    """The masks of a variant, in words."""
     masks = variant.masks
     if masks is None:
         return f"{variant.name}: none"
@@ -204,7 +204,7 @@ def variant_in_words(variant: MaskVariant) -> str:
 
 
 def prompts_of(tokenizer: Tokenizer, plan: LongPlan) -> Callable[[Case], list[int]]:
-    """How a case becomes the ids of a prompt: text behind what the model expects, or a question in a chat and the answer's beginning."""
+    """How a case becomes the ids of a prompt: plain text after the begin token, or a question in a chat and the answer's beginning."""
     from headway.tokenizer.chat import Segment, Turn, encode_segments, expected_bos_ids, find_template
 
     if plan.template is None:
@@ -234,14 +234,12 @@ def evaluate_long(
     plan: LongPlan,
     *,
     name: str | None = None,
-    texts: Callable[[], Iterable[Piece]] | None = None,
-    keep: Path | None = None,
+    texts: Callable[[], Iterable[EvalDocument]] | None = None,
+    results_dir: Path | None = None,
 ) -> LongResult:
-    """Ask every variant the same. With `keep`, what a variant gave is written there and not measured again."""
+    """Evaluate every variant on the same cases. With `results_dir`, results are stored there and not measured again."""
     if loaded.tokenizer is None:
-        raise ConfigError(
-            f"{loaded.path}: holds no tokenizer, so no prompt can be made. Put tokenizer.json and tokenizer_config.json there."
-        )
+        raise ConfigError(f"{loaded.path}: holds no tokenizer, which prompts need. Put tokenizer.json and tokenizer_config.json there.")
     if max(plan.lengths) > loaded.config.max_seq_len:
         raise ConfigError(
             f"--lengths holds {max(plan.lengths)}; the model's max_seq_len is {loaded.config.max_seq_len}. Give lengths up to that."
@@ -251,10 +249,10 @@ def evaluate_long(
     log.info("%s: prompts are %s; masks %s", loaded.path, prompts, "; ".join(map(variant_in_words, variants)))
     for note in notes:
         log.warning("%s", note)
-    key = "" if keep is None or texts is None else _texts_key(texts())
+    key = "" if results_dir is None or texts is None else _texts_key(texts())
     results: list[VariantResult] = []
     for variant in variants:
-        results.append(_kept(loaded, variant, plan, cases, texts, keep, key))
+        results.append(_load_or_measure(loaded, variant, plan, cases, texts, results_dir, key))
     full = results[0]
     critical: dict[str, float | None] = {}
     for task in plan.tasks:
@@ -264,17 +262,17 @@ def evaluate_long(
     return LongResult(name or str(loaded.path), plan, results, critical, chunks, prompts, notes)
 
 
-def _kept(
+def _load_or_measure(
     loaded: LoadedModel,
     variant: MaskVariant,
     plan: LongPlan,
-    cases: list[Asked],
-    texts: Callable[[], Iterable[Piece]] | None,
-    keep: Path | None,
+    cases: list[LongCase],
+    texts: Callable[[], Iterable[EvalDocument]] | None,
+    results_dir: Path | None,
     texts_key: str,
 ) -> VariantResult:
-    key = _key(loaded, variant, plan, texts_key) if keep is not None else ""
-    file = keep / f"{variant.name.replace(' ', '-')}.json" if keep is not None else None
+    key = _key(loaded, variant, plan, texts_key) if results_dir is not None else ""
+    file = results_dir / f"{variant.name.replace(' ', '-')}.json" if results_dir is not None else None
     if file is not None and file.is_file():
         content = load_json(file)
         if content.get("key") == key:
@@ -287,8 +285,8 @@ def _kept(
     return result
 
 
-def _texts_key(texts: Iterable[Piece]) -> str:
-    """What is scored, to the token."""
+def _texts_key(texts: Iterable[EvalDocument]) -> str:
+    """A hash of all texts."""
     found = hashlib.sha256()
     for piece in texts:
         found.update(json.dumps([piece.lead, len(piece.ids)]).encode())
@@ -297,17 +295,17 @@ def _texts_key(texts: Iterable[Piece]) -> str:
 
 
 def _key(loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, texts_key: str) -> str:
-    """What a variant's numbers depend on."""
+    """A hash of everything a variant's numbers depend on."""
     weights = [str(float(parameter.float().sum())) for parameter in loaded.model.parameters()]
     content = json.dumps([asdict(plan), repr(variant.masks), weights, texts_key, str(loaded.device)])
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _measure(
-    loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, cases: list[Asked], texts: Callable[[], Iterable[Piece]] | None
+    loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, cases: list[LongCase], texts: Callable[[], Iterable[EvalDocument]] | None
 ) -> VariantResult:
     from headway.eval.perplexity import perplexity
-    from headway.infer.speed import measure_speed
+    from headway.infer.decode import measure_speed
 
     masks = variant.masks
     answers = _answer(loaded, variant, plan, cases)
@@ -345,9 +343,9 @@ def _measure(
     )
 
 
-def _answer(loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, cases: list[Asked]) -> list[tuple[float, int]]:
-    """Score and written tokens of every case; cases that end alike and are equally long go together."""
-    from headway.infer.generate import Options, generate_from_ids
+def _answer(loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, cases: list[LongCase]) -> list[tuple[float, int]]:
+    """Score and generated tokens of every case; the cases of one task and length form a batch."""
+    from headway.infer.generate import GenerateOptions, generate_from_ids
     from headway.tokenizer.chat import answer_end
 
     assert loaded.tokenizer is not None
@@ -356,11 +354,11 @@ def _answer(loaded: LoadedModel, variant: MaskVariant, plan: LongPlan, cases: li
     groups: dict[tuple[str, int], list[int]] = {}
     for index, asked in enumerate(cases):
         groups.setdefault((asked.task, asked.length), []).append(index)
-    with progress(f"ask {variant.name}", total=len(cases), unit="cases") as advance:
+    with progress(f"evaluate {variant.name}", total=len(cases), unit="cases") as advance:
         for indices in groups.values():
             some = [cases[index] for index in indices]
             most = max(asked.new_tokens for asked in some)
-            options = Options(most, some[0].case.stop, stop_ids, rows=plan.rows, chunk_tokens=plan.chunk(some[0].length))
+            options = GenerateOptions(most, some[0].case.stop, stop_ids, rows=plan.rows, chunk_tokens=plan.chunk(some[0].length))
             made = generate_from_ids(loaded, [(asked.case.prompt, asked.ids) for asked in some], options)
             for index, asked, one in zip(indices, some, made, strict=True):
                 results[index] = (asked.case.score(one.text), len(one.token_ids))

@@ -1,4 +1,10 @@
-"""Perplexity: documents of ids come in, loss, perplexity, bits per byte, accuracy and calibration go out."""
+"""Perplexity: documents of ids come in, loss, perplexity, bits per byte, accuracy and calibration go out.
+
+Bits per byte divide a loss by the bytes of text that the scored tokens stand for. A token counts the bytes it spells, also where it
+begins or ends inside a character. Special tokens are no text and count nothing, nor does a space that the tokenizer puts before a text.
+Where the tokens do not spell the text byte for byte (unknown characters, a tokenizer that changes case), the text's bytes are shared
+out in proportion to what the tokens spell.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +15,87 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from headway.errors import CheckpointError, ConfigError, DataError
-from headway.eval.scoring import Row, batches, score, windows
-from headway.eval.tally import ConfidenceBin, PositionBucket, Tally
-from headway.eval.text_bytes import DocumentBytes, TokenBytes
+from headway.eval.scoring import ConfidenceBin, PositionBucket, ScoreWindow, TokenSums, batches, score, windows
 from headway.runtime.progress import progress
 
 if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
     from headway.parallel.collectives import RankGroup
+    from headway.tokenizer.load import Tokenizer
 
 log = logging.getLogger("headway")
 
 BATCH_TOKENS = 8192
 MAX_TOKENS = 2**40
 """More than any model reads at once."""
+UNKNOWN = -1
+
+
+class TokenBytes:
+    """How many bytes each id spells; computed when an id is first seen."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._special = frozenset(tokenizer.special_tokens.values())
+        # Decoded behind another token: the space with which a text's first token may begin is dropped there.
+        self._anchor = tokenizer.encode("a")[-1:]
+        self._anchor_bytes = len(tokenizer.decode_bytes(self._anchor))
+        self._sizes = np.full(tokenizer.vocab_size, UNKNOWN, np.int64)
+
+    def sizes(self, ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Bytes of each token; ids behind the vocabulary, which spell nothing, have none."""
+        wanted = np.asarray(ids, np.int64)
+        inside = (wanted >= 0) & (wanted < len(self._sizes))
+        wanted = np.where(inside, wanted, 0)
+        for one in np.unique(wanted[self._sizes[wanted] == UNKNOWN]).tolist():
+            self._sizes[one] = self._size(one)
+        return np.where(inside, self._sizes[wanted], 0)
+
+    def begins_with_space(self, token: int) -> bool:
+        """Whether the first byte a token spells is a space."""
+        return self.tokenizer.decode_bytes([*self._anchor, token])[self._anchor_bytes :].startswith(b" ")
+
+    def _size(self, token: int) -> int:
+        if token in self._special:
+            return 0
+        return max(0, len(self.tokenizer.decode_bytes([*self._anchor, token])) - self._anchor_bytes)
+
+
+class DocumentBytes:
+    """Counts the scored bytes of one document, window by window, in order."""
+
+    def __init__(self, table: TokenBytes, ids: Sequence[int], num_bytes: int) -> None:
+        self._table, self._ids, self._num_bytes = table, ids, num_bytes
+        self._seen = 0
+        """Tokens before this one are counted."""
+        self._all = self._scored = 0
+        self._first_is_scored = False
+
+    def window(self, first: int, end: int) -> None:
+        """A window scored the tokens from `first` to `end`."""
+        sizes = self._table.sizes(self._ids[self._seen : end])
+        self._all += int(sizes.sum())
+        self._scored += int(sizes[first - self._seen :].sum())
+        self._first_is_scored |= first == 0
+        self._seen = end
+
+    def scored(self) -> float | None:
+        """Bytes of the text whose tokens were scored; None where the tokens spell nothing of a text that is not empty."""
+        self._all += int(self._table.sizes(self._ids[self._seen :]).sum())
+        self._seen = len(self._ids)
+        if self._all == self._num_bytes + 1 and self._table.begins_with_space(self._ids[0]):
+            self._all -= 1
+            self._scored -= self._first_is_scored
+        if self._all == self._num_bytes:
+            return float(self._scored)
+        return self._scored * self._num_bytes / self._all if self._all else None
 
 
 @dataclass(frozen=True)
-class Piece:
+class EvalDocument:
     """One document to score: its ids, and its length in bytes where it came from text."""
 
     ids: Sequence[int]
@@ -40,7 +107,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartPerplexity:
     """The result over the documents of one part of a dataset."""
 
     name: str
@@ -62,7 +129,7 @@ class Perplexity:
     tokens: int
     """Tokens that were scored."""
     bits_per_byte: float | None
-    """Loss over the bytes of the scored tokens: comparable across tokenizers; None where the text's bytes are not known."""
+    """Loss over the bytes of the scored tokens, comparable across tokenizers; None where the bytes are unknown."""
     num_bytes: int | None
     """Bytes of text that the scored tokens stand for."""
     accuracy: float
@@ -76,15 +143,15 @@ class Perplexity:
     """By the number of tokens of context, in powers of two."""
     bins: list[ConfidenceBin]
     """By the probability of the first choice."""
-    parts: list[Part] = field(default_factory=list)
-    """By part of the dataset, where it is split, in the order in which they come; a part without a scored token is left out."""
+    parts: list[PartPerplexity] = field(default_factory=list)
+    """By part of the dataset, where it is split, in order of appearance; a part without scored tokens is left out."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers."""
         return asdict(self)
 
     def scalars(self) -> dict[str, Any]:
-        """The numbers that make curves over checkpoints."""
+        """The numbers to plot over checkpoints."""
         names = ("loss", "perplexity", "bits_per_byte", "accuracy", "calibration_error")
         return {name: getattr(self, name) for name in names} | {
             "loss_by_context": {f"{bucket.first}-{bucket.last}": bucket.loss for bucket in self.positions}
@@ -93,7 +160,7 @@ class Perplexity:
 
 @dataclass
 class _Seen:
-    """What went by while documents were cut into windows."""
+    """Counts of the documents that were split into windows."""
 
     documents: int = 0
     num_bytes: float = 0.0
@@ -106,25 +173,25 @@ class _Seen:
         self.bytes_known &= scored_bytes is not None
         self.num_bytes += scored_bytes or 0.0
 
-    def rows(self, pieces: Iterable[Piece], window: int, stride: int, table: TokenBytes | None) -> Iterator[Row]:
-        for piece in pieces:
-            found = None if table is None or piece.num_bytes is None else DocumentBytes(table, piece.ids, piece.num_bytes)
-            lead = len(piece.lead)
-            for begin, end, first in windows(len(piece.ids), window, stride, lead):
+    def windows(self, documents: Iterable[EvalDocument], window: int, stride: int, table: TokenBytes | None) -> Iterator[ScoreWindow]:
+        for document in documents:
+            found = None if table is None or document.num_bytes is None else DocumentBytes(table, document.ids, document.num_bytes)
+            lead = len(document.lead)
+            for begin, end, first in windows(len(document.ids), window, stride, lead):
                 if found is not None:
                     found.window(first, end)
-                yield Row([*piece.lead, *piece.ids[begin:end]], lead + first - begin, piece.part)
+                yield ScoreWindow([*document.lead, *document.ids[begin:end]], lead + first - begin, document.part)
             scored = None if found is None else found.scored()
             self.count(scored)
-            if piece.part is not None:
-                self.parts.setdefault(piece.part, _Seen()).count(scored)
+            if document.part is not None:
+                self.parts.setdefault(document.part, _Seen()).count(scored)
 
     def bits_per_byte(self, nll: float) -> float | None:
         return nll / math.log(2) / self.num_bytes if self.bytes_known and self.num_bytes else None
 
 
 def check_windows(window: int | None, stride: int | None, batch_tokens: int) -> None:
-    """Refuse windows that cannot be; None is the model's own."""
+    """Refuse impossible windows; None is the model's own."""
     if window is not None and not 2 <= window <= MAX_TOKENS:
         raise ConfigError(f"--window is {window}; it must be at least 2, one token of context and one to score, and at most {MAX_TOKENS}.")
     if stride is not None and (stride < 1 or (window is not None and stride > window)):
@@ -136,7 +203,7 @@ def check_windows(window: int | None, stride: int | None, batch_tokens: int) -> 
 
 def perplexity(
     loaded: LoadedModel,
-    pieces: Iterable[Piece],
+    documents: Iterable[EvalDocument],
     *,
     window: int | None = None,
     stride: int | None = None,
@@ -149,50 +216,50 @@ def perplexity(
     stride = window if stride is None else stride
     check_windows(window, stride, batch_tokens)
     if window > loaded.config.max_seq_len and rank == 0:
-        log.warning("window is %d; the model's max_seq_len is %d: longer contexts are beyond it.", window, loaded.config.max_seq_len)
-    seen, tally = _Seen(), Tally()
+        log.warning(
+            "window is %d; the model's max_seq_len is %d: it was not trained on longer contexts.", window, loaded.config.max_seq_len
+        )
+    seen, sums = _Seen(), TokenSums()
     table = None if loaded.tokenizer is None else TokenBytes(loaded.tokenizer)
     with progress("score" if world == 1 else f"score on rank {rank} of {world}", unit="tokens") as advance:
-        # Every rank cuts the same batches, so that a token is computed among the same neighbours whatever the number of ranks.
-        for index, batch in enumerate(batches(seen.rows(pieces, window, stride, table), batch_tokens)):
+        # Every rank makes the same batches, so a token is computed in the same batch whatever the number of ranks.
+        for index, batch in enumerate(batches(seen.windows(documents, window, stride, table), batch_tokens)):
             if index % world != rank:
                 continue
             scores = score(loaded, batch)
             if not np.isfinite(scores.nll).all():
-                raise CheckpointError(
-                    f"{loaded.path}: its loss is not a finite number; the weights are damaged, or overflow as they compute."
-                )
-            tally.add(scores, [row.label for row in batch])
+                raise CheckpointError(f"{loaded.path}: its loss is not finite. The weights are damaged, or overflow in this precision.")
+            sums.add(scores, [row.label for row in batch])
             advance(len(scores.nll))
     if group is not None:
-        tally.over(group)
-    if tally.tokens == 0:
-        raise DataError("the data holds nothing to score: every document is shorter than two tokens.")
-    loss = tally.nll / tally.tokens
+        sums.reduce(group)
+    if sums.tokens == 0:
+        raise DataError("nothing to score: every document of the data is shorter than two tokens.")
+    loss = sums.nll / sums.tokens
     return Perplexity(
         loss=loss,
         perplexity=_exp(loss),
-        tokens=tally.tokens,
-        bits_per_byte=seen.bits_per_byte(tally.nll),
+        tokens=sums.tokens,
+        bits_per_byte=seen.bits_per_byte(sums.nll),
         num_bytes=round(seen.num_bytes) if seen.bytes_known else None,
-        accuracy=tally.correct / tally.tokens,
+        accuracy=sums.correct / sums.tokens,
         documents=seen.documents,
         window=window,
         stride=stride,
-        calibration_error=tally.calibration_error(),
-        positions=tally.positions(),
-        bins=tally.bins(),
-        parts=_parts(seen, tally),
+        calibration_error=sums.calibration_error(),
+        positions=sums.positions(),
+        bins=sums.bins(),
+        parts=_parts(seen, sums),
     )
 
 
-def _parts(seen: _Seen, tally: Tally) -> list[Part]:
-    found: list[Part] = []
+def _parts(seen: _Seen, sums: TokenSums) -> list[PartPerplexity]:
+    found: list[PartPerplexity] = []
     for name, part in seen.parts.items():
-        tokens, nll, correct = tally.part(name)
+        tokens, nll, correct = sums.part(name)
         if tokens:
             loss = nll / tokens
-            found.append(Part(name, loss, _exp(loss), tokens, part.bits_per_byte(nll), correct / tokens, part.documents))
+            found.append(PartPerplexity(name, loss, _exp(loss), tokens, part.bits_per_byte(nll), correct / tokens, part.documents))
     return found
 
 

@@ -1,29 +1,113 @@
-"""Evaluations come in; a folder with results.json (every number), report.md (tables and continuations) and pictures goes out."""
+"""Evaluations come in; a folder with results.json (every number), report.md (tables and continuations) and plots goes out.
+
+The cells of the tables are the same on a terminal and in a report.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from headway import __version__
 from headway.errors import ConfigError
-from headway.eval.evaluate import Evaluation, share_a_tokenizer
-from headway.eval.plots import LOSS_BY_POSITION, RELIABILITY, draw_plots
-from headway.eval.tables import MODELS, NUMBERS, OTHER_TOKENIZERS, PART_NUMBERS, markdown_table, model_cells, numbers, part_numbers
-from headway.eval.training import TRAINING, draw_training, training_lines
+from headway.eval.evaluate import Evaluation, TrainingCurves, ValidationPoint, share_a_tokenizer
+from headway.eval.perplexity import PartPerplexity, Perplexity
+from headway.eval.scoring import NUM_BINS
+from headway.model.head_masks.masks import in_words
 from headway.runtime.storage import write_atomic
 
-RESULTS = "results.json"
-REPORT = "report.md"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+T = TypeVar("T")
+
+RESULTS, REPORT = "results.json", "report.md"
+LOSS_BY_POSITION, RELIABILITY, TRAINING = "loss-by-position.png", "reliability.png", "training.png"
+NUMBERS = ("loss", "perplexity", "bits/byte", "accuracy", "ECE", "tokens", "documents")
+MODELS = ("model", "rope_theta", "layers without RoPE", "masks", "begin token", "mean perplexity", "std", "range")
+"""The spread is over the datasets."""
+PART_NUMBERS = ("loss", "perplexity", "bits/byte", "accuracy", "tokens", "documents")
+TRAINING_COLUMNS = ("run", "set", "number", "first validation", "last validation")
+NOT_SHOWN = ("tokens",)
+"""Counts of what was validated, the same every time."""
+TRAINING_PLOTS = ("loss", "rewards/accuracies", "rewards/margins")
+MAX_COLUMNS = 3
+OTHER_TOKENIZERS = "The models have different tokenizers: compare bits per byte, not loss, perplexity or accuracy, which are per token."
 
 
-def write_report(folder: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write the folder, over a report that is already there."""
+def model_cells(one: Evaluation) -> list[str]:
+    """The cells under `MODELS`: what a model is, and its perplexity over the datasets."""
+    theta = "unknown" if one.rope_theta is None else f"{one.rope_theta:g}"
+    layers = ", ".join(map(str, one.no_rope_layers)) or "none"
+    found = one.perplexities
+    over = ["", "", ""] if found is None else [f"{found.mean:.3f}", f"{found.std:.3f}", f"{found.min:.3f} - {found.max:.3f}"]
+    return [one.model, theta, layers, in_words(one.masks), one.begin or "none", *over]
+
+
+def score_cells(result: Perplexity) -> list[str]:
+    """The cells under `NUMBERS`."""
+    cells = _cells(result)
+    return [*cells[:4], f"{result.calibration_error:.4f}", *cells[4:]]
+
+
+def part_cells(part: PartPerplexity) -> list[str]:
+    """The cells under `PART_NUMBERS`."""
+    return _cells(part)
+
+
+def _cells(result: Perplexity | PartPerplexity) -> list[str]:
+    bits = "unknown" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
+    return [f"{result.loss:.4f}", f"{result.perplexity:.3f}", bits, f"{result.accuracy:.1%}", str(result.tokens), str(result.documents)]
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
+    """A table in Markdown, followed by an empty line."""
+    yield "| " + " | ".join(column.replace("|", r"\|") for column in columns) + " |"
+    yield "|" + "---|" * len(columns)
+    for row in rows:
+        yield "| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |"
+    yield ""
+
+
+def training_rows(training: TrainingCurves) -> Iterable[list[str]]:
+    """The cells under `TRAINING_COLUMNS`: every number of every set at its first and its last validation."""
+    for name, points in training.valid.items():
+        first, last = points[0], points[-1]
+        for number in last.numbers:
+            if number not in NOT_SHOWN:
+                yield [training.run, name, number, _cell(first, number), _cell(last, number)]
+
+
+def training_lines(trainings: Sequence[TrainingCurves]) -> Iterable[str]:
+    """The section of a report about training."""
+    yield "## Training"
+    yield ""
+    yield f"![training]({TRAINING})"
+    yield ""
+    if table := [row for one in trainings for row in training_rows(one)]:
+        yield from markdown_table(TRAINING_COLUMNS, table)
+    if any(
+        point.numbers.get("rewards/accuracies") == 0 and point.step == 0 for one in trainings for at in one.valid.values() for point in at
+    ):
+        yield "A reward is the gain of a model over its reference. Before the first step both are identical, so no pair is won."
+        yield ""
+
+
+def make_report_folder(folder: Path) -> None:
+    """Make the folder of a report; a file in its place is refused."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out is {str(folder)!r}, which is a file. Give a folder.")
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def write_report(folder: Path, evaluations: Sequence[Evaluation]) -> None:
+    """Write the folder; a report that is already there is replaced."""
+    make_report_folder(folder)
     results = {"headway": __version__, "models": [one.to_json() for one in evaluations]}
     write_atomic(folder / RESULTS, json.dumps(results, ensure_ascii=False, indent=2, allow_nan=False) + "\n")
     if evaluations[0].datasets:
@@ -48,10 +132,10 @@ def _scores(evaluations: Sequence[Evaluation]) -> Iterable[str]:
     datasets = list(evaluations[0].datasets)
     for one in evaluations:
         first = one.datasets[datasets[0]]
-        yield f"- `{one.model}`: windows of {first.window} tokens, one every {first.stride}"
+        yield f"- `{one.model}`: windows of {first.window} tokens with stride {first.stride}"
     yield ""
     yield from markdown_table(
-        ["dataset", "model", *NUMBERS], ([name, one.model, *numbers(one.datasets[name])] for name in datasets for one in evaluations)
+        ["dataset", "model", *NUMBERS], ([name, one.model, *score_cells(one.datasets[name])] for name in datasets for one in evaluations)
     )
     yield from markdown_table(MODELS, map(model_cells, evaluations))
     yield "Mean, standard deviation and range of the perplexity are over the datasets."
@@ -71,7 +155,7 @@ def _scores(evaluations: Sequence[Evaluation]) -> Iterable[str]:
 
 def _parts(evaluations: Sequence[Evaluation], datasets: Sequence[str]) -> Iterable[str]:
     for name in datasets:
-        rows = [[part.name, one.model, *part_numbers(part)] for one in evaluations for part in one.datasets[name].parts]
+        rows = [[part.name, one.model, *part_cells(part)] for one in evaluations for part in one.datasets[name].parts]
         if rows:
             yield f"## Parts of {name}"
             yield ""
@@ -97,7 +181,7 @@ def _loss_and_perplexity(loss: float | None) -> str:
 
 
 def _samples(evaluations: Sequence[Evaluation]) -> Iterable[str]:
-    """Every prompt once, under it what each model makes of it."""
+    """Every prompt once, followed by the text of each model."""
     asked = evaluations[0].template is not None
     yield f"## {'Answers' if asked else 'Continuations'}"
     for at, sample in enumerate(evaluations[0].samples):
@@ -111,5 +195,104 @@ def _samples(evaluations: Sequence[Evaluation]) -> Iterable[str]:
 
 
 def _indented(text: str) -> Iterable[str]:
-    """Indented, so that whatever a model writes stays text."""
+    """Indented, so that nothing a model writes is read as Markdown."""
     return (f"    {line}" for line in text.splitlines() or [""])
+
+
+def draw_plots(folder: Path, evaluations: Sequence[Evaluation]) -> None:
+    """Write one plot per kind of number, with a panel per dataset and a line per model."""
+    for name, draw in ((LOSS_BY_POSITION, _loss_by_position), (RELIABILITY, _reliability)):
+
+        def panel(axes: Axes, dataset: str, draw: Callable[[Axes, Sequence[Evaluation], str], None] = draw) -> None:
+            draw(axes, evaluations, dataset)
+            axes.set_title(_plain(dataset))
+
+        figure, first = _panels(list(evaluations[0].datasets), panel, extra_height=0.4)
+        if len(evaluations) > 1:
+            lines = [line for line in first.get_lines() if line.get_marker() == "o"]
+            figure.legend(lines, [_plain(one.model) for one in evaluations], loc="outside lower center", ncols=1)
+        write_atomic(folder / name, png(figure))
+
+
+def draw_training(trainings: Sequence[TrainingCurves]) -> bytes:
+    """A PNG: the loss of each run, and the rewards of a preference run."""
+    panels = [(one, number) for one in trainings for number in TRAINING_PLOTS if number == "loss" or _has(one, number)]
+    return png(_panels(panels, lambda axes, panel: _training_panel(axes, *panel))[0])
+
+
+def _panels(items: Sequence[T], draw: Callable[[Axes, T], None], extra_height: float = 0.0) -> tuple[Figure, Axes]:
+    """A figure with a panel for each item, and its first panel."""
+    # Figure, not pyplot: pyplot keeps figures and a choice of screen for the whole process.
+    from matplotlib.figure import Figure
+
+    columns = min(len(items), MAX_COLUMNS)
+    rows = math.ceil(len(items) / columns)
+    figure = Figure(figsize=(5 * columns, 4 * rows + extra_height), dpi=120, layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, item in zip(grid, items, strict=False):
+        draw(axes, item)
+        axes.grid(alpha=0.3)
+    for axes in grid[len(items) :]:
+        axes.remove()
+    return figure, grid[0]
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as the bytes of a PNG file."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _training_panel(axes: Axes, training: TrainingCurves, number: str) -> None:
+    if number == "loss" and training.loss:
+        axes.plot([step for step, _ in training.loss], [loss for _, loss in training.loss], color="lightgrey", label="training")
+    for name, points in training.valid.items():
+        known = [(point.step, value) for point in points if (value := point.numbers.get(number)) is not None]
+        axes.plot([step for step, _ in known], [value for _, value in known], marker="o", label=_plain(name))
+    axes.set_title(_plain(training.run), fontsize="small")
+    axes.set_xlabel("step")
+    axes.set_ylabel(number)
+    if axes.get_lines():
+        axes.legend()
+
+
+def _has(training: TrainingCurves, number: str) -> bool:
+    return any(number in point.numbers for points in training.valid.values() for point in points)
+
+
+def _cell(point: ValidationPoint, number: str) -> str:
+    value = point.numbers.get(number)
+    return f"{'unknown' if value is None else f'{value:.4f}'} (step {point.step})"
+
+
+def _loss_by_position(axes: Axes, evaluations: Sequence[Evaluation], dataset: str) -> None:
+    for one in evaluations:
+        buckets = one.datasets[dataset].positions
+        axes.plot([bucket.first for bucket in buckets], [bucket.loss for bucket in buckets], marker="o")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("tokens of context (from here to twice as many)")
+    axes.set_ylabel("loss (nats per token)")
+
+
+def _reliability(axes: Axes, evaluations: Sequence[Evaluation], dataset: str) -> None:
+    axes.plot([0, 1], [0, 1], color="grey", linestyle="--", linewidth=1)
+    only = evaluations[0].datasets[dataset] if len(evaluations) == 1 else None
+    if only is not None:
+        share = [bin.tokens / only.tokens for bin in only.bins]
+        axes.bar([bin.low for bin in only.bins], share, 1 / NUM_BINS, align="edge", color="lightgrey")
+        axes.text(0.03, 0.93, f"ECE {only.calibration_error:.4f}; grey: share of tokens", transform=axes.transAxes)
+    for one in evaluations:
+        bins = one.datasets[dataset].bins
+        points = [(bin.confidence, bin.accuracy) for bin in bins if bin.confidence is not None and bin.accuracy is not None]
+        axes.plot([confidence for confidence, _ in points], [accuracy for _, accuracy in points], marker="o")
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("probability of the first choice")
+    axes.set_ylabel("accuracy")
+
+
+def _plain(text: str) -> str:
+    """Text with dollar signs escaped, so that none begins a formula."""
+    return text.replace("$", r"\$")

@@ -1,8 +1,12 @@
 """Windows over documents go through a model; per scored token come its loss, whether it was the first choice, that choice's
-probability and how many tokens of context it had. Every token but a document's first is scored once.
+probability and how many tokens of context it had. Their sums come out as a whole, by context length and by confidence.
 
-A document longer than the window is read in windows that begin every `stride` tokens; a window scores what no earlier one did. With
-stride = window nothing overlaps: each window is scored on its own, and its first token has no context and no score.
+Every token but a document's first is scored once. A document longer than the window is read in windows that begin every `stride` tokens;
+a window scores what no earlier one did. With stride = window nothing overlaps: each window is scored on its own, and its first token
+has no context and no score.
+
+context     1 | 2-3 | 4-7 | 8-15 | ...        each scored token is in one bucket, so the buckets add up to the whole
+confidence  (0, 1/15] | (1/15, 2/15] | ...    probability the model gave its first choice
 """
 
 from __future__ import annotations
@@ -19,15 +23,18 @@ if TYPE_CHECKING:
     import torch
 
     from headway.infer.load import LoadedModel
+    from headway.parallel.collectives import RankGroup
 
+NUM_BINS = 15
+MAX_BUCKETS = 48
 CHUNK_TOKENS = 1024
 """Logits are computed for this many tokens at once."""
 SORTED_BATCHES = 16
-"""Windows of about this many batches are sorted by length, so that little of a batch is padding."""
+"""Windows of about this many batches are sorted by length, so that batches have little padding."""
 
 
-class Row(NamedTuple):
-    """One window: its ids, the first of them that it scores, and what its results are grouped by."""
+class ScoreWindow(NamedTuple):
+    """One window: its ids, the index of the first one it scores, and the label its results are grouped by."""
 
     ids: Sequence[int]
     first: int
@@ -51,7 +58,7 @@ class TokenScores:
 def windows(length: int, window: int, stride: int, lead: int = 0) -> Iterator[tuple[int, int, int]]:
     """(begin, end, first scored) of every window over `length` tokens; token i is scored from the tokens before it in its window.
 
-    `lead` tokens stand before each window and take their room from it; with them even a window's first token has a context.
+    `lead` tokens stand before each window and count towards its length; with them even a window's first token has context.
     """
     alone = 0 if lead else 1
     scored = alone
@@ -65,22 +72,22 @@ def windows(length: int, window: int, stride: int, lead: int = 0) -> Iterator[tu
             return
 
 
-def batches(rows: Iterable[Row], batch_tokens: int) -> Iterator[list[Row]]:
-    """Rows of similar length together: at most `batch_tokens` tokens with their padding, or one row that is longer."""
-    waiting: list[Row] = []
+def batches(rows: Iterable[ScoreWindow], batch_tokens: int) -> Iterator[list[ScoreWindow]]:
+    """Windows of similar length together: at most `batch_tokens` tokens with their padding, or one window that is longer."""
+    waiting: list[ScoreWindow] = []
     tokens = 0
     for row in rows:
         waiting.append(row)
         tokens += len(row.ids)
         if tokens >= SORTED_BATCHES * batch_tokens:
-            yield from cut(waiting, batch_tokens)
+            yield from sorted_batches(waiting, batch_tokens)
             waiting, tokens = [], 0
-    yield from cut(waiting, batch_tokens)
+    yield from sorted_batches(waiting, batch_tokens)
 
 
-def cut(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[Row]]:
-    """The batches of rows that are all known, the longest first."""
-    batch: list[Row] = []
+def sorted_batches(rows: Sequence[ScoreWindow], batch_tokens: int) -> Iterator[list[ScoreWindow]]:
+    """The batches of a list of windows, the longest first."""
+    batch: list[ScoreWindow] = []
     for row in sorted(rows, key=lambda row: len(row.ids), reverse=True):
         if batch and (len(batch) + 1) * len(batch[0].ids) > batch_tokens:
             yield batch
@@ -90,7 +97,7 @@ def cut(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[Row]]:
         yield batch
 
 
-def score(loaded: LoadedModel, rows: Sequence[Row]) -> TokenScores:
+def score(loaded: LoadedModel, rows: Sequence[ScoreWindow]) -> TokenScores:
     """Score the windows of one batch."""
     import torch
 
@@ -102,7 +109,9 @@ def score(loaded: LoadedModel, rows: Sequence[Row]) -> TokenScores:
         scored[index, row.first - 1 : len(row.ids) - 1] = True
     highest = int(tokens.max())
     if highest >= loaded.config.vocab:
-        raise DataError(f"the data holds id {highest}; the model knows ids below {loaded.config.vocab}. It was made by another tokenizer.")
+        raise DataError(
+            f"the data holds id {highest}; the model knows ids below {loaded.config.vocab}. It was made with another tokenizer."
+        )
     context = torch.arange(1, length + 1).expand(len(rows), length)[scored]
     row_of = torch.arange(len(rows))[:, None].expand(len(rows), length)[scored]
     targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1))[scored].to(loaded.device)
@@ -118,7 +127,7 @@ def score(loaded: LoadedModel, rows: Sequence[Row]) -> TokenScores:
 
 
 def _hidden(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Hidden states of rows that begin at the left; heads that forget do so as they would in generation."""
+    """Hidden states of left-aligned rows; under masks, streaming heads see what they would see in generation."""
     import torch
 
     from headway.infer.prefill import chunks
@@ -140,3 +149,109 @@ def _predictions(loaded: LoadedModel, hidden: torch.Tensor, targets: torch.Tenso
     best, choice = logits.max(-1)
     nll = lse - logits.gather(-1, targets[:, None]).squeeze(-1)
     return torch.stack([nll.double(), (choice == targets).double(), (best - lse).double().exp()])
+
+
+@dataclass(frozen=True)
+class PositionBucket:
+    """Tokens that were predicted from `first` to `last` tokens of context."""
+
+    first: int
+    last: int
+    tokens: int
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class ConfidenceBin:
+    """Tokens whose likeliest candidate had a probability above `low` and up to `high`."""
+
+    low: float
+    high: float
+    tokens: int
+    confidence: float | None
+    """Mean probability of the first choice; None where the bin is empty."""
+    accuracy: float | None
+
+
+class TokenSums:
+    """Running sums over scored tokens."""
+
+    def __init__(self) -> None:
+        # Rows: tokens, sum of losses (positions) or of confidences (bins), sum of correct tokens.
+        self._positions = np.zeros((3, MAX_BUCKETS))
+        self._bins = np.zeros((3, NUM_BINS))
+        self._parts: dict[str, np.ndarray] = {}
+
+    def add(self, scores: TokenScores, labels: Sequence[str | int | None] = ()) -> None:
+        """Count some tokens; `labels` says of each window of the batch which part of the dataset it belongs to."""
+        # frexp is exact where a logarithm in floating point could round a power of two down.
+        bucket = np.frexp(scores.context.astype(np.float64))[1] - 1
+        _count(self._positions, bucket, scores.nll, scores.correct)
+        bin_index = np.clip(np.ceil(scores.confidence * NUM_BINS).astype(np.int64) - 1, 0, NUM_BINS - 1)
+        _count(self._bins, bin_index, scores.confidence, scores.correct)
+        if any(label is not None for label in labels):
+            by_row = np.zeros((3, len(labels)))
+            _count(by_row, scores.row, scores.nll, scores.correct)
+            for label, sums in zip(labels, by_row.T, strict=True):
+                self._parts[str(label)] = self._parts.get(str(label), np.zeros(3)) + sums
+
+    def reduce(self, group: RankGroup) -> None:
+        """Add the sums of the other ranks; every rank then has the total."""
+        others = group.gather((self._positions, self._bins, self._parts))
+        self._positions = np.sum([positions for positions, _, _ in others], axis=0)
+        self._bins = np.sum([bins for _, bins, _ in others], axis=0)
+        self._parts = {}
+        for part, sums in (pair for _, _, parts in others for pair in parts.items()):
+            self._parts[part] = self._parts.get(part, np.zeros(3)) + sums
+
+    def part(self, name: str) -> tuple[int, float, int]:
+        """Tokens, sum of losses and correct tokens of one part of the dataset."""
+        tokens, nll, correct = self._parts.get(name, np.zeros(3))
+        return int(tokens), float(nll), int(correct)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens counted."""
+        return int(self._positions[0].sum())
+
+    @property
+    def nll(self) -> float:
+        """Sum of losses in nats."""
+        return float(self._positions[1].sum())
+
+    @property
+    def correct(self) -> int:
+        """Tokens that were the first choice."""
+        return int(self._positions[2].sum())
+
+    def positions(self) -> list[PositionBucket]:
+        """Means by length of context, empty buckets left out."""
+        return [
+            PositionBucket(2**power, 2 ** (power + 1) - 1, int(tokens), float(nll / tokens), float(correct / tokens))
+            for power, (tokens, nll, correct) in enumerate(self._positions.T)
+            if tokens
+        ]
+
+    def bins(self) -> list[ConfidenceBin]:
+        """All bins of confidence."""
+        return [
+            ConfidenceBin(
+                index / NUM_BINS,
+                (index + 1) / NUM_BINS,
+                int(tokens),
+                float(confidence / tokens) if tokens else None,
+                float(correct / tokens) if tokens else None,
+            )
+            for index, (tokens, confidence, correct) in enumerate(self._bins.T)
+        ]
+
+    def calibration_error(self) -> float:
+        """Expected calibration error: mean over tokens of |confidence - accuracy| of their bin."""
+        _, confidence, correct = self._bins
+        return float(np.abs(confidence - correct).sum() / self._bins[0].sum())
+
+
+def _count(sums: np.ndarray, index: np.ndarray, value: np.ndarray, correct: np.ndarray) -> None:
+    for row, weights in zip(sums, (None, value, correct), strict=True):
+        row += np.bincount(index, weights=weights, minlength=len(row))

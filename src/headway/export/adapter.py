@@ -1,4 +1,4 @@
-"""The updates of an adapter come in, a folder that `peft` loads goes out: adapter_config.json and adapter_model.safetensors."""
+"""The weights of an adapter come in, a folder that `peft` loads goes out: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.errors import CheckpointError, ConfigError
-from headway.export.huggingface import MARK, atomic_folder
-from headway.export.weights_file import save_weights
-from headway.infer.adapted import Carried
-from headway.infer.load import FINAL, find_own
+from headway.export.huggingface import MARK, atomic_folder, save_weights
+from headway.infer.load import FINAL, find_model_of_family
+from headway.infer.stored_adapter import StoredAdapter
 from headway.model.adapter.config import AdapterConfig
 from headway.model.adapter.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_settings, is_adapter, their_tensors
 from headway.optim.groups import ADAPTER
@@ -36,8 +35,8 @@ def write_adapter(
         raise ConfigError(f"out is {str(out)!r}, which holds other things than an earlier adapter. Give a folder that does not exist yet.")
     whole = [name for name in values if ADAPTER not in name]
     settings = adapter_settings(config, model, whole, base)
-    narrow: torch.dtype = getattr(torch, dtype)
-    tensors = {name: value.detach().to("cpu", narrow).contiguous().clone() for name, value in their_tensors(values, model)}
+    target_dtype: torch.dtype = getattr(torch, dtype)
+    tensors = {name: value.detach().to("cpu", target_dtype).contiguous().clone() for name, value in their_tensors(values, model)}
     with writing(out, error=CheckpointError), atomic_folder(out) as folder:
         save_weights(tensors, folder / ADAPTER_WEIGHTS, MARK)
         (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -47,10 +46,10 @@ def export_adapter(model: Path | str, out: Path, *, dtype: str = "float32", fami
     """Write only the adapter of what `--model` names: a run or a checkpoint that was trained with one, or an adapter folder."""
     path = Path(model)
     inside = next((folder for folder in (path / FINAL / FOLDER, path / FOLDER) if is_adapter(folder)), path)
-    found = find_own(inside, family)
-    carried: Carried | None = found.carried
-    if carried is None:
+    found = find_model_of_family(inside, family)
+    adapter: StoredAdapter | None = found.adapter
+    if adapter is None:
         raise ConfigError(f"{path}: was trained without an adapter. Leave --adapter out to export the whole model.")
-    names = set(carried.whole())
-    values = {**carried.updates(), **({name: value for name, value in carried.base_weights() if name in names} if names else {})}
-    write_adapter(values, carried.config, found.config, out, base=carried.base, dtype=dtype)
+    names = set(adapter.full_weights())
+    values = {**adapter.updates(), **({name: value for name, value in adapter.base_weights() if name in names} if names else {})}
+    write_adapter(values, adapter.config, found.config, out, base=adapter.base, dtype=dtype)

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headway.errors import CheckpointError, ConfigError
-from headway.export.weights_file import save_weights
-from headway.infer.load import check_vocabulary, find_own
+from headway.infer.load import check_vocabulary, find_model_of_family
 from headway.model.families.base import family_of, published, published_with_code
 from headway.model.head_masks.gates_file import write_gates
 from headway.model.layout import GATES, num_parameters, param_specs
@@ -47,7 +46,7 @@ def export_huggingface(
     remote_code: bool = False,
     end_ids: Collection[int] = (),
 ) -> None:
-    """Write a Hugging Face folder; an earlier export at `out` is replaced, anything else there is left alone and refused.
+    """Write a Hugging Face folder; an earlier export at `out` is replaced; anything else there is refused.
 
     `end_ids` end a text besides the tokenizer's own end token; generation_config.json lists them.
     With `remote_code`, a model that transformers has no class for gets its class in a file beside the weights. Head gates go
@@ -81,7 +80,7 @@ def _generation(ids: dict[str, int | None], end_ids: Collection[int]) -> dict[st
 
 def export_model(model: Path | str, out: Path, *, dtype: Dtype = "float32", remote_code: bool = False, family: str | None = None) -> None:
     """Export what `--model` names: a run, a checkpoint or another Hugging Face folder. `family` is one's own that a checkpoint names."""
-    found = find_own(model, family)
+    found = find_model_of_family(model, family)
     export_huggingface(
         found.config, found.weights(), out, tokenizer=found.tokenizer_folder, dtype=dtype, remote_code=remote_code, end_ids=found.end_ids
     )
@@ -224,3 +223,21 @@ def atomic_folder(out: Path) -> Iterator[Path]:
     finally:
         if temporary.exists():
             shutil.rmtree(temporary)
+
+
+LENGTH_BYTES = 8
+
+
+def save_weights(tensors: dict[str, torch.Tensor], path: Path, notes: dict[str, str]) -> None:
+    """Write a safetensors file with these notes (its metadata), sorted."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata=notes)
+    with open(path, "r+b") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(notes.items()))
+        content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(content) <= length, "the same notes in another order take the same room"
+        file.seek(LENGTH_BYTES)
+        file.write(content.ljust(length))

@@ -1,6 +1,6 @@
 """One token per row and step from a filled cache. On CUDA the whole step is recorded once as a graph and replayed.
 
-    token [B], position [B] -> embed -> blocks, each reading and writing its part of the cache -> norm -> logits [B,V]
+    token [B] -> embed -> blocks, each reading and writing its layer of the cache -> norm -> logits [B,V]
 
 On a GPU a small model's step is bound by launches, not by arithmetic: a recorded graph has none, and compiled halves of the blocks
 have few kernels. Compiling takes seconds, so a decoder that will take few steps does without it.
@@ -8,24 +8,28 @@ have few kernels. Compiling takes seconds, so a decoder that will take few steps
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 
+from headway.infer.load import LoadedModel
+from headway.infer.prefill import CHUNK_TOKENS, last_hidden
 from headway.model.base import Model, compile_method
 from headway.model.kv_cache import KVCache
 
 COMPILE_FROM_STEPS = 512
 """A decoder that takes fewer steps would wait longer for the compiler than it gains."""
 RECORD_FROM_STEPS = 8
-"""As many plain steps take less time than recording one."""
+"""Fewer plain steps take less time than recording one."""
 WARM_UP = 2
 
 
 class Decoder:
-    """Steps of one batch of rows over one cache."""
+    """Decoding steps over the rows of one cache."""
 
     def __init__(
         self,
@@ -83,3 +87,42 @@ class Decoder:
 
     def _forward(self, token: torch.Tensor) -> torch.Tensor:
         return self._decode(token, self.cache.next_position())
+
+
+@dataclass(frozen=True)
+class GenerationSpeed:
+    """How fast a model reads and generates in one batch, measured on random tokens."""
+
+    length: int
+    rows: int
+    cache_bytes: int
+    """Of the tensors that hold keys and values."""
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+
+
+@torch.inference_mode()
+def measure_speed(loaded: LoadedModel, length: int, *, rows: int = 1, steps: int = 16, chunk_tokens: int = CHUNK_TOKENS) -> GenerationSpeed:
+    """Read about `length` tokens in each row, then decode `steps` more; the first two steps are not timed."""
+    model, device = loaded.model, loaded.device
+    prompt = max(1, length - steps - WARM_UP)
+    cache = loaded.new_cache(rows, prompt + steps + WARM_UP, [prompt] * rows)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, loaded.config.vocab, (rows, prompt), generator=generator).to(device)
+    began = _now(device)
+    token = model.logits(last_hidden(model, tokens, [prompt] * rows, cache, chunk_tokens)).argmax(-1)
+    read = _now(device) - began
+    decoder = Decoder(model, cache, steps=steps)
+    began = 0.0
+    for step in range(WARM_UP + steps):
+        if step == WARM_UP:
+            began = _now(device)
+        token = decoder.step(token).argmax(-1)
+    written = _now(device) - began
+    return GenerationSpeed(length, rows, cache.num_bytes, rows * prompt / read, rows * steps / written)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Prompts come in, continuations go out. What a prompt becomes does not depend on the prompts beside it.
+"""Prompts come in, continuations go out. A continuation does not depend on the other prompts of its batch.
 
 prompts -> ids, left-aligned in one batch -> forwards over chunks of all prompts -> one token per row and step, from the cache
 """
@@ -27,28 +27,28 @@ from headway.tokenizer.load import Tokenizer
 log = logging.getLogger("headway")
 
 DECODED_BEFORE = 16
-"""Tokens of the prompt that are decoded with what was chosen; all of a long prompt at each token would cost more than the model."""
+"""Last tokens of the prompt that are decoded with the new ones; decoding a long prompt at each token would cost more than the model."""
 MAX_PROMPTS_BYTES = 64 << 20
 """Of a prompts file."""
 StoppedBy = Literal["eos", "stop", "length", "context"]
 
 
 @dataclass(frozen=True)
-class Options:
-    """When to stop and how to choose."""
+class GenerateOptions:
+    """When to stop and how to sample."""
 
     max_new_tokens: int = 128
     stop: tuple[str, ...] = ()
-    """A row ends when its text holds one of these; the text is cut before it."""
+    """Generation stops when the text contains one of these; the text ends before it."""
     stop_ids: tuple[int, ...] = ()
-    """A row ends with one of these ids, as it does with the model's own ends."""
+    """Generation stops after one of these ids, as after the model's own end ids."""
     special: bool = False
-    """Special tokens written in a prompt (<|im_start|>, say) are those tokens; otherwise they are text like any other."""
+    """Special tokens in a prompt, such as <|im_start|>, are encoded as such; otherwise they are plain text."""
     sampling: Sampling = field(default_factory=Sampling)
     rows: int = 16
     """Prompts that are computed at once."""
     chunk_tokens: int = CHUNK_TOKENS
-    """Tokens of each prompt that go through the model at once; no result depends on it beyond rounding."""
+    """Tokens of each prompt that go through the model at once; changes results only by rounding."""
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -58,19 +58,19 @@ class Options:
         if self.chunk_tokens < 1:
             raise ConfigError(f"chunk-tokens is {self.chunk_tokens}; it must be 1 or more.")
         if "" in self.stop:
-            raise ConfigError("stop is empty text, which every text holds; give the text at which to stop.")
+            raise ConfigError("stop is an empty text, which every text contains. Give the text at which to stop.")
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What one prompt became."""
+    """The continuation of one prompt."""
 
     text: str
     """The continuation without special tokens, cut before a stop text."""
     token_ids: list[int]
-    """Every id that was chosen, the ending one included."""
+    """Every generated id, the end id included."""
     stopped_by: StoppedBy
-    """eos or stop: as asked; length: max_new_tokens; context: the model's max_seq_len is full."""
+    """eos: an end id; stop: a stop text or id; length: max_new_tokens; context: the model's max_seq_len."""
     prompt_tokens: int
 
 
@@ -78,7 +78,7 @@ def read_prompts(path: Path) -> list[str]:
     """The prompts of a file: one per line, or the key `prompt` of each line of a .jsonl file."""
     try:
         with open(path, "rb") as file:
-            data = file.read(MAX_PROMPTS_BYTES + 1)  # bounded: a device may have no end
+            data = file.read(MAX_PROMPTS_BYTES + 1)  # bounded: a device file may be endless
         if len(data) > MAX_PROMPTS_BYTES:
             raise ConfigError(f"prompts-file is {str(path)!r}, which holds more than {MAX_PROMPTS_BYTES >> 20} MiB. Give fewer prompts.")
         lines = data.decode("utf-8").splitlines()
@@ -101,7 +101,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, special: bool = False) -> list[int]:
-    """The ids of a prompt, behind what the tokenizer puts before a text (Llama's begin token, say)."""
+    """The ids of a prompt, after what the tokenizer puts before a text, such as Llama's begin token."""
     ids = [*bos_ids(tokenizer), *tokenizer.encode(prompt, allowed_special="all" if special else ())]
     if ids:
         return ids
@@ -111,14 +111,14 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, special: bool = False) -> l
     return [start]
 
 
-def generate(loaded: LoadedModel, prompts: Sequence[str], options: Options) -> list[Generation]:
+def generate(loaded: LoadedModel, prompts: Sequence[str], options: GenerateOptions) -> list[Generation]:
     """Continue every prompt."""
     tokenizer = _tokenizer(loaded)
     return generate_from_ids(loaded, [(prompt, prompt_ids(tokenizer, prompt, special=options.special)) for prompt in prompts], options)
 
 
-def answer(loaded: LoadedModel, questions: Sequence[str], template: str, options: Options) -> list[Generation]:
-    """Answer every question: each is what a user says in a chat template, and the template's end of an answer ends it."""
+def answer(loaded: LoadedModel, questions: Sequence[str], template: str, options: GenerateOptions) -> list[Generation]:
+    """Answer every question: each becomes a user turn of a chat template, and the template's end of a turn stops generation."""
     tokenizer = _tokenizer(loaded)
     ids = [(question, render_prompt([Turn("user", question)], template, tokenizer)) for question in questions]
     # A model that never learned the template may still end its answer there.
@@ -132,16 +132,16 @@ def _tokenizer(loaded: LoadedModel) -> Tokenizer:
 
 
 @torch.inference_mode()
-def generate_from_ids(loaded: LoadedModel, prompts: Sequence[tuple[str, list[int]]], options: Options) -> list[Generation]:
+def generate_from_ids(loaded: LoadedModel, prompts: Sequence[tuple[str, list[int]]], options: GenerateOptions) -> list[Generation]:
     """Continue every prompt, given with its ids."""
     tokenizer, limit = _tokenizer(loaded), loaded.config.max_seq_len
     seen: Counter[str] = Counter()
-    rows: list[_Row] = []
+    rows: list[_Sequence] = []
     for prompt, ids in prompts:
         if len(ids) >= limit:
             raise ConfigError(f"prompt has {len(ids)} tokens; the model's max_seq_len={limit} leaves no room after it. Shorten the prompt.")
-        # The same prompt twice is two samples; a prompt alone is the first of its kind.
-        rows.append(_Row(tokenizer, loaded.end_ids, options, ids, key=f"{seen[prompt]}:{prompt}", room=limit - len(ids)))
+        # The same prompt twice gives two samples: the key counts the repetitions.
+        rows.append(_Sequence(tokenizer, loaded.end_ids, options, ids, key=f"{seen[prompt]}:{prompt}", room=limit - len(ids)))
         seen[prompt] += 1
     _report_room(rows, options, limit)
     with progress("generate", total=len(rows), unit="prompts") as advance:
@@ -152,22 +152,24 @@ def generate_from_ids(loaded: LoadedModel, prompts: Sequence[tuple[str, list[int
     return [row.result() for row in rows]
 
 
-def _report_room(rows: Sequence[_Row], options: Options, limit: int) -> None:
-    """Say where answers will end before the tokens that were asked for, because the model's context is full."""
+def _report_room(rows: Sequence[_Sequence], options: GenerateOptions, limit: int) -> None:
+    """Warn if the model's context ends before max_new_tokens."""
     least = min((row.room for row in rows), default=options.max_new_tokens)
     if least < options.max_new_tokens:
         log.warning(
-            "max-new-tokens is %d; the model's max_seq_len=%d leaves room for %d after the longest prompt, where its text ends.",
+            "max-new-tokens is %d; the model's max_seq_len=%d leaves room for only %d after the longest prompt. Its text ends there.",
             options.max_new_tokens,
             limit,
             least,
         )
 
 
-class _Row:
+class _Sequence:
     """One sequence while it grows."""
 
-    def __init__(self, tokenizer: Tokenizer, ends: frozenset[int], options: Options, prompt: list[int], *, key: str, room: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, ends: frozenset[int], options: GenerateOptions, prompt: list[int], *, key: str, room: int
+    ) -> None:
         self.tokenizer, self.ends, self.options, self.prompt, self.key, self.room = tokenizer, ends, options, prompt, key, room
         self.new: list[int] = []
         self.stopped_by: StoppedBy | None = None
@@ -181,7 +183,7 @@ class _Row:
         self.new.append(token)
         if token in self.ends:
             self.stopped_by = "eos"
-        elif token in self.options.stop_ids or (self.options.stop and self._cut() is not None):
+        elif token in self.options.stop_ids or (self.options.stop and self._text_before_stop() is not None):
             self.stopped_by = "stop"
         elif len(self.new) == self.options.max_new_tokens:
             self.stopped_by = "length"
@@ -189,24 +191,24 @@ class _Row:
             self.stopped_by = "context"
 
     def _text(self) -> str:
-        # Decoded with the prompt's end before it, so that no tokenizer takes the first space for the start of a text.
+        # Decoded after the prompt's end, so that no tokenizer drops the first space as the start of a text.
         end = self.prompt[-DECODED_BEFORE:]
         before = self.tokenizer.decode_bytes(end, skip_special=True)
         whole = self.tokenizer.decode_bytes([*end, *self.new], skip_special=True)
         return whole[len(before) :].decode("utf-8", errors="replace")
 
-    def _cut(self) -> str | None:
+    def _text_before_stop(self) -> str | None:
         text = self._text()
         places = [at for stop in self.options.stop if (at := text.find(stop)) >= 0]
         return text[: min(places)] if places else None
 
     def result(self) -> Generation:
         assert self.stopped_by is not None
-        cut = self._cut() if self.stopped_by == "stop" else None
+        cut = self._text_before_stop() if self.stopped_by == "stop" else None
         return Generation(self._text() if cut is None else cut, self.new, self.stopped_by, len(self.prompt))
 
 
-def _run(loaded: LoadedModel, rows: list[_Row], options: Options) -> None:
+def _run(loaded: LoadedModel, rows: list[_Sequence], options: GenerateOptions) -> None:
     model, device = loaded.model, loaded.device
     lengths = [len(row.prompt) for row in rows]
     longest = max(lengths)
@@ -224,8 +226,8 @@ def _run(loaded: LoadedModel, rows: list[_Row], options: Options) -> None:
         logits = decoder.step(token)
 
 
-def _next(loaded: LoadedModel, logits: torch.Tensor, rows: list[_Row], options: Options) -> torch.Tensor:
+def _next(loaded: LoadedModel, logits: torch.Tensor, rows: list[_Sequence], options: GenerateOptions) -> torch.Tensor:
     assert loaded.tokenizer is not None
-    # Rows of the embedding behind the vocabulary are padding to a round size; no text has them.
+    # Embedding rows beyond the vocabulary are padding.
     logits[:, loaded.tokenizer.vocab_size :] = -torch.inf
     return choose(logits, options.sampling, [row.draw() for row in rows])

@@ -7,7 +7,7 @@ runs/NAME              its final/ if training ended, else its newest good checkp
 s3://bucket/prefix     a checkpoint there, or the newest of several: read in ranges, no local copy
 anything else          a Hugging Face folder: has config.json
 
-An adapter is merged: whoever loads a model sees one without updates.
+An adapter is merged: a loaded model has plain weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headway.checkpoint.load import locate, open_checkpoint, step_folders
 from headway.checkpoint.manifest import MANIFEST
 from headway.config.load import validate
 from headway.errors import CheckpointError, ConfigError, HeadwayError
-from headway.infer.adapted import Carried, base_folder, carry, is_adapter
+from headway.infer.stored_adapter import StoredAdapter, base_model_of, is_adapter, stored_adapter
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.model.families.base import as_stored, trusting
@@ -53,7 +53,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on disk: its shape is known, its weights are read when they are asked for."""
+    """A model on disk: its config is known, its weights are read on demand."""
 
     path: AnyPath
     config: ModelConfig
@@ -62,8 +62,8 @@ class StoredModel:
     """Name and tensor of every parameter, in forward order."""
     end_ids: frozenset[int] = frozenset()
     """Ids that end a text besides the tokenizer's own end, as a Hugging Face folder lists them."""
-    carried: Carried | None = None
-    """The adapter that `weights` has merged, where it is stored apart from them."""
+    adapter: StoredAdapter | None = None
+    """The adapter that `weights` has merged."""
     masks_file: Path | None = None
     """A mask table in its Hugging Face folder."""
 
@@ -79,11 +79,11 @@ class StoredModel:
 
     def with_adapter(self, folder: Path) -> StoredModel:
         """This model with a PEFT adapter merged."""
-        found = carry(folder, self.config, str(self.path), self.weights)
-        return replace(self, weights=lambda: found.merged(self.config), carried=found)
+        found = stored_adapter(folder, self.config, str(self.path), self.weights)
+        return replace(self, weights=lambda: found.merged(self.config), adapter=found)
 
     def of_family(self, family: str | None) -> StoredModel:
-        """This model with the family of one's own that a recipe or flag names; a checkpoint's word alone imports nothing."""
+        """This model with the user's family module that a recipe or flag names. A checkpoint alone never imports code."""
         config = trusting(self.config, family)
         return self if config is self.config else replace(self, config=config)
 
@@ -148,7 +148,7 @@ def find_model(path: AnyPath | str) -> StoredModel:
         if said is not None:
             raise ConfigError(f"model is {str(path)!r}, which is {said}")
         raise ConfigError(
-            f"model is {str(path)[:500]!r}, which is no folder. Give a run folder, a checkpoint folder or a Hugging Face folder."
+            f"model is {str(path)[:500]!r}, which is not a folder. Give a run folder, a checkpoint folder or a Hugging Face folder."
         )
     if not (path / MANIFEST).is_file():
         for folder in (path, path / FINAL):
@@ -174,8 +174,8 @@ def _is_dir(path: Path) -> bool:
         return False
 
 
-def find_own(path: AnyPath | str, family: str | None) -> StoredModel:
-    """The model a path means, whose family of one's own `--family` names."""
+def find_model_of_family(path: AnyPath | str, family: str | None) -> StoredModel:
+    """The model a path means. `family` names the user's module of a model with its own family."""
     found = find_model(path)
     if family is not None and found.of_family(family) is found:
         raise ConfigError(f"--family is {family!r}; {path} does not name it as a family of its own. Leave it out.")
@@ -196,7 +196,7 @@ def _staged(run: Path) -> StoredModel:
 
 
 def _adapter(folder: Path) -> StoredModel:
-    base = base_folder(folder)
+    base = base_model_of(folder)
     try:
         found = find_model(local_or_hub(base) if is_hub_id(base) else base)
     except HeadwayError as problem:
@@ -241,14 +241,14 @@ def _checkpoint(folder: AnyPath) -> StoredModel:
         return found
     adapter = validate(AdapterConfig, form["config"])
     names = adapter.shapes(config)
-    carried = Carried(
+    adapter = StoredAdapter(
         adapter,
         form["base"],
         weights,
         lambda: {name: reader.weight(name) for name in names},
         lambda: [spec.name for spec in param_specs(config) if spec.name != GATES and "master" in reader.roles(spec.name)],
     )
-    return replace(found, weights=lambda: carried.merged(config), carried=carried)
+    return replace(found, weights=lambda: adapter.merged(config), adapter=adapter)
 
 
 def load_model(path: AnyPath | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:
@@ -278,18 +278,18 @@ def load_model(path: AnyPath | str, *, device: torch.device | str = "cpu", dtype
             else:
                 yield name, value
 
-    model = frozen_model(config, _begun(weights()), on, dtype)
+    model = build_frozen_model(config, _start_reading(weights()), on, dtype)
     own = gates[0] if gates else None
     return LoadedModel(model, config, tokenizer, found.path, end_ids, gates=own, masks_file=found.masks_file)
 
 
-def _begun(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same weights with the first one read: files that do not fit the config are refused before memory is taken for a model."""
+def _start_reading(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same weights, the first one already read: files that do not fit the config are refused before memory is allocated."""
     first = next(weights)
     return chain([first], weights)
 
 
-def frozen_model(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device, dtype: torch.dtype) -> Model:
+def build_frozen_model(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device, dtype: torch.dtype) -> Model:
     """A model with given weights, in evaluation mode and without gradients.
 
     Gates say which heads may stream; this model computes all of them in full until masks say otherwise.
@@ -310,7 +310,7 @@ def frozen_model(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]
 
 
 def check_vocabulary(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> None:
-    """Refuse a tokenizer that can give ids for which a model has no row."""
+    """Refuse a tokenizer with more ids than the model."""
     if tokenizer.vocab_size > config.vocab:
         raise ConfigError(
             f"{folder}: has {tokenizer.vocab_size} ids; the model has rows for {config.vocab}. It is another model's tokenizer."

@@ -1,6 +1,6 @@
-"""Prompts go through a model a chunk at a time, so that heads which forget never hold more than their slots and one chunk.
+"""Prompts go through a model a chunk at a time, so that streaming heads never hold more than their capacity and one chunk.
 
-tokens [B, T]   |chunk 0|chunk 1|chunk 2|      each chunk sees what the cache kept of those before it
+tokens [B, T]   |chunk 0|chunk 1|chunk 2|      each chunk sees what the cache stores of those before it
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CHUNK_TOKENS = 4096
 
 
 def chunks(model: Model, tokens: torch.Tensor, cache: KVCache, chunk_tokens: int = CHUNK_TOKENS) -> Iterator[torch.Tensor]:
-    """Hidden states [B, up to chunk_tokens, D] of tokens [B,T], which an empty cache keeps."""
+    """Hidden states [B, up to chunk_tokens, D] of tokens [B,T], which are added to an empty cache."""
     rows, length = tokens.shape
     for begin in range(0, length, chunk_tokens):
         end = min(begin + chunk_tokens, length)
@@ -25,7 +25,7 @@ def chunks(model: Model, tokens: torch.Tensor, cache: KVCache, chunk_tokens: int
 
 
 def last_hidden(model: Model, tokens: torch.Tensor, lengths: list[int], cache: KVCache, chunk_tokens: int) -> torch.Tensor:
-    """[B,D]: what each row's last token before its padding became."""
+    """[B,D]: the hidden state of each row's last token before its padding."""
     at = torch.tensor(lengths, device=tokens.device) - 1
     found: torch.Tensor | None = None
     begin = 0

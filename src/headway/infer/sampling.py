@@ -1,7 +1,6 @@
 """Logits of the next token come in, one token per row goes out.
 
-A random choice is made with one number per row, which the caller derives from (seed, prompt, position): neither the other rows of a
-batch nor the device take part in it.
+Sampling uses one random number per row, derived from (seed, prompt, position). It depends neither on the other rows nor on the device.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> 
     """The next token of each row, int64 [B], of logits [B,V]."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    # Double, so that the running sum over a large vocabulary decides alike on every device.
+    # Double, so that the running sum over a large vocabulary gives the same choice on every device.
     # The greatest is subtracted first: a tiny temperature would make it infinite.
     wide = logits.double()
     probability = ((wide - wide.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)

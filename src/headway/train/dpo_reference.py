@@ -27,7 +27,7 @@ from headway.data.open import OpenData
 from headway.data.pairs import PAIR, PairSource
 from headway.data.selection import Selection
 from headway.errors import CheckpointError, ConfigError, DataError
-from headway.infer.load import find_model, frozen_model
+from headway.infer.load import build_frozen_model, find_model
 from headway.model.base import Model
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
@@ -180,7 +180,7 @@ class _Digest:
 
 
 def _load(source: _Source, weights: Iterable[tuple[str, Tensor]], scoring: _Scoring) -> Model:
-    model = frozen_model(source.config, weights, scoring.spec.device, scoring.spec.dtype)
+    model = build_frozen_model(source.config, weights, scoring.spec.device, scoring.spec.dtype)
     wrap_blocks(model, replace(scoring.spec, memory=MemoryConfig()))
     return model
 

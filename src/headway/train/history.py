@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from headway.eval.training import Point, Training
+from headway.eval.evaluate import TrainingCurves, ValidationPoint
 from headway.track.jsonl import MetricsFile, MetricsReader
 from headway.train.meter import AT_START, WARM_STEPS
 from headway.train.run_folder import METRICS
@@ -16,7 +16,7 @@ MAX_POINTS = 200
 """Upper bound on the points of a curve of training losses."""
 
 
-def read_training(run: Path) -> list[Training]:
+def read_training(run: Path) -> list[TrainingCurves]:
     """The curves of a run, one for each stage; empty for a folder that is no run."""
     if not (run / METRICS).is_file():
         return []
@@ -26,9 +26,9 @@ def read_training(run: Path) -> list[Training]:
     ]
 
 
-def _training(name: str, records: Iterable[dict[str, Any]]) -> Training:
+def _training(name: str, records: Iterable[dict[str, Any]]) -> TrainingCurves:
     """Keeps only losses and validations: there may be millions of records."""
-    valid: dict[str, list[Point]] = {}
+    valid: dict[str, list[ValidationPoint]] = {}
     losses: list[tuple[int, float | None]] = []
     for record in records:
         step = record.get("stage_step", record["step"])
@@ -38,8 +38,8 @@ def _training(name: str, records: Iterable[dict[str, Any]]) -> Training:
             sets = record.get(key)
             for each, numbers in sets.items() if isinstance(sets, dict) else ():
                 if isinstance(numbers, dict):
-                    valid.setdefault(each, []).append(Point(at, numbers))
-    return Training(name, len(losses), _curve(losses), valid)
+                    valid.setdefault(each, []).append(ValidationPoint(at, numbers))
+    return TrainingCurves(name, len(losses), _curve(losses), valid)
 
 
 def _curve(losses: list[tuple[int, float | None]]) -> list[tuple[int, float]]:

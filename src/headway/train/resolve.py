@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from headway.errors import CheckpointError, ConfigError, DataError
-from headway.infer.adapted import Carried
 from headway.infer.load import StoredModel, find_model
+from headway.infer.stored_adapter import StoredAdapter
 from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.families.base import family_of
 from headway.model.head_masks.file import find_masks, read_masks, read_table
@@ -44,9 +44,9 @@ class Resolved:
     """Initial values of the head gates, from a mask file."""
 
     @property
-    def continued(self) -> Carried | None:
+    def continued(self) -> StoredAdapter | None:
         """The adapter of the given weights that is trained further; None where there is none, or where it is merged."""
-        carried, wanted = None if self.weights is None else self.weights.carried, self.recipe.adapter
+        carried, wanted = None if self.weights is None else self.weights.adapter, self.recipe.adapter
         if (
             carried is None
             or carried.patterned
@@ -86,7 +86,7 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
     family_of(model.family)
     if recipe.adapter is not None:
         recipe.adapter.modules(model)
-    if recipe.init.merge and (weights is None or weights.carried is None):
+    if recipe.init.merge and (weights is None or weights.adapter is None):
         raise ConfigError(f"init.merge is true, but init.from={recipe.init.source} carries no adapter. Leave it out.")
     if recipe.data.seq_len > model.max_seq_len:
         raise ConfigError(f"data.seq_len is {recipe.data.seq_len}; it must not exceed model.max_seq_len={model.max_seq_len}. Lower it.")

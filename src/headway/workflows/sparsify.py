@@ -191,8 +191,10 @@ def _measure(recipe: Recipe, run: Path, checked: Checked, plan: SparsifyPlan) ->
     source = find_model(run).mask_source()
     variants = [*checked.spec.variants(source), *(_named(one, plan.masks) for one in checked.extra.variants(source)[1:])]
     assert variants[0].name == FULL
-    keep = run / FOLDER / "parts"
-    return evaluate_long(loaded, variants, checked.long, name=str(run), texts=read_texts(plan.data, loaded, plan.bos), keep=keep)
+    results_dir = run / FOLDER / "parts"
+    return evaluate_long(
+        loaded, variants, checked.long, name=str(run), texts=read_texts(plan.data, loaded, plan.bos), results_dir=results_dir
+    )
 
 
 def _named(variant: MaskVariant, masks: str | None) -> MaskVariant:

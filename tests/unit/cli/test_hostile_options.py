@@ -106,6 +106,6 @@ def test_samples_of_an_evaluation_are_refused_before_anything_is_scored(
 def test_tokens_beyond_the_context_are_reported(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["generate", "--model", str(world / "model"), "--device", "cpu", "--prompt", "the"]
     assert main([*common, "--max-new-tokens", str(10**14)]) == 0
-    assert "max-new-tokens is 100000000000000; the model's max_seq_len=128 leaves room for 125" in capsys.readouterr().err
+    assert "max-new-tokens is 100000000000000; the model's max_seq_len=128 leaves room for only 125" in capsys.readouterr().err
     assert main([*common, "--max-new-tokens", "125"]) == 0
     assert "leaves room" not in capsys.readouterr().err

@@ -11,7 +11,7 @@ from support.byte_model import CONFIG, write_model
 from tokenizers import decoders, models, pre_tokenizers
 
 from headway.cli import main
-from headway.eval.perplexity import Piece, perplexity
+from headway.eval.perplexity import EvalDocument, perplexity
 from headway.infer.load import LoadedModel, load_model
 from headway.tokenizer.load import Tokenizer
 
@@ -60,9 +60,9 @@ def spaced_tokenizer() -> Tokenizer:
     return Tokenizer(backend, {"bos": "<s>", "eos": "</s>"})
 
 
-def piece(loaded: LoadedModel, text: str, *, bos: bool = False) -> Piece:
+def piece(loaded: LoadedModel, text: str, *, bos: bool = False) -> EvalDocument:
     assert loaded.tokenizer is not None and loaded.tokenizer.bos_id is not None
-    return Piece(loaded.tokenizer.encode(text), len(text.encode()), None, (loaded.tokenizer.bos_id,) if bos else ())
+    return EvalDocument(loaded.tokenizer.encode(text), len(text.encode()), None, (loaded.tokenizer.bos_id,) if bos else ())
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +153,6 @@ def test_a_tokenizer_that_loses_characters_shares_the_bytes_out(tmp_path: Path) 
 
 def test_documents_without_known_bytes_have_no_bits_per_byte(bytes_model: Path) -> None:
     loaded = load_model(bytes_model)
-    found = perplexity(loaded, [Piece([1, 2, 3], 3), Piece([1, 2, 3], None)])
+    found = perplexity(loaded, [EvalDocument([1, 2, 3], 3), EvalDocument([1, 2, 3], None)])
     assert (found.bits_per_byte, found.num_bytes) == (None, None)
     assert torch.isfinite(torch.tensor(found.loss))

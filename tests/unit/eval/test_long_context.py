@@ -10,9 +10,9 @@ from support.byte_model import CONFIG, byte_tokenizer, write_model
 
 from headway.cli import main
 from headway.errors import ConfigError
-from headway.eval.dataset import Dataset, Reading, read_pieces
+from headway.eval.dataset import Dataset, ReadOptions, read_eval_documents
 from headway.eval.long_context import LongPlan, make_cases
-from headway.eval.long_tasks.base import find_task, fit, task_names
+from headway.eval.long_tasks import find_task, fit, task_names
 from headway.infer.generate import prompt_ids
 from headway.infer.load import load_model
 from headway.model.head_masks.file import write_masks
@@ -183,7 +183,7 @@ def test_texts_and_prompts_begin_as_the_model_expects(tmp_path: Path, template: 
     assert asked.ids == [*expected, *tokenizer.encode(asked.case.prompt)]
     (tmp_path / "text.txt").write_text("the cat")
     loaded = replace(load_model(write_model(tmp_path)), tokenizer=tokenizer)
-    (piece,) = read_pieces(Dataset("text", (str(tmp_path / "text.txt"),)), loaded, Reading(bos=bos))
+    (piece,) = read_eval_documents(Dataset("text", (str(tmp_path / "text.txt"),)), loaded, ReadOptions(bos=bos))
     assert (list(piece.lead), piece.ids) == (expected, tokenizer.encode("the cat"))
 
 

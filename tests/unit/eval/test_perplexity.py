@@ -10,10 +10,9 @@ import torch
 from support.byte_model import write_model
 
 from headway.errors import CheckpointError, ConfigError, DataError
-from headway.eval.dataset import Dataset, Reading, parse_datasets, read_pieces
-from headway.eval.perplexity import Piece, perplexity
-from headway.eval.scoring import Row, TokenScores, batches
-from headway.eval.tally import NUM_BINS, Tally
+from headway.eval.dataset import Dataset, ReadOptions, parse_datasets, read_eval_documents
+from headway.eval.perplexity import EvalDocument, perplexity
+from headway.eval.scoring import NUM_BINS, ScoreWindow, TokenScores, TokenSums, batches
 from headway.infer.load import LoadedModel, load_model
 from headway.store.reader import StoreWriter
 
@@ -38,8 +37,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pieces(loaded: LoadedModel, data: Path) -> list[Piece]:
-    return list(read_pieces(Dataset("held-out", (str(data),)), loaded))
+def pieces(loaded: LoadedModel, data: Path) -> list[EvalDocument]:
+    return list(read_eval_documents(Dataset("held-out", (str(data),)), loaded))
 
 
 def brute_force(folder: Path, documents: list[list[int]], window: int, stride: int) -> list[tuple[float, bool, float, int]]:
@@ -63,7 +62,7 @@ def brute_force(folder: Path, documents: list[list[int]], window: int, stride: i
 
 @pytest.mark.parametrize(("window", "stride"), [(32, 32), (32, 16), (16, 5), (8, 1), (16, 16)])
 def test_everything_measured_equals_brute_force_with_transformers(
-    folder: Path, loaded: LoadedModel, pieces: list[Piece], window: int, stride: int
+    folder: Path, loaded: LoadedModel, pieces: list[EvalDocument], window: int, stride: int
 ) -> None:
     expected = brute_force(folder, [list(piece.ids) for piece in pieces], window, stride)
     result = perplexity(loaded, pieces, window=window, stride=stride)
@@ -90,7 +89,9 @@ def test_a_begin_token_stands_before_every_window(folder: Path, loaded: LoadedMo
 
     assert loaded.tokenizer is not None and loaded.tokenizer.bos_id is not None
     bos = loaded.tokenizer.bos_id
-    result = perplexity(loaded, read_pieces(Dataset("held-out", (str(data),)), loaded, Reading(bos=True)), window=window, stride=stride)
+    result = perplexity(
+        loaded, read_eval_documents(Dataset("held-out", (str(data),)), loaded, ReadOptions(bos=True)), window=window, stride=stride
+    )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     expected: list[float] = []
     for ids in map(loaded.tokenizer.encode, TEXTS):
@@ -103,7 +104,7 @@ def test_a_begin_token_stands_before_every_window(folder: Path, loaded: LoadedMo
     assert result.loss == pytest.approx(np.mean(expected), rel=1e-5)
 
 
-def test_positions_and_bins_add_up_to_the_whole(loaded: LoadedModel, pieces: list[Piece]) -> None:
+def test_positions_and_bins_add_up_to_the_whole(loaded: LoadedModel, pieces: list[EvalDocument]) -> None:
     result = perplexity(loaded, pieces, stride=8)
     assert sum(bucket.tokens for bucket in result.positions) == sum(bin.tokens for bin in result.bins) == result.tokens
     assert sum(bucket.loss * bucket.tokens for bucket in result.positions) / result.tokens == pytest.approx(result.loss)
@@ -112,7 +113,7 @@ def test_positions_and_bins_add_up_to_the_whole(loaded: LoadedModel, pieces: lis
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 40, 64, 10_000])
-def test_the_size_of_batches_changes_nothing(loaded: LoadedModel, pieces: list[Piece], batch_tokens: int) -> None:
+def test_the_size_of_batches_changes_nothing(loaded: LoadedModel, pieces: list[EvalDocument], batch_tokens: int) -> None:
     whole, cut = (perplexity(loaded, pieces, stride=8, batch_tokens=tokens) for tokens in (8192, batch_tokens))
     assert cut.tokens == whole.tokens
     assert cut.loss == pytest.approx(whole.loss, rel=1e-6)
@@ -120,14 +121,14 @@ def test_the_size_of_batches_changes_nothing(loaded: LoadedModel, pieces: list[P
 
 def test_a_batch_holds_at_most_its_tokens_with_padding_and_no_row_is_lost() -> None:
     lengths = np.random.default_rng(3).integers(2, 50, size=500).tolist()
-    rows = [Row([index] * length, 1) for index, length in enumerate(lengths)]
+    rows = [ScoreWindow([index] * length, 1) for index, length in enumerate(lengths)]
     made = list(batches(rows, 64))
     assert all(len(batch) == 1 or len(batch) * max(len(row.ids) for row in batch) <= 64 for batch in made)
     assert sorted(row.ids[0] for batch in made for row in batch) == list(range(500))
 
 
 def test_calibration_error_of_known_numbers() -> None:
-    tally = Tally()
+    tally = TokenSums()
     # Ten tokens at 0.8 of which six are right, ten at 0.3 of which four are: (0.2 * 10 + 0.1 * 10) / 20.
     confidence = np.array([0.8] * 10 + [0.3] * 10)
     correct = np.array([1.0] * 6 + [0.0] * 4 + [1.0] * 4 + [0.0] * 6)
@@ -138,7 +139,7 @@ def test_calibration_error_of_known_numbers() -> None:
 
 
 def test_a_sure_and_right_model_is_calibrated_and_bounds_fall_into_bins() -> None:
-    tally = Tally()
+    tally = TokenSums()
     tally.add(TokenScores(np.zeros(2), np.ones(2), np.ones(2), np.array([1, 2]), np.zeros(2, dtype=int)))
     assert tally.calibration_error() == 0.0
     assert tally.bins()[-1].tokens == 2
@@ -146,24 +147,26 @@ def test_a_sure_and_right_model_is_calibrated_and_bounds_fall_into_bins() -> Non
     assert tally.bins()[0].tokens == 1
 
 
-def test_a_store_scores_like_its_text_and_another_tokenizers_is_refused(tmp_path: Path, loaded: LoadedModel, pieces: list[Piece]) -> None:
+def test_a_store_scores_like_its_text_and_another_tokenizers_is_refused(
+    tmp_path: Path, loaded: LoadedModel, pieces: list[EvalDocument]
+) -> None:
     assert loaded.tokenizer is not None
     for name, fingerprint in (("same", loaded.tokenizer.fingerprint), ("other", "0" * 64)):
         writer = StoreWriter(tmp_path / name, dtype="uint16", tokenizer_fingerprint=fingerprint)
         for piece in pieces:
             writer.add(piece.ids)
         writer.finish()
-    stored = perplexity(loaded, read_pieces(Dataset("same", (str(tmp_path / "same"),)), loaded))
+    stored = perplexity(loaded, read_eval_documents(Dataset("same", (str(tmp_path / "same"),)), loaded))
     assert stored.loss == perplexity(loaded, pieces).loss
     assert stored.bits_per_byte is None
     with pytest.raises(DataError, match="another tokenizer"):
-        list(read_pieces(Dataset("other", (str(tmp_path / "other"),)), loaded))
+        list(read_eval_documents(Dataset("other", (str(tmp_path / "other"),)), loaded))
 
 
 def test_max_samples_takes_the_first_documents_and_joined_records_are_one(loaded: LoadedModel, data: Path) -> None:
-    first = list(read_pieces(Dataset("d", (str(data),)), loaded, Reading(max_samples=2)))
+    first = list(read_eval_documents(Dataset("d", (str(data),)), loaded, ReadOptions(max_samples=2)))
     assert [piece.num_bytes for piece in first] == [len(text.encode()) for text in TEXTS[:2]]
-    joined = list(read_pieces(Dataset("d", (str(data),), join="\n\n"), loaded, Reading(max_samples=3)))
+    joined = list(read_eval_documents(Dataset("d", (str(data),), join="\n\n"), loaded, ReadOptions(max_samples=3)))
     assert [piece.num_bytes for piece in joined] == [len("\n\n".join(TEXTS[:3]).encode())]
 
 
@@ -173,26 +176,26 @@ def test_names_of_datasets_are_given_or_the_files() -> None:
         ("y.txt", ("b/y.txt",)),
         ("c/y.txt", ("c/y.txt",)),
     ]
-    with pytest.raises(ConfigError, match="nothing to score"):
+    with pytest.raises(ConfigError, match="no data to score is given"):
         parse_datasets([])
     with pytest.raises(ConfigError, match="NAME=PATH"):
         parse_datasets(["a="])
 
 
-def test_wrong_settings_are_one_line(loaded: LoadedModel, pieces: list[Piece]) -> None:
+def test_wrong_settings_are_one_line(loaded: LoadedModel, pieces: list[EvalDocument]) -> None:
     for settings, word in (({"stride": 0}, "stride is 0"), ({"window": 1}, "window is 1"), ({"batch_tokens": 0}, "batch-tokens is 0")):
         with pytest.raises(ConfigError, match=word):
             perplexity(loaded, pieces, **settings)
     with pytest.raises(DataError, match="nothing to score"):
-        perplexity(loaded, [Piece([1], 1, "x")])
+        perplexity(loaded, [EvalDocument([1], 1, "x")])
     with pytest.raises(DataError, match="id 400"):
-        perplexity(loaded, [Piece([1, 400], 1, "x")])
+        perplexity(loaded, [EvalDocument([1, 400], 1, "x")])
     with pytest.raises(ConfigError, match="max-samples"):
-        Reading(max_samples=0)
+        ReadOptions(max_samples=0)
 
 
 def test_weights_that_are_no_numbers_are_an_error(folder: Path) -> None:
     broken = load_model(folder)
     broken.model.head_weight.data.fill_(float("nan"))
-    with pytest.raises(CheckpointError, match="not a finite number"):
-        perplexity(broken, [Piece([1, 2, 3], None, "x")])
+    with pytest.raises(CheckpointError, match="its loss is not finite"):
+        perplexity(broken, [EvalDocument([1, 2, 3], None, "x")])

@@ -13,7 +13,7 @@ from support.byte_model import byte_tokenizer
 from headway.cli import main
 from headway.errors import ConfigError
 from headway.export.huggingface import export_huggingface
-from headway.infer.generate import Options, generate
+from headway.infer.generate import GenerateOptions, generate
 from headway.infer.load import find_model, load_model
 from headway.kernels.attention import causal_mask
 from headway.model.config import ModelConfig, RopeScaling
@@ -82,7 +82,7 @@ def test_the_exported_class_gives_our_logits_and_generates_our_text(case: str, t
         rotated = Transformer(config.with_(no_rope_layers=())).eval()
         rotated.load_state_dict(random_weights(config))
         assert (our_logits(rotated) - expected).abs().max() > 0.1
-    (made,) = generate(ours, ["the cat"], Options(max_new_tokens=12))
+    (made,) = generate(ours, ["the cat"], GenerateOptions(max_new_tokens=12))
     prompt = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)("the cat", return_tensors="pt")
     cached = theirs.generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
     assert cached[0, prompt["input_ids"].shape[1] :].tolist() == made.token_ids

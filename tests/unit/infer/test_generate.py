@@ -10,7 +10,7 @@ import torch
 from headway.cli import main
 from headway.errors import ConfigError, DataError
 from headway.export.huggingface import export_huggingface
-from headway.infer.generate import Options, generate, prompt_ids, read_prompts
+from headway.infer.generate import GenerateOptions, generate, prompt_ids, read_prompts
 from headway.infer.load import LoadedModel, find_model, load_model
 from headway.infer.sampling import Sampling
 from headway.kernels.attention import causal_mask
@@ -70,7 +70,7 @@ def without_cache(loaded: LoadedModel, ids: list[int], steps: int) -> list[int]:
 
 
 def test_greedy_tokens_are_those_of_the_full_forward(loaded: LoadedModel) -> None:
-    results = generate(loaded, PROMPTS, Options(12))
+    results = generate(loaded, PROMPTS, GenerateOptions(12))
     assert loaded.tokenizer is not None
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert result.token_ids == without_cache(loaded, loaded.tokenizer.encode(prompt), 12)
@@ -80,29 +80,29 @@ def test_greedy_tokens_are_those_of_the_full_forward(loaded: LoadedModel) -> Non
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=5), Sampling(0.7, top_k=20, seed=1), Sampling(1.3, top_p=0.8)])
 def test_a_prompt_becomes_the_same_alone_and_in_any_batch(loaded: LoadedModel, sampling: Sampling) -> None:
-    together = generate(loaded, PROMPTS, Options(10, sampling=sampling))
-    split = generate(loaded, PROMPTS, Options(10, sampling=sampling, rows=2))
-    turned = generate(loaded, PROMPTS[::-1], Options(10, sampling=sampling))
+    together = generate(loaded, PROMPTS, GenerateOptions(10, sampling=sampling))
+    split = generate(loaded, PROMPTS, GenerateOptions(10, sampling=sampling, rows=2))
+    turned = generate(loaded, PROMPTS[::-1], GenerateOptions(10, sampling=sampling))
     assert together == split
     for prompt in set(PROMPTS):
-        alone = generate(loaded, [prompt], Options(10, sampling=sampling))[0]
+        alone = generate(loaded, [prompt], GenerateOptions(10, sampling=sampling))[0]
         assert together[PROMPTS.index(prompt)] == alone
         assert turned[PROMPTS[::-1].index(prompt)] == alone
 
 
 def test_the_same_prompt_twice_is_two_samples_and_a_seed_repeats_both(loaded: LoadedModel) -> None:
-    options = Options(16, sampling=Sampling(1.0, seed=3))
+    options = GenerateOptions(16, sampling=Sampling(1.0, seed=3))
     first, second = generate(loaded, ["the cat", "the cat"], options)
     assert first.token_ids != second.token_ids
     assert generate(loaded, ["the cat", "the cat"], options) == [first, second]
-    assert generate(loaded, ["the cat"], Options(16, sampling=Sampling(1.0, seed=4)))[0].token_ids != first.token_ids
+    assert generate(loaded, ["the cat"], GenerateOptions(16, sampling=Sampling(1.0, seed=4)))[0].token_ids != first.token_ids
 
 
 def test_a_row_ends_at_a_stop_text_and_the_others_go_on(loaded: LoadedModel) -> None:
-    free = generate(loaded, PROMPTS, Options(12))
+    free = generate(loaded, PROMPTS, GenerateOptions(12))
     assert loaded.tokenizer is not None
     stop = loaded.tokenizer.decode(free[0].token_ids[4:6])
-    found = generate(loaded, PROMPTS, Options(12, stop=(stop,)))
+    found = generate(loaded, PROMPTS, GenerateOptions(12, stop=(stop,)))
     whole = loaded.tokenizer.decode(free[0].token_ids)
     assert found[0].stopped_by == "stop"
     assert found[0].text == whole[: whole.index(stop)]
@@ -110,26 +110,26 @@ def test_a_row_ends_at_a_stop_text_and_the_others_go_on(loaded: LoadedModel) -> 
     for one, other in zip(found, free, strict=True):
         if stop not in other.text:
             assert one == other
-    by_id = generate(loaded, ["the cat"], Options(12, stop_ids=(free[0].token_ids[2],)))[0]
+    by_id = generate(loaded, ["the cat"], GenerateOptions(12, stop_ids=(free[0].token_ids[2],)))[0]
     assert by_id.stopped_by == "stop"
     assert by_id.token_ids == free[0].token_ids[: free[0].token_ids.index(free[0].token_ids[2]) + 1]
 
 
 def test_generation_ends_where_the_context_is_full_and_says_so(loaded: LoadedModel) -> None:
-    result = generate(loaded, ["x" * 90], Options(50, sampling=Sampling(1.0)))[0]
+    result = generate(loaded, ["x" * 90], GenerateOptions(50, sampling=Sampling(1.0)))[0]
     assert result.stopped_by in ("context", "eos")
     assert len(result.token_ids) <= 6
     with pytest.raises(ConfigError, match="prompt has 96 tokens; the model's max_seq_len=96"):
-        generate(loaded, ["x" * 96], Options(1))
+        generate(loaded, ["x" * 96], GenerateOptions(1))
 
 
 def test_no_id_behind_the_vocabulary_is_ever_chosen(loaded: LoadedModel) -> None:
-    results = generate(loaded, ["the cat"] * 8, Options(40, sampling=Sampling(5.0)))
+    results = generate(loaded, ["the cat"] * 8, GenerateOptions(40, sampling=Sampling(5.0)))
     assert max(max(r.token_ids) for r in results) < 258
 
 
 def test_the_end_of_text_stops_a_row_and_stays_out_of_its_text(loaded: LoadedModel) -> None:
-    results = generate(loaded, ["the cat"] * 16, Options(80, sampling=Sampling(3.0)))
+    results = generate(loaded, ["the cat"] * 16, GenerateOptions(80, sampling=Sampling(3.0)))
     ended = [r for r in results if r.stopped_by == "eos"]
     assert ended and all(r.token_ids[-1] == 257 and 257 not in r.token_ids[:-1] and "</s>" not in r.text for r in ended)
 
@@ -161,7 +161,7 @@ def test_prompts_come_from_lines_or_jsonl(tmp_path: Path) -> None:
         (["--prompt", "a", "--top-k", "0"], "top-k is 0"),
         (["--prompt", "a", "--top-p", "1.5"], "top-p is 1.5"),
         (["--prompt", "a", "--max-new-tokens", "0"], "max-new-tokens is 0"),
-        (["--prompt", "a", "--stop", ""], "stop is empty"),
+        (["--prompt", "a", "--stop", ""], "stop is an empty text"),
         ([], "no prompt is given"),
     ],
 )
@@ -174,14 +174,14 @@ def test_the_verb_prints_one_result_or_a_list(folder: Path, loaded: LoadedModel,
     common = ["generate", "--model", str(folder), "--device", "cpu", "--max-new-tokens", "5", "--json"]
     assert main([*common, "--prompt", "the cat"]) == 0
     one = json.loads(capsys.readouterr().out)
-    expected = generate(loaded, ["the cat"], Options(5))[0]
+    expected = generate(loaded, ["the cat"], GenerateOptions(5))[0]
     assert (one["text"], one["token_ids"], one["stopped_by"]) == (expected.text, expected.token_ids, "length")
     assert main([*common, "--prompt", "the cat", "--prompt", "a"]) == 0
     assert json.loads(capsys.readouterr().out)["generations"][0]["token_ids"] == one["token_ids"]
 
 
 def test_a_folder_that_is_no_model_says_what_is_missing(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(ConfigError, match="which is no folder"):
+    with pytest.raises(ConfigError, match="which is not a folder"):
         find_model(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="there is no checkpoint and no model"):
         find_model(tmp_path)

@@ -12,7 +12,7 @@ from support.head_masks import masked_forward
 from headway.cli import main
 from headway.errors import ConfigError
 from headway.infer.decode import Decoder
-from headway.infer.generate import Options, generate
+from headway.infer.generate import GenerateOptions, generate
 from headway.infer.load import LoadedModel, load_model
 from headway.kernels.attention import causal_mask
 from headway.model.head_masks.choice import MaskChoice
@@ -43,7 +43,7 @@ def masks_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("chunk_tokens", [3, 16, 4096])
 def test_generation_under_masks_is_that_of_the_masked_forward(loaded: LoadedModel, chunk_tokens: int) -> None:
     prompts = [TEXT, "a", TEXT[:40]]
-    results = generate(loaded.with_masks(MASKS), prompts, Options(12, chunk_tokens=chunk_tokens))
+    results = generate(loaded.with_masks(MASKS), prompts, GenerateOptions(12, chunk_tokens=chunk_tokens))
     assert loaded.tokenizer is not None
     for prompt, result in zip(prompts, results, strict=True):
         ids = loaded.tokenizer.encode(prompt)
@@ -51,7 +51,7 @@ def test_generation_under_masks_is_that_of_the_masked_forward(loaded: LoadedMode
             logits = loaded.model.logits(masked_forward(loaded.model, torch.tensor([ids]), MASKS)[0, -1])
             assert token == int(logits[:258].argmax())
             ids.append(token)
-    assert [r.token_ids for r in results] != [r.token_ids for r in generate(loaded, prompts, Options(12))]
+    assert [r.token_ids for r in results] != [r.token_ids for r in generate(loaded, prompts, GenerateOptions(12))]
 
 
 def test_perplexity_under_masks_is_that_of_the_masked_forward(
@@ -76,12 +76,12 @@ def test_the_verb_generates_under_masks(loaded: LoadedModel, folder: Path, masks
     common = ["generate", "--model", str(folder), "--device", "cpu", "--max-new-tokens", "6", "--prompt", TEXT, "--json"]
     assert main([*common, "--masks", str(masks_file), "--chunk-tokens", "9"]) == 0
     found = json.loads(capsys.readouterr().out)["token_ids"]
-    assert found == generate(loaded.with_masks(MASKS), [TEXT], Options(6))[0].token_ids
+    assert found == generate(loaded.with_masks(MASKS), [TEXT], GenerateOptions(6))[0].token_ids
     (masks_file.parent / "soft.tsv").write_text("0.9\t0.2\n0.3\t0.4\n")
     assert main([*common, "--masks", str(masks_file.parent / "soft.tsv"), "--equal-per-layer", "--stream-window", "6"]) == 0
     equal = json.loads(capsys.readouterr().out)["token_ids"]
     ranked = HeadMasks(((True, False), (False, True)), 6, 128)
-    assert equal == generate(loaded.with_masks(ranked), [TEXT], Options(6))[0].token_ids
+    assert equal == generate(loaded.with_masks(ranked), [TEXT], GenerateOptions(6))[0].token_ids
 
 
 @pytest.mark.parametrize(

@@ -29,15 +29,15 @@ SMALL = ModelConfig(
 def adapted(base: Path, folder: Path) -> tuple[Transformer, set[str]]:
     """The model with its updates in place, and the names of what trains."""
     found = find_model(base).with_adapter(folder)
-    assert found.carried is not None
-    config, modules = found.carried.config, found.carried.config.modules(found.config)
+    assert found.adapter is not None
+    config, modules = found.adapter.config, found.adapter.config.modules(found.config)
     model = Transformer(found.config).eval()
     adapt(model, config, modules)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, value in with_updates(found.carried.base_weights(), config, modules, 0, found.carried.updates()):
+        for name, value in with_updates(found.adapter.base_weights(), config, modules, 0, found.adapter.updates()):
             parameters[name].copy_(value)
-    return model.eval(), {*found.carried.updates(), *found.carried.whole()}
+    return model.eval(), {*found.adapter.updates(), *found.adapter.full_weights()}
 
 
 def logits(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
@@ -198,8 +198,8 @@ def test_what_an_adapter_asks_for_and_headway_does_not_do_is_refused(tmp_path: P
 
 def test_an_adapter_with_ranks_of_its_own_is_merged_and_not_continued(tmp_path: Path) -> None:
     found = find_model(GOLDEN / "base").with_adapter(GOLDEN / "patterns")
-    assert found.carried is not None and found.carried.patterned
-    assert not find_model(GOLDEN / "base").with_adapter(GOLDEN / "lora").carried.patterned  # pyright: ignore[reportOptionalMemberAccess]
+    assert found.adapter is not None and found.adapter.patterned
+    assert not find_model(GOLDEN / "base").with_adapter(GOLDEN / "lora").adapter.patterned  # pyright: ignore[reportOptionalMemberAccess]
     shutil.copytree(GOLDEN / "patterns", tmp_path / "patterns")
     path = tmp_path / "patterns" / "adapter_config.json"
     settings = json.loads(path.read_text())

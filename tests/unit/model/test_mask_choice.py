@@ -10,7 +10,7 @@ from support.byte_model import CONFIG, write_model
 
 from headway.cli import main
 from headway.errors import ConfigError
-from headway.eval.answers import Answers
+from headway.eval.harness_model import HarnessModel
 from headway.infer.load import load_model
 from headway.model.config import HeadGatesConfig
 from headway.model.head_masks.choice import MaskChoice, MaskSpec
@@ -96,9 +96,9 @@ def test_long_questions_are_asked_in_full_and_under_the_models_own_masks(
 def test_tasks_of_the_harness_are_answered_under_the_chosen_masks(gated: Path) -> None:
     loaded = load_model(gated)
     pairs = [(TEXT, " and"), (TEXT, " cat")]
-    own, none = (Answers(loaded.with_mask_choice(MaskChoice(masks))).loglikelihood(pairs) for masks in (None, "none"))
-    assert own == Answers(loaded.with_masks(OWN)).loglikelihood(pairs)
-    assert none == Answers(loaded).loglikelihood(pairs) != own
+    own, none = (HarnessModel(loaded.with_mask_choice(MaskChoice(masks))).loglikelihood(pairs) for masks in (None, "none"))
+    assert own == HarnessModel(loaded.with_masks(OWN)).loglikelihood(pairs)
+    assert none == HarnessModel(loaded).loglikelihood(pairs) != own
 
 
 def test_a_table_in_the_folder_is_the_models_own_where_it_has_no_gates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

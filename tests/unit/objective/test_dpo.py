@@ -12,7 +12,7 @@ from support.pairs import Pair, pair_batch
 
 from headway.data.batch import Batch, StepBatch, StepStats
 from headway.errors import ConfigError
-from headway.infer.load import frozen_model
+from headway.infer.load import build_frozen_model
 from headway.model.config import ModelConfig
 from headway.model.layout import param_specs
 from headway.objective.base import StepInfo
@@ -43,7 +43,7 @@ def wave(shift: float) -> dict[str, torch.Tensor]:
 def scored(config: Config, micro: list[Batch], *, reference_shift: float = 0.1) -> tuple[float, float, dict[str, float], dict[str, Any]]:
     """Loss, gradient norm, metrics and gradients of one step over some microbatches."""
     device = torch.device("cpu")
-    reference = frozen_model(MODEL, wave(reference_shift).items(), device, torch.float32)
+    reference = build_frozen_model(MODEL, wave(reference_shift).items(), device, torch.float32)
     prepare = None if config.reference_free else score_with(reference, 8)
     engine: Any = assemble(EngineSpec(MODEL, config, AdamW(), chunk_tokens=8, prepare=prepare))
     engine.fill(wave(0.0).items())
@@ -137,7 +137,7 @@ def test_rows_without_pairs_and_weights_of_zero_count_for_nothing() -> None:
     objective = DPO(Config(reference_free=True))
     batch = pair_batch([PAIRS[:1], []], seq_len=32)
     silent = replace(batch, loss_weight=torch.zeros_like(batch.loss_weight))
-    model = frozen_model(MODEL, wave(0.0).items(), torch.device("cpu"), torch.float32)
+    model = build_frozen_model(MODEL, wave(0.0).items(), torch.device("cpu"), torch.float32)
     out = model.forward_batch(batch)
     for one, count in ((batch, 1.0), (silent, 0.0)):
         loss = objective.loss(out, one, StepInfo(0, 1, training=False), DifferentiableCollectives(RankGroup()))

@@ -15,7 +15,7 @@ from headway.runtime.seed import derive
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:
-    from headway.eval.perplexity import Piece
+    from headway.eval.perplexity import EvalDocument
     from headway.workflows.demo.run import Demo
 
 VALID_FRACTION = 0.1
@@ -172,7 +172,9 @@ def sparsify(demo: Demo) -> dict[str, Any]:
     loaded = load_model(run)
     plan = LongPlan((), (256,), chunk_tokens=64, rows=8)
     texts = lambda: _held_out_modules(demo.store)  # noqa: E731
-    result = evaluate_long(loaded, spec.variants(find_model(run).mask_source()), plan, name=str(run), texts=texts, keep=folder / "parts")
+    result = evaluate_long(
+        loaded, spec.variants(find_model(run).mask_source()), plan, name=str(run), texts=texts, results_dir=folder / "parts"
+    )
     write_long_report(folder, result)
     losses = {one.name: one.perplexity["loss"] for one in result.variants if one.perplexity is not None}
     table = kv_rows(result.variants)
@@ -181,22 +183,22 @@ def sparsify(demo: Demo) -> dict[str, Any]:
     }
 
 
-def _held_out_modules(store: Path) -> Iterator[Piece]:
+def _held_out_modules(store: Path) -> Iterator[EvalDocument]:
     """Some documents that no run of the demo was trained on."""
     import numpy as np
 
     from headway.data.selection import in_valid
-    from headway.eval.perplexity import Piece
+    from headway.eval.perplexity import EvalDocument
     from headway.store.reader import open_store
 
     opened = open_store(store)
     for index in np.flatnonzero(in_valid(np.arange(opened.num_documents), VALID_MODULES))[:SPARSIFY_DOCUMENTS].tolist():
-        yield Piece(opened.document(index).tolist()[:4096], None, str(store))
+        yield EvalDocument(opened.document(index).tolist()[:4096], None, str(store))
 
 
 def compare_answers(demo: Demo, summary: dict[str, Any]) -> dict[str, Any]:
     """Answers of the three models to held-out questions, and report.md."""
-    from headway.infer.generate import Options, generate
+    from headway.infer.generate import GenerateOptions, generate
     from headway.infer.load import load_model
 
     questions = demo.instructions / "docstrings.jsonl"
@@ -206,7 +208,7 @@ def compare_answers(demo: Demo, summary: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, list[str]] = {}
     for name in ("pretrain", "sft", "dpo"):
         model = load_model(demo.out / "runs" / name)
-        found[name] = [one.text.strip() for one in generate(model, prompts, Options(max_new_tokens=40, special=True))]
+        found[name] = [one.text.strip() for one in generate(model, prompts, GenerateOptions(max_new_tokens=40, special=True))]
     answers = [
         {"question": one[0]["content"], "docstring": one[1]["content"], **{name: texts[at] for name, texts in found.items()}}
         for at, one in enumerate(asked)

@@ -151,7 +151,7 @@ def evaluate(demo: Demo) -> dict[str, Any]:
     import numpy as np
 
     from headway.data.selection import in_valid
-    from headway.eval.perplexity import Piece, perplexity
+    from headway.eval.perplexity import EvalDocument, perplexity
     from headway.infer.load import load_model
     from headway.store.reader import open_store
 
@@ -162,7 +162,7 @@ def evaluate(demo: Demo) -> dict[str, Any]:
     held_out = in_valid(np.arange(store.num_documents), VALID_MODULES)
     ids = {side: [store.document(i) for i in np.flatnonzero(held_out == (side == "valid")).tolist()] for side in ("train", "valid")}
     valid = [document.tolist() for document in ids["valid"]]
-    pieces = [Piece(document, len(tokenizer.decode_bytes(document, skip_special=True))) for document in valid]
+    pieces = [EvalDocument(document, len(tokenizer.decode_bytes(document, skip_special=True))) for document in valid]
     result = perplexity(loaded, pieces, stride=128)
     assert result.num_bytes is not None
     # Both score every token of a document but its first, so that both losses are about the same bytes.
@@ -203,7 +203,7 @@ def bigram_loss(train: Iterable[npt.NDArray[np.integer]], valid: Iterable[npt.ND
 def export_and_generate(demo: Demo) -> dict[str, Any]:
     """A Hugging Face folder of the model, and a sample from it."""
     from headway.export.huggingface import export_huggingface
-    from headway.infer.generate import Options, generate
+    from headway.infer.generate import GenerateOptions, generate
     from headway.infer.load import find_model, load_model
     from headway.infer.sampling import Sampling
 
@@ -211,7 +211,7 @@ def export_and_generate(demo: Demo) -> dict[str, Any]:
     if not demo.export.exists():
         export_huggingface(found.config, found.weights(), demo.export, tokenizer=found.tokenizer_folder)
     sampling = Sampling(temperature=0.7, top_p=0.9, seed=1)
-    sample = generate(load_model(demo.export), [PROMPT], Options(max_new_tokens=64, sampling=sampling))[0]
+    sample = generate(load_model(demo.export), [PROMPT], GenerateOptions(max_new_tokens=64, sampling=sampling))[0]
     return {"export": str(demo.export), "sample": PROMPT + sample.text}
 
 

@@ -1,4 +1,4 @@
-"""Answers to the harness equal plain transformers, token by token; they need no harness."""
+"""HarnessModel to the harness equal plain transformers, token by token; they need no harness."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from support.byte_model import CONFIG, write_model
 from support.ranks import run_ranks
 
 from headway.errors import ConfigError, DataError
-from headway.eval.answers import MAX_NEW_TOKENS, Answers, generation
+from headway.eval.harness_model import MAX_NEW_TOKENS, HarnessModel, generate_options
 from headway.infer.load import load_model
 
 LIMIT = 24
@@ -41,7 +41,7 @@ def reference(theirs: Any, before: list[int], after: list[int]) -> tuple[float, 
 
 
 def test_likelihoods_equal_transformers(folder: Path, theirs: Any) -> None:
-    answers = Answers(load_model(folder), batch_tokens=30)
+    answers = HarnessModel(load_model(folder), batch_tokens=30)
     found = answers.loglikelihood(PAIRS)
     for (context, continuation), (value, greedy) in zip(PAIRS, found, strict=True):
         bare = context.rstrip()
@@ -52,7 +52,7 @@ def test_likelihoods_equal_transformers(folder: Path, theirs: Any) -> None:
 
 
 def test_a_greedy_continuation_is_called_greedy(folder: Path) -> None:
-    answers = Answers(load_model(folder))
+    answers = HarnessModel(load_model(folder))
     prompts = [chr(letter) for letter in range(97, 123)]
     made = dict(zip(prompts, answers.generate([(prompt, {"max_gen_toks": 1}) for prompt in prompts]), strict=True))
     pairs = [(prompt, text) for prompt, text in made.items() if text.isascii() and text.strip()]
@@ -63,7 +63,7 @@ def test_a_greedy_continuation_is_called_greedy(folder: Path) -> None:
 
 
 def test_a_long_text_is_scored_whole_in_windows_that_touch(folder: Path, theirs: Any) -> None:
-    answers = Answers(load_model(folder))
+    answers = HarnessModel(load_model(folder))
     ids = answers.tokenizer.encode("over the hills and far away, to the sea and the islands")
     assert 2 * LIMIT < len(ids) < 3 * LIMIT
     parts = [
@@ -79,7 +79,7 @@ def test_ranks_share_the_work_and_all_get_every_answer(folder: Path) -> None:
     requests = [(context + continuation, {"max_gen_toks": 3 + len(context) % 2, "until": ["e"]}) for context, continuation in PAIRS]
 
     def work(group: Any) -> Any:
-        answers = Answers(load_model(folder), batch_tokens=30, group=group)
+        answers = HarnessModel(load_model(folder), batch_tokens=30, group=group)
         return answers.loglikelihood(PAIRS), answers.rolling(["a" * 60, "b"]), answers.generate(requests)
 
     (alone,) = run_ranks(work, 1)
@@ -98,14 +98,14 @@ def test_ranks_share_the_work_and_all_get_every_answer(folder: Path) -> None:
     ],
 )
 def test_settings_of_generation_mean_what_they_mean_to_the_harness(settings: dict[str, Any], expected: Any) -> None:
-    options, until = generation(settings)
+    options, until = generate_options(settings)
     assert (options.max_new_tokens, until, options.sampling.temperature) == expected
     assert (options.stop, options.sampling.top_k) == (until, 4 if "top_k" in settings else None)
 
 
 def test_what_cannot_be_answered_is_refused(folder: Path) -> None:
-    answers = Answers(load_model(folder))
-    with pytest.raises(ConfigError, match="num_beams 4, which headway does not do"):
+    answers = HarnessModel(load_model(folder))
+    with pytest.raises(ConfigError, match="num_beams 4, which headway does not support"):
         answers.generate([("a", {"num_beams": 4})])
     with pytest.raises(ConfigError, match=r"asks for 24 new tokens; the model's max_seq_len=24"):
         answers.generate([("a", {"max_gen_toks": LIMIT})])
@@ -114,4 +114,4 @@ def test_what_cannot_be_answered_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match="an empty text"):
         answers.loglikelihood([("a", "")])
     with pytest.raises(ConfigError, match="--batch-tokens is 0"):
-        Answers(load_model(folder), batch_tokens=0)
+        HarnessModel(load_model(folder), batch_tokens=0)

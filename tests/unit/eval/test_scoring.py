@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from headway.eval.scoring import TokenScores
-from headway.eval.tally import Tally
+from headway.eval.scoring import TokenScores, TokenSums
 
 
-def tallied(confidence: list[float], correct: list[float], context: list[int], nll: list[float]) -> Tally:
-    tally = Tally()
+def tallied(confidence: list[float], correct: list[float], context: list[int], nll: list[float]) -> TokenSums:
+    tally = TokenSums()
     tally.add(TokenScores(np.array(nll), np.array(correct), np.array(confidence), np.array(context), np.zeros(len(nll), np.int64)))
     return tally
 

@@ -1,4 +1,4 @@
-"""Models on disk that are a base and an adapter: what is stored comes in, one model without updates goes out, or its two halves."""
+"""A model on disk that is a base and an adapter: they come in, one merged model goes out, or the two apart."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Carried:
-    """The adapter a stored model carries, and the weights beneath it."""
+class StoredAdapter:
+    """The adapter of a stored model, and the weights beneath it."""
 
     config: AdapterConfig
     base: str | None
-    """Where the base lies, as far as it is known."""
+    """The path of the base, if known."""
     base_weights: Callable[[], Values]
-    """Every parameter of the model without the updates."""
+    """Every parameter of the model without the adapter."""
     updates: Callable[[], Mapping[str, torch.Tensor]]
-    whole: Callable[[], list[str]]
-    """Names of the model's own parameters that were trained beside the updates."""
+    full_weights: Callable[[], list[str]]
+    """Names of the base's parameters that were trained too."""
     patterned: bool = False
-    """Whether its linears had ranks or alphas of their own: such an adapter is merged, never trained further."""
+    """Its linears have different ranks or alphas. Such an adapter is merged, never trained further."""
 
     def merged(self, model: ModelConfig) -> Values:
-        """Every parameter of the model that does the same without an adapter."""
+        """Every parameter of the model with the adapter merged into it."""
         from headway.model.adapter.lora import merged, with_updates
 
         modules = self.config.modules(model)
         return merged(with_updates(self.base_weights(), self.config, modules, 0, self.updates()), self.config, modules)
 
 
-def carry(folder: Path, model: ModelConfig, base: str, base_weights: Callable[[], Values]) -> Carried:
+def stored_adapter(folder: Path, model: ModelConfig, base: str, base_weights: Callable[[], Values]) -> StoredAdapter:
     """A PEFT folder over a base."""
 
     @cache
@@ -54,15 +54,15 @@ def carry(folder: Path, model: ModelConfig, base: str, base_weights: Callable[[]
         for name, value in base_weights():
             yield name, whole.get(name, value)
 
-    return Carried(opened().config, base, replaced, lambda: opened().updates, lambda: sorted(opened().whole), opened().patterned)
+    return StoredAdapter(opened().config, base, replaced, lambda: opened().updates, lambda: sorted(opened().whole), opened().patterned)
 
 
-def base_folder(folder: Path) -> str:
-    """Where the base of an adapter folder lies; refused where that cannot be known."""
+def base_model_of(folder: Path) -> str:
+    """The path of an adapter folder's base model; refused where the folder does not name it."""
     base = base_of(folder)
     if base is None:
-        raise ConfigError(f"{folder}: is an adapter and does not say of which model. Give the model, and this folder as init.adapter.")
+        raise ConfigError(f"{folder}: is an adapter and does not name its base model. Give the model, and this folder as init.adapter.")
     return base
 
 
-__all__ = ["Carried", "base_folder", "carry", "is_adapter"]
+__all__ = ["StoredAdapter", "base_model_of", "is_adapter", "stored_adapter"]

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is good: sizes, checksums, shapes, finite numbers, one generation. It does not stop at the first fault."""
+"""Check a checkpoint: sizes, checksums, shapes, finite values, one generation. All problems are listed, not only the first."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ NEW_TOKENS = 8
 
 
 @dataclass
-class Report:
-    """What was looked at, and what is wrong."""
+class CheckpointReport:
+    """What was checked, and the problems found."""
 
     checkpoint: str
     step: int | None = None
     files: int = 0
     tensors: int = 0
     token_ids: list[int] = field(default_factory=list)
-    """What the model says after a few ids."""
+    """What the model generates after a few ids."""
     problems: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Report:
         return {**asdict(self), "good": not self.problems}
 
     def found(self, work: Callable[[], Any]) -> Any:
-        """What work gives; what is wrong there goes on the list, and None comes back."""
+        """The result of `work`; an error is added to `problems` and gives None."""
         try:
             return work()
         except HeadwayError as problem:
@@ -52,9 +52,9 @@ class Report:
             return None
 
 
-def check_checkpoint(path: AnyPath | str) -> Report:
-    """Look at everything in a checkpoint; for a run, at its newest."""
-    report = Report(str(path))
+def check_checkpoint(path: AnyPath | str) -> CheckpointReport:
+    """Check everything in a checkpoint; of a run, its newest."""
+    report = CheckpointReport(str(path))
     place = report.found(lambda: _newest(path))
     reader: Reader | None = None if place is None else report.found(lambda: open_checkpoint(place))
     if reader is None:
@@ -79,8 +79,8 @@ def _newest(path: AnyPath | str) -> AnyPath:
     return place if isinstance(place, Path) else locate(place)
 
 
-def _check_tensors(reader: Reader, report: Report) -> None:
-    """Every element of every tensor: there, as it was written, and finite."""
+def _check_tensors(reader: Reader, report: CheckpointReport) -> None:
+    """Every element of every tensor is there, unchanged and finite."""
     pairs = [(name, role) for name in reader.names() for role in reader.roles(name)]
     report.tensors = len(pairs)
     with progress("verify", total=len(pairs), unit="tensors") as advance:
@@ -88,11 +88,11 @@ def _check_tensors(reader: Reader, report: Report) -> None:
             value = report.found(lambda name=name, role=role: reader.read(name, role))
             if value is not None and value.is_floating_point() and not bool(torch.isfinite(value.float()).all()):
                 bad = int((~torch.isfinite(value.float())).sum())
-                report.problems.append(f"{reader.path}: {role} of {name} has {bad} of {value.numel()} numbers that are not finite.")
+                report.problems.append(f"{reader.path}: {role} of {name} has {bad} of {value.numel()} values that are not finite.")
             advance(1)
 
 
-def _check_shapes(reader: Reader, report: Report) -> None:
+def _check_shapes(reader: Reader, report: CheckpointReport) -> None:
     """Every parameter of the model is there in its shape."""
     shape: Any = reader.scalars.get("model")
     if not isinstance(shape, dict):
@@ -107,7 +107,7 @@ def _check_shapes(reader: Reader, report: Report) -> None:
 
 @torch.inference_mode()
 def _generate(path: str) -> list[int]:
-    """A few ids, each the likeliest; the way every text goes."""
+    """A few greedy ids, through the ordinary prefill and decoder."""
     loaded = load_model(path)
     model = loaded.model
     prompt = [number % loaded.config.vocab for number in range(4)]
@@ -116,7 +116,7 @@ def _generate(path: str) -> list[int]:
     decoder, ids = Decoder(model, cache, steps=NEW_TOKENS), list[int]()
     for at in range(NEW_TOKENS):
         if not bool(torch.isfinite(logits).all()):
-            raise CheckpointError(f"{path}: the model computes numbers that are not finite.")
+            raise CheckpointError(f"{path}: the model computes values that are not finite.")
         token = logits.argmax(-1)
         ids.append(int(token))
         if at + 1 < NEW_TOKENS:

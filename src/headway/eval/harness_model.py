@@ -1,11 +1,11 @@
-"""The three questions of lm-evaluation-harness, answered by a model: texts come in, log-likelihoods and continuations go out.
+"""A model as lm-evaluation-harness needs it: texts come in, log-likelihoods and continuations go out.
 
 loglikelihood   (context, continuation) -> (sum of log-probabilities of the continuation, whether each token was the first choice)
-rolling         text                    -> log-probability of the whole text, in windows that touch
-generate        (context, settings)     -> continuation, cut before the first stop text
+rolling         text                    -> log-probability of the whole text, in adjacent windows
+generate        (context, settings)     -> continuation, truncated before the first stop text
 
-Ids, cuts and stops are those of the harness's own model for Hugging Face folders, so that both give the same results. Over several ranks
-each computes its share of the batches, and all get every answer.
+Ids, windows and stops equal those of the harness's own model for Hugging Face folders, so both give the same results. Over several ranks
+each computes its share of the batches, and all get every result.
 """
 
 from __future__ import annotations
@@ -18,31 +18,29 @@ import numpy as np
 
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.eval.perplexity import BATCH_TOKENS, check_windows
-from headway.eval.scoring import Row, cut, score
+from headway.eval.scoring import ScoreWindow, score, sorted_batches
 from headway.runtime.progress import progress
 
 if TYPE_CHECKING:
-    from headway.infer.generate import Options
+    from headway.infer.generate import GenerateOptions
     from headway.infer.load import LoadedModel
     from headway.parallel.collectives import RankGroup
 
 T = TypeVar("T")
 
 MAX_NEW_TOKENS = 256
-"""What the harness takes where a task does not say how long an answer may be."""
+"""The harness's default where a task sets no length."""
 LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-# Settings of generation that leave it as it is.
+# Settings of generation that change nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {"num_beams": (1, None), "repetition_penalty": (1, None), "use_cache": (True, None)}
 
 
-class Answers:
-    """A model that answers the harness."""
+class HarnessModel:
+    """A loaded model behind the three requests of the harness."""
 
     def __init__(self, loaded: LoadedModel, *, batch_tokens: int = BATCH_TOKENS, group: RankGroup | None = None) -> None:
         if loaded.tokenizer is None:
-            raise ConfigError(
-                f"{loaded.path}: holds no tokenizer, and tasks are texts. Put tokenizer.json and tokenizer_config.json there."
-            )
+            raise ConfigError(f"{loaded.path}: holds no tokenizer, and tasks need one. Put tokenizer.json and tokenizer_config.json there.")
         check_windows(None, None, batch_tokens)
         self.loaded, self.tokenizer, self.batch_tokens, self.group = loaded, loaded.tokenizer, batch_tokens, group
         self.limit = loaded.config.max_seq_len
@@ -87,7 +85,7 @@ class Answers:
         from headway.infer.generate import generate_from_ids
 
         found: dict[int, str] = {}
-        plans = [(index, context, *generation(settings)) for index, (context, settings) in enumerate(requests)]
+        plans = [(index, context, *generate_options(settings)) for index, (context, settings) in enumerate(requests)]
         for options in dict.fromkeys(plan[2] for plan in plans):
             room = self.limit - options.max_new_tokens
             if room < 1:
@@ -95,11 +93,11 @@ class Answers:
                     f"a task asks for {options.max_new_tokens} new tokens; the model's max_seq_len={self.limit} leaves no room for its "
                     "text. Give its generation_kwargs a smaller max_gen_toks."
                 )
-            mine = self._share([plan for plan in plans if plan[2] == options])
-            prompts = [(context, (self.encode(context) or [self.prefix])[-room:]) for _, context, _, _ in mine]
+            share = self._share([plan for plan in plans if plan[2] == options])
+            prompts = [(context, (self.encode(context) or [self.prefix])[-room:]) for _, context, _, _ in share]
             rows = max(1, self.batch_tokens // (max((len(ids) for _, ids in prompts), default=0) + options.max_new_tokens))
             made_all = generate_from_ids(self.loaded, prompts, replace(options, rows=rows))
-            for (index, _, _, until), made in zip(mine, made_all, strict=True):
+            for (index, _, _, until), made in zip(share, made_all, strict=True):
                 found[index] = _cut_text(self.tokenizer.decode(made.token_ids, skip_special=True), until)
         return self._together(found, len(requests))
 
@@ -123,28 +121,28 @@ class Answers:
         return found
 
     def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        rows: list[Row] = []
+        rows: list[ScoreWindow] = []
         for index, (before, scored) in enumerate(pairs):
             if not scored:
-                raise DataError("a task asks how likely an empty text is. Every choice or text of a task must hold something.")
+                raise DataError(
+                    "a task asks for the likelihood of an empty text. Every choice or text of a task must have at least one token."
+                )
             if len(scored) > self.limit:
                 raise ConfigError(f"a task has an answer of {len(scored)} tokens; the model's max_seq_len is {self.limit}.")
             ids = [*before, *scored][-(self.limit + 1) :]
-            rows.append(Row(ids, max(1, len(ids) - len(scored)), index))
+            rows.append(ScoreWindow(ids, max(1, len(ids) - len(scored)), index))
         found: dict[int, tuple[float, bool]] = {}
-        batches = self._share(list(cut(rows, self.batch_tokens)))
+        batches = self._share(list(sorted_batches(rows, self.batch_tokens)))
         with progress("score", total=sum(len(batch) for batch in batches), unit="requests") as advance:
             for batch in batches:
                 found |= self._sums(batch)
                 advance(len(batch))
         return self._together(found, len(pairs))
 
-    def _sums(self, batch: Sequence[Row]) -> dict[int, tuple[float, bool]]:
+    def _sums(self, batch: Sequence[ScoreWindow]) -> dict[int, tuple[float, bool]]:
         scores = score(self.loaded, batch)
         if not np.isfinite(scores.nll).all():
-            raise CheckpointError(
-                f"{self.loaded.path}: its loss is not a finite number; the weights are damaged, or overflow as they compute."
-            )
+            raise CheckpointError(f"{self.loaded.path}: its loss is not finite. The weights are damaged, or overflow in this precision.")
         nll, wrong = (np.bincount(scores.row, weights=w, minlength=len(batch)) for w in (scores.nll, 1 - scores.correct))
         return {int(row.label or 0): (-float(nll[at]), bool(wrong[at] == 0)) for at, row in enumerate(batch)}
 
@@ -158,9 +156,9 @@ class Answers:
         return [answers[index] for index in range(count)]
 
 
-def generation(settings: Mapping[str, Any]) -> tuple[Options, tuple[str, ...]]:
-    """How to generate by a task's `generation_kwargs`, and the texts before which an answer is cut; what is not done is refused."""
-    from headway.infer.generate import Options
+def generate_options(settings: Mapping[str, Any]) -> tuple[GenerateOptions, tuple[str, ...]]:
+    """How to generate by a task's `generation_kwargs`, and its stop texts; settings that headway does not have are refused."""
+    from headway.infer.generate import GenerateOptions
     from headway.infer.sampling import Sampling
 
     left = dict(settings)
@@ -175,8 +173,8 @@ def generation(settings: Mapping[str, Any]) -> tuple[Options, tuple[str, ...]]:
     choice: dict[str, Any] = {"temperature": float(temperature), **among} if sample is not False and temperature > 0 else {}
     for key, value in left.items():
         if value not in NEUTRAL.get(key, ()):
-            raise ConfigError(f"a task's generation_kwargs has {key} {value!r}, which headway does not do. Take it out of the task.")
-    return Options(int(lengths[0]) if lengths else MAX_NEW_TOKENS, stop=stops, special=True, sampling=Sampling(**choice)), stops
+            raise ConfigError(f"a task's generation_kwargs has {key} {value!r}, which headway does not support. Remove it from the task.")
+    return GenerateOptions(int(lengths[0]) if lengths else MAX_NEW_TOKENS, stop=stops, special=True, sampling=Sampling(**choice)), stops
 
 
 def _cut_text(text: str, stops: Sequence[str]) -> str:

@@ -1,1 +1,0 @@
-"""Long-context tasks: one file per task; `write(rng, units, depth)` makes a prompt that grows with `units`."""
