@@ -55,7 +55,7 @@ class HarnessPlan:
 
 
 @dataclass(frozen=True)
-class Metric:
+class TaskMetric:
     """One number about one task or group of tasks."""
 
     task: str
@@ -83,7 +83,7 @@ class HarnessResult:
     """The head masks it ran under."""
     harness: str
     """Version of lm-evaluation-harness."""
-    metrics: list[Metric]
+    metrics: list[TaskMetric]
     details: dict[str, Any]
     """What the harness itself reports: results, versions and configs of tasks."""
     samples: dict[str, list[Any]]
@@ -172,7 +172,7 @@ def _load(manager: Any, plan: HarnessPlan) -> Any:
         raise DataError(f"the data of --tasks {' '.join(plan.tasks)} cannot be read: {said}.{offline}") from None
 
 
-def _metrics(found: Mapping[str, Any]) -> Iterator[Metric]:
+def _metrics(found: Mapping[str, Any]) -> Iterator[TaskMetric]:
     for task, numbers in {**found["results"], **(found.get("groups") or {})}.items():
         shots, counts = found.get("n-shot", {}).get(task), found.get("n-samples", {}).get(task, {})
         for key, value in numbers.items():
@@ -182,7 +182,7 @@ def _metrics(found: Mapping[str, Any]) -> Iterator[Metric]:
             error = numbers.get(f"{name}_stderr,{way}")
             number = value if isinstance(value, str) else float(value)
             stderr = None if error is None or isinstance(error, str) else float(error)
-            yield Metric(task, shots, "" if way == "none" else way, name, number, stderr, counts.get("effective"))
+            yield TaskMetric(task, shots, "" if way == "none" else way, name, number, stderr, counts.get("effective"))
 
 
 def write_results(folder: Path, result: HarnessResult, *, samples: bool = False) -> None:
