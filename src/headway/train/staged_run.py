@@ -21,8 +21,8 @@ from headway.config.load import dump_yaml, load
 from headway.data.open import open_data
 from headway.data.target_check import check_targets
 from headway.errors import ConfigError, HeadwayError
-from headway.infer.adapted import Carried
 from headway.infer.load import FINAL, STAGES, StoredModel, find_model
+from headway.infer.stored_adapter import StoredAdapter
 from headway.model.layout import param_specs
 from headway.optim.groups import OBJECTIVE, make_groups, trainable
 from headway.parallel.collectives import RankGroup
@@ -161,8 +161,8 @@ def expected_model(resolved: Resolved, folder: Path) -> StoredModel:
 
     weights: Callable[[], Iterator[tuple[str, Tensor]]] = initial if resolved.weights is None else resolved.weights.weights
     adapter = resolved.recipe.adapter
-    carried = None if adapter is None else Carried(adapter, resolved.base, weights, dict, list)
-    return StoredModel(folder, resolved.model, resolved.tokenizer_path, weights, carried=carried)
+    carried = None if adapter is None else StoredAdapter(adapter, resolved.base, weights, dict, list)
+    return StoredModel(folder, resolved.model, resolved.tokenizer_path, weights, adapter=carried)
 
 
 def decide_staged_start(recipe: Recipe, resume: str) -> StagedStart:
