@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headway.config.load import load
 from headway.eval.long_tasks import pairs, table
 from headway.prepare.build import build_store
 from headway.runtime.log import start_logging
