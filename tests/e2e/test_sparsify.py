@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from headway.eval.long_tasks.key_value import pairs, table
+from headway.eval.long_tasks import pairs, table
 from support.byte_model import CONFIG, write_model
 
 from headway.cli import main
