@@ -5,10 +5,10 @@ import random
 from pathlib import Path
 
 import pytest
-from headway.eval.long_tasks import pairs, table
 from support.byte_model import CONFIG, write_model
 
 from headway.cli import main
+from headway.eval.long_tasks import pairs, table
 from headway.model.head_masks.file import read_masks
 from headway.prepare.build import build_store
 
