@@ -113,7 +113,7 @@ def test_a_pipe_is_refused_by_name(place: Path, tmp_path: Path) -> None:
             ended = headway(*command)
             assert ended.returncode == 2
             assert ended.stderr == (
-                f"error: {path}: is a pipe or device, which can be read only once. Write it to a file first and give that.\n"
+                f"error: {path}: is a pipe or device, which can be read only once. Write its content to a file and give that.\n"
             )
     assert [one.name for one in tmp_path.iterdir()] == ["pipe"]
 
