@@ -32,7 +32,7 @@ STOP_SIGNALS = SIGNALS
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank fails, in its own words."""
+    """Why a rank fails, as the rank wrote it."""
 
     message: str
     exit_code: int

@@ -35,7 +35,7 @@ Show = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What every rank needs to know beside the recipe."""
+    """What every rank needs in addition to the recipe."""
 
     resume: str = "auto"
     dry_run: bool = False
