@@ -42,3 +42,12 @@ def test_imports_only_point_up(path: Path) -> None:
 def test_nothing_is_called_utils() -> None:
     banned = {"utils", "helpers", "common", "misc"}
     assert not [p for p in SRC.rglob("*.py") if p.stem in banned or banned & set(p.relative_to(SRC).parts)]
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    files: dict[str, list[str]] = {}
+    for path in sorted(SRC.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name != "Config":  # a kind's settings
+                files.setdefault(node.name, []).append(str(path.relative_to(SRC)))
+    assert not {name: where for name, where in files.items() if len(where) > 1}
