@@ -26,7 +26,7 @@ from headway.objective.head_sparsity import Config as HeadSparsity
 from headway.parallel.collectives import RankGroup
 from headway.parallel.context import to_heads, to_tokens
 from headway.store.reader import StoreWriter
-from headway.track.jsonl import read_metrics
+from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
 

@@ -15,7 +15,7 @@ from support.runs import make_stores, write_recipe
 
 from headway.config.load import load
 from headway.store.reader import StoreWriter
-from headway.track.jsonl import read_metrics
+from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
 from headway.train.session import run_recipe

@@ -25,7 +25,7 @@ from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.store.reader import StoreWriter
-from headway.track.jsonl import read_metrics
+from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
 

@@ -26,7 +26,7 @@ def test_records_that_lack_everything_do_not_block_the_end(tmp_path: Path) -> No
     (run / "events.jsonl").write_bytes(NONSENSE + (run / "events.jsonl").read_bytes())
     done = headway("train", *settings, "steps=5")
     assert done.returncode == 0, done.stderr
-    assert "1 damaged lines were dropped" in done.stderr
+    assert "dropped 1 damaged lines" in done.stderr
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 5 and summary["first_loss"] == json.loads(lines[0])["loss"]
 

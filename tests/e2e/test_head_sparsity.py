@@ -21,7 +21,7 @@ from headway.model.head_masks.choice import MaskChoice
 from headway.model.head_masks.file import read_masks, write_masks
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.layout import GATES
-from headway.track.jsonl import read_metrics
+from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
 

@@ -12,7 +12,7 @@ from support.runs import assert_same_run, deterministic, write_recipe
 from headway.config.load import load
 from headway.errors import GaveUpError
 from headway.store.reader import StoreWriter
-from headway.track.jsonl import read_metrics
+from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
 from headway.train.health import add_skipped_batches

@@ -15,7 +15,7 @@ from support.drill import STEPS, finish, kill_somewhere, small, started
 from support.runs import assert_same_run, make_stores, write_recipe
 
 from headway.checkpoint.load import open_checkpoint, step_folders
-from headway.track.jsonl import read_metrics
+from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
 

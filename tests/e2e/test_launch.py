@@ -13,7 +13,7 @@ import pytest
 from support.runs import headway, make_stores, wait_for_step, write_recipe
 
 from headway.config.load import load
-from headway.track.jsonl import read_metrics
+from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
 

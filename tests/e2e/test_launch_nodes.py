@@ -11,7 +11,7 @@ import pytest
 from support.namespaces import ADDRESSES, two_nodes, why_not
 from support.runs import make_stores, wait_for_step, write_recipe
 
-from headway.track.jsonl import read_metrics
+from headway.track.metrics_file import read_metrics
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")

@@ -13,7 +13,7 @@ from headway.checkpoint.load import newest_good, open_checkpoint, step_folders
 from headway.checkpoint.retention import RunScope, retain
 from headway.checkpoint.saver import SaveJob, Saver
 from headway.config.load import load
-from headway.track.jsonl import read_metrics
+from headway.track.metrics_file import read_metrics
 from headway.train.config import Recipe
 from headway.train.run import Run
 from headway.train.run_folder import SAVED, read_save_record

@@ -10,7 +10,7 @@ import pytest
 from support.runs import headway, make_stores, start_headway, tiny_settings, wait_for_step
 
 from headway.runtime.run_lock import LOCK, this_process
-from headway.track.jsonl import read_metrics
+from headway.track.metrics_file import read_metrics
 
 
 def listing(folder: Path) -> dict[str, bytes]:

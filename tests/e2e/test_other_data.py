@@ -11,7 +11,7 @@ from support.runs import headway, make_stores, tiny_settings
 
 from headway.checkpoint.load import open_checkpoint
 from headway.store.reader import StoreWriter
-from headway.track.jsonl import read_metrics
+from headway.track.metrics_file import read_metrics
 
 
 def rewrite_in_place(path: Path, content: bytes) -> None:

@@ -17,7 +17,7 @@ from headway.config.load import load
 from headway.errors import HeadwayError
 from headway.store.reader import StoreWriter
 from headway.tokenizer.load import load_tokenizer
-from headway.track.jsonl import read_metrics
+from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
 

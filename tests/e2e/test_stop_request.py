@@ -12,7 +12,7 @@ from support.runs import make_stores, write_recipe
 from headway.checkpoint.load import newest_good, step_folders
 from headway.cli import main
 from headway.errors import ConfigError, LaunchError
-from headway.track.jsonl import read_metrics
+from headway.track.metrics_file import read_metrics
 from headway.train.control import StopRequest, request_stop
 
 LONG = ("steps=100000", "checkpoint.every=null", "data.workers=0", "batch.rows=24", "batch.micro_rows=1", "eval.every=null")

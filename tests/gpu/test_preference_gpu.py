@@ -9,7 +9,7 @@ import torch
 from support.pairs import make_pair_store
 
 from headway.config.load import load
-from headway.track.jsonl import read_metrics
+from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
 

@@ -11,7 +11,7 @@ import torch
 
 from headway.checkpoint.load import open_checkpoint
 from headway.store.reader import StoreWriter
-from headway.track.jsonl import read_metrics
+from headway.track.metrics_file import read_metrics
 from support.forked import Forked
 
 

@@ -19,7 +19,7 @@ from headway.runtime.json_file import load_json
 from headway.runtime.output import flush_streams, say
 from headway.runtime.process import end_with_launcher, failure_file
 from headway.runtime.stop import SIGNALS
-from headway.track.outside import last_lines, tell_crash
+from headway.track.events import send_crash_alert, traceback_tail
 
 if TYPE_CHECKING:
     from headway.train.config import Recipe
@@ -146,8 +146,8 @@ def report_crash(recipe: Recipe, error: RankError) -> None:
     beats, now = read_beats(recipe.run.folder), time.time()
     for beat in beats:
         log.info("last seen: %s", beat.describe(now))
-    text = f"{last_lines(error.traceback)}\n{error}" if error.traceback else str(error)
+    text = f"{traceback_tail(error.traceback)}\n{error}" if error.traceback else str(error)
     try:
-        tell_crash(recipe.track, recipe.run.folder, text, max((beat.step for beat in beats), default=0))
+        send_crash_alert(recipe.track, recipe.run.folder, text, max((beat.step for beat in beats), default=0))
     except (OSError, HeadwayError) as problem:
         log.warning("the crash could not be reported: %s", problem)

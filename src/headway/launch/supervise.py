@@ -34,7 +34,7 @@ from headway.runtime.stop import handled_signals
 from headway.runtime.storage import write_atomic
 from headway.runtime.temporary import temporary_folder
 from headway.track.base import Event
-from headway.track.outside import claim_crash, tell_outside
+from headway.track.events import claim_crash_report, report_event
 from headway.train.control import read_request, remove_request
 from headway.train.stages import steps_saved
 
@@ -131,7 +131,7 @@ class Supervisor:
             "%s; restarting in %s (failure %d of at most %d in a row)", why, duration(pause), self.failures, self.policy.max_restarts + 1
         )
         killed = f"killed by {_signal_name(code - 128)}; restarting"
-        if not was_hung and code > 128 and (self.run_dir is None or claim_crash(self.run_dir, killed, self.job)):
+        if not was_hung and code > 128 and (self.run_dir is None or claim_crash_report(self.run_dir, killed, self.job)):
             self.report("crash", killed, max(self.furthest, 0))  # no other process can report it
         self.restarts += 1
         return self._wait(pause)
@@ -298,7 +298,7 @@ def supervise(command: Sequence[str], settings: SuperviseConfig, recipe: Recipe 
     policy = RestartPolicy(settings.max_restarts, settings.backoff_seconds, settings.hang_seconds)
     supervisor = Supervisor(command, policy, folder, safe_environment(command, os.environ))
     if folder is not None:
-        supervisor.report = lambda event, text, step: tell_outside(trackers, folder, event, text, step, supervisor.writes)
+        supervisor.report = lambda event, text, step: report_event(trackers, folder, event, text, step, supervisor.writes)
     try:
         return supervisor.run()
     except (FileNotFoundError, PermissionError) as problem:

@@ -1,3 +1,3 @@
-"""Where metrics and events go. `KINDS` names the modules that an entry of a recipe's `track` may choose."""
+"""Destinations of metrics and events. `KINDS` lists the modules that an entry of the recipe's `track` may choose."""
 
 KINDS = ("alert", "heartbeat", "tensorboard")

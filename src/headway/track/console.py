@@ -1,4 +1,4 @@
-"""One line of at most 100 columns per logged step, for people; with -v a second one with every other number. Always on, through the log."""
+"""Console output: one line of at most 100 columns per logged step. With -v a second line shows all other metrics. Always on."""
 
 import logging
 import math
@@ -26,16 +26,16 @@ log = logging.getLogger("headway")
 
 
 class Console:
-    """Writes steps to headway's log, hence to the terminal and to train.log."""
+    """Writes steps to headway's log, which goes to the terminal and to train.log."""
 
     def __init__(self, total_steps: int | None = None) -> None:
         self.total_steps = total_steps
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show one step; validation results get a line of their own."""
+        """Show one step; validation results get a separate line."""
         flat = flatten(metrics)
         valid = {name: value for name, value in flat.items() if name.startswith("valid")}
-        # Before the first step there is nothing but the validation to show.
+        # Validation before the first step has no training metrics.
         at_start = "validated at the start: " if valid and "loss" not in flat else ""
         if not at_start:
             log.info("%s", step_line(step, self.total_steps, flat))
@@ -46,22 +46,22 @@ class Console:
             log.debug("%s", "  " + "  ".join(f"{name} {_number(value)}" for name, value in rest.items()))
 
     def note(self, text: str) -> None:
-        """Show a remark."""
+        """Show a note."""
         log.info("%s", text)
 
     def event(self, name: Event, text: str, step: int) -> None:
-        """Show what happened; a beginning and an end are no warnings."""
+        """Show an event as a warning; start and finish appear only with -v."""
         if name in ("start", "finish"):
             log.debug("%s: %s", name, text)
         else:
             log.warning("%s at step %d: %s", name.replace("_", " "), step, text)
 
     def close(self) -> None:
-        """Nothing is waiting."""
+        """Nothing is queued."""
 
 
 def step_line(step: int, total_steps: int | None, metrics: Mapping[str, Value]) -> str:
-    """The line of one step; a number that is not there is left out, one that is not known says so."""
+    """The line of one step. Metrics absent from the record are left out; an MFU that cannot be computed shows as unknown."""
     parts = [f"{step}/{total_steps}" if total_steps else f"step {step}"]
     for name, write in (("loss", _loss), ("lr", _rate), ("grad_norm", _norm)):
         if name in metrics:

@@ -1,8 +1,9 @@
-"""A monitor's heartbeat: every N steps all numbers of a step are posted as one flat JSON object, as InternLM's light_monitor sends them.
+"""Heartbeats: every N steps, post all metrics of the step to a monitor as one flat JSON object, in the format of InternLM's light_monitor.
 
     {"msg_type": "train_metrics", "cluster": "a", "job": "7", "run": "pretrain", "step": 50, "loss": 3.1, "valid_wiki_loss": null, ...}
 
-Names are cut to letters, digits and _; what is not finite is null. Sent in the background; one that finds two others waiting is left out.
+Characters of a name other than letters, digits and _ become _. Values that are not finite become null. Heartbeats are sent in the
+background; if two are already queued, the next one is dropped.
 """
 
 from __future__ import annotations
@@ -21,43 +22,43 @@ from headway.track.sender import Sender, poster
 
 
 class Config(TrackerConfig):
-    """Post the numbers of some steps to a monitor."""
+    """Post metrics to a monitor every few steps."""
 
     kind: str = setting("heartbeat", "heartbeat.", on_resume="free")
     url_env: str = setting("MONITOR_ADDRESS", "Environment variable that holds the address to post to.", on_resume="free", min_length=1)
     every: int = setting(50, "Steps between heartbeats; sent with the first logged step at or after each.", gt=0, on_resume="free")
-    timeout_seconds: float = setting(5.0, "How long the monitor may take.", gt=0, on_resume="free")
+    timeout_seconds: float = setting(5.0, "Seconds to wait for the monitor's answer.", gt=0, on_resume="free")
 
     def build(self, run_dir: Path, run_name: str) -> HeartbeatPost:
-        """The tracker of a run; an address that is not there is refused now."""
+        """Make the tracker; raises ConfigError if the address is not set."""
         return HeartbeatPost(self, run_name, address_from_environment(self.url_env, "track url_env"))
 
 
 class HeartbeatPost:
-    """Posts a step now and then."""
+    """Posts every Nth step in the background."""
 
     def __init__(self, config: Config, run_name: str, address: str) -> None:
         self._every = config.every
-        self._who = {"msg_type": "train_metrics", "cluster": cluster_name(), "job": job_id(), "run": run_name}
+        self._identity = {"msg_type": "train_metrics", "cluster": cluster_name(), "job": job_id(), "run": run_name}
         self._sender = Sender("heartbeats", poster(address, config.timeout_seconds), capacity=2)
         self._next = 0
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Post this step if it is time."""
+        """Post this step if a heartbeat is due."""
         if step < self._next:
             return
         self._next = (step // self._every + 1) * self._every
         numbers = {re.sub(r"\W", "_", name, flags=re.ASCII): _finite(value) for name, value in flatten(metrics).items()}
-        self._sender.put(json.dumps({**self._who, "step": step, **numbers}, ensure_ascii=False, allow_nan=False).encode())
+        self._sender.put(json.dumps({**self._identity, "step": step, **numbers}, ensure_ascii=False, allow_nan=False).encode())
 
     def note(self, text: str) -> None:
-        """A monitor takes numbers."""
+        """Ignored: a heartbeat carries only metrics."""
 
     def event(self, name: Event, text: str, step: int) -> None:
-        """A monitor takes numbers."""
+        """Ignored: a heartbeat carries only metrics."""
 
     def close(self) -> None:
-        """Give the last one a moment."""
+        """Wait briefly for the last heartbeat to be sent."""
         self._sender.close()
 
 

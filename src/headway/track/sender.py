@@ -1,4 +1,4 @@
-"""Sends messages in a thread of its own from a short queue: a receiver that is slow, gone or hangs costs a run nothing."""
+"""Sends messages from a short queue in a background thread, so that a slow or dead receiver never delays training."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ CLOSE_SECONDS = 10.0
 log = logging.getLogger("headway")
 
 Send = Callable[[bytes], str | None]
-"""Sends one message; returns why it could not, None if it could."""
+"""Sends one message; returns the reason of a failure, None on success."""
 
 
 class Sender:
-    """One message after another; the first failure is logged, later ones are not."""
+    """Sends one message at a time. Only the first failure is logged."""
 
     def __init__(self, what: str, send: Send, capacity: int = QUEUE_MESSAGES) -> None:
         self._what, self._send, self._capacity = what, send, capacity
         self._waiting: queue.Queue[bytes | None] = queue.Queue(capacity)
-        self._has_complained = self._is_closed = False
+        self._has_warned = self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="headway-sender", daemon=True)
         self._thread.start()
 
     def put(self, message: bytes) -> None:
-        """Send later; a message for which there is no room is lost."""
+        """Queue a message; it is lost if the queue is full."""
         try:
             self._waiting.put_nowait(message)
         except queue.Full:
-            self._complain(f"{self._capacity} messages wait already")
+            self._warn_once(f"{self._capacity} messages are already queued")
 
     def close(self) -> None:
-        """Wait a little for what is under way; the thread never keeps a process alive."""
+        """Wait briefly until the queue is sent; the thread never keeps the process alive."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -48,22 +48,22 @@ class Sender:
             return
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            self._complain(f"the receiver does not answer, {self._waiting.qsize()} messages wait")
+            self._warn_once(f"the receiver does not answer; {self._waiting.qsize()} messages are still queued")
 
     def _work(self) -> None:
         while (message := self._waiting.get()) is not None:
             problem = self._send(message)
             if problem is not None:
-                self._complain(problem)
+                self._warn_once(problem)
 
-    def _complain(self, problem: str) -> None:
-        if not self._has_complained:
-            self._has_complained = True
-            log.warning("%s cannot be sent: %s; said only once", self._what, problem)
+    def _warn_once(self, problem: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("%s cannot be sent: %s; later failures are not logged", self._what, problem)
 
 
 def poster(address: str, timeout_seconds: float, refusal: Callable[[bytes], str | None] = lambda answer: None) -> Send:
-    """Posts JSON to an address, which is never shown; `refusal` reads in an answer why the message was not taken."""
+    """A `Send` that posts JSON to an address, which is never logged. `refusal` returns the error that an HTTP 200 answer contains."""
     opener = direct_opener()
 
     def send(body: bytes) -> str | None:

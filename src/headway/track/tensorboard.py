@@ -1,4 +1,4 @@
-"""TensorBoard: every number of a logged step as a curve in run_dir/tensorboard."""
+"""TensorBoard: every metric of a logged step becomes a curve in run_dir/tensorboard."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 FOLDER = "tensorboard"
-MOST_WAITING = 20_000
-"""Logged steps."""
+MAX_QUEUED_STEPS = 20_000
 FLUSH_SECONDS = 30.0
 RETRY_SECONDS = 5.0
 log = logging.getLogger("headway")
@@ -32,16 +31,16 @@ class Config(TrackerConfig):
     kind: str = setting("tensorboard", "tensorboard.", on_resume="free")
 
     def build(self, run_dir: Path, run_name: str) -> TensorBoard:
-        """The tracker of a run."""
+        """Make the tracker; raises ConfigError if tensorboard is not installed."""
         if importlib.util.find_spec("tensorboard") is None:
             raise ConfigError("track kind is 'tensorboard'; the package tensorboard is not installed. Run pip install tensorboard.")
         return TensorBoard(run_dir / FOLDER)
 
 
 class TensorBoard:
-    """Event files, begun with the first step: what an earlier start of the run wrote at or after that step is then hidden.
+    """Writes event files, the first one at the first step. It hides points that an earlier start of the run wrote at or after that step.
 
-    Points are kept until they are known to be in the file. Where it cannot be written they wait, and a new file begins with them.
+    Steps stay in memory until they are flushed. If a write fails, they wait and go into a new file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,59 +48,58 @@ class TensorBoard:
         self._writer: SummaryWriter | None = None
         self._step = 0
         self._notes: list[str] = []
-        self._waiting: deque[Point] = deque(maxlen=MOST_WAITING)
-        self._handed: deque[Point] = deque(maxlen=MOST_WAITING)
-        """Given to the writer, which has not flushed them yet."""
+        self._waiting: deque[LoggedStep] = deque(maxlen=MAX_QUEUED_STEPS)
+        self._unflushed: deque[LoggedStep] = deque(maxlen=MAX_QUEUED_STEPS)
         self._flush_at = time.monotonic() + FLUSH_SECONDS
         self._retry_at = 0.0
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add a point to each curve. Values that are no numbers (null) have no point."""
+        """Add a point to each curve. Null values add no point."""
         self._step = step
-        self._take(flatten(metrics))
+        self._enqueue(flatten(metrics))
         if time.monotonic() >= self._retry_at:
             self._write(flush=time.monotonic() >= self._flush_at)
 
     def note(self, text: str) -> None:
-        """Add a remark at the last step; before the first one it waits for it."""
+        """Add a note; it is written with the next step."""
         self._notes.append(text)
 
     def event(self, name: Event, text: str, step: int) -> None:
-        """Add what happened to the remarks; written with the next step, by the thread that writes steps."""
+        """Add an event to the notes; the thread that logs steps writes it with the next step."""
         self._notes.append(f"{name} at step {step}: {text}")
 
     def close(self) -> None:
-        """Write out the curves."""
+        """Flush the curves and notes."""
         if self._notes and self._step:
-            self._take({})
+            self._enqueue({})
         self._write(flush=True)
         self._drop_writer()
 
-    def _take(self, values: dict[str, Value]) -> None:
+    def _enqueue(self, values: dict[str, Value]) -> None:
         notes, self._notes = self._notes, []
-        self._waiting.append(Point(self._step, values, notes))
+        self._waiting.append(LoggedStep(self._step, values, notes))
 
     def _write(self, *, flush: bool) -> None:
-        """Hand on what waits; a failure is logged, and tried again later with all that was not flushed."""
+        """Write the queued steps. After a failure, log it and retry later with everything that was not flushed."""
         try:
             while self._waiting:
                 self._add(self._waiting[0])
-                self._handed.append(self._waiting.popleft())
+                self._unflushed.append(self._waiting.popleft())
             if flush and self._writer is not None:
                 self._writer.flush()
-                self._handed.clear()
+                self._unflushed.clear()
                 self._flush_at = time.monotonic() + FLUSH_SECONDS
         except OSError as problem:
             if not self._retry_at:
-                log.warning("%s cannot be written: %s; its points wait in memory", self.folder, problem.strerror or problem)
+                log.warning("%s cannot be written: %s; its points stay in memory and are retried", self.folder, problem.strerror or problem)
             self._retry_at = time.monotonic() + RETRY_SECONDS
-            self._waiting.extendleft(reversed(self._handed))
-            self._handed.clear()
+            self._waiting.extendleft(reversed(self._unflushed))
+            self._unflushed.clear()
             self._drop_writer()
             return
         self._retry_at = 0.0
 
-    def _add(self, point: Point) -> None:
+    def _add(self, point: LoggedStep) -> None:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -118,12 +116,12 @@ class TensorBoard:
             if writer is not None:
                 writer.close()
         except OSError:
-            return  # it has failed already; what it held is still here
+            return  # the write failed before; the unflushed steps are still in memory
 
 
 @dataclass(frozen=True)
-class Point:
-    """The numbers and remarks of one step."""
+class LoggedStep:
+    """The metrics and notes of one step."""
 
     step: int
     values: dict[str, Value]

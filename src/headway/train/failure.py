@@ -16,7 +16,7 @@ from headway.errors import CommunicationError, HeadwayError
 from headway.runtime.heartbeat import WRITE_SECONDS, Beat, Heartbeat, is_alive, is_lost, read_beats, suspects
 from headway.runtime.process import failure_file
 from headway.runtime.storage import write_atomic
-from headway.track.outside import last_lines, tell_crash
+from headway.track.events import send_crash_alert, traceback_tail
 
 if TYPE_CHECKING:
     from headway.train.config import Recipe
@@ -54,8 +54,8 @@ def report_crash(recipe: Recipe, error: Exception, step: int) -> None:
     """Send a crash alert with the end of the traceback, where no launcher of ours does."""
     if failure_file() is not None or (isinstance(error, HeadwayError) and error.exit_code == 2):
         return
-    text = str(error) if isinstance(error, HeadwayError) else last_lines("".join(traceback.format_exception(error)))
+    text = str(error) if isinstance(error, HeadwayError) else traceback_tail("".join(traceback.format_exception(error)))
     try:
-        tell_crash(recipe.track, recipe.run.folder, text, step)
+        send_crash_alert(recipe.track, recipe.run.folder, text, step)
     except (OSError, HeadwayError) as problem:
         log.warning("the crash alert could not be sent: %s", problem)

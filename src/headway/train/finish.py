@@ -19,7 +19,7 @@ from headway.model.layout import GATES
 from headway.optim.groups import ADAPTER
 from headway.runtime.process import leave_outcome
 from headway.track.console import DATA_WAIT_SHOWN
-from headway.track.outside import end_claims
+from headway.track.events import clear_crash_report
 from headway.train.control import exit_code
 from headway.train.early_stopping import restore_best, stopped_early
 from headway.train.history import total_metrics
@@ -59,7 +59,7 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
         )
     run.emit("finish", f"{'done' if early is None else 'stopped early'}: {run.state.step} steps, loss {_number(summary['last_loss'])}")
     if run.process.is_first:
-        end_claims(folder)
+        clear_crash_report(folder)
     log.info("done: %d steps in %.0f s, loss %s; %s", run.state.step, run.state.seconds, _number(summary["last_loss"]), folder)
     return summary
 

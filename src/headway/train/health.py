@@ -29,7 +29,7 @@ from headway.data.config import skipped_batches
 from headway.data.loader import LoaderState
 from headway.errors import HeadwayError
 from headway.runtime.storage import write_atomic
-from headway.track.outside import read_events
+from headway.track.events import read_events
 from headway.train.config import HealConfig, Recipe
 from headway.train.run_folder import clear_save_record, write_save_record
 

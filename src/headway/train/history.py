@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.eval.evaluate import TrainingCurves, ValidationPoint
-from headway.track.jsonl import MetricsFile, MetricsReader
+from headway.track.metrics_file import MetricsFile, MetricsReader
 from headway.train.meter import AT_START, WARM_STEPS
 from headway.train.run_folder import METRICS
 

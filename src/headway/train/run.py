@@ -36,8 +36,8 @@ from headway.runtime.stop import StopSignal
 from headway.runtime.storage import write_atomic
 from headway.track.base import Event, Tracker
 from headway.track.console import Console
-from headway.track.jsonl import MetricsFile
-from headway.track.outside import append_event
+from headway.track.events import append_event
+from headway.track.metrics_file import MetricsFile
 from headway.train.batches import count_steps, make_loader, valid_batches
 from headway.train.config import Recipe
 from headway.train.control import Control
@@ -99,7 +99,7 @@ class NoMetrics:
 
     def sync(self) -> None: ...
 
-    def cut_to(self, step: int) -> None: ...
+    def truncate_after(self, step: int) -> None: ...
 
 
 @dataclass
@@ -368,7 +368,7 @@ class Run:
         self.total_steps = count_steps(self.recipe, self.loader, self.batch)
         self.meter = self.meter.restarted(self.state, self.total_steps)
         self.saver.saved_step = self.saver.started_step = self.state.step
-        self.metrics.cut_to(self.state.step)
+        self.metrics.truncate_after(self.state.step)
         self.heart.beat("step", self.state.step)
         healer.rolled_back(self.state.step)
         text = f"{bad.reason}; rolled back to step {self.state.step}, skipping batches {first} to {batch}"

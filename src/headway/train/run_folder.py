@@ -30,7 +30,7 @@ from headway.runtime.process import restarted_job, supervisor
 from headway.runtime.run_lock import LOCK, RunLock
 from headway.runtime.storage import parse_sealed_json, sealed_json, write_atomic
 from headway.runtime.temporary import clear_temporary
-from headway.track.outside import EVENTS, begin_claims
+from headway.track.events import EVENTS, reset_crash_report
 from headway.train.config import Recipe
 from headway.train.control import on_first_rank, remove_request
 
@@ -187,7 +187,7 @@ def begin_in(folder: Path) -> None:
     for one in (folder, folder / "logs"):
         clear_temporary(one)
     clear_beats(folder)
-    begin_claims(folder)
+    reset_crash_report(folder)
     if supervisor() is None:
         remove_request(folder)  # of an earlier start; under a supervisor it may be for this one
     _record_start(folder)

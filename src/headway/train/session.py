@@ -111,7 +111,7 @@ def _train(run: Run, tokenizer: Tokenizer | None) -> dict[str, Any]:
         log.info("%s is complete: all %d steps are done", start.folder, run.state.step)
         run.loader.close()
         return summarize(run)
-    run.metrics.cut_to(run.state.step)
+    run.metrics.truncate_after(run.state.step)
     run.emit(
         "start",
         f"{'begins' if start.checkpoint is None else 'resumes'} at step {run.state.step} of {run.total_steps}",

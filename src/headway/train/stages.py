@@ -16,7 +16,7 @@ from headway.config.section import differences
 from headway.errors import ConfigError
 from headway.infer.load import STAGES
 from headway.runtime.json_file import load_json
-from headway.track.jsonl import MetricsFile
+from headway.track.metrics_file import MetricsFile
 from headway.train.config import InitConfig, Recipe
 
 FOLDER = "stages"
@@ -134,10 +134,10 @@ class StageMetrics:
         self.own.sync()
         self.whole.sync()
 
-    def cut_to(self, step: int) -> None:
+    def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps of this stage, and of later stages."""
-        self.own.cut_to(step)
-        self.whole.cut_to(self.position.steps_before + step)
+        self.own.truncate_after(step)
+        self.whole.truncate_after(self.position.steps_before + step)
 
 
 def steps_saved(run: Path) -> int:

@@ -26,8 +26,8 @@ from headway.errors import ConfigError, TrainingError
 from headway.runtime.device import backend_of
 from headway.runtime.process import KILL_AT_STEP, headway_command
 from headway.runtime.progress import progress
-from headway.track.jsonl import read_metrics
-from headway.track.outside import read_events
+from headway.track.events import read_events
+from headway.track.metrics_file import read_metrics
 
 if TYPE_CHECKING:
     from headway.train.config import Recipe

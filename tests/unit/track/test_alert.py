@@ -15,8 +15,8 @@ from headway.track import alert as alert_module
 from headway.track import sender as sender_module
 from headway.track.alert import Config
 from headway.track.base import Event
+from headway.track.events import claim_crash_report, reset_crash_report, send_crash_alert
 from headway.track.heartbeat import Config as HeartbeatConfig
-from headway.track.outside import begin_claims, claim_crash, tell_crash
 
 SECRET = "hook-secret-42"
 
@@ -42,7 +42,7 @@ def watch(server: ChatServer, monkeypatch: pytest.MonkeyPatch, happens: list[Eve
     return server.seen
 
 
-def test_each_event_is_told_with_all_its_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_event_is_reported_with_all_its_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBERNETES_POD_NAME", "job7-worker-0")
     with serving(take) as server:
         seen = [one["body"] for one in watch(server, monkeypatch, list(get_args(Event)))]
@@ -81,8 +81,8 @@ def test_messages_about_one_event_are_rate_limited_and_counted(monkeypatch: pyte
     clock = iter([0.0, 1.0, 2.0, 90.0, 91.0])
     with serving(take) as server, monkeypatch.context() as patch:
         patch.setattr(alert_module, "time", SimpleNamespace(monotonic=lambda: next(clock), time=time.time))
-        told = [one["body"]["text"] for one in watch(server, monkeypatch, events, events=("nan",), every_seconds=60.0)]
-    assert told == ["nan in step 1", "nan in step 4 (2 more since the last message)"]
+        texts = [one["body"]["text"] for one in watch(server, monkeypatch, events, events=("nan",), every_seconds=60.0)]
+    assert texts == ["nan in step 1", "nan in step 4 (2 more since the last message)"]
 
 
 def test_each_event_counts_its_own_messages_and_only_those_since_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_receiver_that_hangs_or_is_gone_never_blocks_a_step(monkeypatch: pytes
         started = time.monotonic()
         watch(server, monkeypatch, ["nan"] * 500, every_seconds=0.0)
         assert time.monotonic() - started < 2
-    assert "32 messages wait already" in caplog.text
+    assert "32 messages are already queued" in caplog.text
     caplog.clear()
     monkeypatch.setattr(sender_module, "CLOSE_SECONDS", 10.0)
     watch(server, monkeypatch, ["start"])
@@ -194,21 +194,21 @@ def test_a_monitor_that_hangs_never_blocks_a_step(monkeypatch: pytest.MonkeyPatc
     assert "heartbeats cannot be sent" in caplog.text and SECRET not in caplog.text
 
 
-def test_a_crash_is_told_once_over_ranks_and_restarts_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_is_reported_once_over_ranks_and_restarts_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "logs").mkdir()
     monkeypatch.setenv("HEADWAY_SUPERVISOR", "job-1")
-    begin_claims(tmp_path)
-    assert claim_crash(tmp_path, "trace\nValueError: at 17")
-    assert not claim_crash(tmp_path, "rank 0 lost its peer")  # another rank of the same start
-    begin_claims(tmp_path)
-    assert not claim_crash(tmp_path, "trace\nValueError: at 18")  # the same after a restart
-    begin_claims(tmp_path)
-    assert claim_crash(tmp_path, "KeyError: other")
+    reset_crash_report(tmp_path)
+    assert claim_crash_report(tmp_path, "trace\nValueError: at 17")
+    assert not claim_crash_report(tmp_path, "rank 0 lost its peer")  # another rank of the same start
+    reset_crash_report(tmp_path)
+    assert not claim_crash_report(tmp_path, "trace\nValueError: at 18")  # the same after a restart
+    reset_crash_report(tmp_path)
+    assert claim_crash_report(tmp_path, "KeyError: other")
     monkeypatch.setenv("HEADWAY_SUPERVISOR", "job-2")
-    begin_claims(tmp_path)
+    reset_crash_report(tmp_path)
     with serving(take) as server:
         monkeypatch.setenv("ALERT_WEBHOOK", server.url)
-        assert tell_crash([Config(), HeartbeatConfig()], tmp_path, "trace\nValueError: at 17", 5)
-        assert not tell_crash([Config()], tmp_path, "ValueError: at 17", 5)
+        assert send_crash_alert([Config(), HeartbeatConfig()], tmp_path, "trace\nValueError: at 17", 5)
+        assert not send_crash_alert([Config()], tmp_path, "ValueError: at 17", 5)
     assert [(one["body"]["event"], one["body"]["step"]) for one in server.seen] == [("crash", 5)]
     assert json.loads((tmp_path / "events.jsonl").read_text())["event"] == "crash"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headway.errors import DataError
-from headway.track import jsonl
-from headway.track.jsonl import MetricsFile, read_metrics
+from headway.track import metrics_file as jsonl
+from headway.track.metrics_file import MetricsFile, read_metrics
 
 
 def written(path: Path, steps: range) -> MetricsFile:
@@ -45,14 +45,14 @@ def test_a_resumed_run_writes_each_step_once(tmp_path: Path, step: int, torn: by
     file = written(path, range(1, 6))
     with open(path, "ab") as raw:
         raw.write(torn)
-    file.cut_to(step)
+    file.truncate_after(step)
     written(path, range(min(step, 5) + 1, 8))
     written(straight, range(1, 8))
     assert path.read_bytes() == straight.read_bytes()
 
 
 def test_nothing_to_cut_is_fine(tmp_path: Path) -> None:
-    MetricsFile(tmp_path / "none.jsonl").cut_to(5)
+    MetricsFile(tmp_path / "none.jsonl").truncate_after(5)
     MetricsFile(tmp_path / "none.jsonl").sync()
     assert list(tmp_path.iterdir()) == []
 
@@ -66,9 +66,9 @@ def test_a_torn_last_line_is_not_read_and_a_damaged_one_is_named(tmp_path: Path,
     path.write_bytes(good.replace(b"loss", b'lo"s', 1))
     with caplog.at_level(logging.WARNING, "headway"):
         assert [r["step"] for r in read_metrics(path)] == [2]
-        assert "1 damaged lines were left out, the first is line 1" in caplog.text
-        MetricsFile(path).cut_to(9)
-    assert "1 damaged lines were dropped" in caplog.text
+        assert "skipped 1 damaged lines; the first is line 1" in caplog.text
+        MetricsFile(path).truncate_after(9)
+    assert "dropped 1 damaged lines" in caplog.text
     caplog.clear()
     assert [r["step"] for r in read_metrics(path)] == [2] and not caplog.text
 
@@ -86,9 +86,9 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path: Path, monkeypatch: pytest
     plain = jsonl._record  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(jsonl, "_record", lambda line: (read.append(1), plain(line))[1])
     monkeypatch.setattr(jsonl, "TAIL_BYTES", 1000)
-    MetricsFile(path).cut_to(1990)
+    MetricsFile(path).truncate_after(1990)
     assert path.read_bytes() == b"".join(lines[:1990]) and len(read) < 50
-    MetricsFile(path).cut_to(5)
+    MetricsFile(path).truncate_after(5)
     assert path.read_bytes() == b"".join(lines[:5])
 
 
@@ -99,7 +99,7 @@ def test_many_damaged_lines_cost_no_more_than_reading_them(tmp_path: Path, caplo
     path.write_bytes(good + b"\x00damaged\n" * 200_000)
     began = time.process_time()
     with caplog.at_level(logging.WARNING, "headway"):
-        MetricsFile(path).cut_to(9)
+        MetricsFile(path).truncate_after(9)
     assert time.process_time() - began < 5, "200,000 damaged lines took minutes when each was counted by reading all"
     assert path.read_bytes() == good and "200000 damaged lines" in caplog.text
 

@@ -108,7 +108,7 @@ def prefer(demo: Demo) -> dict[str, Any]:
 def _train(demo: Demo, name: str, recipe: str, steps: int) -> list[dict[str, Any]]:
     """Train one run, or find it done; returns its validations, the first from before the first step."""
     from headway.config.load import load
-    from headway.track.jsonl import read_metrics
+    from headway.track.metrics_file import read_metrics
     from headway.train import train
     from headway.train.config import Recipe
     from headway.train.meter import AT_START

@@ -1,7 +1,6 @@
-"""Telling from outside of a run what its own trackers cannot: a crash, a hang. Used by ranks that fail, by the launcher and the supervisor.
+"""events.jsonl, and alerts sent by a process other than the training loop: a failing rank, the launcher or the supervisor.
 
-A crash is told once: by the first who claims it, whether that is one of many ranks, the launcher or the supervisor; the same error after a
-restart of the same job is not told again.
+A crash is reported once: by the first process that claims it. The same error after a restart of the same job is not reported again.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from headway.runtime.deferred import Deferred
 from headway.runtime.process import supervisor
 from headway.runtime.web import job_id
 from headway.track.base import Event, TrackerConfig
-from headway.track.jsonl import lines_of
+from headway.track.metrics_file import read_lines
 
 EVENTS = "events.jsonl"
 CLAIMS = Path("logs") / "crash.json"
 LAST_LINES = 10
-MOST_BYTES = 1 << 20
+MAX_CLAIM_BYTES = 1 << 20
 
 
 def append_event(run_dir: Path, event: Event, text: str, step: int, writes: Deferred | None = None, **facts: Any) -> None:
-    """Keep an event in the run folder: one line of JSON in events.jsonl. A run that has no folder yet has no events.
+    """Append an event to events.jsonl as one line of JSON. Does nothing before the run folder exists.
 
-    An event that cannot be written waits in `writes`, where there is one: what is reported must not depend on a disk that may be full.
+    If the line cannot be written (a full disk), it waits in `writes`: reporting an event must never fail.
     """
     if not run_dir.is_dir():
         return
@@ -38,10 +37,10 @@ def append_event(run_dir: Path, event: Event, text: str, step: int, writes: Defe
 
 
 def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run in order, one after another; lines that are none are left out."""
+    """The events of a run in order. Lines that are not JSON objects are skipped."""
     try:
         with (run_dir / EVENTS).open("rb") as file:
-            for line in lines_of(file):
+            for line in read_lines(file):
                 try:
                     found: Any = json.loads(line)
                 except (ValueError, RecursionError):
@@ -52,10 +51,10 @@ def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
         return
 
 
-def tell_outside(
+def report_event(
     configs: Sequence[TrackerConfig], run_dir: Path, event: Event, text: str, step: int = 0, writes: Deferred | None = None
 ) -> None:
-    """Tell everybody who can be told without a run; waits a moment for messages to be on their way."""
+    """Record an event and send it through every tracker that works without a run; waits briefly for the messages to be sent."""
     append_event(run_dir, event, text, step, writes)
     for config in configs:
         tracker = config.build_outside(run_dir, run_dir.name)
@@ -64,21 +63,21 @@ def tell_outside(
             tracker.close()
 
 
-def tell_crash(configs: Sequence[TrackerConfig], run_dir: Path, text: str, step: int = 0) -> bool:
-    """Tell a crash, unless somebody did already; returns whether it was told."""
-    if not claim_crash(run_dir, text):
+def send_crash_alert(configs: Sequence[TrackerConfig], run_dir: Path, text: str, step: int = 0) -> bool:
+    """Report a crash unless another process already did; returns whether it was reported."""
+    if not claim_crash_report(run_dir, text):
         return False
-    tell_outside(configs, run_dir, "crash", text, step)
+    report_event(configs, run_dir, "crash", text, step)
     return True
 
 
-def last_lines(trace: str) -> str:
-    """The end of a traceback, where the cause is."""
+def traceback_tail(trace: str) -> str:
+    """The last lines of a traceback, which name the cause."""
     return "\n".join(trace.rstrip().splitlines()[-LAST_LINES:])
 
 
-def begin_claims(run_dir: Path) -> None:
-    """A run starts: its crash may be told again, unless it is the same one in the same job. A run that never crashed has no claims."""
+def reset_crash_report(run_dir: Path) -> None:
+    """At the start of a run, allow its next crash to be reported. A restart of the same job remembers the crashes reported before."""
     path = run_dir / CLAIMS
     if not path.exists():
         return
@@ -89,27 +88,28 @@ def begin_claims(run_dir: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def end_claims(run_dir: Path) -> None:
-    """A run has ended well: no crash of it is of interest any more."""
+def clear_crash_report(run_dir: Path) -> None:
+    """At the successful end of a run, forget its reported crashes."""
     (run_dir / CLAIMS).unlink(missing_ok=True)
 
 
-def claim_crash(run_dir: Path, text: str, job: str | None = None) -> bool:
-    """Whether the caller is the one to tell this crash; `job` is its name, for a supervisor, which has it from itself."""
+def claim_crash_report(run_dir: Path, text: str, job: str | None = None) -> bool:
+    """Whether the caller must report this crash. A supervisor passes its own `job`; other processes read theirs from the environment."""
     if not (run_dir / "logs").is_dir():
-        return True  # nobody else can know of it either
+        return True  # without the folder no other process can have claimed it
     signature = re.sub(r"\d+(\.\d+)?", "#", (text.rstrip().splitlines() or [""])[-1])
     with _claims(run_dir) as claims:
         found: Any = claims.get("told")
-        told: list[Any] = found if isinstance(found, list) else []
-        is_new = not claims.get("told_this_start") and signature not in told
-        claims.update(job=job or claims.get("job") or _job(), told_this_start=True, told=[*told, signature] if is_new else told)
+        reported: list[Any] = found if isinstance(found, list) else []
+        is_new = not claims.get("told_this_start") and signature not in reported
+        reported = [*reported, signature] if is_new else reported
+        claims.update(job=job or claims.get("job") or _job(), told_this_start=True, told=reported)
         return is_new
 
 
 @contextmanager
 def _claims(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The claims, read and written by one process at a time. Where the disk cannot be written they are forgotten: better told twice."""
+    """The claims file, locked for one process at a time. If the disk cannot be written, claims are lost: a second report beats none."""
     import fcntl
 
     claims: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def _claims(run_dir: Path) -> Iterator[dict[str, Any]]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
-            found: Any = json.loads(file.read(MOST_BYTES) or b"{}")
+            found: Any = json.loads(file.read(MAX_CLAIM_BYTES) or b"{}")
             claims = found if isinstance(found, dict) else {}
         except (OSError, ValueError, RecursionError):
             claims = {}
@@ -135,6 +135,6 @@ def _claims(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def _job() -> str | None:
-    """What stays the same over the restarts of one job."""
+    """A name that stays the same when a job restarts; None without a supervisor or scheduler."""
     scheduled = job_id()
     return supervisor() or (None if scheduled == "none" else scheduled)

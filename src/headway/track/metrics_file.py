@@ -1,8 +1,8 @@
-"""metrics.jsonl, the source of truth: one line of JSON per step, ever. Always written; not a kind one chooses.
+"""metrics.jsonl, the source of truth: exactly one line of JSON per logged step. Always written.
 
     {"step": 3, "loss": 5.21, ..., "time": {"step_seconds": 0.4, ...}}
 
-All fields but `time` are the same in every rerun of a recipe. JSON has no NaN or infinity: such a value is written as null and named in
+All fields but `time` are identical in every rerun of a recipe. JSON has no NaN or infinity: such a value is written as null and named in
 `non_finite`, e.g. {"step": 7, "loss": null, "non_finite": {"loss": "nan"}}.
 """
 
@@ -20,21 +20,21 @@ from headway.runtime.storage import CHUNK_BYTES, fsync_file, fsync_folder
 from headway.runtime.temporary import temporary_name
 
 LONGEST_LINE = 4 << 20
-"""Bytes; what has no end for longer is no line of metrics."""
+"""Bytes. Anything longer without a line end is treated as damage."""
 TAIL_BYTES = 8 << 20
-"""How much of the end of a file is read at a time by a run that resumes."""
+"""Bytes that a resuming run reads at a time, from the end of the file backwards."""
 log = logging.getLogger("headway")
 
 
 class MetricsFile:
-    """A metrics.jsonl that is appended to. Holds no open file; lines that cannot be written wait in `writes` and never end a run."""
+    """Appends to a metrics.jsonl. Keeps no file open. Lines that cannot be written wait in `writes`; a failed write never ends a run."""
 
     def __init__(self, path: Path, writes: Deferred | None = None) -> None:
         self.path, self.writes = path, writes or Deferred()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one step's record, which has a `step`, in a single write."""
-        assert "step" in record, "a line of metrics belongs to a step"
+        """Append the record of one step in a single write."""
+        assert "step" in record, "a record of metrics needs a step"
         non_finite: dict[str, str] = {}
         plain = {key: _finite(value, key, non_finite) for key, value in record.items()}
         if non_finite:
@@ -42,7 +42,7 @@ class MetricsFile:
         self.writes.append(self.path, json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
     def sync(self) -> None:
-        """Wait until all lines that can be written are on the disk, for instance before a checkpoint that follows them."""
+        """Flush all lines to disk, e.g. before a checkpoint is written."""
         self.writes.retry()
         try:
             with open(self.path, "rb") as file:
@@ -50,28 +50,28 @@ class MetricsFile:
         except FileNotFoundError:
             return
         except OSError as problem:
-            log.warning("%s: not sure to be on the disk: %s", self.path, problem.strerror)
+            log.warning("%s: cannot be flushed to disk: %s", self.path, problem.strerror)
 
-    def cut_to(self, step: int) -> None:
-        """Drop the lines of later steps and a line that a killed process left torn, so that a resumed run writes each step once.
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines of later steps, and an incomplete last line, so that a resumed run writes each step once.
 
-        Steps grow, so that only the end of the file is read; damaged lines that are seen there are dropped with a warning.
+        Steps increase, so only the end of the file is read. Damaged lines found there are dropped with a warning.
         """
         self.writes.drop(self.path, lambda line: (_record(line) or {"step": 0})["step"] > step)
         try:
             with open(self.path, "r+b") as file:
-                _cut(self.path, file, step)
+                _truncate_after(self.path, file, step)
         except FileNotFoundError:
             return
         except OSError as problem:
-            log.warning("%s: its lines after step %d cannot be removed: %s", self.path, step, problem.strerror)
+            log.warning("%s: cannot remove the lines after step %d: %s", self.path, step, problem.strerror)
 
     def repair(self) -> None:
-        """Write the file anew without its damaged lines; a file that has none, or cannot be written, stays as it is."""
+        """Rewrite the file without its damaged lines. If that fails, the file stays unchanged."""
         temporary = temporary_name(self.path)
         try:
             with open(self.path, "rb") as file, open(temporary, "xb") as new:
-                for line in lines_of(file):
+                for line in read_lines(file):
                     if _record(line) is not None:
                         new.write(line)
                 new.flush()
@@ -79,12 +79,12 @@ class MetricsFile:
             os.replace(temporary, self.path)
             fsync_folder(self.path.parent)
         except OSError as problem:
-            log.warning("%s: its damaged lines cannot be removed: %s", self.path, problem.strerror)
+            log.warning("%s: cannot remove the damaged lines: %s", self.path, problem.strerror)
             temporary.unlink(missing_ok=True)
 
 
 class MetricsReader:
-    """The records of a metrics.jsonl in order, one after another in little memory. Lines that are no records are left out and counted."""
+    """Streams the records of a metrics.jsonl in order. Damaged lines are skipped and counted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -95,26 +95,26 @@ class MetricsReader:
         self.damaged = self.first_damaged = 0
         try:
             with open(self.path, "rb") as file:
-                for number, line in enumerate(lines_of(file), start=1):
+                for number, line in enumerate(read_lines(file), start=1):
                     record = _record(line)
                     if record is not None:
                         yield record
-                    elif line.endswith(b"\n"):  # else it is torn: a run that is writing, or was killed
+                    elif line.endswith(b"\n"):  # otherwise incomplete: a run is writing, or was killed
                         self.damaged += 1
                         self.first_damaged = self.first_damaged or number
         except OSError as problem:
             raise DataError(f"{self.path}: cannot be read: {problem.strerror}. Give the metrics.jsonl of a run folder.") from None
         if self.damaged:
-            log.warning("%s: %d damaged lines were left out, the first is line %d", self.path, self.damaged, self.first_damaged)
+            log.warning("%s: skipped %d damaged lines; the first is line %d", self.path, self.damaged, self.first_damaged)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All records of a metrics.jsonl; what is no record is left out with a warning. A long run has many: prefer MetricsReader."""
+    """All records of a metrics.jsonl as a list; damaged lines are skipped with a warning. For long runs use MetricsReader."""
     return list(MetricsReader(path))
 
 
-def lines_of(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file with their ends; one longer than any line of ours comes as an empty one."""
+def read_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file with their line ends; a line longer than LONGEST_LINE is returned as an empty one."""
     while line := file.readline(LONGEST_LINE):
         if len(line) < LONGEST_LINE or line.endswith(b"\n"):
             yield line
@@ -124,8 +124,8 @@ def lines_of(file: IO[bytes]) -> Iterator[bytes]:
         yield b"\n"
 
 
-def _cut(path: Path, file: IO[bytes], step: int) -> None:
-    """Look from the end, stretch by stretch, for the last line of a step that stays."""
+def _truncate_after(path: Path, file: IO[bytes], step: int) -> None:
+    """Read backwards, block by block, to the last line whose step is at most `step`; remove what follows."""
     end = size = file.seek(0, os.SEEK_END)
     tail: list[bytes] = []
     damaged = 0
@@ -140,7 +140,7 @@ def _cut(path: Path, file: IO[bytes], step: int) -> None:
                 tail.append(line)
         end = begin
     if damaged:
-        log.warning("%s: %d damaged lines were dropped from its last part", path, damaged)
+        log.warning("%s: dropped %d damaged lines near its end", path, damaged)
     kept = b"".join(tail)
     file.seek(end)
     if file.read(len(kept)) == kept:
@@ -163,7 +163,7 @@ def _cut(path: Path, file: IO[bytes], step: int) -> None:
 
 
 def _line_start(file: IO[bytes], at: int) -> int:
-    """Where the line that holds this byte begins; not further back than a line may be long."""
+    """Where the line that contains this byte begins, at most LONGEST_LINE bytes back."""
     least = max(0, at - LONGEST_LINE)
     file.seek(least)
     found = file.read(at - least).rfind(b"\n")
@@ -177,7 +177,7 @@ def _copy(source: IO[bytes], target: IO[bytes], size: int) -> None:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """What a line says; None where it is torn, damaged or no record of a step."""
+    """The record of a line; None if the line is incomplete, damaged or has no step."""
     if not line.endswith(b"\n"):
         return None
     try:
