@@ -1,4 +1,4 @@
-"""What can go wrong that is not a bug of ours: each error is one line with key, value, expectation and remedy."""
+"""Errors that are not bugs in headway. Each message is one line with key, value, expectation and remedy."""
 
 import re
 
@@ -6,12 +6,12 @@ CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def hide_credentials(text: str) -> str:
-    """A message without the user and password of any address in it: endpoints and proxies in the environment may hold them."""
+    """A message without user names and passwords in its URLs: endpoints and proxies in the environment may contain them."""
     return CREDENTIALS.sub("***@", text)
 
 
 def first_line(error: BaseException, most: int = 200) -> str:
-    """The first line of what another library says, at most so many characters, without the full stop; its type where it says nothing."""
+    """The first line of another library's error, shortened, without the full stop; the type of the error if it has no message."""
     return (str(error).splitlines() or [type(error).__name__])[0][:most].rstrip(".")
 
 
@@ -25,25 +25,25 @@ class HeadwayError(Exception):
 
 
 class ConfigError(HeadwayError):
-    """A recipe or a flag is wrong; known before any work starts."""
+    """A recipe or a flag is wrong; found before any work starts."""
 
     exit_code = 2
 
 
 class DataError(HeadwayError):
-    """Data that is given cannot be read as what it claims to be."""
+    """Input data is missing, damaged or not in the expected format."""
 
     exit_code = 2
 
 
 class ParallelError(HeadwayError):
-    """A layout that this world, model or batch does not allow."""
+    """The parallel layout does not fit the number of ranks, the model or the batch."""
 
     exit_code = 2
 
 
 class LaunchError(HeadwayError):
-    """A process, device or node that was asked for cannot be had."""
+    """A requested process, device or node is not available."""
 
     exit_code = 2
 
@@ -53,14 +53,14 @@ class CheckpointError(HeadwayError):
 
 
 class TrainingError(HeadwayError):
-    """Training had to end: the disk is full, the loss is lost, memory ran out."""
+    """Training had to end: the disk is full, the loss is not finite or memory ran out."""
 
 
 class CommunicationError(TrainingError):
-    """Ranks lost each other: one is gone, or did not come to an exchange in time."""
+    """A rank is gone, or did not join a collective in time."""
 
 
 class GaveUpError(TrainingError):
-    """Training cannot go on by itself, and starting it again would not help; somebody has to look."""
+    """Training cannot continue and a restart would not help; a person must decide."""
 
     exit_code = 3

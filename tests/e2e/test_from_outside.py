@@ -47,7 +47,7 @@ def test_a_family_of_ones_own_trains_exports_and_loads(tmp_path: Path) -> None:
 def test_a_checkpoints_word_alone_imports_no_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(load(Recipe, None, [*TINY, f"run.dir={tmp_path}", "model.family=support.my_lab.family"]))
     latest = tmp_path / "run" / "checkpoints" / "latest"
-    monkeypatch.setattr("headway.model.families.base.own_module", lambda *_: pytest.fail("it was imported"))
+    monkeypatch.setattr("headway.model.families.base.import_user_module", lambda *_: pytest.fail("it was imported"))
     load_model(latest)
     said = "names the family 'support.my_lab.family'.*does not import code because a checkpoint names it"
     with pytest.raises(ConfigError, match=said):

@@ -54,7 +54,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "data.train=[$/store0]", "model.vocab_size=64"], ["does not record which tokenizer", "tokenizer_unchecked"]),
         (["train", "run.dir=$/file"], ["$/file"]),
         (["train", "a.yaml", "b.yaml"], ["two recipes"]),
-        (["generate", "--model", "nowhere", "--prompt", "x"], ["nowhere", "no folder"]),
+        (["generate", "--model", "nowhere", "--prompt", "x"], ["nowhere", "is not a folder"]),
         (["eval", "ppl", "--model", "nowhere", "--data", "x"], ["nowhere"]),
         (["export", "hf", "--model", "nowhere", "--out", "y"], ["nowhere"]),
         (["train", "track=[{kind: alert, url_env: NO_SUCH_VARIABLE}]"], ["NO_SUCH_VARIABLE"]),

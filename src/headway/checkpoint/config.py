@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from headway.config.section import Section, setting, unusable_path
+from headway.config.section import Section, path_problem, setting
 from headway.runtime.paths import S3Path, parse_path
 
 CHECKPOINTS = "checkpoints"
@@ -54,7 +54,7 @@ class CheckpointConfig(Section):
     @field_validator("to")
     @classmethod
     def _is_a_path(cls, to: str | None) -> str | None:
-        if to is not None and (problem := unusable_path(to)):
+        if to is not None and (problem := path_problem(to)):
             raise ValueError(problem)
         return to
 

@@ -52,10 +52,9 @@ def train(
 
 def _print_foreign_code(arguments: list[str], json: bool) -> bool:
     """Before a dry run reads a recipe: list the code outside headway that it names; True if that code must be imported to go further."""
-    from headway.config.load import read_plain
-    from headway.config.outside_code import outside_code
+    from headway.config.load import find_external_code, read_plain
 
-    found = list(outside_code(read_plain(*split_recipe(arguments))))
+    found = list(find_external_code(read_plain(*split_recipe(arguments))))
     stops = any(one.is_imported for one in found)
     if json and stops:
         print_json({"would_run": [str(one) for one in found]})

@@ -21,14 +21,14 @@ from headway.errors import ConfigError
 
 
 class KindConfig(Section):
-    """The settings of one kind; `kind` names the module that holds it."""
+    """The settings of one kind; `kind` names its module."""
 
     HIDDEN: ClassVar[bool] = False
-    kind: str = setting("", "The kind: one that headway ships, or the dotted name of your own module.", on_resume="fixed")
+    kind: str = setting("", "A built-in kind, or the dotted name of your own module.", on_resume="fixed")
 
 
 class NestedErrors(ValueError):
-    """Carries the errors found inside a kind's own settings out of the validator that found them."""
+    """Passes the validation errors of a kind's settings through the outer validator, so that each keeps its key."""
 
     def __init__(self, errors: list[Any]) -> None:
         super().__init__("invalid settings")
@@ -41,36 +41,36 @@ def kind_names(package: str) -> list[str]:
 
 
 def kind_module(package: str, kind: str) -> ModuleType:
-    """Import the module of a kind; an unknown one is an error that lists what exists."""
+    """Import the module of a kind; the error for an unknown kind lists the known ones."""
     what = package.rsplit(".", 1)[-1]
     if "." in kind:
-        return own_module(kind, f"{what} kind")
+        return import_user_module(kind, f"{what} kind")
     names = kind_names(package)
     if kind in names:
         return importlib.import_module(f"{package}.{kind}")
     near = difflib.get_close_matches(kind, names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"{what} kind is {kind[:100]!r}; it must be one of {', '.join(names)}, or a dotted module of your own.{hint}")
+    raise ConfigError(f"{what} kind is {kind[:100]!r}; it must be one of {', '.join(names)}, or the dotted name of your own module.{hint}")
 
 
-def own_module(name: str, setting: str) -> ModuleType:
+def import_user_module(name: str, setting: str) -> ModuleType:
     """Import a user's module by its dotted name. Errors begin with `setting`, the key that named it."""
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ConfigError(f"{setting} is {name[:100]!r}; a module of your own is named by its import path, e.g. my_lab.my_module.")
+        raise ConfigError(f"{setting} is {name[:100]!r}; it must be the import path of your module, e.g. my_lab.my_module.")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:
         if missing.name is not None and (name == missing.name or name.startswith(missing.name + ".")):
             raise ConfigError(
-                f"{setting} is {name!r}, but there is no module of that name. Put the folder that holds it on PYTHONPATH."
+                f"{setting} is {name!r}, but there is no module of that name. Add the folder that contains it to PYTHONPATH."
             ) from None
-        raise ConfigError(f"{setting} is {name!r}, which imports {missing.name!r}, and that is not installed.") from missing
-    except Exception as error:  # whatever the user's module does when it is imported
+        raise ConfigError(f"{setting} is {name!r}, which imports {missing.name!r}, but that is not installed. Install it.") from missing
+    except Exception as error:  # importing the user's module may raise anything
         at = traceback.extract_tb(error.__traceback__)[-1]
         where = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (at.filename, at.lineno)
         problem = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"{setting} is {name!r}, and importing it fails: {type(error).__name__}: {problem} ({where[0]}:{where[1]})."
+            f"{setting} is {name!r}, but importing it fails: {type(error).__name__}: {problem} ({where[0]}:{where[1]})."
         ) from error
 
 
@@ -84,7 +84,7 @@ def kind_config(package: str, kind: str) -> type[KindConfig]:
 
 @dataclass(frozen=True)
 class KindIn:
-    """Marks a recipe field whose class is chosen by its `kind`, among the modules of `package` or the user's own."""
+    """Marks a recipe field whose config class is chosen by its `kind`: a module of `package` or of the user."""
 
     package: str
     default: str | None = None
@@ -124,7 +124,7 @@ class KindIn:
 
 
 def _inline(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema without references, so that it can stand inside another one."""
+    """The schema with its references expanded, so that it can be nested in another one."""
     definitions: dict[str, Any] = schema.pop("$defs", {})
 
     def walk(node: Any) -> Any:

@@ -1,11 +1,12 @@
 """A recipe comes in as YAML 1.2 plus `section.key=value` overrides; a frozen config model goes out, or one line per mistake.
 
-Each mistake names the key, the value, what is expected, a near name where there is one, and the line of the file.
+Each mistake names the key, the value, what is expected, a similar name if there is one, and the line of the file.
 """
 
 import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -20,10 +21,14 @@ from headway.errors import ConfigError
 S = TypeVar("S", bound=Section)
 Loc = tuple[Any, ...]
 LONGEST_LINE = 800
+MODULE_KEYS = ("kind", "family", "objective", "optim", "hook")
+"""Keys whose dotted value names a user's module; without a dot it is a file of headway."""
+FUNCTION_KEYS = ("function", "state")
+"""Keys whose value is module:function."""
 
 
 def load(schema: type[S], path: Path | None = None, overrides: Sequence[str] = (), say: Callable[[str], object] = str) -> S:
-    """Read a recipe file (or none), apply overrides and validate; `say` gets what an override replaces beside its own key."""
+    """Read a recipe file (or none), apply overrides and validate. `say` receives a line for each other key that an override replaces."""
     where: Where = {}
     data: dict[str, Any] = {}
     if path is not None:
@@ -35,13 +40,13 @@ def load(schema: type[S], path: Path | None = None, overrides: Sequence[str] = (
 
 
 def _replace_alternatives(data: dict[str, Any], given: Sequence[Loc], where: Where) -> Iterator[str]:
-    """An override takes the place of what the file says about the same thing in another way: batch.rows that of batch.tokens."""
+    """An override replaces the alternative keys of the file: batch.rows removes batch.tokens. Yields a line for each."""
     for loc in given:
         node = _node_at(data, loc[:-1])
-        own = next((ways for ways in ALTERNATIVES if any(loc[-1] in way for way in ways)), ())
+        alternatives = next((ways for ways in ALTERNATIVES if any(loc[-1] in way for way in ways)), ())
         if not isinstance(node, dict) or node.get(loc[-1]) is None:
             continue
-        for key in (key for way in own if loc[-1] not in way for key in way):
+        for key in (key for way in alternatives if loc[-1] not in way for key in way):
             other = (*loc[:-1], key)
             if node.get(key) is not None and other not in given:
                 at = where.get(other, "the recipe")
@@ -49,7 +54,7 @@ def _replace_alternatives(data: dict[str, Any], given: Sequence[Loc], where: Whe
 
 
 def _node_at(data: Any, loc: Loc) -> Any:
-    """What lies at a place; None where a later override took the place away."""
+    """The value at a path; None if a later override removed it."""
     for part in loc:
         if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int) and part < len(data)):
             data = data[part]
@@ -59,7 +64,7 @@ def _node_at(data: Any, loc: Loc) -> Any:
 
 
 def read_plain(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """A recipe file with its overrides as plain data, before anything that it names is imported."""
+    """A recipe file with its overrides as plain data; imports none of the modules it names."""
     data = read_yaml(path) if path is not None else {}
     for override in overrides:
         apply_override(data, override, {})
@@ -74,7 +79,7 @@ def read_yaml(path: Path, where: Where | None = None) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file. Give the path of a recipe, e.g. recipes/laptop/pretrain.yaml.") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}: is a folder. Give the path of a recipe; a run's own is {path}/recipe.yaml.") from None
+        raise ConfigError(f"{path}: is a folder. Give the path of a recipe; a run folder has one at {path}/recipe.yaml.") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as text: {error}.") from None
     tree = parse_yaml(text, str(path), where)
@@ -86,7 +91,7 @@ def read_yaml(path: Path, where: Where | None = None) -> dict[str, Any]:
 
 
 def apply_override(data: dict[str, Any], override: str, where: Where) -> Loc:
-    """Apply one `section.key=value` to the raw recipe, the value read as YAML; returns the place of the key."""
+    """Apply one `section.key=value` to the raw recipe, with the value read as YAML; returns the path of the key."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"override {_shortened(override)!r} is not of the form section.key=value, e.g. optim.lr=3e-4.")
@@ -102,7 +107,9 @@ def apply_override(data: dict[str, Any], override: str, where: Where) -> Loc:
             node = node[part]
             continue
         if not isinstance(node, dict):
-            raise ConfigError(f"override {shown}: {'.'.join(map(str, parts[:depth]))} holds no keys of its own.")
+            raise ConfigError(
+                f"override {shown}: {'.'.join(map(str, parts[:depth]))} is not a mapping, so it has no keys. Override it as a whole."
+            )
         if not isinstance(node.get(part), (dict, list)):
             was = node.get(part)
             node[part] = {"kind": was} if isinstance(was, str) else {}
@@ -112,7 +119,9 @@ def apply_override(data: dict[str, Any], override: str, where: Where) -> Loc:
         holder = ".".join(map(str, parts[:-1]))
         raise ConfigError(f"override {shown}: {holder} is {node!r}, which has no keys. Write it as a mapping, e.g. {{path: {node}}}.")
     if isinstance(node, list) and (not isinstance(last, int) or last >= len(node)):
-        raise ConfigError(f"override {shown}: {'.'.join(map(str, parts[:-1]))} is a list of {len(node)}; use an index below that.")
+        raise ConfigError(
+            f"override {shown}: {'.'.join(map(str, parts[:-1]))} is a list of length {len(node)}; use an index below {len(node)}."
+        )
     node[last] = value
     where[tuple(parts)] = f"override {_shortened(override)}"
     return tuple(parts)
@@ -130,7 +139,7 @@ def validate(schema: type[S], data: Mapping[str, Any], where: Where | None = Non
 
 
 def _shortened(line: str) -> str:
-    """A line that can be read: a value of thousands of characters is cut in its middle."""
+    """The line, with the middle of a very long value left out."""
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 205]} ... {line[-200:]}"
 
 
@@ -148,7 +157,7 @@ def _flatten(errors: list[Any]) -> list[Any]:
 def _explain(error: Any, schema: type[BaseModel], where: Where) -> str:
     loc = tuple(part for part in error["loc"] if not (isinstance(part, str) and part.startswith(("function-", "tagged-", "constrained-"))))
     place = next((where[loc[:n]] for n in range(len(loc), 0, -1) if loc[:n] in where), "")
-    if not place and loc:  # the whole section is at fault: any line that touches it
+    if not place and loc:  # the error concerns the whole section: name any line of it
         place = next((at for key, at in where.items() if key[: len(loc)] == loc), "")
     key = ".".join(map(str, loc)) or "recipe"
     prefix = f"{place}: " if place else ""
@@ -161,7 +170,7 @@ def _explain(error: Any, schema: type[BaseModel], where: Where) -> str:
     message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message = message if message.endswith("?") else message.rstrip(".") + "."
     if error["type"] == "missing":
-        return f"{prefix}{key} is missing; it must be given."
+        return f"{prefix}{key} is missing; set it in the recipe or as an override."
     if error["type"] in ("value_error", "assertion_error"):
         return f"{prefix}{key + ' ' if loc and not message.startswith(str(key)) else ''}{message}"
     value = json.dumps(error.get("input"), default=str)
@@ -171,7 +180,7 @@ def _explain(error: Any, schema: type[BaseModel], where: Where) -> str:
 
 
 def _keys(schema: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
-    """The settings that exist at a place of the schema, for 'did you mean'."""
+    """The settings that exist at a path of the schema, for 'did you mean'."""
     current: type[BaseModel] = schema
     for part in loc:
         if isinstance(part, int):
@@ -215,7 +224,7 @@ def _classes(annotation: Any) -> list[type[BaseModel]]:
 
 
 def dump_yaml(config: BaseModel | Mapping[str, Any], *, only_given: bool = False) -> str:
-    """The resolved config as YAML, as `config show` prints it and a run folder keeps it; or only what was given, without defaults."""
+    """The resolved config as YAML, as printed by `config show` and stored in a run folder; `only_given` leaves out defaults."""
     from io import StringIO
 
     out = StringIO()
@@ -225,3 +234,33 @@ def dump_yaml(config: BaseModel | Mapping[str, Any], *, only_given: bool = False
     data = config.model_dump(mode="json", by_alias=True, exclude_unset=only_given) if isinstance(config, BaseModel) else dict(config)
     yaml.dump(data, out)
     return out.getvalue()
+
+
+@dataclass(frozen=True)
+class ExternalCode:
+    """One module, function or program outside headway that a recipe names."""
+
+    key: str
+    action: str
+    is_imported: bool
+    """Whether it is imported when the recipe is loaded. A program is only started by a run."""
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.action}"
+
+
+def find_external_code(data: Any, at: str = "") -> Iterator[ExternalCode]:
+    """All code outside headway that a recipe names, found in its plain data without importing anything."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        place = f"{at}.{key}" if at else str(key)
+        is_short_tracker = at.endswith("track") and isinstance(key, int)
+        if isinstance(value, str):
+            if "." in value and (key in MODULE_KEYS or is_short_tracker):
+                yield ExternalCode(place, f"imports the module {value}", True)
+            elif ":" in value and key in FUNCTION_KEYS:
+                yield ExternalCode(place, f"calls {value}", True)
+        elif key == "command" and isinstance(value, list):
+            yield ExternalCode(place, f"starts {' '.join(map(str, value))}", False)
+        else:
+            yield from find_external_code(value, place)

@@ -1,6 +1,6 @@
 """The base of every config class: frozen, strict, closed to unknown keys.
 
-Each field says what it means and whether a resumed run may change it (`fixed` or `free`; unsaid: as the field that holds its section).
+Each field has a description and says whether a resumed run may change it: `fixed` or `free`, inherited from the parent section if not set.
 """
 
 import json
@@ -18,46 +18,46 @@ ALTERNATIVES = (
     (("tokens",), ("rows",), ("rows_per_rank", "accumulate")),
     (("fraction",), ("sets",)),
 )
-"""Ways to say one thing; whoever says it in one way, over a recipe that says it in another, replaces that."""
+"""Alternative keys for one setting. An override that uses one of them replaces the others in the recipe."""
 
 
 class Section(BaseModel):
-    """One block of a recipe. Fields are declared with `setting`, beside the code that reads them."""
+    """One block of a recipe. Fields are declared with `setting`, next to the code that reads them."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="after")
-    def _can_be_used(self) -> Self:
+    def _check_values(self) -> Self:
         for name, info in type(self).model_fields.items():
-            if problem := _unusable(getattr(self, name)):
+            if problem := _value_problem(getattr(self, name)):
                 raise ValueError(f"{info.alias or name} {problem}")
         return self
 
 
-def _unusable(value: Any) -> str | None:
-    """Why no code could use a value of the right type: a number beyond 63 bits, a name that no file system takes."""
+def _value_problem(value: Any) -> str | None:
+    """Why a value of the right type is unusable (an integer over 63 bits, a path no file system accepts); None if it is usable."""
     if isinstance(value, int) and abs(value) >= 2**63:
         return f"is {str(value)[:40]}; it must be smaller than 2^63"
     if isinstance(value, str) and "\0" in value:
-        return f"is {value[:40]!r}; it must hold no NUL character"
+        return f"is {value[:40]!r}; it must not contain a NUL character"
     if isinstance(value, Path):
-        return unusable_path(str(value))
+        return path_problem(str(value))
     if isinstance(value, (tuple, list)):
-        return next(filter(None, map(_unusable, cast(list[Any], value))), None)
+        return next(filter(None, map(_value_problem, cast(list[Any], value))), None)
     return None
 
 
-def unusable_path(path: str) -> str | None:
-    """Why a path can name nothing on any file system; None where it could."""
+def path_problem(path: str) -> str | None:
+    """Why no file system accepts a path; None if it is valid."""
     if "\0" in path:
-        return f"is {path[:40]!r}; a path holds no NUL character"
+        return f"is {path[:40]!r}; a path must not contain a NUL character"
     if len(path.encode("utf-8", "replace")) > 4000 or any(len(part.encode("utf-8", "replace")) > 255 for part in path.split("/")):
-        return f"is {path[:40] + '...'!r}; a path is shorter, and each name in it has at most 255 bytes"
+        return f"is {path[:40] + '...'!r}; a path has at most 4000 bytes, and each name in it at most 255 bytes"
     return None
 
 
 class Overlay(Section):
-    """A block that may hold any setting of the whole recipe beside its own; whoever lays it over the recipe validates the result."""
+    """A block that may contain any setting of the recipe besides its own fields. The caller that merges it validates the result."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="allow", allow_inf_nan=False)
 
@@ -97,7 +97,7 @@ def _short(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What a person would write in a recipe: defaults left out."""
+    """The value as written in a recipe, without defaults."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
 """YAML 1.2 text comes in; plain Python (dict, list, str, int, float, bool, None) goes out, with the line of every key.
 
-The parser's events are read one by one, so that nesting, aliases and size are bounded while they are read: a hostile file is refused in
-milliseconds. Nothing but the plain types is ever constructed. Dates stay the text they are written as.
+The parser's events are read one by one with limits on nesting, aliases and size, so a hostile file is rejected in milliseconds.
+Only the plain types are ever constructed. Dates stay text.
 """
 
 import copy
@@ -27,16 +27,16 @@ Where = dict[tuple[Any, ...], str]
 MAX_BYTES = 512 << 10
 MAX_DEPTH = 32
 MAX_VALUES = 50_000
-"""Values of a file after its aliases are expanded."""
+"""Counted after aliases are expanded."""
 MAX_DIGITS = 400
-"""Beyond it neither an integer nor a float of any use."""
+"""Per number."""
 TAG = "tag:yaml.org,2002:"
 MERGE = object()
-"""Stands for the key `<<`."""
+"""The key `<<`."""
 
 
 class _Refused(Exception):
-    """What is wrong and on which line, counted from 0; None = not known."""
+    """A rejected document: the message, and the line counted from 0 (None if unknown)."""
 
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class _Refused(Exception):
 
 
 class _Open:
-    """A mapping or sequence whose end has not been read."""
+    """A mapping or sequence whose end has not been read yet."""
 
     def __init__(self, value: Any, at: tuple[Any, ...], line: int, anchor: str | None) -> None:
         self.value, self.at, self.line, self.anchor = value, at, line, anchor
@@ -55,9 +55,9 @@ class _Open:
 
 
 def parse_yaml(text: str, name: str, where: Where | None = None) -> Any:
-    """The content of one YAML document; a mistake is a ConfigError that begins with `name` and the line."""
+    """The content of one YAML document; a mistake raises a ConfigError that begins with `name` and the line."""
     if len(text.encode("utf-8", "replace")) > MAX_BYTES:
-        raise ConfigError(f"{name}: larger than {MAX_BYTES >> 10} KiB, which no recipe is. Give the path of a recipe.")
+        raise ConfigError(f"{name}: larger than {MAX_BYTES >> 10} KiB, the limit for a recipe. Give the path of a recipe.")
     tree = _Tree(name, where if where is not None else {})
     try:
         tree.read(text)
@@ -98,17 +98,17 @@ class _Tree:
             elif isinstance(event, DocumentStartEvent):
                 self.num_documents += 1
                 if self.num_documents > 1:
-                    raise _Refused("a second document begins; a recipe is one. Remove the `---`.", line)
+                    raise _Refused("a second document begins; a recipe is a single document. Remove the `---`.", line)
 
     def _begin(self, event: MappingStartEvent | SequenceStartEvent, line: int) -> None:
         is_mapping = isinstance(event, MappingStartEvent)
         if event.tag not in (None, "!", TAG + ("map" if is_mapping else "seq")):
             raise _Refused(f"the tag {str(event.tag)[:60]!r} is not supported. Write plain values.", line)
         if len(self.open) >= MAX_DEPTH:
-            raise _Refused(f"nested more than {MAX_DEPTH} levels deep, which no recipe is.", line)
+            raise _Refused(f"nested more than {MAX_DEPTH} levels deep, the limit for a recipe.", line)
         holder = self.open[-1] if self.open else None
         if holder is not None and isinstance(holder.value, dict) and not holder.has_key:
-            raise _Refused("a list or mapping stands where a key is expected. Write the key as text.", line)
+            raise _Refused("found a list or mapping where a key is expected. Write the key as text.", line)
         at = self._here(line) if holder is not None else ()
         self.open.append(_Open({} if is_mapping else [], at, line, event.anchor))
 
@@ -121,14 +121,14 @@ class _Tree:
 
     def _alias(self, anchor: str, line: int) -> None:
         if any(one.anchor == anchor for one in self.open) and anchor not in self.anchors:
-            raise _Refused(f"the alias *{anchor[:60]} stands inside what it names, which has no end.", line)
+            raise _Refused(f"the alias *{anchor[:60]} refers to a value that contains it. Remove the alias.", line)
         if anchor not in self.anchors:
-            raise _Refused(f"the alias *{anchor[:60]} names nothing above it.", line)
+            raise _Refused(f"the alias *{anchor[:60]} has no anchor above it. Define &{anchor[:60]} first.", line)
         value, values = self.anchors[anchor]
         self._put(copy.deepcopy(value), line, None, values)
 
     def _put(self, value: Any, line: int, anchor: str | None, values: int) -> None:
-        """Hand a finished value to the mapping or sequence that is open, or make it the root."""
+        """Add a finished value to the open mapping or sequence, or make it the root."""
         if value is MERGE and (anchor is not None or not self.open or isinstance(self.open[-1].value, list) or self.open[-1].has_key):
             value = "<<"
         if anchor is not None:
@@ -139,7 +139,7 @@ class _Tree:
         holder = self.open[-1]
         holder.values += values
         if sum(one.values for one in self.open) > MAX_VALUES:
-            raise _Refused(f"holds more than {MAX_VALUES} values once its aliases are expanded, which no recipe does.", line)
+            raise _Refused(f"more than {MAX_VALUES} values after aliases are expanded, the limit for a recipe.", line)
         if isinstance(holder.value, list):
             self._here(line)
             holder.value.append(value)
@@ -150,10 +150,10 @@ class _Tree:
 
     def _put_key(self, holder: _Open, key: Any, line: int) -> None:
         if isinstance(key, (dict, list)):
-            raise _Refused("a list or mapping stands where a key is expected. Write the key as text.", line)
+            raise _Refused("found a list or mapping where a key is expected. Write the key as text.", line)
         holder.key = key if key is MERGE else str(key)
         if holder.key in holder.value:
-            raise _Refused(f'found duplicate key "{str(key)[:60]}"; a key may stand once. Remove one of them.', line)
+            raise _Refused(f'found duplicate key "{str(key)[:60]}"; a key may occur once. Remove one of them.', line)
         holder.has_key = True
         self._here(line)
 
@@ -164,11 +164,11 @@ class _Tree:
             return
         sources = value if isinstance(value, list) else [value]
         if not all(isinstance(one, dict) for one in sources):
-            raise _Refused("`<<` takes a mapping or a list of mappings.", line)
+            raise _Refused("`<<` needs a mapping or a list of mappings.", line)
         holder.merged += sources
 
     def _here(self, line: int) -> tuple[Any, ...]:
-        """The path of what is read next, its line noted."""
+        """The path of the next value; records its line."""
         holder = self.open[-1]
         at = (*holder.at, len(holder.value) if isinstance(holder.value, list) else holder.key)
         self.where.setdefault(at, f"{self.name}:{line + 1}")

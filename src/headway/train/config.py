@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from headway.checkpoint.config import CheckpointConfig
 from headway.config.kinds import KindIn, NestedErrors
-from headway.config.section import ALTERNATIVES, Overlay, Section, setting, unusable_path
+from headway.config.section import ALTERNATIVES, Overlay, Section, path_problem, setting
 from headway.data.config import BatchConfig, DataConfig
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
@@ -51,7 +51,7 @@ class RunConfig(Section):
     @field_validator("name")
     @classmethod
     def _stays_in_dir(cls, name: str) -> str:
-        if problem := unusable_path(name):
+        if problem := path_problem(name):
             raise ValueError(problem)
         if name.startswith(("/", "~")) or {".", ".."} & set(name.split("/")):
             raise ValueError(f"is {name!r}; it must name a folder below run.dir. Set run.dir to keep runs elsewhere")
@@ -127,7 +127,7 @@ class InitConfig(Section):
     @field_validator("source", "adapter")
     @classmethod
     def _is_a_path(cls, value: str | None) -> str | None:
-        if value is not None and (problem := unusable_path(value)):
+        if value is not None and (problem := path_problem(value)):
             raise ValueError(problem)
         return value
 

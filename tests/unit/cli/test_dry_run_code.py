@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headway.cli import main
-from headway.config.outside_code import outside_code
+from headway.config.load import find_external_code
 
 MODULE = "open({marker!r}, 'w').close()\n"
 
@@ -57,7 +57,7 @@ def test_the_flag_is_refused_where_it_would_do_nothing(lab: Path, capsys: pytest
 
 
 def test_programs_are_listed_and_need_no_import() -> None:
-    (found,) = outside_code({"track": [{"kind": "alert", "form": "command", "command": ["notify", "me"]}], "optim": "adamw"})
+    (found,) = find_external_code({"track": [{"kind": "alert", "form": "command", "command": ["notify", "me"]}], "optim": "adamw"})
     assert str(found) == "track.0.command starts notify me" and not found.is_imported
 
 

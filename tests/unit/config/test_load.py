@@ -80,7 +80,7 @@ def test_a_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
     assert again == recipe
 
 
-def test_fixed_and_free_differences_are_told_apart() -> None:
+def test_fixed_and_free_differences_are_separated() -> None:
     old = load(Recipe, None, ["seed=1", "optim.lr=1e-3", "model.num_layers=2", "steps=10"])
     new = load(Recipe, None, ["seed=2", "optim.lr=1e-4", "model.num_layers=3", "steps=20"])
     fixed, free = differences(old, new)

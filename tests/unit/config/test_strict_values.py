@@ -27,7 +27,7 @@ def test_a_value_of_another_kind_is_refused_by_its_key(override: str, key: str) 
 
 @pytest.mark.parametrize("index", [1, 2, 7])
 def test_a_place_past_the_end_of_a_list_is_one_line(index: int) -> None:
-    with pytest.raises(ConfigError, match=r"data\.train is a list of 1; use an index below that"):
+    with pytest.raises(ConfigError, match=r"data\.train is a list of length 1; use an index below 1"):
         load(Recipe, None, ["data.train=[a]", f"data.train.{index}=b"])
     assert load(Recipe, None, ["data.train=[a]", "data.train.0=b"]).data.train[0].path == "b"  # pyright: ignore
 
@@ -43,9 +43,9 @@ def laughs(levels: int) -> str:
     ("text", "said"),
     [
         ("seed: 1\n---\nseed: 2\n", "a second document begins"),
-        (laughs(6), "values once its aliases are expanded"),
+        (laughs(6), "values after aliases are expanded"),
         ("a: " + "[" * 40 + "]" * 40, "nested more than 32 levels deep"),
-        ("a: *b", "names nothing above it"),
+        ("a: *b", "has no anchor above it"),
         ("a: !!python/object:os.system {}", "is not supported"),
         ("a: 1\na: 2", "duplicate key"),
         ("a: " + "9" * 500, "a number of 500 characters"),

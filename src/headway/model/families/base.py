@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
-from headway.config.kinds import own_module
+from headway.config.kinds import import_user_module
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 
@@ -77,7 +77,7 @@ def family_of(name: str) -> Family:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"model.family is {name!r}; it must be one of {', '.join(names)}, or a dotted module of your own.{hint}")
-    module = own_module(name, "model.family") if "." in name else importlib.import_module(f"{PACKAGE}.{name}")
+    module = import_user_module(name, "model.family") if "." in name else importlib.import_module(f"{PACKAGE}.{name}")
     absent = [member for member in MEMBERS if member not in vars(module)]
     if absent:
         raise ConfigError(f"model.family is {name!r}, but that module has no {absent[0]}; a family needs {', '.join(MEMBERS)}.")

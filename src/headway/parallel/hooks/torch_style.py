@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headway.config.kinds import own_module
+from headway.config.kinds import import_user_module
 from headway.config.section import setting
 from headway.errors import ConfigError
 from headway.parallel.hooks.base import HookConfig
@@ -41,7 +41,7 @@ class Config(HookConfig):
 def find(path: str, key: str) -> Callable[..., Any]:
     """The function at module:name."""
     module, _, name = path.partition(":")
-    found = getattr(own_module(module, f"parallel.hook.{key}"), name, None)
+    found = getattr(import_user_module(module, f"parallel.hook.{key}"), name, None)
     if not callable(found):
         raise ConfigError(f"parallel.hook.{key} is {path!r}; it must be module:function, and {module} has no function {name!r}.")
     return found
