@@ -59,7 +59,7 @@ class CheckpointConfig(Section):
         return to
 
     def locations(self, run_folder: Path) -> tuple[Path, S3Path | None]:
-        """The local folder of a run's checkpoints, and the S3 path they are uploaded to, if any. A stage lies below its run."""
+        """The local folder of a run's checkpoints, and the S3 path they are uploaded to, if any. A stage is a subfolder of its run."""
         if self.to is None:
             return run_folder / CHECKPOINTS, None
         where = parse_path(self.to)

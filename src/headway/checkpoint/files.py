@@ -28,7 +28,7 @@ class CheckpointFiles(Protocol):
     """The files of one checkpoint."""
 
     def read(self, name: str) -> bytes | None:
-        """A whole file; None where there is none."""
+        """The content of a file; None if it does not exist."""
         ...
 
     def size(self, name: str) -> int:

@@ -1,4 +1,4 @@
-"""Reads checkpoints: any box of any tensor, whatever boxes it was written in. Damage is a CheckpointError that names the file.
+"""Reads checkpoints: any box of any tensor, in any layout it was written in. Damage raises a CheckpointError that names the file.
 
 Opening checks the manifest and the size of every file; the first read of a box checks its checksum. Only safetensors and JSON are parsed,
 so a checkpoint cannot run code.

@@ -159,7 +159,7 @@ def _parse(body: dict[str, Any]) -> CheckpointManifest:
     for file in files:
         parts = PurePosixPath(file.path).parts
         if not parts or parts[0] == "/" or ".." in parts:
-            raise ValueError(f"file {file.path!r} lies outside the checkpoint")
+            raise ValueError(f"file {file.path!r} is outside the checkpoint")
     known = {file.path for file in files}
     shapes = {name: tuple(shape) for name, shape in body["shapes"].items()}
     for box in boxes:

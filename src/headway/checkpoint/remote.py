@@ -100,7 +100,7 @@ class RemoteCheckpoints:
         self.store.remove(self.place, [name for name in sizes if name.startswith("best-") and name not in wanted])
         for name in doomed:
             objects = sorted((one for one in sizes if one.startswith(name + "/")), key=lambda one: not one.endswith(MANIFEST))
-            self.store.remove(self.place, objects)  # the manifest first: nobody opens a half-deleted checkpoint
+            self.store.remove(self.place, objects)  # the manifest first, so that no reader opens a half-deleted checkpoint
             self._readers.pop(name, None)
         self.store.abort_uploads(self.place)
         return doomed

@@ -85,7 +85,7 @@ class Uploads:
                 self._changed.notify_all()
 
     def _turn(self) -> None:
-        """One turn per name, on every rank. A turn is empty if a newer checkpoint was sent in place of its own."""
+        """One turn per name, on every rank. A turn is empty if a newer checkpoint was sent instead."""
         with self._changed:
             self._current, self._newest = self._newest, None
             self.hurry(False)

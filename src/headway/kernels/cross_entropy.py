@@ -31,7 +31,7 @@ class NLL(NamedTuple):
 
 
 class WeightGradBuffer(Protocol):
-    """Where the gradient of the weight is written directly, instead of going through autograd as a tensor of its own."""
+    """Where the gradient of the weight is written directly, instead of passing a separate tensor through autograd."""
 
     def take(self) -> Tensor | None:
         """fp32 [V, D], to be overwritten; None if the gradient must go through autograd."""

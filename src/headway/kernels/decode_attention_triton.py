@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from headway.kernels.decode_attention import DecodePlan
 
 BLOCK, WARPS, STAGES = 64, 2, 3
-"""Slots that one program reads at a time, its warps, and how many reads are under way."""
+"""Slots that one program reads at a time, its warps, and the number of reads in flight."""
 SHARED_BYTES = 96 * 1024
-"""What the reads under way may take of a processor's shared memory."""
+"""Shared memory that the reads in flight may use on one multiprocessor."""
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def attend_stretch(
         total = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, HP], tl.float32)
         if start == 0:
-            # The new token: nobody else counts what is in its slot.
+            # The new token: no other program reads its slot.
             new_k = tl.load(k + row * k_row + head * HD + d, mask=is_width, other=0.0)
             new_v = tl.load(v + row * v_row + head * HD + d, mask=is_width, other=0.0)
             tl.store(my_keys + new * HD + d, new_k, mask=is_width)

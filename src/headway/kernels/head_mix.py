@@ -49,7 +49,7 @@ class HeadMix:
     def of(cls, z: Tensor, on_host: Tensor, reach: StreamingWindow, *, heads: slice = slice(None), skip: bool = True) -> HeadMix:
         """From z [L,KV] on the device and the same numbers on the host; `heads` = the KV heads this rank computes.
 
-        Without `skip` every head runs both branches, whatever its z.
+        Without `skip` every head runs both branches, for any z.
         """
         z, host = z[:, heads], on_host[:, heads]
         kind = torch.where(host == 1, 0, torch.where(host == 0, 2, 1)) if skip else torch.ones_like(host, dtype=torch.int64)

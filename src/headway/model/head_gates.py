@@ -65,7 +65,7 @@ class HeadGates(nn.Module):
         return self.log_alpha.detach().cpu()
 
     def draw(self, on_host: Tensor, seed: int | None) -> GateDraw:
-        """The gates of one pass from log_alpha on the host: sampled with the noise of a seed, or settled where it is None."""
+        """The gates of one pass from log_alpha on the host: sampled with the noise of a seed, or deterministic if it is None."""
         if seed is None or not self.log_alpha.requires_grad:
             z_host = settle(on_host).float()
             z = self._moved(z_host)

@@ -39,7 +39,7 @@ class CachedHeads:
         return torch.where(position < self.sinks, position, self.sinks + (position - self.sinks) % self.window)
 
     def positions(self, lengths: torch.Tensor, stop: int) -> torch.Tensor:
-        """The position at each of the indices 0..stop-1, [B, stop], of rows with `lengths` [B] tokens; -1 where there is none."""
+        """The position at each of the indices 0..stop-1, [B, stop], of rows with `lengths` [B] tokens; -1 for an unused index."""
         index = torch.arange(stop, device=lengths.device)
         newest = lengths[:, None] - 1
         in_ring = newest - (newest - index) % self.window
@@ -112,7 +112,7 @@ class LayerCache:
     def __init__(self, config: ModelConfig, groups: list[CachedHeads], rows: int, device: torch.device | str, dtype: torch.dtype) -> None:
         self.groups, self.rows, self.kv_heads, self.head_size = groups, rows, config.kv_heads, config.head_size
         sizes = [len(group.heads) * rows * group.capacity * config.head_size for group in groups]
-        # Zeros, not whatever was in memory: an entry that no query sees still meets a weight of 0, and 0 times NaN is NaN.
+        # Zeros, not uninitialised memory: an entry that no query sees still meets a weight of 0, and 0 times NaN is NaN.
         self.keys, self.values = (torch.zeros(sum(sizes), device=device, dtype=dtype) for _ in range(2))
         self._begin = {group: sum(sizes[:index]) for index, group in enumerate(groups)}
         self._all_rows = torch.arange(rows, device=device)[:, None]

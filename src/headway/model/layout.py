@@ -21,7 +21,7 @@ Stage = int | Literal["first", "last"]
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 GATES = "head_gates.log_alpha"
-"""Gates stay whole and fp32 on every rank, whatever the weights are."""
+"""Gates stay whole and fp32 on every rank, for any dtype of the weights."""
 DECIDED = 10.0
 """log_alpha of a gate that is decided: +10 full, -10 streaming."""
 SPLIT_DIM: dict[Split, int | None] = {"column": 0, "row": 1, "vocab": 0, "replicated": None}

@@ -12,7 +12,7 @@ from headway.model.config import ModelConfig, RopeScaling, yarn_growth
 
 
 class Rotation:
-    """The angles of one model. Not a module: the frequencies stay fp32 and exact whatever is done to the model's dtype or device."""
+    """The angles of one model. Not a module: the frequencies stay fp32 and exact when the model's dtype or device changes."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.frequencies = inverse_frequencies(config)

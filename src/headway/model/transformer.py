@@ -70,7 +70,7 @@ class Block(nn.Module):
         self.core: AttentionCore = attend if config.head_gates is None else GatedCore(layer)
 
     def use_attention(self, backend: str) -> None:
-        """Compute attention with one backend, whatever the case."""
+        """Compute attention with one backend in all cases."""
         self.core = replace(self.core, backend=backend) if isinstance(self.core, GatedCore) else partial(attend, backend=backend)
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -51,7 +51,7 @@ class Guard:
 
 
 class GroupRule(Section):
-    """Parameters with hyperparameters of their own."""
+    """A group of parameters with its own hyperparameters."""
 
     match: tuple[str, ...] = setting(..., "Patterns of parameter names, as in `freeze`.", min_length=1)
     lr: float | None = setting(None, "Peak learning rate of the group.", ge=0)
@@ -71,7 +71,7 @@ class OptimConfig(KindConfig):
     )
     clip: float | None = setting(1.0, "Largest global gradient norm; null = no clipping.", gt=0)
     schedule: Schedule = setting(Schedule, "Learning rate over the run.")
-    groups: tuple[GroupRule, ...] = setting((), "Parameters with hyperparameters of their own; the first rule that matches wins.")
+    groups: tuple[GroupRule, ...] = setting((), "Parameter groups with their own hyperparameters; the first rule that matches wins.")
 
     def build(self) -> Optimizer:
         """Make the update rule."""

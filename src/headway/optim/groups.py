@@ -28,7 +28,7 @@ from headway.optim.base import GroupRule, Hyper, OptimConfig
 Shapes = Mapping[str, tuple[int, ...]]
 OBJECTIVE = "objective."
 ADAPTER = ".lora_"
-"""Stands in the name of every parameter of an adapter, behind the path of its linear."""
+"""Part of the name of every adapter parameter, after the path of its linear."""
 _LAYERS = re.compile(r"layers\.(\d+)(?:-(\d+))?")
 NAMED = ("weights", "gates", "objective", "adapter", "embeddings", "matrices", "norms", "biases")
 _LAYER_OF = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -162,7 +162,7 @@ def make_groups(config: OptimConfig, shapes: Shapes, training: set[str], rules: 
 
 
 def _by_decay(name: str, names: tuple[str, ...], decaying: set[str], rule: GroupRule | None) -> list[ParamGroup]:
-    """Also by precision: a group's parameters lie in one buffer."""
+    """Also by precision: a group's parameters share one buffer."""
     made = [
         ParamGroup(
             f"{name}.{'decay' if decays else 'no_decay'}{'.wide' if wide else ''}",

@@ -33,7 +33,7 @@ class ScalerConfig(Section):
     @model_validator(mode="after")
     def _in_order(self) -> ScalerConfig:
         if not self.min <= self.initial <= self.max:
-            raise ValueError(f"has initial={self.initial}; it must lie between min={self.min} and max={self.max}")
+            raise ValueError(f"has initial={self.initial}; it must be between min={self.min} and max={self.max}")
         return self
 
 

@@ -8,7 +8,7 @@
 
 Rounding is stochastic while training (a moment that changes by less than half a step would otherwise never move) and to the nearest when
 values are put back. The largest element of a block has the last code and so its exact value; therefore packing what was unpacked gives the
-same bits, and a checkpoint that holds plain values restores 8-bit state exactly, on whatever layout.
+same bits, and a checkpoint that holds plain values restores 8-bit state exactly, on any layout.
 
 The random numbers are a hash of the value itself and the number of the update: no generator, no order, no position.
 """

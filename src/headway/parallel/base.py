@@ -168,7 +168,7 @@ class BaseEngine(ABC):
 
     @torch.no_grad()
     def load(self, read: ReadTensor, scalars: dict[str, Any]) -> None:
-        """Restore what tensors and scalars gave, whatever layout it was saved from."""
+        """Restore what tensors and scalars returned, saved from any layout."""
         self.flush()
         for shard in self.shards():
             for role in self._roles(shard) if shard.boxes else ():

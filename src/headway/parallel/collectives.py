@@ -58,7 +58,7 @@ class Then:
 
 @dataclass
 class _Named:
-    """A collective; while the host waits for it, the heartbeat says so."""
+    """A collective; the heartbeat shows when the host waits for it."""
 
     work: dist.Work
     name: str
@@ -179,7 +179,7 @@ class RankGroup:
 
 
 def start_group(process: Process, backend: Literal["gloo", "nccl"], timeout_seconds: float, heart: Heartbeat | None = None) -> RankGroup:
-    """Join the other processes of a run; the launcher sets MASTER_ADDR and MASTER_PORT. One process joins nobody."""
+    """Join the other processes of a run; the launcher sets MASTER_ADDR and MASTER_PORT. Does nothing for a single process."""
     if process.world == 1:
         return RankGroup(heart=heart)
     kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
@@ -223,7 +223,7 @@ class RankGroups:
 
 
 SHARED_AXES, LAYER_AXES = ("shard", "replicate", "data", "reduce"), ("context", "tensor", "pipeline")
-"""Groups of LAYER_AXES exchange inside layers, at the same time as the others, so they have connections of their own."""
+"""Groups of LAYER_AXES exchange inside layers, at the same time as the others, so they have separate connections."""
 
 
 def form_groups(mesh: Mesh, world: RankGroup) -> RankGroups:

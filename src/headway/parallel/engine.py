@@ -24,7 +24,7 @@ from headway.parallel.config import MemoryConfig, ParallelConfig
 Box = tuple[tuple[int, ...], Tensor]
 StateTensor = tuple[str, str, tuple[int, ...], list[Box]]
 ReadTensor = Callable[[str, str, tuple[int, ...], tuple[int, ...]], Tensor]
-"""(name, role, offset, shape) -> tensor: how a checkpoint's content reaches an engine, whatever the layout it was saved from."""
+"""(name, role, offset, shape) -> tensor: how a checkpoint's content reaches an engine, saved from any layout."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -94,7 +94,7 @@ def largest_fitting(sizes: Sequence[int], limit_bytes: int, peak_bytes: Callable
 
 
 class Trials:
-    """Steps of an engine that nobody will use again."""
+    """Run steps with a throw-away engine."""
 
     def __init__(self, spec: EngineSpec, step: StepBatch) -> None:
         self.spec, self.step = spec, step

@@ -68,7 +68,7 @@ class Mesh:
         ]
 
     def describe(self, strategy: str) -> list[str]:
-        """The layout for people; empty for one process."""
+        """The layout as text; empty for one process."""
         if self.world == 1:
             return []
         names = {"zero1": "data parallel" if self.shard == 1 else f"zero1 over {self.shard}", "fsdp": f"fsdp over {self.shard}"}

@@ -27,7 +27,7 @@ AHEAD = 2
 
 
 class BlockRecord:
-    """What one block saved in one forward. Knows its storages weakly: whoever may still need one holds it."""
+    """What one block saved in one forward. Holds its storages by weak reference; their users keep them alive."""
 
     def __init__(self, previous: BlockRecord | None) -> None:
         self.previous = previous

@@ -86,7 +86,7 @@ class Estimate:
 
 
 def amount(size: float) -> str:
-    """Bytes for people."""
+    """Bytes as readable text."""
     return f"{size / GIB:.1f} GiB" if size >= 0.05 * GIB else f"{size / (1 << 20):.1f} MiB"
 
 
@@ -130,7 +130,7 @@ def _on_host(job: MemoryJob, masters: int, state: int, per_state: float) -> int:
 
 
 def page_locked(size: int) -> int:
-    """What a page-locked tensor of so many bytes takes: the next power of two."""
+    """The bytes allocated for a page-locked tensor: the next power of two."""
     return 0 if size <= 0 else 1 << (size - 1).bit_length()
 
 

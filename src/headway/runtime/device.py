@@ -75,7 +75,7 @@ def set_arithmetic(*, tf32: bool, deterministic: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     if deterministic:
-        # cuBLAS reads this when it starts, so it must stand before the first product on the GPU
+        # cuBLAS reads this when it starts, so it must be set before the first matrix product on the GPU
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != deterministic:
         torch.use_deterministic_algorithms(deterministic)  # loads the compiler, which takes seconds: not where it changes nothing

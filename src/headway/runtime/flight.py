@@ -36,7 +36,7 @@ class Collective:
     is_done: bool
 
     def describe(self) -> str:
-        """For people."""
+        """As one line of text."""
         return f"{self.name} {self.number}" + (f" of {self.shape}" if self.shape else "") + (f" in {self.group}" if self.group else "")
 
 
@@ -71,7 +71,7 @@ def _collective(entry: dict[str, Any]) -> Collective:
 
 
 def explain_flight(logs: Path, since: float = 0.0) -> str:
-    """Who waited in which collective, and who never came to it, by the dumps written after a moment; empty where there are none."""
+    """Which ranks waited in which collective and which never joined it, from the dumps written after `since`; empty without dumps."""
     if not logs.is_dir():
         return ""
     dumps = {int(match.group(1)): path for path in logs.iterdir() if (match := FILE.fullmatch(path.name)) and path.stat().st_mtime >= since}

@@ -59,7 +59,7 @@ class Beat:
     waiting_since: float | None = None
 
     def describe(self, now: float) -> str:
-        """One line for people."""
+        """As one line of text."""
         still = max(0.0, now - self.progress_at)
         where = f"rank {self.rank} on {self.host}: {self.phase} after step {self.step}, no progress for {still:.0f} s"
         if self.collective is not None and self.waiting_since is not None:
@@ -226,7 +226,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def suspects(beats: Sequence[Beat], now: float) -> str:
-    """The ranks that delay the others: those with the fewest exchanges, or in none; one sentence, empty where no rank stands out."""
+    """The ranks that delay the others: those with the fewest collectives, or in none. One sentence; empty if no rank stands out."""
     if len(beats) < 2:
         return ""
     idle = [beat for beat in beats if beat.collective is None]

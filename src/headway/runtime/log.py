@@ -1,4 +1,4 @@
-"""Where log lines go: standard error for people, train.log in the run folder for later. Of other libraries only warnings are shown."""
+"""Log output: standard error, and train.log in the run folder. Of other libraries only warnings are shown."""
 
 import logging
 import sys
@@ -16,7 +16,7 @@ COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITI
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes to whatever sys.stderr is at that moment, so that lines go above a progress bar instead of through it.
+    """Writes to the current sys.stderr, so that lines go above a progress bar instead of through it.
 
     A line that cannot be written is dropped: a broken terminal must not end a run.
     """

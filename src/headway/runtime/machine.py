@@ -1,4 +1,4 @@
-"""What this machine is and does: processors, memory, the peak of a known GPU, its load. What is not known is None, never a guess."""
+"""Facts about this machine: processors, memory, GPU peak FLOP/s, GPU load. Unknown values are None, never a guess."""
 
 import functools
 import importlib.util
@@ -178,7 +178,7 @@ def usable_cores() -> int:
 
 
 def driver_version() -> str | None:
-    """Version of the NVIDIA driver, None where there is none."""
+    """Version of the NVIDIA driver; None without a driver."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:

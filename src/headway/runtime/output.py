@@ -30,7 +30,7 @@ class ReaderGone(OutputError):
 
 
 class Lossy(io.TextIOBase):
-    """A stream for people: what cannot be written is dropped, and each write is tried again."""
+    """A terminal stream: output that cannot be written is dropped, and every later write is attempted."""
 
     def __init__(self, stream: TextIO | None) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Lossy(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Hand on what is buffered."""
+        """Flush the buffer."""
         try:
             if self.stream is not None:
                 self.stream.flush()
@@ -118,7 +118,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def flush_streams() -> None:
-    """Hand on what is buffered, where it can be; for a process that is about to exit without the interpreter's shutdown."""
+    """Flush the buffers where possible, for a process that is about to exit without the interpreter's shutdown."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # pyright: ignore[reportUnnecessaryComparison] # it is, where the descriptor was closed
             try:

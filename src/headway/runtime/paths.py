@@ -1,4 +1,4 @@
-"""Where something lies: a local path or a prefix in S3. InternLM's `local:PATH` and `boto3:s3://bucket.ENDPOINT/dir` are read too."""
+"""Locations: a local path or a prefix in S3. InternLM's `local:PATH` and `boto3:s3://bucket.ENDPOINT/dir` are read too."""
 
 from __future__ import annotations
 

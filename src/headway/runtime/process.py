@@ -65,7 +65,7 @@ class _Launcher:
 
 
 # The innermost launcher comes first: torchrun and mpirun are themselves started inside a SLURM step.
-# SLURM's STEP variables exist only below srun: in a batch script SLURM_PROCID is 0 although nobody started the other tasks.
+# SLURM's STEP variables exist only below srun: in a batch script SLURM_PROCID is 0 although the other tasks were not started.
 LAUNCHERS = (
     _Launcher(
         "RANK",
@@ -89,9 +89,9 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Process:
         needed = [launcher.rank, launcher.world] + ([launcher.local_rank] if launcher.needs_local_rank else [])
         if all(name in given for name in needed):
             return _read(launcher, given)
-    if given.get("SLURM_PROCID", "0") != "0":  # 0 in a batch script or an allocation's shell, where nobody started other tasks
+    if given.get("SLURM_PROCID", "0") != "0":  # 0 in a batch script or an allocation's shell, where no other tasks were started
         raise LaunchError(
-            f"SLURM_PROCID is {given['SLURM_PROCID']} and SLURM_STEP_NUM_TASKS is not set, so it would train a run of its own next to "
+            f"SLURM_PROCID is {given['SLURM_PROCID']} and SLURM_STEP_NUM_TASKS is not set, so it would start a second run next to "
             "task 0. Start the ranks with srun or torchrun and pass their environment on, or unset SLURM_PROCID."
         )
     return Process()
@@ -179,7 +179,7 @@ def _answer(sender: Any, parent: int, work: Callable[..., Any], given: tuple[Any
     _end_with(parent)
     try:
         sender.send((work(*given), None))
-    except Exception as error:  # whatever it is, the parent decides what follows
+    except Exception as error:  # the parent decides what follows
         sender.send((None, first_line(error, 300)))
 
 

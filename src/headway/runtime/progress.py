@@ -82,7 +82,7 @@ def _state(done: float, total: float | None, unit: str, seconds: float) -> str:
 
 
 def quantity(value: float, unit: str = "") -> str:
-    """A number people can read: `1.5 GB` for bytes, `1.5M tokens` otherwise."""
+    """A readable number: `1.5 GB` for bytes, `1.5M tokens` otherwise."""
     steps = ("", "k", "M", "G", "T", "P") if unit == "bytes" else ("", "k", "M", "B", "T")
     scaled, index = float(value), 0
     while abs(scaled) >= 999.5 and index < len(steps) - 1:
@@ -94,7 +94,7 @@ def quantity(value: float, unit: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span people can read: `8s`, `4m 05s`, `3h 07m`, `2d 04h`."""
+    """A readable time span: `8s`, `4m 05s`, `3h 07m`, `2d 04h`."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole}s"

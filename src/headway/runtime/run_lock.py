@@ -78,7 +78,7 @@ def this_process() -> Holder:
 def read_holder(path: Path) -> tuple[Holder | None, int] | None:
     """Who holds a lock (None: its file is damaged) and when the file last changed; None where there is no lock."""
     try:
-        with open(path, "rb") as file:  # opened again each time, so that a network file system asks its server
+        with open(path, "rb") as file:  # opened again each time, so that a network file system queries its server
             content, changed = file.read(1 << 16), os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return None

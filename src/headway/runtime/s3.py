@@ -48,7 +48,7 @@ class S3:
 
     @contextmanager
     def hurried(self) -> Iterator[None]:
-        """Inside, calls under way in other threads that fail are not made again for long; one that the store answers takes its time."""
+        """Inside, failing calls in other threads are retried only briefly; a call that the store answers may finish."""
         self.hurry(on=True)
         try:
             yield
@@ -97,7 +97,7 @@ class S3:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def read(self, place: S3Path) -> bytes | None:
-        """A whole object; None where there is none."""
+        """The content of an object; None if it does not exist."""
         try:
             return self._body(place)
         except S3Refusal as refusal:
@@ -190,7 +190,7 @@ class S3:
         return len(unfinished)
 
     def size(self, place: S3Path) -> int | None:
-        """Bytes of an object; None where there is none."""
+        """Size of an object in bytes; None if it does not exist."""
         try:
             return int(self.call(place, "head_object", Key=place.key)["ContentLength"])
         except S3Refusal as refusal:
@@ -248,7 +248,7 @@ class StoreDown(CheckpointError):
 
 
 class S3Refusal(CheckpointError):
-    """The store understood and said no."""
+    """The store rejected the request."""
 
     def __init__(self, place: S3Path, code: str, reason: str) -> None:
         super().__init__(f"{place}: the store refuses: {reason}. Check the bucket, the keys and their permissions.")

@@ -1,9 +1,9 @@
-"""Graceful stop: the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP (a terminal that closes) asks the loop to finish its step, save and leave;
+"""Graceful stop: the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP (a terminal that closes) makes the loop finish its step, save and exit;
 a second Ctrl-C stops at once.
 
-Python runs a signal's handler only when its main thread comes back from whatever it calls, and a collective or a compiler may not come back
-for long. So the interpreter also writes each signal's number into a pipe, at once, and a thread that reads it keeps the two promises the
-main thread cannot: a second Ctrl-C ends the process, and so does the grace period, unless a save is under way.
+Python runs a signal's handler only when its main thread returns from its current call, and a collective or a compiler may block it
+for long. So the interpreter also writes each signal's number into a pipe at once. A thread reads the pipe and does what a blocked main
+thread cannot: a second Ctrl-C ends the process, and so does the end of the grace period, unless a save is in progress.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def _watch(self, reading: int) -> None:
-        """Read the signals as they arrive, whatever the main thread does; b"\\0" is the end."""
+        """Read the signals as they arrive, even while the main thread is blocked; b"\\0" is the end."""
         first: int | None = None
         first_at, leave_at = 0.0, float("inf")
         while True:

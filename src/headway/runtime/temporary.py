@@ -25,7 +25,7 @@ from headway.runtime.process import boot_id, process_start
 
 TEMPORARY_PREFIX = ".tmp-"
 LOCK_PREFIX = ".tmp-lock-"
-"""Of a process that wants the folder's lock; the folder may belong to another process."""
+"""For a process that waits for the folder's lock; the folder may belong to another process."""
 LEFT_SECONDS = 24 * 3600.0
 """How old something must be to be a leftover where it is not known whether its writer is alive."""
 LONGEST_NAME = 150

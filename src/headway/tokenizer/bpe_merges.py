@@ -115,7 +115,7 @@ class _Learner:
         return BpeMerge(left, right, result)
 
     def _live_positions(self, pair: int, left: int, right: int) -> Positions:
-        """Where the pair still stands, leftmost first and without overlaps (`aaa` holds one `aa`)."""
+        """Where the pair still occurs, leftmost first and without overlaps (`aaa` holds one `aa`)."""
         positions = self.positions.pop(pair)
         following = self.next[positions]
         positions = positions[(self.symbol[positions] == left) & (following >= 0) & (self.symbol[following] == right)]

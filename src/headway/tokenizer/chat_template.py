@@ -3,7 +3,7 @@
     chatml, one turn    <|im_start|> "assistant\\n" | "Hello." <|im_end|> | "\\n"
                                 no loss             |   loss (target)     | no loss
 
-The built-in templates are the jinja files in chat_templates/. What stands inside {% generation %} is the assistant's and carries the loss.
+The built-in templates are the jinja files in chat_templates/. Text inside {% generation %} is the assistant's and carries the loss.
 Invariant: while headway renders a built-in template, each control token is one private character that no text of the conversation holds,
 so text that a person typed never becomes a control token. For export the same source spells the tokens out.
 """
@@ -60,7 +60,7 @@ class ControlToken(NamedTuple):
 
 
 class ContinuedText(NamedTuple):
-    """Text that continues what stands before it: a sentencepiece tokenizer puts no space in front."""
+    """Text that continues the text before it: a sentencepiece tokenizer adds no space in front."""
 
     text: str
 

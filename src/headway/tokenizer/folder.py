@@ -30,7 +30,7 @@ ROLES = ("bos", "eos", "pad", "unk")
 LARGEST_ID = 1 << 31
 GUESSES = {"bos": ("<s>", "<|begin_of_text|>", "<bos>"), "eos": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")}
 OTHER_JSON = ("config.json", "map.json", "index.json", "processor_config.json", "vocab.json", "manifest.json", "results.json", "state.json")
-"""Ends of the names of JSON files in model folders that are no tokenizer."""
+"""Name endings of JSON files in model folders that are not tokenizers."""
 PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
 KNOWN_FILES = "tokenizer.json, vocab.json with merges.txt, tokenizer.model or a .tiktoken file"
 
@@ -65,14 +65,14 @@ def read_folder(folder: Path) -> Tokenizer:
 
 
 def _only_file(folder: Path) -> Path | None:
-    """The only tokenizer file of a folder, whatever its name."""
+    """The only tokenizer file of a folder, under any name."""
     found = [path for path in sorted(folder.glob("*.model")) if path.is_file()]
     found += [path for path in sorted(folder.glob("*.json")) if path.is_file() and not path.name.endswith(OTHER_JSON)]
     return found[0] if len(found) == 1 else None
 
 
 def read_tokenizer_json(path: Path) -> Tokenizer:
-    """Open a tokenizer.json; without a tokenizer_config.json beside it the begin and end tokens are found by their usual names."""
+    """Open a tokenizer.json; without a tokenizer_config.json next to it the begin and end tokens are found by their usual names."""
     config = read_config(path.parent)
     backend = read_fast(path)
     if is_zero2all(config) or (not config and is_bare(backend)):

@@ -106,7 +106,7 @@ class Budget:
         self.deadline = time.monotonic() + MOST_SECONDS
 
     def step(self, units: int = 0) -> None:
-        """Count one operation that made so many characters or elements."""
+        """Count one operation and the characters or elements it made."""
         self.steps -= 1 + units // UNITS_PER_STEP
         if self.steps < 0 or time.monotonic() > self.deadline:
             raise OverBudget("it does not end (more loop passes and calls than any conversation needs)")
@@ -114,7 +114,7 @@ class Budget:
             self.room(units)
 
     def room(self, units: int) -> None:
-        """Refuse something of so many characters or elements before it is made."""
+        """Reject a result of this many characters or elements before it is made."""
         if units > self.text:
             raise OverBudget(f"it makes a text or list of more than {self.text} characters or elements")
 
@@ -144,7 +144,7 @@ def length_of(value: Any) -> int:
 
 
 class CountingTags(Extension):
-    """Puts the counting calls into a template, and reads `{% generation %}`: what stands inside was written by the assistant."""
+    """Puts the counting calls into a template, and reads `{% generation %}`, which encloses the assistant's text."""
 
     tags = {"generation"}
     environment: Sandbox
@@ -208,7 +208,7 @@ def _replace(node: nodes.Node, change: Callable[[nodes.Node], nodes.Node]) -> No
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """jinja's sandbox with a budget; `marks` stand around what the template says the assistant wrote."""
+    """jinja's sandbox with a budget; `marks` enclose the text that the template attributes to the assistant."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 

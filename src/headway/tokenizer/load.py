@@ -1,6 +1,6 @@
 """Text to ids and back: one class over a `tokenizers` tokenizer or a sentencepiece model, of any origin.
 
-In: a folder (ours, or anybody's Hugging Face folder), a tokenizer.json, a sentencepiece .model or a .tiktoken file. Out: a `Tokenizer`.
+In: a folder (of headway or Hugging Face), a tokenizer.json, a sentencepiece .model or a .tiktoken file. Out: a `Tokenizer`.
 Invariant: special tokens written in a text are ordinary text unless `allowed_special` names them, and nothing is added to a text.
 """
 

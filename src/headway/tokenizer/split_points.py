@@ -34,7 +34,7 @@ SPACE = "▁"
 AFTER_WORD = frozenset(' \t\n\r,.;:!?()[]"/-，。！？；：、（）《》“”…—')
 _FORMS: dict[str, Literal["NFC", "NFD", "NFKC", "NFKD"]] = {"NFC": "NFC", "NFD": "NFD", "NFKC": "NFKC", "NFKD": "NFKD"}
 _NORMALISED_MODELS = ("identity", "nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf")
-# Branches of patterns that match a letter wherever they meet one; none continues from a letter to a character of AFTER_WORD.
+# Branches of patterns that match any letter; none continues from a letter to a character of AFTER_WORD.
 _LETTERS = frozenset({
     r" ?\p{L}+", r"[^\r\n\p{L}\p{N}]?\p{L}+", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
 })  # fmt: skip
@@ -79,7 +79,7 @@ class SplitPoints:
         return self._safe is not None
 
     def between(self, before: str, after: str) -> bool:
-        """Whether a text may be split between two neighbouring characters, whatever is around them."""
+        """Whether a text may be split between two neighbouring characters in any context."""
         return self._safe is not None and self._safe(before, after)
 
     def pieces(self, blocks: Iterable[str], size: int | None = None) -> Iterator[TextPiece]:

@@ -1,7 +1,7 @@
 """How often each word occurs in a corpus of any size, in bounded memory: the counting half of tokenizer training.
 
 In: texts. Out: distinct words with exact counts, as many as the learner's memory holds. When the table is full it is written to disk,
-split by hash into parts that are added up one at a time, so counts are exact whatever the memory. Only if there are too many distinct
+split by hash into parts that are added up one at a time, so counts are exact at any memory size. Only if there are too many distinct
 words, the rarest are given up: runs without spaces (Chinese) are split into shorter runs and counted again, other rare words are left
 out, and the share that was left out is reported.
 """

@@ -134,7 +134,7 @@ def bring_to_start(state: TrainState, start: Start, resolved: Resolved, data: Op
 
 
 def make_meter(recipe: Recipe, compute: Compute, state: TrainState, micro_rows: int, total_steps: int, sources: tuple[str, ...]) -> Meter:
-    """The meter of a run, from where its state stands."""
+    """The meter of a run, at the run's current state."""
     seq_len, engine = recipe.data.seq_len, state.engine
     training = [name for group in engine.groups for name in group.names]
     setup = MeterSetup(
@@ -160,7 +160,7 @@ def _peak_dtype(recipe: Recipe, compute: Compute) -> str:
 
 
 def make_saver(resolved: Resolved, start: Start, ranks: RankGroups, process: Process) -> Saver:
-    """The saver of a run. Its ranks use a group of their own, because it works while training exchanges tensors."""
+    """The saver of a run. Its ranks use a separate group, because it works while training exchanges tensors."""
     config = resolved.recipe.checkpoint
     local, remote = config.locations(start.folder)
     timeout_seconds = resolved.recipe.parallel.timeout_seconds

@@ -1,5 +1,5 @@
-"""What ranks agree on between two steps: continue, save, stop, roll back or give up. `headway stop` asks for it through a small file in the
-run folder, signals and the health of the run ask for the rest. Imports without torch."""
+"""What ranks agree on between two steps: continue, save, stop, roll back or give up. Requests come from
+`headway stop` (a small file in the run folder), from signals and from the health checks of the run. Imports without torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAVE, STOP = 1, 2
 
 @dataclass(frozen=True)
 class StopRequest:
-    """What `headway stop` asks for after step `at_step`; None = now."""
+    """A request of `headway stop`, to take effect after step `at_step`; None = now."""
 
     at_step: int | None = None
     save_only: bool = False
@@ -53,7 +53,7 @@ def remove_request(run_dir: Path) -> None:
 
 
 def read_request(run_dir: Path) -> StopRequest | None:
-    """The request in the run folder; None where there is none or it is unreadable."""
+    """The request in the run folder; None if it is missing or unreadable."""
     try:
         return StopRequest(**load_json(run_dir / FILE))
     except (OSError, ValueError, TypeError):

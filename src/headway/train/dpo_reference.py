@@ -244,7 +244,7 @@ def _cache_path(selection: Selection, source: _Source, digest: str, scoring: _Sc
 
 
 def read_table(path: Path, pairs: int) -> Tensor | None:
-    """The log-probabilities in a file; None where there are none, or where they are damaged (with a warning)."""
+    """The log-probabilities in a file; None if the file is missing or damaged (with a warning)."""
     try:
         content = read_sealed(path)
     except (OSError, ValueError) as problem:

@@ -63,7 +63,7 @@ def stopped_early(run: Run) -> dict[str, Any] | None:
 
 
 def restore_best(run: Run) -> int:
-    """Load the weights of the best checkpoint where `eval.stop.restore_best` says so; returns the step of the weights in the engine."""
+    """Load the weights of the best checkpoint if `eval.stop.restore_best` is set; returns the step of the weights in the engine."""
     stop, state = run.recipe.eval.stop, run.state
     if stop is None or not stop.restore_best:
         return state.step

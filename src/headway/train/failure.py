@@ -51,7 +51,7 @@ def _save_exchanges(heart: Heartbeat, run_dir: Path) -> None:
 
 
 def report_crash(recipe: Recipe, error: Exception, step: int) -> None:
-    """Send a crash alert with the end of the traceback, where no launcher of ours does."""
+    """Send a crash alert with the end of the traceback, unless headway's launcher does."""
     if failure_file() is not None or (isinstance(error, HeadwayError) and error.exit_code == 2):
         return
     text = str(error) if isinstance(error, HeadwayError) else traceback_tail("".join(traceback.format_exception(error)))

@@ -94,7 +94,7 @@ def write_final(run: Run) -> str | None:
 
 
 def _copy_trained(weights: Iterator[tuple[str, Tensor]], run: Run, trained: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Pass weights on and copy those that trained. Gates are no part of an adapter; they are exported with the model."""
+    """Pass weights on and copy those that trained. Gates are not part of an adapter; they are exported with the model."""
     training = {name for group in run.engine.groups for name in group.names}
     for name, value in weights:
         if (name in training or ADAPTER in name) and name != GATES:

@@ -17,7 +17,7 @@ MAX_POINTS = 200
 
 
 def read_training(run: Path) -> list[TrainingCurves]:
-    """The curves of a run, one for each stage; empty for a folder that is no run."""
+    """The curves of a run, one for each stage; empty if the folder is not a run."""
     if not (run / METRICS).is_file():
         return []
     records = MetricsReader(run / METRICS)

@@ -112,7 +112,7 @@ def explain(job: MemoryJob) -> str:
 
 @contextmanager
 def explain_out_of_memory(job: Callable[[], MemoryJob], device: Callable[[], torch.device]) -> Iterator[None]:
-    """Turn running out of memory, wherever it happens, into one error: bytes by kind, and how much each setting would free."""
+    """Turn running out of memory into one error: bytes by kind, and how much each setting would free."""
     try:
         yield
     except Exception as error:
@@ -142,7 +142,7 @@ def fit_by_estimate(job: MemoryJob, sizes: Sequence[int], limit: int | None) -> 
 
 
 def fit_micro_rows(recipe: Recipe, job: MemoryJob, spec: EngineSpec, ranks: RankGroup, first_step: Callable[[], StepBatch]) -> int:
-    """Rows of the largest microbatch that fits, the same on all ranks: on CUDA measured in a process of its own, on the CPU estimated.
+    """Rows of the largest microbatch that fits, the same on all ranks: on CUDA measured in a separate process, on the CPU estimated.
 
     The engine must not exist yet: on CUDA the process that measures needs its memory.
     """

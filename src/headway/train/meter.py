@@ -31,7 +31,7 @@ AT_START = "valid_at_start"
 """Key in the first step's record: the validation before it."""
 MAX_PENDING = 2
 SCALARS = ("loss", "grad_norm", "skipped", "loss_scale", "verdict")
-"""Numbers of every step, whatever the objective."""
+"""Metrics of every step, for any objective."""
 INTERNLM_MULTIPLE = 256
 """InternLM rounds the width of its feed-forward layers up to a multiple of this."""
 WARM_STEPS = 5

@@ -45,7 +45,7 @@ class Resolved:
 
     @property
     def continued(self) -> StoredAdapter | None:
-        """The adapter of the given weights that is trained further; None where there is none, or where it is merged."""
+        """The adapter of the given weights that is trained further; None if there is no adapter or it is merged."""
         carried, wanted = None if self.weights is None else self.weights.adapter, self.recipe.adapter
         if (
             carried is None
@@ -59,7 +59,7 @@ class Resolved:
 
     @property
     def base(self) -> str | None:
-        """Where the model lies that the recipe's adapter is an adapter of; None if nowhere in this form."""
+        """The folder of the base model of the recipe's adapter; None if it does not exist in this form."""
         if self.weights is None or any(getattr(self.model, n) != getattr(self.weights.config, n) for n in COMPUTES):
             return None
         carried = self.continued

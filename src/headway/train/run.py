@@ -1,4 +1,4 @@
-"""A run and its verbs: begin, report, validate, save, roll back. `build` makes it; `loop` drives it; nobody else changes its fields."""
+"""A run and its verbs: begin, report, validate, save, roll back. `build` makes it; `loop` drives it; no other module changes its fields."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ class Run:
         return {"valid": found} if found else {}
 
     def validate_at_start(self) -> None:
-        """Validate before the first step where `eval.at_start` says so; trackers get the numbers now, metrics.jsonl with the first step."""
+        """Validate before the first step if `eval.at_start` is set; trackers get the numbers now, metrics.jsonl with the first step."""
         self._check_metric()
         if not self.recipe.eval.at_start or self.state.step != self.first_step:
             return

@@ -62,7 +62,7 @@ class SaveRecord:
 
 
 def read_save_record(folder: Path) -> SaveRecord | None:
-    """What saved.json says; None where there is none or it is damaged."""
+    """The content of saved.json; None if it is missing or damaged."""
     path = folder / SAVED
     try:
         given: Any = parse_sealed_json(path.read_bytes())
@@ -208,7 +208,7 @@ def _record_start(folder: Path) -> None:
 def save_tokenizer(folder: Path, recipe: Recipe, tokenizer: Tokenizer) -> Path | None:
     """Save the tokenizer with the chat template of the training data, for checkpoints and final/; None where it needs no other template.
 
-    Whoever loads the trained model then prompts it in the form it was trained on.
+    Users of the trained model then prompt it in the form it was trained on.
     """
     from headway.tokenizer.chat import TOKENIZER_TEMPLATE, find_template
 
@@ -226,7 +226,7 @@ def save_tokenizer(folder: Path, recipe: Recipe, tokenizer: Tokenizer) -> Path |
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The summary.json of a finished run; None where there is none, or it is damaged and must be rewritten."""
+    """The summary.json of a finished run; None if it is missing, or damaged and must be rewritten."""
     try:
         found: Any = load_json(folder / SUMMARY)
     except (OSError, ValueError, RecursionError):

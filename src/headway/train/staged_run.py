@@ -212,7 +212,7 @@ def _back_to(path: Path, done: list[dict[str, Any]], home: Path, stages: list[St
 
 
 def read_ledger(home: Path) -> list[dict[str, Any]]:
-    """The entries of stages.json; empty where there is none. A damaged one is a ValueError."""
+    """The entries of stages.json; empty if it is missing. A damaged one raises ValueError."""
     try:
         found: Any = load_json(home / STAGES)
         listed: list[dict[str, Any]] = list(found["stages"])

@@ -1,4 +1,4 @@
-"""The stages of a recipe as recipes of their own, and where a stage stands in its run. Imports without torch.
+"""The stages of a recipe as separate recipes, and the position of a stage in its run. Imports without torch.
 
 recipe + the settings of a stage -> the stage's recipe: run folder RUN/stages/NN-name, seed + NN - 1, weights of the stage before it
 """
@@ -103,7 +103,7 @@ def resolved_settings(recipe: Recipe) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StagePosition:
-    """Where a stage stands in its run."""
+    """The position of a stage in its run."""
 
     run_folder: Path
     """The folder of the whole run."""
@@ -141,7 +141,7 @@ class StageMetrics:
 
 
 def steps_saved(run: Path) -> int:
-    """The step of a run's newest checkpoint, counted over all stages; -1 where there is none. Reads names only, not files."""
+    """The step of a run's newest checkpoint, counted over all stages; -1 without a checkpoint. Reads names only, not files."""
     found = [int(path.name[5:]) for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
     try:
         listed = load_json(run / STAGES)["stages"]

@@ -42,7 +42,7 @@ class Start:
     set_aside: Path | None = None
     """Where to move an existing run of the same name first."""
     from_scratch: bool = False
-    """Start at step 0 whatever the folder holds."""
+    """Start at step 0, ignoring what the folder contains."""
     changes: tuple[str, ...] = ()
     """Free settings that differ from the resumed run."""
 
@@ -127,7 +127,7 @@ def _refuse_missing(folder: Path, places: Sequence[AnyPath], saved: SaveRecord |
 
 
 def _last_step(metrics: Path) -> int:
-    """The step of the last whole line; 0 where there is none."""
+    """The step of the last complete line; 0 without one."""
     try:
         with open(metrics, "rb") as file:
             file.seek(max(0, metrics.stat().st_size - TAIL_BYTES))
@@ -152,7 +152,7 @@ def _probe(remote: RemoteCheckpoints, *, has_begun: bool) -> None:
 
 
 def is_restart(folder: Path) -> bool:
-    """Whether this start follows one of the same job that began the run: it resumes, whatever --resume says."""
+    """Whether this start follows one of the same job that began the run: it resumes, for any value of --resume."""
     job, again = restarted_job()
     try:
         return again and job is not None and (folder / JOB).read_text(encoding="utf-8") == job

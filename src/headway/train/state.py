@@ -38,7 +38,7 @@ log = logging.getLogger("headway")
 
 @dataclass
 class TrainState:
-    """Where a run stands after `step` updates."""
+    """The state of a run after `step` updates."""
 
     engine: Engine
     model: ModelConfig
@@ -67,7 +67,7 @@ class TrainState:
         return (TensorRecord(*tensor) for tensor in self.engine.tensors())
 
     def scalars(self) -> dict[str, Any]:
-        """Everything to save that is no tensor. The keys are the format of checkpoints."""
+        """Everything to save that is not a tensor. The keys are the format of checkpoints."""
         assert self.cursor is not None, "a state is saved after its loader was made"
         return {
             "model": self.model.model_dump(mode="json"),

@@ -196,7 +196,7 @@ def test_texts_and_prompts_begin_as_the_model_expects(tmp_path: Path, template: 
         (["--depths", "2"], "--depths is 2.0"),
         (["--samples", "0"], "--samples is 0"),
         (["--sparsities", "0,0.5"], "--sparsities is 0.0, 0.5"),
-        (["--random-masks"], "--random-masks is given and there are no masks"),
+        (["--random-masks"], "--random-masks is given, but there are no masks"),
         (["--masks", "nowhere.tsv"], "masks is 'nowhere.tsv'"),
     ],
 )

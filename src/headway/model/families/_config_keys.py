@@ -6,7 +6,7 @@ and from what training tools (unsloth, axolotl, nanotron, PaddleNLP, LLaMA-Facto
 from collections.abc import Mapping
 from typing import Any
 
-# Keys that do not change what a forward computes, whatever their value.
+# Keys that never change what a forward computes.
 METADATA = frozenset((
     # what the model is, and who wrote the file
     "architectures", "model_type", "transformers_version", "_name_or_path", "name_or_path", "_model_name_or_path", "model_name_or_path",

@@ -1,7 +1,7 @@
 """A family describes one kind of published model: the names of its tensors, and its config.json, which becomes a ModelConfig and back.
 
 A family is a module with the members of `Family` below. `family: llama` is headway/model/families/llama.py; `family: my_lab.my_model`
-is a user's module of that dotted name, which may also bring a model of its own with `build` (see model/base.py). Imports without torch.
+is a user's module of that dotted name, which may also define its own model with `build` (see model/base.py). Imports without torch.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""Z2all (llm-zero2all): Qwen 2 under names of its own. transformers has no class for it; it is exported as a Qwen 2.
+"""Z2all (llm-zero2all): Qwen 2 with different names. transformers has no class for it; it is exported as a Qwen 2.
 
 Its dropouts are choices of a training run, not part of the model: say `model.dropout` in the recipe.
 """

@@ -127,7 +127,7 @@ class MaskChoice:
 
 
 def _warn_if_different(gates: TrainedGates, file: Path | None) -> None:
-    """Report a table beside the gates that differs, such as one exported there at another sparsity."""
+    """Warn if the table next to the gates differs from them, e.g. because it was exported at another sparsity."""
     if file is None:
         return
     try:
@@ -145,7 +145,7 @@ class MaskVariant:
     name: str
     masks: HeadMasks | None
     masks_from: str | None = None
-    """`own` (of the model's gates), a file or `random`; None where there are none."""
+    """`own` (of the model's gates), a file or `random`; None without masks."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class MaskSpec:
         if not masked:
             flag = "--random-masks" if self.random else self.choice.first_flag()
             if flag is not None:
-                raise ConfigError(f"{flag} is given and there are no masks. Give --masks FILE or --sparsities, or leave it out.")
+                raise ConfigError(f"{flag} is given, but there are no masks. Give --masks FILE or --sparsities, or remove {flag}.")
         for variant in masked:
             found.append(variant)
             if self.random and variant.masks is not None:

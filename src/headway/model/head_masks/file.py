@@ -1,4 +1,4 @@
-"""Mask files: a table and, beside it, its window and sinks.
+"""Mask files: a table, with its window and sinks in a second file next to it.
 
     masks.tsv     no header; one row per layer, one tab-separated number per KV head: 1.0 = full, 0.0 = streaming
     masks.json    where known: {"window": 1024, "sinks": 128}
@@ -22,7 +22,7 @@ FILE_NAMES = ("masks.tsv", "full_attention_heads.tsv")
 
 
 def write_masks(masks: HeadMasks, path: Path) -> None:
-    """Write the table, and window and sinks beside it where they are known."""
+    """Write the table and, if they are known, the window and sinks next to it."""
     prepare_output(path)
     lines = ("\t".join("1.0" if is_full else "0.0" for is_full in row) for row in masks.full)
     write_atomic(path, "\n".join(lines) + "\n")
@@ -38,7 +38,9 @@ def prepare_output(path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"out is {str(path)!r}, which is a folder. Give the name of a file, such as {path / 'masks.tsv'}.")
     if path.suffix == ".json":
-        raise ConfigError(f"out is {str(path)!r}; window and sinks go into a .json beside the masks. Give a name that ends in .tsv.")
+        raise ConfigError(
+            f"out is {str(path)!r}; window and sinks are written to a .json file next to the masks. Give a name that ends in .tsv."
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
@@ -61,7 +63,7 @@ def read_masks(path: Path | str, sparsity: float | None = None, *, equal_per_lay
 
 
 def _refuse_decided(file: Path, hard: HeadMasks, sparsity: float | None) -> NoReturn:
-    """The error for a table of 0 and 1 that is asked for at another sparsity, or with equal layers."""
+    """The error for a table of 0 and 1 that is requested at another sparsity, or with equal layers."""
     if sparsity is not None:
         raise ConfigError(
             f"{file}: holds only 0 and 1 at sparsity {hard.sparsity:.4f}, so heads cannot be ranked for sparsity {sparsity}. "
@@ -98,7 +100,7 @@ def _row(path: Path, number: int, line: str) -> tuple[float, ...]:
         raise DataError(f"{path}: line {number} is {line[:40]!r}; a mask table holds numbers between tabs.") from None
     for value in values:
         if not -1e-6 <= value <= 1 + 1e-6:  # a soft value may be off by its rounding; NaN is refused too
-            raise DataError(f"{path}: line {number} holds {value}; masks lie between 0 (streaming) and 1 (full).")
+            raise DataError(f"{path}: line {number} contains {value}; masks must be between 0 (streaming) and 1 (full).")
     return tuple(min(max(value, 0.0), 1.0) for value in values)
 
 
@@ -113,7 +115,7 @@ def find_masks(path: Path) -> Path:
 
 
 def _read_reach(file: Path) -> tuple[int | None, int | None]:
-    """Window and sinks written beside a table, by headway or by DuoAttention."""
+    """The window and sinks stored next to a table by headway or DuoAttention."""
     for path, keys in ((file.with_suffix(".json"), ("window", "sinks")), (file.with_name("config.json"), ("recent_size", "sink_size"))):
         if not path.is_file():
             continue

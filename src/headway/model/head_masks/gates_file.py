@@ -1,4 +1,4 @@
-"""Trained head gates of a model: masks come out of them. A Hugging Face folder holds them in files beside the weights.
+"""Trained head gates of a model: masks come out of them. A Hugging Face folder stores them in files next to the weights.
 
     head_gates.json            {"window": 1024, "sinks": 128, "log_alpha": [[4.2, -9.8, ...], ...]}      one row per layer
     masks.tsv, masks.json      the masks these gates give, for programs that read masks

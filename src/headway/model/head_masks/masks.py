@@ -87,7 +87,7 @@ class HeadMasks:
 
 
 def in_words(described: dict[str, Any] | None) -> str:
-    """`HeadMasks.describe` as one line for people; None = no masks."""
+    """`HeadMasks.describe` as one line of text; None = no masks."""
     if described is None:
         return "none"
     return (
@@ -99,7 +99,7 @@ def in_words(described: dict[str, Any] | None) -> str:
 def num_full_heads(total: int, sparsity: float) -> int:
     """How many of `total` heads stay full: floor(total * (1 - sparsity)) in exact decimal arithmetic; 10 heads at 0.9 leave one."""
     if not 0 <= sparsity <= 1:
-        raise ConfigError(f"sparsity is {sparsity}; it must lie between 0 and 1.")
+        raise ConfigError(f"sparsity is {sparsity}; it must be between 0 and 1.")
     return math.floor(total * (1 - Fraction(str(sparsity))))
 
 

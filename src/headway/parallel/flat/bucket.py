@@ -138,7 +138,7 @@ class Reducer:
         self._handles.append(hook(bucket))
 
     def _clear(self, bucket: Bucket) -> None:
-        """Parameters that had no part in this step have no gradient, whatever the last step left in the buffer."""
+        """Clear the gradients of parameters unused in this step; the buffer still contains those of the last step."""
         bucket.allocate()
         for slot in bucket.span.slots:
             if slot.name not in self.touched:

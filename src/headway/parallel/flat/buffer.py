@@ -44,7 +44,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BufferSharding:
-    """How a buffer is divided: into buckets of about so many elements, each into so many shards, of which this rank has one."""
+    """How a buffer is divided: into buckets of about this many elements, each split into shards, one per rank."""
 
     bucket_elements: int = 1 << 23
     shards: int = 1

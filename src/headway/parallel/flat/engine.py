@@ -90,7 +90,7 @@ class FlatEngine(BaseEngine):
                 continue
             buffer, span, slot = located
             parameter = nn.Parameter(slot.view(buffer.param))
-            # Gradients come in whatever precision they were computed in and are added up in fp32. They are taken over by a hook rather than
+            # Gradients come in the precision they were computed in and are added up in fp32. They are taken over by a hook rather than
             # accumulated in `.grad` of another dtype, which torch.compile refuses to trace.
             parameter.grad_dtype = None
             parameter.register_post_accumulate_grad_hook(torch.no_grad()(partial(self.reducer.take, name, buffer.gradient(span, slot))))
