@@ -91,7 +91,7 @@ def test_hard_values_cannot_be_cut_elsewhere(tmp_path: Path) -> None:
         ("1.0\t0.0\n1.0\n", "row 2 has 1 numbers and the first has 2"),
         ("1.0\tx\n", "line 1"),
         ("1.0\t3.5\n", r"contains 3\.5"),
-        ("nan\t0.0\n", "holds nan"),
+        ("nan\t0.0\n", "contains nan"),
         ("layer\thead\tlog_alpha\n0\t0\t4.0\n", "raw export"),
         ("\xff\xfe", "line 1"),
     ],
