@@ -1,0 +1,20 @@
+"""Sources and English pages use the words of the field: these phrases were once used for *reported, continues, asynchronous* and the like."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*(ROOT / "src").rglob("*.py"), *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+NOT_PLAIN = re.compile(
+    r"\b((is|are|was|were|be) told|hears? of|go(es)? on|beside training|most rows|is had|be had|under way|said only once|whoever)\b|\w+Wish\b"
+)
+
+
+def test_sources_and_pages_use_plain_words() -> None:
+    found: list[str] = []
+    for path in sorted(PAGES):
+        if path.name == "CHANGELOG.md" or path.name.endswith("zh-CN.md"):
+            continue
+        text = path.read_text(encoding="utf-8")
+        found += [f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, hit.start()) + 1}: {hit[0]}" for hit in NOT_PLAIN.finditer(text)]
+    assert not found, "write what happens in plain words:\n" + "\n".join(found)
