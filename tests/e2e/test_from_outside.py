@@ -54,7 +54,7 @@ def test_a_checkpoints_word_alone_imports_no_family(tmp_path: Path, monkeypatch:
         export_model(latest, tmp_path / "exported")
     with pytest.raises(ConfigError, match=said):
         train(load(Recipe, None, [*TINY, f"run.dir={tmp_path}", "run.name=next", f"init.from={latest}"]))
-    with pytest.raises(ConfigError, match="does not name it as a family of its own"):
+    with pytest.raises(ConfigError, match="does not name this module as its family"):
         export_model(latest, tmp_path / "exported", family="support.my_lab.other")
     monkeypatch.undo()
     export_model(latest, tmp_path / "exported", family="support.my_lab.family")

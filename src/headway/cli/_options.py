@@ -157,7 +157,7 @@ def refuse_flags(context: str, flags: dict[str, Any]) -> None:
 
 
 def on_ranks(context: typer.Context, compute: ComputeOptions, ranks: RankOptions, work: Callable[[RankGroup], None]) -> None:
-    """Run `work` on the ranks that the options ask for; each is started with the command line of this verb."""
+    """Run `work` on the ranks that the options request; each is started with the command line of this verb."""
     from headway.launch.launcher import LaunchOptions, run_on_ranks
 
     exit_with(run_on_ranks(compute.device, LaunchOptions(ranks.nproc, ranks.gpus), command_line(context), work))

@@ -1,4 +1,4 @@
-"""What verbs print: with `--json` one JSON document on standard output, else tables and text for people."""
+"""What verbs print: with `--json` one JSON document on standard output, otherwise tables and text."""
 
 import json
 import os

@@ -265,7 +265,7 @@ def _check_name(folder: Path) -> None:
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
-    """Numbers of tokens between commas; k stands for 1024."""
+    """Numbers of tokens separated by commas; k means 1024."""
     return tuple(map(_parse_tokens, text.split(",")))
 
 

@@ -72,7 +72,7 @@ def stop(
     save_only: bool = typer.Option(False, "--save-only", help="Save a checkpoint and continue training."),
     json: bool = JSON,
 ) -> None:
-    """Ask a run, from another shell, to save a checkpoint and exit; all its ranks do so after the same step."""
+    """Make a running training save a checkpoint and exit; all its ranks do so after the same step."""
     from headway.train.control import StopRequest, request_stop
 
     asked = request_stop(run, StopRequest(at_step, save_only))

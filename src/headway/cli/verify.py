@@ -68,7 +68,7 @@ def resume(
 
 
 def print_certificate(found: dict[str, Any]) -> None:
-    """The result of `verify resume`, for people."""
+    """The result of `verify resume` as text."""
     typer.echo(
         f"{found['steps']} steps; killed after step {found['killed_after_step']}, resumed from step {found['resumed_from_step']}; "
         f"rule: {found['rule']}"

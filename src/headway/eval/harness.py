@@ -166,7 +166,7 @@ def _unknown(manager: Any, tasks: Sequence[str]) -> list[str]:
 def _load(manager: Any, plan: HarnessPlan) -> Any:
     try:
         return manager.load(manager.match_tasks(list(plan.tasks)))
-    except (OSError, ValueError, ImportError) as error:  # each library below has its own for data that cannot be had
+    except (OSError, ValueError, ImportError) as error:  # each library raises a different error for missing data
         said = " ".join(str(error).split())
         offline = "" if plan.online else " Tasks read data from this machine alone; --online lets them fetch it."
         raise DataError(f"the data of --tasks {' '.join(plan.tasks)} cannot be read: {said}.{offline}") from None

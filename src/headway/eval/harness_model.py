@@ -47,7 +47,7 @@ class HarnessModel:
 
     @property
     def prefix(self) -> int:
-        """The id that stands before a text without context."""
+        """The id put before a text without context."""
         first = self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
         if first is None:
             raise ConfigError(
@@ -90,7 +90,7 @@ class HarnessModel:
             room = self.limit - options.max_new_tokens
             if room < 1:
                 raise ConfigError(
-                    f"a task asks for {options.max_new_tokens} new tokens; the model's max_seq_len={self.limit} leaves no room for its "
+                    f"a task requests {options.max_new_tokens} new tokens; the model's max_seq_len={self.limit} leaves no room for its "
                     "text. Give its generation_kwargs a smaller max_gen_toks."
                 )
             share = self._share([plan for plan in plans if plan[2] == options])
@@ -125,7 +125,7 @@ class HarnessModel:
         for index, (before, scored) in enumerate(pairs):
             if not scored:
                 raise DataError(
-                    "a task asks for the likelihood of an empty text. Every choice or text of a task must have at least one token."
+                    "a task requests the likelihood of an empty text. Every choice or text of a task must have at least one token."
                 )
             if len(scored) > self.limit:
                 raise ConfigError(f"a task has an answer of {len(scored)} tokens; the model's max_seq_len is {self.limit}.")

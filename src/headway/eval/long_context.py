@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("headway")
 
 CHUNKS, MAX_CHUNK = 8, 4096
-"""A prompt is read in about this many chunks, each of at most so many tokens."""
+"""A prompt is read in about this many chunks; the second value is the largest chunk in tokens."""
 MAX_SAMPLES, MAX_ROWS, MAX_TOKENS = 10**6, 2**16, 2**40
 
 
 @dataclass(frozen=True)
 class LongPlan:
-    """What is asked."""
+    """The tasks, lengths and depths to evaluate."""
 
     tasks: tuple[str, ...]
     """May be empty if texts are scored."""
@@ -66,7 +66,7 @@ class LongPlan:
         if min(self.lengths) < 1:
             raise ConfigError(f"--lengths holds {min(self.lengths)}; a length is 1 or more.")
         if any(not 0 <= depth <= 1 for depth in self.depths):
-            raise ConfigError(f"--depths is {', '.join(map(str, self.depths))}; depths lie between 0 (the beginning) and 1 (the end).")
+            raise ConfigError(f"--depths is {', '.join(map(str, self.depths))}; depths must be between 0 (the beginning) and 1 (the end).")
         for name, value, most in (
             ("--samples", self.samples, MAX_SAMPLES),
             ("--chunk-tokens", self.chunk_tokens, MAX_TOKENS),
@@ -136,7 +136,7 @@ class LongResult:
     chunks: dict[int, int] = field(default_factory=dict)
     """Of each length: tokens of a prompt that went through the model at once."""
     prompts: str = "text"
-    """What the model read: `chat template NAME`, or text and what stands before it."""
+    """The form of the prompts: `chat template NAME`, or text and its prefix."""
     notes: list[str] = field(default_factory=list)
     """Limits of what the numbers mean."""
 

@@ -46,7 +46,7 @@ def draw_long_plots(folder: Path, result: LongResult) -> list[str]:
 
 
 def heat_map(result: LongResult) -> Figure:
-    """One panel per variant: length against depth, the mean score of the tasks that ask for one place."""
+    """One panel per variant: length against depth, the mean score of the tasks whose answer is in one place."""
     # Figure, not pyplot: pyplot keeps figures and a choice of screen for the whole process.
     from matplotlib.figure import Figure
 
@@ -110,7 +110,7 @@ def _mean(variant: VariantResult, length: int, depth: float) -> float:
 
 
 def write_long_report(folder: Path, result: LongResult, preface: Sequence[str] = ()) -> None:
-    """Write the folder; a report that is already there is replaced. `preface` stands at the top of report.md."""
+    """Write the folder, replacing an existing report. `preface` is put at the top of report.md."""
     make_report_folder(folder)
     write_atomic(folder / RESULTS, json.dumps({"headway": __version__, **result.to_json()}, ensure_ascii=False, indent=2) + "\n")
     pictures = draw_long_plots(folder, result)

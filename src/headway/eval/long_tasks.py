@@ -1,4 +1,4 @@
-"""Long-context tasks: prompts whose answer stands somewhere far back in them. Everything is made from a seed; nothing is read.
+"""Long-context tasks: prompts whose answer is far back in the text. Everything is generated from a seed; no file is read.
 
 A task is a function `write_NAME(rng, units, depth) -> Case` here, listed in TASKS. The same rng and units give the same text; more units
 give a longer one. `depth` 0..1 is where the answer stands (a task with several places sets `Case.depth` to None). Prompts end in the
@@ -23,9 +23,9 @@ class Case:
 
     prompt: str
     answers: tuple[str, ...]
-    """Each must stand in what the model writes; the score is the share that does."""
+    """Strings expected in the model's answer; the score is the share found."""
     depth: float | None
-    """Where the answer stands, from 0 (the beginning) to 1 (the end); None = in many places."""
+    """Where the answer is, from 0 (the beginning) to 1 (the end); None = in many places."""
     stop: tuple[str, ...] = ()
     """The answer ends before one of these."""
     answer_start: str = ""
@@ -139,7 +139,7 @@ NOISE = (
 
 
 def keys(rng: random.Random, number: int) -> list[str]:
-    """Different names, `amber-anchor` and the like."""
+    """Distinct names such as `amber-anchor`."""
     size, found = len(ADJECTIVES) * len(NOUNS), []
     for turn in range(-(-number // size)):
         for index in rng.sample(range(size), min(size, number - len(found))):
@@ -202,9 +202,9 @@ def table(lines: list[tuple[str, str]]) -> str:
 
 
 def write_key_value(rng: random.Random, units: int, depth: float) -> Case:
-    """A table of keys and values; the value of one key is asked for. The form is bare (`key=value`), so that small models can learn it.
+    """A table of keys and values; the question is the value of one key. The form is bare (`key=value`), so that small models can learn it.
 
-    A table of `units` lines; the line at the depth is asked for.
+    A table of `units` lines; the question is about the line at the depth.
     """
     lines = pairs(rng, units)
     at = round(depth * (units - 1))
@@ -229,7 +229,7 @@ QUERIES = 4
 
 
 def write_needle_multi_query(rng: random.Random, units: int, depth: float) -> Case:
-    """The numbers of four names, asked for at once.
+    """The numbers of four names, in one question.
 
     Needles of several names among `units` sentences; the first at the depth, the others anywhere.
     """
@@ -258,7 +258,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 def write_variable_tracking(rng: random.Random, units: int, depth: float) -> Case:
     """A chain of assignments in noise: which variables hold the first one's number?
 
-    Two chains in their order among `units` sentences; the first is asked for.
+    Two chains in their order among `units` sentences; the question is about the first.
     """
     names: dict[str, None] = {}
     while len(names) < CHAINS * (HOPS + 1):
@@ -284,7 +284,7 @@ COMMON = 10
 
 
 def write_common_words(rng: random.Random, units: int, depth: float) -> Case:
-    """A numbered list in which ten words stand far more often than the others: which are they?
+    """A numbered list in which ten words occur far more often than the others: which are they?
 
     `units` words and forty more: each common one makes up a twentieth of them, all others together the rest.
     """

@@ -1,7 +1,7 @@
 """Perplexity: documents of ids come in, loss, perplexity, bits per byte, accuracy and calibration go out.
 
-Bits per byte divide a loss by the bytes of text that the scored tokens stand for. A token counts the bytes it spells, also where it
-begins or ends inside a character. Special tokens are no text and count nothing, nor does a space that the tokenizer puts before a text.
+Bits per byte divide a loss by the bytes of text of the scored tokens. A token counts the bytes it spells, also where it
+begins or ends inside a character. Special tokens are not text and count nothing, nor does a space that the tokenizer puts before a text.
 Where the tokens do not spell the text byte for byte (unknown characters, a tokenizer that changes case), the text's bytes are shared
 out in proportion to what the tokens spell.
 """
@@ -103,7 +103,7 @@ class EvalDocument:
     part: str | None = None
     """Which part of its dataset it belongs to, where the dataset is split."""
     lead: tuple[int, ...] = ()
-    """Ids that stand before each of its windows and are not scored."""
+    """Ids put before each of its windows; they are not scored."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Perplexity:
     bits_per_byte: float | None
     """Loss over the bytes of the scored tokens, comparable across tokenizers; None where the bytes are unknown."""
     num_bytes: int | None
-    """Bytes of text that the scored tokens stand for."""
+    """Bytes of text of the scored tokens."""
     accuracy: float
     """Share of tokens that were the model's first choice."""
     documents: int
@@ -222,7 +222,7 @@ def perplexity(
     seen, sums = _Seen(), TokenSums()
     table = None if loaded.tokenizer is None else TokenBytes(loaded.tokenizer)
     with progress("score" if world == 1 else f"score on rank {rank} of {world}", unit="tokens") as advance:
-        # Every rank makes the same batches, so a token is computed in the same batch whatever the number of ranks.
+        # Every rank makes the same batches, so a token is computed in the same batch for any number of ranks.
         for index, batch in enumerate(batches(seen.windows(documents, window, stride, table), batch_tokens)):
             if index % world != rank:
                 continue

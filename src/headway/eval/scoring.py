@@ -58,7 +58,7 @@ class TokenScores:
 def windows(length: int, window: int, stride: int, lead: int = 0) -> Iterator[tuple[int, int, int]]:
     """(begin, end, first scored) of every window over `length` tokens; token i is scored from the tokens before it in its window.
 
-    `lead` tokens stand before each window and count towards its length; with them even a window's first token has context.
+    `lead` tokens are put before each window and count towards its length; with them even a window's first token has context.
     """
     alone = 0 if lead else 1
     scored = alone

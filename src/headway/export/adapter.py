@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from headway.model.config import ModelConfig
 
 FOLDER = "adapter"
-"""Where the adapter of a run lies in its final/."""
+"""The adapter folder inside a run's final/."""
 
 
 def write_adapter(
     values: Mapping[str, torch.Tensor], config: AdapterConfig, model: ModelConfig, out: Path, *, base: str | None, dtype: str = "float32"
 ) -> None:
-    """Write a PEFT folder from updates and from whole parameters that were trained beside them; an earlier adapter there is replaced."""
+    """Write a PEFT folder from low-rank updates and fully trained parameters; replaces an earlier adapter there."""
     import torch
 
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not is_adapter(out)):

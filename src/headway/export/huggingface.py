@@ -1,7 +1,7 @@
 """A ModelConfig and named weights come in, a folder that AutoModelForCausalLM and AutoTokenizer load goes out, whole or not at all.
 
 config.json · generation_config.json · model.safetensors (or model-00001-of-00003.safetensors ... with an index) · tokenizer files
-and, where it was asked for, modeling_*.py with the class of a model that transformers does not have
+and, if requested, modeling_*.py with the class of a model that transformers does not have
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def export_huggingface(
     """Write a Hugging Face folder; an earlier export at `out` is replaced; anything else there is refused.
 
     `end_ids` end a text besides the tokenizer's own end token; generation_config.json lists them.
-    With `remote_code`, a model that transformers has no class for gets its class in a file beside the weights. Head gates go
+    With `remote_code`, a model that transformers has no class for gets its class in a file next to the weights. Head gates go
     into files of their own (model/head_masks/gates_file.py): the weights are those of the plain model.
     """
     gates, config = config.head_gates, config.with_(head_gates=None)

@@ -178,7 +178,7 @@ def find_model_of_family(path: AnyPath | str, family: str | None) -> StoredModel
     """The model a path means. `family` names the user's module of a model with its own family."""
     found = find_model(path)
     if family is not None and found.of_family(family) is found:
-        raise ConfigError(f"--family is {family!r}; {path} does not name it as a family of its own. Leave it out.")
+        raise ConfigError(f"--family is {family!r}; the config of {path} does not name this module as its family. Remove --family.")
     return found.of_family(family)
 
 

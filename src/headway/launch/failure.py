@@ -64,12 +64,12 @@ class Ended:
 
     @property
     def at(self) -> float:
-        """When it failed, if it said so; see RankError."""
+        """When it failed, if it reported the time; see RankError."""
         return 0.0 if self.code < 0 else self.failure.at if self.failure else time.time()
 
     @property
     def is_cause(self) -> bool:
-        """It may have failed first although others ended before it: it said when, or was killed. An abort may follow the loss of a peer."""
+        """It may have failed first although others ended before it: it reported the time, or was killed. An abort may follow the loss of a peer."""
         return self.failure is not None or self.code == -signal.SIGKILL
 
     def with_reported_code(self) -> Ended:

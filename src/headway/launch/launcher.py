@@ -35,7 +35,7 @@ RANK_TIMEOUT_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What the command line asks for; None = not given."""
+    """The options of the command line; None = not given."""
 
     nproc: int | None = None
     gpus: str | None = None

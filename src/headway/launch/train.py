@@ -114,7 +114,7 @@ def train_here(recipe: Recipe, options: TrainOptions, show: Show) -> int:
     if options.json and from_environment().is_first:
         try:
             show(outcome)
-        except OutputError as problem:  # training is done and saved; its exit code says so
+        except OutputError as problem:  # training is done and saved, so the exit code is that of success
             logging.getLogger("headway").warning("%s", problem)
     return outcome.get("exit_code", 0)
 

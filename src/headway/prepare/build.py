@@ -92,7 +92,7 @@ class BuildOptions:
     max_prompt_length: int | None = None
     """Preference: tokens of the prompt that truncation leaves in any case; None: half of max_length."""
     valid_fraction: float = 0.0
-    """Chat, preference: share of the records that goes into a store of its own."""
+    """Chat, preference: share of the records that goes into a separate store."""
     seed: int = 0
     """Chat, preference: chooses the records for validation."""
     drop_bad: bool = False
@@ -152,7 +152,7 @@ class BuildReport:
         return {**records, **written, **shared, **{name: counts[name] for name in left_out}}
 
     def describe(self) -> str:
-        """One line for people."""
+        """As one line of text."""
         return self._describe_text() if self.kind == "text" else self._describe_records()
 
     def _describe_text(self) -> str:

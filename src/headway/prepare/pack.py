@@ -116,7 +116,7 @@ class PackReport:
         return self.tokens / (self.packs * self.pack_length) if self.packs else 0.0
 
     def describe(self) -> str:
-        """A line for people."""
+        """As one line of text."""
         cut = f"{self.cut_documents} cuts, {self.dropped_tokens} tokens dropped, {self.repeated_tokens} repeated"
         short = f", {self.short_documents} short documents left out" if self.short_documents else ""
         return f"{quantity(self.packs, 'packs')} of {self.pack_length}, {self.utilisation:.2%} full; {cut}{short}"

@@ -93,7 +93,7 @@ class ChunkJob:
 
 
 def make_units(files: Sequence[Path], unit_bytes: int = UNIT_BYTES) -> list[Unit]:
-    """Consecutive files until they are large enough; a larger file is a unit of its own."""
+    """Consecutive files until they are large enough; a larger file is a separate unit."""
     units: list[Unit] = []
     pending: list[Path] = []
     size = 0

@@ -67,7 +67,7 @@ class ConvertReport:
     """Empty documents, which MDS cannot hold."""
 
     def describe(self) -> str:
-        """One line for people."""
+        """As one line of text."""
         notes = f", {self.begins_added} begin tokens added" if self.begins_added else ""
         notes += f", {self.empty_dropped} empty documents left out" if self.empty_dropped else ""
         return f"{self.path}: {self.documents} documents, {self.tokens} tokens from {self.source} to {self.target}{notes}"

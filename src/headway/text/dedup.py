@@ -226,7 +226,7 @@ def run_hashes(text: str) -> Hashes:
     counted = count_characters(text)
     length = min(HAN_RUN if 3 * counted.han > counted.visible else OTHER_RUN, len(text))
     points = code_points(text).astype(np.uint64) + np.uint64(1)
-    # The sum of point * base^place over a window, times base^-start, is the same wherever the window stands (all modulo 2^64).
+    # The sum of point * base^place over a window, times base^-start, is the same at every position of the window (all modulo 2^64).
     places = np.full(len(points), _BASE, np.uint64)
     scaled = np.concatenate([np.zeros(1, np.uint64), np.cumsum(points * np.cumprod(places))])
     back = np.cumprod(np.full(len(scaled) - length, _INVERSE, np.uint64))

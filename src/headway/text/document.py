@@ -30,7 +30,7 @@ class Record:
     source: str
     line: int | None
     number: int | None = None
-    """In a JSON list: the entry, counted from 1 (a list may stand on one line)."""
+    """In a JSON list: the entry, counted from 1 (a list may be on one line)."""
 
     @property
     def place(self) -> str:

@@ -1,4 +1,4 @@
-"""Which files an input stands for. In: a file, folder, glob, dataset folder or hub dataset in the local cache; out: file paths in order.
+"""Expands an input to its files. In: a file, folder, glob, dataset folder or hub dataset in the local cache; out: file paths in order.
 
 Hugging Face dataset folders are recognised by their file names:
 
@@ -143,7 +143,7 @@ def _folder(folder: Path, choice: str | None) -> list[Path]:
 
     if is_mds(folder):
         if choice is not None:
-            raise DataError(f"{folder}: an MDS folder has no split {choice!r}; name the folder of the part you want.")
+            raise DataError(f"{folder}: an MDS folder has no split {choice!r}; give the folder of the split.")
         return [shard.path for shard in mds_shards(folder)]
     saved = saved_files(folder)
     if saved is not None:

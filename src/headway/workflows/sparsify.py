@@ -157,7 +157,7 @@ def sparsify(recipe: Recipe, plan: SparsifyPlan, *, train: Callable[[Recipe], di
 
 
 def train_in_processes(arguments: Sequence[str], nproc: int | None, gpus: str | None) -> Callable[[Recipe], dict[str, Any]]:
-    """A `train` that runs `headway train` with these arguments in a process of its own, which may start several ranks."""
+    """A `train` that runs `headway train` with these arguments in a separate process, which may start several ranks."""
     flags = [text for flag, value in (("--nproc", nproc), ("--gpus", gpus)) if value is not None for text in (flag, str(value))]
 
     def train(recipe: Recipe) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def test_what_cannot_be_answered_is_refused(folder: Path) -> None:
     answers = HarnessModel(load_model(folder))
     with pytest.raises(ConfigError, match="num_beams 4, which headway does not support"):
         answers.generate([("a", {"num_beams": 4})])
-    with pytest.raises(ConfigError, match=r"asks for 24 new tokens; the model's max_seq_len=24"):
+    with pytest.raises(ConfigError, match=r"requests 24 new tokens; the model's max_seq_len=24"):
         answers.generate([("a", {"max_gen_toks": LIMIT})])
     with pytest.raises(ConfigError, match="an answer of 30 tokens"):
         answers.loglikelihood([("a", "b" * 30)])

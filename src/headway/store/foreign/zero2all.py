@@ -39,7 +39,7 @@ MAP_NAME = re.compile(r"all_sample_index_map_(\d+)\.ibin")
 
 
 def open_zero2all(path: Path, begin_id: int | None = None, rebuild_index: bool = False) -> ForeignStore:
-    """Open a bin or a folder of bins. Without `begin_id` the files tell the begin token; `rebuild_index` ignores the index maps."""
+    """Open a bin or a folder of bins. Without `begin_id` the begin token is read from the files; `rebuild_index` ignores the index maps."""
     path = Path(path)
     files = [file for file in bin_files(path) if not file.name.endswith(("_input_ids.bin", "_labels.bin"))]
     if not files:

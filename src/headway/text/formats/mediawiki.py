@@ -144,9 +144,9 @@ DROPPED_LINKS = re.compile(
     r"(?:file|image|media|category|fichier|datei|bild|文件|档案|檔案|图像|圖像|图片|圖片|分类|分類|[a-z]{2,3}(?:-[a-z]+)*|simple)\s*:", re.I
 )
 MAX_DEPTH = 8
-"""Templates inside templates; what lies deeper is nobody's prose."""
+"""Nesting depth of templates; deeper ones contain no prose."""
 GONE = "\0"
-"""Stands where something was left out, until the brackets around it have been looked at."""
+"""Placeholder for removed text until the surrounding brackets are processed."""
 
 _COMMENT = re.compile(r"<!--.*?-->", re.S)
 _DROPPED_TAGS = re.compile(
@@ -179,7 +179,7 @@ Mark = tuple[bool, int, int]
 
 
 def clean_wikitext(text: str) -> str:
-    """The prose of a page, paragraphs and headings on lines of their own."""
+    """The prose of a page, paragraphs and headings on separate lines."""
     text = _COMMENT.sub("", text.replace(GONE, ""))
     text = _DROPPED_TAGS.sub(GONE, text)
     text = _nested(text, _braces(text), _template)
@@ -220,7 +220,7 @@ def _braces(text: str) -> Iterator[Mark]:
 
 
 def _nested(text: str, marks: Iterator[Mark], replace: Callable[[str], str]) -> str:
-    """Replace every balanced pair of marks, outermost ones as a whole; what is never closed stays as it is."""
+    """Replace every balanced pair of marks, outermost ones as a whole; an unclosed one stays unchanged."""
     begun: list[tuple[int, int]] = []
     spans: list[tuple[int, int, int, int]] = []
     for opens, mark_start, mark_end in marks:

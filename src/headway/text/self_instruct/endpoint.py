@@ -78,7 +78,7 @@ class Endpoint:
 
     @property
     def shown_address(self) -> str:
-        """The address for people, without its query, which may hold a secret."""
+        """The address to display, without its query, which may contain a secret."""
         return self.address.partition("?")[0]
 
 

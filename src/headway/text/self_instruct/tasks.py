@@ -117,7 +117,7 @@ def _show(task: Task, language: Language) -> str:
 
 
 def parse_answer(answer: str, was_cut: bool) -> tuple[list[Task], Counter[str]]:
-    """The tasks of an answer in order, and counts of the parts that are no task. The last task of a truncated answer is dropped."""
+    """The tasks of an answer in order, and counts of the parts that are not tasks. The last task of a truncated answer is dropped."""
     pieces = _NUMBER.split(_THOUGHT.sub("", answer))[1:]
     dropped: Counter[str] = Counter()
     if was_cut and pieces:
