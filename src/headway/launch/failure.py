@@ -69,7 +69,7 @@ class Ended:
 
     @property
     def is_cause(self) -> bool:
-        """It may have failed first although others ended before it: it reported the time, or was killed. An abort may follow the loss of a peer."""
+        """It may have failed first although others ended before it: it reported when, or was killed. An abort may follow the loss of a peer."""
         return self.failure is not None or self.code == -signal.SIGKILL
 
     def with_reported_code(self) -> Ended:

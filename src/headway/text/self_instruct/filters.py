@@ -1,6 +1,6 @@
 """Decides which generated tasks to keep. In: a task and the tasks kept so far; out: the reason to drop it, or its similarity to them.
 
-`SimilarityIndex` computes exact ROUGE-L of one text against all kept texts at once. The kept texts are stored one after another in a long bit
+`SimilarityIndex` computes exact ROUGE-L of one text against all kept texts at once. The kept texts are stored one after another in a bit
 vector V, with a guard bit after each. The bit-parallel rule for the longest common subsequence (U = V & M; V = (V + U) | (V - U), where
 M marks where the next token occurs) runs over all of them in one addition. A carry out of a text ends in its guard bit, which is then
 cleared. The zeros left in a text's bits are the length of the subsequence.
