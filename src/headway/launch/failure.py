@@ -69,7 +69,7 @@ class Ended:
 
     @property
     def is_cause(self) -> bool:
-        """It may have failed first although others ended before it: it reported when, or was killed. An abort may follow the loss of a peer."""
+        """Whether it may have failed first: it reported when, or was killed. An abort does not count: a lost peer may cause it."""
         return self.failure is not None or self.code == -signal.SIGKILL
 
     def with_reported_code(self) -> Ended:
