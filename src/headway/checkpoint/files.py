@@ -122,8 +122,8 @@ class LocalFiles:
 class S3Files:
     """Objects below a prefix. One tensor is in memory at a time; the last one is cached for its next box."""
 
-    def __init__(self, place: S3Path, store: S3) -> None:
-        self.place, self.store = place, store
+    def __init__(self, location: S3Path, store: S3) -> None:
+        self.location, self.store = location, store
         self._sizes: dict[str, int] | None = None
         self._entries: dict[str, dict[str, Any]] = {}
         self._last: tuple[tuple[str, str], torch.Tensor] | None = None
@@ -131,14 +131,14 @@ class S3Files:
 
     def read(self, name: str) -> bytes | None:
         """A whole object."""
-        return self.store.read(self.place / name)
+        return self.store.read(self.location / name)
 
     def size(self, name: str) -> int:
         """Bytes of an object, from one listing of all."""
         if self._sizes is None:
-            self._sizes = self.store.sizes(self.place)
+            self._sizes = self.store.sizes(self.location)
         if name not in self._sizes:
-            raise CheckpointError(f"{self.place / name}: cannot be read: there is no such object. {REMEDY}")
+            raise CheckpointError(f"{self.location / name}: cannot be read: there is no such object. {REMEDY}")
         return self._sizes[name]
 
     def sha256(self, name: str) -> str:
@@ -147,8 +147,8 @@ class S3Files:
 
     def header(self, name: str, limit: int) -> bytes:
         """The header of an object."""
-        length = self.store.read_range(self.place / name, 0, min(8, self.size(name)))
-        return length + self.store.read_range(self.place / name, 8, min(int.from_bytes(length, "little"), limit - 8))
+        length = self.store.read_range(self.location / name, 0, min(8, self.size(name)))
+        return length + self.store.read_range(self.location / name, 8, min(int.from_bytes(length, "little"), limit - 8))
 
     def tensor(self, name: str, key: str, header: bytes) -> torch.Tensor:
         """One range of an object."""
@@ -160,9 +160,9 @@ class S3Files:
             self._entries[name] = json.loads(header[8:])
         entry = self._entries[name].get(key)
         if entry is None:
-            raise CheckpointError(f"{self.place / name}: holds no {key}. {REMEDY}")
+            raise CheckpointError(f"{self.location / name}: holds no {key}. {REMEDY}")
         start, end = entry["data_offsets"]
-        content = bytearray(self.store.read_range(self.place / name, len(header) + start, end - start))
+        content = bytearray(self.store.read_range(self.location / name, len(header) + start, end - start))
         flat = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
         tensor = flat.view(getattr(torch, TORCH_DTYPES[entry["dtype"]])).view(entry["shape"])
         self._last = ((name, key), tensor)

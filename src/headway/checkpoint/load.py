@@ -271,15 +271,15 @@ def step_of(path: AnyPath) -> int:
 
 def locate(path: AnyPath | str) -> AnyPath:
     """The checkpoint that a path means: a checkpoint itself, or the newest good one of a run or checkpoints folder."""
-    place = parse_path(path)
-    if open_files(place).read(MANIFEST) is not None:
-        return place
-    folder = place
-    if isinstance(place, S3Path):
-        if STEP_FOLDER.fullmatch(link := (open_files(place.parent).read(place.name) or b"")[:64].decode(errors="replace")):
-            return place.parent / link
-    elif (place / "checkpoints").is_dir():
-        folder = place / "checkpoints"
+    location = parse_path(path)
+    if open_files(location).read(MANIFEST) is not None:
+        return location
+    folder = location
+    if isinstance(location, S3Path):
+        if STEP_FOLDER.fullmatch(link := (open_files(location.parent).read(location.name) or b"")[:64].decode(errors="replace")):
+            return location.parent / link
+    elif (location / "checkpoints").is_dir():
+        folder = location / "checkpoints"
     found = newest_good(folder)
     for _, reason in found.rejected:
         logging.getLogger("headway").warning("%s", reason)

@@ -28,25 +28,25 @@ PROBE_SECONDS = 15.0
 class RemoteCheckpoints:
     """The checkpoints of one run in a bucket."""
 
-    def __init__(self, place: S3Path, config: CheckpointConfig) -> None:
-        self.place, self.config = place, config
-        self.store = S3(place.endpoint, config.retry_seconds)
+    def __init__(self, location: S3Path, config: CheckpointConfig) -> None:
+        self.location, self.config = location, config
+        self.store = S3(location.endpoint, config.retry_seconds)
         self._readers: dict[str, Reader] = {}
 
     def probe(self, timeout_seconds: float = PROBE_SECONDS) -> None:
         """Raise if the store cannot be written, before work starts. Leaves nothing behind."""
-        store = S3(self.place.endpoint, min(timeout_seconds, self.config.retry_seconds))
-        ping = self.place / f".ping-{socket.gethostname()}"
+        store = S3(self.location.endpoint, min(timeout_seconds, self.config.retry_seconds))
+        ping = self.location / f".ping-{socket.gethostname()}"
         store.write(ping, b"ping")
-        store.remove(self.place, [ping.name])
+        store.remove(self.location, [ping.name])
 
     def names(self) -> list[str]:
         """Names of the complete checkpoints and snapshots."""
-        return [name.split("/")[0] for name in self.store.sizes(self.place) if name.endswith("/" + MANIFEST) and name.count("/") == 1]
+        return [name.split("/")[0] for name in self.store.sizes(self.location) if name.endswith("/" + MANIFEST) and name.count("/") == 1]
 
     def set_aside_later(self, step: int) -> list[S3Path]:
         """Rename the manifest of every checkpoint after `step`, so that it no longer counts as a checkpoint."""
-        later = [self.place / name for name in self.names() if STEP_FOLDER.fullmatch(name) and step_of(self.place / name) > step]
+        later = [self.location / name for name in self.names() if STEP_FOLDER.fullmatch(name) and step_of(self.location / name) > step]
         for folder in later:
             self.store.write(folder / SET_ASIDE, self.store.read(folder / MANIFEST) or b"")
             self.store.remove(folder, [MANIFEST])
@@ -54,7 +54,7 @@ class RemoteCheckpoints:
 
     def publish(self, folder: Path, writers: Writers) -> None:
         """Upload a complete local checkpoint. All ranks call it; each file is sent by a rank that has it on disk."""
-        target, is_first = self.place / folder.name, writers.rank == 0
+        target, is_first = self.location / folder.name, writers.rank == 0
         manifests = writers.share(target, lambda: (folder / MANIFEST).read_bytes() if is_first else None)
         if is_first:
             self._readers.pop(folder.name, None)
@@ -69,7 +69,7 @@ class RemoteCheckpoints:
                 if sizes.get(file.path) != file.size:
                     raise CheckpointError(f"{target / file.path}: has {sizes.get(file.path)} bytes in the store; {file.size} were written.")
             self.store.write(target / MANIFEST, manifests[0])
-            self.store.write(self.place / LATEST, folder.name.encode())
+            self.store.write(self.location / LATEST, folder.name.encode())
 
         writers.share(target, lambda: finish() if is_first else None)
 
@@ -90,26 +90,26 @@ class RemoteCheckpoints:
 
     def retain(self, own: RunScope = RunScope()) -> list[str]:
         """Write best-1, best-2, ... as objects that hold a name, delete what is not kept, and return what was deleted."""
-        sizes = self.store.sizes(self.place)
+        sizes = self.store.sizes(self.location)
         complete = {name.split("/")[0] for name in sizes if name.endswith("/" + MANIFEST) and name.count("/") == 1}
         names = [name for name in complete if STEP_FOLDER.fullmatch(name)]
         best, doomed = choose([Entry.of(name, self._reader(name), self.config.metric) for name in names], self.config, own)
         wanted = {f"best-{number}": name for number, name in enumerate(best, 1)}
         for link, name in wanted.items():
-            self.store.write(self.place / link, name.encode())
-        self.store.remove(self.place, [name for name in sizes if name.startswith("best-") and name not in wanted])
+            self.store.write(self.location / link, name.encode())
+        self.store.remove(self.location, [name for name in sizes if name.startswith("best-") and name not in wanted])
         for name in doomed:
             objects = sorted((one for one in sizes if one.startswith(name + "/")), key=lambda one: not one.endswith(MANIFEST))
-            self.store.remove(self.place, objects)  # the manifest first, so that no reader opens a half-deleted checkpoint
+            self.store.remove(self.location, objects)  # the manifest first, so that no reader opens a half-deleted checkpoint
             self._readers.pop(name, None)
-        self.store.abort_uploads(self.place)
+        self.store.abort_uploads(self.location)
         return doomed
 
     def _reader(self, name: str) -> Reader | None:
         """An open checkpoint, cached: a complete checkpoint does not change."""
         if name not in self._readers:
             try:
-                self._readers[name] = open_checkpoint(self.place / name)
+                self._readers[name] = open_checkpoint(self.location / name)
             except CheckpointError:
                 return None
         return self._readers[name]

@@ -99,7 +99,7 @@ class Saver:
                 log.warning("%s", text)
                 report(text)
 
-            self.remote.store.on_trouble = warn
+            self.remote.store.on_retry = warn
 
     @property
     def is_busy(self) -> bool:
@@ -214,7 +214,7 @@ class Saver:
         begun, path, remote = time.perf_counter(), self.checkpoints / name, self.remote
         remote.publish(path, self.uploads.writers)
         if self.writers.rank == 0:
-            log.info("uploaded %s to %s in %.1f s", name, remote.place, time.perf_counter() - begun)
+            log.info("uploaded %s to %s in %.1f s", name, remote.location, time.perf_counter() - begun)
         own = RunScope(self.run, step_of(path))
         self._best_effort(lambda: remote.retain(own), "older checkpoints in the object store")
         here = self.config.model_copy(update={"keep_last": 1, "keep_best": min(1, self.config.keep_best), "keep_every": None})

@@ -34,7 +34,7 @@ class DecodePlan:
     heads: torch.Tensor
     """int32 [KV, 4]: first item, number of items, slots, unused"""
     stretch: int
-    most_items: int
+    max_items: int
     """Of one head."""
     partial: torch.Tensor
     """fp32 [B, items, G, hd]: o of each stretch"""
@@ -105,7 +105,7 @@ def decode_reference(
             slot = p if p < sinks else sinks + (p - sinks) % window
             region_k[row, slot], region_v[row, slot] = k[row, head], v[row, head]
             seen = [s for s in range(min(p + 1, slots)) if s >= sinks or p - s < reach]
-            mine = slice(head * groups, (head + 1) * groups)
-            scores = q[row, mine].float() @ region_k[row, seen].float().T * hd**-0.5
-            o[row, mine] = (scores.softmax(-1) @ region_v[row, seen].float()).to(q.dtype)
+            query_heads = slice(head * groups, (head + 1) * groups)
+            scores = q[row, query_heads].float() @ region_k[row, seen].float().T * hd**-0.5
+            o[row, query_heads] = (scores.softmax(-1) @ region_v[row, seen].float()).to(q.dtype)
     return o

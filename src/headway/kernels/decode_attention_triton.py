@@ -82,14 +82,14 @@ def attend_stretch(
 
 @triton.jit
 def combine_stretches(
-    position, heads, partial, lses, o, num_items, stretch, G: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr, MOST: tl.constexpr,
+    position, heads, partial, lses, o, num_items, stretch, G: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr, MAX_ITEMS: tl.constexpr,
 ):  # fmt: skip # pyright: ignore
     query_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     entry = heads + (query_head // G) * 4
     first, slots = tl.load(entry), tl.load(entry + 2)
     filled = tl.minimum(tl.load(position + row).to(tl.int32) + 1, slots)
     count = (filled + stretch - 1) // stretch
-    n = tl.arange(0, MOST)
+    n = tl.arange(0, MAX_ITEMS)
     d = tl.arange(0, HP)
     base = (row * num_items + first + n) * G + query_head % G
     lse = tl.load(lses + base, mask=n < count, other=-float("inf"))
@@ -133,7 +133,7 @@ def combine(q: torch.Tensor, position: torch.Tensor, plan: DecodePlan) -> torch.
     groups = num_heads // plan.heads.shape[0]
     combine_stretches[(num_heads, rows)](  # pyright: ignore
         position, plan.heads, plan.partial, plan.lses, o, plan.items.shape[0], plan.stretch,
-        G=groups, HD=hd, HP=max(16, _power(hd)), MOST=_power(plan.most_items), num_warps=4,
+        G=groups, HD=hd, HP=max(16, _power(hd)), MAX_ITEMS=_power(plan.max_items), num_warps=4,
     )  # fmt: skip
     return o
 

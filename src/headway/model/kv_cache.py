@@ -32,7 +32,7 @@ from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.kv_layer import CacheChunk, CachedHeads, CacheRows, LayerCache, attend_ring, by_kv_head, group_heads, select_heads_of
 
-Whole = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+PrefillAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Causal attention, under the layer's own window, of tokens that have nothing before them: q, k, v -> o."""
 
 
@@ -131,7 +131,7 @@ class KVCache:
         return self.start == 0
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, whole: Whole | None
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, whole: PrefillAttention | None
     ) -> torch.Tensor:
         """o [B,T,H,hd] of q [B,T,H,hd] at positions [B,T], over what is stored and k, v [B,T,KV,hd]; what is needed of these is stored."""
         start, tokens = self.start, q.shape[1]
@@ -161,7 +161,7 @@ class KVCache:
         o[some.index] = at.step(q[some.index], k[some.index], v[some.index], position[some.index], stop, some)
         return o
 
-    def _attend_chunk(self, at: LayerCache, group: CachedHeads, chunk: CacheChunk, whole: Whole | None) -> torch.Tensor:
+    def _attend_chunk(self, at: LayerCache, group: CachedHeads, chunk: CacheChunk, whole: PrefillAttention | None) -> torch.Tensor:
         """Several tokens of a group's heads at once. What is stored is read before it is overwritten."""
         if chunk.start == 0 and whole is not None and (group.complete or chunk.q.shape[1] <= group.capacity):
             o = whole(chunk.q, chunk.k, chunk.v)

@@ -51,12 +51,12 @@ class Passes:
                 before_last()
             (share if scale is None else share * scale).backward()
             loss += share.detach()
-            _add(sums, self._apart(outcome.metrics))
+            _add(sums, self._copy_shared(outcome.metrics))
         if not self.waits_in_layers:
             window.append(DeviceTimestamp.now(self.spec.device))
         return StepResult(loss, sums, compute_window=(window[0], window[1]))
 
-    def _apart(self, metrics: MetricSums) -> MetricSums:
+    def _copy_shared(self, metrics: MetricSums) -> MetricSums:
         """Metrics that do not share memory with a parameter of the objective: the update must not change what is logged of the loss."""
         if self.objective.module is None:
             return metrics

@@ -250,9 +250,9 @@ def _characters(content: str | Conversation | PreferencePair) -> int:
     if isinstance(content, str):
         return len(content)
     if isinstance(content, Conversation):
-        return _said(content.turns)
-    return _said(content.prompt) + max(_said(content.chosen), _said(content.rejected))
+        return _num_characters(content.turns)
+    return _num_characters(content.prompt) + max(_num_characters(content.chosen), _num_characters(content.rejected))
 
 
-def _said(turns: Sequence[Turn]) -> int:
+def _num_characters(turns: Sequence[Turn]) -> int:
     return sum(len(turn.content) + len(turn.context) for turn in turns)

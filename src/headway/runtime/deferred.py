@@ -21,7 +21,7 @@ from headway.runtime.storage import explain, write_atomic
 
 log = logging.getLogger("headway")
 
-MOST_WAITING_BYTES = 64 << 20
+MAX_WAITING_BYTES = 64 << 20
 RETRY_SECONDS = 1.0
 """How long nothing is tried after a failure: steps may be many a second."""
 
@@ -29,7 +29,7 @@ RETRY_SECONDS = 1.0
 class Deferred:
     """The files of one run, or of one process that watches it. Any thread may call it; nothing it does raises an error of the disk."""
 
-    def __init__(self, limit_bytes: int = MOST_WAITING_BYTES, retry_seconds: float = RETRY_SECONDS) -> None:
+    def __init__(self, limit_bytes: int = MAX_WAITING_BYTES, retry_seconds: float = RETRY_SECONDS) -> None:
         self.limit_bytes, self.retry_seconds = limit_bytes, retry_seconds
         self.report: Callable[[str], None] = lambda text: None
         """Called once when writing begins to fail."""

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 FILE = re.compile(r"flight-rank-(\d+)")
 SETTINGS = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_DESYNC_DEBUG": "1"}
-MOST_NAMED = 8
+MAX_NAMED = 8
 
 
 def flight_recorder(run_dir: Path) -> dict[str, str]:
@@ -80,7 +80,7 @@ def explain_flight(logs: Path, since: float = 0.0) -> str:
     if not waiting:
         return ""
     first = min(waiting.values(), key=lambda one: one.number)
-    lines = [f"rank {rank} waited in {one.describe()}" for rank, one in waiting.items()][:MOST_NAMED]
+    lines = [f"rank {rank} waited in {one.describe()}" for rank, one in waiting.items()][:MAX_NAMED]
     for rank, found in seen.items():
         last = max((one.number for one in found if one.group == first.group), default=None)
         if last is None or last < first.number:

@@ -19,7 +19,7 @@ from headway.errors import LaunchError, first_line
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
 
-MOST_OPEN_FILES = 1 << 20
+MAX_OPEN_FILES = 1 << 20
 PR_SET_PDEATHSIG = 1
 LAUNCHER_PID = "HEADWAY_LAUNCHER_PID"
 FAILURE_FILE = "HEADWAY_FAILURE_FILE"
@@ -281,7 +281,7 @@ def raise_open_files() -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

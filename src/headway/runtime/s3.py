@@ -1,7 +1,7 @@
 """S3 through boto3: small objects whole, large files in parts that are not sent twice, ranges read in place.
 
 Endpoint, keys and region come from the environment (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, ...). A call
-that fails because the store is down, slow or overloaded is made again until the patience is over; one that can never succeed is not.
+that fails because the store is down, slow or overloaded is retried for up to `retry_seconds`; one that can never succeed is not.
 A failure is one line that names the object. Every byte is sent with its MD5, which the server checks.
 """
 
@@ -28,7 +28,7 @@ log = logging.getLogger("headway")
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 60.0
 PART_BYTES = 16 << 20
-MOST_PARTS = 9000
+MAX_PARTS = 9000
 THREADS = 4
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
 HURRY_SECONDS = 2.0
@@ -39,9 +39,9 @@ PASSING = {"InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout", 
 class S3:
     """One store."""
 
-    def __init__(self, endpoint: str | None = None, patience_seconds: float = 120.0) -> None:
-        self.endpoint, self.patience_seconds = endpoint, patience_seconds
-        self.on_trouble: Callable[[str], None] = lambda text: None
+    def __init__(self, endpoint: str | None = None, retry_seconds: float = 120.0) -> None:
+        self.endpoint, self.retry_seconds = endpoint, retry_seconds
+        self.on_retry: Callable[[str], None] = lambda text: None
         """Called when a call fails and is retried, once until one succeeds."""
         self._troubled = False
         self._hurry = threading.Event()
@@ -64,15 +64,15 @@ class S3:
         """boto3's client; it may be used from many threads."""
         return _client(self.endpoint, READ_SECONDS, tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_"))))
 
-    def call(self, place: S3Path, name: str, **arguments: Any) -> Any:
+    def call(self, location: S3Path, name: str, **arguments: Any) -> Any:
         """One request about an object, made again while that can help."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         begun, pause = time.monotonic(), FIRST_PAUSE_SECONDS
-        end = begun + self.patience_seconds
+        end = begun + self.retry_seconds
         while True:
             try:
-                answer = getattr(self.client, name)(Bucket=place.bucket, **arguments)
+                answer = getattr(self.client, name)(Bucket=location.bucket, **arguments)
                 self._troubled = False
                 return answer
             except ClientError as problem:
@@ -81,65 +81,65 @@ class S3:
                 reason = f"{code}: {error.get('Message', '')}".rstrip(": ")
                 passing = status >= 500 or status == 429 or code in PASSING
                 if not passing:
-                    raise S3Refusal(place, code, reason) from None
+                    raise S3Refusal(location, code, reason) from None
             except BotoCoreError as problem:
                 reason = hide_credentials(str(problem))
                 if "credentials" in reason.lower():
-                    raise ConfigError(f"{place}: no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.") from None
+                    raise ConfigError(f"{location}: no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.") from None
             if self._hurry.is_set():
                 end, pause = min(end, time.monotonic() + HURRY_SECONDS), min(pause, FIRST_PAUSE_SECONDS)
             if time.monotonic() + pause > end:
-                raise StoreDown(f"{place}: the store does not answer: {reason}. Tried for {time.monotonic() - begun:.0f} s.")
+                raise StoreDown(f"{location}: the store does not answer: {reason}. Tried for {time.monotonic() - begun:.0f} s.")
             if not self._troubled:
                 self._troubled = True
-                self.on_trouble(f"{place}: {reason}; trying again for up to {self.patience_seconds:.0f} s")
+                self.on_retry(f"{location}: {reason}; trying again for up to {self.retry_seconds:.0f} s")
             self._hurry.wait(pause) if not self._hurry.is_set() else time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    def read(self, place: S3Path) -> bytes | None:
+    def read(self, location: S3Path) -> bytes | None:
         """The content of an object; None if it does not exist."""
         try:
-            return self._body(place)
+            return self._body(location)
         except S3Refusal as refusal:
             if refusal.is_missing:
                 return None
             raise
 
-    def read_range(self, place: S3Path, start: int, size: int) -> bytes:
+    def read_range(self, location: S3Path, start: int, size: int) -> bytes:
         """Bytes `start` to `start + size` of an object."""
-        content = self._body(place, Range=f"bytes={start}-{start + size - 1}") if size else b""
+        content = self._body(location, Range=f"bytes={start}-{start + size - 1}") if size else b""
         if len(content) != size:
-            raise CheckpointError(f"{place}: gave {len(content)} bytes where {size} were requested. Use another checkpoint.")
+            raise CheckpointError(f"{location}: gave {len(content)} bytes where {size} were requested. Use another checkpoint.")
         return content
 
-    def _body(self, place: S3Path, **arguments: Any) -> bytes:
+    def _body(self, location: S3Path, **arguments: Any) -> bytes:
         """What an object holds; a connection that breaks is opened again."""
         from botocore.exceptions import BotoCoreError
 
-        end = time.monotonic() + self.patience_seconds
+        end = time.monotonic() + self.retry_seconds
         while True:
-            answer = self.call(place, "get_object", Key=place.key, **arguments)
+            answer = self.call(location, "get_object", Key=location.key, **arguments)
             try:
                 return answer["Body"].read()
             except BotoCoreError as problem:
                 if time.monotonic() > end:
-                    raise StoreDown(f"{place}: the connection breaks: {problem}.") from None
+                    raise StoreDown(f"{location}: the connection breaks: {problem}.") from None
             time.sleep(FIRST_PAUSE_SECONDS)
 
-    def write(self, place: S3Path, content: bytes) -> None:
+    def write(self, location: S3Path, content: bytes) -> None:
         """A small object, whole."""
-        self.call(place, "put_object", Key=place.key, Body=content, ContentMD5=_md5(content)[1])
+        self.call(location, "put_object", Key=location.key, Body=content, ContentMD5=_md5(content)[1])
 
-    def upload(self, place: S3Path, path: Path) -> None:
+    def upload(self, location: S3Path, path: Path) -> None:
         """A file; parts that an interrupted upload of the same bytes has left there are not sent again."""
         size = path.stat().st_size
         if size <= PART_BYTES:
-            self.write(place, path.read_bytes())
+            self.write(location, path.read_bytes())
             return
-        step = max(PART_BYTES, -(-size // MOST_PARTS))
-        upload, there = self._unfinished(place)
+        step = max(PART_BYTES, -(-size // MAX_PARTS))
+        upload, there = self._unfinished(location)
         if upload is None:
-            upload = self.call(place, "create_multipart_upload", Key=place.key)["UploadId"]
+            upload = self.call(location, "create_multipart_upload", Key=location.key)["UploadId"]
 
         def send(number: int) -> dict[str, Any]:
             with open(path, "rb") as file:
@@ -148,74 +148,76 @@ class S3:
             checksum, encoded = _md5(content)
             if there.get(number) == (checksum, len(content)):
                 return {"PartNumber": number, "ETag": f'"{checksum}"'}
-            answer = self.call(place, "upload_part", Key=place.key, UploadId=upload, PartNumber=number, Body=content, ContentMD5=encoded)
+            answer = self.call(
+                location, "upload_part", Key=location.key, UploadId=upload, PartNumber=number, Body=content, ContentMD5=encoded
+            )
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         with ThreadPoolExecutor(THREADS) as pool:
             parts = list(pool.map(send, range(1, -(-size // step) + 1)))
-        self.call(place, "complete_multipart_upload", Key=place.key, UploadId=upload, MultipartUpload={"Parts": parts})
-        if (found := self.size(place)) != size:
-            raise CheckpointError(f"{place}: has {found} bytes after {size} were sent. Check the store.")
+        self.call(location, "complete_multipart_upload", Key=location.key, UploadId=upload, MultipartUpload={"Parts": parts})
+        if (found := self.size(location)) != size:
+            raise CheckpointError(f"{location}: has {found} bytes after {size} were sent. Check the store.")
 
-    def _unfinished(self, place: S3Path) -> tuple[str | None, dict[int, tuple[str, int]]]:
+    def _unfinished(self, location: S3Path) -> tuple[str | None, dict[int, tuple[str, int]]]:
         """The newest unfinished upload of an object and its parts: number -> (MD5, size)."""
-        found = [one for one in self._uploads(place, place.key) if one["Key"] == place.key]
+        found = [one for one in self._uploads(location, location.key) if one["Key"] == location.key]
         if not found:
             return None, {}
         newest = max(found, key=lambda one: one["Initiated"])
         parts: dict[int, tuple[str, int]] = {}
         after = 0
         while True:
-            page = self.call(place, "list_parts", Key=place.key, UploadId=newest["UploadId"], PartNumberMarker=after)
+            page = self.call(location, "list_parts", Key=location.key, UploadId=newest["UploadId"], PartNumberMarker=after)
             parts |= {part["PartNumber"]: (part["ETag"].strip('"'), part["Size"]) for part in page.get("Parts", [])}
             if not page.get("IsTruncated"):
                 return newest["UploadId"], parts
             after = page["NextPartNumberMarker"]
 
-    def _uploads(self, place: S3Path, prefix: str) -> list[dict[str, Any]]:
+    def _uploads(self, location: S3Path, prefix: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         more: dict[str, Any] = {}
         while True:
-            page = self.call(place, "list_multipart_uploads", Prefix=prefix, **more)
+            page = self.call(location, "list_multipart_uploads", Prefix=prefix, **more)
             found += page.get("Uploads", [])
             if not page.get("IsTruncated"):
                 return found
             more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
-    def abort_uploads(self, place: S3Path) -> int:
-        """Drop all unfinished uploads below a place; returns how many there were."""
-        unfinished = self._uploads(place, _below(place))
+    def abort_uploads(self, location: S3Path) -> int:
+        """Drop all unfinished uploads below a location; returns how many there were."""
+        unfinished = self._uploads(location, _below(location))
         for one in unfinished:
-            self.call(place, "abort_multipart_upload", Key=one["Key"], UploadId=one["UploadId"])
+            self.call(location, "abort_multipart_upload", Key=one["Key"], UploadId=one["UploadId"])
         return len(unfinished)
 
-    def size(self, place: S3Path) -> int | None:
+    def size(self, location: S3Path) -> int | None:
         """Size of an object in bytes; None if it does not exist."""
         try:
-            return int(self.call(place, "head_object", Key=place.key)["ContentLength"])
+            return int(self.call(location, "head_object", Key=location.key)["ContentLength"])
         except S3Refusal as refusal:
             if refusal.is_missing:
                 return None
             raise
 
-    def sizes(self, place: S3Path) -> dict[str, int]:
-        """Every object below a place, by its name from there on."""
-        prefix = _below(place)
-        return {entry["Key"].removeprefix(prefix): int(entry["Size"]) for entry in self._entries(place, prefix)}
+    def sizes(self, location: S3Path) -> dict[str, int]:
+        """Every object below a location, by its name from there on."""
+        prefix = _below(location)
+        return {entry["Key"].removeprefix(prefix): int(entry["Size"]) for entry in self._entries(location, prefix)}
 
-    def _entries(self, place: S3Path, prefix: str) -> Iterator[dict[str, Any]]:
+    def _entries(self, location: S3Path, prefix: str) -> Iterator[dict[str, Any]]:
         more: dict[str, Any] = {}
         while True:
-            page = self.call(place, "list_objects_v2", Prefix=prefix, **more)
+            page = self.call(location, "list_objects_v2", Prefix=prefix, **more)
             yield from page.get("Contents", [])
             if not page.get("IsTruncated"):
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
-    def remove(self, place: S3Path, names: Iterable[str]) -> None:
-        """Delete objects below a place, one after another in the order given."""
+    def remove(self, location: S3Path, names: Iterable[str]) -> None:
+        """Delete objects below a location, one after another in the order given."""
         for name in names:
-            self.call(place, "delete_object", Key=(place / name).key)
+            self.call(location, "delete_object", Key=(location / name).key)
 
 
 @cache
@@ -250,14 +252,14 @@ class StoreDown(CheckpointError):
 class S3Refusal(CheckpointError):
     """The store rejected the request."""
 
-    def __init__(self, place: S3Path, code: str, reason: str) -> None:
-        super().__init__(f"{place}: the store refuses: {reason}. Check the bucket, the keys and their permissions.")
+    def __init__(self, location: S3Path, code: str, reason: str) -> None:
+        super().__init__(f"{location}: the store refuses: {reason}. Check the bucket, the keys and their permissions.")
         self.is_missing = code in ("404", "NoSuchKey", "NotFound")
 
 
-def _below(place: S3Path) -> str:
+def _below(location: S3Path) -> str:
     """With the slash: `runs/one` is not the beginning of `runs/one-more`."""
-    return f"{place.key}/" if place.key else ""
+    return f"{location.key}/" if location.key else ""
 
 
 def _md5(content: bytes) -> tuple[str, str]:

@@ -25,14 +25,14 @@ from jinja2.utils import Namespace
 
 from headway.errors import DataError
 
-MOST_TEXT, TEXT_PER_CHARACTER = 1_000_000, 20
-MOST_STEPS, STEPS_PER_CHARACTER = 200_000, 50
-MOST_SECONDS = 10.0
-MOST_BITS = 1 << 14
-MOST_SOURCE = 1_000_000
+MAX_TEXT, TEXT_PER_CHARACTER = 1_000_000, 20
+MAX_STEPS, STEPS_PER_CHARACTER = 200_000, 50
+MAX_SECONDS = 10.0
+MAX_BITS = 1 << 14
+MAX_SOURCE = 1_000_000
 UNITS_PER_STEP = 64
 """How many characters or elements a single operation may make for the price of one step."""
-MOST_PRECISION = 300
+MAX_PRECISION = 300
 WIDE_FORMAT = re.compile(r"\d{6}|\{[^{}]*:[^{}]*\{|%[^a-zA-Z%]*\*")
 REMOVED_GLOBALS = ("lipsum",)
 SIZED = (str, bytes, range, dict, list, tuple, set, frozenset)
@@ -43,7 +43,7 @@ SHALLOW_FILTERS = frozenset((
 ))
 # fmt: on
 """Filters that look at the elements of a list, not into them."""
-MOST_MESSAGE = 300
+MAX_MESSAGE = 300
 
 
 def render(template: jinja2.Template, name: str, **variables: Any) -> str:
@@ -58,7 +58,7 @@ def render(template: jinja2.Template, name: str, **variables: Any) -> str:
 
 def one_line(error: Exception) -> str:
     """The message of an error in one line."""
-    said = " ".join(str(error).split())[:MOST_MESSAGE]
+    said = " ".join(str(error).split())[:MAX_MESSAGE]
     return said if isinstance(error, jinja2.TemplateError) and said else f"{type(error).__name__}{': ' if said else ''}{said}"
 
 
@@ -101,9 +101,9 @@ class Budget:
     """How much one rendering may do; larger conversations may do more."""
 
     def __init__(self, characters: int) -> None:
-        self.text = MOST_TEXT + TEXT_PER_CHARACTER * characters
-        self.steps = MOST_STEPS + STEPS_PER_CHARACTER * characters
-        self.deadline = time.monotonic() + MOST_SECONDS
+        self.text = MAX_TEXT + TEXT_PER_CHARACTER * characters
+        self.steps = MAX_STEPS + STEPS_PER_CHARACTER * characters
+        self.deadline = time.monotonic() + MAX_SECONDS
 
     def step(self, units: int = 0) -> None:
         """Count one operation and the characters or elements it made."""
@@ -226,8 +226,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def compiled(self, source: str) -> jinja2.Template:
         """A template ready to render; raises jinja's errors."""
         self.budget = Budget(0)
-        if len(source) > MOST_SOURCE:
-            raise jinja2.TemplateError(f"it is {len(source)} characters long; at most {MOST_SOURCE} are read")
+        if len(source) > MAX_SOURCE:
+            raise jinja2.TemplateError(f"it is {len(source)} characters long; at most {MAX_SOURCE} are read")
         return self.from_string(source)
 
     def _generate(self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False) -> str:
@@ -263,7 +263,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "+" and isinstance(left, str) and isinstance(right, str):
             budget.step(len(left) + len(right))
             return left + right
-        if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > MOST_BITS:
+        if operator == "**" and isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > MAX_BITS:
             raise OverBudget("it makes a number of too many digits")
         if operator == "*":
             _check_product(budget, left, right)
@@ -305,7 +305,7 @@ def _whole(values: Iterable[Any]) -> int:
 
 def _check_product(budget: Budget, left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
-        if left.bit_length() + right.bit_length() > MOST_BITS:
+        if left.bit_length() + right.bit_length() > MAX_BITS:
             raise OverBudget("it makes a number of too many digits")
     elif isinstance(left, int) or isinstance(right, int):
         times, what = (left, right) if isinstance(left, int) else (right, left)
@@ -347,8 +347,8 @@ def _check_filter(budget: Budget, name: str, value: Any, size: int, options: lis
     """Refuse a filter whose result would be too large."""
     most = _whole(options)
     longest = max((len(one) for one in options if isinstance(one, (str, bytes))), default=0)
-    if name == "round" and most > MOST_PRECISION:
-        raise OverBudget(f"it rounds to more than {MOST_PRECISION} digits")
+    if name == "round" and most > MAX_PRECISION:
+        raise OverBudget(f"it rounds to more than {MAX_PRECISION} digits")
     if name == "sum" and any(not isinstance(one, (int, float, str, type(None))) for one in options):
         raise OverBudget("it sums values that are not numbers")
     if name == "format":

@@ -176,7 +176,7 @@ def plan_rollback(run: Run, bad: BadStep, batches: tuple[int, int]) -> dict[str,
     found = newest_good(run.checkpoints)
     if run.saver.remote is not None:
         run.saver.remote.set_aside_later(before)
-        found = found if found.reader is not None else newest_good(run.saver.remote.place)
+        found = found if found.reader is not None else newest_good(run.saver.remote.location)
     if found.reader is None or found.path is None:
         return {"gave_up": f"{bad.reason}; there is no checkpoint before step {bad.step} to roll back to."}
     healed = run.healer.healed = read_healed(run.start.folder) if run.healer.healed is None else run.healer.healed

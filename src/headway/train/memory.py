@@ -119,11 +119,11 @@ def explain_out_of_memory(job: Callable[[], MemoryJob], device: Callable[[], tor
         if not is_out_of_memory(error):
             raise
         place = device()
-        held = ""
+        usage = ""
         if place.type == "cuda":
             free, whole = torch.cuda.mem_get_info(place)
-            held = f" ({amount(torch.cuda.max_memory_allocated(place))} allocated at the peak, {amount(free)} of {amount(whole)} free)"
-        message = f"out of memory on {place.type}{held}: {first_line(error, 160)}. {explain(job())}"
+            usage = f" ({amount(torch.cuda.max_memory_allocated(place))} allocated at the peak, {amount(free)} of {amount(whole)} free)"
+        message = f"out of memory on {place.type}{usage}: {first_line(error, 160)}. {explain(job())}"
     else:
         return
     raise OutOfMemoryError(message)

@@ -175,7 +175,7 @@ def prepare_folder(start: Start, recipe: Recipe, moved: Callable[[], None] = lam
         saved = replace(saved, run=start.checkpoint.run or saved.run, step=start.checkpoint.step)
     write_save_record(start.folder, saved)
     if remote is not None:
-        remote.store.write(remote.place / RECIPE, dump_yaml(recipe).encode())
+        remote.store.write(remote.location / RECIPE, dump_yaml(recipe).encode())
 
 
 def begin_in(folder: Path) -> None:

@@ -120,24 +120,24 @@ class StagePosition:
 class StageMetrics:
     """Writes the metrics of a stage to its own file and to that of the whole run, which counts steps over all stages."""
 
-    def __init__(self, own: MetricsFile, whole: MetricsFile, position: StagePosition) -> None:
-        self.own, self.whole, self.position = own, whole, position
+    def __init__(self, stage_file: MetricsFile, run_file: MetricsFile, position: StagePosition) -> None:
+        self.stage_file, self.run_file, self.position = stage_file, run_file, position
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one step's record to both files; the whole run's adds the stage and the step in it."""
-        self.own.write(record)
+        self.stage_file.write(record)
         step = record["step"]
-        self.whole.write({**record, "step": self.position.steps_before + step, "stage": self.position.stage, "stage_step": step})
+        self.run_file.write({**record, "step": self.position.steps_before + step, "stage": self.position.stage, "stage_step": step})
 
     def sync(self) -> None:
         """Wait until all lines are on disk."""
-        self.own.sync()
-        self.whole.sync()
+        self.stage_file.sync()
+        self.run_file.sync()
 
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps of this stage, and of later stages."""
-        self.own.truncate_after(step)
-        self.whole.truncate_after(self.position.steps_before + step)
+        self.stage_file.truncate_after(step)
+        self.run_file.truncate_after(self.position.steps_before + step)
 
 
 def steps_saved(run: Path) -> int:

@@ -64,7 +64,7 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
         return Start(folder, open_checkpoint(path), changes=tuple(_allowed_changes(old, recipe)))
     if resume == "never":
         return Start(folder, None, set_aside=unused_name(folder) if was_used(folder) else None, from_scratch=True)
-    places = [folder, *([remote.place] if remote is not None else [])]  # a disk may be new where the object store is not
+    places = [folder, *([remote.location] if remote is not None else [])]  # a disk may be new where the object store is not
     old = next((place / RECIPE for place in places if open_files(place).read(RECIPE) is not None), None)
     if old is None:
         refuse_leftovers(folder, local)
@@ -72,7 +72,7 @@ def decide_start(recipe: Recipe, resume: str = "auto") -> Start:
         return Start(folder, None)
     changes = _allowed_changes(old, recipe)
     refuse_misplaced(folder)
-    stored, saved = [*([remote.place] if remote is not None else []), local], read_save_record(folder)
+    stored, saved = [*([remote.location] if remote is not None else []), local], read_save_record(folder)
     finds = [newest_good(here, "" if saved is None else saved.run) for here in stored]
     _refuse_missing(folder, stored, saved, finds)
     found = max(finds, key=_step_found)

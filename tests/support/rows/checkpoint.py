@@ -17,7 +17,7 @@ ROWS: dict[str, Row] = {
     "checkpoint.snapshot_every": ((), None, 2, files("checkpoints/snapshot-*")),
     "checkpoint.every": ((), None, 1, files("checkpoints/step-*")),
     "checkpoint.to": ((), None, "$/elsewhere", files("checkpoints/step-*")),
-    "checkpoint.retry_seconds": (("checkpoint.to=s3://bucket/x",), 120.0, 5.0, lambda o: RemoteCheckpoints(S3Path("bucket", "x"), load(Recipe, None, list(o)).checkpoint).store.patience_seconds),
+    "checkpoint.retry_seconds": (("checkpoint.to=s3://bucket/x",), 120.0, 5.0, lambda o: RemoteCheckpoints(S3Path("bucket", "x"), load(Recipe, None, list(o)).checkpoint).store.retry_seconds),
     "checkpoint.async": ((), True, False, engine(lambda run: run.saver._is_beside([]))),
     "checkpoint.at_end": ((), True, False, files("*")),
 }  # fmt: skip

@@ -195,7 +195,7 @@ def test_other_bytes_under_the_same_name_are_sent_anew(store: Store, tmp_path: P
     parts = iter(range(100))
     store.fault = lambda method, path: 500 if method == "PUT" and next(parts) >= 2 else None
     with pytest.raises(CheckpointError):
-        S3(patience_seconds=0).upload(PLACE / "f", big)
+        S3(retry_seconds=0).upload(PLACE / "f", big)
     store.fault = lambda method, path: None
     big.write_bytes(b"b" * (11 << 20))
     S3().upload(PLACE / "f", big)

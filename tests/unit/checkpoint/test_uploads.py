@@ -19,7 +19,7 @@ class SlowStore:
     """Stands in for Remote: notes what it is given, and takes until it is let."""
 
     def __init__(self, checkpoints: Path) -> None:
-        self.checkpoints, self.place = checkpoints, "s3://bucket/run"
+        self.checkpoints, self.location = checkpoints, "s3://bucket/run"
         self.begun, self.let = threading.Semaphore(0), threading.Semaphore(0)
         self.sent: list[str] = []
         self.fails = False

@@ -122,8 +122,8 @@ MOST_BYTES = 64 << 20
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_hostile_template_ends_in_one_line_soon_and_in_little_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jinja_sandbox, "MOST_TEXT", 100_000)  # a tenth of the real budget: the same stops, sooner
-    monkeypatch.setattr(jinja_sandbox, "MOST_STEPS", 20_000)
+    monkeypatch.setattr(jinja_sandbox, "MAX_TEXT", 100_000)  # a tenth of the real budget: the same stops, sooner
+    monkeypatch.setattr(jinja_sandbox, "MAX_STEPS", 20_000)
     tokenizer = byte_tokenizer(CASES[name].replace("R", MANY) + CHATML)
     begun, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises((DataError, ConfigError)) as caught:
