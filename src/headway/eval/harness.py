@@ -51,7 +51,7 @@ class HarnessPlan:
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be {least} or more.")
         if self.task_dir is not None and not self.task_dir.is_dir():
-            raise ConfigError(f"--task-dir is {str(self.task_dir)!r}, which is no folder. Give a folder that holds tasks as YAML.")
+            raise ConfigError(f"--task-dir is {str(self.task_dir)!r}, which is not a folder. Give a folder of tasks in YAML.")
 
 
 @dataclass(frozen=True)

@@ -109,9 +109,7 @@ def score(loaded: LoadedModel, rows: Sequence[ScoreWindow]) -> TokenScores:
         scored[index, row.first - 1 : len(row.ids) - 1] = True
     highest = int(tokens.max())
     if highest >= loaded.config.vocab:
-        raise DataError(
-            f"the data holds id {highest}; the model knows ids below {loaded.config.vocab}. It was made with another tokenizer."
-        )
+        raise DataError(f"the data holds id {highest}; the model has ids below {loaded.config.vocab}. It was made with another tokenizer.")
     context = torch.arange(1, length + 1).expand(len(rows), length)[scored]
     row_of = torch.arange(len(rows))[:, None].expand(len(rows), length)[scored]
     targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1))[scored].to(loaded.device)

@@ -32,7 +32,9 @@ def write_adapter(
     import torch
 
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not is_adapter(out)):
-        raise ConfigError(f"out is {str(out)!r}, which holds other things than an earlier adapter. Give a folder that does not exist yet.")
+        raise ConfigError(
+            f"out is {str(out)!r}, which contains something other than an earlier adapter. Give a folder that does not exist yet."
+        )
     whole = [name for name in values if ADAPTER not in name]
     settings = adapter_settings(config, model, whole, base)
     target_dtype: torch.dtype = getattr(torch, dtype)

@@ -192,7 +192,9 @@ def _check_target(out: Path) -> None:
     if out.is_file():
         raise ConfigError(f"out is {str(out)!r}, which is a file. Give a folder that does not exist yet.")
     if out.is_dir() and any(out.iterdir()) and not _is_export(out):
-        raise ConfigError(f"out is {str(out)!r}, which holds other things than an earlier export. Give a folder that does not exist yet.")
+        raise ConfigError(
+            f"out is {str(out)!r}, which contains something other than an earlier export. Give a folder that does not exist yet."
+        )
 
 
 def _is_export(folder: Path) -> bool:

@@ -33,10 +33,10 @@ def choose_compute(device: str, precision: str, local_rank: int = 0) -> Compute:
         raise ConfigError(f"device is {device!r}; it must be auto, cpu or cuda.")
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
-        raise ConfigError("device is 'cuda'; torch sees no CUDA device here. Use device=auto or device=cpu; `headway doctor` says more.")
+        raise ConfigError("device is 'cuda'; torch sees no CUDA device here. Use device=auto or device=cpu; `headway doctor` shows more.")
     if device == "auto" and not has_cuda and (chosen_gpus := os.environ.get(CHOSEN_GPUS)):
         raise LaunchError(
-            f"gpus is {chosen_gpus!r}; torch {torch.__version__} finds no CUDA device. `headway doctor` says why; "
+            f"gpus is {chosen_gpus!r}; torch {torch.__version__} finds no CUDA device. `headway doctor` shows why; "
             "update the driver or check the container's GPU access, or use --gpus none to compute on the CPU."
         )
     kind = ("cuda" if has_cuda else "cpu") if device == "auto" else device

@@ -41,10 +41,10 @@ class Collective:
 
 
 class _PlainValues(pickle.Unpickler):
-    """Numbers, texts, lists and dicts alone."""
+    """Unpickles only numbers, texts, lists and dicts."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
-        raise pickle.UnpicklingError(f"{module_name}.{global_name} is no plain value")
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} is not a plain value")
 
 
 def read_flight(path: Path) -> list[Collective]:

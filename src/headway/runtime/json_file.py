@@ -29,7 +29,7 @@ def read_bounded(path: Path, largest: int = LARGEST_BYTES) -> bytes:
 
 
 def load_json(path: Path, largest: int = LARGEST_BYTES) -> Any:
-    """The value in a JSON file. Raises OSError where it cannot be read, ValueError where it is no JSON, and nothing else."""
+    """The value in a JSON file. Raises only OSError if it cannot be read and ValueError if it is not JSON."""
     content = read_bounded(path, largest)
     try:
         return json.loads(content.decode("utf-8-sig"))
@@ -48,5 +48,5 @@ def read_object(path: Path, error: type[HeadwayError]) -> dict[str, Any]:
     except ValueError as problem:
         raise error(f"{path}: not JSON: {' '.join(str(problem).split())[:200]}.") from None
     if not isinstance(found, dict):
-        raise error(f"{path}: must hold a mapping, not a {type(found).__name__}.")
+        raise error(f"{path}: must contain a mapping, not a {type(found).__name__}.")
     return cast(dict[str, Any], found)

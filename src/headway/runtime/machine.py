@@ -155,7 +155,7 @@ def _group_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
         inside = Path(paths.get(controller, "/").lstrip("/"))
         for group in (inside, *inside.parents):
             try:
-                limit, used = (int((base / group / name).read_text()) for name in names[:2])  # "max" is no number
+                limit, used = (int((base / group / name).read_text()) for name in names[:2])  # "max" is not a number
                 kinds = dict(line.split() for line in (base / group / "memory.stat").read_text().splitlines())
             except (OSError, ValueError):
                 continue

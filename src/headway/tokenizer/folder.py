@@ -174,7 +174,7 @@ def read_fast(path: Path) -> tokenizers.Tokenizer:
     """The backend of a tokenizer.json, without truncation and padding."""
     import tokenizers
 
-    with _one_line_errors(f"{path} is no tokenizer.json"):
+    with _one_line_errors(f"{path} is not a tokenizer.json"):
         text = read_bytes(path).decode()
         _check_prefix(path, text)
         backend = tokenizers.Tokenizer.from_str(text)

@@ -55,9 +55,9 @@ def _parse(path: Path, data: bytes) -> Any:
     try:
         proto.ParseFromString(data)
     except DecodeError as error:
-        raise DataError(f"{path} is no sentencepiece model: {error}. Fetch or train it again.") from None
+        raise DataError(f"{path} is not a sentencepiece model: {error}. Fetch or train it again.") from None
     if not proto.pieces or not 0 <= proto.trainer_spec.unk_id < len(proto.pieces):
-        raise DataError(f"{path} is no sentencepiece model: it holds {len(proto.pieces)} pieces. Fetch or train it again.")
+        raise DataError(f"{path} is not a sentencepiece model: it has {len(proto.pieces)} pieces. Fetch or train it again.")
     return proto
 
 

@@ -37,7 +37,7 @@ class StopRequest:
 def request_stop(run_dir: Path, request: StopRequest) -> dict[str, object]:
     """Leave a request for a running run; returns the request and the run's step."""
     if not (run_dir / "recipe.yaml").is_file():
-        raise ConfigError(f"{run_dir} is no run folder (it holds no recipe.yaml). Give the folder of a run, e.g. runs/my-run.")
+        raise ConfigError(f"{run_dir} is not a run folder (it has no recipe.yaml). Give the folder of a run, e.g. runs/my-run.")
     if request.at_step is not None and request.at_step < 0:
         raise ConfigError(f"--at-step is {request.at_step}; it must not be negative.")
     alive = [beat for beat in read_beats(run_dir) if is_alive(beat)]

@@ -99,7 +99,7 @@ def test_an_earlier_export_is_replaced_and_anything_else_is_left_alone(out: Path
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds other things than an earlier export"):
+    with pytest.raises(ConfigError, match="contains something other than an earlier export"):
         export_huggingface(CONFIG, random_weights(CONFIG), foreign, tokenizer=None)
     assert [p.name for p in foreign.iterdir()] == ["thesis.txt"]
     with pytest.raises(ConfigError, match="which is a file"):

@@ -152,8 +152,8 @@ def test_inspection_finds_compression_and_losses(trained: tuple[Tokenizer, Path]
 @pytest.mark.parametrize(
     ("name", "content", "error", "message"),
     [
-        ("tokenizer.json", "{", DataError, "is no tokenizer.json"),
-        ("tokenizer.model", "x", DataError, "is no sentencepiece model"),
+        ("tokenizer.json", "{", DataError, "is not a tokenizer.json"),
+        ("tokenizer.model", "x", DataError, "is not a sentencepiece model"),
         ("x.tiktoken", "IQ== 0\nbad", DataError, "x.tiktoken:2: not a rank line"),
         ("x.tiktoken", "IQ== 0\n", DataError, "have gaps or lack some of the 256 bytes"),
         ("x.bin", "x", ConfigError, "it must be a folder, a tokenizer.json"),

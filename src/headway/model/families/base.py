@@ -76,7 +76,7 @@ def family_of(name: str) -> Family:
     if "." not in name and name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"model.family is {name!r}; it must be one of {', '.join(names)}, or a dotted module of your own.{hint}")
+        raise ConfigError(f"model.family is {name!r}; it must be one of {', '.join(names)}, or the dotted name of your own module.{hint}")
     module = import_user_module(name, "model.family") if "." in name else importlib.import_module(f"{PACKAGE}.{name}")
     absent = [member for member in MEMBERS if member not in vars(module)]
     if absent:
@@ -115,6 +115,6 @@ def family_for(given: Mapping[str, Any]) -> Family:
     families |= {vars(family)["CODE_TYPE"]: family for family in shipped if "CODE_TYPE" in vars(family)}
     if not isinstance(wanted, str) or wanted not in families:
         raise ConfigError(
-            f"model_type is {str(wanted)[:80]!r}; headway reads {', '.join(families)}. A family module of your own can read others."
+            f"model_type is {str(wanted)[:80]!r}; headway reads {', '.join(families)}. Your own family module can read others."
         )
     return families[wanted]

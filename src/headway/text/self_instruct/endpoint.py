@@ -180,7 +180,7 @@ class Client:
             return _parse_answer(json.loads(raw))
         except (ValueError, LookupError, TypeError, RecursionError):
             raise _RequestError(
-                "nonsense", f"the answer is no chat completion: {self._safe_text(raw.decode('utf-8', 'replace'))!r}"
+                "nonsense", f"the answer is not a chat completion: {self._safe_text(raw.decode('utf-8', 'replace'))!r}"
             ) from None
 
     def _post(self, prompt: str) -> bytes:
