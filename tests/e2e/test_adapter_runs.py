@@ -138,7 +138,7 @@ def test_mistakes_with_adapters_are_said_before_work_starts(folder: Path) -> Non
     base = f"init.from={folder}/base"
     for more, message in (
         (("adapter.targets=[q_porj]", base), "Did you mean 'q_proj'"),
-        (("adapter.rank=4", base, "train=['*.mlp.*']"), "whose linear has an adapter"),
+        (("adapter.rank=4", base, "train=['*.mlp.*']"), "whose layer has an adapter"),
         (("init.adapter=somewhere",), "without from"),
         ((base, f"init.adapter={folder}/base/final"), "init.adapter: .*adapter_config.json: no such file"),
         ((base, "init.merge=true"), "carries no adapter"),

@@ -60,7 +60,7 @@ def test_a_result_for_a_full_disk_is_one_error() -> None:
     with open("/dev/full", "wb") as full:
         done = Forked("list", out=full.fileno())
         assert done.wait() == 1
-    assert done.stderr == "error: standard output cannot be written: No space left on device. Free some space or choose another place.\n"
+    assert done.stderr == "error: standard output cannot be written: No space left on device. Free some space or choose another disk.\n"
 
 
 @pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", "2>&- >&- <&-"])

@@ -226,7 +226,7 @@ def test_masks_are_shown_as_a_table_and_a_picture(world: Path, capsys: pytest.Ca
         (["show", "--masks", "$/small.tsv", "--out", "x.txt"], "ends in .png"),
         (["show", "--masks", "$/small.tsv", "--equal-per-layer"], "1, 0 full heads in its layers, so heads cannot be ranked"),
         (["export", "--model", "$/dense", "--out", "m.tsv"], "has no head gates"),
-        (["export", "--model", "$/masks", "--out", "m.tsv", "--raw", "--sparsity", "0.5"], "--raw writes what was learned"),
+        (["export", "--model", "$/masks", "--out", "m.tsv", "--raw", "--sparsity", "0.5"], "--raw writes the gates"),
         (["export", "--model", "$/masks", "--out", "m.tsv", "--sparsity", "1.5"], "between 0 and 1"),
         (["export", "--model", "$/masks", "--out", "$"], "is a folder"),
     ],

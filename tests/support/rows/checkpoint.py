@@ -18,6 +18,6 @@ ROWS: dict[str, Row] = {
     "checkpoint.every": ((), None, 1, files("checkpoints/step-*")),
     "checkpoint.to": ((), None, "$/elsewhere", files("checkpoints/step-*")),
     "checkpoint.retry_seconds": (("checkpoint.to=s3://bucket/x",), 120.0, 5.0, lambda o: RemoteCheckpoints(S3Path("bucket", "x"), load(Recipe, None, list(o)).checkpoint).store.retry_seconds),
-    "checkpoint.async": ((), True, False, engine(lambda run: run.saver._is_beside([]))),
+    "checkpoint.async": ((), True, False, engine(lambda run: run.saver._is_asynchronous([]))),
     "checkpoint.at_end": ((), True, False, files("*")),
 }  # fmt: skip
