@@ -17,7 +17,7 @@ from headway.objective.next_token import NextToken
 from headway.train import train
 from headway.train.config import Recipe
 
-SLOW_SECONDS = 0.06
+SLOW_SECONDS = 0.2
 
 
 def slowed(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,9 +45,16 @@ def test_a_slow_rank_is_named_once_without_a_profile(
 ) -> None:
     make_stores(tmp_path)
     monkeypatch.setattr("headway.diagnose.slow_ranks.COMPARE_EVERY", 6)
-    monkeypatch.setattr("headway.diagnose.slow_ranks.SlowRule", lambda ratio: SlowRule(ratio, min_seconds=0.05))
+    monkeypatch.setattr("headway.diagnose.slow_ranks.SlowRule", lambda ratio: SlowRule(ratio, min_seconds=0.15))
     slowed(owner, method, monkeypatch)
-    settings = [*tiny_settings(tmp_path, "run"), "data.valid=null", "steps=18", "eval.every=null", "checkpoint.at_end=false"]
+    settings = [
+        *tiny_settings(tmp_path, "run"),
+        "data.valid=null",
+        "steps=18",
+        "eval.every=null",
+        "checkpoint.at_end=false",
+        "log.slow_ratio=1.3",
+    ]
     recipe = load(Recipe, None, [*settings, *more])
     start_processes(lambda: train(recipe), 2)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]

@@ -1,5 +1,7 @@
 """Packing: documents become rows. In: the lengths of the documents of one window, in order; out: a `RowPlan`.
 
+The loader packs while it reads; `prepare/pack.py` packs into a store before training (`headway data pack`).
+
 best_fit      longest first, each into the fullest row with room; only documents longer than a row are cut
 concat        one after another, cut at the end of a row; the rest continues in the next row
 pad           one document, or one piece of a longer one, per row

@@ -1,4 +1,7 @@
-"""Deterministic shuffling: a keyed hash, and orders that depend on the key alone. The result is the same on every machine."""
+"""Deterministic shuffling: a keyed hash, and orders that depend on the key alone. The result is the same on every machine.
+
+`row_stream.py` applies them: to windows, to the documents of a window and to the rows of a block, with a key for each epoch.
+"""
 
 from __future__ import annotations
 

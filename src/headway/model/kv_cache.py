@@ -17,6 +17,8 @@ Every group is the last one with some S and W: full has W = capacity and never w
 0..min(n, S + W) - 1 of each group, and a query may see all of them. Keys are stored rotated to their true positions.
 
 Memory: one flat buffer per layer for keys and one for values; in it the groups one after the other, each [heads, rows, S + W, hd].
+
+`kv_layer.py` holds the buffers of one layer and attends to them.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@
 The built-in templates are the jinja files in chat_templates/. Text inside {% generation %} is the assistant's and carries the loss.
 Invariant: while headway renders a built-in template, each control token is one private character that no text of the conversation holds,
 so text that a person typed never becomes a control token. For export the same source spells the tokens out.
+`chat.py` finds a template by name and turns segments into ids and a loss mask.
 """
 
 from __future__ import annotations

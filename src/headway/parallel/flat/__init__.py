@@ -1,0 +1,1 @@
+"""The flat engine (DDP, ZeRO-1, ZeRO-1.5): parameters and gradients of a group lie in one flat buffer, split into buckets."""

@@ -2,6 +2,7 @@
 
 Without overlap, every bucket is gathered right after its update. With overlap, one bucket is gathered ahead of the one forward uses: each
 block waits for its buckets and starts the next. After the last block, or after `flush`, everything has been gathered.
+The FSDP engine leaves gathering to torch (`parallel/fsdp.py`).
 """
 
 from __future__ import annotations
