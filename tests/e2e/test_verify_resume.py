@@ -102,6 +102,6 @@ def test_the_verb_prints_a_certificate(tmp_path: Path) -> None:
     done = headway("verify", "resume", str(recipe), "--steps", "8", "--kill-at", "5", "--json", timeout=200)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["holds"]
-    assert not [name for name in os.listdir(tmp_path) if name == "runs"]
+    assert os.listdir(tmp_path / "runs") == ["cache"], "nothing but the data cache lies in the folder of runs"
     mistaken = headway("verify", "resume", str(recipe), "--steps", "8", "--kill-at", "5", "model.hidden_size=7")
     assert mistaken.returncode == 2 and "Traceback" not in mistaken.stderr
