@@ -7,22 +7,16 @@ import subprocess
 from collections.abc import Callable, Mapping
 
 from headway.errors import LaunchError
-from headway.runtime.process import from_environment
+from headway.runtime.process import LAUNCHERS, from_environment
 
 FIRST_PORT, NUM_PORTS = 20000, 10000
-LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE"),
-    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "mpiexec": ("PMI_RANK", "PMI_SIZE"),
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-}
 
 
 def external_launcher(environment: Mapping[str, str]) -> str | None:
     """The launcher that started this process as one of several; None if there is none."""
-    for name, (rank, world) in LAUNCHERS.items():
-        if rank in environment and (name == "torchrun" or environment.get(world, "1") != "1") and world in environment:
-            return name
+    for one in LAUNCHERS:
+        if one.rank in environment and one.world in environment and (one.program == "torchrun" or environment[one.world] != "1"):
+            return one.program
     return None
 
 

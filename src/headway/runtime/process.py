@@ -52,9 +52,10 @@ class Process:
 
 
 @dataclass(frozen=True)
-class _Launcher:
+class LauncherVariables:
     """The variables one launcher sets; `local_rank` must be among them where it distinguishes this launcher's processes."""
 
+    program: str
     rank: str
     world: str
     local_rank: str
@@ -67,7 +68,8 @@ class _Launcher:
 # The innermost launcher comes first: torchrun and mpirun are themselves started inside a SLURM step.
 # SLURM's STEP variables exist only below srun: in a batch script SLURM_PROCID is 0 although the other tasks were not started.
 LAUNCHERS = (
-    _Launcher(
+    LauncherVariables(
+        "torchrun",
         "RANK",
         "WORLD_SIZE",
         "LOCAL_RANK",
@@ -76,9 +78,17 @@ LAUNCHERS = (
         num_nodes="GROUP_WORLD_SIZE",
         needs_local_rank=False,
     ),
-    _Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", local_world="OMPI_COMM_WORLD_LOCAL_SIZE"),
-    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local_world="MPI_LOCALNRANKS"),
-    _Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", node="SLURM_NODEID", num_nodes="SLURM_STEP_NUM_NODES"),
+    LauncherVariables(
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    LauncherVariables("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", local_world="MPI_LOCALNRANKS"),
+    LauncherVariables(
+        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", node="SLURM_NODEID", num_nodes="SLURM_STEP_NUM_NODES"
+    ),
 )
 
 
@@ -97,7 +107,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Process:
     return Process()
 
 
-def _read(launcher: _Launcher, given: Mapping[str, str]) -> Process:
+def _read(launcher: LauncherVariables, given: Mapping[str, str]) -> Process:
     def number(name: str | None, default: int) -> int:
         if name is None or name not in given:
             return default
