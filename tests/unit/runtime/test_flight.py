@@ -71,7 +71,11 @@ def test_torchs_own_dump_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
         group.all_reduce(torch.ones(3)).wait()
         late = group.all_reduce(torch.ones(5)) if group.rank == 0 else None
-        (tmp_path / f"flight-rank-{group.rank}").write_bytes(c10d._dump_fr_trace(True, True, False))
+        dump_path = tmp_path / f"flight-rank-{group.rank}"
+        dump_path.write_bytes(c10d._dump_fr_trace(True, True, False))
+        while not read_flight(dump_path)[0].is_done:  # the recorder marks an exchange done a moment after wait() returns
+            time.sleep(0.01)
+            dump_path.write_bytes(c10d._dump_fr_trace(True, True, False))
         (tmp_path / f"written-{group.rank}").touch()
         while not (tmp_path / "written-0").exists():
             time.sleep(0.01)
