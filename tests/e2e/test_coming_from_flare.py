@@ -11,7 +11,6 @@ from support.byte_model import byte_tokenizer
 from headway.cli import main
 from headway.infer.load import find_model
 
-ROOT = Path(__file__).parents[2]
 SHAPE = {"vocab_size": 258, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 6, "num_attention_heads": 2}
 
 
@@ -51,7 +50,7 @@ def weights(folder: Path) -> dict[str, Any]:
 def test_both_stages_and_their_evaluation(base: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = small(text, tmp_path)
     surgery = [f"init.from={base}", "model.no_rope_layers=[4, 5]", "train=[layers.4-5]", "optim.lr=0.01"]
-    assert main(["train", str(ROOT / "recipes/node/nope_stage1.yaml"), *here, *surgery]) == 0
+    assert main(["train", "node/nope_stage1", *here, *surgery]) == 0
     first = tmp_path / "runs" / "nope-stage1"
     before, after = weights(base), weights(first)
     moved = {name for name in before if not before[name].equal(after[name])}
@@ -59,7 +58,7 @@ def test_both_stages_and_their_evaluation(base: Path, text: Path, tmp_path: Path
     assert moved and all(name.startswith(("model.layers.4.", "model.layers.5.")) for name in moved)
     assert (first / "command.txt").read_text().strip() and json.loads((first / "environment.json").read_text())["packages"]["torch"]
 
-    assert main(["train", str(ROOT / "recipes/node/nope_stage2.yaml"), *here, f"init.from={first}", "optim.lr=0.01"]) == 0
+    assert main(["train", "node/nope_stage2", *here, f"init.from={first}", "optim.lr=0.01"]) == 0
     second = tmp_path / "runs" / "nope-stage2"
     assert find_model(second).config.no_rope_layers == (4, 5)
     assert not weights(second)["model.layers.0.mlp.up_proj.weight"].equal(after["model.layers.0.mlp.up_proj.weight"])

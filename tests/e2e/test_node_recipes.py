@@ -13,13 +13,14 @@ from support.byte_model import byte_tokenizer
 
 from headway.cli import main
 from headway.config.load import load, read_yaml
+from headway.config.shipped import FOLDER
 from headway.infer.load import find_model, load_model
 from headway.kernels.attention import causal_mask
 from headway.model.layout import GATES
 from headway.train import train
 from headway.train.config import Recipe
 
-NODE = Path(__file__).parents[2] / "recipes" / "node"
+NODE = FOLDER / "node"
 NAMES = sorted(path.stem for path in NODE.glob("*.yaml"))
 BEFORE = {
     "dpo": "sft",

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from headway.config.load import load, read_yaml
 from headway.config.section import Section
+from headway.config.shipped import FOLDER
 from headway.export.huggingface import export_huggingface
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
@@ -20,7 +21,7 @@ from headway.train import train
 from headway.train.config import Recipe
 from headway.train.stages import expand
 
-ROOT = Path(__file__).parents[2] / "recipes"
+ROOT = FOLDER
 ALL = sorted(ROOT.rglob("*.yaml"))
 
 

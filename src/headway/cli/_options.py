@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("headway")
 
 JSON = typer.Option(False, "--json", help="Print the result as JSON on standard output, everything else on standard error.")
-RECIPE = typer.Argument(None, metavar="[RECIPE.yaml] [section.key=value]...", help="A recipe file and overrides; both are optional.")
+RECIPE = typer.Argument(
+    None,
+    metavar="[RECIPE] [section.key=value]...",
+    help="A recipe (a file, or a name such as lora or laptop/sft) and overrides; both are optional.",
+)
 MODEL = typer.Option(..., help="A run folder, a checkpoint folder or a Hugging Face folder.")
 MORE_INPUTS = typer.Argument(None, metavar="[FILE]...", help="More input files, as the shell expands `--input *.jsonl`.")
 INPUTS = typer.Option(..., "--input", help="Raw files, folders or globs; may be repeated.")

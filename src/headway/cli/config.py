@@ -22,7 +22,7 @@ def show(arguments: list[str] = RECIPE, json: bool = JSON) -> None:
 
 
 def diff(
-    first: Path = typer.Argument(..., metavar="A", help="A recipe file or a run folder."),
+    first: Path = typer.Argument(..., metavar="A", help="A recipe (a file or a name) or a run folder."),
     second: Path = typer.Argument(..., metavar="B", help="Another one."),
     json: bool = JSON,
 ) -> None:

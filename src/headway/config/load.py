@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 
 from headway.config.kinds import KindIn, NestedErrors, kind_config, kind_names
 from headway.config.section import ALTERNATIVES, Overlay, Section
+from headway.config.shipped import find_recipe
 from headway.config.yaml_reader import MAX_BYTES, Where, parse_yaml
 from headway.errors import ConfigError
 
@@ -72,14 +73,11 @@ def read_plain(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path, where: Where | None = None) -> dict[str, Any]:
-    """Parse one YAML 1.2 file into plain Python, recording the line of every key in `where`."""
+    """Parse one YAML 1.2 file, or a shipped recipe by its name, into plain Python; the line of every key goes into `where`."""
+    path = find_recipe(path)
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file. Give the path of a recipe, e.g. recipes/laptop/pretrain.yaml.") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path}: is a folder. Give the path of a recipe; a run folder has one at {path}/recipe.yaml.") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as text: {error}.") from None
     tree = parse_yaml(text, str(path), where)

@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 from support.fields import setting_paths
 
 from headway.cli import build_app
+from headway.config.shipped import recipe_names
 from headway.train.config import Recipe
 
 ROOT = Path(__file__).parents[3]
@@ -89,6 +90,8 @@ def test_commands_have_verbs_flags_and_settings_that_exist(page: Path) -> None:
                 assert word.split("=")[0] in flags(commands()[verb]), f"headway {verb} has no {word}"
             elif verb in WITH_RECIPE and (given := re.match(r"([a-z_]+(?:\.[\w]+)*)=", word)):
                 assert is_setting(given[1]), f"no such setting: {given[1]} in headway {' '.join(words)}"
+            elif word.startswith(("laptop/", "node/")):
+                assert word in recipe_names(), f"no such recipe: {word} in headway {' '.join(words)}"
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)

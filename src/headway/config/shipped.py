@@ -1,0 +1,70 @@
+"""The name or path of a recipe comes in, the path of a file goes out. Recipes lie in the package, so that a wheel has them.
+
+    my/own.yaml            a file of the user: what exists on disk comes first
+    laptop/sft             a shipped recipe, with or without .yaml and a leading recipes/
+    sft                    short: laptop/sft; a name that only another folder has (flare) means that one
+"""
+
+from __future__ import annotations
+
+import difflib
+import stat
+from pathlib import Path
+
+from headway.errors import ConfigError
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+SUFFIXES = (".yaml", ".yml")
+
+
+def recipe_names() -> list[str]:
+    """The names of all shipped recipes: laptop/dpo, laptop/lora, ..."""
+    return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
+
+
+def find_recipe(given: Path | str) -> Path:
+    """The file of a recipe that is given as a path or as the name of a shipped one."""
+    path = Path(given)
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        is_folder = None
+    except (OSError, ValueError):  # no right to look, a name that is too long: opening it explains
+        return path
+    if is_folder is False:
+        return path
+    name = _shipped_name(path)
+    if name is None:
+        if is_folder:
+            raise ConfigError(f"{path}: is a folder. Give the path of a recipe; a run folder has one at {path}/recipe.yaml.")
+        raise ConfigError(f"{path}: no such file, and no recipe of this name comes with headway; {_hint(path)}")
+    shipped = FOLDER / f"{name}.yaml"
+    mine = next((file for suffix in SUFFIXES if (file := path.with_name(path.name + suffix)).is_file()), None)
+    if mine is not None and not mine.samefile(shipped):
+        raise ConfigError(f"{path}: means the shipped recipe {name}, but {mine} is a file here. Write {mine} or recipes/{name}.")
+    return shipped
+
+
+def _shipped_name(path: Path) -> str | None:
+    """laptop/sft for every way to write it, None if no shipped recipe has the name."""
+    names = recipe_names()
+    parts = [part for part in path.parts if part != "."]
+    parts = parts[1:] if parts[:1] == ["recipes"] else parts
+    if not parts or path.is_absolute():
+        return None
+    if path.suffix in SUFFIXES:
+        parts[-1] = parts[-1].removesuffix(path.suffix)
+    name = "/".join(parts)
+    if name in names:
+        return name
+    return next((one for one in names if one.rpartition("/")[2] == name), None)
+
+
+def _hint(path: Path) -> str:
+    names = recipe_names()
+    wanted = path.with_suffix("").as_posix().removeprefix("recipes/")
+    short = {one.rpartition("/")[2]: one for one in reversed(names)}
+    near = difflib.get_close_matches(wanted, [*names, *short], n=1, cutoff=0.7)
+    if near:
+        return f"did you mean {near[0]}? `headway init` lists all."
+    return f"it has {', '.join(names)}."
