@@ -1,8 +1,8 @@
 """The name or path of a recipe comes in, the path of a file goes out. Recipes lie in the package, so that a wheel has them.
 
-    my/own.yaml            a file of the user: what exists on disk comes first
-    laptop/sft             a shipped recipe, with or without .yaml and a leading recipes/
-    sft                    short: laptop/sft; a name that only another folder has (flare) means that one
+my/own.yaml            a file of the user: what exists on disk comes first
+laptop/sft             a shipped recipe, with or without .yaml and a leading recipes/
+sft                    short: laptop/sft; a name that only another folder has (flare) means that one
 """
 
 from __future__ import annotations

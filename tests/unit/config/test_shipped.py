@@ -81,4 +81,7 @@ def test_verbs_take_names(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_recipes_are_at_the_root_of_the_repository_too() -> None:
-    assert sorted(path.relative_to(ROOT / "recipes").with_suffix("").as_posix() for path in (ROOT / "recipes").glob("*/*.yaml")) == recipe_names()
+    assert (
+        sorted(path.relative_to(ROOT / "recipes").with_suffix("").as_posix() for path in (ROOT / "recipes").glob("*/*.yaml"))
+        == recipe_names()
+    )
