@@ -1,0 +1,191 @@
+"""Which layouts work: sizes of all axes, a model's shape and the batch come in; the broken rule and the nearest layout that works go out.
+
+    world = pipeline x data x context x tensor                    tensor      divides the query heads, ffn_size and the vocabulary; KV heads
+    pipeline      at most one stage per layer                                  are divided, or each is on tensor / kv_heads ranks
+    context       divides seq_len; beyond the KV heads of a rank, ring exchange with two pieces of a row per rank
+    strategy      fsdp has no pipeline
+
+Every engine and `headway plan` use these rules and no others. Imports without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from math import gcd, log2
+
+from headway.errors import ParallelError
+from headway.model.config import ModelConfig
+from headway.parallel.pipeline_order import ScheduleName, round_size
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share the work: the size of every axis."""
+
+    world: int = 1
+    strategy: str = "zero1"
+    tensor: int = 1
+    sequence: bool = True
+    """Norms and residual stream are split over tensor ranks too."""
+    pipeline: int = 1
+    schedule: ScheduleName = "1f1b"
+    virtual_stages: int = 1
+    """Stages of one rank (interleaved)."""
+    context: int = 1
+    shard: int | None = None
+    """Ranks that share optimizer state (zero1) or everything (fsdp); None = all ranks with the same part of the model."""
+
+    @property
+    def reduce(self) -> int:
+        """Ranks whose gradients are summed: data x context."""
+        return self.world // (self.pipeline * self.tensor)
+
+    @property
+    def data(self) -> int:
+        """Ranks that read different rows."""
+        return self.reduce // self.context
+
+    @property
+    def shards(self) -> int:
+        """Ranks of one shard group."""
+        return self.reduce if self.shard is None else self.shard
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the whole model."""
+        return self.pipeline * self.virtual_stages
+
+    def settings(self) -> str:
+        """The layout as overrides of a recipe."""
+        parts = [f"parallel.strategy={self.strategy}"]
+        if self.shard is not None and self.shard != self.reduce:
+            parts.append(f"parallel.{self.strategy}.size={self.shard}")
+        parts += [f"parallel.{axis}={getattr(self, axis)}" for axis in ("tensor", "pipeline", "context") if getattr(self, axis) > 1]
+        if self.pipeline > 1 and self.schedule != "1f1b":
+            parts.append(f"parallel.schedule={self.schedule}")
+        if self.virtual_stages > 1:
+            parts.append(f"parallel.virtual_stages={self.virtual_stages}")
+        if self.tensor > 1 and not self.sequence:
+            parts.append("parallel.sequence=false")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """What a layout must fit."""
+
+    model: ModelConfig
+    seq_len: int
+    microbatches: int | None = None
+    """Of one step on one rank; None = not known yet."""
+
+
+def broken_rules(layout: Layout, case: LayoutCase) -> Iterator[str]:
+    """Every rule that a layout breaks, as a sentence without its remedy."""
+    yield from _sizes(layout)
+    yield from _tensor(layout, case)
+    yield from _pipeline(layout, case)
+    yield from _context(layout, case)
+
+
+def _sizes(layout: Layout) -> Iterator[str]:
+    taken = layout.pipeline * layout.context * layout.tensor
+    if layout.world % taken:
+        yield (
+            f"pipeline {layout.pipeline} x context {layout.context} x tensor {layout.tensor} = {taken} ranks; "
+            f"this must divide the number of ranks, {layout.world}"
+        )
+    elif layout.shard is not None and layout.reduce % layout.shard:
+        yield f"parallel.{layout.strategy}.size is {layout.shard}; it must divide the {layout.reduce} ranks of data x context"
+
+
+def _tensor(layout: Layout, case: LayoutCase) -> Iterator[str]:
+    size, model = layout.tensor, case.model
+    if size == 1:
+        return
+    is_set = f"parallel.tensor is {size}; it must divide"
+    for name, value in (("num_heads", model.num_heads), ("ffn_size", model.ffn_size), ("vocab_size", model.vocab_size or size)):
+        if value % size:
+            yield f"{is_set} model.{name}={value}"
+    if model.kv_heads % size and size % model.kv_heads:
+        yield f"{is_set} model.num_kv_heads={model.kv_heads}, or be a multiple of it"
+    if layout.sequence and (case.seq_len // layout.context) % size:
+        yield f"{is_set} data.seq_len={case.seq_len} / context {layout.context}, since parallel.sequence splits tokens"
+
+
+def _pipeline(layout: Layout, case: LayoutCase) -> Iterator[str]:
+    if layout.pipeline == 1:
+        if layout.virtual_stages > 1:
+            yield f"parallel.virtual_stages is {layout.virtual_stages} and parallel.pipeline is 1, which has one stage"
+        return
+    is_set = f"parallel.pipeline is {layout.pipeline}"
+    if layout.strategy == "fsdp":
+        yield f"{is_set} and parallel.strategy is fsdp, which has no pipeline; pipelines use zero1"
+    if layout.virtual_stages > 1 and layout.schedule == "1f1b":
+        yield f"parallel.virtual_stages is {layout.virtual_stages} and parallel.schedule is 1f1b, which has one stage per rank"
+    if layout.stages > case.model.num_layers:
+        yield f"{is_set} with {layout.virtual_stages} stages each; every stage needs a layer, and the model has {case.model.num_layers}"
+    number = case.microbatches
+    if number is None:
+        return
+    if number < layout.pipeline:
+        yield f"{is_set} and a step has {number} microbatches on a rank; it needs at least {layout.pipeline}"
+    elif layout.virtual_stages > 1 and round_size(layout.pipeline, number) is None:
+        near = number // layout.pipeline * layout.pipeline
+        yield f"{is_set} with {layout.virtual_stages} stages each; {number} microbatches make no equal rounds, {near} would"
+
+
+def _context(layout: Layout, case: LayoutCase) -> Iterator[str]:
+    if layout.context == 1:
+        return
+    is_set = f"parallel.context is {layout.context}; it must divide"
+    if case.seq_len % layout.context:
+        yield f"{is_set} data.seq_len={case.seq_len}"
+    elif ring_size(layout, case.model) > 1 and case.seq_len % (2 * layout.context):
+        yield f"{is_set} data.seq_len={case.seq_len} into two pieces per rank, since it exceeds the KV heads and exchanges in a ring"
+
+
+def ulysses_size(layout: Layout, model: ModelConfig) -> int:
+    """Context ranks that exchange heads for tokens: as many as divide the KV heads of a tensor rank."""
+    return gcd(layout.context, max(1, model.kv_heads // layout.tensor))
+
+
+def ring_size(layout: Layout, model: ModelConfig) -> int:
+    """Context ranks that pass keys and values in a ring, beyond the KV heads."""
+    return layout.context // ulysses_size(layout, model)
+
+
+def nearest_layouts(layout: Layout, case: LayoutCase, count: int = 1) -> list[Layout]:
+    """Layouts of the same world that break no rule, by how little their axes differ."""
+    divisors = [n for n in range(1, layout.world + 1) if layout.world % n == 0]
+
+    def distance(other: Layout) -> float:
+        axes = sum(abs(log2(getattr(other, axis) / getattr(layout, axis))) for axis in ("tensor", "pipeline", "context"))
+        return axes + (other.strategy != layout.strategy) + 0.5 * (other.shard != layout.shard) + 0.5 * (other.schedule != layout.schedule)
+
+    found: list[Layout] = []
+    strategies = [layout.strategy, *({"zero1", "fsdp"} - {layout.strategy})]
+    for tensor, pipeline, context, strategy in product(divisors, divisors, divisors, strategies):
+        if layout.world % (tensor * pipeline * context):
+            continue
+        virtual = layout.virtual_stages if pipeline > 1 else 1
+        schedule = layout.schedule if pipeline > 1 else "1f1b"
+        sizes = replace(layout, tensor=tensor, pipeline=pipeline, context=context, strategy=strategy)
+        shard = layout.shard if layout.shard is not None and sizes.reduce % layout.shard == 0 else None
+        other = replace(sizes, shard=shard, virtual_stages=virtual, schedule=schedule)
+        for one in (other, replace(other, virtual_stages=1, schedule="1f1b")) if virtual > 1 else (other,):
+            if not any(broken_rules(one, case)):
+                found.append(one)
+    return sorted(found, key=distance)[:count]
+
+
+def check_layout(layout: Layout, case: LayoutCase) -> None:
+    """Refuse a layout that breaks a rule, with the nearest one that works, in one line."""
+    broken = next(broken_rules(layout, case), None)
+    if broken is None:
+        return
+    near = nearest_layouts(layout, case)
+    remedy = f"The nearest layout that works on {layout.world} ranks: {near[0].settings()}." if near else "Use another number of ranks."
+    raise ParallelError(f"{broken}. {remedy}")

@@ -1,0 +1,82 @@
+"""What each rank of a pipeline does, and in which order. Sizes come in; one list of actions per rank goes out. Imports without torch.
+
+    F  forward of one microbatch through one pipeline stage       I  gradients of the stage's input
+    B  the whole backward of it                                   W  gradients of its weights
+
+    1f1b          S - 1 - rank forwards ahead, then one forward and one backward in turn, then the backwards that are left
+    interleaved   a rank has several stages (rank, rank + S, ...); a round of microbatches passes one of them, then the next
+    zero_bubble   as interleaved, with B divided into I and W: W fills the time in which a rank would wait
+
+`stages_on` and `pipeline_actions` are the one source of this order: the engine runs it, `headway plan` computes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+ScheduleName = Literal["1f1b", "interleaved", "zero_bubble"]
+ActionKind = Literal["F", "B", "I", "W"]
+
+
+@dataclass(frozen=True)
+class PipelineAction:
+    """One piece of work: a microbatch on a pipeline stage."""
+
+    stage: int
+    kind: ActionKind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+def stages_on(rank: int, pipeline: int, virtual_stages: int = 1) -> list[int]:
+    """The pipeline stages of a rank, in the order of the model."""
+    return [rank + pipeline * index for index in range(virtual_stages)]
+
+
+def round_size(pipeline: int, microbatches: int) -> int | None:
+    """Microbatches that pass a stage of a rank before its next stage has its turn; None if rounds would differ."""
+    rounds = max(1, microbatches // pipeline)
+    return microbatches // rounds if microbatches % rounds == 0 else None
+
+
+def pipeline_actions(schedule: ScheduleName, pipeline: int, microbatches: int, virtual_stages: int = 1) -> list[list[PipelineAction]]:
+    """The actions of every rank, in order."""
+    size = microbatches if virtual_stages == 1 else round_size(pipeline, microbatches)
+    assert size is not None, "the layout rules refuse rounds of different sizes"
+    return [_of_rank(schedule, rank, pipeline, microbatches, virtual_stages, size) for rank in range(pipeline)]
+
+
+def _of_rank(
+    schedule: ScheduleName, rank: int, pipeline: int, microbatches: int, virtual_stages: int, size: int
+) -> list[PipelineAction]:
+    stages = stages_on(rank, pipeline, virtual_stages)
+    forwards, backwards = _turns(stages, microbatches, size), _turns(stages[::-1], microbatches, size)
+    # Interleaved ranks go twice as far ahead, since a backward of their last stage returns later.
+    ahead = (virtual_stages - 1) * size + (2 if schedule == "interleaved" else 1) * (pipeline - 1 - rank)
+    ahead = min(ahead, len(forwards))
+    divided = schedule == "zero_bubble"
+    actions = [PipelineAction(stage, "F", microbatch) for stage, microbatch in forwards[:ahead]]
+    weights = iter(backwards)
+    for index, (stage, microbatch) in enumerate(backwards):
+        if ahead + index < len(forwards):
+            actions.append(PipelineAction(forwards[ahead + index][0], "F", forwards[ahead + index][1]))
+        actions.append(PipelineAction(stage, "I" if divided else "B", microbatch))
+        # Later ranks hold back one W more: each keeps enough of them to fill the wait at its end.
+        if divided and index >= rank:
+            of, number = next(weights)
+            actions.append(PipelineAction(of, "W", number))
+    return actions + ([PipelineAction(stage, "W", microbatch) for stage, microbatch in weights] if divided else [])
+
+
+def _turns(stages: Sequence[int], microbatches: int, size: int) -> list[tuple[int, int]]:
+    """(stage, microbatch): a round of microbatches on each stage, then the next round."""
+    return [
+        (stage, microbatch)
+        for start in range(0, microbatches, size)
+        for stage in stages
+        for microbatch in range(start, min(start + size, microbatches))
+    ]

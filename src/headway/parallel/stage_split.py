@@ -1,0 +1,56 @@
+"""Which layers make up which pipeline stage: costs of the layers come in, one range of layers per stage goes out. Imports without torch.
+
+The slowest stage decides how long a microbatch takes, so the split makes the most expensive stage as cheap as possible. The embedding
+counts with the first stage, final norm, head and loss with the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from headway.model.config import ModelConfig
+
+
+def split_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
+    """Contiguous ranges of layers, at least one layer each. Among equal maxima, the most even split."""
+    count = len(costs)
+    assert 1 <= stages <= count, "the layout rules refuse more stages than layers"
+    until = [0.0, *accumulate(costs)]
+
+    def cost(stage: int, start: int, end: int) -> float:
+        ends = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+        return until[end] - until[start] + ends
+
+    # best[n]: the split of the first n layers into the stages so far, as (most expensive, sum of squares) and where its last stage starts
+    best: list[tuple[float, float]] = [(cost(0, 0, n), cost(0, 0, n) ** 2) for n in range(count + 1)]
+    starts: list[list[int]] = [[0] * (count + 1)]
+    for stage in range(1, stages):
+        found: list[tuple[float, float]] = [(float("inf"), float("inf"))] * (count + 1)
+        chosen = [0] * (count + 1)
+        for end in range(stage + 1, count + 1 - (stages - 1 - stage)):
+            for start in range(stage, end):
+                here = cost(stage, start, end)
+                option = (max(best[start][0], here), best[start][1] + here * here)
+                if option < found[end]:
+                    found[end], chosen[end] = option, start
+        best, starts = found, [*starts, chosen]
+    ranges: list[range] = []
+    end = count
+    for chosen in reversed(starts):
+        ranges.append(range(chosen[end], end))
+        end = chosen[end]
+    return ranges[::-1]
+
+
+def layer_costs(model: ModelConfig, seq_len: int) -> tuple[list[float], float, float]:
+    """FLOPs of one token in each layer (causal attention), in the embedding, and in the head with its loss: forward and backward."""
+    query, key = model.num_heads * model.head_size, model.kv_heads * model.head_size
+    matrices = model.hidden_size * (2 * query + 2 * key + 3 * model.ffn_size)
+    costs: list[float] = []
+    for layer in range(model.num_layers):
+        window = model.window_of(layer)
+        seen = seq_len / 2 if window is None or window >= seq_len else window
+        costs.append(6.0 * matrices + 12.0 * query * seen)
+    # A lookup costs next to nothing; its gradient is added into the rows.
+    return costs, 0.0, 6.0 * model.hidden_size * model.vocab

@@ -1,0 +1,67 @@
+"""Which layouts are refused, with which rule and which remedy; and which are not."""
+
+import pytest
+
+from headway.errors import ParallelError
+from headway.model.config import ModelConfig
+from headway.parallel.layout_rules import Layout, LayoutCase, broken_rules, check_layout, nearest_layouts, ring_size, ulysses_size
+
+LLAMA = ModelConfig(preset="llama-8b")
+CASE = LayoutCase(LLAMA, 8192, microbatches=8)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(16, tensor=2, pipeline=2),
+        Layout(64, tensor=8, pipeline=4, shard=2),
+        Layout(32, tensor=16),  # KV heads are on two ranks each
+        Layout(8, strategy="fsdp", tensor=2, context=2),
+        Layout(16, context=16),  # Ulysses over 8, ring over 2
+        Layout(4, pipeline=4, schedule="interleaved", virtual_stages=2),
+        Layout(4, pipeline=2, schedule="zero_bubble"),
+    ],
+)
+def test_these_layouts_work(layout: Layout) -> None:
+    check_layout(layout, CASE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rule", "remedy"),
+    [
+        (Layout(8, tensor=3), "x tensor 3 = 3 ranks; this must divide the number of ranks, 8", "parallel.tensor=4"),
+        (Layout(48, tensor=3), "parallel.tensor is 3; it must divide model.num_heads=32", "parallel.tensor="),
+        (Layout(64, tensor=64), "must divide model.num_heads=32", "parallel.tensor=32"),
+        (Layout(8, strategy="fsdp", pipeline=2), "fsdp, which has no pipeline", "strategy=fsdp.*|strategy=zero1 parallel.pipeline=2"),
+        (Layout(64, pipeline=64), "every stage needs a layer, and the model has 32", "parallel.pipeline=8"),
+        (Layout(8, shard=3), "parallel.zero1.size is 3; it must divide the 8 ranks", "parallel.strategy=zero1"),
+        (Layout(3, context=3), "parallel.context is 3; it must divide data.seq_len=8192", "parallel.strategy=zero1"),
+        (Layout(16, pipeline=16), "a step has 8 microbatches on a rank; it needs at least 16", "parallel.pipeline=8"),
+        (Layout(4, pipeline=4, virtual_stages=2), "1f1b, which has one stage per rank", "parallel.pipeline=4"),
+        (Layout(4, virtual_stages=2), "virtual_stages is 2 and parallel.pipeline is 1", "parallel.strategy=zero1"),
+    ],
+)
+def test_others_are_refused_with_the_rule_and_the_nearest_that_works(layout: Layout, rule: str, remedy: str) -> None:
+    with pytest.raises(ParallelError) as refused:
+        check_layout(layout, CASE)
+    text = str(refused.value)
+    assert rule in text and "\n" not in text
+    near = nearest_layouts(layout, CASE)[0]
+    assert near.settings() in text and near.world == layout.world
+    assert any(part in near.settings() for part in remedy.replace(".*", "").split("|"))
+    assert not list(broken_rules(near, CASE))
+
+
+def test_unequal_rounds_are_refused_where_a_rank_has_several_stages() -> None:
+    layout = Layout(4, pipeline=4, schedule="interleaved", virtual_stages=2)
+    assert list(broken_rules(layout, LayoutCase(LLAMA, 8192, 9))) == [
+        "parallel.pipeline is 4 with 2 stages each; 9 microbatches make no equal rounds, 8 would"
+    ]
+    assert not list(broken_rules(layout, LayoutCase(LLAMA, 8192, 10)))  # two rounds of five
+    assert not list(broken_rules(layout, LayoutCase(LLAMA, 8192)))  # not known yet
+
+
+def test_a_ring_begins_where_the_kv_heads_of_a_rank_end() -> None:
+    sizes = [(ulysses_size(layout, LLAMA), ring_size(layout, LLAMA)) for layout in (Layout(8, context=8), Layout(64, tensor=4, context=8))]
+    assert sizes == [(8, 1), (2, 4)]
