@@ -50,9 +50,7 @@ def pipeline_actions(schedule: ScheduleName, pipeline: int, microbatches: int, v
     return [_of_rank(schedule, rank, pipeline, microbatches, virtual_stages, size) for rank in range(pipeline)]
 
 
-def _of_rank(
-    schedule: ScheduleName, rank: int, pipeline: int, microbatches: int, virtual_stages: int, size: int
-) -> list[PipelineAction]:
+def _of_rank(schedule: ScheduleName, rank: int, pipeline: int, microbatches: int, virtual_stages: int, size: int) -> list[PipelineAction]:
     stages = stages_on(rank, pipeline, virtual_stages)
     forwards, backwards = _turns(stages, microbatches, size), _turns(stages[::-1], microbatches, size)
     # Interleaved ranks go twice as far ahead, since a backward of their last stage returns later.
