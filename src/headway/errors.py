@@ -1,6 +1,8 @@
 """Errors that are not bugs in headway. Each message is one line with key, value, expectation and remedy."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
@@ -13,6 +15,36 @@ def hide_credentials(text: str) -> str:
 def first_line(error: BaseException, most: int = 200) -> str:
     """The first line of another library's error, shortened, without the full stop; the type of the error if it has no message."""
     return (str(error).splitlines() or [type(error).__name__])[0][:most].rstrip(".")
+
+
+class Terminated(SystemExit):
+    """SIGTERM, or another signal that ends a process, stopped `train`, which has saved the run first: the same call continues it.
+
+    A program that does not catch it exits with 128 + the signal's number (SIGTERM: 143) and without a traceback.
+    """
+
+    def __init__(self, message: str = "", exit_code: int = 143, summary: Mapping[str, Any] | None = None) -> None:
+        super().__init__(exit_code)
+        self.message, self.exit_code, self.summary = message, exit_code, dict(summary or {})
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def run(self) -> str | None:
+        """The run folder."""
+        return self.summary.get("run")
+
+
+class Interrupted(KeyboardInterrupt, Terminated):
+    """Ctrl-C stopped `train`, which has saved the run first: the same call continues it.
+
+    A KeyboardInterrupt, so that a sweep over several runs stops too. It is also a SystemExit: Python exits with 1 and a traceback after
+    any subclass of KeyboardInterrupt, and with 130 and nothing more after this one.
+    """
+
+    def __init__(self, message: str = "", summary: Mapping[str, Any] | None = None) -> None:
+        Terminated.__init__(self, message, 130, summary)
 
 
 class HeadwayError(Exception):

@@ -3,17 +3,22 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.runs import make_stores, start_headway, tiny_settings, wait_for_step
 
 from headway.config.load import load
+from headway.errors import Interrupted
 from headway.train import train
 from headway.train.config import Recipe
+from headway.train.run import Run
 from headway.workflows.demo.run import run_demo
 
 
@@ -44,9 +49,50 @@ def saved(run: Path) -> bool:
 
 def test_ctrl_c_saves_and_then_raises(tmp_path: Path) -> None:
     soon(tmp_path / "run", 2, lambda: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted) as caught:
         train(recipe(tmp_path))
     assert saved(tmp_path / "run")
+    assert isinstance(caught.value, KeyboardInterrupt)
+    assert caught.value.run == str(tmp_path / "run") and caught.value.summary["steps"] >= 2
+
+
+def test_ctrl_c_that_comes_after_the_last_step_ends_a_sweep_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.train import loop
+
+    def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return finish_as_usual(run, stopped_by)
+
+    finish_as_usual = loop.finish
+    monkeypatch.setattr(loop, "finish", finish)
+    with pytest.raises(Interrupted, match="complete") as caught:
+        train(recipe(tmp_path).model_copy(update={"steps": 2}))
+    assert "stopped_by" not in caught.value.summary and (tmp_path / "run" / "final").is_dir()
+
+
+SWEEP = """
+import sys
+from headway.config.load import load
+from headway.train import train
+from headway.train.config import Recipe
+
+for name in ("a", "b"):
+    train(load(Recipe, None, [*sys.argv[1:], f"run.name={name}", "steps=100000"]))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_whole_sweep(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    make_stores(tmp_path)
+    (tmp_path / "sweep.py").write_text(SWEEP)
+    command = [sys.executable, str(tmp_path / "sweep.py"), *tiny_settings(tmp_path, "run")]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    wait_for_step(tmp_path / "a" / "metrics.jsonl", 2, process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert saved(tmp_path / "a") and not (tmp_path / "b").exists()
+    assert "Traceback" not in errors and f"stopped by {number.name} after step" in errors
 
 
 def test_sigterm_reaches_the_handler_that_was_there(tmp_path: Path) -> None:

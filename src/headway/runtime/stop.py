@@ -13,10 +13,11 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
+from headway.errors import Interrupted, Terminated
 from headway.runtime.output import say
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
@@ -31,13 +32,24 @@ def handled_signals() -> list[int]:
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
-def deliver_again(name: str | None) -> None:
-    """Raise a handled signal again for its usual handler; nothing happens for what is no signal (None, a request from outside)."""
-    if name is not None and name in signal.Signals.__members__ and threading.current_thread() is threading.main_thread():
-        signal.raise_signal(signal.Signals[name])
+def raise_for_signal(name: str | None, message: str, summary: Mapping[str, Any]) -> None:
+    """Report a handled signal to the program that called us; nothing happens for what is no signal (None, a request from outside).
+
+    A handler that the program installed itself is called, and decides. Otherwise Interrupted (SIGINT) or Terminated is raised.
+    """
+    if name is None or name not in signal.Signals.__members__:
+        return
+    number = signal.Signals[name]
+    handler = signal.getsignal(number)
+    if callable(handler) and handler is not signal.default_int_handler and threading.current_thread() is threading.main_thread():
+        signal.raise_signal(number)
+    elif number == signal.SIGINT:
+        raise Interrupted(message, summary)
+    else:
+        raise Terminated(message, 128 + number, summary)
 
 
-class Interrupted(BaseException):
+class StopBeforeStart(BaseException):
     """A stop was requested before there was anything to save. A BaseException, so that no library swallows it."""
 
     def __init__(self, signal_name: str) -> None:
@@ -49,7 +61,7 @@ class StopSignal:
     """A context in which signals are requests. `requested` is the first signal's name, None before; the old handlers come back at the end.
 
     Python delivers signals to the main thread only; in any other thread the context does nothing. While `starting`, a signal raises
-    Interrupted instead of waiting for a step that is far away.
+    StopBeforeStart instead of waiting for a step that is far away.
     """
 
     def __init__(self, *, grace_seconds: float | None = None, starting: bool = False) -> None:
@@ -99,7 +111,7 @@ class StopSignal:
         if self.requested is None:
             self.requested, self.requested_at = signal.Signals(number).name, time.monotonic()
             if self.starting:
-                raise Interrupted(self.requested)
+                raise StopBeforeStart(self.requested)
             # os.write, because a handler may interrupt a logging call that holds the stream.
             say(f"{self.requested}: finishing this step, then saving. Ctrl-C again stops at once.")
         elif number == signal.SIGINT:

@@ -13,14 +13,22 @@ if TYPE_CHECKING:
 def train(recipe: Recipe, *, resume: str = "auto", hook: RunHook = nullcontext) -> dict[str, Any]:
     """Train a recipe to its end, resuming the newest checkpoint of its run folder unless `resume` says otherwise; returns the summary.
 
-    A stop signal is not swallowed: once the run is saved, Ctrl-C raises KeyboardInterrupt, and another signal is delivered again to its
-    previous handler. If that handler returns, and after `headway stop`, the summary has `stopped_by`.
+    A stop signal is not swallowed: once the run is saved, Ctrl-C raises Interrupted, a KeyboardInterrupt, and another signal raises
+    Terminated, a SystemExit. A signal handler of the calling program is called instead. If it returns, and after `headway stop`, the
+    summary has `stopped_by`.
     """
-    from headway.runtime.stop import deliver_again
+    from headway.runtime.stop import raise_for_signal
     from headway.train.session import run_recipe
 
     summary = run_recipe(recipe, resume, hook)
-    deliver_again(summary.get("stopped_by"))
+    late, name = summary.pop("signal_after_end", None), summary.get("stopped_by")
+    if late is not None:
+        message = f"{late} while {summary['run']} ended; the run is complete"
+    elif "steps" in summary:
+        message = f"{name} after step {summary['steps']} of {summary['run']}; it is saved, and the same call continues it"
+    else:
+        message = f"{name} before the first step of {summary['run']}; nothing is lost"
+    raise_for_signal(late or name, message, summary)
     return summary
 
 

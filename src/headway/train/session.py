@@ -23,7 +23,7 @@ from headway.runtime.flight import flight_recorder
 from headway.runtime.heartbeat import Heartbeat, is_lost
 from headway.runtime.log import start_logging
 from headway.runtime.process import Process, from_environment, raise_open_files, set_environment
-from headway.runtime.stop import Interrupted, StopSignal
+from headway.runtime.stop import StopBeforeStart, StopSignal
 from headway.tokenizer.load import Tokenizer
 from headway.train.build import build
 from headway.train.config import Recipe
@@ -59,8 +59,10 @@ def run_recipe(recipe: Recipe, resume: str = "auto", hook: RunHook = nullcontext
                     _run(session, resolved, resume) if resolved else run_stages(recipe, resume, world, partial(_run, session), locks.moved)
                 )
             well = True
-            return outcome
-        except Interrupted as interrupted:
+            # A signal that came too late to stop the run is still one that the caller must see.
+            late = stop.requested is not None and "stopped_by" not in outcome
+            return {**outcome, "signal_after_end": stop.requested} if late else outcome
+        except StopBeforeStart as interrupted:
             well = True
             name = interrupted.signal_name
             log.info("stopped by %s before the first step: nothing was trained, nothing is lost", name)
@@ -91,7 +93,7 @@ def _run(session: Session, resolved: Resolved, resume: str, stage: StagePosition
     except (CommunicationError, RuntimeError) as error:
         # another rank was stopped before its loop began and has exited; this one, stopped in its loop, has nothing to save either
         if stop.requested is not None and run.state.step == start_step and (isinstance(error, CommunicationError) or is_lost(error)):
-            raise Interrupted(stop.requested) from error
+            raise StopBeforeStart(stop.requested) from error
         raise
     finally:
         stop.is_saving = stop.has_something_to_save = lambda: False  # releases the run

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from headway.runtime import stop as stop_module
-from headway.runtime.stop import SIGNALS, Interrupted, StopSignal
+from headway.runtime.stop import SIGNALS, StopBeforeStart, StopSignal
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_a_signal_the_parent_ignores_stays_ignored() -> None:
 
 
 def test_while_starting_a_signal_ends_at_once() -> None:
-    with StopSignal(starting=True) as stop, pytest.raises(Interrupted) as caught:
+    with StopSignal(starting=True) as stop, pytest.raises(StopBeforeStart) as caught:
         os.kill(os.getpid(), signal.SIGTERM)
     assert caught.value.signal_name == stop.requested == "SIGTERM"
 
