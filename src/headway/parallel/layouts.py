@@ -5,7 +5,7 @@
     context       divides seq_len; beyond the KV heads of a rank, ring exchange with two pieces of a row per rank
     strategy      fsdp has no pipeline
 
-Every engine and `headway plan` use these rules and no others. Imports without torch.
+These are the rules of plain sizes. Imports without torch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class LayoutCase:
+class LayoutShape:
     """What a layout must fit."""
 
     model: ModelConfig
@@ -82,7 +82,7 @@ class LayoutCase:
     """Of one step on one rank; None = not known yet."""
 
 
-def broken_rules(layout: Layout, case: LayoutCase) -> Iterator[str]:
+def broken_sizes(layout: Layout, case: LayoutShape) -> Iterator[str]:
     """Every rule that a layout breaks, as a sentence without its remedy."""
     yield from _sizes(layout)
     yield from _tensor(layout, case)
@@ -101,7 +101,7 @@ def _sizes(layout: Layout) -> Iterator[str]:
         yield f"parallel.{layout.strategy}.size is {layout.shard}; it must divide the {layout.reduce} ranks of data x context"
 
 
-def _tensor(layout: Layout, case: LayoutCase) -> Iterator[str]:
+def _tensor(layout: Layout, case: LayoutShape) -> Iterator[str]:
     size, model = layout.tensor, case.model
     if size == 1:
         return
@@ -115,7 +115,7 @@ def _tensor(layout: Layout, case: LayoutCase) -> Iterator[str]:
         yield f"{is_set} data.seq_len={case.seq_len} / context {layout.context}, since parallel.sequence splits tokens"
 
 
-def _pipeline(layout: Layout, case: LayoutCase) -> Iterator[str]:
+def _pipeline(layout: Layout, case: LayoutShape) -> Iterator[str]:
     if layout.pipeline == 1:
         if layout.virtual_stages > 1:
             yield f"parallel.virtual_stages is {layout.virtual_stages} and parallel.pipeline is 1, which has one stage"
@@ -137,7 +137,7 @@ def _pipeline(layout: Layout, case: LayoutCase) -> Iterator[str]:
         yield f"{is_set} with {layout.virtual_stages} stages each; {number} microbatches make no equal rounds, {near} would"
 
 
-def _context(layout: Layout, case: LayoutCase) -> Iterator[str]:
+def _context(layout: Layout, case: LayoutShape) -> Iterator[str]:
     if layout.context == 1:
         return
     is_set = f"parallel.context is {layout.context}; it must divide"
@@ -157,7 +157,7 @@ def ring_size(layout: Layout, model: ModelConfig) -> int:
     return layout.context // ulysses_size(layout, model)
 
 
-def nearest_layouts(layout: Layout, case: LayoutCase, count: int = 1) -> list[Layout]:
+def nearest_layouts(layout: Layout, case: LayoutShape, count: int = 1) -> list[Layout]:
     """Layouts of the same world that break no rule, by how little their axes differ."""
     divisors = [n for n in range(1, layout.world + 1) if layout.world % n == 0]
 
@@ -176,14 +176,14 @@ def nearest_layouts(layout: Layout, case: LayoutCase, count: int = 1) -> list[La
         shard = layout.shard if layout.shard is not None and sizes.reduce % layout.shard == 0 else None
         other = replace(sizes, shard=shard, virtual_stages=virtual, schedule=schedule)
         for one in (other, replace(other, virtual_stages=1, schedule="1f1b")) if virtual > 1 else (other,):
-            if not any(broken_rules(one, case)):
+            if not any(broken_sizes(one, case)):
                 found.append(one)
     return sorted(found, key=distance)[:count]
 
 
-def check_layout(layout: Layout, case: LayoutCase) -> None:
+def check_sizes(layout: Layout, case: LayoutShape) -> None:
     """Refuse a layout that breaks a rule, with the nearest one that works, in one line."""
-    broken = next(broken_rules(layout, case), None)
+    broken = next(broken_sizes(layout, case), None)
     if broken is None:
         return
     near = nearest_layouts(layout, case)

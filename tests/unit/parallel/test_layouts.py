@@ -4,10 +4,10 @@ import pytest
 
 from headway.errors import ParallelError
 from headway.model.config import ModelConfig
-from headway.parallel.layout_rules import Layout, LayoutCase, broken_rules, check_layout, nearest_layouts, ring_size, ulysses_size
+from headway.parallel.layouts import Layout, LayoutShape, broken_sizes, check_sizes, nearest_layouts, ring_size, ulysses_size
 
 LLAMA = ModelConfig(preset="llama-8b")
-CASE = LayoutCase(LLAMA, 8192, microbatches=8)
+CASE = LayoutShape(LLAMA, 8192, microbatches=8)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ CASE = LayoutCase(LLAMA, 8192, microbatches=8)
     ],
 )
 def test_these_layouts_work(layout: Layout) -> None:
-    check_layout(layout, CASE)
+    check_sizes(layout, CASE)
 
 
 @pytest.mark.parametrize(
@@ -44,22 +44,22 @@ def test_these_layouts_work(layout: Layout) -> None:
 )
 def test_others_are_refused_with_the_rule_and_the_nearest_that_works(layout: Layout, rule: str, remedy: str) -> None:
     with pytest.raises(ParallelError) as refused:
-        check_layout(layout, CASE)
+        check_sizes(layout, CASE)
     text = str(refused.value)
     assert rule in text and "\n" not in text
     near = nearest_layouts(layout, CASE)[0]
     assert near.settings() in text and near.world == layout.world
     assert any(part in near.settings() for part in remedy.replace(".*", "").split("|"))
-    assert not list(broken_rules(near, CASE))
+    assert not list(broken_sizes(near, CASE))
 
 
 def test_unequal_rounds_are_refused_where_a_rank_has_several_stages() -> None:
     layout = Layout(4, pipeline=4, schedule="interleaved", virtual_stages=2)
-    assert list(broken_rules(layout, LayoutCase(LLAMA, 8192, 9))) == [
+    assert list(broken_sizes(layout, LayoutShape(LLAMA, 8192, 9))) == [
         "parallel.pipeline is 4 with 2 stages each; 9 microbatches make no equal rounds, 8 would"
     ]
-    assert not list(broken_rules(layout, LayoutCase(LLAMA, 8192, 10)))  # two rounds of five
-    assert not list(broken_rules(layout, LayoutCase(LLAMA, 8192)))  # not known yet
+    assert not list(broken_sizes(layout, LayoutShape(LLAMA, 8192, 10)))  # two rounds of five
+    assert not list(broken_sizes(layout, LayoutShape(LLAMA, 8192)))  # not known yet
 
 
 def test_a_ring_begins_where_the_kv_heads_of_a_rank_end() -> None:
