@@ -18,6 +18,7 @@ from types import FrameType
 import typer
 
 from headway import __version__
+from headway.cli._group import VerbGroup
 from headway.cli._options import flatten
 from headway.errors import HeadwayError
 from headway.runtime.log import start_logging
@@ -43,9 +44,8 @@ def build_app() -> typer.Typer:
     """Assemble the application from the verb files."""
     app = typer.Typer(
         name="headway",
-        help="One LLM training system, from raw text to a served long-context model.",
-        no_args_is_help=True,
-        add_completion=False,
+        help="One LLM training system, from raw text to an evaluated and exported model.",
+        cls=VerbGroup,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -56,7 +56,7 @@ def build_app() -> typer.Typer:
 
 
 def _add_verbs(app: typer.Typer) -> None:
-    groups = {name: typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None) for name, text in GROUPS.items()}
+    groups = {name: typer.Typer(cls=VerbGroup, help=text, rich_markup_mode=None) for name, text in GROUPS.items()}
     modules = [one.name for one in pkgutil.iter_modules(__path__) if not one.name.startswith("_")]
     verbs = {words: verb for name in modules for words, verb in importlib.import_module(f"{__name__}.{name}").VERBS.items()}
     for words in sorted(verbs):
@@ -77,7 +77,7 @@ def _global_options(
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Log more; LOG_LEVEL=DEBUG does the same."),
     version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True, callback=_print_version),
 ) -> None:
-    """One LLM training system, from raw text to a served long-context model."""
+    """One LLM training system, from raw text to an evaluated and exported model."""
     level = "DEBUG" if verbose else os.environ.get("LOG_LEVEL", "INFO").upper()
     context.call_on_close(start_logging(level=level).close)
 
@@ -119,7 +119,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     interrupt = _Interrupt()
     try:
         # without standalone mode the code of `typer.Exit` comes back as the result
-        code = build_app()(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+        code = build_app()(args=list(arguments) if arguments is not None else None, prog_name="headway", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except ReaderGone as gone:
@@ -146,7 +146,9 @@ def _main(arguments: Sequence[str] | None) -> int:
         if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "format_message"):
             context = getattr(error, "ctx", None)
             hint = f" Try '{context.command_path} --help'." if context is not None else ""
-            print(f"error: {error.format_message()}{hint}", file=sys.stderr)  # noqa: T201 # pyright: ignore[reportAttributeAccessIssue]
+            message = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
+            message = message if message.endswith(("?", ")")) else f"{message.rstrip('.')}."
+            print(f"error: {message}{hint}", file=sys.stderr)  # noqa: T201
             return 2
         raise
     finally:

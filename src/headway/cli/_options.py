@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
 
+from headway.cli._complete import complete_recipe
 from headway.cli._output import exit_with
 from headway.errors import ConfigError
 from headway.runtime.process import LAUNCHER_PID
@@ -34,6 +35,7 @@ RECIPE = typer.Argument(
     None,
     metavar="[RECIPE] [section.key=value]...",
     help="A recipe (a file, or a name such as lora or laptop/sft) and overrides; both are optional.",
+    autocompletion=complete_recipe,
 )
 MODEL = typer.Option(..., help="A run folder, a checkpoint folder or a Hugging Face folder.")
 MORE_INPUTS = typer.Argument(None, metavar="[FILE]...", help="More input files, as the shell expands `--input *.jsonl`.")

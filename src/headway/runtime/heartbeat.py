@@ -167,7 +167,17 @@ class Heartbeat:
             self._path = None
         if self._stacks is not None:
             self._stacks.close()
+            _remove_if_empty(Path(self._stacks.name))
             self._stacks = None
+
+
+def _remove_if_empty(path: Path) -> None:
+    """Without a stack in it the file would look like the trace of a crash."""
+    try:
+        if path.stat().st_size == 0:
+            path.unlink()
+    except OSError:
+        return
 
 
 def first_line(problem: BaseException) -> str:

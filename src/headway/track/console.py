@@ -61,7 +61,7 @@ class Console:
 
 
 def step_line(step: int, total_steps: int | None, metrics: Mapping[str, Value]) -> str:
-    """The line of one step. Metrics absent from the record are left out; an MFU that cannot be computed shows as unknown."""
+    """The line of one step. Metrics that are absent from the record or unknown are left out."""
     parts = [f"{step}/{total_steps}" if total_steps else f"step {step}"]
     for name, write in (("loss", _loss), ("lr", _rate), ("grad_norm", _norm)):
         if name in metrics:
@@ -72,8 +72,8 @@ def step_line(step: int, total_steps: int | None, metrics: Mapping[str, Value]) 
     speed = metrics.get("tokens_per_second")
     if isinstance(speed, (int, float)):
         parts.append(f"{quantity(speed)} tok/s")
-    if "mfu_full" in metrics or "mfu_causal" in metrics:
-        parts.append(_utilisation(metrics.get("mfu_full"), metrics.get("mfu_causal")))
+    if used := _utilisation(metrics.get("mfu_full"), metrics.get("mfu_causal")):
+        parts.append(used)
     waiting = metrics.get("data_wait_share")
     if isinstance(waiting, (int, float)) and waiting > DATA_WAIT_SHOWN:
         parts.append(f"WAITS FOR DATA {waiting:.0%}")
@@ -107,7 +107,7 @@ def _norm(value: Value) -> str:
 
 def _utilisation(full: Value, causal: Value) -> str:
     known = [f"{name} {value:.0%}" for name, value in (("full", full), ("causal", causal)) if isinstance(value, (int, float))]
-    return f"mfu {' '.join(known) or 'unknown'}"
+    return f"mfu {' '.join(known)}" if known else ""
 
 
 def _number(value: Value) -> str:

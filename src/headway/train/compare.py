@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from headway.config.load import load
 from headway.errors import ConfigError
@@ -51,6 +51,17 @@ def _below(at: str, first: dict[str, Any], second: dict[str, Any]) -> list[Diffe
         one, other = first.get(key, ABSENT), second.get(key, ABSENT)
         if isinstance(one, dict) and isinstance(other, dict):
             found += _below(f"{at}{key}.", one, other)
+        elif _are_sections(one) and _are_sections(other):
+            found += _below(f"{at}{key}.", _numbered(one), _numbered(other))
         elif one != other:
             found.append(Difference(at + key, one, other))
     return found
+
+
+def _are_sections(value: Any) -> bool:
+    """Whether a value is a list of sections, as data.train and track are; they are compared one by one."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in cast(list[Any], value))
+
+
+def _numbered(value: list[Any]) -> dict[str, Any]:
+    return {str(index): one for index, one in enumerate(value)}

@@ -7,7 +7,7 @@ import pytest
 
 from headway.cli import main
 from headway.errors import ConfigError
-from headway.train.compare import Difference, compare_recipes
+from headway.train.compare import ABSENT, Difference, compare_recipes
 
 
 def recipe(folder: Path, name: str, text: str) -> Path:
@@ -24,13 +24,14 @@ def test_what_is_unsaid_equals_its_default(tmp_path: Path) -> None:
 
 def test_settings_sections_and_lists_that_differ_are_named(tmp_path: Path) -> None:
     one = recipe(tmp_path, "a", "model: {num_layers: 2}\ndata: {train: [x]}\nsteps: 5\n")
-    other = recipe(tmp_path, "b", "model: {num_layers: 3, rope_scaling: {factor: 2}}\ndata: {train: [x, y]}\nsteps: 5\n")
+    other = recipe(tmp_path, "b", "model: {num_layers: 3, rope_scaling: {factor: 2}}\ndata: {train: [x#2, y]}\nsteps: 5\n")
     found = {one.key: one for one in compare_recipes(one, other)}
-    assert list(found) == ["model.num_layers", "model.rope_scaling", "data.train"]
+    assert list(found) == ["model.num_layers", "model.rope_scaling", "data.train.0.repeat", "data.train.1"]
     assert found["model.num_layers"] == Difference("model.num_layers", 2, 3)
     assert found["model.rope_scaling"].first is None
     assert found["model.rope_scaling"].second["factor"] == 2.0
-    assert [len(found["data.train"].first), len(found["data.train"].second)] == [1, 2]
+    assert found["data.train.0.repeat"] == Difference("data.train.0.repeat", 1, 2), "the changed leaf, not the whole list"
+    assert (found["data.train.1"].first, found["data.train.1"].second["path"]) == (ABSENT, "y")
 
 
 def test_a_run_folder_stands_for_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,75 @@
+"""How the command line answers a word it does not know, or none: help for nothing, the nearest verb for a mistake.
+
+In: the words after `headway` or one of its groups. Out: help with exit code 0, or one line with a suggestion and exit code 2.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from headway.errors import ConfigError
+
+OTHER_WORDS = {
+    "ask": "generate",
+    "dpo": "train dpo",
+    "fine-tune": "train lora",
+    "finetune": "train lora",
+    "fit": "train",
+    "inference": "generate",
+    "infer": "generate",
+    "lora": "train lora",
+    "predict": "generate",
+    "pretrain": "train pretrain",
+    "resume": "train",
+    "run": "train",
+    "sft": "train sft",
+    "preprocess": "data tokenize",
+    "prepare": "data tokenize",
+    "perplexity": "eval ppl",
+    "kinds": "list",
+    "recipes": "list",
+    "help": "--help",
+}
+"""What other tools call a verb."""
+
+
+class VerbGroup(TyperGroup):
+    """A group of verbs, or all of them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Without a word, print the help: a person who looks around has made no mistake."""
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help())
+            raise typer.Exit
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb; an unknown one is a ConfigError that names the nearest."""
+        if args and args[0] not in self.commands and not args[0].startswith("-") and not ctx.resilient_parsing:
+            near = suggestions(args[0], self, ctx.find_root().command)
+            said = " or ".join(f"`{line}`" for line in near)
+            hint = f"Did you mean {said}?" if near else f"`{ctx.command_path} --help` lists them."
+            raise ConfigError(f"{ctx.command_path} has no verb {args[0][:80]!r}. {hint}")
+        return super().resolve_command(ctx, args)
+
+
+def suggestions(word: str, group: Any, root: Any) -> list[str]:
+    """Up to two command lines the user may have meant: the verb in another group, another tool's word for it, or a near spelling."""
+    word = word.lower()
+    verbs = {f"{name} {below}": below for name, command in root.commands.items() for below in getattr(command, "commands", ())}
+    verbs |= {name: name for name in root.commands}
+    same = [f"headway {words}" for words, last in verbs.items() if last == word]
+    if same:
+        return same[:2]
+    if word in OTHER_WORDS:
+        return [f"headway {OTHER_WORDS[word]}"]
+    prefix = "headway" if group is root else f"headway {group.name}"
+    near = get_close_matches(word, group.commands, n=2, cutoff=0.6)
+    if near:
+        return [f"{prefix} {name}" for name in near]
+    near = get_close_matches(word, set(verbs.values()), n=1, cutoff=0.75)
+    return [f"headway {words}" for words, last in verbs.items() if last in near][:2]

@@ -1,0 +1,70 @@
+"""The first words a person types: nothing, --version, a mistake, Tab. Help is no error, and nothing of this loads torch."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from headway import __version__
+from headway.cli import main
+
+
+@pytest.mark.parametrize("words", [[], ["data"], ["config"]])
+def test_help_is_the_answer_to_no_verb(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"Usage: {' '.join(['headway', *words])}")
+    assert "Commands:" in out and err == ""
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"headway {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["trian"], "`headway train`"),
+        (["data", "tokenise"], "`headway data tokenize`"),
+        (["tokenize"], "`headway data tokenize`"),
+        (["finetune"], "`headway train lora`"),
+        (["eval", "perplexity"], "`headway eval ppl`"),
+        (["eval", "tokenise"], "`headway data tokenize`"),
+    ],
+)
+def test_a_verb_that_is_not_there_names_the_one_that_is(words: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and f"has no verb {words[-1]!r}. Did you mean {meant}?" in err
+
+
+def test_a_word_like_no_verb_gets_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["qqqqq"]) == 2
+    assert capsys.readouterr().err == "error: headway has no verb 'qqqqq'. `headway --help` lists them.\n"
+
+
+COMPLETE = """
+import sys
+from headway.cli import main
+try:
+    main([])
+finally:
+    assert "torch" not in sys.modules
+"""
+
+
+def complete(words: str) -> list[str]:
+    """What fish is offered for a line that ends at the cursor."""
+    environment = {**os.environ, "_HEADWAY_COMPLETE": "complete_fish", "_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    done = subprocess.run([sys.executable, "-c", COMPLETE], env=environment, capture_output=True, text=True, check=False)
+    assert "AssertionError" not in done.stderr, done.stderr
+    return [line.split("\t")[0] for line in done.stdout.splitlines()]
+
+
+def test_the_shell_completes_verbs_settings_and_kinds_without_torch() -> None:
+    assert "tokenize" in complete("headway data to")
+    assert {"data.seq_len=", "data.valid."} <= set(complete("headway train data."))
+    assert complete("headway train objective.kind=next") == ["objective.kind=next_token"]
+    assert complete("headway train data.packing=b") == ["data.packing=best_fit"]
