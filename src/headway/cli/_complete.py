@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from headway.config.shipped import recipe_names
+
 MOST = 60
 """Files that are offered at most."""
 
@@ -15,8 +17,9 @@ def complete_recipe(incomplete: str) -> list[str]:
     key, equals, value = incomplete.partition("=")
     if equals:
         return [f"{key}={one}" for one in _values(key) if one.startswith(value)]
-    found = [*_files(incomplete), *(name for name in _settings() if name.startswith(incomplete) and name.count(".") <= key.count(".") + 1)]
-    return sorted(found)
+    names = {one for name in recipe_names() for one in (name, name.rpartition("/")[2]) if one.startswith(incomplete)}
+    found = [*names, *_files(incomplete), *(name for name in _settings() if name.startswith(incomplete) and name.count(".") <= key.count(".") + 1)]
+    return sorted(set(found))
 
 
 def _files(begin: str) -> list[str]:

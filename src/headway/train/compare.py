@@ -52,7 +52,7 @@ def _below(at: str, first: dict[str, Any], second: dict[str, Any]) -> list[Diffe
         if isinstance(one, dict) and isinstance(other, dict):
             found += _below(f"{at}{key}.", one, other)
         elif _are_sections(one) and _are_sections(other):
-            found += _below(f"{at}{key}.", _numbered(one), _numbered(other))
+            found += _below(f"{at}{key}.", _numbered(cast(Any, one)), _numbered(cast(Any, other)))
         elif one != other:
             found.append(Difference(at + key, one, other))
     return found

@@ -66,5 +66,6 @@ def complete(words: str) -> list[str]:
 def test_the_shell_completes_verbs_settings_and_kinds_without_torch() -> None:
     assert "tokenize" in complete("headway data to")
     assert {"data.seq_len=", "data.valid."} <= set(complete("headway train data."))
+    assert {"lora", "laptop/lora"} <= set(complete("headway train l")) and "node/sft" in complete("headway train node/s")
     assert complete("headway train objective.kind=next") == ["objective.kind=next_token"]
     assert complete("headway train data.packing=b") == ["data.packing=best_fit"]
