@@ -18,7 +18,11 @@ def complete_recipe(incomplete: str) -> list[str]:
     if equals:
         return [f"{key}={one}" for one in _values(key) if one.startswith(value)]
     names = {one for name in recipe_names() for one in (name, name.rpartition("/")[2]) if one.startswith(incomplete)}
-    found = [*names, *_files(incomplete), *(name for name in _settings() if name.startswith(incomplete) and name.count(".") <= key.count(".") + 1)]
+    found = [
+        *names,
+        *_files(incomplete),
+        *(name for name in _settings() if name.startswith(incomplete) and name.count(".") <= key.count(".") + 1),
+    ]
     return sorted(set(found))
 
 

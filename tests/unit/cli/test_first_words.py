@@ -57,7 +57,12 @@ finally:
 
 def complete(words: str) -> list[str]:
     """What fish is offered for a line that ends at the cursor."""
-    environment = {**os.environ, "_HEADWAY_COMPLETE": "complete_fish", "_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    environment = {
+        **os.environ,
+        "_HEADWAY_COMPLETE": "complete_fish",
+        "_TYPER_COMPLETE_ARGS": words,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
     done = subprocess.run([sys.executable, "-c", COMPLETE], env=environment, capture_output=True, text=True, check=False)
     assert "AssertionError" not in done.stderr, done.stderr
     return [line.split("\t")[0] for line in done.stdout.splitlines()]
