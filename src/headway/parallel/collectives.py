@@ -65,15 +65,19 @@ class _Named:
     group: RankGroup
 
     def wait(self) -> None:
-        with self.group.heart.exchanging(self.name, self.group.size):
+        with self.group.heart.exchanging(self.name, self.group.size, self.group.axis):
             self.work.wait()
 
 
 class RankGroup:
     """Ranks that exchange tensors. `heart` records every collective, so that a report of a hang can name it."""
 
-    def __init__(self, rank: int = 0, size: int = 1, handle: dist.ProcessGroup | None = None, heart: Heartbeat | None = None) -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, handle: dist.ProcessGroup | None = None, heart: Heartbeat | None = None, axis: str = ""
+    ) -> None:
         self.rank, self.size, self.handle, self.heart = rank, size, handle, heart or Heartbeat(rank)
+        self.axis = axis
+        """The axis of the mesh; empty: all ranks."""
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         """Replace a tensor by its sum over ranks."""
@@ -149,7 +153,7 @@ class RankGroup:
     @contextmanager
     def _exchanging(self, name: str) -> Iterator[None]:
         self.heart.count(name)
-        with self.heart.exchanging(name, self.size):
+        with self.heart.exchanging(name, self.size, self.axis):
             yield
 
     def _under_way(self, name: str, work: dist.Work | None) -> Handle:
@@ -230,19 +234,21 @@ def form_groups(mesh: Mesh, world: RankGroup) -> RankGroups:
     """Make the groups of a mesh. Every rank makes all groups, in the same order."""
     if mesh.world == 1:
         return RankGroups(mesh, world)  # its heartbeat is the run's
-    shared = {axis: _join(mesh.groups(axis), world, may_be_world=True) for axis in SHARED_AXES}
-    return RankGroups(mesh, world, **shared, **{axis: _join(mesh.groups(axis), world, may_be_world=False) for axis in LAYER_AXES})
+    shared: dict[str, RankGroup] = {}
+    for axis in SHARED_AXES:
+        same = next((other for other in shared if mesh.groups(other) == mesh.groups(axis)), None)
+        shared[axis] = shared[same] if same else world if len(mesh.groups(axis)) == 1 else _join(mesh, axis, world)
+    return RankGroups(mesh, world, **shared, **{axis: _join(mesh, axis, world) for axis in LAYER_AXES})
 
 
-def _join(groups: list[list[int]], world: RankGroup, *, may_be_world: bool) -> RankGroup:
+def _join(mesh: Mesh, axis: str, world: RankGroup) -> RankGroup:
     """Make all groups of an axis; returns the one this rank is in."""
-    if len(groups) == 1 and may_be_world:
-        return world
-    joined = RankGroup()
+    groups = mesh.groups(axis)
+    joined = RankGroup(heart=world.heart, axis=axis)
     for ranks in groups if len(groups[0]) > 1 else ():
         handle = dist.new_group(ranks)
         if world.rank in ranks:
-            joined = RankGroup(ranks.index(world.rank), len(ranks), handle, world.heart)  # pyright: ignore[reportArgumentType]
+            joined = RankGroup(ranks.index(world.rank), len(ranks), handle, world.heart, axis)  # pyright: ignore[reportArgumentType]
     return joined
 
 

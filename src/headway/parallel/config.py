@@ -14,6 +14,7 @@ from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.objective.base import ObjectiveConfig
 from headway.parallel.hooks.base import HookConfig
+from headway.parallel.layout_rules import LayoutCase, check_layout
 from headway.parallel.mesh import Mesh, plan_mesh
 
 Offload = Literal["activations", "optimizer"]
@@ -82,36 +83,27 @@ class ParallelConfig(Section):
         "Ranks that share the tokens of each row (Ulysses); attention covers the whole row. Must divide num_kv_heads and data.seq_len.",
         ge=1,
     )
+    tensor: int = setting(
+        1,
+        "Ranks that share the matrices of every layer, the embedding and the head (tensor parallelism). It must divide heads and widths.",
+        ge=1,
+    )
+    pipeline: int = setting(1, "Stages that share the layers (pipeline parallelism).", ge=1)
     timeout_seconds: float = setting(1800.0, "Seconds that ranks wait for each other before they give up.", gt=0)
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.context * self.tensor * self.pipeline
 
     def mesh(self, rank: int, world: int) -> Mesh:
         """The layout of the ranks."""
-        if self.strategy == "fsdp":
-            return plan_mesh(rank, world, self.fsdp.size, "parallel.fsdp.size", self.context)
-        return plan_mesh(rank, world, self.zero1.size, "parallel.zero1.size", self.context)
+        size, key = (self.fsdp.size, "parallel.fsdp.size") if self.strategy == "fsdp" else (self.zero1.size, "parallel.zero1.size")
+        return plan_mesh(rank, world, size, key, context=self.context, tensor=self.tensor, pipeline=self.pipeline)
 
     def check_rows(self, model: ModelConfig, seq_len: int, objective: ObjectiveConfig, adapter: AdapterConfig | None) -> None:
-        """Refuse settings that ranks with parts of rows cannot serve exactly."""
-        if self.context == 1:
-            return
-        is_set = f"parallel.context is {self.context}"
-        if model.kv_heads % self.context:
-            fitting = [str(n) for n in range(2, model.kv_heads + 1) if model.kv_heads % n == 0 and n <= self.context]
-            instead = f"Use {' or '.join(fitting)}" if fitting else "Use 1"
-            raise ParallelError(
-                f"{is_set}; it must divide num_kv_heads={model.kv_heads}, since a rank attends with whole KV heads. "
-                f"{instead}; if rows must be longer, use parallel.strategy=fsdp or memory.recompute."
-            )
-        if seq_len % self.context:
-            near = seq_len // self.context * self.context or self.context
-            raise ParallelError(f"{is_set}; it must divide data.seq_len={seq_len}. Use seq_len {near}, for example.")
-        if not objective.BY_TOKEN:
-            raise ParallelError(f"objective {objective.kind} needs whole rows: {is_set} and must be 1.")
-        for key, rate in (("model.dropout", model.dropout), ("adapter.dropout", adapter.dropout if adapter else 0.0)):
-            if rate:
-                raise ParallelError(
-                    f"{is_set} and {key} is {rate}, which would drop the same elements on all ranks of a row. Set the dropout to 0."
-                )
+        """Refuse a layout that this model, these rows or this objective cannot be trained on exactly; the rules are in layout_rules.py."""
+        check_layout(LayoutCase(self, model, seq_len, objective, adapter))
 
     def check(self, mesh: Mesh, precision: str) -> None:
         """Refuse settings that contradict each other."""

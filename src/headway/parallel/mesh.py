@@ -11,7 +11,8 @@ Gradients are summed over both (`reduce`). The same ranks are also split into `r
     data 4                0 0 1 1 2 2 3 3      which rows
     shard 4               0 1 2 3|0 1 2 3      position in the shard group
 
-`tensor` and `pipeline` have size 1 until their parallelism exists.
+`tensor` ranks hold parts of the same layers and see the same tokens, `pipeline` ranks hold different layers. Only `data` ranks read
+different rows, so whatever counts rows or tokens counts by `data`.
 """
 
 from dataclasses import dataclass
@@ -67,6 +68,11 @@ class Mesh:
             for offset in range(inner)
         ]
 
+    @property
+    def ranks_per_row(self) -> int:
+        """Number of ranks that work on the same rows: context x tensor x pipeline."""
+        return self.world // self.data
+
     def describe(self, strategy: str) -> list[str]:
         """The layout as text; empty for one process."""
         if self.world == 1:
@@ -74,16 +80,25 @@ class Mesh:
         names = {"zero1": "data parallel" if self.shard == 1 else f"zero1 over {self.shard}", "fsdp": f"fsdp over {self.shard}"}
         copies = f", {self.replicate} times" if self.shard > 1 and self.replicate > 1 else ""
         parts = f"; each row's tokens over {self.context} (context)" if self.context > 1 else ""
+        parts += f"; each layer over {self.tensor} (tensor)" if self.tensor > 1 else ""
+        parts += f"; the layers over {self.pipeline} (pipeline)" if self.pipeline > 1 else ""
         return [f"{self.world} ranks: {names[strategy]}{copies}{parts}"]
 
 
-def plan_mesh(rank: int, world: int, size: int | str, key: str, context: int = 1) -> Mesh:
-    """The layout of the ranks for a shard size given in a recipe under `key`; `auto` shards over all of them."""
-    if context > world or world % context:
-        start = f"start {context} or a multiple of it" if context > world else f"start {world // context * context} ranks"
-        raise ParallelError(f"parallel.context is {context}; it must divide the number of ranks, {world}. Lower it, or {start} (--nproc).")
-    shard = world if size == "auto" else int(size)
-    if shard > world or world % shard:
-        fitting = [str(n) for n in range(1, world + 1) if world % n == 0]
-        raise ParallelError(f"{key} is {shard}; it must divide the {world} ranks. Use auto or {' or '.join(fitting)}.")
-    return Mesh(rank=rank, replicate=world // shard, shard=shard, context=context)
+def plan_mesh(rank: int, world: int, size: int | str, key: str, *, context: int = 1, tensor: int = 1, pipeline: int = 1) -> Mesh:
+    """The layout of the ranks for a shard size given in a recipe under `key`; `auto` shards over all that share gradients."""
+    axes = {"pipeline": pipeline, "context": context, "tensor": tensor}
+    together = context * tensor * pipeline
+    if together > world or world % together:
+        start = f"start {together} or a multiple of it" if together > world else f"start {world // together * together} ranks"
+        given = [f"parallel.{axis} is {degree}" for axis, degree in axes.items() if degree > 1]
+        what = f"{given[0]}; it" if len(given) == 1 else f"{' and '.join(given)}; their product, {together},"
+        lower = "Lower it" if len(given) == 1 else "Lower one of them"
+        raise ParallelError(f"{what} must divide the number of ranks, {world}. {lower}, or {start} (--nproc).")
+    reduce = world // (tensor * pipeline)
+    shard = reduce if size == "auto" else int(size)
+    if shard > reduce or reduce % shard:
+        fitting = [str(n) for n in range(1, reduce + 1) if reduce % n == 0]
+        ranks = f"the {world} ranks" if reduce == world else f"the {reduce} ranks that share gradients (data x context)"
+        raise ParallelError(f"{key} is {shard}; it must divide {ranks}. Use auto or {' or '.join(fitting)}.")
+    return Mesh(rank=rank, replicate=reduce // shard, shard=shard, **axes)

@@ -86,10 +86,13 @@ class Heartbeat:
         self.phase, self.step, self.progress_at = phase, step, time.time()
 
     @contextmanager
-    def exchanging(self, collective: str, size: int) -> Iterator[None]:
-        """Around a wait for other ranks; an error of torch in it becomes one that says who waited for how long in what."""
+    def exchanging(self, collective: str, size: int, axis: str = "") -> Iterator[None]:
+        """Around a wait for other ranks; an error of torch in it becomes one that says who waited for how long in what.
+
+        `axis` is that of the mesh along which they exchange; empty: all ranks.
+        """
         before, now = self._current, time.time()
-        self._current = (f"{collective} of {size} ranks", now)
+        self._current = (f"{collective} of {size} {axis + ' ' if axis else ''}ranks", now)
         try:
             yield
         except RuntimeError as problem:

@@ -71,10 +71,10 @@ def build(resolved: Resolved, start: Start, session: Session | None = None, stag
     if recipe.batch.micro_rows == "auto":
         batch = fit_batch(resolved, compute, batch, spec, data)
     if recipe.memory.offload:
-        check_host_memory(describe_job(recipe, model, compute, batch, ranks.reduce.size), -(-process.world // process.num_nodes))
+        check_host_memory(describe_job(recipe, model, compute, batch, process.world), -(-process.world // process.num_nodes))
     engine = assemble(spec)
     if recipe.memory.limit_gib is not None:
-        apply_limit(recipe, describe_job(recipe, model, compute, batch, ranks.reduce.size), compute.device)
+        apply_limit(recipe, describe_job(recipe, model, compute, batch, process.world), compute.device)
     loss_monitor = LossMonitor(recipe.heal, compute.device)
     state = TrainState(engine, model, adapter=recipe.adapter, adapter_base=resolved.base, loss_monitor=loss_monitor)
     bring_to_start(state, start, resolved, data)
@@ -108,7 +108,7 @@ def build(resolved: Resolved, start: Start, session: Session | None = None, stag
 def fit_batch(resolved: Resolved, compute: Compute, batch: ResolvedBatch, spec: EngineSpec, data: OpenData) -> ResolvedBatch:
     """The same batch in the largest microbatches that fit."""
     recipe, ranks = resolved.recipe, spec.ranks
-    job = describe_job(recipe, resolved.model, compute, batch, ranks.reduce.size)
+    job = describe_job(recipe, resolved.model, compute, batch, ranks.mesh.world)
 
     def first_step() -> StepBatch:
         with make_loader(recipe, data, batch, None, ranks) as loader:
@@ -147,7 +147,7 @@ def make_meter(recipe: Recipe, compute: Compute, state: TrainState, micro_rows: 
         dtype=_peak_dtype(recipe, compute),
         total_steps=total_steps,
         source_names=sources,
-        context=recipe.parallel.context,
+        ranks_per_row=recipe.parallel.ranks_per_row,
     )
     return Meter(setup, state.consumed_tokens, engine.scalars()["skipped"])
 

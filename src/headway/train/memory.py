@@ -49,11 +49,12 @@ def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: Re
     trained = sum(sizes.get(name, 0) for group in groups for name in group.names)
     on_cuda = compute.device.type == "cuda"
     mesh = recipe.parallel.mesh(0, num_ranks)
+    parts = mesh.tensor * mesh.pipeline
     size = compute.dtype.itemsize
     return MemoryJob(
         model=model,
-        trained=trained,
-        frozen=sum(sizes.values()) - trained,
+        trained=trained // parts,
+        frozen=(sum(sizes.values()) - trained) // parts,
         rows=batch.micro_rows,
         seq_len=recipe.data.seq_len,
         accumulate=batch.accumulate,

@@ -63,8 +63,8 @@ class MeterSetup:
     dtype: str
     total_steps: int
     source_names: tuple[str, ...]
-    context: int = 1
-    """RankGroups that share the tokens of a row."""
+    ranks_per_row: int = 1
+    """Ranks that work on the same rows (context x tensor x pipeline): what one rank does is this part of its rows."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Meter:
 
     def _timing(self, pending: Pending, seconds: float) -> dict[str, Any]:
         setup = self.setup
-        rate = pending.host["micro_num"] * setup.micro_rows * setup.seq_len / setup.context / seconds
+        rate = pending.host["micro_num"] * setup.micro_rows * setup.seq_len / setup.ranks_per_row / seconds
         load = gpu_load(setup.device.index or 0) if setup.device.type == "cuda" else None
         return {
             "step_seconds": seconds,

@@ -217,7 +217,7 @@ def describe(run: Run) -> list[str]:
 
 
 def _memory_line(run: Run) -> str:
-    found = estimate(describe_job(run.recipe, run.model, run.compute, run.batch, run.ranks.reduce.size))
+    found = estimate(describe_job(run.recipe, run.model, run.compute, run.batch, run.ranks.mesh.world))
     host = f"; {amount(found.host)} in host memory" if found.host else ""
     return f"estimated memory of a rank: {amount(found.total)} ({found.describe()}){host}"
 

@@ -87,5 +87,7 @@ ROWS: dict[str, Row] = {
     "parallel.hook[torch_style].state": (("parallel.hook.kind=torch_style",), None, "operator:nothing", on_two_ranks),
     "parallel.hook[torch_style].options": (("parallel.hook.kind=torch_style", "parallel.hook.state=builtins:dict"), "{a: 1}", "{a: 2}", engine(lambda run: run.engine.reducer.hook.state)),
     "parallel.context": ((), 1, 2, on_two_ranks),
+    "parallel.tensor": ((), 1, 2, on_two_ranks),
+    "parallel.pipeline": ((), 1, 2, on_two_ranks),
     "parallel.timeout_seconds": ((), 1800.0, 1.0, lambda o: load(Recipe, None, list(o)).parallel.timeout_seconds),
 }  # fmt: skip

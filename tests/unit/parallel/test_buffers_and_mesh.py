@@ -145,3 +145,21 @@ def test_what_cannot_be_right_is_refused_in_one_line() -> None:
 def test_a_rank_outside_its_layout_is_refused() -> None:
     with pytest.raises(ParallelError, match="has ranks 0 to 3"):
         Mesh(rank=4, shard=4)
+
+
+def test_rows_are_counted_by_the_data_axis_alone() -> None:
+    meshes = [plan_mesh(rank, 16, "auto", "key", context=2, tensor=2, pipeline=2) for rank in range(16)]
+    assert {(mesh.data, mesh.reduce, mesh.shard, mesh.world, mesh.ranks_per_row) for mesh in meshes} == {(2, 4, 4, 16, 8)}
+    assert meshes[0].describe("zero1") == [
+        "16 ranks: zero1 over 4; each row's tokens over 2 (context); each layer over 2 (tensor); the layers over 2 (pipeline)"
+    ]
+    assert ParallelConfig(tensor=2, pipeline=2).mesh(0, 4).data == 1
+
+
+def test_axes_whose_product_does_not_divide_the_ranks_are_refused_by_name() -> None:
+    with pytest.raises(
+        ParallelError, match=r"parallel.context is 2 and parallel.tensor is 3; their product, 6, must divide .*, 8.*start 6"
+    ):
+        ParallelConfig(tensor=3, context=2).mesh(0, 8)
+    with pytest.raises(ParallelError, match=r"parallel.zero1.size is 4; it must divide the 2 ranks that share gradients"):
+        ParallelConfig.model_validate({"tensor": 4, "zero1": {"size": 4}}).mesh(0, 8)

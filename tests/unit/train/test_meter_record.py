@@ -22,7 +22,7 @@ SETUP = MeterSetup(
     dtype="bf16",
     total_steps=10,
     source_names=("a/web", "b/code"),
-    context=2,
+    ranks_per_row=2,
 )
 
 

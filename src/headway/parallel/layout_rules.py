@@ -1,0 +1,79 @@
+"""Which layouts a run may have: a `LayoutCase` comes in, the broken rules go out, each with the nearest layout that works.
+
+A rule refuses what would not equal one process. `headway train` raises the first broken rule before anything starts; `headway plan`
+leaves out layouts that break one. Imports without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headway.errors import ParallelError
+
+if TYPE_CHECKING:
+    from headway.model.adapter.config import AdapterConfig
+    from headway.model.config import ModelConfig
+    from headway.objective.base import ObjectiveConfig
+    from headway.parallel.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """What decides whether a layout works."""
+
+    parallel: ParallelConfig
+    model: ModelConfig
+    seq_len: int
+    objective: ObjectiveConfig
+    adapter: AdapterConfig | None = None
+
+
+def check_layout(case: LayoutCase) -> None:
+    """Raise the first rule that a layout breaks."""
+    for broken in broken_rules(case):
+        raise ParallelError(broken)
+
+
+def broken_rules(case: LayoutCase) -> Iterator[str]:
+    """Every rule that a layout breaks, as one line with the remedy."""
+    for rule in RULES:
+        yield from rule(case)
+
+
+def nearest(degree: int, *must_divide: int) -> int:
+    """The largest degree up to the given one that divides all of these numbers."""
+    return next(n for n in range(degree, 0, -1) if all(number % n == 0 for number in must_divide))
+
+
+def _not_built(case: LayoutCase) -> Iterator[str]:
+    for axis in ("tensor", "pipeline"):
+        degree = getattr(case.parallel, axis)
+        if degree > 1:
+            yield f"parallel.{axis} is {degree}; this version trains with 1. Use 1."
+
+
+def _context(case: LayoutCase) -> Iterator[str]:
+    context, model = case.parallel.context, case.model
+    if context == 1:
+        return
+    is_set = f"parallel.context is {context}"
+    if model.kv_heads % context:
+        fitting = [str(n) for n in range(2, model.kv_heads + 1) if model.kv_heads % n == 0 and n <= context]
+        instead = f"Use {' or '.join(fitting)}" if fitting else "Use 1"
+        yield (
+            f"{is_set}; it must divide num_kv_heads={model.kv_heads}, since a rank attends with whole KV heads. "
+            f"{instead}; if rows must be longer, use parallel.strategy=fsdp or memory.recompute."
+        )
+    if case.seq_len % context:
+        near = case.seq_len // context * context or context
+        yield f"{is_set}; it must divide data.seq_len={case.seq_len}. Use seq_len {near}, for example."
+    if not case.objective.BY_TOKEN:
+        yield f"objective {case.objective.kind} needs whole rows: {is_set} and must be 1."
+    for key, rate in (("model.dropout", model.dropout), ("adapter.dropout", case.adapter.dropout if case.adapter else 0.0)):
+        if rate:
+            yield f"{is_set} and {key} is {rate}, which would drop the same elements on all ranks of a row. Set the dropout to 0."
+
+
+RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (_not_built, _context)
