@@ -51,6 +51,7 @@ class FlatEngine(BaseEngine):
             self.gather.watch(model)
         self.frees_gradients = spec.device.type == "cuda"
         """Gradients have no memory between an update and the next backward, when activations need it most."""
+        self._free_gradients()  # the first forward needs the memory too
         self._squares: list[Tensor] = []
         """Sums of squares of buckets, taken while other buckets were still being exchanged."""
 
