@@ -17,7 +17,7 @@ from math import gcd, log2
 
 from headway.errors import ParallelError
 from headway.model.config import ModelConfig
-from headway.parallel.pipeline_order import ScheduleName, round_size
+from headway.parallel.pipeline_order import ScheduleName
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,6 @@ def _pipeline(layout: Layout, case: LayoutShape) -> Iterator[str]:
         return
     if number < layout.pipeline:
         yield f"{is_set} and a step has {number} microbatches on a rank; it needs at least {layout.pipeline}"
-    elif layout.virtual_stages > 1 and round_size(layout.pipeline, number) is None:
-        near = number // layout.pipeline * layout.pipeline
-        yield f"{is_set} with {layout.virtual_stages} stages each; {number} microbatches make no equal rounds, {near} would"
 
 
 def _context(layout: Layout, case: LayoutShape) -> Iterator[str]:

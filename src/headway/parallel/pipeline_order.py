@@ -37,16 +37,20 @@ def stages_on(rank: int, pipeline: int, virtual_stages: int = 1) -> list[int]:
     return [rank + pipeline * index for index in range(virtual_stages)]
 
 
-def round_size(pipeline: int, microbatches: int) -> int | None:
-    """Microbatches that pass a stage of a rank before its next stage has its turn; None if rounds would differ."""
+def round_size(pipeline: int, microbatches: int) -> int:
+    """Microbatches that pass a stage of a rank before its next stage has its turn: the same number in every round, at least one per rank.
+
+    A multiple of the number of ranks needs the least memory; a prime number of microbatches makes one round.
+    """
     rounds = max(1, microbatches // pipeline)
-    return microbatches // rounds if microbatches % rounds == 0 else None
+    while microbatches % rounds:
+        rounds -= 1
+    return microbatches // rounds
 
 
 def pipeline_actions(schedule: ScheduleName, pipeline: int, microbatches: int, virtual_stages: int = 1) -> list[list[PipelineAction]]:
     """The actions of every rank, in order."""
     size = microbatches if virtual_stages == 1 else round_size(pipeline, microbatches)
-    assert size is not None, "the layout rules refuse rounds of different sizes"
     return [_of_rank(schedule, rank, pipeline, microbatches, virtual_stages, size) for rank in range(pipeline)]
 
 

@@ -53,15 +53,6 @@ def test_others_are_refused_with_the_rule_and_the_nearest_that_works(layout: Lay
     assert not list(broken_sizes(near, CASE))
 
 
-def test_unequal_rounds_are_refused_where_a_rank_has_several_stages() -> None:
-    layout = Layout(4, pipeline=4, schedule="interleaved", virtual_stages=2)
-    assert list(broken_sizes(layout, LayoutShape(LLAMA, 8192, 9))) == [
-        "parallel.pipeline is 4 with 2 stages each; 9 microbatches make no equal rounds, 8 would"
-    ]
-    assert not list(broken_sizes(layout, LayoutShape(LLAMA, 8192, 10)))  # two rounds of five
-    assert not list(broken_sizes(layout, LayoutShape(LLAMA, 8192)))  # not known yet
-
-
 def test_a_ring_begins_where_the_kv_heads_of_a_rank_end() -> None:
     sizes = [(ulysses_size(layout, LLAMA), ring_size(layout, LLAMA)) for layout in (Layout(8, context=8), Layout(64, tensor=4, context=8))]
     assert sizes == [(8, 1), (2, 4)]

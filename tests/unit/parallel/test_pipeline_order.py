@@ -29,8 +29,8 @@ def torch_actions(kind: Any, pipeline: int, microbatches: int, stages: int, rank
 @pytest.mark.parametrize("pipeline", [2, 3, 4, 8])
 def test_the_order_is_torchs(schedule: ScheduleName, kind: Any, stages: int, pipeline: int) -> None:
     for microbatches in range(pipeline, 4 * pipeline + 1):
-        if round_size(pipeline, microbatches) is None:
-            continue
+        if microbatches % max(1, microbatches // pipeline):
+            continue  # torch refuses rounds that differ
         for rank, actions in enumerate(pipeline_actions(schedule, pipeline, microbatches, stages)):
             assert [str(a) for a in actions] == torch_actions(kind, pipeline, microbatches, stages, rank), (microbatches, rank)
 
@@ -41,7 +41,7 @@ def test_1f1b_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "stages"), CASES)
-@pytest.mark.parametrize("microbatches", [4, 8])
+@pytest.mark.parametrize("microbatches", [1, 3, 4, 7, 8, 9, 13])
 def test_every_action_runs_once_and_no_rank_waits_for_ever(schedule: ScheduleName, stages: int, microbatches: int) -> None:
     ranks = pipeline_actions(schedule, 4, microbatches, stages)
     last, done, at = 4 * stages - 1, set[PipelineAction](), [0] * 4
