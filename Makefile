@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv first.
+# Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv first; only the second installs developers' tools.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ JOBS ?= 2
 .PHONY: help setup demo test test-gpu check format drill mutants docs bench clean
 
 help:
-	@echo "make demo      set up .venv and run the whole pipeline in small (CPU, offline, minutes)"
+	@echo "make demo      set up .venv (without developers' tools) and run the whole pipeline in small (CPU, offline, minutes)"
 	@echo "make test      set up .venv and run the tests"
 	@echo "make check     formatting, lint, types, import layers, file sizes"
 	@echo "make drill     the long tests: full matrices, kill drills"
@@ -15,15 +15,23 @@ help:
 	@echo "make mutants   small mistakes put into the source one at a time: does a test notice each?"
 	@echo "make bench     CPU step benchmark against transformers"
 
+PIP := $(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed
+
+# What a user needs; the demo runs with it.
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("headway needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -e ".[dev]"
+	$(PIP) -e ".[demo]"
 	@touch $@
 
-setup: $(VENV)/.ready
+# And the developers' tools.
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(PIP) -e ".[dev]"
+	@touch $@
 
-demo: setup
+setup: $(VENV)/.ready-dev
+
+demo: $(VENV)/.ready
 	$(BIN)/headway demo
 
 test: setup

@@ -104,7 +104,7 @@ def ppl(
     """Perplexity, bits per byte, accuracy and calibration of a model on text; longer documents are read with a sliding window."""
     choice = masks.choice()
     plan = options.plan(needs_data=True, window=lambda: None)
-    check_start(compute, options.out, options.tensorboard)
+    check_start(compute, options.out, tensorboard=options.tensorboard)
 
     def work(group: RankGroup) -> None:
         from headway.eval.evaluate import evaluate
@@ -136,7 +136,7 @@ def compare(
         raise ConfigError(f"models are {names}; give two or more different ones. `headway eval ppl` measures one.")
     # The same windows for all: a longer context alone lowers the loss.
     plan = options.plan(needs_data=False, window=lambda: min(find_model(model).config.max_seq_len for model in models))
-    check_start(compute, options.out, options.tensorboard)
+    check_start(compute, options.out, tensorboard=options.tensorboard)
 
     def work(group: RankGroup) -> None:
         from headway.eval.evaluate import evaluate
@@ -243,11 +243,14 @@ def long(
         print_report_path(out)
 
 
-def check_start(compute: ComputeOptions, *folders: Path | None) -> None:
+def check_start(compute: ComputeOptions, *folders: Path | None, tensorboard: Path | None = None) -> None:
     """Refuse an unknown device or precision, and folders that cannot be written, before anything is measured."""
+    from headway.runtime.optional import need
     from headway.runtime.storage import check_writable
 
-    for folder in folders:
+    if tensorboard is not None:
+        need("tensorboard", "--tensorboard")
+    for folder in (*folders, tensorboard):
         if folder is not None:
             _check_name(folder)
             check_writable(folder)

@@ -8,6 +8,7 @@ import typer
 from headway.cli._options import EQUAL_PER_LAYER, JSON, MODEL
 from headway.cli._output import print_json, print_table
 from headway.errors import ConfigError
+from headway.runtime.optional import need
 
 GATES_HELP = "A run folder, a checkpoint folder or a Hugging Face folder with head gates."
 
@@ -101,6 +102,8 @@ def masks_show(
         raise ConfigError("give either --model or --masks.")
     if out is not None and out.suffix != ".png":
         raise ConfigError(f"out is {str(out)!r}; the picture is a PNG. Give a name that ends in .png.")
+    if out is not None:
+        need("matplotlib", f"--out {out}")
     gates = None if model is None else find_model(model).mask_source().trained_gates()
     if gates is not None:
         found = gates.masks(sparsity, equal_per_layer=equal_per_layer)

@@ -33,6 +33,7 @@ from headway.runtime.machine import (
     torch_release,
     usable_cores,
 )
+from headway.runtime.optional import EXTRAS, how_to_get
 from headway.runtime.progress import quantity
 from headway.runtime.storage import check_writable, existing_ancestor, free_bytes
 
@@ -73,7 +74,7 @@ def requirements() -> dict[str, str]:
     try:
         lines = metadata.requires("headway") or []
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        return dict.fromkeys((name for name in PACKAGES if name != "triton"), "")
+        return dict.fromkeys((name for name in PACKAGES if name != "triton" and name not in EXTRAS), "")
     from packaging.requirements import Requirement
 
     needed = [Requirement(line) for line in lines]
@@ -226,5 +227,7 @@ def _tensorboard() -> Check:
     try:
         importlib.import_module("tensorboard")
     except ImportError as error:
+        if (command := how_to_get("tensorboard")) is not None:
+            return Check("tensorboard", "ok", f"is not installed; runs write metrics.jsonl only ({command})")
         return Check("tensorboard", "warn", f"cannot be imported: {error}", "Run pip install tensorboard, or train without that tracker.")
     return Check("tensorboard", "ok", package_version("tensorboard") or "version unknown")

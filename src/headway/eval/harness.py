@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from headway import __version__
 from headway.errors import ConfigError, DataError
 from headway.eval.report import REPORT, RESULTS, make_report_folder, markdown_table
 from headway.model.head_masks.masks import in_words
+from headway.runtime.optional import need
 from headway.runtime.process import set_environment
 from headway.runtime.storage import write_atomic
 
@@ -97,8 +97,7 @@ class HarnessResult:
 
 def check_installed() -> None:
     """Refuse if the harness is not installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("headway eval harness needs lm-evaluation-harness, which is not installed. Use: pip install 'headway[eval]'")
+    need("lm_eval", "headway eval harness")
 
 
 def run_harness(answers: HarnessModel, plan: HarnessPlan, *, name: str | None = None) -> HarnessResult | None:

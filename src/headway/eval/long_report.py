@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from headway import __version__
 from headway.eval.long_context import LongResult, VariantResult
-from headway.eval.report import REPORT, RESULTS, make_report_folder, markdown_table, png
+from headway.eval.report import REPORT, RESULTS, can_draw, make_report_folder, markdown_table, only_drawn, png
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ KV_COLUMNS = (
 def draw_long_plots(folder: Path, result: LongResult) -> list[str]:
     """Write the pictures there is something to show in; returns their names."""
     written: list[str] = []
+    if not can_draw():
+        return written
     if any(cell.depth is not None for cell in result.variants[0].cells):
         write_atomic(folder / HEAT_MAP, png(heat_map(result)))
         written.append(HEAT_MAP)
@@ -114,7 +116,7 @@ def write_long_report(folder: Path, result: LongResult, preface: Sequence[str] =
     make_report_folder(folder)
     write_atomic(folder / RESULTS, json.dumps({"headway": __version__, **result.to_json()}, ensure_ascii=False, indent=2) + "\n")
     pictures = draw_long_plots(folder, result)
-    write_atomic(folder / REPORT, "\n".join(_lines(result, pictures, preface)) + "\n")
+    write_atomic(folder / REPORT, "\n".join(only_drawn(_lines(result, pictures, preface))) + "\n")
 
 
 def kv_rows(variants: Sequence[VariantResult]) -> list[list[str]]:

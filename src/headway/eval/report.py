@@ -6,6 +6,7 @@ The cells of the tables are the same on a terminal and in a report.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
@@ -18,6 +19,7 @@ from headway.eval.evaluate import Evaluation, TrainingCurves, ValidationPoint, s
 from headway.eval.perplexity import PartPerplexity, Perplexity
 from headway.eval.scoring import NUM_BINS
 from headway.model.head_masks.masks import in_words
+from headway.runtime.optional import how_to_get, is_installed
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RESULTS, REPORT = "results.json", "report.md"
+log = logging.getLogger("headway")
 LOSS_BY_POSITION, RELIABILITY, TRAINING = "loss-by-position.png", "reliability.png", "training.png"
 NUMBERS = ("loss", "perplexity", "bits/byte", "accuracy", "ECE", "tokens", "documents")
 MODELS = ("model", "rope_theta", "layers without RoPE", "masks", "begin token", "mean perplexity", "std", "range")
@@ -110,11 +113,24 @@ def write_report(folder: Path, evaluations: Sequence[Evaluation]) -> None:
     make_report_folder(folder)
     results = {"headway": __version__, "models": [one.to_json() for one in evaluations]}
     write_atomic(folder / RESULTS, json.dumps(results, ensure_ascii=False, indent=2, allow_nan=False) + "\n")
-    if evaluations[0].datasets:
+    if evaluations[0].datasets and can_draw():
         draw_plots(folder, evaluations)
-    if trainings := [one for evaluation in evaluations for one in evaluation.training]:
+    if (trainings := [one for evaluation in evaluations for one in evaluation.training]) and can_draw():
         write_atomic(folder / TRAINING, draw_training(trainings))
-    write_atomic(folder / REPORT, "\n".join(_lines(evaluations)) + "\n")
+    write_atomic(folder / REPORT, "\n".join(only_drawn(_lines(evaluations))) + "\n")
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is there. Without it a report has no pictures."""
+    return is_installed("matplotlib")
+
+
+def only_drawn(lines: Iterable[str]) -> Iterable[str]:
+    """The lines of a report; without matplotlib its pictures are left out. Text of models is indented, so it is never taken for one."""
+    if can_draw():
+        return lines
+    log.warning("the report has no pictures: matplotlib is not installed (%s)", how_to_get("matplotlib"))
+    return (line for line in lines if not line.startswith("!["))
 
 
 def _lines(evaluations: Sequence[Evaluation]) -> Iterable[str]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import CheckpointError, ConfigError, hide_credentials
+from headway.runtime.optional import need
 from headway.runtime.paths import S3Path
 
 log = logging.getLogger("headway")
@@ -223,12 +224,11 @@ class S3:
 @cache
 def _client(endpoint: str | None, read_seconds: float, environment: tuple[tuple[str, str], ...]) -> Any:
     """One client for all who say the same; making one takes half a second."""
-    try:
-        import boto3
-        from botocore.config import Config
-        from botocore.exceptions import BotoCoreError
-    except ImportError:
-        raise ConfigError("s3:// places need boto3. Install it: pip install 'headway[s3]'.") from None
+    need("boto3", "an s3:// place")
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+
     custom_endpoint = endpoint or dict(environment).get("AWS_ENDPOINT_URL_S3") or dict(environment).get("AWS_ENDPOINT_URL")
     settings = Config(
         connect_timeout=CONNECT_SECONDS,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headway.errors import ConfigError, DataError
+from headway.runtime.optional import need
 from headway.runtime.progress import progress
 from headway.text.dedup import ExactDuplicates, NearDuplicates, count_characters
 from headway.text.document import Document, TextSplit
@@ -26,10 +27,8 @@ TO_SIMPLIFIED = "t2s"
 
 def simplifier(option: str) -> Callable[[str], str]:
     """A function that converts Chinese text to simplified characters, by OpenCC (the extra `zh`)."""
-    try:
-        opencc = importlib.import_module("opencc")
-    except ImportError:
-        raise ConfigError(f"{option} needs OpenCC, which is not installed. Run pip install 'headway[zh]', or leave it out.") from None
+    need("opencc", option)
+    opencc = importlib.import_module("opencc")
     return opencc.OpenCC(TO_SIMPLIFIED).convert
 
 

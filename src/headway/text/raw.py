@@ -12,6 +12,7 @@ import io
 import lzma
 import shutil
 import struct
+import sys
 import tarfile
 import tempfile
 import zipfile
@@ -23,6 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from headway.errors import DataError
+from headway.runtime.optional import need
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -76,11 +78,9 @@ class RawFile:
 @contextmanager
 def reading(name: str) -> Iterator[None]:
     """Turn errors of reading and decompressing into a DataError that names the file."""
-    import zstandard
-
     try:
         yield
-    except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, gzip.BadGzipFile) as error:
+    except _damage() as error:
         raise DataError(f"{name}: the compressed data is damaged or cut short ({error}); fetch or write the file again.") from None
     except (tarfile.TarError, zipfile.BadZipFile) as error:
         raise DataError(f"{name}: the archive is damaged or cut short ({error}); fetch or write it again.") from None
@@ -88,6 +88,13 @@ def reading(name: str) -> Iterator[None]:
         if error.errno is None:
             raise DataError(f"{name}: the compressed data is damaged or cut short ({error}); fetch or write the file again.") from None
         raise DataError(f"{name}: cannot be read: {error.strerror}.") from None
+
+
+def _damage() -> tuple[type[Exception], ...]:
+    """What decompressors raise. The one of zstd exists only where a zstd file was opened."""
+    zstandard = sys.modules.get("zstandard")
+    plain = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+    return plain if zstandard is None else (*plain, zstandard.ZstdError)
 
 
 @contextmanager
@@ -103,6 +110,8 @@ def decompressed(stored: io.BufferedReader, name: str) -> Iterator[io.BufferedIO
     if found is None:
         yield stored
         return
+    if found == "zstd":
+        need("zstandard", name)
     stream = {"gzip": _gzip, "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile, "zstd": _zstd}[found](stored)
     try:
         yield stream

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from headway.errors import ConfigError, DataError
+from headway.runtime.optional import need
 from headway.runtime.storage import fsync_file, fsync_folder, refuse_device, writing
 from headway.runtime.temporary import clear_leftovers, temporary_name
 
 BATCH_ROWS = 4096
 WRITABLE = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+NEEDS = {".jsonl.zst": "zstandard", ".parquet": "pyarrow"}
 
 Write = Callable[[dict[str, Any]], None]
 
@@ -27,6 +29,8 @@ def record_file(path: Path) -> Iterator[Write]:
     kind = next((suffix for suffix in WRITABLE if path.name.endswith(suffix)), None)
     if kind is None:
         raise ConfigError(f"{path}: the output must be named {', '.join(WRITABLE)}.")
+    if kind in NEEDS:
+        need(NEEDS[kind], str(path))
     refuse_device(path)
     temporary = temporary_name(path)
     with writing(path, error=DataError):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from headway.errors import ConfigError, DataError, first_line
 from headway.runtime.json_file import read_object
+from headway.runtime.optional import need
 from headway.tokenizer.byte_level import QWEN, byte_level
 from headway.tokenizer.load import Tokenizer
 from headway.tokenizer.zero2all_folder import full_config, is_bare, is_zero2all, read_zero2all
@@ -210,6 +211,7 @@ def _read_vocab_and_merges(folder: Path, *, qwen: bool) -> tokenizers.Tokenizer:
 
 
 def _read_with_transformers(folder: Path) -> tokenizers.Tokenizer:
+    need("transformers", f"{folder}: a tokenizer of this class")
     from transformers import AutoTokenizer
 
     with _one_line_errors(f"{folder} holds a tokenizer that neither headway nor transformers can read"):

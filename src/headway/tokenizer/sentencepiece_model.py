@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import DataError
+from headway.runtime.optional import need
 from headway.tokenizer.load import Tokenizer
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ def read_model(path: Path, config: dict[str, Any] | None = None, special: Sequen
 
 def _parse(path: Path, data: bytes) -> Any:
     """The content of a .model file."""
+    need("sentencepiece", str(path))
+    need("google.protobuf", str(path))
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError, DataError
+from headway.runtime.optional import need
 from headway.runtime.progress import progress
 from headway.runtime.temporary import temporary_folder
 from headway.tokenizer.bpe_merges import learn_merges
@@ -76,6 +77,8 @@ def train_sentencepiece(
     character_coverage: float = 0.9995,
 ) -> Tokenizer:
     """Train on texts and save to `out`; `vocab_size` counts bytes, pieces and special tokens. The first special token ends documents."""
+    need("sentencepiece", "a sentencepiece tokenizer")
+    need("google.protobuf", "a sentencepiece tokenizer")
     check_vocabulary(vocab_size, (*special_tokens, UNKNOWN), 256, max_memory_bytes)
     words = counted_words(documents, SENTENCEPIECE_WORDS, max_memory_bytes, TRAINER_BYTES_PER_BYTE, workers)
     with temporary_folder("sentencepiece") as folder:

@@ -38,8 +38,8 @@ class Tracker(Protocol):
 class TrackerConfig(KindConfig):
     """Base of every tracker's settings."""
 
-    def build(self, run_dir: Path, run_name: str) -> Tracker:
-        """Make the tracker of a run."""
+    def build(self, run_dir: Path, run_name: str) -> Tracker | None:
+        """Make the tracker of a run; None if it cannot work here, which it has logged."""
         raise ConfigError(f"{type(self).__module__} defines no Config.build(run_dir, run_name); a tracker needs one.")
 
     def build_outside(self, run_dir: Path, run_name: str) -> Tracker | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import time
 from collections import deque
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.config.section import setting
-from headway.errors import ConfigError
+from headway.runtime.optional import how_to_get
 from headway.track.base import Event, TrackerConfig, Value, flatten
 
 if TYPE_CHECKING:
@@ -30,10 +29,11 @@ class Config(TrackerConfig):
 
     kind: str = setting("tensorboard", "tensorboard.", on_resume="free")
 
-    def build(self, run_dir: Path, run_name: str) -> TensorBoard:
-        """Make the tracker; raises ConfigError if tensorboard is not installed."""
-        if importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError("track kind is 'tensorboard'; the package tensorboard is not installed. Run pip install tensorboard.")
+    def build(self, run_dir: Path, run_name: str) -> TensorBoard | None:
+        """Make the tracker. Without the package the run continues: metrics.jsonl has the same numbers."""
+        if (command := how_to_get("tensorboard")) is not None:
+            log.info("no TensorBoard curves: tensorboard is not installed (%s); metrics.jsonl has the same numbers", command)
+            return None
         return TensorBoard(run_dir / FOLDER)
 
 

@@ -187,7 +187,8 @@ class Run:
         world = self.ranks.world
         if self.process.is_first:
             name = self.recipe.run.name if self.stage is None else self.stage.run_name
-            self.trackers = [Console(self.total_steps), *(one.build(self.start.folder, name) for one in self.recipe.track)]
+            further = (one.build(self.start.folder, name) for one in self.recipe.track)
+            self.trackers = [Console(self.total_steps), *(one for one in further if one is not None)]
         world.barrier()  # every rank has read the folder before one of them changes it
         if self.process.is_first:
             prepare_folder(self.start, self.recipe, self.session.locks.moved)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import ConfigError
 from headway.eval.long_context import LongPlan, LongResult, evaluate_long, make_cases
 from headway.eval.long_report import write_long_report
+from headway.eval.report import can_draw
 from headway.model.head_masks.choice import FULL, NONE, OWN, MaskChoice, MaskSpec, MaskVariant
 from headway.runtime.device import choose_compute
 from headway.runtime.process import headway_command
@@ -178,7 +179,8 @@ def write_mask_files(run: Path, spec: MaskSpec, out: Path) -> list[str]:
     files = [f"masks_sp{sparsity:g}.tsv" for sparsity in sorted(spec.sparsities)]
     for masks, name in zip(learned, files, strict=True):
         write_masks(masks, out / name)
-    draw_masks(learned[-1], out / PICTURE, source.trained_gates().log_alpha)
+    if can_draw():
+        draw_masks(learned[-1], out / PICTURE, source.trained_gates().log_alpha)
     return files
 
 

@@ -1,6 +1,7 @@
 """What `headway eval harness` reports is what lm-evaluation-harness's own `--model hf` reports for the same folder."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ def tasks(tmp_path: Path) -> Path:
 def test_without_the_extra_one_line_says_how_to_get_it(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     said = output(capfd, "--model", str(model), *TASKS, code=2)
-    assert said == "error: headway eval harness needs lm-evaluation-harness, which is not installed. Use: pip install 'headway[eval]'\n"
+    assert said == 'error: headway eval harness needs lm-evaluation-harness, which is not installed. Run pip install "headway[eval]".\n'
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.model.head_masks.masks import HeadMasks
+from headway.runtime.optional import need
 from headway.runtime.storage import write_atomic
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 def draw_masks(masks: HeadMasks, out: Path, log_alpha: torch.Tensor | None = None) -> None:
     """Full heads dark and streaming ones light; with log_alpha, its values in colour and a dot on every full head."""
+    need("matplotlib", str(out))
     # Figure, not pyplot: pyplot keeps figures and a choice of screen for the whole process.
     from matplotlib.figure import Figure
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from headway.errors import ConfigError, DataError
+from headway.runtime.optional import need
 from headway.runtime.storage import missing_folders, remove_empty, write_atomic, writing
 from headway.store.foreign.base import ForeignWriter, PendingFile
 from headway.store.source import Flags, Ids, Longs
@@ -191,6 +192,7 @@ def _zstd_level(compression: str | None) -> int | None:
     name, _, level = compression.partition(":")
     if name != "zstd" or (level and not level.isdigit()) or not 1 <= int(level or 3) <= 22:
         raise ConfigError(f"compression is {compression!r}; it must be 'zstd' or 'zstd:LEVEL' with a level of 1 to 22.")
+    need("zstandard", f"compression {compression!r}")
     return int(level or 3)
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from headway.errors import DataError, first_line
+from headway.runtime.optional import need
 from headway.text.document import Record
 from headway.text.raw import RawFile
 
@@ -18,12 +19,14 @@ BATCH_ROWS = 256
 
 def read_arrow(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
     """The rows of an Arrow file."""
+    need("pyarrow", raw.name)
     with raw.seekable() as stream, _readable(raw, "arrow"):
         yield from _records(raw, _arrow_batches(stream, keys))
 
 
 def read_parquet(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
     """The rows of a Parquet file."""
+    need("pyarrow", raw.name)
     import pyarrow.parquet as pq
 
     with raw.seekable() as stream, _readable(raw, "parquet"):

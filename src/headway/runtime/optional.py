@@ -1,0 +1,47 @@
+"""Packages that only some work needs, each in an extra of the installation. A missing one is named in one line with the extra.
+
+need("pyarrow", "data.parquet")     raises: data.parquet needs pyarrow, which is not installed. Run pip install "headway[parquet]".
+how_to_get("matplotlib")            None if it is installed, else the same remedy, for work that continues without it
+"""
+
+import importlib.util
+import sys
+
+from headway.errors import ConfigError
+
+EXTRAS = {
+    "boto3": "s3",
+    "google.protobuf": "sentencepiece",
+    "lm_eval": "eval",
+    "matplotlib": "plot",
+    "opencc": "zh",
+    "pyarrow": "parquet",
+    "sentencepiece": "sentencepiece",
+    "tensorboard": "tensorboard",
+    "transformers": "transformers",
+    "zstandard": "zstd",
+}
+"""Import name -> the extra that installs it."""
+NAMES = {"google.protobuf": "protobuf", "lm_eval": "lm-evaluation-harness", "opencc": "OpenCC"}
+"""What people call a package, where it is not its import name."""
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be found; it is not imported."""
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:  # its parent is missing
+        return False
+
+
+def how_to_get(package: str) -> str | None:
+    """The command that installs a package, None if it is there."""
+    return None if is_installed(package) else f'pip install "headway[{EXTRAS[package]}]"'
+
+
+def need(package: str, what: str) -> None:
+    """Refuse `what` in one line if the package that it needs is not installed."""
+    if (command := how_to_get(package)) is not None:
+        raise ConfigError(f"{what} needs {NAMES.get(package, package)}, which is not installed. Run {command}.")
