@@ -69,6 +69,15 @@ class _Named:
             self.work.wait()
 
 
+@dataclass
+class _Several:
+    handles: list[Handle]
+
+    def wait(self) -> None:
+        for handle in self.handles:
+            handle.wait()
+
+
 class RankGroup:
     """Ranks that exchange tensors. `heart` records every collective, so that a report of a hang can name it."""
 
@@ -114,6 +123,17 @@ class RankGroup:
         if not given.is_cuda:  # gloo supports bytes, not every dtype
             received, given = received.view(torch.uint8), given.view(torch.uint8)
         return self._under_way("all_to_all", dist.all_to_all_single(received, given, group=self.handle, async_op=True))
+
+    def shift(self, given: Tensor) -> tuple[Tensor, Handle]:
+        """Send a tensor to the next rank of the ring; returns the one that comes from the rank before and when it is there."""
+        if self.size == 1:
+            return given, Done()
+        received = torch.empty_like(given)
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        sending = dist.P2POp(dist.isend, given, group=self.handle, group_peer=after)
+        receiving = dist.P2POp(dist.irecv, received, group=self.handle, group_peer=before)
+        works = dist.batch_isend_irecv([sending, receiving])
+        return received, _Several([self._under_way("ring shift", work) for work in works])
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value (plain Python), in rank order, on every rank."""
@@ -250,6 +270,17 @@ def _join(mesh: Mesh, axis: str, world: RankGroup) -> RankGroup:
         if world.rank in ranks:
             joined = RankGroup(ranks.index(world.rank), len(ranks), handle, world.heart, axis)  # pyright: ignore[reportArgumentType]
     return joined
+
+
+def split_context(ranks: RankGroups, ring: int) -> tuple[RankGroup, RankGroup]:
+    """(ring group, group that exchanges heads) of this rank: its context group as `ring` groups of neighbours, which form a ring."""
+    context = ranks.context
+    if ring == 1:
+        return RankGroup(), context
+    inner = context.size // ring
+    rings = [group[position::inner] for group in ranks.mesh.groups("context") for position in range(inner)]
+    heads = [group[start : start + inner] for group in ranks.mesh.groups("context") for start in range(0, context.size, inner)]
+    return _join(rings, ranks.world, may_be_world=False), _join(heads, ranks.world, may_be_world=False)
 
 
 class Background:

@@ -10,10 +10,15 @@ Shapes: B rows, T tokens of a row, P ranks, t = T / P, H query heads, KV key and
 
 Each KV head is sent once, together with its query heads. The backward of either exchange is the other one. A token's loss and a
 head's gate belong to one rank alone, so gradients are the plain sum over ranks, as everywhere.
+
+More ranks than KV heads: the largest number of ranks that divides both exchanges heads as above; these groups form a ring (ring.py).
+
+    context 8, 2 KV heads    4 groups in a ring, each of 2 ranks that exchange heads; rank = group * 2 + position
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,28 +30,43 @@ from headway.data.batch import Batch
 from headway.kernels.attention import AttentionMask
 from headway.model.base import AttentionCore, Model
 from headway.optim.groups import is_wide
-from headway.parallel.collectives import RankGroup
+from headway.parallel.collectives import RankGroup, RankGroups, split_context
+from headway.parallel.mesh import ring_size
+from headway.parallel.ring import RingCore, ring_order
 
 PER_TOKEN = ("tokens", "targets", "loss_weight", "position")
 
 
-def part_of(batch: Batch, context: RankGroup) -> Batch:
+def part_of(batch: Batch, context: RankGroup, ring: int = 1) -> Batch:
     """This rank's tokens of a microbatch. Documents and their bounds, from which the mask is made, stay those of whole rows."""
     if context.size == 1:
         return batch
-    each = batch.tokens.shape[1] // context.size
-    return replace(batch, **{name: getattr(batch, name)[:, context.rank * each :][:, :each] for name in PER_TOKEN})
+    length = batch.tokens.shape[1]
+    each = length // context.size
+    begin = context.rank * each
+    if ring == 1:
+        return replace(batch, **{name: getattr(batch, name)[:, begin:][:, :each] for name in PER_TOKEN})
+    index = _ring_index(length, ring, batch.tokens.device)[begin : begin + each]
+    return replace(batch, **{name: getattr(batch, name).index_select(1, index) for name in PER_TOKEN})
 
 
-def share_rows(model: Model, context: RankGroup) -> None:
+@functools.lru_cache(maxsize=4)
+def _ring_index(length: int, ring: int, device: torch.device) -> Tensor:
+    return torch.tensor(ring_order(length, ring), device=device)
+
+
+def share_rows(model: Model, ranks: RankGroups) -> None:
     """Let a model run on parts of rows: exchanges around every attention core, gates drawn for the heads of this rank."""
+    context = ranks.context
     if context.size == 1:
         return
-    each = model.config.kv_heads // context.size
-    assert each * context.size == model.config.kv_heads, "checked with the recipe"
+    kv_heads = model.config.kv_heads
+    ring = ring_size(context.size, kv_heads)
+    around, group = split_context(ranks, ring)
+    each = kv_heads // group.size
     gates_train = any(parameter.requires_grad for name, parameter in model.named_parameters() if is_wide(name))
-    heads = slice(context.rank * each, (context.rank + 1) * each)
-    model.shard_attention(lambda core: ContextCore(core, context, gates_train), heads)
+    heads = slice(group.rank * each, (group.rank + 1) * each)
+    model.shard_attention(lambda core: ContextCore(core if ring == 1 else RingCore(around), group, gates_train), heads)
 
 
 @dataclass(frozen=True)
@@ -59,6 +79,8 @@ class ContextCore:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None) -> Tensor:
         """o [B,t,H,hd]."""
+        if self.group.size == 1:
+            return self.whole(q, k, v, mask, window=window)
         q, k, v = _ToHeads.apply(self.group, q, k, v)  # pyright: ignore[reportGeneralTypeIssues]
         o = self.whole(q, k, v, mask, window=window)
         if self.gates_train and torch.is_grad_enabled() and not o.requires_grad:

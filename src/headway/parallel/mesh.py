@@ -16,7 +16,7 @@ different rows, so whatever counts rows or tokens counts by `data`.
 """
 
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
 from headway.errors import ParallelError
 
@@ -102,3 +102,8 @@ def plan_mesh(rank: int, world: int, size: int | str, key: str, *, context: int 
         ranks = f"the {world} ranks" if reduce == world else f"the {reduce} ranks that share gradients (data x context)"
         raise ParallelError(f"{key} is {shard}; it must divide {ranks}. Use auto or {' or '.join(fitting)}.")
     return Mesh(rank=rank, replicate=reduce // shard, shard=shard, **axes)
+
+
+def ring_size(context: int, kv_heads: int) -> int:
+    """Groups of context ranks that pass keys around a ring: 1 where every rank gets whole KV heads, else as few as possible."""
+    return context // gcd(context, kv_heads)

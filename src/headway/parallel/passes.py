@@ -14,6 +14,7 @@ from headway.objective.base import MetricSums, Objective, StepInfo, StepObjectiv
 from headway.parallel.collectives import DifferentiableCollectives
 from headway.parallel.context import part_of
 from headway.parallel.engine import DeviceTimestamp, EngineSpec, StepResult
+from headway.parallel.mesh import ring_size
 from headway.runtime.seed import derive
 
 
@@ -23,6 +24,7 @@ class Passes:
     def __init__(self, model: Model, objective: Objective, spec: EngineSpec) -> None:
         self.model, self.objective, self.spec, self.ranks = model, objective, spec, spec.ranks
         self.exchange = DifferentiableCollectives(self.ranks.reduce)
+        self.ring = ring_size(self.ranks.context.size, spec.model.kv_heads)
         model.chunk_tokens = spec.chunk_tokens
         self.waits_in_layers = self.ranks.context.size > 1
         """Whether ranks exchange something inside each layer, so that all of them take as long as the slowest."""
@@ -88,7 +90,7 @@ class Passes:
     def _moved(self, micro: Batch) -> Batch:
         """A microbatch on the device, with every column the objective needs; of its tokens, those that are this rank's."""
         moved = micro.to(self.spec.device)
-        return part_of(moved if self.spec.prepare is None else self.spec.prepare(moved), self.ranks.context)
+        return part_of(moved if self.spec.prepare is None else self.spec.prepare(moved), self.ranks.context, self.ring)
 
     @torch.no_grad()
     def _surveyed(self, batches: Iterable[Batch], at: StepInfo, first: int) -> tuple[Iterable[Batch], StepInfo]:
