@@ -31,7 +31,7 @@ from headway.kernels.attention import AttentionMask
 from headway.model.base import AttentionCore, Model
 from headway.optim.groups import is_wide
 from headway.parallel.collectives import RankGroup, RankGroups, split_context
-from headway.parallel.mesh import ring_size
+from headway.parallel.mesh import ring_ranks
 from headway.parallel.ring import RingCore, ring_order
 
 PER_TOKEN = ("tokens", "targets", "loss_weight", "position")
@@ -61,7 +61,7 @@ def share_rows(model: Model, ranks: RankGroups) -> None:
     if context.size == 1:
         return
     kv_heads = model.config.kv_heads
-    ring = ring_size(context.size, kv_heads)
+    ring = ring_ranks(context.size, kv_heads)
     around, group = split_context(ranks, ring)
     each = kv_heads // group.size
     gates_train = any(parameter.requires_grad for name, parameter in model.named_parameters() if is_wide(name))

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from math import gcd, log2
+from math import log2
 
 from headway.errors import ParallelError
 from headway.model.config import ModelConfig
+from headway.parallel.mesh import ring_ranks
 from headway.parallel.pipeline_order import ScheduleName
 
 
@@ -146,12 +147,12 @@ def _context(layout: Layout, case: LayoutShape) -> Iterator[str]:
 
 def ulysses_size(layout: Layout, model: ModelConfig) -> int:
     """Context ranks that exchange heads for tokens: as many as divide the KV heads of a tensor rank."""
-    return gcd(layout.context, max(1, model.kv_heads // layout.tensor))
+    return layout.context // ring_size(layout, model)
 
 
 def ring_size(layout: Layout, model: ModelConfig) -> int:
     """Context ranks that pass keys and values in a ring, beyond the KV heads."""
-    return layout.context // ulysses_size(layout, model)
+    return ring_ranks(layout.context, max(1, model.kv_heads // layout.tensor))
 
 
 def nearest_layouts(layout: Layout, case: LayoutShape, count: int = 1) -> list[Layout]:

@@ -14,7 +14,7 @@ from headway.objective.base import MetricSums, Objective, StepInfo, StepObjectiv
 from headway.parallel.collectives import DifferentiableCollectives
 from headway.parallel.context import part_of
 from headway.parallel.engine import DeviceTimestamp, EngineSpec, StepResult
-from headway.parallel.mesh import ring_size
+from headway.parallel.mesh import ring_ranks
 from headway.runtime.seed import derive
 
 
@@ -24,7 +24,7 @@ class Passes:
     def __init__(self, model: Model, objective: Objective, spec: EngineSpec) -> None:
         self.model, self.objective, self.spec, self.ranks = model, objective, spec, spec.ranks
         self.exchange = DifferentiableCollectives(self.ranks.reduce)
-        self.ring = ring_size(self.ranks.context.size, spec.model.kv_heads)
+        self.ring = ring_ranks(self.ranks.context.size, spec.model.kv_heads)
         model.chunk_tokens = spec.chunk_tokens
         self.waits_in_layers = self.ranks.context.size > 1
         """Whether ranks exchange something inside each layer, so that all of them take as long as the slowest."""
