@@ -34,7 +34,7 @@ def assemble(spec: EngineSpec) -> FlatEngine | FsdpEngine:
     groups = group_parameters(model, objective, spec)
     engine = _engine_class(spec)(model, objective, groups, spec)
     wrap_blocks(model, spec)
-    share_rows(model, spec.ranks)
+    share_rows(model, spec.ranks, spec.attention)
     return engine
 
 

@@ -263,7 +263,10 @@ def form_groups(mesh: Mesh, world: RankGroup) -> RankGroups:
 
 def _join(mesh: Mesh, axis: str, world: RankGroup) -> RankGroup:
     """Make all groups of an axis; returns the one this rank is in."""
-    groups = mesh.groups(axis)
+    return _join_one(mesh.groups(axis), axis, world)
+
+
+def _join_one(groups: list[list[int]], axis: str, world: RankGroup) -> RankGroup:
     joined = RankGroup(heart=world.heart, axis=axis)
     for ranks in groups if len(groups[0]) > 1 else ():
         handle = dist.new_group(ranks)
@@ -280,7 +283,7 @@ def split_context(ranks: RankGroups, ring: int) -> tuple[RankGroup, RankGroup]:
     inner = context.size // ring
     rings = [group[position::inner] for group in ranks.mesh.groups("context") for position in range(inner)]
     heads = [group[start : start + inner] for group in ranks.mesh.groups("context") for start in range(0, context.size, inner)]
-    return _join(rings, ranks.world, may_be_world=False), _join(heads, ranks.world, may_be_world=False)
+    return _join_one(rings, "ring", ranks.world), _join_one(heads, "context", ranks.world)
 
 
 class Background:

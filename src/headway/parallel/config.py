@@ -80,7 +80,8 @@ class ParallelConfig(Section):
     )
     context: int = setting(
         1,
-        "Ranks that share the tokens of each row (Ulysses); attention covers the whole row. Must divide num_kv_heads and data.seq_len.",
+        "Ranks that share the tokens of each row; attention covers the whole row. They exchange heads (Ulysses) as far as the KV heads go, "
+        "beyond that keys in a ring. Must divide data.seq_len.",
         ge=1,
     )
     tensor: int = setting(

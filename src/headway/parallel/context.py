@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from headway.data.batch import Batch
+from headway.errors import ParallelError
 from headway.kernels.attention import AttentionMask
 from headway.model.base import AttentionCore, Model
 from headway.optim.groups import is_wide
@@ -55,13 +56,18 @@ def _ring_index(length: int, ring: int, device: torch.device) -> Tensor:
     return torch.tensor(ring_order(length, ring), device=device)
 
 
-def share_rows(model: Model, ranks: RankGroups) -> None:
+def share_rows(model: Model, ranks: RankGroups, attention: str = "auto") -> None:
     """Let a model run on parts of rows: exchanges around every attention core, gates drawn for the heads of this rank."""
     context = ranks.context
     if context.size == 1:
         return
-    kv_heads = model.config.kv_heads
+    kv_heads = max(1, model.config.kv_heads // ranks.tensor.size)
     ring = ring_ranks(context.size, kv_heads)
+    if ring > 1 and attention != "auto":
+        raise ParallelError(
+            f"kernels.attention is {attention!r} and parallel.context is {context.size}, beyond the {kv_heads} KV heads of a rank; "
+            "its ring has one way to compute attention. Use auto."
+        )
     around, group = split_context(ranks, ring)
     each = kv_heads // group.size
     gates_train = any(parameter.requires_grad for name, parameter in model.named_parameters() if is_wide(name))

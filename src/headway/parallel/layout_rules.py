@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headway.errors import ParallelError
+from headway.parallel.mesh import ring_ranks
 
 if TYPE_CHECKING:
     from headway.model.adapter.config import AdapterConfig
@@ -59,13 +60,9 @@ def _context(case: LayoutCase) -> Iterator[str]:
     if context == 1:
         return
     is_set = f"parallel.context is {context}"
-    if model.kv_heads % context:
-        fitting = [str(n) for n in range(2, model.kv_heads + 1) if model.kv_heads % n == 0 and n <= context]
-        instead = f"Use {' or '.join(fitting)}" if fitting else "Use 1"
-        yield (
-            f"{is_set}; it must divide num_kv_heads={model.kv_heads}, since a rank attends with whole KV heads. "
-            f"{instead}; if rows must be longer, use parallel.strategy=fsdp or memory.recompute."
-        )
+    ring = ring_ranks(context, max(1, model.kv_heads // case.parallel.tensor))
+    if ring > 1:
+        yield from _ring(case, is_set, ring)
     if case.seq_len % context:
         near = case.seq_len // context * context or context
         yield f"{is_set}; it must divide data.seq_len={case.seq_len}. Use seq_len {near}, for example."
@@ -74,6 +71,21 @@ def _context(case: LayoutCase) -> Iterator[str]:
     for key, rate in (("model.dropout", model.dropout), ("adapter.dropout", case.adapter.dropout if case.adapter else 0.0)):
         if rate:
             yield f"{is_set} and {key} is {rate}, which would drop the same elements on all ranks of a row. Set the dropout to 0."
+
+
+def _ring(case: LayoutCase, is_set: str, ring: int) -> Iterator[str]:
+    """Context ranks beyond the KV heads pass keys around, which is exact for full causal attention only."""
+    context, model = case.parallel.context, case.model
+    whole = f"Use {context // ring}" + (f" or another divisor of {context // ring}." if context > 2 * ring else ".")
+    beyond = f"{is_set}, which is beyond the {max(1, model.kv_heads // case.parallel.tensor)} KV heads of a rank and needs a ring"
+    if model.head_gates is not None:
+        yield f"{beyond}; head gates have none. {whole}"
+    if any(model.window_of(layer) is not None for layer in range(model.num_layers)):
+        yield f"{beyond}; sliding windows have none. {whole}"
+    pieces = 2 * context
+    if case.seq_len % pieces:
+        near = case.seq_len // pieces * pieces or pieces
+        yield f"{beyond} of two pieces per rank: data.seq_len={case.seq_len} must be a multiple of {pieces}. Use {near}, for example."
 
 
 RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (_not_built, _context)

@@ -151,7 +151,9 @@ class _Ring(torch.autograd.Function):
                 at = part.q_index
                 chosen = (_take(d_o, at), _take(flat, at), keys, values, _take(o, at), lse if at is None else lse[:, at])
                 found = attend_part_backward(*chosen, part.sequences)
-                for total, index, gradient in zip((d_q, *(x.flatten(0, 1) for x in d_held)), (at, part.k_index, part.k_index), found, strict=True):
+                for total, index, gradient in zip(
+                    (d_q, *(x.flatten(0, 1) for x in d_held)), (at, part.k_index, part.k_index), found, strict=True
+                ):
                     _add(total, index, gradient)
             if arrived is not None:
                 arrived.wait()

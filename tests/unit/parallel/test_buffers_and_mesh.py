@@ -1,6 +1,7 @@
 """How buffers are cut, as arithmetic: buckets, shards, boxes, layouts, and what is refused."""
 
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_axes_without_parallelism_have_groups_of_one(world: int) -> None:
     assert mesh.groups("tensor") == mesh.groups("pipeline") == mesh.groups("context") == [[rank] for rank in range(world)]
 
 
-def rows_refusal(seq_len: int = 64, objective: ObjectiveConfig = NextToken(), adapter: AdapterConfig | None = None, **model: float) -> str:
+def rows_refusal(seq_len: int = 64, objective: ObjectiveConfig = NextToken(), adapter: AdapterConfig | None = None, **model: Any) -> str:
     shape = ModelConfig.model_validate({"num_heads": 8, "num_kv_heads": 4, **model})
     config = ParallelConfig(context=4)
     with pytest.raises(ParallelError) as caught:
@@ -112,7 +113,11 @@ def rows_refusal(seq_len: int = 64, objective: ObjectiveConfig = NextToken(), ad
 def test_rows_that_cannot_be_shared_exactly_are_refused_in_one_line() -> None:
     ParallelConfig(context=4).check_rows(ModelConfig(num_heads=8, num_kv_heads=4), 64, NextToken(), None)
     ParallelConfig().check_rows(ModelConfig(num_heads=8, num_kv_heads=2, dropout=0.1), 63, DPO(), None)
-    assert "must divide num_kv_heads=2, since a rank attends with whole KV heads. Use 2; if" in rows_refusal(num_kv_heads=2)
+    ParallelConfig(context=4).check_rows(ModelConfig(num_heads=8, num_kv_heads=2), 64, NextToken(), None)
+    beyond = "parallel.context is 4, which is beyond the 2 KV heads of a rank and needs a ring"
+    assert f"{beyond}; head gates have none. Use 2." in rows_refusal(num_kv_heads=2, head_gates={"window": 4})
+    assert f"{beyond}; sliding windows have none. Use 2." in rows_refusal(num_kv_heads=2, sliding_window=8)
+    assert "data.seq_len=60 must be a multiple of 8. Use 56" in rows_refusal(seq_len=60, num_kv_heads=2)
     assert "must divide data.seq_len=62. Use seq_len 60" in rows_refusal(seq_len=62)
     assert rows_refusal(objective=DPO()) == "objective dpo needs whole rows: parallel.context is 4 and must be 1."
     assert "model.dropout is 0.1" in rows_refusal(dropout=0.1)

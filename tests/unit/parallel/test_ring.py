@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
+from support.batches import make_batch
 
 from headway.kernels.attention import mask_of, reference, visible
 from headway.kernels.partial_attention import Sequences, attend_part, attend_part_backward, merge_part
 from headway.parallel.ring import chunks_of, plan_parts, ring_order
-from support.batches import make_batch
 
 CPU = torch.device("cpu")
 LENGTH = 24
