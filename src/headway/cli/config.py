@@ -55,6 +55,39 @@ def schema() -> None:
     print_json({"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema(by_alias=True)})
 
 
+def import_verb(
+    source: Path = typer.Argument(..., metavar="FILE", help="A configuration of another system: YAML, JSON, Python or a shell script."),
+    system: str = typer.Option(..., "--from", help="axolotl, flare, internlm, llamafactory, prulong or purrsight."),
+    out: Path | None = typer.Option(None, help="Write the recipe to this file; default: print it."),
+    json: bool = JSON,
+) -> None:
+    """Turn a configuration of another system into a recipe, and list the keys without a counterpart. The file is never executed."""
+    from headway.errors import ConfigError
+    from headway.runtime.storage import write_atomic
+    from headway.workflows.import_config import import_config
+    from headway.workflows.import_config.rules import shown
+
+    if out is not None and out.exists():
+        raise ConfigError(f"--out {out} exists already. Give another name, or remove it first.")
+    imported = import_config(source, system)
+    if out is not None:
+        write_atomic(out, imported.as_yaml())
+    if json:
+        print_json({"recipe": imported.recipe, "keys": [one.as_json() for one in imported.report], "out": out and str(out)})
+    elif out is None:
+        typer.echo(imported.as_yaml(), nl=False)
+    else:
+        listed = [one for one in imported.report if one.outcome != "empty"]
+        print_table(
+            (imported.system, "value", "", "headway", "note"),
+            [(one.key, shown(one.value, 40), one.outcome, one.headway, one.note) for one in listed],
+        )
+        lost = len(imported.not_carried_over)
+        typer.echo(
+            f"\nrecipe: {out} ({lost} {'key is' if lost == 1 else 'keys are'} not carried over). Check it: headway config show {out}"
+        )
+
+
 def list_kinds(json: bool = JSON) -> None:
     """Show families, presets, objectives and every other kind a recipe can name."""
     from headway.train.settings_page import catalogue
@@ -66,4 +99,11 @@ def list_kinds(json: bool = JSON) -> None:
         print_table(["what", "names"], [(what, ", ".join(names)) for what, names in found.items()])
 
 
-VERBS = {"config diff": diff, "config reference": reference, "config schema": schema, "config show": show, "list": list_kinds}
+VERBS = {
+    "config diff": diff,
+    "config import": import_verb,
+    "config reference": reference,
+    "config schema": schema,
+    "config show": show,
+    "list": list_kinds,
+}

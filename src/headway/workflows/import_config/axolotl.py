@@ -1,0 +1,340 @@
+"""axolotl's YAML (keys of version 0.18, and older names that its files still have)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headway.errors import ConfigError
+from headway.workflows.import_config import hugging_face
+from headway.workflows.import_config.rules import (
+    ImportDraft,
+    Rule,
+    automatic,
+    integer,
+    missing,
+    number,
+    one_of,
+    sets,
+    shown,
+    text,
+    tracks,
+    words,
+    yes,
+)
+
+SYSTEM = "axolotl"
+TEMPLATES = {
+    "chatml": "chatml",
+    "llama3": "llama3",
+    "alpaca": "alpaca",
+    "qwen_25": "qwen",
+    "qwen2": "qwen",
+    "tokenizer_default": "tokenizer",
+}
+RENAMED = {"field_instruction": "prompt", "field_input": "context", "field_output": "response", "field_system": "system",
+           "field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected", "field_tools": "tools",
+           "message_field_role": "role", "message_field_content": "content"}  # fmt: skip
+OF_A_DATASET = {"path", "type", "ds_type", "data_files", "field", "field_messages", "chat_template", "chat_template_jinja", "split", "name",
+                "message_property_mappings", "roles_to_train", "train_on_eos", "revision", "conversation", *RENAMED}  # fmt: skip
+OBJECTIVES = {"dpo": "sigmoid", "ipo": "ipo"}
+
+
+def datasets(draft: ImportDraft, key: str, value: Any) -> None:
+    """Each entry becomes one source of the mixture."""
+    entries = value if isinstance(value, list) else [value]
+    sources = [_source(draft, f"{key}.{index}", one if isinstance(one, dict) else {"path": one}) for index, one in enumerate(entries)]
+    if key == "test_datasets":
+        draft.write(key, value, "data.valid.sets", {"test": sources})
+    else:
+        draft.write(key, value, "data.train", sources)
+
+
+def _source(draft: ImportDraft, at: str, entry: dict[str, Any]) -> dict[str, Any]:
+    if not entry.get("path"):
+        raise ConfigError(f"{at}.path is missing; each dataset of the file needs one.")
+    files = entry.get("data_files")
+    path = entry["path"]
+    if files and (path in ("json", "csv", "parquet", "text") or entry.get("ds_type")):
+        path = files[0] if isinstance(files, list) else files
+        for other in files[1:] if isinstance(files, list) else ():
+            draft.tell(f"{at}.data_files", other, "missing", "another entry of data.train", "one path per source")
+    source: dict[str, Any] = {"path": text(f"{at}.path", path)}
+    kind = _kind(draft, entry)
+    if kind != "text":
+        source["kind"] = kind
+        source["chat_template"] = _template(draft, at, entry)
+        if keys := _keys(draft, at, entry):
+            source["keys"] = keys
+    elif entry.get("field") not in (None, "text"):
+        source["text_key"] = entry["field"]
+    _tell_the_rest(draft, at, entry, kind)
+    return source
+
+
+def _kind(draft: ImportDraft, entry: dict[str, Any]) -> str:
+    if draft.value("rl"):
+        return "preference"
+    name = entry.get("type")
+    return "text" if name in ("completion", "pretrain") or (name is None and draft.value("pretraining_dataset")) else "chat"
+
+
+def _template(draft: ImportDraft, at: str, entry: dict[str, Any]) -> str:
+    named = entry.get("chat_template") or entry.get("conversation") or draft.value("chat_template")
+    if isinstance(entry.get("type"), str) and entry["type"].startswith("alpaca"):
+        return "alpaca"
+    if named in TEMPLATES:
+        return TEMPLATES[named]
+    if named is not None:
+        draft.tell(f"{at}.chat_template", named, "missing", "a .jinja file as chat_template", "headway uses the tokenizer's own template")
+    return "tokenizer"
+
+
+def _keys(draft: ImportDraft, at: str, entry: dict[str, Any]) -> dict[str, str]:
+    keys = {ours: entry[theirs] for theirs, ours in RENAMED.items() if entry.get(theirs)}
+    if entry.get("field_messages") and entry["field_messages"] not in ("messages", "conversations"):
+        keys["messages"] = entry["field_messages"]
+    mapping = entry.get("message_property_mappings") or {}
+    keys.update({name: mapping[name] for name in ("role", "content") if mapping.get(name) and mapping[name] != name})
+    for name in set(mapping) - {"role", "content"}:
+        draft.tell(f"{at}.message_property_mappings.{name}", mapping[name], "missing", "keys: {...}", "not a key of a turn that is read")
+    return {name: key for name, key in keys.items() if name != key}
+
+
+def _tell_the_rest(draft: ImportDraft, at: str, entry: dict[str, Any], kind: str) -> None:
+    for name, value in entry.items():
+        here = f"{at}.{name}"
+        if value is None:
+            continue
+        if name not in OF_A_DATASET:
+            near = "limit: DOCUMENTS at the source" if name in ("shards", "shards_idx") else ""
+            draft.tell(here, value, "missing", near, "not an option of a source of data.train")
+        elif name == "roles_to_train" and value not in (["assistant"], ["gpt"], ["assistant", "gpt"]):
+            draft.tell(here, value, "missing", "", "the loss is on the assistant's turns only")
+        elif name == "split" and value != "train":
+            draft.tell(here, value, "missing", "headway download ORG/NAME --dataset --include 'PATTERN'", "the files at path are all read")
+        elif name in ("name", "revision"):
+            draft.tell(here, value, "missing", "headway download ORG/NAME --dataset", "download this part, then give its folder as path")
+        elif name == "train_on_eos" and value not in ("turn", "last"):
+            draft.tell(here, value, "missing", "", "the token that ends an answer is always trained")
+    if kind == "chat" and isinstance(entry.get("type"), dict):
+        draft.tell(f"{at}.type", entry["type"], "missing", "keys and a .jinja file as chat_template", "a prompt format of your own")
+
+
+def adapter(draft: ImportDraft, key: str, value: Any) -> None:
+    """lora, or qlora without its 4-bit weights."""
+    if value in ("lora", "qlora"):
+        draft.set("adapter.kind", "dora" if draft.value("peft_use_dora") else "lora")
+        draft.tell(key, value, "set", f"adapter: {{kind: {draft.get('adapter.kind')}}}")
+        if value == "qlora":
+            draft.tell(key, value, "missing", "precision: bf16, memory.recompute: true", "frozen weights are kept in 16 bits, not in 4")
+    else:
+        draft.tell(key, value, "missing", "adapter.kind: lora or dora", "there is no adapter of this kind")
+
+
+def validation(draft: ImportDraft, key: str, value: Any) -> None:
+    """A share of the documents; axolotl also takes a number of them."""
+    share = number(key, value)
+    if share == 0:
+        draft.tell(key, value, "automatic", note="no validation")
+    elif share < 1:
+        draft.write(key, value, "data.valid.fraction", float(share))
+    else:
+        draft.tell(key, value, "missing", "data.valid.fraction: 0.05", "a number of documents; give their share")
+
+
+def objective(draft: ImportDraft, key: str, value: Any) -> None:
+    """Preference training. A recipe with another objective than the file's would train something else: refused."""
+    if value not in OBJECTIVES:
+        raise ConfigError(f"rl is {shown(value)}, which headway cannot train; it has {', '.join(OBJECTIVES)} (objective.kind: dpo).")
+    draft.set("objective.kind", "dpo")
+    draft.write(key, value, "objective.loss_type", OBJECTIVES[value])
+
+
+def packing(draft: ImportDraft, key: str, value: Any) -> None:
+    """Documents of a packed row do not see each other, as in axolotl."""
+    draft.write(key, value, "data.packing", "best_fit" if yes(key, value) else "pad")
+
+
+def trained_in_addition(draft: ImportDraft, key: str, value: Any) -> None:
+    """Whole modules that train beside the adapter."""
+    names = words(key, value)
+    patterns = ["embeddings" if set(names) & {"embed_tokens", "lm_head"} else None, *(f"*.{n}.*" for n in names)]
+    kept = [one for one in patterns if one and not one.startswith(("*.embed_tokens", "*.lm_head"))]
+    draft.write(key, value, "train", kept)
+
+
+def minimum(draft: ImportDraft, key: str, value: Any) -> None:
+    """The lowest rate as a share of the peak."""
+    draft.write(key, value, "optim.schedule.floor", float(number(key, value)))
+
+
+def sharded(draft: ImportDraft, key: str, value: Any) -> None:
+    """FSDP as a list of words, or true."""
+    draft.set("parallel.strategy", "fsdp")
+    if "offload" in str(value):
+        draft.add("memory.offload", "optimizer")
+    draft.tell(key, value, "set", "parallel.strategy: fsdp")
+
+
+def target_all(draft: ImportDraft, key: str, value: Any) -> None:
+    """Every linear of the layers."""
+    if yes(key, value):
+        draft.write(key, value, "adapter.targets", ["all"])
+    else:
+        draft.tell(key, value, "automatic", note="lora_target_modules counts")
+
+
+def embedding_rate(draft: ImportDraft, key: str, value: Any) -> None:
+    """A parameter group of its own."""
+    draft.add("optim.groups", {"match": ["embeddings"], "lr": number(key, value)})
+    draft.tell(key, value, "set", "optim.groups: [{match: [embeddings], lr: ...}]")
+
+
+def special(draft: ImportDraft, key: str, value: Any) -> None:
+    """A pad token alone changes nothing here; other tokens would."""
+    others = {name: one for name, one in value.items() if name != "pad_token"} if isinstance(value, dict) else value
+    if others:
+        draft.tell(key, others, "missing", "a tokenizer folder with these tokens as `tokenizer`", "the tokenizer's own tokens are used")
+    else:
+        draft.tell(key, value, "automatic", note="rows need no pad token")
+
+
+def plugins(draft: ImportDraft, key: str, value: Any) -> None:
+    """Fused kernels are built in; other plug-ins are code of axolotl."""
+    for name in words(key, value):
+        if "Liger" in name or "CutCrossEntropy" in name:
+            draft.tell(key, name, "automatic", note="the loss never makes all logits; kernels are fused")
+        else:
+            draft.tell(key, name, "missing", "docs/extend.md", "a plug-in of axolotl")
+
+
+COMMON = ("output_dir", "seed", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
+    "warmup_ratio",
+          "warmup_steps", "max_steps", "gradient_accumulation_steps", "bf16", "fp16", "fp8", "tf32", "gradient_checkpointing",
+          "gradient_checkpointing_kwargs", "torch_compile", "torch_compile_backend", "torch_compile_mode", "deepspeed", "ddp_timeout",
+          "logging_steps", "eval_steps", "eval_strategy", "save_steps", "save_strategy", "save_total_limit", "save_only_model",
+          "save_safetensors", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience",
+          "resume_from_checkpoint", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "group_by_length",
+          "neftune_noise_alpha", "hub_*", "context_parallel_size", "tensor_parallel_size", "auto_find_batch_size",
+          "dataloader_drop_last", "remove_unused_columns", "accelerator_config", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
+          "ddp_find_unused_parameters", "torch_empty_cache_steps", "local_rank")  # fmt: skip
+QUANTIZED = missing("weights are kept in 16 bits or more", "adapter over bf16 weights; optim.state_dtype: 8bit")
+KERNEL = automatic("headway chooses its kernels by device and mask (kernels.attention: auto)")
+
+RULES: dict[str, Rule] = {
+    **{key: hugging_face.RULES[key] for key in COMMON},
+    **{key: rule for key, rule in hugging_face.LORA.items() if key not in ("lora_rank", "use_rslora")},
+    "base_model": sets("init.from", text),
+    "tokenizer_config": sets("tokenizer", text),
+    "trust_remote_code": missing("headway never runs a model's own code", "the families of `headway list`"),
+    "revision_of_model": missing("a revision is chosen at the download", "headway download ORG/NAME --revision REVISION"),
+    "adapter": adapter,
+    "lora_target_linear": target_all,
+    "lora_modules_to_save": trained_in_addition,
+    "lora_model_dir": sets("init.adapter", text),
+    "peft_use_rslora": sets("adapter.rslora", yes),
+    "peft_use_dora": automatic("adapter.kind: dora"),
+    "datasets": datasets,
+    "pretraining_dataset": datasets,
+    "test_datasets": datasets,
+    "val_set_size": validation,
+    "dataset_prepared_path": sets("data.cache_dir", text, "token stores are cached there"),
+    "chat_template": automatic("set at each source of data.train"),
+    "sequence_len": sets("data.seq_len", integer),
+    "sample_packing": packing,
+    "micro_batch_size": sets("batch.rows_per_rank", integer),
+    "num_epochs": hugging_face.num_epochs,
+    "optimizer": hugging_face.optimizer,
+    "lr_scheduler": hugging_face.schedule,
+    "cosine_min_lr_ratio": minimum,
+    "embedding_lr": embedding_rate,
+    "bfloat16": hugging_face.precision("bf16"),
+    "float16": hugging_face.precision("fp16"),
+    "float32": hugging_face.precision("fp32"),
+    "selective_checkpointing": one_of("memory.recompute", {True: "selective"}, "chosen layers", "memory.recompute: selective"),
+    "activation_offloading": one_of("memory.offload", {True: ["activations"], False: []}, "another form", "memory.offload: [activations]"),
+    "fsdp": sharded,
+    "fsdp_config.reshard_after_forward": sets("parallel.fsdp.reshard_after_forward", yes),
+    "fsdp_config.activation_checkpointing": hugging_face.recompute,
+    "fsdp_config.offload_params": missing("parameters stay on the GPU", "memory.offload: [optimizer]"),
+    "fsdp_config.*": automatic("blocks are wrapped, loaded and saved without options"),
+    "fsdp_version": automatic("FSDP2"),
+    "fsdp_final_state_dict_type": automatic("final/ is always a whole Hugging Face folder"),
+    "dp_shard_size": sets("parallel.fsdp.size", integer),
+    "dp_replicate_size": automatic("the number of ranks divided by parallel.fsdp.size"),
+    "sequence_parallel_degree": hugging_face.RULES["context_parallel_size"],
+    "rl": objective,
+    "rl_beta": sets("objective.beta", number),
+    "dpo_label_smoothing": sets("objective.label_smoothing", number),
+    "precompute_ref_log_probs": one_of("objective.reference_logps", {True: "cached", False: "live"}, "true or false"),
+    "train_on_inputs": missing("chat data is trained on the answers only", "kind: text with a template of keys"),
+    "excess_length_strategy": automatic("longer documents are cut into rows; conversations are cut at the row's end and reported"),
+    "early_stopping_threshold": hugging_face.RULES["early_stopping_threshold"],
+    "evals_per_epoch": missing("validation counts steps", "eval.every: STEPS"),
+    "saves_per_epoch": missing("checkpoints count steps", "checkpoint.every: STEPS"),
+    "auto_resume_from_checkpoints": automatic("a run always resumes from its newest good checkpoint"),
+    "loss_watchdog_*": missing("the watchdog works with deviations of the loss", "heal: {on_spike: rollback, sigma: 6.0}"),
+    "use_tensorboard": tracks("tensorboard"),
+    "use_wandb": tracks("wandb"),
+    "wandb_project": tracks("wandb", "project"),
+    "wandb_entity": tracks("wandb", "entity"),
+    "wandb_name": automatic("the run's name"),
+    "wandb_mode": tracks("wandb", "mode"),
+    "use_mlflow": tracks("mlflow"),
+    "mlflow_experiment_name": tracks("mlflow", "experiment"),
+    "mlflow_tracking_uri": missing("the address comes from the environment", "MLFLOW_TRACKING_URI, track: [{kind: mlflow}]"),
+    "use_trackio": tracks("trackio"),
+    "trackio_project_name": tracks("trackio", "project"),
+    "plugins": plugins,
+    "special_tokens": special,
+    "tokens": missing("the tokenizer's own tokens are used", "a tokenizer folder with these tokens as `tokenizer`", off=((), [])),
+    "unfrozen_parameters": missing("patterns here are shell patterns, not regular expressions", "train: [layers.20-31, embeddings]"),
+    "lr_groups": missing("groups are written by pattern", "optim.groups: [{match: [...], lr: ...}]"),
+    **dict.fromkeys(
+        ("model_type", "tokenizer_type", "processor_type", "tokenizer_use_fast", "tokenizer_legacy", "is_falcon_derived_model",
+         "is_llama_derived_model", "is_mistral_derived_model", "is_qwen_derived_model", "base_model_config", "strict", "device_map",
+         "low_cpu_mem_usage", "lora_fan_in_fan_out", "lora_on_cpu"),
+        automatic("read from the model's and the tokenizer's files"),
+    ),
+    **dict.fromkeys(
+        ("flash_attention", "sdp_attention", "xformers_attention", "flex_attention", "sage_attention", "eager_attention", "s2_attention",
+         "attn_implementation", "flash_attn_*", "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "liger_*", "cut_cross_entropy",
+         "chunked_cross_entropy", "unsloth_*", "tiled_mlp", "ring_attn_func", "heads_k_stride"),
+        KERNEL,
+    ),
+    **dict.fromkeys(
+        ("pad_to_sequence_len", "eval_sample_packing", "sample_packing_*", "multipack_real_batches", "batch_flattening",
+            "dataset_processes",
+         "dataset_num_proc", "dataset_keep_in_memory", "shuffle_merged_datasets", "shuffle_before_merging_datasets", "eval_batch_size",
+         "skip_prepare_dataset", "streaming", "streaming_multipack_buffer_size", "pretrain_multipack_*", "gc_steps", "gc_collect_steps",
+         "include_tkps", "wandb_watch", "wandb_log_model", "wandb_run_id", "use_ray", "ray_*", "save_first_step", "dataset_shard_*"),
+        automatic("headway's data pipeline and run folder do this without a setting"),
+    ),
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit", "gptq", "bnb_config_kwargs", "qat", "quantization", "peft"), QUANTIZED),
+    **dict.fromkeys(("loraplus_lr_ratio", "loraplus_lr_embedding"), missing("one rate for A and B",
+        "optim.groups: [{match: [*.lora_B*]}]")),
+}  # fmt: skip
+
+DEFAULTS: dict[str, Any] = {
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "num_epochs": 1,
+    "sequence_len": 512,
+    "sample_packing": False,
+    "weight_decay": 0.0,
+    "adam_beta2": 0.999,
+    "lr_scheduler": "cosine",
+    "warmup_ratio": 0.03,
+}
+
+
+def defaults(draft: ImportDraft) -> dict[str, Any]:
+    """The defaults that count for this file."""
+    return DEFAULTS
+
+
+def finish(draft: ImportDraft) -> None:
+    """Settings that follow from several keys."""
+    if draft.get("eval.stop") is not None and draft.get("data.valid") is None:
+        draft.recipe["eval"].pop("stop")
+        draft.tell("early_stopping_patience", draft.value("early_stopping_patience"), "missing", "eval.stop", "there is no validation data")

@@ -1,0 +1,346 @@
+"""Keys of transformers' TrainingArguments, which Flare, PruLong, LLaMA-Factory and others take over. One table, used by several systems.
+
+DEFAULTS are the trainer's own, for keys that a file leaves out and for which headway's default differs (transformers 4.57).
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+
+from headway.config.kinds import kind_names
+from headway.workflows.import_config.rules import (
+    ImportDraft,
+    Rule,
+    automatic,
+    if_setting,
+    integer,
+    missing,
+    number,
+    one_of,
+    sets,
+    shown,
+    text,
+    tracker,
+    words,
+    yes,
+)
+
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
+PLAIN_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adamw_apex_fused", "adamw_anyprecision")
+OTHER_OPTIMIZERS = {"muon": "muon", "lion": "lion", "lion_32bit": "lion", "adafactor": "adafactor"}
+SCHEDULE_FREE = ("schedule_free_adamw", "adamw_schedule_free", "schedulefree_adamw", "schedule_free")
+
+
+def output_folder(draft: ImportDraft, key: str, value: Any) -> None:
+    """`outputs/lora-out` is run.dir outputs and run.name lora-out."""
+    path = PurePosixPath(text(key, value))
+    if path.name and str(path.parent) != ".":
+        draft.set("run.dir", str(path.parent))
+    draft.set("run.name", path.name or "run")
+    draft.tell(key, value, "set", f"run.dir: {draft.get('run.dir') or 'runs'}, run.name: {draft.get('run.name')}")
+
+
+def schedule(draft: ImportDraft, key: str, value: Any) -> None:
+    """The shape of the learning rate; transformers' schedules end at 0."""
+    if value == "constant":
+        draft.set("optim.schedule.warmup", 0)
+        draft.write(key, value, "optim.schedule.kind", "constant", "without warm-up")
+    elif value in SCHEDULES:
+        draft.default("optim.schedule.floor", 0.0)
+        draft.write(key, value, "optim.schedule.kind", SCHEDULES[value], "falls to 0 (optim.schedule.floor)")
+    else:
+        known = "optim.schedule.kind: cosine, linear, constant or wsd"
+        draft.tell(key, value, "missing", known, "there is no schedule of this shape; the recipe has cosine")
+
+
+def warmup_share(draft: ImportDraft, key: str, value: Any) -> None:
+    """Warm-up as a share of all steps; a number of steps wins over it."""
+    if draft.value("warmup_steps"):
+        draft.tell(key, value, "automatic", note="warmup_steps is given and wins")
+    elif draft.value("lr_scheduler_type", "lr_scheduler") == "constant":
+        draft.tell(key, value, "automatic", note="this schedule has no warm-up")
+    else:
+        draft.write(key, value, "optim.schedule.warmup", float(number(key, value)) or 0)
+
+
+def warmup_steps(draft: ImportDraft, key: str, value: Any) -> None:
+    """Warm-up in steps; newer versions of transformers take a share here as well."""
+    found = number(key, value)
+    if found:
+        draft.write(key, value, "optim.schedule.warmup", found if 0 < found < 1 else int(found))
+    else:
+        draft.tell(key, value, "automatic", note="0: warmup_ratio counts")
+
+
+def beta(index: int) -> Rule:
+    """One of Adam's two decay rates."""
+
+    def rule(draft: ImportDraft, key: str, value: Any) -> None:
+        both = list(draft.get("optim.betas") or (0.9, 0.999))
+        both[index] = float(number(key, value))
+        draft.write(key, value, "optim.betas", both)
+
+    return rule
+
+
+def optimizer(draft: ImportDraft, key: str, value: Any) -> None:
+    """The optimizer and how it stores its state."""
+    name = text(key, value).lower()
+    kinds = kind_names("headway.optim")
+    free = next((kind for kind in kinds if "free" in kind), None)
+    if name in PLAIN_ADAMW:
+        draft.write(key, value, "optim.kind", "adamw")
+    elif name.removeprefix("paged_") in ("adamw_8bit", "adamw_bnb_8bit"):
+        draft.set("optim.kind", "adamw")
+        draft.write(key, value, "optim.state_dtype", "8bit", "paging: memory.offload: [optimizer]" if name.startswith("paged_") else "")
+    elif name == "paged_adamw_32bit":
+        draft.set("optim.kind", "adamw")
+        draft.add("memory.offload", "optimizer")
+        draft.tell(key, value, "set", "optim.kind: adamw, memory.offload: [optimizer]")
+    elif OTHER_OPTIMIZERS.get(name) in kinds:
+        draft.write(key, value, "optim.kind", OTHER_OPTIMIZERS[name], "check optim.lr: rates of other optimizers are not comparable")
+    elif name in SCHEDULE_FREE and free is not None:
+        draft.write(key, value, "optim.kind", free)
+    else:
+        draft.tell(key, value, "missing", f"optim.kind: {', '.join(kinds)}", "there is no such optimizer; the recipe has adamw")
+
+
+def num_steps(draft: ImportDraft, key: str, value: Any) -> None:
+    """Steps win over epochs; -1 means that epochs count."""
+    steps = integer(key, value)
+    if steps > 0:
+        draft.recipe.pop("epochs", None)
+        draft.write(key, value, "steps", steps)
+    else:
+        draft.tell(key, value, "automatic", note="epochs count")
+
+
+def num_epochs(draft: ImportDraft, key: str, value: Any) -> None:
+    """Passes over the data, unless the file gives steps."""
+    if number("max_steps", draft.value("max_steps", default=-1)) > 0:
+        draft.tell(key, value, "automatic", note="max_steps is given and wins")
+    else:
+        found = number(key, value)
+        draft.write(key, value, "epochs", int(found) if float(found).is_integer() else found)
+
+
+def interval(path: str) -> Rule:
+    """Steps between two events; below 1 it is a share of the run in their trainer."""
+
+    def rule(draft: ImportDraft, key: str, value: Any) -> None:
+        found = number(key, value)
+        if 0 < found < 1:
+            draft.tell(key, value, "missing", f"{path}: STEPS", "a share of the run; write the number of steps")
+        elif found < 1:
+            draft.write(key, value, path, None)
+        else:
+            draft.write(key, value, path, int(found))
+
+    return rule
+
+
+def by_steps(path: str) -> Rule:
+    """`steps` is how headway counts; `no` switches off; `epoch` has no form."""
+
+    def rule(draft: ImportDraft, key: str, value: Any) -> None:
+        if value == "no":
+            draft.write(key, value, path, None, "only at the end")
+        elif value == "steps":
+            draft.tell(key, value, "automatic", note=f"{path} counts steps")
+        else:
+            draft.tell(key, value, "missing", f"{path}: STEPS", f"{path} counts steps, not epochs")
+
+    return rule
+
+
+def precision(name: str) -> Rule:
+    """bf16, fp16 and the like are switches; the one that is on is the precision."""
+
+    def rule(draft: ImportDraft, key: str, value: Any) -> None:
+        if value == "auto":
+            draft.write(key, value, "precision", "auto", "bf16 on CUDA, else fp32")
+        elif value == "full" or yes(key, value):
+            draft.write(key, value, "precision", name)
+        else:
+            draft.tell(key, value, "automatic", note="not used")
+
+    return rule
+
+
+def recompute(draft: ImportDraft, key: str, value: Any) -> None:
+    """Activation checkpointing; `offload` moves the rest to host memory."""
+    if value in ("offload", "offload_disk"):
+        draft.set("memory.recompute", True)
+        draft.add("memory.offload", "activations")
+        draft.tell(key, value, "set", "memory.recompute: true, memory.offload: [activations]")
+    elif yes(key, value):
+        draft.write(key, value, "memory.recompute", True)
+    else:
+        draft.write(key, value, "memory.recompute", "none")
+
+
+def deepspeed(draft: ImportDraft, key: str, value: Any) -> None:
+    """The name of a DeepSpeed file says its stage; `offload` in the name moves optimizer state to the host."""
+    name = str(value).lower()
+    found = next((one for one in ("z0", "zero1", "z1", "zero2", "z2", "zero3", "z3") if one in name), None)
+    if found is None:
+        draft.tell(key, value, "missing", "parallel.strategy: zero1 or fsdp", "the stage is not in the file's name")
+        return
+    if found[-1] == "0":
+        draft.set("parallel.zero1.size", 1)
+        form = "parallel.zero1.size: 1"
+    elif found[-1] == "1":
+        draft.set("parallel.strategy", "zero1")
+        form = "parallel.strategy: zero1"
+    else:
+        draft.set("parallel.strategy", "fsdp")
+        form = "parallel.strategy: fsdp"
+        if found[-1] == "2":
+            draft.set("parallel.fsdp.reshard_after_forward", False)
+            form += ", parallel.fsdp.reshard_after_forward: false"
+    if "offload" in name:
+        draft.add("memory.offload", "optimizer")
+        form += ", memory.offload: [optimizer]"
+    draft.tell(key, value, "set", form, "from the file's name; the file itself is not read")
+
+
+def report_to(draft: ImportDraft, key: str, value: Any) -> None:
+    """Trackers by name."""
+    for name in words(key, value):
+        if name in ("none", ""):
+            draft.tell(key, value, "automatic", note="metrics.jsonl is always written")
+        else:
+            tracker(draft, key, name, name)
+
+
+def compiled(draft: ImportDraft, key: str, value: Any) -> None:
+    """torch.compile."""
+    draft.write(key, value, "kernels.compile", "auto" if value == "auto" else yes(key, value))
+
+
+def timeout(draft: ImportDraft, key: str, value: Any) -> None:
+    """Seconds that ranks wait; very long ones only stood in for slow data preparation."""
+    found = float(number(key, value))
+    if found > 86400:
+        draft.tell(key, value, "automatic", note="data is tokenized before ranks connect, so the default of 30 minutes is enough")
+    else:
+        draft.write(key, value, "parallel.timeout_seconds", found)
+
+
+RULES: dict[str, Rule] = {
+    "output_dir": output_folder,
+    "run_name": sets("run.name", text),
+    "seed": sets("seed", integer),
+    "learning_rate": sets("optim.lr", number),
+    "weight_decay": sets("optim.weight_decay", number),
+    "adam_beta1": beta(0),
+    "adam_beta2": beta(1),
+    "adam_epsilon": sets("optim.eps", number),
+    "max_grad_norm": sets("optim.clip", number),
+    "optim": optimizer,
+    "lr_scheduler_type": schedule,
+    "warmup_ratio": warmup_share,
+    "warmup_steps": warmup_steps,
+    "label_smoothing_factor": sets("objective.label_smoothing", number),
+    "num_train_epochs": num_epochs,
+    "max_steps": num_steps,
+    "per_device_train_batch_size": sets("batch.rows_per_rank", integer),
+    "gradient_accumulation_steps": sets("batch.accumulate", integer),
+    "per_device_eval_batch_size": automatic("validation uses the microbatch of training"),
+    "auto_find_batch_size": missing("microbatches are sized by another key", "batch.micro_rows: auto"),
+    "bf16": precision("bf16"),
+    "fp16": precision("fp16"),
+    "fp8": precision("fp8"),
+    "tf32": sets("kernels.tf32", yes),
+    "gradient_checkpointing": recompute,
+    "gradient_checkpointing_kwargs": automatic("the recomputation needs no options"),
+    "torch_compile": compiled,
+    "torch_compile_backend": automatic("blocks are compiled with torch's default backend"),
+    "torch_compile_mode": automatic("blocks are compiled with torch's default mode"),
+    "deepspeed": deepspeed,
+    "ddp_timeout": timeout,
+    "ddp_backend": automatic("nccl on GPUs, gloo on CPUs"),
+    "ddp_find_unused_parameters": automatic("parameters without a gradient are found before the run"),
+    "logging_steps": interval("log.every"),
+    "logging_strategy": by_steps("log.every"),
+    "logging_first_step": automatic("metrics.jsonl has every step"),
+    "logging_dir": automatic("the run folder has a tensorboard/ folder"),
+    "report_to": report_to,
+    "eval_steps": interval("eval.every"),
+    "eval_strategy": by_steps("eval.every"),
+    "evaluation_strategy": by_steps("eval.every"),
+    "eval_on_start": sets("eval.at_start", yes),
+    "save_steps": interval("checkpoint.every"),
+    "save_strategy": by_steps("checkpoint.every"),
+    "save_total_limit": sets("checkpoint.keep_last", integer),
+    "save_only_model": automatic("checkpoints hold everything a resumed run needs; final/ has the model alone"),
+    "save_safetensors": automatic("all files are safetensors"),
+    "load_best_model_at_end": automatic("best-1 links to the best checkpoint; with eval.stop, final/ is the best one"),
+    "metric_for_best_model": one_of(
+        "checkpoint.metric", {"eval_loss": "loss", "loss": "loss"}, "another metric", "checkpoint.metric: SET/METRIC"
+    ),
+    "greater_is_better": automatic("checkpoint.goal follows the metric"),
+    "early_stopping_patience": sets("eval.stop.patience", integer),
+    "early_stopping_threshold": sets("eval.stop.min_delta", number),
+    "resume_from_checkpoint": missing("a run resumes by itself", "headway train RECIPE --resume CHECKPOINT", off=(False, True, "auto")),
+    "overwrite_output_dir": automatic("the same command resumes; --resume never starts over"),
+    "dataloader_num_workers": sets("data.workers", integer),
+    "dataloader_pin_memory": sets("data.pin_memory", yes),
+    "dataloader_prefetch_factor": sets("data.prefetch", integer, "in steps, not in batches of a worker"),
+    "dataloader_persistent_workers": automatic("readers live as long as the run"),
+    "dataloader_drop_last": automatic("every step has the same number of rows"),
+    "group_by_length": missing("rows are packed instead", "data.packing: best_fit, data.balance: true"),
+    "neftune_noise_alpha": missing("there is no noise on embeddings"),
+    "full_determinism": sets("deterministic", yes),
+    "use_cpu": missing("a device is named", "device: cpu"),
+    "push_to_hub": missing("headway uploads nothing", "export with `headway export hf`, then upload the folder yourself"),
+    "hub_*": missing("headway uploads nothing", "export with `headway export hf`, then upload the folder yourself"),
+    "context_parallel_size": if_setting("parallel.context", integer, "no context parallelism"),
+    "tensor_parallel_size": if_setting("parallel.tensor", integer, "there is no tensor parallelism", "parallel.strategy: fsdp"),
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), automatic("the verb says it: headway train, headway eval")),
+    **dict.fromkeys(
+        ("label_names", "length_column_name", "remove_unused_columns", "skip_memory_metrics", "use_legacy_prediction_loop", "log_level",
+         "include_inputs_for_metrics", "torchdynamo", "ray_scope", "jit_mode_eval", "use_ipex", "disable_tqdm", "prediction_loss_only",
+         "include_num_input_tokens_seen", "include_tokens_per_second", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "local_rank",
+         "cuda_empty_cache", "torch_empty_cache_steps", "use_liger_kernel", "accelerator_config", "batch_eval_metrics"),
+        automatic("an option of transformers' trainer without a meaning here"),
+    ),
+}  # fmt: skip
+
+DEFAULTS: dict[str, Any] = {
+    "learning_rate": 5e-5,
+    "weight_decay": 0.0,
+    "adam_beta2": 0.999,
+    "lr_scheduler_type": "linear",
+    "warmup_ratio": 0.0,
+    "num_train_epochs": 3,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+}
+
+LORA: dict[str, Rule] = {
+    "lora_r": sets("adapter.rank", integer),
+    "lora_rank": sets("adapter.rank", integer),
+    "lora_alpha": sets("adapter.alpha", number),
+    "lora_dropout": sets("adapter.dropout", number),
+    "lora_target_modules": sets("adapter.targets", words),
+    "use_rslora": sets("adapter.rslora", yes),
+}
+
+
+def trained_layers(layers: Any) -> list[str]:
+    """`[20, 21, 22]` as patterns of `train`: `layers.20-22`."""
+    numbers = sorted({integer("layers", one) for one in layers})
+    runs: list[list[int]] = []
+    for one in numbers:
+        if runs and one == runs[-1][1] + 1:
+            runs[-1][1] = one
+        else:
+            runs.append([one, one])
+    return [f"layers.{first}" if first == last else f"layers.{first}-{last}" for first, last in runs]
+
+
+def one_value(value: Any) -> str:
+    """A path or name in a report line."""
+    return shown(value, 80)

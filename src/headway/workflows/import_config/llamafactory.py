@@ -1,0 +1,249 @@
+"""LLaMA-Factory's YAML or JSON (keys of version 0.9). Dataset names are looked up in its dataset_info.json, if that lies at dataset_dir."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headway.errors import ConfigError
+from headway.runtime.json_file import read_object
+from headway.workflows.import_config import hugging_face
+from headway.workflows.import_config.rules import (
+    ImportDraft,
+    Rule,
+    automatic,
+    integer,
+    missing,
+    number,
+    one_of,
+    sets,
+    shown,
+    text,
+    tracks,
+    words,
+    yes,
+)
+
+SYSTEM = "LLaMA-Factory"
+KINDS = {"pt": "text", "sft": "chat", "dpo": "preference"}
+TEMPLATES = {"alpaca": "alpaca", "llama3": "llama3", "qwen": "qwen", "chatml": "chatml", "intern": "internlm"}
+COLUMNS = {"prompt": "prompt", "query": "context", "response": "response", "system": "system", "history": "history", "tools": "tools",
+           "messages": "messages", "chosen": "chosen", "rejected": "rejected"}  # fmt: skip
+SHAPES = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+"""The record keys that LLaMA-Factory expects if columns are not given."""
+TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool"}
+LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "kto_pair": "kto_pair"}
+
+
+def stage(draft: ImportDraft, key: str, value: Any) -> None:
+    """Pre-training, SFT or DPO; another stage would become another training: refused."""
+    if value not in KINDS:
+        raise ConfigError(f"stage is {shown(value)}, which headway cannot train; it has {', '.join(KINDS)}.")
+    if value == "dpo":
+        draft.set("objective.kind", "dpo")
+    draft.tell(key, value, "set", f"data.train kind: {KINDS[value]}" + (", objective.kind: dpo" if value == "dpo" else ""))
+
+
+def method(draft: ImportDraft, key: str, value: Any) -> None:
+    """full, lora, or layers that train (freeze)."""
+    if value == "lora":
+        draft.write(key, value, "adapter.kind", "dora" if draft.value("use_dora") else "lora")
+        rank = integer("lora_rank", draft.value("lora_rank", default=8))
+        draft.default("adapter.rank", rank)
+        draft.default("adapter.alpha", float(number("lora_alpha", draft.value("lora_alpha", default=2 * rank))))
+    elif value == "full":
+        draft.tell(key, value, "automatic", note="all parameters train unless the recipe says otherwise")
+    elif value == "freeze":
+        draft.tell(key, value, "missing", "train: [layers.30-31]", "name the layers that train")
+    else:
+        draft.tell(key, value, "missing", "adapter.kind: lora or dora", "there is no adapter of this kind")
+
+
+def targets(draft: ImportDraft, key: str, value: Any) -> None:
+    """`all` or names."""
+    draft.write(key, value, "adapter.targets", words(key, value))
+
+
+def datasets(draft: ImportDraft, key: str, value: Any) -> None:
+    """Names of dataset_info.json, each with a path, a shape and columns."""
+    folder = draft.source.parent / str(draft.value("dataset_dir", default="data"))
+    folder = folder if folder.is_dir() else Path(str(draft.value("dataset_dir", default="data")))
+    info = _dataset_info(folder)
+    sources = [_source(draft, name, folder, info) for name in words(key, value)]
+    shares = draft.value("interleave_probs")
+    if shares is not None and key == "dataset":
+        for source, share in zip(sources, words("interleave_probs", str(shares)), strict=False):
+            source["weight"] = number("interleave_probs", share)
+    if (most := draft.value("max_samples")) is not None and key == "dataset":
+        for source in sources:
+            source["limit"] = integer("max_samples", most)
+    if key == "eval_dataset":
+        draft.write(key, value, "data.valid.sets", {name: [one] for name, one in zip(words(key, value), sources, strict=True)})
+    else:
+        draft.write(key, value, "data.train", sources)
+
+
+def _dataset_info(folder: Path) -> dict[str, Any]:
+    path = folder / "dataset_info.json"
+    return read_object(path, ConfigError) if path.is_file() else {}
+
+
+def _source(draft: ImportDraft, name: str, folder: Path, info: dict[str, Any]) -> dict[str, Any]:
+    entry = info.get(name)
+    kind = KINDS[draft.value("stage", default="sft")]
+    if not isinstance(entry, dict):
+        draft.tell("dataset", name, "missing", "data.train: [{path: FILE}]", f"not found in {folder / 'dataset_info.json'}; set its path")
+        source: dict[str, Any] = {"path": name}
+    elif entry.get("file_name"):
+        source = {"path": str(folder / entry["file_name"])}
+    elif entry.get("hf_hub_url"):
+        source = {"path": entry["hf_hub_url"]}
+    else:
+        draft.tell("dataset", name, "missing", "data.train: [{path: FILE}]", "neither file_name nor hf_hub_url; set its path")
+        source = {"path": name}
+    if kind == "text":
+        column = (entry or {}).get("columns", {}).get("prompt", "text")
+        return source if column == "text" else {**source, "text_key": column}
+    source["kind"] = kind
+    source["chat_template"] = _template(draft)
+    if keys := _keys(entry or {}):
+        source["keys"] = keys
+    return source
+
+
+def _template(draft: ImportDraft) -> str:
+    return TEMPLATES.get(draft.value("template", default=""), "tokenizer")
+
+
+def _keys(entry: dict[str, Any]) -> dict[str, str]:
+    columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
+    keys = {ours: columns[theirs] for theirs, ours in COLUMNS.items() if columns.get(theirs) not in (None, SHAPES.get(theirs), ours)}
+    usual = {"role": "from", "content": "value", "user": "human", "assistant": "gpt", "tool": "observation"}
+    return keys | {ours: tags[theirs] for theirs, ours in TAGS.items() if tags.get(theirs) not in (None, usual[ours], ours)}
+
+
+def template(draft: ImportDraft, key: str, value: Any) -> None:
+    """A built-in template of the same name, or the tokenizer's own."""
+    if value in TEMPLATES:
+        draft.tell(key, value, "set", f"chat_template: {TEMPLATES[value]}")
+    elif value in ("empty", "default"):
+        draft.tell(key, value, "missing", "a .jinja file as chat_template", "headway uses the tokenizer's own template")
+    else:
+        draft.tell(key, value, "set", "chat_template: tokenizer", "the template in the model's tokenizer files")
+
+
+def rope(draft: ImportDraft, key: str, value: Any) -> None:
+    """Scaling of the rotary frequencies; the factor is not in their file."""
+    draft.tell(key, value, "missing", "model.rope_scaling: {kind: yarn, factor: 4.0}", "the factor is not in the file; write it")
+
+
+def preference_loss(draft: ImportDraft, key: str, value: Any) -> None:
+    """DPO's losses; ORPO and SimPO would be another training: refused."""
+    if value not in LOSSES:
+        raise ConfigError(f"pref_loss is {shown(value)}, which headway cannot train; it has {', '.join(LOSSES)} (objective.loss_type).")
+    draft.write(key, value, "objective.loss_type", LOSSES[value])
+
+
+def validation(draft: ImportDraft, key: str, value: Any) -> None:
+    """A share of the documents, or a number of them."""
+    share = number(key, value)
+    if not share:
+        draft.tell(key, value, "automatic", note="no validation")
+    elif share < 1:
+        draft.write(key, value, "data.valid.fraction", float(share))
+    else:
+        draft.tell(key, value, "missing", "data.valid.fraction: 0.05", "a number of documents; give their share")
+
+
+def packing(draft: ImportDraft, key: str, value: Any) -> None:
+    """neat_packing keeps documents apart, as headway always does; without packing each row has one."""
+    draft.write(key, value, "data.packing", "best_fit" if yes(key, value) else "pad")
+
+
+def full_16_bits(draft: ImportDraft, key: str, value: Any) -> None:
+    """bf16 without fp32 masters."""
+    draft.tell(key, value, "missing" if yes(key, value) else "automatic", "precision: bf16, optim.state_dtype: bf16",
+               "master weights are fp32" if yes(key, value) else "not used")  # fmt: skip
+
+
+def recompute_off(draft: ImportDraft, key: str, value: Any) -> None:
+    """LLaMA-Factory recomputes activations unless told otherwise."""
+    draft.write(key, value, "memory.recompute", "none" if yes(key, value) else True)
+
+
+RULES: dict[str, Rule] = {
+    **hugging_face.RULES,
+    **hugging_face.LORA,
+    "model_name_or_path": sets("init.from", text),
+    "adapter_name_or_path": sets("init.adapter", text),
+    "trust_remote_code": automatic("headway never runs a model's own code; its families are those of `headway list`"),
+    "cache_dir": sets("data.cache_dir", text),
+    "model_revision": missing("a revision is chosen at the download", "headway download ORG/NAME --revision REVISION", off=("main",)),
+    "stage": stage,
+    "finetuning_type": method,
+    "lora_target": targets,
+    "use_dora": automatic("adapter.kind: dora"),
+    "additional_target": missing("patterns of `train` name them", "train: [embeddings]"),
+    "create_new_adapter": automatic("init.adapter is merged if its form differs"),
+    "dataset": datasets,
+    "eval_dataset": datasets,
+    "dataset_dir": automatic("used to find dataset_info.json"),
+    "template": template,
+    "cutoff_len": sets("data.seq_len", integer),
+    "max_samples": automatic("limit at each source"),
+    "interleave_probs": automatic("weight at each source"),
+    "mix_strategy": automatic("sources are mixed by weight, or by size"),
+    "val_size": validation,
+    "packing": packing,
+    "neat_packing": automatic("documents of a row never see each other"),
+    "train_on_prompt": missing("chat data is trained on the answers only", "kind: text with a template of keys"),
+    "mask_history": missing("every answer of a conversation is trained"),
+    "default_system": missing("system prompts come from the records", "keys: {system: KEY}"),
+    "rope_scaling": rope,
+    "flash_attn": automatic("headway chooses its kernels (kernels.attention: auto)"),
+    "pure_bf16": full_16_bits,
+    "disable_gradient_checkpointing": recompute_off,
+    "early_stopping_steps": sets("eval.stop.patience", integer),
+    "pref_beta": sets("objective.beta", number),
+    "pref_loss": preference_loss,
+    "dpo_label_smoothing": sets("objective.label_smoothing", number),
+    "ref_model": sets("objective.reference", text),
+    "use_muon": one_of("optim.kind", {True: "muon", False: "adamw"}, "true or false"),
+    "use_swanlab": tracks("swanlab"),
+    "swanlab_project": tracks("swanlab", "project"),
+    "tokenized_path": sets("data.cache_dir", text, "token stores are cached there"),
+    "quantization_bit": missing("weights are kept in 16 bits or more", "adapter over bf16 weights; optim.state_dtype: 8bit"),
+    "streaming": missing("data is tokenized once into a store on disk", "headway data tokenize"),
+    **dict.fromkeys(
+        ("loraplus_lr_ratio", "pissa_init", "use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_llama_pro", "mixture_of_depths",
+         "shift_attn", "use_dft_loss", "use_asft_loss", "use_eaft_loss", "pref_ftx", "pref_bco_weight", "simpo_gamma",
+         "freeze_trainable_layers",
+         "freeze_trainable_modules", "freeze_extra_modules", "resize_vocab", "add_tokens", "add_special_tokens", "use_mca", "use_kt",
+         "image_max_pixels", "video_max_pixels", "freeze_vision_tower", "freeze_multi_modal_projector", "media_dir",
+         "predict_with_generate"),
+        missing("headway has no such feature"),
+    ),
+    **dict.fromkeys(
+        ("plot_loss", "preprocessing_num_workers", "preprocessing_batch_size", "overwrite_cache", "use_fast_tokenizer",
+            "split_special_tokens",
+         "low_cpu_mem_usage", "enable_liger_kernel", "use_unsloth", "use_unsloth_gc", "upcast_layernorm", "ignore_pad_token_for_loss",
+         "print_param_status", "data_shared_file_system", "buffer_size", "include_effective_tokens_per_second", "disable_shuffling",
+         "double_quantization", "quantization_method", "use_reentrant_gc", "ray_*", "enable_thinking", "compute_accuracy"),
+        automatic("headway does this without a setting, or needs nothing for it"),
+    ),
+}  # fmt: skip
+
+DEFAULTS: dict[str, Any] = {**hugging_face.DEFAULTS, "cutoff_len": 2048, "stage": "sft", "finetuning_type": "lora"}
+
+
+def defaults(draft: ImportDraft) -> dict[str, Any]:
+    """LLaMA-Factory packs by default in pre-training only, and recomputes activations."""
+    return {**DEFAULTS, "packing": draft.value("stage") == "pt", "disable_gradient_checkpointing": False}
+
+
+def finish(draft: ImportDraft) -> None:
+    """Settings that follow from several keys."""
+    if draft.get("adapter") is not None:
+        draft.default("adapter.targets", ["all"])
+    if draft.get("objective.kind") == "dpo":
+        draft.default("objective.beta", 0.1)

@@ -1,0 +1,180 @@
+"""PruLong's run scripts (variables with defaults), a file of `export NAME=value` lines, or its training command. Never executed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headway.workflows.import_config import hugging_face
+from headway.workflows.import_config.rules import ImportDraft, Rule, automatic, integer, missing, number, sets, text, yes
+
+SYSTEM = "PruLong"
+LONG_NAMES = {
+    "model_name": "MODEL", "learning_rate": "LR", "max_steps": "STEPS", "save_steps": "SAVE", "warmup_ratio": "WARMUP",
+    "min_lr_ratio": "MIN_LR_RATIO", "seq_parallel_size": "SEQ_PARALLEL_SIZE", "per_device_max_tokens": "MAX_TOKS",
+    "start_head_sparsity": "START_HEAD_SPARSITY", "end_head_sparsity": "END_HEAD_SPARSITY", "mask_learning_rate": "MASK_LEARNING_RATE",
+    "reg_learning_rate": "REG_LEARNING_RATE", "warmup_type": "WARMUP_TYPE", "sparsity_warmup_ratio": "SPARSITY_WARMUP_RATIO",
+    "disable_linear_regularization_term": "DISABLE_LINEAR_REG_TERM", "context_window_if_toggled": "CONTEXT_WINDOW_IF_TOGGLED",
+    "freeze_non_mask_parameters": "FREEZE_WEIGHTS", "freeze_mask_parameters": "FREEZE_MASKS", "tokenized_mds_train": "DATASET",
+    "toggle_type": "TOGGLE_TYPE", "sink_size": "SINK_SIZE", "load_masks_from": "LOAD_MASKS_FROM",
+    "load_masks_sparsity": "LOAD_MASKS_SPARSITY",
+    "per_device_train_batch_size": "SEQ",
+}  # fmt: skip
+"""Options of the trainer that the scripts fill from variables."""
+
+
+def frozen(name: str) -> Rule:
+    """Weights or gates that do not train."""
+
+    def rule(draft: ImportDraft, key: str, value: Any) -> None:
+        if yes(key, value):
+            draft.add("freeze", name)
+            draft.tell(key, value, "set", f"freeze: [{name}]")
+        else:
+            draft.tell(key, value, "automatic", note="trains, as is the default")
+
+    return rule
+
+
+def datasets(draft: ImportDraft, key: str, value: Any) -> None:
+    """`path@0.3` is a share, `path#2` a repeat."""
+    sources: list[dict[str, Any]] = []
+    for word in text(key, value).split():
+        path, _, share = word.partition("@")
+        path, _, repeat = path.partition("#")
+        source: dict[str, Any] = {"path": path}
+        if share:
+            source["weight"] = number(key, share)
+        if repeat:
+            source["repeat"] = integer(key, repeat)
+        sources.append(source)
+    draft.set("data.tokenizer_unchecked", True)
+    draft.write(key, value, "data.train", sources, "MDS folders do not record their tokenizer")
+
+
+def batch(draft: ImportDraft, key: str, value: Any) -> None:
+    """Sequences of a step; a sequence-parallel group shares one, so unique tokens are BSZ / SEQ_PARALLEL_SIZE rows of MAX_TOKS."""
+    size = integer(key, value)
+    shared = max(1, integer("SEQ_PARALLEL_SIZE", draft.value("SEQ_PARALLEL_SIZE", default=1)))
+    draft.write(key, value, "batch.rows", max(1, size // shared), f"{size} sequences shared by groups of {shared}")
+
+
+def local_heads(draft: ImportDraft, key: str, value: Any) -> None:
+    """`local`: a window without sinks."""
+    if value == "local":
+        draft.write(key, value, "objective.sinks", 0)
+    else:
+        draft.tell(key, value, "automatic", note="objective.sinks counts")
+
+
+def sharding(draft: ImportDraft, key: str, value: Any) -> None:
+    """PruLong's codes of FSDP."""
+    code = integer(key, value)
+    if code in (0, 3):
+        draft.write(key, value, "parallel.zero1.size", 1, "plain data parallelism")
+    elif code in (1, 2, 4, 5):
+        draft.set("parallel.strategy", "fsdp")
+        if code in (2, 5):
+            draft.set("parallel.fsdp.reshard_after_forward", False)
+        draft.tell(key, value, "set", "parallel.strategy: fsdp" + (", reshard_after_forward: false" if code in (2, 5) else ""))
+        if code in (4, 5):
+            draft.tell(key, value, "missing", "parallel.fsdp.size: GPUS_PER_NODE", "the file does not say how many GPUs a node has")
+    else:
+        draft.tell(key, value, "missing", "parallel.strategy: zero1 or fsdp", "not one of 0 to 5")
+
+
+def gates_only(draft: ImportDraft, key: str, value: Any) -> None:
+    """The two rates of the gates and multipliers are the objective's."""
+    path = {"MASK_LEARNING_RATE": "mask_lr", "REG_LEARNING_RATE": "reg_lr"}[key]
+    draft.write(key, value, f"objective.{path}", number(key, value))
+
+
+LAUNCH = automatic("an option of the launch: headway train RECIPE --nproc N --nnodes N --node-rank K --master HOST:PORT")
+ENVIRONMENT = automatic("read by torch, NCCL or the tokenizers library as before")
+RULES: dict[str, Rule] = {
+    **{key: rule for key, rule in hugging_face.RULES.items() if key not in LONG_NAMES},
+    "MODEL": sets("init.from", text),
+    "BSZ": batch,
+    "SEQ": sets("batch.micro_rows", integer),
+    "MAX_TOKS": sets("data.seq_len", integer),
+    "LR": sets("optim.lr", number),
+    "WARMUP": sets("optim.schedule.warmup", number),
+    "MIN_LR_RATIO": sets("optim.schedule.floor", number),
+    "STEPS": sets("steps", integer),
+    "SAVE": sets("checkpoint.every", integer),
+    "SAVE_STEPS": sets("checkpoint.every", integer, "PruLong's scripts ignore it"),
+    "START_HEAD_SPARSITY": sets("objective.start", number),
+    "END_HEAD_SPARSITY": sets("objective.target", number),
+    "SPARSITY_WARMUP_RATIO": sets("objective.warmup", number),
+    "WARMUP_TYPE": sets("objective.warmup_shape", text),
+    "MASK_LEARNING_RATE": gates_only,
+    "REG_LEARNING_RATE": gates_only,
+    "DISABLE_LINEAR_REG_TERM": sets("objective.linear_term", lambda key, value: not yes(key, value)),
+    "CONTEXT_WINDOW_IF_TOGGLED": sets("objective.window", integer),
+    "SINK_SIZE": sets("objective.sinks", integer),
+    "TOGGLE_TYPE": local_heads,
+    "FREEZE_WEIGHTS": frozen("weights"),
+    "FREEZE_MASKS": frozen("gates"),
+    "LOAD_MASKS_FROM": sets("init.masks", text),
+    "LOAD_MASKS_SPARSITY": sets("init.masks_sparsity", number),
+    "DATASET": datasets,
+    "DOMAINS": missing("domains are sources of the mixture", "data.train: [{path: DATASET/DOMAIN, weight: ...}]"),
+    "SEQ_PARALLEL_SIZE": sets("parallel.context", integer),
+    "FSDP": sharding,
+    "GC": hugging_face.recompute,
+    "LOGIT_BLOCK_SIZE": sets("memory.loss_chunk_tokens", integer),
+    "OVERRIDES": missing("settings of the model are settings of the recipe", "model: {...}"),
+    "SUFFIX": missing("the run has one name", "run.name"),
+    "BF16": hugging_face.precision("bf16"),
+    "TORCH_COMPILE": hugging_face.compiled,
+    "DATALOADER_NUM_WORKERS": sets("data.workers", integer),
+    "DATALOADER_PIN_MEMORY": sets("data.pin_memory", yes),
+    "RESUME_FROM_CHECKPOINT": missing("a run resumes by itself", "headway train RECIPE --resume CHECKPOINT"),
+    "apply_instruct_masks": automatic("the mask column of an MDS store is the loss mask"),
+    "token_scaled_loss": automatic("the loss is always divided by the targets of the whole step"),
+    "should_log_loss": automatic("metrics.jsonl has every step"),
+    "WANDB_PROJECT": missing("name a tracker", "track: [{kind: wandb}], or tensorboard"),
+    **dict.fromkeys(("NUM_GPUS", "NUM_NODES", "MASTER_ADDR", "MASTER_PORT", "HEADER", "ACCU"), LAUNCH),
+    **dict.fromkeys(
+        ("TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS"),
+        ENVIRONMENT,
+    ),
+    **dict.fromkeys(
+        ("TIMESTAMP",
+         "RUN_NAME", "OUT_DIR", "EXTRA_NAME", "WANDB_MODE", "WANDB_DIR", "FSDP_SHARDING_STRATEGY", "FSDP_STATE_DICT_TYPE", "BASE_ARGUMENTS",
+         "fsdp", "tokenizer_name", "config_overrides_json", "use_fast_tokenizer", "rdzv-backend", "rdzv-endpoint", "nnodes",
+         "nproc-per-node",
+         "job-name", "checkpoint", "out_path", "sparsity"),
+        automatic("a variable or option of the script itself"),
+    ),
+}  # fmt: skip
+
+DEFAULTS: dict[str, Any] = {"WARMUP_TYPE": "linear"}
+
+
+def defaults(draft: ImportDraft) -> dict[str, Any]:
+    """The scripts name everything else."""
+    return {} if is_fine_tuning(draft) else DEFAULTS
+
+
+def is_fine_tuning(draft: ImportDraft) -> bool:
+    """Gates frozen and weights not: fine-tuning under masks, without the objective of the gates."""
+    return bool(draft.value("FREEZE_MASKS")) and not draft.value("FREEZE_WEIGHTS")
+
+
+def finish(draft: ImportDraft) -> None:
+    """The objective, and the trainer's constants."""
+    if is_fine_tuning(draft):
+        draft.recipe.pop("objective", None)
+        draft.tell("FREEZE_MASKS", True, "set", "objective: next_token", "frozen gates need no objective; they come with init.from")
+    else:
+        draft.set("objective.kind", "head_sparsity")
+        draft.recipe["objective"] = {"kind": "head_sparsity", **draft.recipe["objective"]}
+    if draft.get("init.masks") is None and draft.get("init.masks_sparsity") is not None:
+        draft.recipe["init"].pop("masks_sparsity")
+        draft.tell("LOAD_MASKS_SPARSITY", draft.value("LOAD_MASKS_SPARSITY"), "automatic", note="no masks are loaded from a file")
+    draft.default("optim.betas", [0.9, 0.95])
+    draft.default("optim.weight_decay", 0.1)
+    draft.default("precision", "bf16")
+    draft.tell("constants", None, "assumed", "optim: {betas: [0.9, 0.95], weight_decay: 0.1}, precision: bf16", "fixed in the scripts")
+    if length := draft.get("data.seq_len"):
+        draft.set("model.max_seq_len", length)

@@ -1,0 +1,154 @@
+"""`headway config import`: recipes from configurations of six systems equal the golden ones, and no key is lost."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from headway.cli import main
+from headway.config.load import load
+from headway.errors import ConfigError
+from headway.train.config import Recipe
+from headway.workflows.import_config import SYSTEMS, import_config
+from headway.workflows.import_config.literals import Unread, read_python
+
+HERE = Path(__file__).parents[2] / "support" / "imported"
+FILES = {
+    "axolotl-qlora.yml": "axolotl",
+    "axolotl-dpo.yml": "axolotl",
+    "llamafactory-sft.yaml": "llamafactory",
+    "internlm-1b.py.txt": "internlm",
+    "flare.json": "flare",
+    "flare-command.txt": "flare",
+    "purrsight.yaml": "purrsight",
+    "prulong-masks.sh": "prulong",
+    "prulong-sft.env": "prulong",
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HERE)
+
+
+def outcomes(name: str) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for one in import_config(Path(name), FILES[name]).report:
+        found.setdefault(one.key, set()).add(one.outcome)
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_recipe_is_the_golden_one(name: str) -> None:
+    imported = import_config(Path(name), FILES[name])
+    golden = HERE / "golden" / f"{name}.yaml"
+    if os.environ.get("HEADWAY_GOLDEN"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(imported.as_yaml(), encoding="utf-8")
+    assert json.loads(json.dumps(imported.recipe)) == json.loads(json.dumps(YAML(typ="safe").load(golden.read_text(encoding="utf-8"))))
+    load(Recipe, golden)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(("yml", "yaml"))])
+def test_every_key_of_the_file_is_in_the_report(name: str) -> None:
+    given = YAML(typ="safe").load((HERE / name).read_text(encoding="utf-8"))
+    told = {key.split(".")[0] for key in outcomes(name)}
+    assert set(given) <= told
+
+
+def test_every_system_has_a_golden_recipe() -> None:
+    assert set(FILES.values()) == set(SYSTEMS)
+
+
+def test_what_has_no_counterpart_is_named_with_a_reason_and_the_nearest_form() -> None:
+    imported = import_config(HERE / "axolotl-qlora.yml", "axolotl")
+    lost = {one.key: one for one in imported.not_carried_over}
+    assert lost["load_in_4bit"].note and lost["load_in_4bit"].headway
+    assert lost["my_own_key"].outcome == "unknown"
+    assert lost["neftune_noise_alpha"].outcome == "missing"
+    assert lost["datasets.1.shards"].headway.startswith("limit")
+    assert "adapter" in lost
+    assert all(one.key in imported.as_yaml() for one in imported.not_carried_over)
+
+
+def test_the_other_systems_defaults_are_written_where_they_differ() -> None:
+    imported = import_config(HERE / "axolotl-dpo.yml", "axolotl")
+    assert imported.recipe["optim"]["weight_decay"] == 0.0
+    assert imported.recipe["optim"]["betas"] == [0.9, 0.999]
+    assert {one.key for one in imported.report if one.outcome == "assumed"} >= {"weight_decay", "adam_beta2", "lr_scheduler"}
+
+
+def test_internlm_files_are_read_and_never_run(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    config = tmp_path / "config.py"
+    config.write_text(
+        f"JOB_NAME = 'x'\nopen({str(marker)!r}, 'w')\nbad = __import__('os').system('touch {marker}')\n"
+        f"data = dict(seq_len=2048, micro_bsz=1, total_steps=eval('1+1'))\nbig = 9**9**9**9\n"
+    )
+    imported = import_config(config, "internlm")
+    assert not marker.exists()
+    told = {one.key: one for one in imported.report}
+    assert told["data.total_steps"].outcome == told["bad"].outcome == told["big"].outcome == "unknown"
+    assert imported.recipe["data"]["seq_len"] == 2048
+    assert outcomes("internlm-1b.py.txt")["UNUSED"] == {"unknown"}
+    assert "unknown" in outcomes("internlm-1b.py.txt")["BUCKET"] | outcomes("internlm-1b.py.txt")["import os"]
+
+
+def test_names_that_double_each_other_are_refused_in_time(tmp_path: Path) -> None:
+    config = tmp_path / "config.py"
+    config.write_text("a0 = [1] * 9\n" + "a0 = [1, 2]\n" + "\n".join(f"a{n + 1} = [a{n}, a{n}]" for n in range(40)))
+    with pytest.raises(ConfigError, match="values"):
+        import_config(config, "internlm")
+
+
+EXPRESSIONS = ["(" * 300 + "1" + ")" * 300, "-" * 5000 + "1", "[" * 90 + "]" * 90, "'a' * 10**9", "f'{1}'", "a.b", "None[0]"]
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_no_expression_breaks_the_python_reader(expression: str) -> None:
+    try:
+        found: Any = read_python(f"x = {expression}", Path("c.py")).values["x"]
+    except ConfigError:
+        return
+    assert isinstance(found, Unread | int | list)
+
+
+@pytest.mark.parametrize(
+    ("content", "system", "wrong"),
+    [
+        ("rl: grpo\nbase_model: x\n", "axolotl", "grpo"),
+        ("stage: ppo\n", "llamafactory", "ppo"),
+        ("base_model: x\nlearning_rate: fast\n", "axolotl", "learning_rate"),
+        ("base_model: x\nmicro_batch_size: 0\n", "axolotl", "rows_per_rank"),
+        ("- 1\n", "axolotl", "mapping"),
+        ("", "axolotl", "no keys"),
+        ("red: 1\nblue: 2\n", "purrsight", "--from purrsight"),
+        ("x = (", "internlm", "not a Python file"),
+        ("a: 1\n", "megatron", "--from"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str], content: str, system: str, wrong: str) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(content)
+    assert main(["config", "import", str(path), "--from", system]) == 2
+    told = capfd.readouterr().err
+    assert wrong in told and len(told.splitlines()) == 1, told
+
+
+def test_the_verb_prints_a_recipe_or_writes_it_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source, out = "llamafactory-sft.yaml", tmp_path / "recipe.yaml"
+    assert main(["config", "import", source, "--from", "llamafactory"]) == 0
+    printed = capfd.readouterr().out
+    assert main(["config", "import", source, "--from", "llamafactory", "--out", str(out)]) == 0
+    assert out.read_text() == printed
+    assert "loraplus_lr_ratio" in capfd.readouterr().out
+    assert main(["config", "import", source, "--from", "llamafactory", "--out", str(out)]) == 2
+    assert "exists" in capfd.readouterr().err
+    assert main(["config", "import", source, "--from", "llamafactory", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["recipe"]["adapter"]["rank"] == 16
+    assert found["recipe"]["data"]["train"][0]["path"] == "llamafactory-data/support.json"
+    assert {"key", "value", "outcome", "headway", "note"} == set(found["keys"][0])
