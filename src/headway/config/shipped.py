@@ -33,16 +33,27 @@ def find_recipe(given: Path | str) -> Path:
         return path
     if is_folder is False:
         return path
-    name = _shipped_name(path)
-    if name is None:
+    shipped = find_shipped(path)
+    if shipped is None:
         if is_folder:
             raise ConfigError(f"{path}: is a folder. Give the path of a recipe; a run folder has one at {path}/recipe.yaml.")
         raise ConfigError(f"{path}: no such file, and no recipe of this name comes with headway; {_hint(path)}")
-    shipped = FOLDER / f"{name}.yaml"
     mine = next((file for suffix in SUFFIXES if (file := path.with_name(path.name + suffix)).is_file()), None)
     if mine is not None and not mine.samefile(shipped):
+        name = shipped.relative_to(FOLDER).with_suffix("")
         raise ConfigError(f"{path}: means the shipped recipe {name}, but {mine} is a file here. Write {mine} or recipes/{name}.")
     return shipped
+
+
+def find_shipped(given: Path | str) -> Path | None:
+    """The file of the shipped recipe of this name, whatever lies in the working directory; None if there is none."""
+    name = _shipped_name(Path(given))
+    return None if name is None else FOLDER / f"{name}.yaml"
+
+
+def unknown_recipe(given: Path | str) -> ConfigError:
+    """The answer to a name that no shipped recipe has."""
+    return ConfigError(f"{given}: no recipe of this name comes with headway; {_hint(Path(given))}")
 
 
 def _shipped_name(path: Path) -> str | None:

@@ -100,15 +100,16 @@ class TensorBoard:
         self._retry_at = 0.0
 
     def _add(self, point: LoggedStep) -> None:
-        if self._writer is None:
+        writer = self._writer
+        if writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self.folder), purge_step=point.step)
+            self._writer = writer = SummaryWriter(str(self.folder), purge_step=point.step)
         for name, value in point.values.items():
             if isinstance(value, (int, float)):
-                self._writer.add_scalar(name, value, point.step)
+                writer.add_scalar(name, value, point.step)
         for text in point.notes:
-            self._writer.add_text("notes", text, point.step)
+            writer.add_text("notes", text, point.step)
 
     def _drop_writer(self) -> None:
         writer, self._writer = self._writer, None
