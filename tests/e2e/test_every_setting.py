@@ -20,7 +20,7 @@ TABLE = all_rows()
 def as_override(path: str, value: Any) -> str:
     """`optim[adamw].lr`, 1e-3 -> `optim.lr=0.001`; a list stands for the whole list that holds the setting."""
     key = path.split("[")[0] + (path.split("]")[1] if "]" in path else "")
-    if isinstance(value, list) and path.startswith(("data.train.", "optim[adamw].groups.", "track[", "stages.")):
+    if isinstance(value, list) and (".groups." in path or path.startswith(("data.train.", "track[", "stages."))):
         key = key.split(".")[0] if path.startswith(("track", "stages")) else ".".join(key.split(".")[:2])
         return f"{key}=[{', '.join(value)}]"
     if path.startswith("data.valid.sets."):

@@ -86,7 +86,7 @@ def test_dropout_is_drawn_again_alike_when_blocks_are_recomputed() -> None:
 def test_state_in_host_memory_trains_to_the_same_bits(state: str) -> None:
     here, there = engine_with({}, state=state), engine_with(MODES["optimizer"], state=state)
     assert there.host_state is not None
-    there.host_state.chunk = 1 << 16
+    next(iter(there.host_state.values())).chunk = 1 << 16
     assert all(not buffer.master.is_cuda and buffer.master.is_pinned() for buffer in there.buffers)
     torch.use_deterministic_algorithms(True)
     try:

@@ -42,6 +42,8 @@ class Setup:
     objective: Any = None
     memory: dict[str, Any] = field(default_factory=dict)
     state_dtype: str = "fp32"
+    optim: Any = None
+    """Another optimizer's settings; None: AdamW's with `state_dtype`."""
     adapter: AdapterConfig | None = None
     compile_blocks: bool = False
 
@@ -53,7 +55,7 @@ def make_engine(group: RankGroup, setup: Setup) -> Any:
     spec = EngineSpec(
         setup.config,
         setup.objective or NextToken(),
-        OPTIM.model_copy(update={"state_dtype": setup.state_dtype}),
+        setup.optim or OPTIM.model_copy(update={"state_dtype": setup.state_dtype}),
         dtype=setup.dtype,
         chunk_tokens=16,
         seed=3,
@@ -88,7 +90,7 @@ def train_steps(engine: Any, group: RankGroup, micro: int, first: int, last: int
     seen = []
     for index in range(first, last):
         result = engine.forward_backward(share_of_step(index, micro, group.rank, group.size), StepInfo(index, 20))
-        update = engine.update(hypers(OPTIM, engine.groups, index, 20))
+        update = engine.update(hypers(engine.spec.optim, engine.groups, index, 20))
         seen.append((float(result.loss), float(update.norm), float(update.skipped)))
     return seen
 

@@ -1,9 +1,14 @@
-"""The contract of an optimizer: it updates lists of local tensors in place; whether to clip or skip is decided on the device."""
+"""The contract of an optimizer: it updates lists of local tensors in place; whether to clip or skip is decided on the device.
+
+Tensors come flat, cut anywhere, unless the optimizer is a `MatrixOptimizer`: then each is a whole parameter in its shape, on one rank.
+A config may give parameters to several rules: `parts` names the part of each, `part` gives the config of a part (Muon beside AdamW).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from headway.config.kinds import KindConfig
 from headway.config.section import Section, setting
@@ -42,6 +47,15 @@ class Optimizer(Protocol):
         ...
 
 
+@runtime_checkable
+class MatrixOptimizer(Optimizer, Protocol):
+    """An update rule that needs whole parameters in their shapes. Each is updated by one rank of the shard group, which holds its state."""
+
+    def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The state of a parameter of this shape: name of each tensor -> its shape. All names are in `slots`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Guard:
     """Clip and skip, decided on the device: gradients are divided by `scale`; where `found_inf` is not 0 nothing changes."""
@@ -64,6 +78,9 @@ class GroupRule(Section):
 class OptimConfig(KindConfig):
     """What every optimizer's settings hold."""
 
+    NEEDS_MATRICES: ClassVar[bool] = False
+    """Some of its parameters are updated by a `MatrixOptimizer`: settings that cut or move state freely are refused early."""
+
     lr: float = setting(3e-4, "Peak learning rate.", ge=0)
     weight_decay: float = setting(0.1, "Decoupled weight decay.", ge=0)
     decay: tuple[str, ...] = setting(
@@ -80,3 +97,11 @@ class OptimConfig(KindConfig):
     def hyper(self, step: int, total_steps: int) -> Hyper:
         """The hyperparameters of a group without a rule, at one step."""
         raise ConfigError(f"{type(self).__module__} defines no Config.hyper; a kind needs one.")
+
+    def parts(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+        """The part that updates each parameter, by name; what is missing belongs to the part ""."""
+        return {}
+
+    def part(self, name: str) -> OptimConfig:
+        """The settings of one part: what builds its rule and its hyperparameters."""
+        return self

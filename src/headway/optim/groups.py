@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 
 from headway.errors import ConfigError
@@ -124,6 +125,8 @@ class ParamGroup:
     """In the order of the model."""
     rule: GroupRule | None = None
     decays: bool = True
+    part: str = ""
+    """Which rule of the optimizer updates it (OptimConfig.parts)."""
 
 
 def is_wide(name: str) -> bool:
@@ -137,50 +140,53 @@ def make_groups(config: OptimConfig, shapes: Shapes, training: set[str], rules: 
     `rules` are the objective's. The recipe's rules are applied first.
     """
     decaying = select(config.decay, shapes, "optim.decay", may_be_empty=("biases", "norms", "objective"))
+    split = partial(_split, parts=config.parts(shapes))
     left = [name for name in shapes if name in training]
     groups: list[ParamGroup] = []
     for index, rule in enumerate(config.groups):
         found = select(rule.match, shapes, f"optim.groups.{index}.match")
         taken = tuple(name for name in left if name in found)
         left = [name for name in left if name not in found]
-        groups += _by_decay(f"rule{index}", taken, decaying if rule.weight_decay is None else set(taken), rule)
+        groups += split(f"rule{index}", taken, decaying if rule.weight_decay is None else set(taken), rule)
     last: list[ParamGroup] = []
     for index, own in enumerate(rules):
         found = select(own.match, shapes, "objective")
         taken = tuple(name for name in left if name in found)
         left = [name for name in left if name not in found]
         rule = GroupRule(match=own.match, lr=own.lr, betas=own.betas, weight_decay=own.weight_decay, maximize=own.maximize)
-        last += _by_decay(f"own{index}", taken, set(taken), rule)
+        last += split(f"own{index}", taken, set(taken), rule)
     if GATES in left:
         raise ConfigError(
             "the model has head gates, but the objective has no target sparsity for them. Freeze them (freeze: [gates]), remove them "
             "(model.head_gates=null), or use objective head_sparsity."
         )
-    groups += _by_decay("model", tuple(n for n in left if not n.startswith(OBJECTIVE)), decaying, None)
-    groups += _by_decay("objective", tuple(n for n in left if n.startswith(OBJECTIVE)), decaying, None)
+    groups += split("model", tuple(n for n in left if not n.startswith(OBJECTIVE)), decaying, None)
+    groups += split("objective", tuple(n for n in left if n.startswith(OBJECTIVE)), decaying, None)
     return groups + last
 
 
-def _by_decay(name: str, names: tuple[str, ...], decaying: set[str], rule: GroupRule | None) -> list[ParamGroup]:
-    """Also by precision: a group's parameters share one buffer."""
+def _split(name: str, names: tuple[str, ...], decaying: set[str], rule: GroupRule | None, parts: Mapping[str, str]) -> list[ParamGroup]:
+    """By what updates them, by decay, and by precision: a group's parameters share one buffer."""
     made = [
         ParamGroup(
-            f"{name}.{'decay' if decays else 'no_decay'}{'.wide' if wide else ''}",
-            tuple(n for n in names if (n in decaying) == decays and is_wide(n) == wide), rule, decays,
+            f"{name}.{'decay' if decays else 'no_decay'}{'.wide' if wide else ''}{'.' if part else ''}{part}",
+            tuple(n for n in names if (n in decaying) == decays and is_wide(n) == wide and parts.get(n, "") == part), rule, decays, part,
         )
         for wide in (False, True)
         for decays in (True, False)
+        for part in ("", *sorted({*parts.values()} - {""}))
     ]  # fmt: skip
     return [group for group in made if group.names]
 
 
 def hypers(config: OptimConfig, groups: Sequence[ParamGroup], step: int, total_steps: int) -> dict[str, Hyper]:
     """The hyperparameters of every group at one step."""
+    parts = {part: config.part(part) for part in dict.fromkeys(group.part for group in groups)}
+    return {group.name: _apply(group, parts[group.part], step, total_steps) for group in groups}
+
+
+def _apply(group: ParamGroup, config: OptimConfig, step: int, total_steps: int) -> Hyper:
     base = config.hyper(step, total_steps)
-    return {group.name: _apply(group, base, config, step, total_steps) for group in groups}
-
-
-def _apply(group: ParamGroup, base: Hyper, config: OptimConfig, step: int, total_steps: int) -> Hyper:
     hyper = base if group.decays else replace(base, weight_decay=0.0)
     rule = group.rule
     if rule is None:

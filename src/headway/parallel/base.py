@@ -20,10 +20,10 @@ from headway.objective.base import MetricSums, Objective, StepInfo
 from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup
 from headway.optim.scaler import Scaler
-from headway.optim.state_storage import storage_of
-from headway.parallel.engine import EngineSpec, ReadTensor, StateTensor, Update
+from headway.parallel.engine import Box, EngineSpec, ReadTensor, StateTensor, Update
 from headway.parallel.offload_optimizer import HostStateOptimizer, LocalTensors
 from headway.parallel.passes import Passes
+from headway.parallel.update_rules import UpdateRule, WholeParameter, WholeState, build_rules, check_whole
 
 Ints = tuple[int, ...]
 NORM_BLOCK = 1024
@@ -70,6 +70,8 @@ class ParamShard:
     state_start: int = 0
     is_whole: bool = False
     """Every rank of the shard group holds the same."""
+    whole_state: WholeState | None = None
+    """State of an optimizer of whole parameters: on the rank that updates this one, else empty. None: state is in `state`."""
 
 
 class BaseEngine(ABC):
@@ -82,9 +84,15 @@ class BaseEngine(ABC):
         self.homes = parameter_homes(model, objective)
         self.boxes = param_boxes(self.homes)
         self.shapes = {name: box.shape for name, box in self.boxes.items()}
-        self.optimizer = spec.optim.build()
-        self.storage = storage_of(self.optimizer)
-        self.host_state = HostStateOptimizer(self.optimizer, spec.device) if spec.state_on_host else None
+        self.rules = build_rules(spec.optim, groups)
+        """The update rule of every group."""
+        self.rule_of = {name: self.rules[group.name] for group in groups for name in group.names}
+        check_whole(
+            spec.optim,
+            [name for name, rule in self.rule_of.items() if rule.matrices is not None],
+            {name: (box.shape, box.local_shape) for name, box in self.boxes.items()},
+        )
+        self.host_state = host_optimizers(self.rules, spec.device) if spec.state_on_host else None
         self.scaler = Scaler(spec.loss_scale, spec.device) if spec.dtype == torch.float16 else None
         self.skipped = torch.zeros((), dtype=torch.float32, device=spec.device)
         self._one = torch.ones((), dtype=torch.float32, device=spec.device)
@@ -135,12 +143,23 @@ class BaseEngine(ABC):
             group.all_reduce(square).wait()
         return square
 
-    def _apply(self, tensors: LocalTensors, hyper: Hyper, guard: Guard, copies: list[Tensor] | None = None) -> None:
-        """Run the update rule on some shards, with state on the device or in host memory; `copies` are lower-precision copies to set."""
+    def _apply(self, group: str, tensors: LocalTensors, hyper: Hyper, guard: Guard, copies: list[Tensor] | None = None) -> None:
+        """Run a group's rule on some shards, with state on the device or in host memory; `copies` are lower-precision copies to set."""
         if self.host_state is not None:
-            self.host_state.update(tensors, hyper, guard, copies)
+            self.host_state[group].update(tensors, hyper, guard, copies)
         else:
-            self.optimizer.update(*tensors, hyper, guard, copies)
+            self.rules[group].optimizer.update(*tensors, hyper, guard, copies)
+
+    def _apply_whole(self, group: str, members: Sequence[WholeParameter], hyper: Hyper, guard: Guard) -> None:
+        """Run a group's rule on whole parameters; those with the same slots in one call."""
+        calls: dict[tuple[str, ...], list[WholeParameter]] = {}
+        for member in members:
+            calls.setdefault(tuple(member.state), []).append(member)
+        for slots, some in calls.items():
+            state = {slot: [member.state[slot] for member in some] for slot in slots}
+            tensors = LocalTensors([one.master for one in some], [one.gradient for one in some], state, [one.step for one in some])
+            copies = [one.copy for one in some if one.copy is not None]
+            self._apply(group, tensors, hyper, guard, copies or None)
 
     def tensors(self) -> Iterator[StateTensor]:
         """Master weights and optimizer state of what trains, the parameter itself of what does not; replicas share the writing."""
@@ -148,18 +167,24 @@ class BaseEngine(ABC):
         replicate = self.ranks.replicate
         for index, shard in enumerate(self.shards()):
             writes = self.ranks.reduce.rank == 0 if shard.is_whole else index % replicate.size == replicate.rank
-            boxes = shard.boxes if writes else []
-            for role in self._roles(shard):
-                flat = self._read(shard, role) if boxes else shard.values
-                yield shard.name, role, self.shapes[shard.name], [(offset, view(flat, start, shape)) for offset, shape, start in boxes]
+            for role, whole in self._roles(shard).items():
+                yield shard.name, role, whole, self._boxes(shard, role) if writes else []
 
-    def _roles(self, shard: ParamShard) -> tuple[str, ...]:
-        return ("master", *self.optimizer.slots) if shard.trains else ("param",)
+    def _roles(self, shard: ParamShard) -> dict[str, Ints]:
+        """What is saved of a parameter: role -> shape of the whole tensor."""
+        shape = self.shapes[shard.name]
+        return {"master": shape} | self.rule_of[shard.name].state_shapes(shape) if shard.trains else {"param": shape}
 
-    def _read(self, shard: ParamShard, role: str) -> Tensor:
-        if role in ("param", "master"):
-            return shard.values
-        return self.storage.read(shard.state, role, shard.state_start, shard.values.numel())
+    def _boxes(self, shard: ParamShard, role: str) -> list[Box]:
+        """What this rank has of a parameter in one role."""
+        if shard.whole_state is not None and role != "master":
+            return [((0,) * held.dim(), held) for slot, held in shard.whole_state.items() if slot == role]
+        if not shard.boxes:
+            return []
+        flat = shard.values
+        if role not in ("param", "master"):
+            flat = self.rule_of[shard.name].storage.read(shard.state, role, shard.state_start, flat.numel())
+        return [(offset, view(flat, start, shape)) for offset, shape, start in shard.boxes]
 
     def scalars(self) -> dict[str, Any]:
         """Updates done, per parameter (groups may change on resume), steps skipped, and the loss scale."""
@@ -171,17 +196,33 @@ class BaseEngine(ABC):
         """Restore what tensors and scalars returned, saved from any layout."""
         self.flush()
         for shard in self.shards():
-            for role in self._roles(shard) if shard.boxes else ():
-                parts = [read(shard.name, role, offset, shape).reshape(-1) for offset, shape, _ in shard.boxes]
-                values = parts[0] if len(parts) == 1 else torch.cat(parts)
-                if role in ("param", "master"):
-                    shard.values.copy_(values)
-                else:
-                    self.storage.write(shard.state, role, shard.state_start, values)
+            for role in self._roles(shard):
+                self._load_role(shard, role, read)
         self._set_updates_done(scalars["steps"])
         self.skipped.fill_(scalars["skipped"])
         if self.scaler is not None and scalars.get("scaler") is not None:
             self.scaler.load(scalars["scaler"])
+
+    def _load_role(self, shard: ParamShard, role: str, read: ReadTensor) -> None:
+        if shard.whole_state is not None and role != "master":
+            for slot, held in shard.whole_state.items():
+                if slot == role:
+                    held.copy_(read(shard.name, role, (0,) * held.dim(), tuple(held.shape)))
+            return
+        parts = [read(shard.name, role, offset, shape).reshape(-1) for offset, shape, _ in shard.boxes]
+        if not parts:
+            return
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if role in ("param", "master"):
+            shard.values.copy_(values)
+        else:
+            self.rule_of[shard.name].storage.write(shard.state, role, shard.state_start, values)
+
+
+def host_optimizers(rules: dict[str, UpdateRule], device: torch.device) -> dict[str, HostStateOptimizer]:
+    """What runs each group's rule on state in host memory; groups with one rule share it and its buffers on the device."""
+    made = {id(rule): HostStateOptimizer(rule.optimizer, device) for rule in rules.values()}
+    return {group: made[id(rule)] for group, rule in rules.items()}
 
 
 def view(flat: Tensor, start: int, shape: Ints) -> Tensor:

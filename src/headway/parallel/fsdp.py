@@ -31,7 +31,9 @@ from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
 from headway.parallel.base import BaseEngine, ParamShard, parameter_at, square_norm
 from headway.parallel.collectives import RankGroups
 from headway.parallel.engine import DTYPES, EngineSpec, StepResult
+from headway.parallel.fsdp_matrices import ShardedMember, owners, update_whole
 from headway.parallel.offload_optimizer import LocalTensors
+from headway.parallel.update_rules import WholeParameter
 
 
 @dataclass
@@ -45,8 +47,11 @@ class LocalParameter:
     group: str | None
     """The group it trains in; None: it does not."""
     state: dict[str, Tensor]
-    """Optimizer state, flat, in the form of its storage."""
+    """Optimizer state, flat, in the form of its storage; for a rule of whole parameters in its shapes, on the owner only."""
     steps: Tensor
+    owner: int | None = None
+    """The rank of the shard group that updates it as a whole; None: every rank updates what it holds."""
+    has_whole_state: bool = False
 
     @property
     def master(self) -> Tensor:
@@ -82,6 +87,8 @@ class FsdpEngine(BaseEngine):
             next(iter(model.blocks().values())).register_forward_pre_hook(_needs_gradient, prepend=True)
         if objective.module is not None:
             objective.module.to(spec.device, torch.float32)
+        whole = {name: self.shapes[name] for name, rule in self.rule_of.items() if rule.matrices is not None and not is_wide(name)}
+        self.owners = owners(whole, self.ranks.shard.size)
         self.parts = {name: self._part(name, parameter_at(home), group_of.get(name)) for name, home in self.homes.items()}
         self._grads: dict[str, Tensor] = {}
         """The gradients of an update, between its norm and its step."""
@@ -92,11 +99,15 @@ class FsdpEngine(BaseEngine):
         offset = (0,) * len(shape)
         if isinstance(parameter, DTensor):
             offset = (min(shard.rank * -(-shape[0] // shard.size), shape[0]), *offset[1:])
-        state: dict[str, Tensor] = {}
-        if group is not None:
+        state, owner = dict[str, Tensor](), self.owners.get(name)
+        rule = None if group is None else self.rules[group]
+        if rule is not None and rule.matrices is not None:
+            state = rule.allocate_whole(shape, local.device) if owner in (None, shard.rank) else {}
+        elif rule is not None:
             home, pin = (torch.device("cpu"), local.is_cuda) if self.host_state is not None else (local.device, False)
-            state = self.storage.allocate(self.optimizer.slots, local.numel(), home, pin=pin)
-        return LocalParameter(name, parameter, offset, group, state, torch.zeros((), dtype=torch.float32, device=local.device))
+            state = rule.storage.allocate(rule.optimizer.slots, local.numel(), home, pin=pin)
+        steps = torch.zeros((), dtype=torch.float32, device=local.device)
+        return LocalParameter(name, parameter, offset, group, state, steps, owner, rule is not None and rule.matrices is not None)
 
     def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
         """Accumulate the gradients of one step; FSDP2 exchanges them under the last microbatch's backward."""
@@ -128,19 +139,36 @@ class FsdpEngine(BaseEngine):
         for group in self.groups:
             members = [self.parts[name] for name in group.names]
             filled = [part for part in members if part.master.numel()]
-            if filled:
+            if self.rules[group.name].matrices is not None:
+                self._step_whole(group.name, members, hypers[group.name], guard)
+            elif filled:
                 tensors = LocalTensors(
                     [part.master.view(-1) for part in filled],
                     [self._grads[part.name].reshape(-1) for part in filled],
                     {role: [part.state[role] for part in filled] for role in filled[0].state},
                     [part.steps for part in filled],
                 )
-                self._apply(tensors, hypers[group.name], guard)
+                self._apply(group.name, tensors, hypers[group.name], guard)
             for part in members:
-                if not part.master.numel():
+                if not part.master.numel() or part.has_whole_state:
                     part.steps += 1 - guard.found_inf
                 part.parameter.grad = None
         self._grads = {}
+
+    def _step_whole(self, group: str, members: list[LocalParameter], hyper: Hyper, guard: Guard) -> None:
+        """Update whole parameters: those every rank holds here, the others on their owners."""
+
+        def update(some: Sequence[WholeParameter]) -> None:
+            self._apply_whole(group, some, hyper, guard)
+
+        here = [part for part in members if part.is_whole]
+        update([WholeParameter(part.master, self._grads[part.name], part.state, part.steps.clone()) for part in here])
+        sharded = {
+            part.name: ShardedMember(self.boxes[part.name].local_shape, part.master, self._grads[part.name], part.state, part.steps)
+            for part in members
+            if not part.is_whole
+        }
+        update_whole(sharded, self.owners, self.ranks.shard, update)
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -158,7 +186,10 @@ class FsdpEngine(BaseEngine):
         for part in self.parts.values():
             local = part.master
             boxes = [(self.boxes[part.name].shift(part.offset), tuple(local.shape), 0)] if local.numel() else []
-            yield ParamShard(part.name, boxes, local.view(-1), part.group is not None, part.state, is_whole=part.is_whole)
+            whole = part.state if part.has_whole_state else None
+            yield ParamShard(
+                part.name, boxes, local.view(-1), part.group is not None, part.state, is_whole=part.is_whole, whole_state=whole
+            )
 
     def _updates_done(self) -> dict[str, int]:
         return {part.name: int(part.steps) for part in self._training()}
@@ -176,8 +207,8 @@ class FsdpEngine(BaseEngine):
 
     def flush(self) -> None:
         """Free gathered parameters, so that the next forward gathers current ones; wait for copies to host memory."""
-        if self.host_state is not None:
-            self.host_state.flush()
+        for host in (self.host_state or {}).values():
+            host.flush()
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

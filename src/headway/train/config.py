@@ -361,6 +361,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _optimizer_fits(self) -> Recipe:
+        if self.optim.NEEDS_MATRICES and "optimizer" in self.memory.offload:
+            raise ValueError(
+                f"memory.offload has optimizer, but optim.kind {self.optim.kind} updates whole matrices, whose state stays on the device. "
+                "Remove it from memory.offload and shard the state (parallel.zero1, fsdp), or use optim.kind adamw"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fp8_fits(self) -> Recipe:
         if self.precision == "fp8" and self.adapter is not None:
             raise ValueError("precision is fp8 with an adapter, whose layers compute in 16 bits. Use precision bf16, or remove the adapter")

@@ -16,6 +16,7 @@ from headway.optim.adamw import Config as AdamWConfig
 from headway.parallel.assemble import group_parameters, meta_model
 from headway.parallel.engine import EngineSpec
 from headway.parallel.memory_probe import Probe, is_out_of_memory, make_probe, run_probe
+from headway.parallel.update_rules import state_bytes
 from headway.plan.memory import GIB, MemoryJob, amount, estimate, suggestions
 from headway.runtime.machine import ram_bytes
 from headway.runtime.process import ChildFailureError
@@ -45,7 +46,8 @@ def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: Re
     spec = EngineSpec(model, recipe.objective, recipe.optim, freeze=recipe.freeze, train=recipe.train, adapter=recipe.adapter)
     shape = meta_model(spec)
     groups = group_parameters(shape, recipe.objective.build(), spec)
-    sizes = {name: prod(parameter.shape) for name, parameter in shape.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in shape.named_parameters()}
+    sizes = {name: prod(one) for name, one in shapes.items()}
     trained = sum(sizes.get(name, 0) for group in groups for name in group.names)
     on_cuda = compute.device.type == "cuda"
     mesh = recipe.parallel.mesh(0, num_ranks)
@@ -61,7 +63,7 @@ def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: Re
         compute_bytes=size,
         grad_bytes=4 if recipe.parallel.accumulate_dtype == "fp32" else size,
         state_dtype=recipe.optim.state_dtype if isinstance(recipe.optim, AdamWConfig) else "fp32",
-        other_state_bytes=None if isinstance(recipe.optim, AdamWConfig) else 4.0 * len(recipe.optim.build().slots),
+        other_state_bytes=None if isinstance(recipe.optim, AdamWConfig) else state_bytes(recipe.optim, groups, shapes),
         shards=mesh.shard,
         context=mesh.context,
         fsdp=recipe.parallel.strategy == "fsdp" and mesh.shard > 1,

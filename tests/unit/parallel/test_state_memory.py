@@ -34,7 +34,7 @@ def test_state_in_host_memory_trains_to_the_same_bits(kind: str, dtype: torch.dt
     alone = RankGroup()
     here, there = (make_engine(alone, Setup(dtype=dtype, state_dtype=kind, memory={"offload": offload})) for offload in ([], ["optimizer"]))
     assert there.host_state is not None and here.host_state is None
-    there.host_state.chunk = 128  # many pieces of each bucket
+    next(iter(there.host_state.values())).chunk = 128  # many pieces of each bucket
     assert train_steps(here, alone, 2, 0, 4) == train_steps(there, alone, 2, 0, 4)
     ours, theirs = state_of(here), state_of(there)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
@@ -77,7 +77,9 @@ def test_a_run_may_change_the_form_of_its_state(kind: str) -> None:
 def test_pieces_do_not_change_what_an_update_does() -> None:
     alone = RankGroup()
     engines = [make_engine(alone, Setup(dtype=torch.bfloat16, memory={"offload": ["optimizer"]})) for _ in range(2)]
-    engines[1].host_state = HostStateOptimizer(engines[1].optimizer, torch.device("cpu"), chunk=64)
+    engines[1].host_state = {
+        name: HostStateOptimizer(rule.optimizer, torch.device("cpu"), chunk=64) for name, rule in engines[1].rules.items()
+    }
     assert train_steps(engines[0], alone, 2, 0, 3) == train_steps(engines[1], alone, 2, 0, 3)
 
 

@@ -7,6 +7,8 @@ param    compute dtype, whole: what the model reads
 grads    fp32 (or the compute dtype), whole, bucket by bucket: where the gradients of all microbatches are added up
 master   fp32, this rank's shards one after another: what the optimizer changes (param itself where that is fp32 and not sharded)
 state    the optimizer's slots for this rank's shards, in the form of its storage; it and master may be in host memory
+
+For an optimizer of whole matrices, a shard holds whole parameters (`lay_out_whole`), and state is one tensor per parameter and slot.
 """
 
 from __future__ import annotations
@@ -17,10 +19,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from headway.errors import ParallelError
 from headway.optim.groups import ParamGroup
 from headway.optim.state_storage import StateStorage
+from headway.parallel.update_rules import UpdateRule, WholeState, assign
 
 ALIGN = 64
+PADDING = 1.1
+"""A bucket of whole parameters is closed once equal shards need at most this many times its elements."""
+MOST_PADDING = 4.0
 Ints = tuple[int, ...]
 
 
@@ -96,6 +103,54 @@ def lay_out(names: Sequence[str], shapes: dict[str, Ints], sharding: BufferShard
     return spans, end
 
 
+def lay_out_whole(names: Sequence[str], shapes: dict[str, Ints], sharding: BufferSharding) -> tuple[list[BucketSpan], int]:
+    """As `lay_out`, with every parameter inside one shard. Buckets grow until their parameters divide into shards of about equal size."""
+    if sharding.shards == 1:
+        return lay_out(names, shapes, sharding)
+    sizes = {name: _up(torch.Size(shapes[name]).numel(), ALIGN) for name in names}
+    buckets: list[list[str]] = [[]]
+    for name in names:
+        buckets[-1].append(name)
+        if sum(sizes[one] for one in buckets[-1]) >= sharding.bucket_elements and _padding(buckets[-1], sizes, sharding.shards) <= PADDING:
+            buckets.append([])
+    rest = buckets.pop()
+    if rest and buckets and _padding(rest, sizes, sharding.shards) > PADDING:
+        buckets[-1] += rest
+    elif rest:
+        buckets.append(rest)
+    spans: list[BucketSpan] = []
+    begin = 0
+    for bucket in buckets:
+        spans.append(_place_whole(len(spans), begin, bucket, shapes, sharding))
+        begin = spans[-1].stop
+    needed = sum(sizes.values())
+    if begin > MOST_PADDING * needed and begin > 1 << 20:
+        raise ParallelError(
+            f"the optimizer updates whole matrices, and {len(names)} of them do not divide evenly among {sharding.shards} ranks: buffers "
+            f"would be {begin / needed:.1f} times as large as the parameters. Lower parallel.zero1.size, or use parallel.strategy=fsdp."
+        )
+    return spans, begin
+
+
+def _padding(names: Sequence[str], sizes: dict[str, int], shards: int) -> float:
+    """How many times their own elements parameters take when each lies in one of `shards` equal shards."""
+    total = sum(sizes[name] for name in names)
+    if max(sizes[name] for name in names) * shards > PADDING * total:  # what no assignment can balance
+        return max(sizes[name] for name in names) * shards / total
+    return assign([sizes[name] for name in names], shards)[1] * shards / total
+
+
+def _place_whole(index: int, begin: int, names: Sequence[str], shapes: dict[str, Ints], sharding: BufferSharding) -> BucketSpan:
+    sizes = [_up(torch.Size(shapes[name]).numel(), ALIGN) for name in names]
+    owners, each = assign(sizes, sharding.shards)
+    ends = [begin + owner * each for owner in range(sharding.shards)]
+    slots: list[Slot] = []
+    for name, size, owner in zip(names, sizes, owners, strict=True):
+        slots.append(Slot(name, shapes[name], ends[owner]))
+        ends[owner] += size
+    return BucketSpan(index, begin, begin + sharding.shards * each, tuple(sorted(slots, key=lambda slot: slot.start)))
+
+
 def _up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
@@ -109,6 +164,8 @@ class BufferSpec:
     grad_dtype: torch.dtype = torch.float32
     on_host: bool = False
     """Master weights and state are in host memory."""
+    whole: UpdateRule | None = None
+    """The rule, if it updates whole parameters."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +191,8 @@ class TrainBuffer:
     state: dict[str, Tensor]
     steps: Tensor
     """fp32, one per bucket: updates that were really done."""
+    whole_state: dict[str, WholeState] | None = None
+    """State of the parameters in this rank's shards, by name, if the optimizer updates whole ones; `state` is empty then."""
 
     @classmethod
     def allocate(
@@ -146,15 +205,24 @@ class TrainBuffer:
         spec: BufferSpec,
     ) -> TrainBuffer:
         """Make the tensors of one group, all zero. Parameters are laid out last first, the order in which backward finishes them."""
-        spans, length = lay_out(tuple(reversed(group.names)), shapes, sharding)
+        spans, length = (lay_out if spec.whole is None else lay_out_whole)(tuple(reversed(group.names)), shapes, sharding)
         param = torch.zeros(length, dtype=dtype, device=device)
         home, pin = (torch.device("cpu"), device.type == "cuda") if spec.on_host else (device, False)
         shares = dtype == torch.float32 and sharding.shards == 1
         master = param if shares else torch.zeros(length // sharding.shards, dtype=torch.float32, device=home, pin_memory=pin)
         grad_dtype = spec.grad_dtype if dtype != torch.float32 else dtype
         grads = [torch.zeros(span.stop - span.start, dtype=grad_dtype, device=device) for span in spans]
-        state = spec.storage.allocate(spec.slots, master.numel(), home, pin=pin)
-        return cls(group, sharding, spans, param, master, grads, state, torch.zeros(len(spans), dtype=torch.float32, device=device))
+        state = {} if spec.whole is not None else spec.storage.allocate(spec.slots, master.numel(), home, pin=pin)
+        made = cls(group, sharding, spans, param, master, grads, state, torch.zeros(len(spans), dtype=torch.float32, device=device))
+        if spec.whole is not None:
+            made.whole_state = {
+                slot.name: spec.whole.allocate_whole(slot.shape, device) for span in spans for slot in made.local_slots(span)
+            }
+        return made
+
+    def local_slots(self, span: BucketSpan) -> list[Slot]:
+        """The parameters of a bucket that have elements in this rank's shard."""
+        return [slot for slot in span.slots if self.local_slice(span, slot) is not None]
 
     @property
     def slots(self) -> list[Slot]:

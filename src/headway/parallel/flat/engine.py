@@ -33,6 +33,7 @@ from headway.parallel.hooks.base import Hook, StatefulHook
 from headway.parallel.hooks.compress import Compress
 from headway.parallel.hooks.reduce_scatter import ReduceScatter
 from headway.parallel.offload_optimizer import LocalTensors
+from headway.parallel.update_rules import WholeParameter, WholeState
 
 
 class FlatEngine(BaseEngine):
@@ -52,16 +53,16 @@ class FlatEngine(BaseEngine):
         self.frees_gradients = spec.device.type == "cuda"
         """Gradients have no memory between an update and the next backward, when activations need it most."""
         self._free_gradients()  # the first forward needs the memory too
+        self._position = {name: index for index, name in enumerate(self.homes)}
         self._squares: list[Tensor] = []
         """Sums of squares of buckets, taken while other buckets were still being exchanged."""
 
     def _allocate(self) -> None:
         spec, shard = self.spec, self.ranks.shard
         sharding = BufferSharding(max(1, spec.parallel.bucket_bytes // spec.grad_dtype.itemsize), shard.size, shard.rank)
-        wanted = BufferSpec(self.optimizer.slots, self.storage, spec.grad_dtype, spec.state_on_host)
         shapes = {name: box.local_shape for name, box in self.boxes.items()}
         self.buffers = [
-            TrainBuffer.allocate(group, shapes, self._dtype_of(group.names[0]), spec.device, sharding, wanted)
+            TrainBuffer.allocate(group, shapes, self._dtype_of(group.names[0]), spec.device, sharding, self._buffer_spec(group))
             for group in self._groups_by_copy()
         ]
         training = {name for group in self.groups for name in group.names}
@@ -70,6 +71,11 @@ class FlatEngine(BaseEngine):
         self.slots: dict[str, tuple[TrainBuffer, BucketSpan, Slot]] = {
             slot.name: (buffer, span, slot) for buffer in self.buffers for span in buffer.spans for slot in span.slots
         }
+
+    def _buffer_spec(self, group: ParamGroup) -> BufferSpec:
+        rule, spec = self.rules[group.name], self.spec
+        whole = rule if rule.matrices is not None else None
+        return BufferSpec(rule.optimizer.slots, rule.storage, spec.grad_dtype, spec.state_on_host, whole)
 
     def _groups_by_copy(self) -> Iterator[ParamGroup]:
         """The groups; what another rank of the tensor axis counts in norms has a separate buffer."""
@@ -162,6 +168,9 @@ class FlatEngine(BaseEngine):
             for bucket in buckets:
                 self._step_buckets([bucket], hypers, guard)
             return
+        if buffer.whole_state is not None:
+            self._step_whole(buckets, buffer.whole_state, hypers, guard)
+            return
         tensors = LocalTensors(
             [buffer.packed(span, buffer.master) for span in spans],
             [bucket.local_shard.float() for bucket in buckets],
@@ -169,7 +178,22 @@ class FlatEngine(BaseEngine):
             [buffer.steps[span.index] for span in spans],
         )
         copies = None if buffer.param is buffer.master else [buffer.local_shard(span, buffer.param) for span in spans]
-        self._apply(tensors, hypers[buffer.group.name], guard, copies)
+        self._apply(buffer.group.name, tensors, hypers[buffer.group.name], guard, copies)
+
+    def _step_whole(self, buckets: list[Bucket], state: dict[str, WholeState], hypers: dict[str, Hyper], guard: Guard) -> None:
+        """Update the parameters that lie in this rank's shards of some buckets, each as a whole, in one call."""
+        buffer, members = buckets[0].buffer, list[WholeParameter]()
+        for bucket in buckets:
+            span, slots = bucket.span, buffer.local_slots(bucket.span)
+            begin, shard = span.shard_range(buffer.sharding)[0], bucket.local_shard.float()
+            master = buffer.packed(span, buffer.master)
+            steps = buffer.steps[span.index].repeat(len(slots)).unbind()
+            for slot, step in zip(slots, steps, strict=True):
+                copy = None if buffer.param is buffer.master else slot.view(buffer.param)
+                members.append(WholeParameter(slot.view(master, begin), slot.view(shard, begin), state[slot.name], step, copy))
+        self._apply_whole(buffer.group.name, members, hypers[buffer.group.name], guard)
+        for bucket in buckets:  # also those of which this rank updates nothing
+            buffer.steps[bucket.span.index] += 1 - guard.found_inf
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -193,12 +217,15 @@ class FlatEngine(BaseEngine):
         """This rank's slices of what trains, in the order of the buffers; then what does not train, whole."""
         for name, (buffer, span, slot) in self.slots.items():
             local = buffer.local_slice(span, slot)
+            whole = None if buffer.whole_state is None else buffer.whole_state.get(name, {})
             if local is None:
-                yield ParamShard(name, [], buffer.master[:0], True, buffer.state)
+                yield ParamShard(name, [], buffer.master[:0], True, buffer.state, whole_state=whole)
                 continue
             boxes = boxes_of(slot.shape, local.first, local.size)
             shifted = [(self.boxes[name].shift(offset), shape, start) for offset, shape, start in boxes]
-            yield ParamShard(name, shifted, buffer.master[local.at : local.at + local.size], True, buffer.state, local.at)
+            yield ParamShard(
+                name, shifted, buffer.master[local.at : local.at + local.size], True, buffer.state, local.at, whole_state=whole
+            )
         for name, value in self.frozen.values.items():
             yield ParamShard(name, [(self.boxes[name].offset, tuple(value.shape), 0)], value.view(-1), False, {}, is_whole=True)
 
@@ -252,20 +279,22 @@ class FlatEngine(BaseEngine):
             if self.ranks.shard.size > 1:
                 whole = torch.empty(span.stop - span.start, dtype=torch.float32, device=shard.device)
                 self.ranks.shard.all_gather(whole, shard).wait()
-            for slot in reversed(span.slots):
+            for slot in sorted(span.slots, key=lambda slot: self._position[slot.name]):
                 yield slot.name, view(whole, slot.start - span.start, slot.shape)
         yield from self.frozen.values.items()
 
     def flush(self) -> None:
         """Wait until all parameters and state in host memory are current."""
         self.gather.flush()
-        if self.host_state is not None:
-            self.host_state.flush()
+        for host in (self.host_state or {}).values():
+            host.flush()
 
     @property
     def state_bytes(self) -> int:
         """Bytes of fp32 masters and optimizer state on this rank."""
-        return sum(flat.nbytes for buffer in self.buffers for flat in (buffer.master, *buffer.state.values()))
+        flat = sum(flat.nbytes for buffer in self.buffers for flat in (buffer.master, *buffer.state.values()))
+        whole = (held for buffer in self.buffers for state in (buffer.whole_state or {}).values() for held in state.values())
+        return flat + sum(held.nbytes for held in whole)
 
 
 def choose_hook(spec: EngineSpec) -> Hook | None:

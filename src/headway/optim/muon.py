@@ -1,0 +1,114 @@
+"""Muon: the momentum of every hidden matrix is orthogonalized before the step; everything else is updated by AdamW.
+
+Hidden matrices are parameters of two or more dimensions, other than embeddings, the output head, head gates and what `adamw.match` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import field_validator
+
+from headway.config.section import Section, setting
+from headway.optim.adamw import Config as AdamWConfig
+from headway.optim.base import Hyper, OptimConfig, Optimizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headway.optim.base import Guard
+    from headway.optim.state_storage import StateStorage
+
+REST = "adamw"
+"""The part of what is not a hidden matrix."""
+Scale = Literal["match_rms_adamw", "original", "none"]
+
+
+class AdamWPart(Section):
+    """AdamW for everything that is not a hidden matrix."""
+
+    match: tuple[str, ...] = setting(
+        ("embeddings",), "Matrices that AdamW updates, as patterns of `freeze`; parameters of one dimension always belong to AdamW."
+    )
+    lr: float | None = setting(None, "Peak learning rate; null = optim.lr.", ge=0)
+    weight_decay: float | None = setting(None, "Decoupled weight decay; null = optim.weight_decay.", ge=0)
+    betas: tuple[float, float] = setting((0.9, 0.95), "Decay rates of the first and second moment.")
+    eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
+    state_dtype: Literal["fp32", "bf16", "8bit"] = setting("fp32", "How AdamW's moments are stored between updates.")
+
+    @field_validator("betas")
+    @classmethod
+    def _below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"is {list(betas)}; both must be at least 0 and below 1")
+        return betas
+
+
+class Config(OptimConfig):
+    """Settings of Muon."""
+
+    NEEDS_MATRICES: ClassVar[bool] = True
+
+    kind: str = setting("muon", "muon.", on_resume="fixed")
+    momentum: float = setting(0.95, "Decay rate of the momentum.", ge=0, lt=1)
+    nesterov: bool = setting(True, "Orthogonalize the Nesterov momentum.")
+    ns_steps: int = setting(5, "Newton-Schulz iterations.", ge=1, le=20)
+    ns_dtype: Literal["auto", "bf16", "fp32"] = setting("auto", "Precision of Newton-Schulz; auto = bf16 on CUDA, else fp32.")
+    scale: Scale = setting(
+        "match_rms_adamw",
+        "Factor of a matrix's step: match_rms_adamw = 0.2 sqrt(max(rows, columns)), which suits AdamW's lr; "
+        "original = sqrt(max(1, rows / columns)), which wants an lr near 0.02; none = 1.",
+    )
+    state_dtype: Literal["fp32", "bf16"] = setting("fp32", "How momentum is stored between updates: 4 or 2 bytes per parameter.")
+    adamw: AdamWPart = setting(AdamWPart, "AdamW for embeddings, head, norms and biases.")
+
+    def parts(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+        """AdamW's part; every other parameter is a hidden matrix."""
+        from headway.optim.groups import is_wide, select
+
+        other = select(self.adamw.match, shapes, "optim.adamw.match", may_be_empty=("embeddings", "gates", "objective", "adapter"))
+        return {name: REST for name, shape in shapes.items() if len(shape) < 2 or is_wide(name) or name in other}
+
+    def part(self, name: str) -> OptimConfig:
+        """AdamW's settings for its part."""
+        if name != REST:
+            return self
+        own = self.adamw
+        return AdamWConfig(
+            lr=self.lr if own.lr is None else own.lr,
+            weight_decay=self.weight_decay if own.weight_decay is None else own.weight_decay,
+            schedule=self.schedule, betas=own.betas, eps=own.eps, state_dtype=own.state_dtype,
+        )  # fmt: skip
+
+    def build(self) -> Optimizer:
+        """Make the rule of hidden matrices."""
+        from headway.optim.state_storage import DTYPES, StateStorage
+
+        return Muon(self, StateStorage(DTYPES[self.state_dtype]))
+
+    def hyper(self, step: int, total_steps: int) -> Hyper:
+        """The numbers of hidden matrices at one step; the first of `betas` is the momentum."""
+        return Hyper(self.lr * self.schedule.factor(step, total_steps), (self.momentum, 0.0), 0.0, self.weight_decay)
+
+
+class Muon:
+    """Updates whole matrices; a parameter of more dimensions is a batch of them."""
+
+    slots: tuple[str, ...] = ("momentum",)
+
+    def __init__(self, config: Config, storage: StateStorage) -> None:
+        self.config, self.storage = config, storage
+
+    def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """One momentum of each element."""
+        return {"momentum": shape}
+
+    def update(
+        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard,
+        copies: list[Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Change params and momentum in place, matrices of one shape together; a skipped step changes nothing."""
+        from headway.optim.muon_update import MuonTensors, muon_step
+
+        muon_step(MuonTensors(params, grads, state["momentum"], steps, copies), self.config, hyper, guard)

@@ -1,0 +1,117 @@
+"""Optimizers that see whole matrices: any number of ranks and any strategy train like one process, and continue each other's checkpoints.
+
+Newton-Schulz multiplies small singular values of the momentum by up to 500, and with them what ranks round differently; losses are compared
+within 1e-5 relative where AdamW's are within 1e-6. All cases of one number of ranks share one started group.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import Setup, make_engine, train_steps
+from support.ranks import run_ranks
+
+from headway.checkpoint.load import open_checkpoint
+from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.optim.muon import Config as Muon
+from headway.optim.schedule import Schedule
+from headway.parallel.collectives import RankGroup
+
+CUT, END = 3, 6
+OFF = {"reduce": False, "gather": False, "step": False}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {"zero1": {"size": 1}},
+    "zero1": {"zero1": {"size": "auto"}},
+    "zero1 without overlap": {"zero1": {"size": "auto"}, "overlap": OFF},
+    "zero1.5": {"zero1": {"size": 2}},
+    "fsdp": {"strategy": "fsdp"},
+    "hsdp": {"strategy": "fsdp", "fsdp": {"size": 2}},
+}
+COMMON: dict[str, Any] = {"lr": 1e-2, "clip": 0.5, "schedule": Schedule(warmup=2)}
+OPTIMS: dict[str, Any] = {
+    "muon": Muon(**COMMON),
+    "muon bf16": Muon(**COMMON, state_dtype="bf16"),
+}
+MICRO = 4
+Result = tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]
+
+
+def setup_of(layout: str, optim: str) -> Setup:
+    # a vocabulary, widths and a bucket size that do not divide evenly: some ranks own nothing of a bucket, and rows are padded
+    return Setup(LAYOUTS.get(layout, {}), micro=MICRO, optim=OPTIMS[optim], freeze=("*.layers.0.mlp.*",))
+
+
+def outcome(engine: Any, losses: list[float]) -> Result:
+    return losses, {name: value.clone() for name, value in engine.weights()}, engine.scalars()
+
+
+def save(folder: Path, engine: Any, group: RankGroup) -> None:
+    records = (TensorRecord(*tensor) for tensor in engine.tensors())
+    save_checkpoint(folder, CUT, records, {"engine": engine.scalars()}, None, Writers(group.rank, group.size, group.gather))
+
+
+def resumed(folder: Path, setup: Setup, group: RankGroup) -> Result:
+    engine = make_engine(group, setup)
+    with open_checkpoint(folder / f"step-{CUT:08}") as reader:
+        engine.load(reader.read, reader.scalars["engine"])  # pyright: ignore[reportArgumentType]
+    return outcome(engine, [step[0] for step in train_steps(engine, group, MICRO, CUT, END)])
+
+
+def run_layouts(folder: Path, optim: str, layouts: tuple[str, ...], group: RankGroup) -> dict[str, Result]:
+    """Every layout from the beginning with a save in between, then from what the one before it saved, then from its own."""
+    found: dict[str, Result] = {}
+    before = folder / "alone"
+    for layout in layouts:
+        setup = setup_of(layout, optim)
+        engine = make_engine(group, setup)
+        losses = [step[0] for step in train_steps(engine, group, MICRO, 0, CUT)]
+        save(folder / layout, engine, group)
+        losses += [step[0] for step in train_steps(engine, group, MICRO, CUT, END)]
+        found[layout] = outcome(engine, losses)
+        found[f"{layout} continues {before.name}"] = resumed(before, setup, group)
+        found[f"{layout} continues itself"] = resumed(folder / layout, setup, group)
+        before = folder / layout
+    return found
+
+
+def alone(optim: str, folder: Path) -> Result:
+    engine = make_engine(RankGroup(), setup_of("one", optim))
+    losses = [step[0] for step in train_steps(engine, RankGroup(), MICRO, 0, CUT)]
+    save(folder / "alone", engine, RankGroup())
+    losses += [step[0] for step in train_steps(engine, RankGroup(), MICRO, CUT, END)]
+    return outcome(engine, losses)
+
+
+def check(folder: Path, optims: tuple[str, ...], world: int, layouts: tuple[str, ...]) -> None:
+    right = {optim: alone(optim, folder / optim) for optim in optims}
+
+    def run(group: RankGroup) -> dict[str, dict[str, Result]]:
+        return {optim: run_layouts(folder / optim, optim, layouts, group) for optim in optims}
+
+    for rank in run_ranks(run, world, timeout=120):
+        for optim, found in rank.items():
+            compare(optim, right[optim], found)
+            for layout in layouts:
+                whole, again = found[layout], found[f"{layout} continues itself"]
+                assert again[0] == whole[0][CUT:], f"{optim}, {layout} resumes bit for bit"
+                assert all(torch.equal(again[1][name], value) for name, value in whole[1].items()), (optim, layout)
+
+
+def compare(optim: str, right: Result, found: dict[str, Result]) -> None:
+    rounded = "bf16" in optim  # which way a value is rounded is drawn from its bits
+    for case, (losses, got, numbers) in found.items():
+        assert losses == pytest.approx(right[0][-len(losses) :], rel=2e-3 if rounded else 1e-5), (optim, case)
+        assert numbers["steps"] == right[2]["steps"], (optim, case)
+        for name, value in right[1].items() if not rounded else ():
+            torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, at=(optim, case, name): f"{at}: {text}")
+
+
+def test_two_ranks_train_and_continue_like_one_process(tmp_path: Path) -> None:
+    check(tmp_path, ("muon",), 2, ("zero1", "fsdp"))
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(("world", "layouts"), [(2, ("ddp", "zero1 without overlap", "fsdp")), (4, ("zero1.5", "hsdp", "zero1", "fsdp"))])
+def test_any_ranks_train_and_continue_like_one_process(world: int, layouts: tuple[str, ...], tmp_path: Path) -> None:
+    check(tmp_path, tuple(OPTIMS), world, layouts)

@@ -1,0 +1,111 @@
+"""Settings of the optimizers other than AdamW. What every optimizer has is looked at in the numbers its groups get, without training."""
+
+from typing import Any
+
+import torch
+
+from headway.objective.next_token import Config as NextToken
+from headway.optim.base import Guard
+from headway.optim.groups import hypers
+from headway.optim.state_storage import storage_of
+from headway.parallel.assemble import group_parameters, meta_model
+from headway.parallel.engine import EngineSpec
+from headway.parallel.update_rules import UpdateRule
+from headway.train.config import Recipe
+from support.observe import BASE, Row, load, refused
+
+
+def group_numbers(overrides: tuple[str, ...]) -> Any:
+    """Groups, their hyperparameters over six steps, and the clip norm."""
+    recipe = load(Recipe, None, [*BASE, *overrides])
+    spec = EngineSpec(recipe.model, NextToken(), recipe.optim, torch.device("cpu"))
+    groups = group_parameters(meta_model(spec), NextToken().build(), spec)
+    return [(group.names, group.part) for group in groups], [hypers(recipe.optim, groups, step, 6) for step in range(6)], recipe.optim.clip
+
+
+def updated(overrides: tuple[str, ...]) -> Any:
+    """Small parameters after three updates with the rules of a recipe, in the order its parts come."""
+    optim = load(Recipe, None, [*BASE, *overrides]).optim
+    parts = [
+        optim.part(part)
+        for part in dict.fromkeys(("", *optim.parts({"model.layers.0.mlp.up_proj.weight": (8, 4), "model.norm.weight": (8,)}).values()))
+    ]
+    return [_update(part, (8, 4) if index == 0 else (32,)) for index, part in enumerate(parts)]
+
+
+def _update(config: Any, shape: tuple[int, ...]) -> list[float]:
+    rule = UpdateRule(config.build(), storage_of(config.build()))
+    generator = torch.Generator().manual_seed(0)
+    param, step = torch.randn(shape, generator=generator), torch.zeros(())
+    if rule.matrices is not None:
+        state = rule.allocate_whole(shape, param.device)
+    else:
+        param = param.view(-1)
+        state = rule.storage.allocate(rule.optimizer.slots, param.numel(), param.device)
+    copy = torch.zeros_like(param)
+    for index in range(3):
+        grad = torch.randn(param.shape, generator=generator)
+        lists = {slot: [held] for slot, held in state.items()}
+        rule.optimizer.update([param], [grad], lists, [step], config.hyper(index, 3), Guard(torch.ones(()), torch.zeros(())), [copy])
+    return [*param.view(-1).tolist(), *copy.view(-1).tolist()]
+
+
+def shared_rows(kind: str) -> dict[str, Row]:
+    """The rows of what every optimizer has."""
+    chosen = (f"optim.kind={kind}",)
+    constant = (*chosen, "optim.schedule.kind=constant")
+    rule = (*chosen, "optim.groups=[{match: [norms]}]")
+    wsd = (*chosen, "optim.schedule.kind=wsd")
+
+    def groups(*settings: str) -> list[str]:
+        return [f"{{match: [norms], {', '.join(settings)}}}"] if settings else ["{match: [norms]}"]
+
+    at = f"optim[{kind}]"
+    return {
+        f"{at}.kind": ((), kind, "nothing", refused),
+        f"{at}.lr": (chosen, 1e-2, 1e-3, group_numbers),
+        f"{at}.weight_decay": (chosen, 0.1, 10.0, group_numbers),
+        f"{at}.decay": (chosen, ["matrices"], ["weights"], group_numbers),
+        f"{at}.clip": (chosen, 1.0, 0.01, group_numbers),
+        f"{at}.schedule.kind": (chosen, "constant", "linear", refused if kind == "schedule_free" else group_numbers),
+        f"{at}.schedule.warmup": (constant, 1, 3, group_numbers),
+        f"{at}.schedule.decay": (wsd, 2, 4, refused_or_numbers),
+        f"{at}.schedule.decay_shape": ((*wsd, "optim.schedule.decay=4"), "linear", "sqrt", refused_or_numbers),
+        f"{at}.schedule.floor": (chosen, 0.1, 0.9, refused_or_numbers),
+        f"{at}.schedule.zero_steps": (constant, 0, 2, group_numbers),
+        f"{at}.groups.match": (chosen, groups("lr: 0.5"), ["{match: [embeddings], lr: 0.5}"], group_numbers),
+        f"{at}.groups.lr": (rule, groups(), groups("lr: 0.5"), group_numbers),
+        f"{at}.groups.betas": (rule, groups(), groups("betas: [0.1, 0.1]"), refused_or_numbers),
+        f"{at}.groups.eps": (rule, groups(), groups("eps: 1.0"), refused_or_numbers),
+        f"{at}.groups.weight_decay": (rule, groups(), groups("weight_decay: 10"), group_numbers),
+        f"{at}.groups.maximize": (rule, groups(), groups("maximize: true"), refused_or_numbers),
+    }
+
+
+def refused_or_numbers(overrides: tuple[str, ...]) -> Any:
+    """The numbers, or the message that refuses a setting which this optimizer does not have, with the value it names."""
+    from headway.errors import HeadwayError
+
+    try:
+        return group_numbers(overrides)
+    except HeadwayError as error:
+        return str(error), overrides[-1]
+
+
+MUON = ("optim.kind=muon", "optim.schedule.warmup=1")
+
+ROWS: dict[str, Row] = {
+    **shared_rows("muon"),
+    "optim[muon].momentum": (MUON, 0.95, 0.5, updated),
+    "optim[muon].nesterov": (MUON, True, False, updated),
+    "optim[muon].ns_steps": (MUON, 5, 1, updated),
+    "optim[muon].ns_dtype": (MUON, "fp32", "bf16", updated),
+    "optim[muon].scale": (MUON, "match_rms_adamw", "original", updated),
+    "optim[muon].state_dtype": (MUON, "fp32", "bf16", updated),
+    "optim[muon].adamw.match": (MUON, ["embeddings"], ["embeddings", "layers.0"], group_numbers),
+    "optim[muon].adamw.lr": (MUON, None, 1e-3, group_numbers),
+    "optim[muon].adamw.weight_decay": (MUON, None, 0.5, group_numbers),
+    "optim[muon].adamw.betas": (MUON, [0.9, 0.95], [0.1, 0.2], group_numbers),
+    "optim[muon].adamw.eps": (MUON, 1e-8, 1.0, group_numbers),
+    "optim[muon].adamw.state_dtype": (MUON, "fp32", "8bit", updated),
+}

@@ -1,0 +1,145 @@
+"""Every optimizer against a public reference: torch's own where it has one, else the published formulas written out here.
+
+Twenty steps on parameters of several shapes, with clipping's divisor, decay and a learning rate that changes; then what the engines add: a
+skipped step changes nothing, lower-precision copies follow, and state in bf16 stays close.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headway.optim.base import Guard, MatrixOptimizer
+from headway.optim.muon import Config as Muon
+from headway.optim.state_storage import storage_of
+from headway.parallel.update_rules import UpdateRule
+
+SHAPES = [(32, 48), (48, 32), (48, 32), (16, 64), (7, 5)]
+STEPS = 20
+DIVISOR = 4.0
+
+
+class Case:
+    """Parameters under one of headway's rules."""
+
+    def __init__(self, config: Any, shapes: list[tuple[int, ...]], *, copies: torch.dtype | None = None) -> None:
+        self.config, optimizer = config, config.build()
+        self.rule = UpdateRule(optimizer, storage_of(optimizer))
+        generator = torch.Generator().manual_seed(1)
+        self.params = [0.1 * torch.randn(shape, generator=generator) for shape in shapes]
+        self.state = [self._state(param) for param in self.params]
+        self.steps = [torch.zeros(()) for _ in shapes]
+        self.copies = None if copies is None else [param.to(copies) for param in self.params]
+
+    def _state(self, param: Tensor) -> dict[str, Tensor]:
+        if isinstance(self.rule.optimizer, MatrixOptimizer):
+            return self.rule.allocate_whole(tuple(param.shape), param.device)
+        return self.rule.storage.allocate(self.rule.optimizer.slots, param.numel(), param.device)
+
+    def step(self, grads: list[Tensor], index: int, *, skip: bool = False, **changes: Any) -> None:
+        hyper = replace(self.config.hyper(index, STEPS), **changes)
+        guard = Guard(torch.tensor(DIVISOR), torch.tensor(float(skip)))
+        flat = not isinstance(self.rule.optimizer, MatrixOptimizer)
+        for kinds in {tuple(state) for state in self.state}:
+            at = [i for i, state in enumerate(self.state) if tuple(state) == kinds]
+
+            def of(tensors: list[Tensor], at: list[int] = at) -> list[Tensor]:
+                return [tensors[i].view(-1) if flat else tensors[i] for i in at]
+
+            state = {slot: [self.state[i][slot] for i in at] for slot in kinds}
+            copies = None if self.copies is None else of(self.copies)
+            self.rule.optimizer.update(of(self.params), of(grads), state, [self.steps[i] for i in at], hyper, guard, copies)
+
+
+def gradients(shapes: list[tuple[int, ...]]) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(STEPS)]
+
+
+def follow(case: Case, reference: Any, references: Sequence[Tensor], shapes: list[tuple[int, ...]], **close: Any) -> None:
+    """Twenty steps of both; the reference is a torch optimizer whose first group's lr is set."""
+    for index, grads in enumerate(gradients(shapes)):
+        for parameter, grad in zip(references, grads, strict=True):
+            parameter.grad = grad / DIVISOR
+        for group in reference.param_groups:
+            group["lr"] = case.config.hyper(index, STEPS).lr
+        reference.step()
+        case.step(grads, index)
+        for ours, theirs in zip(case.params, references, strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), **close)
+    assert all(float(step) == STEPS for step in case.steps)
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_torchs_muon(scale: Any, nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(Muon(lr=0.02, scale=scale, nesterov=nesterov, momentum=0.9, weight_decay=0.2), SHAPES)
+    references = [torch.nn.Parameter(param.clone()) for param in case.params]
+    options: Any = {"weight_decay": 0.2, "momentum": 0.9, "nesterov": nesterov, "adjust_lr_fn": scale}
+    reference = torch.optim.Muon(references, lr=0.02, **options)
+    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)  # torch's Newton-Schulz is always bf16; in fp32 both can be compared tightly
+    follow(case, reference, references, SHAPES, rtol=2e-5, atol=2e-6)
+
+
+def test_muon_in_bf16_is_torchs_within_its_rounding() -> None:
+    case = Case(Muon(lr=0.02, ns_dtype="bf16"), SHAPES)
+    references = [torch.nn.Parameter(param.clone()) for param in case.params]
+    reference = torch.optim.Muon(references, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    follow(case, reference, references, SHAPES, rtol=1e-2, atol=1e-3)
+
+
+def test_muon_makes_singular_values_about_one_for_batches_of_matrices() -> None:
+    from headway.kernels.newton_schulz import orthogonalize
+
+    matrices = torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(3))
+    for found in (orthogonalize(matrices, 5), orthogonalize(matrices.mT.contiguous(), 5)):
+        values = torch.linalg.svdvals(found)
+        assert values.min() > 0.6 and values.max() < 1.3
+    stacked = Case(Muon(lr=0.02), [(3, 24, 40)])
+    apart = Case(Muon(lr=0.02), [(24, 40)] * 3)
+    for one, whole in zip(apart.params, stacked.params[0], strict=True):
+        one.copy_(whole)
+    for index in range(3):
+        grads = list(gradients([(3, 24, 40)])[index][0])
+        stacked.step([torch.stack(grads)], index)
+        apart.step(grads, index)
+    torch.testing.assert_close(torch.stack(apart.params), stacked.params[0])
+
+
+@pytest.mark.parametrize("config", [Muon(lr=0.02), Muon(lr=0.02, state_dtype="bf16")], ids=["muon", "muon bf16"])
+def test_a_skipped_step_changes_nothing_and_copies_follow(config: Any) -> None:
+    case = Case(config, SHAPES, copies=torch.bfloat16)
+    grads = gradients(SHAPES)
+    case.step(grads[0], 5)
+    assert case.copies is not None
+    before = [tensor.clone() for tensor in (*case.params, *case.copies, *(held for state in case.state for held in state.values()))]
+    case.step([torch.full_like(grad, float("nan")) for grad in grads[1]], 6, skip=True)
+    after = [*case.params, *case.copies, *(held for state in case.state for held in state.values())]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    assert all(float(step) == 1 for step in case.steps)
+    case.step(grads[2], 6)
+    assert all(torch.equal(copy, param.to(torch.bfloat16)) for copy, param in zip(case.copies, case.params, strict=True))
+
+
+@pytest.mark.parametrize("config", [Muon(lr=0.01)], ids=["muon"])
+def test_maximize_ascends(config: Any) -> None:
+    up, down = Case(config, SHAPES), Case(config, SHAPES)
+    for index, grads in enumerate(gradients(SHAPES)[:3]):
+        up.step(grads, index, maximize=True)
+        down.step([-grad for grad in grads], index)
+    assert all(torch.equal(one, other) for one, other in zip(up.params, down.params, strict=True))
+
+
+@pytest.mark.parametrize("config", [Muon], ids=["muon"])
+def test_state_in_bf16_stays_close_to_fp32(config: Any) -> None:
+    exact, rounded = Case(config(lr=1e-3), SHAPES), Case(config(lr=1e-3, state_dtype="bf16"), SHAPES)
+    assert all(held.dtype == torch.bfloat16 for state in rounded.state for held in state.values())
+    start = [param.clone() for param in exact.params]
+    for index, grads in enumerate(gradients(SHAPES)):
+        exact.step(grads, index)
+        rounded.step(grads, index)
+    for one, other, first in zip(exact.params, rounded.params, start, strict=True):
+        assert (one - other).norm() < 0.05 * (one - first).norm()
