@@ -37,7 +37,8 @@ RECIPE = typer.Argument(
     help="A recipe (a file, or a name such as lora or laptop/sft) and overrides; both are optional.",
     autocompletion=complete_recipe,
 )
-MODEL = typer.Option(..., help="A run folder, a checkpoint folder or a Hugging Face folder.")
+MODEL = typer.Option(..., help="A run folder, a checkpoint folder, a Hugging Face folder or a hub id (ORGANISATION/NAME).")
+REVISION = typer.Option(None, help="With a hub id: a branch, tag or commit of the model; default: main.")
 MORE_INPUTS = typer.Argument(None, metavar="[FILE]...", help="More input files, as the shell expands `--input *.jsonl`.")
 INPUTS = typer.Option(..., "--input", help="Raw files, folders or globs; may be repeated.")
 CHAT_TEMPLATE = typer.Option(
@@ -193,8 +194,9 @@ def command_line(context: typer.Context) -> list[str]:
 
 
 def flatten(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as typer must see it: a parameter that is a group of options is replaced by the fields of the group."""
+    """The function as typer must see it: a group of options is replaced by its fields, and `--model` comes with `--revision`."""
     hints, groups, parameters = get_type_hints(function), dict[str, Any](), list[Parameter]()
+    has_revision = False
     for parameter in signature(function).parameters.values():
         kind = hints[parameter.name]
         if is_dataclass(kind):
@@ -203,8 +205,13 @@ def flatten(function: Callable[..., Any]) -> Callable[..., Any]:
             parameters += [Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name]) for f in fields(kind)]
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
+        if parameter.default is MODEL:
+            has_revision = True
+            parameters.append(Parameter("revision", Parameter.KEYWORD_ONLY, default=REVISION, annotation=str | None))
 
     def command(**given: Any) -> None:
+        if has_revision:
+            given["model"] = at_revision(given["model"], given.pop("revision"))
         grouped = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
         function(**given, **grouped)
 
@@ -212,3 +219,17 @@ def flatten(function: Callable[..., Any]) -> Callable[..., Any]:
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__signature__ = Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     return command
+
+
+def at_revision(model: Path, revision: str | None) -> Path:
+    """The model with `--revision` in its name; refused where the name is a folder."""
+    if revision is None:
+        return model
+    from headway.text.hub import is_hub_id, split_revision
+
+    if model.exists() or not is_hub_id(str(model)):
+        raise ConfigError(f"--revision is {revision!r}, and --model {model} is no hub id (ORGANISATION/NAME). Leave --revision out.")
+    name, own = split_revision(str(model))
+    if own not in (None, revision):
+        raise ConfigError(f"--model {model} names a revision, and --revision is {revision!r}. Give one of them.")
+    return Path(f"{name}@{revision}")

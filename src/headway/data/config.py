@@ -41,7 +41,8 @@ class SourceConfig(Section):
 
     path: str = setting(
         ...,
-        "A token store, a token store of another framework, or raw files. Raw files are tokenized once into a cached store.",
+        "A token store, a token store of another framework, raw files (a file, folder or glob) or a dataset of the hub. Raw files are "
+        "tokenized once into a cached store.",
         min_length=1,
     )
     weight: float | None = setting(None, "Share of the tokens, relative to the weights of the other sources. null = by size.", gt=0)

@@ -5,6 +5,7 @@ runs/NAME              its final/ if training ended, else its newest good checkp
 .../adapter            a PEFT adapter: has adapter_config.json, which names its base
 .../model_tp*_pp*.pt   a folder with shards of InternLM
 s3://bucket/prefix     a checkpoint there, or the newest of several: read in ranges, no local copy
+ORG/NAME[@REVISION]    a model of the hub, if there is no such folder: from the cache, or downloaded
 anything else          a Hugging Face folder: has config.json
 
 An adapter is merged: a loaded model has plain weights.
@@ -137,18 +138,21 @@ class LoadedModel:
         return self.model.head_weight.device
 
 
-def find_model(path: AnyPath | str) -> StoredModel:
-    """The model a path means, opened but not read."""
+def find_model(path: AnyPath | str, cache_dir: Path | None = None) -> StoredModel:
+    """The model a path or a hub id means, opened but not read. `cache_dir` receives downloads; None: the hub's cache."""
     place = parse_path(path)
     if isinstance(place, S3Path):
         return _checkpoint(locate(place))
     path = place
+    if not _is_dir(path) and is_hub_id(str(path)):
+        path = local_or_hub(path, cache_dir=cache_dir)
     if not _is_dir(path):
         said = named_format(path)
         if said is not None:
             raise ConfigError(f"model is {str(path)!r}, which is {said}")
         raise ConfigError(
-            f"model is {str(path)[:500]!r}, which is not a folder. Give a run folder, a checkpoint folder or a Hugging Face folder."
+            f"model is {str(path)[:500]!r}, which is not a folder. Give a run folder, a checkpoint folder, a Hugging Face "
+            "folder or a hub id (ORGANISATION/NAME)."
         )
     if not (path / MANIFEST).is_file():
         for folder in (path, path / FINAL):
@@ -198,7 +202,7 @@ def _staged(run: Path) -> StoredModel:
 def _adapter(folder: Path) -> StoredModel:
     base = base_model_of(folder)
     try:
-        found = find_model(local_or_hub(base) if is_hub_id(base) else base)
+        found = find_model(base)
     except HeadwayError as problem:
         raise ConfigError(f"{folder}: its base cannot be opened: {problem}") from None
     except RecursionError:

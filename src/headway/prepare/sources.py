@@ -27,15 +27,21 @@ def prepare_sources(config: DataConfig, tokenizer: Path | None, *, pairs: bool =
 
 def prepare_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> SourceStore:
     """The store of one source."""
-    path = one.path
-    if not Path(path).exists() and is_hub_id(path):
-        path = str(local_or_hub(path, dataset=True, cache_dir=config.cache_dir))
+    path = _local(one.path, config)
     kind = detect_kind(path)
     if kind == "raw":
-        return SourceStore(one, _tokenized(path, one, config, tokenizer), name=path)
+        return SourceStore(one, _tokenized(path, one, config, tokenizer), name=one.path)
     if one.raw_settings:
         raise ConfigError(f"data: {path} is a token store ({kind}), but {one.raw_settings[0]} is for raw files. Remove it.")
     return SourceStore(one, Path(path))
+
+
+def _local(path: str, config: DataConfig) -> str:
+    """The path of a source; a dataset of the hub, `ORG/NAME[@REVISION][:SPLIT]`, is downloaded."""
+    name, colon, choice = path.partition(":")
+    if Path(path).exists() or not is_hub_id(name):
+        return path
+    return f"{local_or_hub(name, dataset=True, cache_dir=config.cache_dir)}{colon}{choice}"
 
 
 def _tokenized(path: str, one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Path:

@@ -1,4 +1,4 @@
-"""Expands an input to its files. In: a file, folder, glob, dataset folder or hub dataset in the local cache; out: file paths in order.
+"""Expands an input to its files. In: a file, folder, glob, dataset folder or dataset of the hub; out: file paths in order.
 
 Hugging Face dataset folders are recognised by their file names:
 
@@ -124,12 +124,17 @@ def _expand_one(given: Path | str) -> list[Path]:
         return _folder(Path(base), choice)
     if glob.has_magic(str(given)):
         raise DataError(f"{given}: nothing matches.")
-    from headway.text.hub import in_cache
+    return _from_hub(str(given))
 
-    cached = in_cache(base if ":" in str(given) else str(given), dataset=True)
-    if cached is not None:
-        return _folder(cached, choice if base else None)
-    raise DataError(f"{given}: no such file or folder, and no dataset of that name in the hub's cache.")
+
+def _from_hub(given: str) -> list[Path]:
+    """The files of a dataset of the hub, `ORG/NAME[@REVISION][:SPLIT]`: from the cache, or downloaded."""
+    from headway.text.hub import is_hub_id, local_or_hub
+
+    name, _, choice = given.partition(":")
+    if not is_hub_id(name):
+        raise DataError(f"{given[:500]}: no such file or folder, and not the name of a dataset on the hub (ORGANISATION/NAME).")
+    return _folder(local_or_hub(name, dataset=True), choice or None)
 
 
 def refuse_stream(path: Path) -> None:

@@ -225,10 +225,13 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
-    """Open a tokenizer: a folder, a tokenizer.json, a sentencepiece .model or a .tiktoken file."""
+    """Open a tokenizer: a folder, a tokenizer.json, a sentencepiece .model, a .tiktoken file or the id of a model on the hub."""
+    from headway.text.hub import is_hub_id, local_or_hub
     from headway.tokenizer import folder
 
     path = Path(path)
+    if not path.exists() and is_hub_id(str(path)):
+        path = local_or_hub(path, tokenizer=True)
     if path.is_dir():
         return folder.read_folder(path)
     if not path.is_file():

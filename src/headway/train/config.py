@@ -89,7 +89,8 @@ class InitConfig(Section):
     source: str | None = Field(
         None,
         alias="from",
-        description="A run, checkpoint, Hugging Face or PEFT adapter folder that gives weights, shape and tokenizer; null = random.",
+        description="A run, checkpoint, Hugging Face or PEFT adapter folder, or a hub id (ORG/NAME or ORG/NAME@REVISION), that gives "
+        "weights, shape and tokenizer; null = random.",
         json_schema_extra={"on_resume": "fixed"},
     )
     content: tuple[Content, ...] | Literal["all"] = setting(
@@ -272,7 +273,9 @@ class Recipe(Section):
     supervise: SuperviseConfig = setting(SuperviseConfig, "When a supervised run restarts and gives up.")
     model: ModelConfig = setting(ModelConfig, "Model family and shape.", on_resume="fixed")
     init: InitConfig = setting(InitConfig, "Where the initial weights come from.")
-    tokenizer: Path | None = setting(None, "Tokenizer folder, tokenizer.json or sentencepiece model.", on_resume="fixed")
+    tokenizer: Path | None = setting(
+        None, "Tokenizer folder, tokenizer.json, sentencepiece model, or the hub id of a model whose tokenizer is used.", on_resume="fixed"
+    )
     data: DataConfig = setting(DataConfig, "Training and validation data; without data.train, generated data.")
     objective: Annotated[ObjectiveConfig, KindIn("headway.objective", "next_token")] = setting(NextTokenConfig, "The loss.")
     optim: Annotated[OptimConfig, KindIn("headway.optim", "adamw")] = setting(AdamWConfig, "Optimizer and schedule.")

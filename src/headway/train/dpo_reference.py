@@ -39,7 +39,6 @@ from headway.parallel.engine import EngineSpec
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.storage import parse_sealed_json, read_sealed, sealed_json, write_atomic, write_sealed
-from headway.text.hub import is_hub_id, local_or_hub
 from headway.train.resolve import Resolved
 from headway.train.start import Start
 
@@ -136,7 +135,7 @@ def _find(resolved: Resolved, path: str | None) -> _Source:
             "with the random weights the run starts from",
         )
     try:
-        stored = find_model(local_or_hub(path, cache_dir=resolved.recipe.data.cache_dir) if is_hub_id(path) else path)
+        stored = find_model(path, resolved.recipe.data.cache_dir)
     except (ConfigError, DataError) as problem:
         raise ConfigError(f"objective.reference: {problem}") from None
     if stored.config.vocab != model.vocab:

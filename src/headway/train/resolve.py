@@ -59,24 +59,23 @@ class Resolved:
 
     @property
     def base(self) -> str | None:
-        """The folder of the base model of the recipe's adapter; None if it does not exist in this form."""
+        """The folder or hub id of the base model of the recipe's adapter; None if it does not exist in this form."""
         if self.weights is None or any(getattr(self.model, n) != getattr(self.weights.config, n) for n in COMPUTES):
             return None
-        carried = self.continued
-        return (
-            carried.base
-            if carried is not None
-            else str(self.weights.path.resolve() if isinstance(self.weights.path, Path) else self.weights.path)
-        )
+        carried, place = self.continued, self.weights.path
+        if carried is not None:
+            return carried.base
+        source = self.recipe.init.source
+        if source is not None and self.recipe.data.cache_dir is None and "@" not in source and is_hub_id(source):
+            return source  # others know the model by its name, and so does PEFT
+        return str(place.resolve() if isinstance(place, Path) else place)
 
 
 def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
     """Read what a recipe names; anything missing or contradictory is a ConfigError. `given` weights override init.from."""
     weights = _find_weights(recipe) if given is None else given
     weights = None if weights is None else weights.of_family(recipe.model.family)
-    path = recipe.tokenizer or (weights.tokenizer_folder if weights else None)
-    if recipe.tokenizer is not None and not recipe.tokenizer.exists():
-        raise ConfigError(f"tokenizer is {str(recipe.tokenizer)!r}; there is no such file or folder. `headway tokenizer train` makes one.")
+    path = _find_tokenizer(recipe) or (weights.tokenizer_folder if weights else None)
     tokenizer = load_tokenizer(path) if path is not None else None
     model = _shape(recipe, weights, tokenizer)
     masks, log_alpha = _masks(recipe)
@@ -101,8 +100,7 @@ def _find_weights(recipe: Recipe) -> StoredModel | None:
     if recipe.init.source is None:
         return None
     try:
-        source = recipe.init.source
-        found = find_model(local_or_hub(source, cache_dir=recipe.data.cache_dir) if is_hub_id(source) else source)
+        found = find_model(recipe.init.source, recipe.data.cache_dir)
     except StoreDown:
         raise  # a later start may reach the store
     except (ConfigError, DataError, CheckpointError) as problem:
@@ -113,6 +111,19 @@ def _find_weights(recipe: Recipe) -> StoredModel | None:
         return found.with_adapter(Path(recipe.init.adapter))
     except ConfigError as problem:
         raise ConfigError(f"init.adapter: {problem}") from None
+
+
+def _find_tokenizer(recipe: Recipe) -> Path | None:
+    """The folder or file of the recipe's tokenizer; a hub id is downloaded."""
+    given = recipe.tokenizer
+    if given is None or given.exists():
+        return given
+    if not is_hub_id(str(given)):
+        raise ConfigError(f"tokenizer is {str(given)!r}; there is no such file or folder. `headway tokenizer train` makes one.")
+    try:
+        return local_or_hub(given, tokenizer=True, cache_dir=recipe.data.cache_dir)
+    except (ConfigError, DataError) as problem:
+        raise ConfigError(f"tokenizer: {problem}") from None
 
 
 def _shape(recipe: Recipe, weights: StoredModel | None, tokenizer: Tokenizer | None) -> ModelConfig:

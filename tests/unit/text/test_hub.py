@@ -1,139 +1,37 @@
 """Fetching against a small hub on loopback: caches, plain folders, filters, cut connections, wrong checksums, no network."""
 
-import hashlib
+import io
 import json
-import re
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.hub_server import FILES, Hub, serve_hub, using_hub
 
+from headway.cli import main
 from headway.data.config import default_cache_dir
 from headway.errors import ConfigError
 from headway.text.hub import in_cache, is_hub_id, local_or_hub
 
 NOBODY = "http://127.0.0.1:9"
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-FILES = {
-    "config.json": b'{"model_type": "llama"}',
-    "model.safetensors": bytes(range(256)) * 4096,
-    "data/train-00000-of-00001.jsonl": b'{"text": "from the hub"}\n',
-}
-
-
-def git_sha1(data: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-@dataclass
-class Hub:
-    """What the server holds, what it was asked, and how it misbehaves."""
-
-    url: str = ""
-    files: dict[str, bytes] = field(default_factory=lambda: dict(FILES))
-    requests: list[str] = field(default_factory=list)
-    cut_after: int | None = None
-    wrong: set[str] = field(default_factory=set)
-    missing: set[str] = field(default_factory=set)
-    gone_after_cut: bool = False
-    """After a cut connection no file is given any more."""
-
-    def etag(self, name: str) -> str:
-        data = self.files[name]
-        return hashlib.sha256(data).hexdigest() if name.endswith(".safetensors") else git_sha1(data)
-
-    def info(self) -> dict[str, Any]:
-        siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]
-        return {"id": "org/name", "sha": COMMIT, "private": False, "tags": [], "downloads": 0, "likes": 0, "siblings": siblings}
-
-
-def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-        def answer(self, status: int, data: bytes, headers: dict[str, str], cut: int | None = None) -> None:
-            self.send_response(status)
-            for key, value in {"Content-Length": str(len(data)), **headers}.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(data[:cut])
-                if cut is not None and cut < len(data):
-                    self.wfile.flush()
-                    self.connection.shutdown(socket.SHUT_RDWR)
-                    self.close_connection = True
-
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
-        def do_GET(self) -> None:
-            hub.requests.append(f"{self.command} {self.path} {self.headers.get('Range') or ''}".strip())
-            path = self.path.partition("?")[0]
-            if re.fullmatch(r"/api/(models|datasets)/org/name(/revision/\w+)?", path):
-                self.answer(200, json.dumps(hub.info()).encode(), {"Content-Type": "application/json"})
-                return
-            tree = re.fullmatch(r"/api/(models|datasets)/org/name/tree/\w+", path)
-            if tree:
-                listed = [{"type": "file", "path": n, "size": len(d), "oid": git_sha1(d)} for n, d in hub.files.items()]
-                self.answer(200, json.dumps(listed).encode(), {"Content-Type": "application/json"})
-                return
-            found = re.fullmatch(r"(?:/datasets)?/org/name/resolve/\w+/(.+)", path)
-            if found is None or found[1] not in hub.files:
-                code = "EntryNotFound" if found else "RepoNotFound"
-                self.answer(404, b"{}", {"X-Error-Code": code, "X-Repo-Commit": COMMIT})
-                return
-            self.send_file(found[1])
-
-        def send_file(self, name: str) -> None:
-            data = hub.files[name]
-            if (name in hub.missing or (hub.gone_after_cut and hub.cut_after is None)) and self.command == "GET":
-                self.answer(403, b"{}", {})
-                return
-            headers = {"ETag": f'"{hub.etag(name)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-            if name in hub.wrong:
-                data = bytes([data[0] ^ 1]) + data[1:]
-            begin = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-            start = int(begin[1]) if begin else 0
-            part = data[start : int(begin[2]) + 1 if begin and begin[2] else None]
-            if begin:
-                headers["Content-Range"] = f"bytes {start}-{start + len(part) - 1}/{len(data)}"
-            cut, hub.cut_after = (hub.cut_after, None) if self.command == "GET" and len(part) > 1000 else (None, hub.cut_after)
-            self.answer(206 if begin else 200, part, headers, cut)
-
-    return Handler
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    state = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(state))
-    state.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield state
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serve_hub() as state:
+        yield state
 
 
 def run(hub: Hub | str, home: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """`headway ARGUMENTS --json` in its own process, because the hub library reads its settings when it is imported."""
-    url = hub if isinstance(hub, str) else hub.url
-    environment = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1", "PATH": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "headway", *arguments, "--json"], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
+    """`headway ARGUMENTS --json` against a hub: the exit code, the result, what was said."""
+    out, err = io.StringIO(), io.StringIO()
+    with using_hub(hub if isinstance(hub, str) else hub.url, home), redirect_stdout(out), redirect_stderr(err):
+        code = main([*arguments, "--json"])
+    return code, json.loads(out.getvalue() or "{}"), err.getvalue()
 
 
 def content(folder: Path) -> dict[str, bytes]:
