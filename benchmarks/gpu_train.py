@@ -4,6 +4,7 @@ Figures are read from metrics.jsonl of a `headway train` subprocess on an on-dis
 A peer is a script that takes `shape=1b,T=8192,B=4` and prints lines `RESULT {json}` with framework, tok_s, step_ms and peak_gib.
 
     python benchmarks/gpu_train.py                                            every case, headway alone
+    python benchmarks/gpu_train.py --case 1b-8k --case 1b-8k-muon             Muon beside AdamW: tokens/s, update ms, peak GiB
     python benchmarks/gpu_train.py --case 1b-8k --case 1b-8k-fp8 --peer peers/best.py --peer peers/titan.py --out results.json
 """
 
@@ -32,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "1b-4k": {**LLAMA_1B, "seq_len": 4096, "rows": 8},
     "1b-8k": {**LLAMA_1B, "seq_len": 8192, "rows": 4},
     "1b-8k-fp8": {**LLAMA_1B, "seq_len": 8192, "rows": 4, "extra": ["precision=fp8"], "peer": "fp8=tensorwise"},
+    "1b-8k-muon": {**LLAMA_1B, "seq_len": 8192, "rows": 4, "extra": ["optim.kind=muon"]},
+    "1b-8k-lion": {**LLAMA_1B, "seq_len": 8192, "rows": 4, "extra": ["optim.kind=lion"]},
     "1b-2k": {**LLAMA_1B, "seq_len": 2048, "rows": 16},
     "1b-8k-of-2k": {**LLAMA_1B, "seq_len": 8192, "rows": 4, "documents": 4, "equal": True},
     "1b-8k-packed": {**LLAMA_1B, "seq_len": 8192, "rows": 4, "documents": 4},
@@ -42,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "8b10L-8k-fp8": {**WIDE, "seq_len": 8192, "rows": 4, "extra": ["precision=fp8"], "peer": "fp8=tensorwise"},
     "8b10L-8k-fp8-rowwise": {**WIDE, "seq_len": 8192, "rows": 4, "extra": ["precision=fp8", "fp8.scaling=rowwise"], "peer": "fp8=rowwise"},
     "tiny": {**TINY, "seq_len": 256, "rows": 4},
+    "tiny-muon": {**TINY, "seq_len": 256, "rows": 4, "extra": ["optim.kind=muon"]},
     "tiny-packed": {**TINY, "seq_len": 256, "rows": 4, "documents": 3},
 }
 WARM_UP = 3
@@ -126,7 +130,7 @@ def table(results: list[dict[str, Any]]) -> str:
     """One line per measurement; ratios are headway's rate over the peer's in the same case."""
     ours = {one["case"]: one.get("tok_s") for one in results if one["framework"] == "headway"}
     lines = [
-        "| case | framework | tokens/s | ms/step | MFU full | MFU causal | clip + AdamW ms | peak GiB | start s | first step s | ratio |"
+        "| case | framework | tokens/s | ms/step | MFU full | MFU causal | clip + update ms | peak GiB | start s | first step s | ratio |"
     ]
     lines.append("|---|---|---|---|---|---|---|---|---|---|---|")
     for one in results:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self, runtime_checkable
+
+from pydantic import model_validator
 
 from headway.config.kinds import KindConfig
 from headway.config.section import Section, setting
@@ -80,6 +82,8 @@ class OptimConfig(KindConfig):
 
     NEEDS_MATRICES: ClassVar[bool] = False
     """Some of its parameters are updated by a `MatrixOptimizer`: settings that cut or move state freely are refused early."""
+    HAS_NO: ClassVar[tuple[str, ...]] = ()
+    """Settings of a group that mean nothing to this optimizer and are refused."""
 
     lr: float = setting(3e-4, "Peak learning rate.", ge=0)
     weight_decay: float = setting(0.1, "Decoupled weight decay.", ge=0)
@@ -89,6 +93,13 @@ class OptimConfig(KindConfig):
     clip: float | None = setting(1.0, "Largest global gradient norm; null = no clipping.", gt=0)
     schedule: Schedule = setting(Schedule, "Learning rate over the run.")
     groups: tuple[GroupRule, ...] = setting((), "Parameter groups with their own hyperparameters; the first rule that matches wins.")
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> Self:
+        for index, rule in enumerate(self.groups):
+            if ignored := next((name for name in self.HAS_NO if getattr(rule, name) is not None), None):
+                raise ValueError(f"groups.{index}.{ignored} is {getattr(rule, ignored)}, which {self.kind} does not have. Remove it")
+        return self
 
     def build(self) -> Optimizer:
         """Make the update rule."""

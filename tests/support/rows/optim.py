@@ -50,6 +50,11 @@ def _update(config: Any, shape: tuple[int, ...]) -> list[float]:
     return [*param.view(-1).tolist(), *copy.view(-1).tolist()]
 
 
+def stored(overrides: tuple[str, ...]) -> Any:
+    """How state is stored."""
+    return storage_of(load(Recipe, None, [*BASE, *overrides]).optim.build())
+
+
 def shared_rows(kind: str) -> dict[str, Row]:
     """The rows of what every optimizer has."""
     chosen = (f"optim.kind={kind}",)
@@ -92,10 +97,14 @@ def refused_or_numbers(overrides: tuple[str, ...]) -> Any:
         return str(error), overrides[-1]
 
 
+LION = ("optim.kind=lion", "optim.schedule.warmup=1")
 MUON = ("optim.kind=muon", "optim.schedule.warmup=1")
 
 ROWS: dict[str, Row] = {
+    **shared_rows("lion"),
     **shared_rows("muon"),
+    "optim[lion].betas": (LION, [0.9, 0.99], [0.1, 0.2], updated),
+    "optim[lion].state_dtype": (LION, "fp32", "bf16", stored),
     "optim[muon].momentum": (MUON, 0.95, 0.5, updated),
     "optim[muon].nesterov": (MUON, True, False, updated),
     "optim[muon].ns_steps": (MUON, 5, 1, updated),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headway.optim.base import Guard, MatrixOptimizer
+from headway.optim.lion import Config as Lion
 from headway.optim.muon import Config as Muon
 from headway.optim.state_storage import storage_of
 from headway.parallel.update_rules import UpdateRule
@@ -91,6 +92,38 @@ def test_muon_in_bf16_is_torchs_within_its_rounding() -> None:
     follow(case, reference, references, SHAPES, rtol=1e-2, atol=1e-3)
 
 
+class PlainLion:
+    """Lion as published: Chen et al. 2023, algorithm 2, in fp64."""
+
+    def __init__(self, params: Sequence[Tensor], betas: tuple[float, float], decay: float) -> None:
+        self.params, self.betas, self.decay = params, betas, decay
+        self.momentum = [torch.zeros_like(param, dtype=torch.float64) for param in params]
+        self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        lr, (beta1, beta2) = self.param_groups[0]["lr"], self.betas
+        for param, held in zip(self.params, self.momentum, strict=True):
+            assert param.grad is not None
+            grad = param.grad.double()
+            direction = (beta1 * held + (1 - beta1) * grad).sign()
+            param.copy_(param.double() - lr * (direction + self.decay * param.double()))
+            held.copy_(beta2 * held + (1 - beta2) * grad)
+
+
+def test_lion_is_the_published_one() -> None:
+    case = Case(Lion(lr=1e-2, betas=(0.8, 0.95), weight_decay=0.3), SHAPES)
+    references = [torch.nn.Parameter(param.clone()) for param in case.params]
+    follow(case, PlainLion(references, (0.8, 0.95), 0.3), references, SHAPES, rtol=1e-5, atol=1e-6)
+
+
+def test_lion_is_the_packages() -> None:
+    package = pytest.importorskip("lion_pytorch")
+    case = Case(Lion(lr=1e-2, betas=(0.8, 0.95), weight_decay=0.3), SHAPES)
+    references = [torch.nn.Parameter(param.clone()) for param in case.params]
+    follow(case, package.Lion(references, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.3), references, SHAPES, rtol=1e-5, atol=1e-6)
+
+
 def test_muon_makes_singular_values_about_one_for_batches_of_matrices() -> None:
     from headway.kernels.newton_schulz import orthogonalize
 
@@ -109,7 +142,7 @@ def test_muon_makes_singular_values_about_one_for_batches_of_matrices() -> None:
     torch.testing.assert_close(torch.stack(apart.params), stacked.params[0])
 
 
-@pytest.mark.parametrize("config", [Muon(lr=0.02), Muon(lr=0.02, state_dtype="bf16")], ids=["muon", "muon bf16"])
+@pytest.mark.parametrize("config", [Muon(lr=0.02), Muon(lr=0.02, state_dtype="bf16"), Lion(lr=0.02), Lion(state_dtype="bf16")], ids=str)
 def test_a_skipped_step_changes_nothing_and_copies_follow(config: Any) -> None:
     case = Case(config, SHAPES, copies=torch.bfloat16)
     grads = gradients(SHAPES)
@@ -124,7 +157,7 @@ def test_a_skipped_step_changes_nothing_and_copies_follow(config: Any) -> None:
     assert all(torch.equal(copy, param.to(torch.bfloat16)) for copy, param in zip(case.copies, case.params, strict=True))
 
 
-@pytest.mark.parametrize("config", [Muon(lr=0.01)], ids=["muon"])
+@pytest.mark.parametrize("config", [Muon(lr=0.01), Lion(lr=0.01)], ids=lambda config: config.kind)
 def test_maximize_ascends(config: Any) -> None:
     up, down = Case(config, SHAPES), Case(config, SHAPES)
     for index, grads in enumerate(gradients(SHAPES)[:3]):
@@ -133,7 +166,7 @@ def test_maximize_ascends(config: Any) -> None:
     assert all(torch.equal(one, other) for one, other in zip(up.params, down.params, strict=True))
 
 
-@pytest.mark.parametrize("config", [Muon], ids=["muon"])
+@pytest.mark.parametrize("config", [Muon, Lion], ids=["muon", "lion"])
 def test_state_in_bf16_stays_close_to_fp32(config: Any) -> None:
     exact, rounded = Case(config(lr=1e-3), SHAPES), Case(config(lr=1e-3, state_dtype="bf16"), SHAPES)
     assert all(held.dtype == torch.bfloat16 for state in rounded.state for held in state.values())

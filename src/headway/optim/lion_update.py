@@ -1,0 +1,54 @@
+"""Lion's step on flat tensors: parameters, momentum and lower-precision copies change in place; where found_inf is not 0 nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.kernels.elementwise import on_device, run_elementwise
+from headway.optim.base import Guard, Hyper
+from headway.optim.state_storage import to_bf16
+
+
+class LionNumbers(NamedTuple):
+    """0-dim fp32 tensors on the device; `keep` is 0 for a skipped step, else 1."""
+
+    keep: Tensor
+    divisor: Tensor
+    """Of gradients; negative to ascend."""
+    beta1: Tensor
+    beta2: Tensor
+    shrink: Tensor
+    lr: Tensor
+    update: Tensor
+    """Number of this update, for rounding."""
+
+
+def lion_step(
+    params: Sequence[Tensor], grads: Sequence[Tensor], momentum: Sequence[Tensor], steps: Sequence[Tensor], hyper: Hyper, guard: Guard,
+    copies: Sequence[Tensor] | None,
+) -> None:  # fmt: skip
+    """One step over all tensors of a group."""
+    lr, decay, beta1, beta2 = on_device(params[0].device, hyper.lr, hyper.lr * hyper.weight_decay, *hyper.betas)
+    keep = 1 - guard.found_inf
+    divisor = -guard.scale if hyper.maximize else guard.scale
+    for index, (param, grad, held, step) in enumerate(zip(params, grads, momentum, steps, strict=True)):
+        copy = () if copies is None else (copies[index],)
+        run_elementwise(move, (param, grad, held, *copy), LionNumbers(keep, divisor, beta1, beta2, 1 - decay, lr, step))
+    torch._foreach_add_(list(steps), [keep] * len(steps))
+
+
+def move(tensors: tuple[Tensor, ...], n: LionNumbers) -> None:
+    """(param, grad, momentum) or (param, grad, momentum, copy): one step of each element."""
+    param, grad, momentum = tensors[:3]
+    does = n.keep > 0
+    g, m = grad / n.divisor, momentum.float()
+    new = torch.where(does, param * n.shrink - n.lr * torch.sign(n.beta1 * m + (1 - n.beta1) * g), param)
+    m = torch.where(does, n.beta2 * m + (1 - n.beta2) * g, m)
+    param.copy_(new)
+    momentum.copy_(to_bf16(m, n.update, 0) if momentum.dtype == torch.bfloat16 else m)
+    if len(tensors) > 3:
+        tensors[3].copy_(new)
