@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help setup demo test test-gpu check format drill mutants docs bench clean
+.PHONY: help setup demo test test-gpu check format drill mutants docs docs-serve bench clean
 
 help:
 	@echo "make demo      set up .venv (without developers' tools) and run the whole pipeline in small (CPU, offline, minutes)"
@@ -13,6 +13,7 @@ help:
 	@echo "make drill     the long tests: full matrices, kill drills"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make mutants   small mistakes put into the source one at a time: does a test notice each?"
+	@echo "make docs      the documentation site in site/; make docs-serve serves it on 127.0.0.1:8000"
 	@echo "make bench     CPU step benchmark against transformers"
 
 PIP := $(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed
@@ -59,11 +60,21 @@ format: setup
 	$(BIN)/ruff format src tests benchmarks
 	$(BIN)/ruff check --fix src tests benchmarks
 
-docs: setup
+# The site, from docs/ and the code, into site/. --strict: a broken link or anchor ends the build.
+$(VENV)/.ready-docs: $(VENV)/.ready
+	$(PIP) -e ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.ready-docs
 	$(BIN)/headway config reference > docs/settings.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+docs-serve: $(VENV)/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8000
 
 bench: setup
 	$(BIN)/python benchmarks/cpu_step.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache build dist src/*.egg-info
+	rm -rf $(VENV) site .pytest_cache .ruff_cache build dist src/*.egg-info

@@ -139,6 +139,55 @@ def test_files_and_pages_exist(page: Path) -> None:
         assert "://" in link or (page.parent / link).exists(), link
 
 
+@cache
+def anchors(page: Path) -> set[str]:
+    """The names that links to a heading of the page use, as GitHub and the site make them."""
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))
+    found: list[str] = []
+    for heading in re.findall(r"(?m)^#+ +(.+?) *$", text):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        name = re.sub(r"[^\w\- ]", "", plain.strip().lower()).replace(" ", "-")
+        found.append(f"{name}_{found.count(name)}" if name in found else name)
+    return set(found)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "settings.md"], ids=lambda page: page.name)
+def test_anchors_exist(page: Path) -> None:
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))):
+        if "://" not in link:
+            target = (page.parent / link) if link else page
+            assert anchor in anchors(target), f"{target.name} has no heading #{anchor}; it has {sorted(anchors(target))}"
+
+
+def test_every_page_in_the_navigation_of_the_site_exists() -> None:
+    shown = set(re.findall(r"(?m)^ *- .*?: ([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    made = {
+        "index.md",
+        "ARCHITECTURE.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "README.zh-CN.md",
+        "benchmarks.md",
+        "commands.md",
+        "api-reference.md",
+    }
+    assert shown - made <= {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_the_front_pages_have_no_long_line(name: str) -> None:
+    width = {
+        line: sum(2 if ord(letter) > 0x2E7F else 1 for letter in line) for line in (ROOT / name).read_text(encoding="utf-8").splitlines()
+    }
+    assert not {line: cells for line, cells in width.items() if cells > 120}
+
+
+def test_no_page_promises_what_does_not_exist() -> None:
+    for page in PAGES:
+        if not page.name.startswith("coming-from"):
+            assert "serve" in {verb.split()[0] for verb in commands()} or "headway serve" not in page.read_text(encoding="utf-8"), page.name
+
+
 IN_CHINESE = [page for page in PAGES if page.name.endswith(".zh-CN.md")]
 
 
@@ -146,10 +195,11 @@ def without_prompt(words: list[str]) -> list[str]:
     return [word for before, word in zip(["", *words], words, strict=False) if before != "--prompt"]
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name.startswith("coming-from") and page not in IN_CHINESE], ids=lambda page: page.name
-)
-def test_every_guide_for_users_of_another_system_exists_in_chinese_and_both_link_to_each_other(page: Path) -> None:
+WITH_CHINESE = [ROOT / "docs" / f"coming-from-{system}.md" for system in ("flare", "internlm", "prulong", "purrsight", "zero2all")]
+
+
+@pytest.mark.parametrize("page", WITH_CHINESE, ids=lambda page: page.name)
+def test_guides_for_these_systems_exist_in_chinese_and_both_link_to_each_other(page: Path) -> None:
     chinese = page.with_suffix(".zh-CN.md")
     assert f"[中文]({chinese.name})" in page.read_text(encoding="utf-8")
     assert f"[English]({page.name})" in chinese.read_text(encoding="utf-8")
