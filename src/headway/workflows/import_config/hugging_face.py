@@ -223,7 +223,12 @@ def timeout(draft: ImportDraft, key: str, value: Any) -> None:
     """Seconds that ranks wait; very long ones only stood in for slow data preparation."""
     found = float(number(key, value))
     if found > 86400:
-        draft.tell(key, value, "automatic", note="ranks wait for tokenization on a lock file, not in a collective; the default of 30 minutes is enough")
+        draft.tell(
+            key,
+            value,
+            "automatic",
+            note="ranks wait for tokenization on a lock file, not in a collective; the default of 30 minutes is enough",
+        )
     else:
         draft.write(key, value, "parallel.timeout_seconds", found)
 
