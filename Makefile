@@ -51,14 +51,14 @@ mutants: setup
 	nice $(BIN)/python tests/mutation --jobs $(JOBS) $(MUTANTS)
 
 check: setup
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/basedpyright
 	$(BIN)/python -m pytest tests/unit/test_layers.py tests/unit/test_sizes.py
 
 format: setup
-	$(BIN)/ruff format src tests benchmarks
-	$(BIN)/ruff check --fix src tests benchmarks
+	$(BIN)/ruff format src tests benchmarks examples
+	$(BIN)/ruff check --fix src tests benchmarks examples
 
 # The site, from docs/ and the code, into site/. --strict: a broken link or anchor ends the build.
 $(VENV)/.ready-docs: $(VENV)/.ready

@@ -81,7 +81,7 @@ for name in ("a", "b"):
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.drill)])
 def test_a_signal_ends_a_whole_sweep(tmp_path: Path, number: signal.Signals, code: int) -> None:
     make_stores(tmp_path)
     (tmp_path / "sweep.py").write_text(SWEEP)

@@ -1,4 +1,5 @@
-"""A kind names a module: `objective.kind: dpo` is headway/objective/dpo.py, `kind: my_lab.dpo2` is a module of the user.
+"""A kind names a module: `objective.kind: dpo` is headway/objective/dpo.py, `kind: my_lab.dpo2` is a module of the user, and
+`kind: ./my_loss.py` a file in the working directory (see user_code.py).
 
 A kind's module holds a class `Config` (a `KindConfig`) that imports without torch and whose `build(...)` makes the object. A recipe field
 is declared `Annotated[KindConfig, KindIn("headway.objective")]`; loading the recipe finds the `Config` of its kind and validates it.
@@ -7,7 +8,6 @@ A package lists the kinds it ships in `KINDS`.
 
 import difflib
 import importlib
-import traceback
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, cast
@@ -17,6 +17,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema, to_json
 
 from headway.config.section import Section, setting
+from headway.config.user_code import import_user_module
 from headway.errors import ConfigError
 
 
@@ -24,7 +25,7 @@ class KindConfig(Section):
     """The settings of one kind; `kind` names its module."""
 
     HIDDEN: ClassVar[bool] = False
-    kind: str = setting("", "A built-in kind, or the dotted name of your own module.", on_resume="fixed")
+    kind: str = setting("", "A built-in kind, the dotted name of your own module, or a file: ./my_kind.py.", on_resume="fixed")
 
 
 class NestedErrors(ValueError):
@@ -50,28 +51,10 @@ def kind_module(package: str, kind: str) -> ModuleType:
         return importlib.import_module(f"{package}.{kind}")
     near = difflib.get_close_matches(kind, names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"{what} kind is {kind[:100]!r}; it must be one of {', '.join(names)}, or the dotted name of your own module.{hint}")
-
-
-def import_user_module(name: str, setting: str) -> ModuleType:
-    """Import a user's module by its dotted name. Errors begin with `setting`, the key that named it."""
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise ConfigError(f"{setting} is {name[:100]!r}; it must be the import path of your module, e.g. my_lab.my_module.")
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as missing:
-        if missing.name is not None and (name == missing.name or name.startswith(missing.name + ".")):
-            raise ConfigError(
-                f"{setting} is {name!r}, but there is no module of that name. Add the folder that contains it to PYTHONPATH."
-            ) from None
-        raise ConfigError(f"{setting} is {name!r}, which imports {missing.name!r}, but that is not installed. Install it.") from missing
-    except Exception as error:  # importing the user's module may raise anything
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        where = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (at.filename, at.lineno)
-        problem = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"{setting} is {name!r}, but importing it fails: {type(error).__name__}: {problem} ({where[0]}:{where[1]})."
-        ) from error
+    raise ConfigError(
+        f"{what} kind is {kind[:100]!r}; it must be one of {', '.join(names)}, the dotted name of your own module, or a file such as "
+        f"./my_kind.py.{hint}"
+    )
 
 
 def kind_config(package: str, kind: str) -> type[KindConfig]:

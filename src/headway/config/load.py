@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 from headway.config.kinds import KindIn, NestedErrors, kind_config, kind_names
 from headway.config.section import ALTERNATIVES, Overlay, Section
 from headway.config.shipped import find_recipe
+from headway.config.user_code import is_file_name
 from headway.config.yaml_reader import MAX_BYTES, Where, parse_yaml
 from headway.errors import ConfigError
 
@@ -35,15 +36,15 @@ def load(schema: type[S], path: Path | None = None, overrides: Sequence[str] = (
     if path is not None:
         data = read_yaml(path, where)
     given = [apply_override(data, override, where) for override in overrides]
-    for note in _replace_alternatives(data, given, where):
+    for note in replace_alternatives(data, given, where):
         say(note)
     return validate(schema, data, where)
 
 
-def _replace_alternatives(data: dict[str, Any], given: Sequence[Loc], where: Where) -> Iterator[str]:
+def replace_alternatives(data: dict[str, Any], given: Sequence[Loc], where: Where) -> Iterator[str]:
     """An override replaces the alternative keys of the file: batch.rows removes batch.tokens. Yields a line for each."""
     for loc in given:
-        node = _node_at(data, loc[:-1])
+        node = node_at(data, loc[:-1])
         alternatives = next((ways for ways in ALTERNATIVES if any(loc[-1] in way for way in ways)), ())
         if not isinstance(node, dict) or node.get(loc[-1]) is None:
             continue
@@ -54,7 +55,7 @@ def _replace_alternatives(data: dict[str, Any], given: Sequence[Loc], where: Whe
                 yield f"{'.'.join(map(str, loc))}={node[loc[-1]]} replaces {'.'.join(map(str, other))}={node.pop(key)} of {at}"
 
 
-def _node_at(data: Any, loc: Loc) -> Any:
+def node_at(data: Any, loc: Loc) -> Any:
     """The value at a path; None if a later override removed it."""
     for part in loc:
         if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int) and part < len(data)):
@@ -98,6 +99,12 @@ def apply_override(data: dict[str, Any], override: str, where: Where) -> Loc:
         value = parse_yaml(text, "value") if text.strip() else ""
     except ConfigError as error:
         raise ConfigError(f"override {shown}: {str(error).partition(': ')[2]} Quote it if it is text, e.g. '{key[:60]}=\"...\"'.") from None
+    return set_value(data, key, value, override, where)
+
+
+def set_value(data: dict[str, Any], key: str, value: Any, override: str, where: Where) -> Loc:
+    """Set the value at a dotted key of the raw recipe; errors quote `override`. Returns the path of the key."""
+    shown = repr(_shortened(override))
     parts: list[Any] = [int(p) if p.isascii() and p.isdecimal() and len(p) < 10 else p for p in key.strip().split(".")]
     node: Any = data
     for depth, part in enumerate(parts[:-1]):
@@ -242,6 +249,8 @@ class ExternalCode:
     action: str
     is_imported: bool
     """Whether it is imported when the recipe is loaded. A program is only started by a run."""
+    module: str | None = None
+    """The module's dotted name, or the path of a file."""
 
     def __str__(self) -> str:
         return f"{self.key} {self.action}"
@@ -252,12 +261,12 @@ def find_external_code(data: Any, at: str = "") -> Iterator[ExternalCode]:
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
         place = f"{at}.{key}" if at else str(key)
-        is_short_tracker = at.endswith("track") and isinstance(key, int)
+        is_listed = isinstance(key, int)
         if isinstance(value, str):
-            if "." in value and (key in MODULE_KEYS or is_short_tracker):
-                yield ExternalCode(place, f"imports the module {value}", True)
-            elif ":" in value and key in FUNCTION_KEYS:
-                yield ExternalCode(place, f"calls {value}", True)
+            if "." in value and (key in MODULE_KEYS or (is_listed and at.endswith("track"))):
+                yield ExternalCode(place, f"imports the {'file' if is_file_name(value) else 'module'} {value}", True, value)
+            elif ":" in value and (key in FUNCTION_KEYS or (is_listed and at.endswith("callbacks"))):
+                yield ExternalCode(place, f"calls {value}", True, value.rpartition(":")[0])
         elif key == "command" and isinstance(value, list):
             yield ExternalCode(place, f"starts {' '.join(map(str, value))}", False)
         else:

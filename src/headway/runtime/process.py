@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.config.user_code import UserFiles
 from headway.errors import LaunchError, first_line
 
 if TYPE_CHECKING:
@@ -162,7 +163,9 @@ def run_in_child(work: Callable[..., Any], given: tuple[Any, ...], timeout_secon
 
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(sender, os.getpid(), work, given))  # no daemon: the compiler may start processes there
+    child = context.Process(
+        target=_answer, args=(sender, os.getpid(), UserFiles(), work, given)
+    )  # no daemon: the compiler may start processes there
     try:
         with _safe_path():
             child.start()
@@ -185,7 +188,7 @@ def run_in_child(work: Callable[..., Any], given: tuple[Any, ...], timeout_secon
     return answer
 
 
-def _answer(sender: Any, parent: int, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
+def _answer(sender: Any, parent: int, files: UserFiles, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
     _end_with(parent)
     try:
         sender.send((work(*given), None))

@@ -11,7 +11,7 @@ from headway.config.kinds import KindConfig
 from headway.errors import ConfigError
 
 Value = float | int | str | None
-Event = Literal["start", "finish", "crash", "hang", "spike", "nan", "save_failure", "slow_rank"]
+Event = Literal["start", "finish", "crash", "hang", "spike", "nan", "save_failure", "slow_rank", "callback"]
 """What a run reports besides its metrics."""
 
 

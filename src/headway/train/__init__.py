@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headway.track.callbacks import Callback
     from headway.train.config import Recipe
     from headway.train.run import RunHook
 
 
-def train(recipe: Recipe, *, resume: str = "auto", hook: RunHook = nullcontext) -> dict[str, Any]:
+def train(recipe: Recipe, *, resume: str = "auto", hook: RunHook = nullcontext, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
     """Train a recipe to its end, resuming the newest checkpoint of its run folder unless `resume` says otherwise; returns the summary.
 
     A stop signal is not swallowed: once the run is saved, Ctrl-C raises Interrupted, a KeyboardInterrupt, and another signal raises
@@ -20,7 +22,7 @@ def train(recipe: Recipe, *, resume: str = "auto", hook: RunHook = nullcontext) 
     from headway.runtime.stop import raise_for_signal
     from headway.train.session import run_recipe
 
-    summary = run_recipe(recipe, resume, hook)
+    summary = run_recipe(recipe, resume, hook, callbacks)
     late, name = summary.pop("signal_after_end", None), summary.get("stopped_by")
     if late is not None:
         message = f"{late} while {summary['run']} ended; the run is complete"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -11,7 +11,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from headway.checkpoint.config import CheckpointConfig
 from headway.config.kinds import KindIn, NestedErrors
-from headway.config.section import ALTERNATIVES, Overlay, Section, path_problem, setting
+from headway.config.overlay import overlay
+from headway.config.section import Overlay, Section, path_problem, setting
 from headway.data.config import BatchConfig, DataConfig
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
@@ -23,9 +24,12 @@ from headway.optim.scaler import ScalerConfig
 from headway.parallel.config import MemoryConfig, ParallelConfig
 from headway.track.base import TrackerConfig
 
-CHOICES = ("kind", "preset")
-"""A section that sets one of these to another value replaces the whole section below it."""
-SHARED_BY_STAGES = {"stages": "stages have no stages", "run": "all stages share the run folder", "device": "all stages share the device"}
+SHARED_BY_STAGES = {
+    "stages": "stages have no stages",
+    "run": "all stages share the run folder",
+    "device": "all stages share the device",
+    "callbacks": "all stages share the callbacks",
+}
 
 
 class RunConfig(Section):
@@ -239,35 +243,8 @@ class StageConfig(Overlay):
         return dict(self.model_extra or {})
 
 
-def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay the settings of a stage over those of its recipe; plain data in and out.
-
-    Mappings merge key by key; anything else is replaced. A section with another `kind` or `preset` is replaced as a whole. A setting
-    removes its alternatives: a stage with `epochs` does not have the recipe's `steps`.
-    """
-    result = dict(below)
-    for ways in ALTERNATIVES:
-        if any(key in above for way in ways for key in way):
-            for way in ways:
-                if not any(key in above for key in way):
-                    for key in way:
-                        result.pop(key, None)
-    for key, value in above.items():
-        there = result.get(key)
-        if isinstance(value, dict) and isinstance(there, dict) and not _chooses(cast(Any, there), cast(Any, value)):
-            result[key] = overlay(cast(Any, there), cast(Any, value))
-        else:
-            result[key] = value
-    return result
-
-
-def _chooses(there: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    """Whether a section chooses another kind or preset."""
-    return any(key in value and value[key] != there.get(key) for key in CHOICES)
-
-
 class Recipe(Section):
-    """One training run."""
+    """All settings of one training run, frozen. `Recipe.load` reads a recipe; `recipe.with_` makes a changed copy."""
 
     run: RunConfig = setting(RunConfig, "The run folder, and how the run is started.")
     supervise: SuperviseConfig = setting(SuperviseConfig, "When a supervised run restarts and gives up.")
@@ -305,6 +282,7 @@ class Recipe(Section):
     eval: EvalConfig = setting(EvalConfig, "Validation during training.")
     log: LogConfig = setting(LogConfig, "What is shown during training.")
     track: tuple[Tracker, ...] = setting((), "Further destinations for metrics and events.")
+    callbacks: tuple[str, ...] = setting((), "Your classes that follow the run (docs/api.md): module:Class or ./file.py:Class.")
     seed: int = setting(42, "All randomness is derived from it.", ge=0, on_resume="fixed")
     deterministic: bool = setting(
         False, "Bit-identical reruns on GPU too. Uses slower kernels where needed; refused where there is no deterministic one."
@@ -313,6 +291,34 @@ class Recipe(Section):
     stages: tuple[StageConfig, ...] = setting(
         (), "Stages that run one after another; each has a name and the settings in which it differs from this recipe.", on_resume="fixed"
     )
+
+    @classmethod
+    def load(
+        cls, recipe: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] | Mapping[str, Any] = (), /, **sections: Any
+    ) -> Recipe:
+        """Read a recipe: a file, the name of a shipped one (`headway init` lists them), plain data, or None for the defaults.
+
+        Overrides have the form of the command line (`["optim.lr=1e-4"]`) or of `with_`.
+
+        Example:
+            >>> hw.Recipe.load("laptop/sft", {"steps": 100}, init={"from": "runs/pretrain-laptop"})
+        """
+        from headway.train.change import load_recipe
+
+        return load_recipe(recipe, overrides, sections)
+
+    def with_(self, changes: Mapping[str, Any] | None = None, /, **sections: Any) -> Recipe:
+        """A changed copy, validated; this recipe stays as it is. Keys may be dotted; sections merge key by key.
+
+        A section with another `kind` or `preset` is replaced as a whole, and a setting removes its alternatives (`epochs`: `steps`).
+
+        Example:
+            >>> recipe.with_({"optim.lr": 1e-4, "data.train.0.path": "mine.jsonl"})
+            >>> recipe.with_(optim={"lr": 1e-4}, steps=100)
+        """
+        from headway.train.change import changed
+
+        return changed(self, {**(changes or {}), **sections})
 
     @model_validator(mode="after")
     def _stages(self) -> Recipe:
@@ -335,6 +341,15 @@ class Recipe(Section):
     def stage_settings(self, index: int) -> dict[str, Any]:
         """The settings of one stage: its own over this recipe's."""
         return overlay(self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"stages"}), self.stages[index].settings)
+
+    @field_validator("callbacks")
+    @classmethod
+    def _are_callbacks(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        from headway.train.callbacks import find_callback
+
+        for name in names:
+            find_callback(name)
+        return names
 
     @model_validator(mode="after")
     def _stops_by_validations(self) -> Recipe:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from headway.checkpoint.best import is_among_best, metric_value, require_metric
 from headway.checkpoint.config import CheckpointConfig
 from headway.checkpoint.load import open_checkpoint
+from headway.checkpoint.save import step_folder
 from headway.checkpoint.saver import SaveJob, Saver
 from headway.config.load import dump_yaml
 from headway.data.batch import Batch
@@ -35,6 +36,7 @@ from headway.runtime.process import Process
 from headway.runtime.stop import StopSignal
 from headway.runtime.storage import write_atomic
 from headway.track.base import Event, Tracker
+from headway.track.callbacks import CallbackThreads
 from headway.track.console import Console
 from headway.track.events import append_event
 from headway.track.metrics_file import MetricsFile
@@ -67,6 +69,7 @@ class Session:
     stop: StopSignal = field(default_factory=StopSignal)
     locks: RunLocks = field(default_factory=RunLocks)
     hook: RunHook = nullcontext
+    callbacks: CallbackThreads = field(default_factory=CallbackThreads)
 
 
 class Clock:
@@ -196,6 +199,7 @@ class Run:
             if self.reference is not None:
                 self.reference.record(self.start)
             self._record_saves()
+            self.session.callbacks.report = partial(self.emit, "callback")
         world.barrier()
         self.heart.beat("start", self.state.step)
         self.heart.write_to(self.home)
@@ -241,6 +245,7 @@ class Run:
         self.writes.retry(now=False)
         for record in self.meter.collect(everything=everything):
             self.metrics.write(record)
+            self.session.callbacks.record(record if self.stage is None else self.stage.in_whole_run(record), AT_START)
             self.healer.check(self, record)
             if record["step"] % self.recipe.log.every == 0 or record["step"] in (1, self.total_steps) or "valid" in record:
                 shown = {name: value for name, value in record.items() if name != AT_START}  # trackers have it already
@@ -331,6 +336,7 @@ class Run:
                 folder.mkdir(parents=True, exist_ok=True)
                 write_atomic(folder / RECIPE, dump_yaml(self.recipe))
             write_save_record(folder, replace(saved, step=step))
+            self.session.callbacks.saved(self.control.steps_before + step, step_folder(self.checkpoints, step))
 
         self.saver.on_saved = record
 

@@ -31,6 +31,7 @@ from headway.runtime.run_lock import LOCK, RunLock
 from headway.runtime.storage import parse_sealed_json, sealed_json, write_atomic
 from headway.runtime.temporary import clear_temporary
 from headway.track.events import EVENTS, reset_crash_report
+from headway.train.code_record import record_code
 from headway.train.config import Recipe
 from headway.train.control import on_first_rank, remove_request
 
@@ -170,6 +171,7 @@ def prepare_folder(start: Start, recipe: Recipe, moved: Callable[[], None] = lam
         for later in [*set_aside_later(local, step), *(remote.set_aside_later(step) if remote is not None else [])]:
             log.info("set a later checkpoint aside: %s", later)
     begin_in(start.folder)
+    record_code(start.folder, recipe)
     write_atomic(start.folder / RECIPE, dump_yaml(recipe))
     if start.checkpoint is not None and start.checkpoint.path.parent in (local.resolve(), place):
         saved = replace(saved, run=start.checkpoint.run or saved.run, step=start.checkpoint.step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from math import prod
@@ -25,7 +25,9 @@ from headway.runtime.log import start_logging
 from headway.runtime.process import Process, from_environment, raise_open_files, set_environment
 from headway.runtime.stop import StopBeforeStart, StopSignal
 from headway.tokenizer.load import Tokenizer
+from headway.track.callbacks import Callback, CallbackThreads
 from headway.train.build import build
+from headway.train.callbacks import running_callbacks
 from headway.train.config import Recipe
 from headway.train.control import exit_code, on_first_rank
 from headway.train.failure import explain_lost_ranks, report_crash
@@ -42,8 +44,14 @@ from headway.train.start import agree_on_start
 log = logging.getLogger("headway")
 
 
-def run_recipe(recipe: Recipe, resume: str = "auto", hook: RunHook = nullcontext) -> dict[str, Any]:
+def run_recipe(recipe: Recipe, resume: str = "auto", hook: RunHook = nullcontext, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
     """Train, in one stage or several; returns the summary. Nothing is written before everything is built."""
+    with running_callbacks(recipe, callbacks, is_first=from_environment().is_first) as threads:
+        threads.summary = outcome = _run_recipe(recipe, resume, hook, threads)
+    return outcome
+
+
+def _run_recipe(recipe: Recipe, resume: str, hook: RunHook, callbacks: CallbackThreads) -> dict[str, Any]:
     process = from_environment()
     raise_open_files()
     heart, folder = Heartbeat(process.rank), recipe.run.folder
@@ -54,7 +62,7 @@ def run_recipe(recipe: Recipe, resume: str = "auto", hook: RunHook = nullcontext
             if backend == "nccl" and process.world > 1:
                 set_environment(flight_recorder(folder))
             with start_group(process, backend, recipe.parallel.timeout_seconds, heart) as world, lock_run(recipe, world) as locks:
-                session = Session(process, world, stop, locks, hook)
+                session = Session(process, world, stop, locks, hook, callbacks)
                 outcome = (
                     _run(session, resolved, resume) if resolved else run_stages(recipe, resume, world, partial(_run, session), locks.moved)
                 )

@@ -29,6 +29,7 @@ from headway.parallel.collectives import RankGroup
 from headway.prepare.sources import prepare_sources
 from headway.runtime.json_file import load_json
 from headway.runtime.storage import check_writable, link_atomic, write_atomic
+from headway.train.code_record import record_code
 from headway.train.config import Recipe
 from headway.train.control import on_first_rank
 from headway.train.dpo_reference import check_reference
@@ -251,6 +252,7 @@ def _prepare(recipe: Recipe, begin: StagedStart, moved: Callable[[], None]) -> N
         if Path(old) == home:
             moved()
     begin_in(home)
+    record_code(home, recipe)
     for stale in (home / FINAL, home / SUMMARY):  # of a run that had fewer stages
         stale.unlink(missing_ok=True)
     write_atomic(home / RECIPE, dump_yaml(recipe, only_given=True))

@@ -116,6 +116,11 @@ class StagePosition:
         """The name trackers use."""
         return f"{self.run_folder.name}-{self.stage}"
 
+    def in_whole_run(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """A step's record as the whole run counts it, with the stage and the step in it."""
+        step = record["step"]
+        return {**record, "step": self.steps_before + step, "stage": self.stage, "stage_step": step}
+
 
 class StageMetrics:
     """Writes the metrics of a stage to its own file and to that of the whole run, which counts steps over all stages."""
@@ -124,10 +129,9 @@ class StageMetrics:
         self.stage_file, self.run_file, self.position = stage_file, run_file, position
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one step's record to both files; the whole run's adds the stage and the step in it."""
+        """Append one step's record to both files."""
         self.stage_file.write(record)
-        step = record["step"]
-        self.run_file.write({**record, "step": self.position.steps_before + step, "stage": self.position.stage, "stage_step": step})
+        self.run_file.write(self.position.in_whole_run(record))
 
     def sync(self) -> None:
         """Wait until all lines are on disk."""

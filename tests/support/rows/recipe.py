@@ -168,6 +168,7 @@ ROWS: dict[str, Row] = {
     "log.every": ((), 10, 1, log_lines),
     "log.slow_ratio": ((), 1.2, None, lambda o: load(Recipe, None, list(o)).log.slow_ratio),
     "track[tensorboard].kind": ((), [], ["{kind: tensorboard}"], files("tensorboard/*")),
+    "callbacks": ((), [], ["support.my_lab.told:Told"], files("told.txt")),
     "seed": ((), 42, 43, numbers),
     "deterministic": ((), False, True, engine(lambda run: __import__("torch").are_deterministic_algorithms_enabled())),
 }  # fmt: skip

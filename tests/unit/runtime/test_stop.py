@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from headway.errors import Interrupted, Terminated
 from headway.runtime import stop as stop_module
-from headway.runtime.stop import SIGNALS, StopBeforeStart, StopSignal
+from headway.runtime.stop import SIGNALS, StopBeforeStart, StopSignal, raise_for_signal
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +107,19 @@ def test_who_has_nothing_to_save_leaves_soon(monkeypatch: pytest.MonkeyPatch) ->
     stop = StopSignal(grace_seconds=600.0)
     stop.has_something_to_save = lambda: False
     assert blocked([signal.SIGTERM], stop) == 143
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "code"), [("SIGINT", Interrupted, 130), ("SIGTERM", Terminated, 143), ("SIGHUP", Terminated, 129)]
+)
+def test_a_program_learns_of_the_signal_by_a_typed_exception(name: str, kind: type[Terminated], code: int) -> None:
+    before = signal.signal(signal.Signals[name], signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
+    try:
+        with pytest.raises(kind) as caught:
+            raise_for_signal(name, "saved", {"run": "runs/a"})
+    finally:
+        signal.signal(signal.Signals[name], before)
+    assert (caught.value.code, caught.value.exit_code, caught.value.run, str(caught.value)) == (code, code, "runs/a", "saved")
+    assert isinstance(caught.value, KeyboardInterrupt) == (name == "SIGINT")
+    raise_for_signal(None, "", {})
+    raise_for_signal("headway stop", "", {})

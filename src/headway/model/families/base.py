@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
-from headway.config.kinds import import_user_module
+from headway.config.user_code import import_user_module
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 
@@ -76,7 +76,10 @@ def family_of(name: str) -> Family:
     if "." not in name and name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"model.family is {name!r}; it must be one of {', '.join(names)}, or the dotted name of your own module.{hint}")
+        raise ConfigError(
+            f"model.family is {name!r}; it must be one of {', '.join(names)}, the dotted name of your own module, or a file such as "
+            f"./my_family.py.{hint}"
+        )
     module = import_user_module(name, "model.family") if "." in name else importlib.import_module(f"{PACKAGE}.{name}")
     absent = [member for member in MEMBERS if member not in vars(module)]
     if absent:

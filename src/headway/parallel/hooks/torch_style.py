@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headway.config.kinds import import_user_module
 from headway.config.section import setting
+from headway.config.user_code import import_user_module
 from headway.errors import ConfigError
 from headway.parallel.hooks.base import HookConfig
 
@@ -40,7 +40,7 @@ class Config(HookConfig):
 
 def find(path: str, key: str) -> Callable[..., Any]:
     """The function at module:name."""
-    module, _, name = path.partition(":")
+    module, _, name = path.rpartition(":")
     found = getattr(import_user_module(module, f"parallel.hook.{key}"), name, None)
     if not callable(found):
         raise ConfigError(f"parallel.hook.{key} is {path!r}; it must be module:function, and {module} has no function {name!r}.")

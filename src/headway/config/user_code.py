@@ -1,0 +1,112 @@
+"""Modules outside headway that a recipe names. In: a dotted name, or the path of a .py file; out: the module, imported.
+
+`my_lab.my_loss`     a module on Python's path
+`./my_loss.py`       a file, relative to the working directory; Python's path is neither used nor changed
+
+A file's module is named after its content: an edited file is another module, and the same file is imported once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from headway.errors import ConfigError
+
+PREFIX = "headway_user_file_"
+MAX_BYTES = 10 << 20
+
+
+def import_user_module(name: str, setting: str) -> ModuleType:
+    """Import a user's module by its dotted name, or a file by its path. Errors begin with `setting`, the key that named it."""
+    if is_file_name(name):
+        return _import_file(Path(name), name, setting)
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(
+            f"{setting} is {name[:100]!r}; it must be the import path of your module, e.g. my_lab.my_module, or a file, ./my_module.py."
+        )
+    return _import(name, setting, lambda: importlib.import_module(name))
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a recipe means a file, not a module on Python's path."""
+    return name.endswith(".py") or "/" in name
+
+
+def user_code_file(name: str) -> Path | None:
+    """The file of a module that is imported already, for a record of the code; None where it has none."""
+    if is_file_name(name):
+        return Path(name).resolve()
+    found = getattr(sys.modules.get(name), "__file__", None)
+    return None if found is None else Path(found)
+
+
+def _import_file(path: Path, name: str, setting: str) -> ModuleType:
+    if path.suffix != ".py":
+        raise ConfigError(f"{setting} is {name[:200]!r}; a file of your own ends in .py, e.g. ./my_module.py.")
+    try:
+        with path.open("rb") as file:
+            code = file.read(MAX_BYTES + 1)
+        absolute = path.resolve()
+    except (OSError, ValueError) as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else f"it cannot be read: {error}"
+        raise ConfigError(
+            f"{setting} is {name[:200]!r}, but {reason} (working directory: {Path.cwd()}). Give the path of your file."
+        ) from None
+    if len(code) > MAX_BYTES:
+        raise ConfigError(f"{setting} is {name!r}, which has more than {MAX_BYTES >> 20} MiB. Give a Python file.")
+    module_name = PREFIX + hashlib.sha256(str(absolute).encode() + b"\0" + code).hexdigest()[:24]
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, absolute)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+
+    def run() -> ModuleType:
+        sys.modules[module_name] = module  # dataclasses and pickle look it up
+        try:
+            exec(compile(code, str(absolute), "exec"), module.__dict__)  # the bytes that were hashed; no .pyc is written or read
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+        return module
+
+    return _import(name, setting, run)
+
+
+def _import(name: str, setting: str, work: Callable[[], ModuleType]) -> ModuleType:
+    try:
+        return work()
+    except ModuleNotFoundError as missing:
+        if missing.name is not None and (name == missing.name or name.startswith(missing.name + ".")):
+            raise ConfigError(
+                f"{setting} is {name!r}, but there is no module of that name. Add the folder that contains it to PYTHONPATH."
+            ) from None
+        raise ConfigError(f"{setting} is {name!r}, which imports {missing.name!r}, but that is not installed. Install it.") from missing
+    except Exception as error:  # importing the user's module may raise anything
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (at.filename, at.lineno)
+        problem = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{setting} is {name!r}, but importing it fails: {type(error).__name__}: {problem} ({where[0]}:{where[1]})."
+        ) from error
+
+
+class UserFiles:
+    """The files imported so far. Unpickled in another process it imports them there, so that what comes after it can be unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _import_again, ([str(module.__file__) for name, module in list(sys.modules.items()) if name.startswith(PREFIX)],)
+
+
+def _import_again(files: Sequence[str]) -> UserFiles:
+    for file in files:
+        import_user_module(file, "file")
+    return UserFiles()
