@@ -67,7 +67,7 @@ $(VENV)/.ready-docs: $(VENV)/.ready
 
 docs: $(VENV)/.ready-docs
 	$(BIN)/headway config reference > docs/settings.md
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
 docs-serve: $(VENV)/.ready-docs

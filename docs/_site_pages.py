@@ -88,7 +88,7 @@ def _parameter(parameter: Any) -> str | None:
     is_option = parameter.param_type_name == "option"
     name = ", ".join([*parameter.opts, *parameter.secondary_opts]) if is_option else (parameter.metavar or parameter.name.upper())
     default = parameter.default
-    if callable(default) or default is None or default in ((), []) or default == "":
+    if callable(default) or default in (None, False, (), [], ""):
         shown = "required" if parameter.required else ""
     else:
         shown = f"`{default}`"
