@@ -1,6 +1,5 @@
 """`headway export` and `headway masks`: a trained model, its adapter or its head masks in files that other tools read."""
 
-from enum import StrEnum
 from pathlib import Path
 
 import typer
@@ -13,17 +12,10 @@ from headway.runtime.optional import need
 GATES_HELP = "A run folder, a checkpoint folder or a Hugging Face folder with head gates."
 
 
-class Dtype(StrEnum):
-    """The types in which weights can be written."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
 def hf(
     model: Path = MODEL,
     out: Path = typer.Option(..., help="The folder to write; an earlier export there is replaced."),
-    dtype: Dtype = typer.Option(Dtype.float32, help="The dtype of the written weights."),
+    dtype: str = typer.Option("float32", help="The dtype of the written weights: float32, bfloat16 or float16 (also fp32, bf16, fp16)."),
     remote_code: bool = typer.Option(
         False,
         "--remote-code",
@@ -35,20 +27,21 @@ def hf(
     json: bool = JSON,
 ) -> None:
     """Write a folder that transformers loads: weights, config and tokenizer."""
-    from headway.export.huggingface import export_model
+    from headway.export.huggingface import export_model, parse_dtype
     from headway.runtime.storage import check_writable
 
+    chosen = parse_dtype(dtype)
     check_writable(out.parent)
     if adapter:
         from headway.export.adapter import export_adapter
 
         if remote_code:
             raise ConfigError("--adapter and --remote-code are both given; an adapter needs no model class. Leave one of them out.")
-        export_adapter(model, out, dtype=dtype.value, family=family)
+        export_adapter(model, out, dtype=chosen, family=family)
     else:
-        export_model(model, out, dtype=dtype.value, remote_code=remote_code, family=family)
+        export_model(model, out, dtype=chosen, remote_code=remote_code, family=family)
     if json:
-        print_json({"out": str(out), "dtype": dtype.value, "remote_code": remote_code, "adapter_only": adapter})
+        print_json({"out": str(out), "dtype": chosen, "remote_code": remote_code, "adapter_only": adapter})
     else:
         typer.echo(f"wrote {out}")
 

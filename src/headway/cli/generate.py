@@ -1,60 +1,148 @@
 """`headway generate`."""
 
-from dataclasses import asdict
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from headway.cli._options import CHAT_TEMPLATE, GROUP, JSON, MODEL, MaskOptions, with_masks
+from headway.cli._options import CHAT_TEMPLATE, GROUP, JSON, MODEL, MaskOptions, refuse_flags, with_masks
 from headway.cli._output import print_json
 from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.infer.generate import GenerateOptions
+
+MAX_NEW_TOKENS_HELP = "Stop after this many tokens."
+TOP_K = typer.Option(None, help="Sample from the k most likely tokens.")
+TOP_P = typer.Option(None, help="Sample from the smallest set of tokens with this total probability.")
+STOP = typer.Option([], help="Stop before this text; may be repeated.")
+SEED = typer.Option(0, help="Seed of the sampling.")
+DEVICE = typer.Option("auto", help="auto, cpu, cuda or mps.")
+CHUNK_TOKENS = typer.Option(4096, help="Prefill chunk: tokens of each prompt that go through the model at once.")
+
+
+@dataclass(frozen=True)
+class AskOptions:
+    """What the model gets."""
+
+    prompt: list[str] = typer.Option([], help="Text to continue; may be repeated.")
+    prompts_file: Path | None = typer.Option(None, help="Prompts, one per line, or a .jsonl file with a key `prompt`.")
+    messages: Path | None = typer.Option(
+        None, metavar="FILE", help="Conversations to answer, .json or .jsonl in OpenAI's shape: {messages: [{role, content}, ...]}."
+    )
+    system: str | None = typer.Option(None, metavar="TEXT", help="A system message before the questions.")
+    chat_template: str | None = CHAT_TEMPLATE
+
+    def prompts(self) -> list[str]:
+        """The prompts, if there are no messages."""
+        from headway.infer.generate import read_prompts
+
+        found = [*self.prompt, *(read_prompts(self.prompts_file) if self.prompts_file is not None else [])]
+        if self.messages is not None:
+            if found:
+                raise ConfigError("--messages and a prompt are both given. Leave one of them out.")
+            return []
+        if not found:
+            raise ConfigError("no prompt is given. Use --prompt TEXT, --prompts-file FILE or --messages FILE.")
+        if "" in found:
+            raise ConfigError("a prompt is empty; there is nothing to continue. Give some text.")
+        return found
+
+    @property
+    def template(self) -> str | None:
+        """The chat template to use; None: prompts are continued as plain text."""
+        is_chat = self.messages is not None or self.system is not None
+        return "tokenizer" if self.chat_template is None and is_chat else self.chat_template
 
 
 def generate(
     model: Path = MODEL,
-    prompt: list[str] = typer.Option([], help="Text to continue; may be repeated."),
-    prompts_file: Path | None = typer.Option(None, help="Prompts, one per line, or a .jsonl file with a key `prompt`."),
-    max_new_tokens: int = typer.Option(128, help="Stop after this many tokens."),
+    ask: AskOptions = GROUP,
+    max_new_tokens: int = typer.Option(128, help=MAX_NEW_TOKENS_HELP),
     temperature: float = typer.Option(0.0, help="0 takes the most likely token each time; above 0 samples."),
-    top_k: int | None = typer.Option(None, help="Sample from the k most likely tokens."),
-    top_p: float | None = typer.Option(None, help="Sample from the smallest set of tokens with this total probability."),
-    stop: list[str] = typer.Option([], help="Stop before this text; may be repeated."),
+    top_k: int | None = TOP_K,
+    top_p: float | None = TOP_P,
+    stop: list[str] = STOP,
     special: bool = typer.Option(
         False, "--special", help="Read special tokens written in a prompt, such as <|im_start|>, as tokens, not as text."
     ),
-    chat_template: str | None = CHAT_TEMPLATE,
-    seed: int = typer.Option(0, help="Seed of the sampling."),
+    seed: int = SEED,
     masks: MaskOptions = GROUP,
-    chunk_tokens: int = typer.Option(4096, help="Prefill chunk: tokens of each prompt that go through the model at once."),
-    device: str = typer.Option("auto", help="auto, cpu or cuda."),
+    chunk_tokens: int = CHUNK_TOKENS,
+    device: str = DEVICE,
+    stream: bool | None = typer.Option(None, "--stream/--no-stream", help="Show text as it is made; default: on a terminal."),
     json: bool = JSON,
 ) -> None:
-    """Continue prompts, or answer questions, with a trained model."""
-    from headway.infer.generate import GenerateOptions, answer, read_prompts
-    from headway.infer.generate import generate as continue_prompts
-    from headway.infer.load import load_model
+    """Continue prompts, or answer questions and conversations, with a trained model."""
+    from headway.infer.generate import GenerateOptions
     from headway.infer.sampling import Sampling
-    from headway.runtime.device import choose_compute
 
+    if json:
+        refuse_flags("--json", {"--stream": stream or None})
     choice = masks.choice()
     sampling = Sampling(temperature, top_k, top_p, seed)
     options = GenerateOptions(max_new_tokens, tuple(stop), special=special, sampling=sampling, chunk_tokens=chunk_tokens)
-    if chat_template is not None and special:
+    if ask.template is not None and special:
         raise ConfigError("--chat-template and --special are both given; the template writes the special tokens. Leave --special out.")
-    prompts = [*prompt, *(read_prompts(prompts_file) if prompts_file is not None else [])]
-    if not prompts:
-        raise ConfigError("no prompt is given. Use --prompt TEXT or --prompts-file FILE.")
-    if "" in prompts:
-        raise ConfigError("a prompt is empty; there is nothing to continue. Give some text.")
+    shows = not json and (sys.stdout.isatty() if stream is None else stream)
+    _generate(model, ask, options, choice, device, stream=shows, json=json)
+
+
+def _generate(model: Path, ask: AskOptions, options: GenerateOptions, choice: object, device: str, *, stream: bool, json: bool) -> None:
+    from headway.infer import generate as infer
+    from headway.infer.load import load_model
+    from headway.infer.messages import read_messages
+    from headway.runtime.device import choose_compute
+
+    prompts = ask.prompts()
+    conversations = [] if ask.messages is None else read_messages(ask.messages, ask.system)
+    template = ask.template
+    heads = [""] * len(conversations) or [prompt if template is None else f"{prompt}\n" for prompt in prompts]
+    shown = StreamedTexts(heads)
     compute = choose_compute(device, "auto")
-    loaded = with_masks(load_model(model, device=compute.device, dtype=compute.dtype), choice)
-    results = continue_prompts(loaded, prompts, options) if chat_template is None else answer(loaded, prompts, chat_template, options)
+    loaded = with_masks(load_model(model, device=compute.device, dtype=compute.dtype), choice)  # pyright: ignore[reportArgumentType]
+    on_text = shown if stream else None
+    if template is None:
+        results = infer.generate(loaded, prompts, options, on_text)
+    elif conversations:
+        results = infer.answer_conversations(loaded, conversations, template, options, on_text)
+    else:
+        results = infer.answer(loaded, prompts, template, options, system=ask.system, on_text=on_text)
     if json:
         found = asdict(results[0]) if len(results) == 1 else {"generations": [asdict(result) for result in results]}
         print_json({**found, "masks": loaded.describe_masks()})
-        return
-    for one, result in zip(prompts, results, strict=True):
-        typer.echo(one + result.text if chat_template is None else f"{one}\n{result.text}")
+    elif stream:
+        shown.end()
+    else:
+        for head, result in zip(heads, results, strict=True):
+            typer.echo(head + result.text)
+
+
+class StreamedTexts:
+    """Prints texts piece by piece, each after its head; together they are what the verb prints at once elsewhere."""
+
+    def __init__(self, heads: Sequence[str]) -> None:
+        self.heads = heads
+        self.begun = 0
+
+    def __call__(self, number: int, piece: str) -> None:
+        self._begin(number)
+        typer.echo(piece, nl=False)
+
+    def end(self) -> None:
+        """End the last text, and show the heads of those without one."""
+        self._begin(len(self.heads) - 1)
+        typer.echo()
+
+    def _begin(self, number: int) -> None:
+        while self.begun <= number:
+            typer.echo(("\n" if self.begun else "") + self.heads[self.begun], nl=False)
+            self.begun += 1
 
 
 VERBS = {"generate": generate}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.errors import CheckpointError, ConfigError
-from headway.export.huggingface import MARK, atomic_folder, save_weights
+from headway.export.huggingface import MARK, Dtype, atomic_folder, converted, save_weights
 from headway.infer.load import FINAL, find_model_of_family
 from headway.infer.stored_adapter import StoredAdapter
 from headway.model.adapter.config import AdapterConfig
@@ -26,25 +26,22 @@ FOLDER = "adapter"
 
 
 def write_adapter(
-    values: Mapping[str, torch.Tensor], config: AdapterConfig, model: ModelConfig, out: Path, *, base: str | None, dtype: str = "float32"
+    values: Mapping[str, torch.Tensor], config: AdapterConfig, model: ModelConfig, out: Path, *, base: str | None, dtype: Dtype = "float32"
 ) -> None:
     """Write a PEFT folder from low-rank updates and fully trained parameters; replaces an earlier adapter there."""
-    import torch
-
     if out.is_file() or (out.is_dir() and any(out.iterdir()) and not is_adapter(out)):
         raise ConfigError(
             f"out is {str(out)!r}, which contains something other than an earlier adapter. Give a folder that does not exist yet."
         )
     whole = [name for name in values if ADAPTER not in name]
     settings = adapter_settings(config, model, whole, base)
-    target_dtype: torch.dtype = getattr(torch, dtype)
-    tensors = {name: value.detach().to("cpu", target_dtype).contiguous().clone() for name, value in their_tensors(values, model)}
+    tensors = {name: converted(name, value, dtype).contiguous().clone() for name, value in their_tensors(values, model)}
     with writing(out, error=CheckpointError), atomic_folder(out) as folder:
         save_weights(tensors, folder / ADAPTER_WEIGHTS, MARK)
         (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def export_adapter(model: Path | str, out: Path, *, dtype: str = "float32", family: str | None = None) -> None:
+def export_adapter(model: Path | str, out: Path, *, dtype: Dtype = "float32", family: str | None = None) -> None:
     """Write only the adapter of what `--model` names: a run or a checkpoint that was trained with one, or an adapter folder."""
     path = Path(model)
     inside = next((folder for folder in (path / FINAL / FOLDER, path / FOLDER) if is_adapter(folder)), path)

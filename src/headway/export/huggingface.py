@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
     from headway.model.config import ModelConfig
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES: dict[str, Dtype] = {
+    "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16",
+}  # fmt: skip
+"""Each dtype under the names people use."""
 ROLE_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MARK = {"format": "pt", "written_by": "headway"}
 
@@ -159,18 +163,34 @@ def _checked(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -
 
 
 def _shards(weights: Iterator[tuple[str, torch.Tensor]], dtype: Dtype, limit: int) -> Iterator[dict[str, torch.Tensor]]:
-    import torch
-
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, value in weights:
-        value = value.detach().to("cpu", getattr(torch, dtype)).contiguous()
+        value = converted(name, value, dtype).contiguous()
         if shard and size + value.nbytes > limit:
             yield shard
             shard, size = {}, 0
         shard[name] = value
         size += value.nbytes
     yield shard
+
+
+def converted(name: str, value: torch.Tensor, dtype: Dtype) -> torch.Tensor:
+    """A weight on the CPU in another dtype; one with a value that float16 cannot hold is refused, not made infinite."""
+    import torch
+
+    made = value.detach().to("cpu", getattr(torch, dtype))
+    if dtype == "float16" and bool((made.isinf() & value.detach().to("cpu").isfinite()).any()):
+        most = float(value.detach().abs().max())
+        raise ConfigError(f"dtype is float16; {name} has a value of {most:g}, and float16 ends at 65504. Use bfloat16 or float32.")
+    return made
+
+
+def parse_dtype(name: str) -> Dtype:
+    """A dtype by any of its names."""
+    if name not in DTYPES:
+        raise ConfigError(f"--dtype is {name!r}; it must be one of {', '.join(DTYPES)}.")
+    return DTYPES[name]
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +21,10 @@ from headway.infer.decode import Decoder
 from headway.infer.load import LoadedModel
 from headway.infer.prefill import CHUNK_TOKENS, last_hidden
 from headway.infer.sampling import Sampling, choose
+from headway.infer.stream import TextStream
+from headway.prepare.parse_chat import Conversation
 from headway.runtime.progress import progress
-from headway.tokenizer.chat import Turn, answer_end, bos_ids, render_prompt
+from headway.tokenizer.chat import Turn, answer_end, bos_ids, find_template, render_prompt
 from headway.tokenizer.load import Tokenizer
 
 log = logging.getLogger("headway")
@@ -30,6 +33,8 @@ DECODED_BEFORE = 16
 """Last tokens of the prompt that are decoded with the new ones; decoding a long prompt at each token would cost more than the model."""
 MAX_PROMPTS_BYTES = 64 << 20
 """Of a prompts file."""
+OnText = Callable[[int, str], object]
+"""Receives the number of a prompt and the next piece of its text."""
 StoppedBy = Literal["eos", "stop", "length", "context"]
 
 
@@ -111,18 +116,44 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, *, special: bool = False) -> l
     return [start]
 
 
-def generate(loaded: LoadedModel, prompts: Sequence[str], options: GenerateOptions) -> list[Generation]:
+def generate(loaded: LoadedModel, prompts: Sequence[str], options: GenerateOptions, on_text: OnText | None = None) -> list[Generation]:
     """Continue every prompt."""
     tokenizer = _tokenizer(loaded)
-    return generate_from_ids(loaded, [(prompt, prompt_ids(tokenizer, prompt, special=options.special)) for prompt in prompts], options)
+    ids = [(prompt, prompt_ids(tokenizer, prompt, special=options.special)) for prompt in prompts]
+    return generate_from_ids(loaded, ids, options, on_text)
 
 
-def answer(loaded: LoadedModel, questions: Sequence[str], template: str, options: GenerateOptions) -> list[Generation]:
-    """Answer every question: each becomes a user turn of a chat template, and the template's end of a turn stops generation."""
+def answer(
+    loaded: LoadedModel,
+    questions: Sequence[str],
+    template: str,
+    options: GenerateOptions,
+    *,
+    system: str | None = None,
+    on_text: OnText | None = None,
+) -> list[Generation]:
+    """Answer every question: each becomes a user turn of a chat template, after the system message where one is given."""
+    before = () if system is None else (Turn("system", system),)
+    asked = [Conversation((*before, Turn("user", question))) for question in questions]
+    return answer_conversations(loaded, asked, template, options, on_text)
+
+
+def answer_conversations(
+    loaded: LoadedModel,
+    conversations: Sequence[Conversation],
+    template: str,
+    options: GenerateOptions,
+    on_text: OnText | None = None,
+) -> list[Generation]:
+    """The assistant's next turn of every conversation; the template's end of a turn stops generation."""
     tokenizer = _tokenizer(loaded)
-    ids = [(question, render_prompt([Turn("user", question)], template, tokenizer)) for question in questions]
+    found = find_template(template, tokenizer)
+    # One question alone is named by its text; a longer conversation by all of it.
+    names = [one.turns[0].content if len(one.turns) == 1 else json.dumps([turn.content for turn in one.turns]) for one in conversations]
+    ids = [(name, render_prompt(one.turns, found, tokenizer, one.tools)) for name, one in zip(names, conversations, strict=True)]
     # A model that never learned the template may still end its answer there.
-    return generate_from_ids(loaded, ids, replace(options, stop_ids=(*options.stop_ids, *answer_end(template, tokenizer))))
+    options = replace(options, stop_ids=(*options.stop_ids, *answer_end(found, tokenizer)))
+    return generate_from_ids(loaded, ids, options, on_text)
 
 
 def _tokenizer(loaded: LoadedModel) -> Tokenizer:
@@ -132,8 +163,10 @@ def _tokenizer(loaded: LoadedModel) -> Tokenizer:
 
 
 @torch.inference_mode()
-def generate_from_ids(loaded: LoadedModel, prompts: Sequence[tuple[str, list[int]]], options: GenerateOptions) -> list[Generation]:
-    """Continue every prompt, given with its ids."""
+def generate_from_ids(
+    loaded: LoadedModel, prompts: Sequence[tuple[str, list[int]]], options: GenerateOptions, on_text: OnText | None = None
+) -> list[Generation]:
+    """Continue every prompt, given with its ids. With `on_text`, one after the other, each piece of text as soon as it is known."""
     tokenizer, limit = _tokenizer(loaded), loaded.config.max_seq_len
     seen: Counter[str] = Counter()
     rows: list[_Sequence] = []
@@ -144,6 +177,11 @@ def generate_from_ids(loaded: LoadedModel, prompts: Sequence[tuple[str, list[int
         rows.append(_Sequence(tokenizer, loaded.end_ids, options, ids, key=f"{seen[prompt]}:{prompt}", room=limit - len(ids)))
         seen[prompt] += 1
     _report_room(rows, options, limit)
+    if on_text is not None:
+        for number, row in enumerate(rows):
+            row.stream = TextStream(partial(on_text, number), options.stop)
+            _run(loaded, [row], options)
+        return [row.result() for row in rows]
     with progress("generate", total=len(rows), unit="prompts") as advance:
         for first in range(0, len(rows), options.rows):
             some = rows[first : first + options.rows]
@@ -173,6 +211,7 @@ class _Sequence:
         self.tokenizer, self.ends, self.options, self.prompt, self.key, self.room = tokenizer, ends, options, prompt, key, room
         self.new: list[int] = []
         self.stopped_by: StoppedBy | None = None
+        self.stream: TextStream | None = None
 
     def draw(self) -> float:
         return self.options.sampling.draw(self.key, len(self.prompt) + len(self.new))
@@ -189,13 +228,18 @@ class _Sequence:
             self.stopped_by = "length"
         elif len(self.new) == self.room:
             self.stopped_by = "context"
+        if self.stream is not None:
+            self.stream.update(self._bytes()) if self.stopped_by is None else self.stream.finish(self.result().text)
 
     def _text(self) -> str:
+        return self._bytes().decode("utf-8", errors="replace")
+
+    def _bytes(self) -> bytes:
         # Decoded after the prompt's end, so that no tokenizer drops the first space as the start of a text.
         end = self.prompt[-DECODED_BEFORE:]
         before = self.tokenizer.decode_bytes(end, skip_special=True)
         whole = self.tokenizer.decode_bytes([*end, *self.new], skip_special=True)
-        return whole[len(before) :].decode("utf-8", errors="replace")
+        return whole[len(before) :]
 
     def _text_before_stop(self) -> str | None:
         text = self._text()

@@ -205,3 +205,28 @@ def test_a_checkpoint_without_a_model_shape_is_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, [TensorRecord("a", "master", (2,), [((0,), torch.zeros(2))])], {})
     with pytest.raises(CheckpointError, match="does not say what shape the model has"):
         find_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp16", torch.float16), ("float16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)]
+)
+def test_dtypes_by_either_name(out: Path, tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    assert main(["export", "hf", "--model", str(out), "--out", str(tmp_path / "other"), "--dtype", name]) == 0
+    before, after = load_file(out / "model.safetensors"), load_file(tmp_path / "other" / "model.safetensors")
+    assert all(torch.equal(after[key], value.to(dtype)) for key, value in before.items())
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == str(dtype).removeprefix("torch.")
+    assert load_model(tmp_path / "other").model.head_weight.dtype == torch.float32
+
+
+def test_a_weight_that_float16_cannot_hold_is_refused_by_name(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight = load_file(out / "model.safetensors")[name]
+    weight[3, 2] = -70_000.0
+    change(out, {name: weight})
+    assert main(["export", "hf", "--model", str(out), "--out", str(tmp_path / "other"), "--dtype", "fp16"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert name in line and "70000" in line and "Use bfloat16" in line and not (tmp_path / "other").exists()
+    assert main(["export", "hf", "--model", str(out), "--out", str(tmp_path / "other"), "--dtype", "bfloat16"]) == 0
+    assert main(["export", "hf", "--model", str(out), "--out", str(tmp_path / "third"), "--dtype", "int8"]) == 2
+    assert "--dtype is 'int8'; it must be one of float32" in capsys.readouterr().err

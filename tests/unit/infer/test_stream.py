@@ -1,0 +1,164 @@
+"""Streamed text: the pieces joined are the text, no piece cuts a character, and nothing after a stop text is ever shown."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from support.byte_model import CONFIG, byte_tokenizer, write_model
+
+from headway.cli import main
+from headway.errors import ConfigError, DataError
+from headway.infer.generate import GenerateOptions, answer, answer_conversations, generate
+from headway.infer.load import LoadedModel, load_model
+from headway.infer.messages import read_messages
+from headway.infer.sampling import Sampling
+from headway.infer.stream import TextStream
+from headway.prepare.parse_chat import Conversation
+from headway.tokenizer.chat import Turn
+
+TEXTS = ["你好，世界", "naïve café", "😀 and 👩‍👧", "plain", "\ufffd kept", "a\nb"]
+
+
+def streamed(chunks: list[bytes], stops: tuple[str, ...] = (), final: str | None = None) -> list[str]:
+    said: list[str] = []
+    stream = TextStream(said.append, stops)
+    for end in range(1, len(chunks)):
+        stream.update(b"".join(chunks[:end]))
+    whole = b"".join(chunks).decode("utf-8", "replace")
+    stream.finish(whole if final is None else final)
+    return said
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_character_is_shown_with_its_last_byte(text: str) -> None:
+    said = streamed([bytes([one]) for one in text.encode()])
+    assert "".join(said) == text
+    assert all("\ufffd" not in piece or "\ufffd" in text for piece in said)
+    assert len(said) >= len(text.replace("\ufffd", "")) - 2, "piece by piece, not all at the end"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_bytes_in_any_pieces_give_the_text_that_is_decoded_at_once(seed: int) -> None:
+    rng = random.Random(seed)
+    content = bytes(rng.choice([*b"ab ", 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0xFF, 0xC3]) for _ in range(40))
+    cuts = sorted(rng.sample(range(1, 40), 8))
+    chunks = [content[a:b] for a, b in zip([0, *cuts], [*cuts, 40], strict=True)]
+    assert "".join(streamed(chunks)) == content.decode("utf-8", "replace")
+
+
+def test_the_beginning_of_a_stop_text_waits() -> None:
+    assert streamed([b"one", b" <", b"st", b"op>"], ("<stop>",), final="one ") == ["one", " "]
+    assert "".join(streamed([b"a <s", b"t", b"ar> b"], ("<stop>",))) == "a <star> b"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>")
+    chatml = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    return write_model(tmp_path_factory.mktemp("model"), CONFIG.with_(max_seq_len=256), tokenizer.with_chat_template(chatml))
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(folder)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("stop", [(), ("e", "的")])
+def test_streaming_changes_nothing_about_what_is_generated(loaded: LoadedModel, temperature: float, stop: tuple[str, ...]) -> None:
+    options = GenerateOptions(24, stop, sampling=Sampling(temperature, seed=3))
+    prompts = ["the cat", "a", "the cat"]
+    pieces: dict[int, list[str]] = {number: [] for number in range(len(prompts))}
+    results = generate(loaded, prompts, options, lambda number, piece: pieces[number].append(piece))
+    assert results == generate(loaded, prompts, options)
+    assert ["".join(pieces[number]) for number in pieces] == [one.text for one in results]
+    assert stop or max(map(len, pieces.values())) > 3
+    asked = answer(loaded, prompts, "chatml", options, on_text=lambda *_: None)
+    assert asked == answer(loaded, prompts, "chatml", options)
+
+
+def test_a_system_message_and_earlier_turns_are_part_of_the_prompt(loaded: LoadedModel) -> None:
+    options = GenerateOptions(4)
+    (plain,), (told,) = (answer(loaded, ["hi"], "chatml", options, system=system) for system in (None, "Be brief."))
+    assert told.prompt_tokens == plain.prompt_tokens + len("\nsystem\nBe brief.") + 2
+    turns = (Turn("system", "Be brief."), Turn("user", "hi"))
+    assert answer_conversations(loaded, [Conversation(turns)], "chatml", options) == [told]
+    longer = Conversation((*turns, Turn("assistant", "Hello."), Turn("user", "And now?")))
+    assert answer_conversations(loaded, [longer], "chatml", options)[0].prompt_tokens > told.prompt_tokens
+
+
+def write(path: Path, value: object) -> Path:
+    path.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
+    return path
+
+
+USER = {"role": "user", "content": "hi"}
+TWO = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": [{"type": "text", "text": "c"}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "turns"),
+    [
+        ("x.json", {"messages": [USER]}, [1]),
+        ("x.json", [USER], [1]),
+        ("x.json", [{"messages": [USER]}, TWO], [1, 3]),
+        ("x.jsonl", f"{json.dumps({'messages': TWO})}\n\n{json.dumps([USER])}\n", [3, 1]),
+    ],
+)
+def test_conversations_are_read_from_either_kind_of_file(tmp_path: Path, name: str, value: object, turns: list[int]) -> None:
+    found = read_messages(write(tmp_path / name, value))
+    assert [len(one.turns) for one in found] == turns
+    assert [len(one.turns) for one in read_messages(tmp_path / name, "Be brief.")] == [number + 1 for number in turns]
+    assert found[-1].turns[-1].role == "user"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("x.json", {"messages": TWO[:2]}, "the last message is the assistant's"),
+        ("x.json", {"prompt": "hi"}, "not a conversation"),
+        ("x.json", [], "no conversation"),
+        ("x.json", "{", "not JSON"),
+        ("x.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\nnot json\n', "x.jsonl:2: not JSON"),
+        ("x.jsonl", '{"messages": [{"role": "robot", "content": "a"}]}\n', "role is 'robot'"),
+        ("x.json", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "text only"),
+        ("x.json", [{"role": "system", "content": "x"}, USER], "--system is given"),
+        ("x.txt", "hi", "must be a .json or .jsonl file"),
+        ("x.json", "[" * 100_000, "not JSON"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_in_one_line(tmp_path: Path, name: str, value: object, says: str) -> None:
+    with pytest.raises((ConfigError, DataError)) as caught:
+        read_messages(write(tmp_path / name, value), "Be brief.")
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_verb_prints_the_same_streamed_and_at_once(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    messages = str(write(tmp_path / "m.json", [{"messages": [USER]}, TWO]))
+    for ask in (["--prompt", "a", "--prompt", "你"], ["--prompt", "a", "--system", "Be brief."], ["--messages", messages]):
+        said: list[str] = []
+        for stream in ("--stream", "--no-stream"):
+            assert main(["generate", "--model", str(folder), *ask, "--max-new-tokens", "12", stream]) == 0
+            said.append(capsys.readouterr().out)
+        assert said[0] == said[1] and said[0].endswith("\n") and len(said[0]) > 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--messages", "missing.json"], "missing.json: No such file"),
+        (["--messages", "m.json", "--prompt", "a"], "--messages and a prompt are both given"),
+        (["--prompt", "a", "--json", "--stream"], "--stream has no meaning with --json"),
+        (["--prompt", "a", "--system", "x", "--special"], "the template writes the special tokens"),
+        ([], "no prompt is given"),
+    ],
+)
+def test_mistakes_of_the_verb(folder: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", str(folder), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
