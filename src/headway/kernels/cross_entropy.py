@@ -2,6 +2,7 @@
 
 `linear_nll` is for losses linear in per-token log-probabilities: loss and the gradients of hidden and weight in one pass over chunks.
 `linear_scores` is for any other loss: log-probabilities go out, the logits are computed again in the backward pass.
+With a `VocabShard`, weight holds this rank's rows of the head and targets count all of them (see vocab_loss.py).
 
     token i:  nll_i = lse_i - x_it        smooth_i = lse_i - (1-e) x_it - e mean_j(x_ij)        total = sum_i c_i (smooth_i + z lse_i^2)
 
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from headway.kernels.vocab_loss import VocabShard, add_at_target, sharded_softmax_gradient, token_scores
 
 
 class NLL(NamedTuple):
@@ -49,8 +52,12 @@ class Shaping(NamedTuple):
     z_loss: float = 0.0
 
 
-def softmax_gradient(logits: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def softmax_gradient(
+    logits: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping, shard: VocabShard | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Overwrite logits [n, V] with the gradient of sum c_i (smooth_i + z lse_i^2); return per-token (loss, nll, lse, correct)."""
+    if shard is not None:
+        return sharded_softmax_gradient(logits, targets, coefficients, shaping, shard)
     if logits.is_cuda:
         return softmax_gradient_cuda(logits, targets, coefficients, shaping.label_smoothing, shaping.z_loss)
     return softmax_gradient_reference(logits, targets, coefficients, shaping)
@@ -161,6 +168,7 @@ class _LinearNLL(torch.autograd.Function):
         chunk: int,
         grad_buffer: WeightGradBuffer | None,
         taken: Tensor | None,
+        shard: VocabShard | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         ctx.grad_buffer = grad_buffer
@@ -173,7 +181,7 @@ class _LinearNLL(torch.autograd.Function):
         for start in range(0, size, chunk):
             part = slice(start, min(start + chunk, size))
             logits = hidden[part] @ weight.t()
-            for whole, piece in zip(per_token, softmax_gradient(logits, targets[part], coefficients[part], shaping), strict=True):
+            for whole, piece in zip(per_token, softmax_gradient(logits, targets[part], coefficients[part], shaping, shard), strict=True):
                 whole[part] = piece
             if d_hidden is not None:
                 torch.mm(logits, weight, out=d_hidden[part])
@@ -198,7 +206,7 @@ class _LinearNLL(torch.autograd.Function):
         if ctx.grad_buffer is not None:
             ctx.grad_buffer.done()
             d_weight = None
-        return d_hidden, d_weight, *(None,) * 6
+        return d_hidden, d_weight, *(None,) * 7
 
 
 def _accumulate_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -213,17 +221,21 @@ def _accumulate_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 class _LinearScores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
         size = hidden.shape[0]
         log_prob = torch.empty(size, dtype=torch.float32, device=hidden.device)
         lse = torch.empty_like(log_prob)
         for start in range(0, size, chunk):
             part = slice(start, min(start + chunk, size))
             x = (hidden[part] @ weight.t()).float()
+            if shard is not None:
+                scores = token_scores(x, targets[part], shard)
+                lse[part], log_prob[part] = scores.lse, scores.at_target - scores.lse
+                continue
             lse[part] = torch.logsumexp(x, -1)
             log_prob[part] = x.gather(1, targets[part, None]).squeeze(1) - lse[part]
         ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.first = chunk, None if shard is None else shard.first
         return log_prob, lse
 
     @staticmethod
@@ -237,28 +249,33 @@ class _LinearScores(torch.autograd.Function):
             part = slice(start, min(start + ctx.chunk, hidden.shape[0]))
             gradient = (hidden[part] @ weight.t()).float().sub_(lse[part, None]).exp_()
             gradient.mul_((d_lse[part] - d_log_prob[part])[:, None])
-            gradient.scatter_add_(1, targets[part, None], d_log_prob[part, None])
+            if ctx.first is None:
+                gradient.scatter_add_(1, targets[part, None], d_log_prob[part, None])
+            else:
+                add_at_target(gradient, targets[part] - ctx.first, d_log_prob[part])
             gradient = gradient.to(hidden.dtype)
             if d_hidden is not None:
                 torch.mm(gradient, weight, out=d_hidden[part])
             if d_weight is not None:
                 _accumulate_outer(d_weight, gradient, hidden[part])
-        return d_hidden, d_weight, None, None
+        return d_hidden, d_weight, None, None, None
 
 
 def linear_nll(
     hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping = Shaping(), chunk_tokens: int = 2048,
-    grad_buffer: WeightGradBuffer | None = None,
+    grad_buffer: WeightGradBuffer | None = None, shard: VocabShard | None = None,
 ) -> NLL:  # fmt: skip
     """Weighted negative log-likelihood of targets [N]; gradients of hidden and weight are taken in the same pass."""
     taken = None
     if grad_buffer is not None and torch.is_grad_enabled() and hidden.requires_grad and weight.requires_grad:
         taken = grad_buffer.take()
     if taken is None:
-        return NLL(*_LinearNLL.apply(hidden, weight, targets, coefficients, shaping, chunk_tokens, None, None))
-    return NLL(*_LinearNLL.apply(hidden, weight.detach(), targets, coefficients, shaping, chunk_tokens, grad_buffer, taken))
+        return NLL(*_LinearNLL.apply(hidden, weight, targets, coefficients, shaping, chunk_tokens, None, None, shard))
+    return NLL(*_LinearNLL.apply(hidden, weight.detach(), targets, coefficients, shaping, chunk_tokens, grad_buffer, taken, shard))
 
 
-def linear_scores(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int = 2048) -> tuple[Tensor, Tensor]:
+def linear_scores(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int = 2048, shard: VocabShard | None = None
+) -> tuple[Tensor, Tensor]:
     """(log-probability, lse) of targets [N], differentiable in any way; the backward pass computes the logits again."""
-    return _LinearScores.apply(hidden, weight, targets, chunk_tokens)  # pyright: ignore[reportReturnType]
+    return _LinearScores.apply(hidden, weight, targets, chunk_tokens, shard)  # pyright: ignore[reportReturnType]

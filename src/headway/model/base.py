@@ -2,7 +2,8 @@
 
     training     batch -> forward_batch -> ModelOut: hidden states, the LM head bound to them, the head gates of the pass
     inference    prompt -> prefill into a KV cache -> decoder: one token per row and call -> logits
-    engines      blocks() are wrapped, gathered, recomputed, offloaded and compiled; param_specs() say how parameters may be sharded
+    engines      blocks() are wrapped, gathered, recomputed, offloaded and compiled; param_specs() say how parameters may be sharded;
+                 split_layers() puts exchanges where a rank holds a part of every layer
 
 Shapes: B rows, T tokens, D width, V vocabulary, H query heads, KV key and value heads, hd head width.
 """
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from headway.errors import ConfigError
 from headway.kernels.cross_entropy import NLL, Shaping, WeightGradBuffer, linear_nll, linear_scores
+from headway.kernels.vocab_loss import VocabShard
 from headway.model.families.base import STORED, family_of
 from headway.model.layout import ParamSpec
 
@@ -42,27 +44,50 @@ class AttentionCore(Protocol):
 
 
 @dataclass(frozen=True)
+class LayerSplit:
+    """What a model does differently on a rank that holds a part of every layer, an embedding and a head of some tokens' rows."""
+
+    enter: Callable[[Tensor], Tensor]
+    """Between a norm and the products split by outputs: [B,t,D] of this rank's tokens -> [B,T,D] of all tokens."""
+    leave: Callable[[Tensor], Tensor]
+    """After the products split by inputs: [B,T,D] -> the sum over ranks, [B,t,D] of this rank's tokens."""
+    drop: Callable[[Tensor, float], Tensor]
+    """Dropout on [B,t,D]: the same elements as on one rank."""
+    heads: slice
+    """The KV heads of this rank."""
+    is_first: bool
+    """All ranks compute the same loss; what it says of the head gates counts on this one."""
+    vocab: VocabShard
+
+
+@dataclass(frozen=True)
 class LMHead:
     """The output projection applied to given hidden states, a chunk of tokens at a time."""
 
     hidden: Tensor
-    """[B, T, D]"""
+    """[B, T, D]; of this rank's tokens, where ranks share the layers"""
     weight: Tensor
-    """[V, D]"""
+    """[V, D]; with `shard` its rows"""
     chunk_tokens: int
     grad_buffer: WeightGradBuffer | None = None
     """Where the weight's gradient may be written directly."""
+    shard: VocabShard | None = None
+    """The rows of the head that this rank has; None: all."""
+
+    def _tokens(self) -> Tensor:
+        """[B * T, D]."""
+        return (self.hidden if self.shard is None else self.shard.enter(self.hidden)).flatten(0, 1)
 
     def nll(self, targets: Tensor, coefficients: Tensor, shaping: Shaping = Shaping()) -> NLL:
         """Weighted negative log-likelihood of targets [B, T] in one pass; per-token results have shape [B, T]."""
         out = linear_nll(
-            self.hidden.flatten(0, 1), self.weight, targets.flatten(), coefficients.flatten(), shaping, self.chunk_tokens, self.grad_buffer
+            self._tokens(), self.weight, targets.flatten(), coefficients.flatten(), shaping, self.chunk_tokens, self.grad_buffer, self.shard
         )
         return NLL(out.total, *(per_token.view(targets.shape) for per_token in out[1:]))
 
     def scores(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probability, lse) of targets [B, T], differentiable in any way."""
-        log_prob, lse = linear_scores(self.hidden.flatten(0, 1), self.weight, targets.flatten(), self.chunk_tokens)
+        log_prob, lse = linear_scores(self._tokens(), self.weight, targets.flatten(), self.chunk_tokens, self.shard)
         return log_prob.view(targets.shape), lse.view(targets.shape)
 
 
@@ -76,7 +101,7 @@ class ModelOut:
 
     @property
     def hidden(self) -> Tensor:
-        """[B, T, D] after the final norm."""
+        """[B, T, D] after the final norm; of this rank's tokens, where ranks share the layers."""
         return self.head.hidden
 
 
@@ -136,6 +161,10 @@ class Model(nn.Module, ABC):
     def shard_attention(self, wrap: Callable[[AttentionCore], AttentionCore], heads: slice) -> None:
         """Put `wrap(core)` in the place of every attention core, which then computes only these KV heads."""
         raise ConfigError(f"parallel.context is above 1; {type(self).__name__} cannot share the tokens of a row. Use context 1.")
+
+    def split_layers(self, split: LayerSplit) -> None:
+        """Put the exchanges of a rank that holds a part of every layer into the layers; its parameters are already parts."""
+        raise ConfigError(f"parallel.tensor is above 1; {type(self).__name__} cannot be split. Use tensor 1.")
 
     def prefill(self, tokens: Tensor, position: Tensor, cache: KVCache | None = None) -> Tensor:
         """Hidden states [B,T,D] of tokens [B,T], each row one document; they continue what the cache holds and are added to it."""

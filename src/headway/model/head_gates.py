@@ -57,6 +57,8 @@ class HeadGates(nn.Module):
         self.log_alpha = nn.Parameter(torch.empty(config.num_layers, config.kv_heads, dtype=torch.float32))
         self.heads = slice(None)
         """The KV heads this rank computes."""
+        self.counts = True
+        """Whether the gradient of the objective's own terms reaches the gates here; of ranks that compute the same loss, on one."""
         self.skip = True
         """Heads that are decided run one branch; False computes both for all of them, as a measure of what that saves."""
 
@@ -74,7 +76,7 @@ class HeadGates(nn.Module):
             # the value is z_host exactly, the gradient that of the sample: clamped gates have none
             z = self._moved(z_host) + self._moved(slope) * (self.log_alpha - self.log_alpha.detach())
         mix = HeadMix.of(z, z_host, StreamingWindow(self.window, self.sinks), heads=self.heads, skip=self.skip)
-        return GateDraw(mix, z, self.log_alpha)
+        return GateDraw(mix, z, self.log_alpha) if self.counts else GateDraw(mix, z.detach(), self.log_alpha.detach())
 
     def _moved(self, host: Tensor) -> Tensor:
         device = self.log_alpha.device

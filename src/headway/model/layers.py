@@ -45,6 +45,11 @@ def build_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     return (RMSNorm if config.norm == "rmsnorm" else LayerNorm)(config.hidden_size, config.norm_eps)
 
 
+def dropout(x: Tensor, rate: float) -> Tensor:
+    """Elements set to zero at random, the others scaled up."""
+    return F.dropout(x, rate)
+
+
 class Attention(nn.Module):
     """q, k, v and output projections of one layer, with the norm and rotation of q and k."""
 

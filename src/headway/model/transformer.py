@@ -7,7 +7,8 @@ Shapes: B rows, T tokens, D width, V vocabulary, H query heads, KV key and value
     a block:  x -> before -> q, k, v -> core -> o -> after(x, o) -> x
 
 `before` and `after` hold all the arithmetic and trace as one graph each; `core` is an attribute, called in plain Python between them, so
-that another attention can be put there without compiling anything again. Names and shapes of parameters are Hugging Face Llama's.
+that another attention can be put there without compiling anything again. `enter` and `leave` are attributes too: what ranks that share
+the layers exchange before and after the matrix products of each half, and nothing on one rank. Names and shapes of parameters are Hugging Face Llama's.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.kernels.attention import AttentionMask, attend, causal_mask, mask_of
 from headway.kernels.head_mix import mix_heads
 from headway.model.adapter.lora import AdaptedLinear
-from headway.model.base import AttentionCore, Compiler, DecodeStep, LMHead, Model, ModelOut
+from headway.model.base import AttentionCore, Compiler, DecodeStep, LayerSplit, LMHead, Model, ModelOut
 from headway.model.head_gates import HeadGates
-from headway.model.layers import Attention, FeedForward, build_norm
+from headway.model.layers import Attention, FeedForward, build_norm, dropout
 from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
 from headway.model.rope import Rotation
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from headway.data.batch import Batch
+    from headway.kernels.vocab_loss import VocabShard
     from headway.model.config import ModelConfig
     from headway.model.kv_cache import KVCache
 
@@ -56,6 +57,11 @@ STREAMING = {"auto": "auto", "reference": "reference", "sdpa": "blocks", "varlen
 """The backend of streaming attention that goes with one of full attention."""
 
 
+def unchanged(x: Tensor) -> Tensor:
+    """x."""
+    return x
+
+
 class Block(nn.Module):
     """One layer: attention and feed-forward, each on the normed stream and added to it."""
 
@@ -68,6 +74,9 @@ class Block(nn.Module):
         self.dropout = config.dropout
         self.window = config.window_of(layer)
         self.core: AttentionCore = attend if config.head_gates is None else GatedCore(layer)
+        self.enter: Callable[[Tensor], Tensor] = unchanged
+        self.leave: Callable[[Tensor], Tensor] = unchanged
+        self.drop: Callable[[Tensor, float], Tensor] = dropout
 
     def use_attention(self, backend: str) -> None:
         """Compute attention with one backend in all cases."""
@@ -75,19 +84,19 @@ class Block(nn.Module):
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Everything up to the attention core: q [B,T,H,hd], k and v [B,T,KV,hd]."""
-        return self.self_attn.project(self.input_layernorm(x), cos, sin)
+        return self.self_attn.project(self.enter(self.input_layernorm(x)), cos, sin)
 
     def after(self, x: Tensor, o: Tensor) -> Tensor:
         """Everything after the attention core, from the block's input and o [B,T,H,hd]."""
-        x = x + self._dropped(self.self_attn.output(o))
-        return x + self._dropped(self.mlp(self.post_attention_layernorm(x)))
+        x = x + self._dropped(self.leave(self.self_attn.output(o)))
+        return x + self._dropped(self.leave(self.mlp(self.enter(self.post_attention_layernorm(x)))))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask) -> Tensor:
         q, k, v = self.before(x, cos, sin)
         return self.after(x, self.core(q, k, v, mask, window=self.window))
 
     def _dropped(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+        return self.drop(x, self.dropout) if self.dropout and self.training else x
 
 
 class Trunk(nn.Module):
@@ -118,6 +127,7 @@ class Transformer(Model):
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab, bias=False)
         self.rotation = Rotation(config)
         self.is_random = config.dropout > 0
+        self._vocab: VocabShard | None = None
         self._log_alpha: Tensor | None = None
         """The head gates on the host, as of the beginning of the step."""
 
@@ -128,7 +138,7 @@ class Transformer(Model):
             draw = self.head_gates.draw(self._log_alpha, seed)
             mask = replace(mask, mix=draw.mix)
         hidden = self(batch.tokens, batch.position, mask)
-        return ModelOut(LMHead(hidden, self.head_weight, self.chunk_tokens, self.head_grad_buffer), draw)
+        return ModelOut(LMHead(hidden, self.head_weight, self.chunk_tokens, self.head_grad_buffer, self._vocab), draw)
 
     def begin_step(self) -> None:
         """Copy the head gates to the host. That waits for the last update, so it is done once per step."""
@@ -193,6 +203,14 @@ class Transformer(Model):
             self.head_gates.heads = heads
         for block in self.blocks().values():
             block.core = wrap(block.core)
+
+    def split_layers(self, split: LayerSplit) -> None:
+        """The embedding's exchange is in its module."""
+        self._vocab = split.vocab
+        if self.head_gates is not None:
+            self.head_gates.heads, self.head_gates.counts = split.heads, split.is_first
+        for block in self.blocks().values():
+            block.enter, block.leave, block.drop = split.enter, split.leave, split.drop
 
     def prefill(self, tokens: Tensor, position: Tensor, cache: KVCache | None = None) -> Tensor:
         """Rows that continue what a cache holds need no mask: each is one document."""

@@ -1,7 +1,8 @@
 """Builds the engine of one rank from an `EngineSpec`. `assemble` states the order of wrapping; every other file does one of its lines.
 
-Order: the model on the meta device, fp8 layers, adapters -> what trains, in which groups -> the engine allocates memory and puts the
-parameters into it -> kernels, compile, recompute and offload around every block -> exchanges around attention where rows are split.
+Order: the model on the meta device, fp8 layers, adapters -> what trains, in which groups -> this rank's part of every matrix, with
+exchanges inside the layers -> the engine allocates memory and puts the parameters into it -> kernels, compile, recompute and offload
+around every block -> exchanges around attention where rows are split.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from headway.model.base import Model, build_model, compile_method
 from headway.model.layout import GATES
 from headway.objective.base import Objective
 from headway.optim.groups import OBJECTIVE, ParamGroup, make_groups, trainable
+from headway.parallel.base import needs_gradient
 from headway.parallel.context import share_rows
 from headway.parallel.engine import EngineSpec
 from headway.parallel.flat.engine import FlatEngine
 from headway.parallel.offload_activations import ActivationOffload
 from headway.parallel.recompute import recompute_method, recompute_whole
+from headway.parallel.tensor import local_heads, split_model
 
 if TYPE_CHECKING:
     from headway.parallel.fsdp import FsdpEngine
@@ -32,9 +35,12 @@ def assemble(spec: EngineSpec) -> FlatEngine | FsdpEngine:
     spec.parallel.check(spec.ranks.mesh, str(spec.dtype).removeprefix("torch."))
     model, objective = meta_model(spec), spec.objective.build()
     groups = group_parameters(model, objective, spec)
-    engine = _engine_class(spec)(model, objective, groups, spec)
+    local = split_model(model, spec)
+    if spec.ranks.tensor.size > 1 and any(GATES in group.names for group in groups):
+        next(iter(model.blocks().values())).register_forward_pre_hook(needs_gradient, prepend=True)
+    engine = _engine_class(spec)(model, objective, groups, spec, local)
     wrap_blocks(model, spec)
-    share_rows(model, spec.ranks, spec.attention)
+    share_rows(model, spec.ranks, local_heads(spec.model, spec.ranks.tensor), spec.attention)
     return engine
 
 

@@ -1,6 +1,6 @@
 """What both engines share: clipping and skipping of a step, the loss scale, and saving and loading of parameter shards.
 
-A rank's model holds a box of every parameter (all of it, until a tensor axis splits some). An engine shards that box and says which
+A rank's model holds a box of every parameter (all of it, unless a tensor axis splits it). An engine shards that box and says which
 elements of the whole parameter it holds, as `ParamShard`. Norms count each element of the whole model once.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from headway.objective.base import MetricSums, Objective, StepInfo
 from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup
 from headway.optim.scaler import Scaler
+from headway.parallel.collectives import RankGroup
 from headway.parallel.engine import Box, EngineSpec, ReadTensor, StateTensor, Update
 from headway.parallel.offload_optimizer import HostStateOptimizer, LocalTensors
 from headway.parallel.passes import Passes
@@ -38,8 +39,27 @@ class ParamBox:
     """Of the whole parameter."""
     offset: Ints
     local_shape: Ints
-    is_copy: bool = False
-    """Another rank of the tensor axis holds the same elements and counts them in norms."""
+    copies: int = 1
+    """Neighbouring ranks of the tensor axis that hold the same elements."""
+    copy: int = 0
+    """This rank's place among them."""
+    is_partial: bool = False
+    """This rank's gradient is a part: those of the ranks with the same elements are added up."""
+    dim: int | None = None
+    """Along which it is split; None: all of it is here."""
+    sizes: Ints = ()
+    """Of all parts along `dim`."""
+
+    @property
+    def is_copy(self) -> bool:
+        """Another rank of the tensor axis holds the same elements, counts them in norms and saves them."""
+        return self.copy > 0
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest part on any rank."""
+        local = torch.Size(self.local_shape).numel()
+        return local if self.dim is None else local // self.local_shape[self.dim] * max(self.sizes)
 
     @classmethod
     def whole(cls, shape: Ints) -> ParamBox:
@@ -53,6 +73,14 @@ class ParamBox:
     def shift(self, offset: Ints) -> Ints:
         """An offset in this box as an offset in the whole parameter."""
         return tuple(start + at for start, at in zip(self.offset, offset, strict=True))
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """The part of a model that this rank holds: boxes by name, and who adds up partial gradients, by the number of copies."""
+
+    boxes: dict[str, ParamBox]
+    sums: dict[int, RankGroup] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,12 +105,13 @@ class ParamShard:
 class BaseEngine(ABC):
     """Holds the model, its parameter shards and optimizer state; implements parallel.engine.Engine together with a subclass."""
 
-    def __init__(self, model: Model, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec) -> None:
+    def __init__(self, model: Model, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec, local: LocalModel) -> None:
         self.model, self.spec, self.ranks = model, spec, spec.ranks
         self.groups = list(groups)
         self.passes = Passes(model, objective, spec)
         self.homes = parameter_homes(model, objective)
-        self.boxes = param_boxes(self.homes)
+        self.local = local
+        self.boxes = {name: local.boxes[name] if name in local.boxes else self._objective_box(home) for name, home in self.homes.items()}
         self.shapes = {name: box.shape for name, box in self.boxes.items()}
         self.rules = build_rules(spec.optim, groups)
         """The update rule of every group."""
@@ -96,6 +125,11 @@ class BaseEngine(ABC):
         self.scaler = Scaler(spec.loss_scale, spec.device) if spec.dtype == torch.float16 else None
         self.skipped = torch.zeros((), dtype=torch.float32, device=spec.device)
         self._one = torch.ones((), dtype=torch.float32, device=spec.device)
+
+    def _objective_box(self, home: tuple[nn.Module, str]) -> ParamBox:
+        """Parameters of the objective are whole on every rank, and every rank computes all of their gradient."""
+        shape, tensor = tuple(parameter_at(home).shape), self.ranks.tensor
+        return ParamBox(shape, (0,) * len(shape), shape, tensor.size, tensor.rank)
 
     @abstractmethod
     def shards(self) -> Iterator[ParamShard]:
@@ -143,6 +177,21 @@ class BaseEngine(ABC):
             group.all_reduce(square).wait()
         return square
 
+    def _whole_box(self, name: str, value: Tensor) -> Tensor:
+        """The whole parameter from this rank's box of it; the ranks of the tensor axis call it together, in the same order."""
+        box, tensor = self.boxes[name], self.ranks.tensor
+        if box.dim is None:
+            return value
+        padded = value.new_zeros(box.largest)
+        padded[: value.numel()] = value.reshape(-1)
+        found = padded.new_empty(tensor.size, box.largest)
+        tensor.all_gather(found.view(-1), padded).wait()
+        parts = []
+        for index, size in enumerate(box.sizes):
+            shape = [size if at == box.dim else length for at, length in enumerate(box.shape)]
+            parts.append(view(found[index * box.copies], 0, tuple(shape)))
+        return torch.cat(parts, dim=box.dim)
+
     def _apply(self, group: str, tensors: LocalTensors, hyper: Hyper, guard: Guard, copies: list[Tensor] | None = None) -> None:
         """Run a group's rule on some shards, with state on the device or in host memory; `copies` are lower-precision copies to set."""
         if self.host_state is not None:
@@ -168,7 +217,7 @@ class BaseEngine(ABC):
         for index, shard in enumerate(self.shards()):
             writes = self.ranks.reduce.rank == 0 if shard.is_whole else index % replicate.size == replicate.rank
             for role, whole in self._roles(shard).items():
-                yield shard.name, role, whole, self._boxes(shard, role) if writes else []
+                yield shard.name, role, whole, self._boxes(shard, role) if writes and not self.boxes[shard.name].is_copy else []
 
     def _roles(self, shard: ParamShard) -> dict[str, Ints]:
         """What is saved of a parameter: role -> shape of the whole tensor."""
@@ -230,9 +279,10 @@ def view(flat: Tensor, start: int, shape: Ints) -> Tensor:
     return flat[start : start + torch.Size(shape).numel()].view(shape)
 
 
-def param_boxes(homes: dict[str, tuple[nn.Module, str]]) -> dict[str, ParamBox]:
-    """The box of every parameter that this rank's model holds. A tensor axis would split some of them here."""
-    return {name: ParamBox.whole(tuple(parameter_at(home).shape)) for name, home in homes.items()}
+def needs_gradient(_block: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """A hook before the first block: backward reaches it whatever gates were drawn. Ranks whose gates differ then exchange the same."""
+    if torch.is_grad_enabled() and not inputs[0].requires_grad:
+        inputs[0].requires_grad_()
 
 
 def parameter_homes(model: nn.Module, objective: Objective) -> dict[str, tuple[nn.Module, str]]:

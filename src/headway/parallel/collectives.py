@@ -140,7 +140,7 @@ class RankGroup:
         if self.size == 1:
             return [value]
         answers: list[Any] = [None] * self.size
-        with self._exchanging("gather of values"):
+        with self.exchanging("gather of values"):
             dist.all_gather_object(answers, value, group=self.handle)
         return answers
 
@@ -149,7 +149,7 @@ class RankGroup:
         if self.size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
-        with self._exchanging("sum of numbers"):
+        with self.exchanging("sum of numbers"):
             dist.all_reduce(total, group=self.handle)
         return total.tolist()
 
@@ -162,7 +162,7 @@ class RankGroup:
         if self.size == 1:
             return values
         found = torch.tensor(values)
-        with self._exchanging(name):
+        with self.exchanging(name):
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.handle)
         return [int(value) for value in found]
 
@@ -171,7 +171,8 @@ class RankGroup:
         self.max_each([0], "barrier")
 
     @contextmanager
-    def _exchanging(self, name: str) -> Iterator[None]:
+    def exchanging(self, name: str) -> Iterator[None]:
+        """Around an exchange of this group that waits; the heartbeat shows and counts it."""
         self.heart.count(name)
         with self.heart.exchanging(name, self.size, self.axis):
             yield
@@ -284,6 +285,12 @@ def split_context(ranks: RankGroups, ring: int) -> tuple[RankGroup, RankGroup]:
     rings = [group[position::inner] for group in ranks.mesh.groups("context") for position in range(inner)]
     heads = [group[start : start + inner] for group in ranks.mesh.groups("context") for start in range(0, context.size, inner)]
     return _join_one(rings, "ring", ranks.world), _join_one(heads, "context", ranks.world)
+
+
+def split_group(ranks: RankGroups, axis: str, size: int) -> RankGroup:
+    """Groups of `size` neighbours along an axis. All ranks of the run call this together."""
+    groups = [whole[start : start + size] for whole in ranks.mesh.groups(axis) for start in range(0, len(whole), size)]
+    return _join_one(groups, axis, ranks.world)
 
 
 class Background:

@@ -89,6 +89,9 @@ class ParallelConfig(Section):
         "Ranks that share the matrices of every layer, the embedding and the head (tensor parallelism). It must divide heads and widths.",
         ge=1,
     )
+    sequence: bool = setting(
+        True, "With tensor above 1: norms and residual stream hold the tokens of a rank only; false = all tokens on every rank."
+    )
     pipeline: int = setting(1, "Stages that share the layers (pipeline parallelism).", ge=1)
     timeout_seconds: float = setting(1800.0, "Seconds that ranks wait for each other before they give up.", gt=0)
 

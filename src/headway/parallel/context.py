@@ -56,12 +56,12 @@ def _ring_index(length: int, ring: int, device: torch.device) -> Tensor:
     return torch.tensor(ring_order(length, ring), device=device)
 
 
-def share_rows(model: Model, ranks: RankGroups, attention: str = "auto") -> None:
-    """Let a model run on parts of rows: exchanges around every attention core, gates drawn for the heads of this rank."""
+def share_rows(model: Model, ranks: RankGroups, heads: slice, attention: str = "auto") -> None:
+    """Let a model with these KV heads run on parts of rows: exchanges around every attention core, gates drawn for its part of them."""
     context = ranks.context
     if context.size == 1:
         return
-    kv_heads = max(1, model.config.kv_heads // ranks.tensor.size)
+    kv_heads = heads.stop - heads.start
     ring = ring_ranks(context.size, kv_heads)
     if ring > 1 and attention != "auto":
         raise ParallelError(
@@ -71,8 +71,8 @@ def share_rows(model: Model, ranks: RankGroups, attention: str = "auto") -> None
     around, group = split_context(ranks, ring)
     each = kv_heads // group.size
     gates_train = any(parameter.requires_grad for name, parameter in model.named_parameters() if is_wide(name))
-    heads = slice(group.rank * each, (group.rank + 1) * each)
-    model.shard_attention(lambda core: ContextCore(core if ring == 1 else RingCore(around), group, gates_train), heads)
+    first = heads.start + group.rank * each
+    model.shard_attention(lambda core: ContextCore(core if ring == 1 else RingCore(around), group, gates_train), slice(first, first + each))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from headway.model.layout import GATES
 from headway.objective.base import Objective, StepInfo
 from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
-from headway.parallel.base import BaseEngine, ParamShard, parameter_at, square_norm
+from headway.parallel.base import BaseEngine, LocalModel, ParamShard, needs_gradient, parameter_at, square_norm
 from headway.parallel.collectives import RankGroups
 from headway.parallel.engine import DTYPES, EngineSpec, StepResult
 from headway.parallel.fsdp_matrices import ShardedMember, owners, update_whole
@@ -73,8 +72,8 @@ class LocalParameter:
 class FsdpEngine(BaseEngine):
     """Implements parallel.engine.Engine."""
 
-    def __init__(self, model: Model, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec) -> None:
-        super().__init__(model, objective, groups, spec)
+    def __init__(self, model: Model, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec, local: LocalModel) -> None:
+        super().__init__(model, objective, groups, spec, local)
         self.passes.waits_in_layers = True
         group_of = {name: group.name for group in groups for name in group.names}
         for name, (owner, leaf) in self.homes.items():
@@ -84,7 +83,7 @@ class FsdpEngine(BaseEngine):
                 owner._parameters[leaf] = nn.Parameter(parameter_at((owner, leaf)).detach().to(spec.dtype), requires_grad=False)
         shard_model(model, spec)
         if GATES in group_of:  # before the hook with which FSDP2 looks for inputs that need a gradient
-            next(iter(model.blocks().values())).register_forward_pre_hook(_needs_gradient, prepend=True)
+            next(iter(model.blocks().values())).register_forward_pre_hook(needs_gradient, prepend=True)
         if objective.module is not None:
             objective.module.to(spec.device, torch.float32)
         whole = {name: self.shapes[name] for name, rule in self.rule_of.items() if rule.matrices is not None and not is_wide(name)}
@@ -131,9 +130,21 @@ class FsdpEngine(BaseEngine):
     def _square_norm(self) -> Tensor:
         parts, device = self._training(), self.spec.device
         self._grads = {part.name: part.gradient for part in parts}
+        self._sum_copies()
         sharded = [self._grads[part.name] for part in parts if not part.is_whole and not self.boxes[part.name].is_copy]
         square = self._sum_over_model(square_norm(sharded).to(device))
         return square + square_norm([self._grads[part.name] for part in parts if part.is_whole]).to(device)
+
+    def _sum_copies(self) -> None:
+        """Add up the gradients of ranks of the tensor axis that hold the same elements, where each has a part of them."""
+        for copies, group in self.local.sums.items():
+            grads = [grad for name, grad in self._grads.items() if self.boxes[name].is_partial and self.boxes[name].copies == copies]
+            for dtype in {grad.dtype for grad in grads}:
+                same = [grad for grad in grads if grad.dtype == dtype]
+                flat = torch.cat([grad.reshape(-1) for grad in same])
+                group.all_reduce(flat).wait()
+                for grad, total in zip(same, flat.split([grad.numel() for grad in same]), strict=True):
+                    grad.copy_(total.view(grad.shape))
 
     def _step(self, hypers: dict[str, Hyper], guard: Guard) -> None:
         for group in self.groups:
@@ -203,7 +214,8 @@ class FsdpEngine(BaseEngine):
         """The model's parameters at full precision, by name, in the order of the model."""
         for name, part in self.parts.items():
             if not name.startswith(OBJECTIVE):
-                yield name, part.parameter.full_tensor() if isinstance(part.parameter, DTensor) else part.master
+                box = part.parameter.full_tensor() if isinstance(part.parameter, DTensor) else part.master
+                yield name, self._whole_box(name, box)
 
     def flush(self) -> None:
         """Free gathered parameters, so that the next forward gathers current ones; wait for copies to host memory."""
@@ -243,14 +255,10 @@ def _device_mesh(ranks: RankGroups, device_type: str) -> DeviceMesh:
     assert shard is not None
     if replicate is None:
         return DeviceMesh.from_group(shard, device_type, mesh_dim_names=("shard",))
-    layout = torch.arange(sizes.world).view(sizes.replicate, sizes.shard)
+    outer, tensor = divmod(sizes.rank, sizes.tensor)
+    first = outer // sizes.reduce * sizes.reduce * sizes.tensor + tensor
+    layout = torch.arange(first, first + sizes.reduce * sizes.tensor, sizes.tensor).view(sizes.replicate, sizes.shard)
     return DeviceMesh.from_group([replicate, shard], device_type, mesh=layout, mesh_dim_names=("replicate", "shard"))
-
-
-def _needs_gradient(_block: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Backward goes down to the first block whatever gates were drawn: ranks whose gates differ must gather the same blocks."""
-    if torch.is_grad_enabled() and not inputs[0].requires_grad:
-        inputs[0].requires_grad_()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class Passes:
         self.exchange = DifferentiableCollectives(self.ranks.reduce)
         self.ring = ring_ranks(self.ranks.context.size, max(1, spec.model.kv_heads // self.ranks.tensor.size))
         model.chunk_tokens = spec.chunk_tokens
-        self.waits_in_layers = self.ranks.context.size > 1
+        self.waits_in_layers = self.ranks.context.size * self.ranks.tensor.size > 1
         """Whether ranks exchange something inside each layer, so that all of them take as long as the slowest."""
 
     def backward(self, batch: StepBatch, at: StepInfo, scale: Tensor | None, before_last: Callable[[], None]) -> StepResult:

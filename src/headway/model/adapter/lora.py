@@ -11,7 +11,7 @@ Shapes: O outputs, I inputs, R rank: W [O,I], A [R,I], B [O,R], magnitude [O].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -34,18 +34,24 @@ class AdaptedLinear(nn.Linear):
         self.lora_B = nn.Linear(config.rank, outputs, bias=False)
         magnitude = nn.Parameter(torch.ones(outputs)) if config.kind == "dora" else None
         self.register_parameter("lora_magnitude_vector", magnitude)
+        self.adds_bias = True
+        """False on all ranks but one that hold some of the inputs: their results are added up."""
+        self.drop: Callable[[Tensor, float], Tensor] = F.dropout
+        self.over_inputs: Callable[[Tensor], Tensor] | None = None
+        """The sum over ranks that hold some of the inputs each; None: all inputs are here."""
 
     def forward(self, input: Tensor) -> Tensor:
         x = input
-        dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        dropped = self.drop(x, self.dropout) if self.dropout and self.training else x
         update = self.lora_B(self.lora_A(dropped)) * self.scale
+        bias = self.bias if self.adds_bias else None
         if self.lora_magnitude_vector is None:
-            return F.linear(x, self.weight, self.bias) + update
+            return F.linear(x, self.weight, bias) + update
         base = F.linear(x, self.weight)
         ratio = self._ratio(x.dtype)
         with_dropout = F.linear(dropped, self.weight) if self.dropout and self.training else base
         y = base + (ratio - 1) * with_dropout + ratio * update
-        return y if self.bias is None else y + self.bias
+        return y if bias is None else y + bias
 
     @property
     def effective(self) -> Tensor:
@@ -59,6 +65,8 @@ class AdaptedLinear(nn.Linear):
             length = torch.linalg.vector_norm(
                 self.weight + self.scale * (self.lora_B.weight @ self.lora_A.weight), dim=1, dtype=torch.float32
             )
+            if self.over_inputs is not None:
+                length = self.over_inputs(length.square()).sqrt()
         return (self.lora_magnitude_vector.float() / length).to(dtype)
 
 

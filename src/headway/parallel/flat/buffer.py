@@ -79,14 +79,17 @@ class BucketSpan:
         return [(end - self.start, start - self.start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
-def lay_out(names: Sequence[str], shapes: dict[str, Ints], sharding: BufferSharding) -> tuple[list[BucketSpan], int]:
+def lay_out(
+    names: Sequence[str], shapes: dict[str, Ints], sharding: BufferSharding, largest: dict[str, int] | None = None
+) -> tuple[list[BucketSpan], int]:
     """Lay out parameters one after another, each start aligned; close a bucket before it grows too large. Returns buckets and length."""
     spans: list[BucketSpan] = []
     open_slots: list[Slot] = []
-    begin = end = 0
+    begin = end = filled = 0
 
     def close() -> None:
-        nonlocal begin, end
+        nonlocal begin, end, filled
+        filled = 0
         if open_slots:
             end = begin + _up(end - begin, sharding.shards * ALIGN)
             spans.append(BucketSpan(len(spans), begin, end, tuple(open_slots)))
@@ -95,10 +98,12 @@ def lay_out(names: Sequence[str], shapes: dict[str, Ints], sharding: BufferShard
 
     for name in names:
         size = _up(torch.Size(shapes[name]).numel(), ALIGN)
-        if end - begin + size > sharding.bucket_elements:
+        most = size if largest is None else _up(largest[name], ALIGN)
+        if filled + most > sharding.bucket_elements:
             close()
         open_slots.append(Slot(name, shapes[name], end))
         end += size
+        filled += most
     close()
     return spans, end
 
@@ -166,6 +171,8 @@ class BufferSpec:
     """Master weights and state are in host memory."""
     whole: UpdateRule | None = None
     """The rule, if it updates whole parameters."""
+    largest: dict[str, int] | None = None
+    """Elements of each parameter on the rank that holds most of it; None: the same on all. Decides where buckets end."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +212,8 @@ class TrainBuffer:
         spec: BufferSpec,
     ) -> TrainBuffer:
         """Make the tensors of one group, all zero. Parameters are laid out last first, the order in which backward finishes them."""
-        spans, length = (lay_out if spec.whole is None else lay_out_whole)(tuple(reversed(group.names)), shapes, sharding)
+        names = tuple(reversed(group.names))
+        spans, length = lay_out(names, shapes, sharding, spec.largest) if spec.whole is None else lay_out_whole(names, shapes, sharding)
         param = torch.zeros(length, dtype=dtype, device=device)
         home, pin = (torch.device("cpu"), device.type == "cuda") if spec.on_host else (device, False)
         shares = dtype == torch.float32 and sharding.shards == 1

@@ -23,7 +23,7 @@ from headway.model.base import Model
 from headway.objective.base import Objective, StepInfo
 from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
-from headway.parallel.base import BaseEngine, ParamShard, parameter_at, square_norm, view
+from headway.parallel.base import BaseEngine, LocalModel, ParamShard, parameter_at, square_norm, view
 from headway.parallel.engine import DTYPES, EngineSpec, ReadTensor, StateTensor, StepResult
 from headway.parallel.flat.bucket import Bucket, InPlace, Reducer, make_buckets
 from headway.parallel.flat.buffer import BucketSpan, BufferSharding, BufferSpec, FrozenBuffer, Slot, TrainBuffer, boxes_of
@@ -39,8 +39,8 @@ from headway.parallel.update_rules import WholeParameter, WholeState
 class FlatEngine(BaseEngine):
     """Implements parallel.engine.Engine."""
 
-    def __init__(self, model: Model, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec) -> None:
-        super().__init__(model, objective, groups, spec)
+    def __init__(self, model: Model, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec, local: LocalModel) -> None:
+        super().__init__(model, objective, groups, spec, local)
         self.overlap = spec.parallel.overlap
         self._allocate()
         buckets = make_buckets(self.buffers, list(self.homes), self.ranks)
@@ -60,6 +60,11 @@ class FlatEngine(BaseEngine):
     def _allocate(self) -> None:
         spec, shard = self.spec, self.ranks.shard
         sharding = BufferSharding(max(1, spec.parallel.bucket_bytes // spec.grad_dtype.itemsize), shard.size, shard.rank)
+<<<<<<< HEAD
+=======
+        largest = {name: box.largest for name, box in self.boxes.items()}
+        wanted = BufferSpec(self.optimizer.slots, self.storage, spec.grad_dtype, spec.state_on_host, largest)
+>>>>>>> 87d7874 (wip: tensor parallel layers, vocabulary-parallel loss)
         shapes = {name: box.local_shape for name, box in self.boxes.items()}
         self.buffers = [
             TrainBuffer.allocate(group, shapes, self._dtype_of(group.names[0]), spec.device, sharding, self._buffer_spec(group))
@@ -78,11 +83,11 @@ class FlatEngine(BaseEngine):
         return BufferSpec(rule.optimizer.slots, rule.storage, spec.grad_dtype, spec.state_on_host, whole)
 
     def _groups_by_copy(self) -> Iterator[ParamGroup]:
-        """The groups; what another rank of the tensor axis counts in norms has a separate buffer."""
+        """The groups; what several ranks of the tensor axis hold has separate buffers, in the same order on all of them."""
         for group in self.groups:
-            for is_copy in (False, True):
-                if names := tuple(name for name in group.names if self.boxes[name].is_copy == is_copy):
-                    yield replace(group, names=names)
+            kinds = {name: (self.boxes[name].copies, self.boxes[name].is_partial) for name in group.names}
+            for kind in sorted(set(kinds.values())):
+                yield replace(group, names=tuple(name for name in group.names if kinds[name] == kind))
 
     def _dtype_of(self, name: str) -> torch.dtype:
         return torch.float32 if is_wide(name) else self.spec.dtype
@@ -121,9 +126,16 @@ class FlatEngine(BaseEngine):
             self._squares = []
             ahead = self.overlap.step and self.reducer.hook is not None
             for bucket in self.reducer.finish():
+                self._sum_copies(bucket)
                 if ahead and self._counts(bucket):
                     self._squares.append(square_norm([bucket.local_shard]))
         return self.passes.over_ranks(result)
+
+    def _sum_copies(self, bucket: Bucket) -> None:
+        """Add up the gradients of ranks of the tensor axis that hold the same elements, where each has a part of them."""
+        box = self.boxes[bucket.span.slots[0].name]
+        if box.is_partial:
+            self.local.sums[box.copies].all_reduce(bucket.local_shard).wait()
 
     def _free_gradients(self) -> None:
         if self.frees_gradients:
@@ -279,9 +291,16 @@ class FlatEngine(BaseEngine):
             if self.ranks.shard.size > 1:
                 whole = torch.empty(span.stop - span.start, dtype=torch.float32, device=shard.device)
                 self.ranks.shard.all_gather(whole, shard).wait()
+<<<<<<< HEAD
             for slot in sorted(span.slots, key=lambda slot: self._position[slot.name]):
                 yield slot.name, view(whole, slot.start - span.start, slot.shape)
         yield from self.frozen.values.items()
+=======
+            for slot in reversed(span.slots):
+                yield slot.name, self._whole_box(slot.name, view(whole, slot.start - span.start, slot.shape))
+        for name, value in self.frozen.values.items():
+            yield name, self._whole_box(name, value)
+>>>>>>> 87d7874 (wip: tensor parallel layers, vocabulary-parallel loss)
 
     def flush(self) -> None:
         """Wait until all parameters and state in host memory are current."""

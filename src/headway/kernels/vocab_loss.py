@@ -1,0 +1,189 @@
+"""The loss where every rank has some rows of the output head: logits of this rank's rows come in, per-token scores of all rows go out.
+
+    rank r:   x_r [n, V_r]  ->  highest, sum of exp(x - highest), logit of the target, sum of logits     [4, n]
+    all ranks exchange these four numbers per token; each then knows lse and the target's logit of the whole vocabulary
+    rank r:   x_r           ->  its part of the gradient
+
+Logits are never gathered. A token's target is a row of one rank; the others contribute -inf for its logit.
+Shapes: n tokens of a chunk, P ranks, V vocabulary, V_r this rank's rows. Arithmetic is fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from headway.kernels.cross_entropy import Shaping
+
+HIGHEST, EXPONENTIALS, TARGET, TOTAL = range(4)
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Which rows of the head this rank has, and how it reaches the other ranks."""
+
+    first: int
+    vocab: int
+    """Rows of the whole head."""
+    collect: Callable[[Tensor], Tensor]
+    """The tensors of all ranks, stacked along a new dim 0."""
+    enter: Callable[[Tensor], Tensor]
+    """Hidden states of all tokens from those of this rank; its backward adds up the ranks' gradients."""
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What is known of each token once all ranks have exchanged; every field is [n]."""
+
+    lse: Tensor
+    at_target: Tensor
+    highest: Tensor
+    total: Tensor
+    """Sum of all logits."""
+
+
+def combine(parts: Tensor) -> TokenScores:
+    """The scores of the whole vocabulary from the ranks' parts [P, 4, n]."""
+    highest = parts[:, HIGHEST].amax(0)
+    exponentials = (parts[:, EXPONENTIALS] * (parts[:, HIGHEST] - highest).exp()).sum(0)
+    return TokenScores(highest + exponentials.log(), parts[:, TARGET].amax(0), highest, parts[:, TOTAL].sum(0))
+
+
+def token_scores(logits: Tensor, targets: Tensor, shard: VocabShard) -> TokenScores:
+    """Scores of targets [n] from this rank's logits [n, V_r], in one exchange."""
+    return combine(shard.collect(partial_scores(logits, targets - shard.first)))
+
+
+def sharded_softmax_gradient(
+    logits: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping, shard: VocabShard
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As softmax_gradient: overwrite this rank's logits with their gradient; per-token (loss, nll, lse, correct) of the whole vocabulary."""
+    smoothing, z = shaping
+    local = targets - shard.first
+    scores = combine(shard.collect(partial_scores(logits, local)))
+    nll = scores.lse - scores.at_target
+    loss = nll
+    if smoothing:
+        loss = scores.lse - (1 - smoothing) * scores.at_target - smoothing * scores.total / shard.vocab
+    if z:
+        loss = loss + z * scores.lse.square()
+    write_gradient(logits, local, coefficients, scores.lse, shaping, shard.vocab)
+    return loss, nll, scores.lse, (scores.at_target >= scores.highest).float()
+
+
+def partial_scores(logits: Tensor, local: Tensor) -> Tensor:
+    """[4, n] of this rank's logits; `local` are the targets counted from its first row, and may lie outside."""
+    if logits.is_cuda:
+        return _partial_scores_cuda(logits, local)
+    x = logits.float()
+    inside = (local >= 0) & (local < x.shape[1])
+    highest = x.amax(-1)
+    exponentials = (x - highest[:, None]).exp().sum(-1)
+    at_target = x.gather(1, local.clamp(0, x.shape[1] - 1)[:, None]).squeeze(1)
+    return torch.stack([highest, exponentials, at_target.where(inside, -torch.inf), x.sum(-1)])
+
+
+def write_gradient(logits: Tensor, local: Tensor, coefficients: Tensor, lse: Tensor, shaping: Shaping, vocab: int) -> None:
+    """Overwrite this rank's logits with the gradient of sum c_i (smooth_i + z lse_i^2)."""
+    if logits.is_cuda:
+        _write_gradient_cuda(logits, local, coefficients, lse, shaping, vocab)
+        return
+    smoothing, z = shaping
+    gradient = logits.float()  # fp32 logits are overwritten in place
+    gradient.sub_(lse[:, None]).exp_()
+    if z:
+        gradient.mul_((1 + 2 * z * lse)[:, None])
+    if smoothing:
+        gradient.sub_(smoothing / vocab)
+    add_at_target(gradient, local, torch.full_like(lse, smoothing - 1))
+    gradient.mul_(coefficients[:, None])
+    if gradient is not logits:
+        logits.copy_(gradient)
+
+
+def add_at_target(x: Tensor, local: Tensor, values: Tensor) -> None:
+    """Add a value to each token's target, in place; nothing where the target is another rank's."""
+    inside = (local >= 0) & (local < x.shape[1])
+    x.scatter_add_(1, local.clamp(0, x.shape[1] - 1)[:, None], torch.where(inside, values, 0.0)[:, None])
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def scores(logits, stride, targets, out, rows, V, BLOCK: tl.constexpr):  # pyright: ignore
+        row = tl.program_id(0).to(tl.int64)
+        base = logits + row * stride
+        target = tl.load(targets + row)
+        lane = tl.arange(0, BLOCK)
+        running_max = tl.full([BLOCK], -float("inf"), tl.float32)
+        running_sum = tl.zeros([BLOCK], tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        for offset in range(0, V, BLOCK):
+            column = offset + lane
+            inside = column < V
+            x = tl.load(base + column, mask=inside, other=-float("inf")).to(tl.float32)
+            new_max = tl.maximum(running_max, x)
+            # lanes that have seen nothing yet keep exp(-inf - -inf) out of the sum
+            rescale = tl.where(new_max == running_max, 1.0, tl.exp(running_max - new_max))
+            running_sum = running_sum * rescale + tl.where(inside, tl.exp(x - new_max), 0.0)
+            running_max = new_max
+            total += tl.where(inside, x, 0.0)
+        highest = tl.max(running_max, 0)
+        here = (target >= 0) & (target < V)
+        at_target = tl.load(base + target, mask=here, other=-float("inf")).to(tl.float32)
+        tl.store(out + row, highest)
+        tl.store(out + rows + row, tl.sum(running_sum * tl.exp(running_max - highest), 0))
+        tl.store(out + 2 * rows + row, at_target)
+        tl.store(out + 3 * rows + row, tl.sum(total, 0))
+
+    @triton.jit
+    def gradient(logits, stride, targets, coefficients, lses, smoothing, z, V, whole, SMOOTH: tl.constexpr, BLOCK: tl.constexpr):  # pyright: ignore
+        row = tl.program_id(0).to(tl.int64)
+        base = logits + row * stride
+        target = tl.load(targets + row)
+        coefficient = tl.load(coefficients + row)
+        lse = tl.load(lses + row)
+        lane = tl.arange(0, BLOCK)
+        for offset in range(0, V, BLOCK):
+            column = offset + lane
+            inside = column < V
+            x = tl.load(base + column, mask=inside, other=-float("inf")).to(tl.float32)
+            slope = tl.exp(x - lse) * (1.0 + 2.0 * z * lse)
+            if SMOOTH:
+                slope -= smoothing / whole
+            slope = tl.where(column == target, slope - (1.0 - smoothing), slope) * coefficient
+            tl.store(base + column, slope.to(logits.dtype.element_ty), mask=inside)
+
+    return scores, gradient
+
+
+def _block(vocab: int) -> tuple[int, int]:
+    """Columns that one program reads at a time, and its warps."""
+    block = min(8192, 1 << (vocab - 1).bit_length())
+    return block, 16 if block >= 4096 else 4
+
+
+def _partial_scores_cuda(logits: Tensor, local: Tensor) -> Tensor:
+    rows, vocab = logits.shape
+    out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
+    block, warps = _block(vocab)
+    _kernels()[0][(rows,)](logits, logits.stride(0), local, out, rows, vocab, BLOCK=block, num_warps=warps)
+    return out
+
+
+def _write_gradient_cuda(logits: Tensor, local: Tensor, coefficients: Tensor, lse: Tensor, shaping: Shaping, vocab: int) -> None:
+    rows, here = logits.shape
+    block, warps = _block(here)
+    _kernels()[1][(rows,)](
+        logits, logits.stride(0), local, coefficients, lse, shaping.label_smoothing, shaping.z_loss, here, vocab,
+        SMOOTH=shaping.label_smoothing != 0, BLOCK=block, num_warps=warps,
+    )  # fmt: skip

@@ -1,0 +1,177 @@
+"""Tensor parallelism: a model of whole layers on the meta device comes in; the same model with this rank's part of every matrix goes out,
+with the exchanges in its layers, and a box for every parameter.
+
+    column   q, k, v, gate, up        rows of the matrix: this rank's heads, its part of the feed-forward
+    row      o, down                  columns: the same heads and part; the ranks' results are added up
+    vocab    embedding, head          rows: some of the tokens, as even as possible
+    whole    norms, biases of row-split products, head gates, A of column-split and B of row-split adapters
+
+What is whole on several ranks is trained by each of them, and is updated alike. Where a rank's gradient covers its heads, its tokens or its
+inputs only, the ranks add theirs up before the update (`is_partial`). The bias of a row-split product is added by the first rank.
+Fewer KV heads than ranks: each head is on tensor / num_kv_heads neighbouring ranks, which add up its gradients.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headway.kernels.vocab_loss import VocabShard
+from headway.model.adapter.config import PARTS
+from headway.model.adapter.lora import AdaptedLinear
+from headway.model.base import LayerSplit, Model
+from headway.model.config import ModelConfig
+from headway.model.layout import ParamSpec
+from headway.optim.groups import ADAPTER
+from headway.parallel.base import LocalModel, ParamBox
+from headway.parallel.collectives import RankGroup, RankGroups, split_group
+from headway.parallel.engine import EngineSpec
+from headway.parallel.tensor_exchange import TensorExchange
+
+LORA_A, LORA_B, MAGNITUDE = PARTS
+
+
+def split_model(model: Model, spec: EngineSpec) -> LocalModel:
+    """Give a model this rank's part of every parameter and the exchanges between parts. Nothing changes on a tensor axis of 1."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    group = spec.ranks.tensor
+    if group.size == 1:
+        return LocalModel({name: ParamBox.whole(shape) for name, shape in shapes.items()})
+    specs = {one.name: one for one in model.param_specs()}
+    copies = kv_copies(model.config, group.size)
+    cut = Cut(group, spec.parallel.sequence, copies)
+    boxes = {name: cut.box(specs[name], specs) for name in shapes}
+    exchange = TensorExchange(group, sequence=spec.parallel.sequence)
+    _shrink(model, boxes)
+    _replace_modules(model, specs, boxes, exchange)
+    vocab = model.config.vocab
+    rows = even_parts(vocab, group.size)[group.rank]
+    shard = VocabShard(rows.start, vocab, exchange.stack, exchange.enter)
+    model.split_layers(LayerSplit(exchange.enter, exchange.leave, exchange.drop, local_heads(model.config, group), group.rank == 0, shard))
+    return LocalModel(boxes, _sum_groups(spec.ranks, copies))
+
+
+def _sum_groups(ranks: RankGroups, copies: int) -> dict[int, RankGroup]:
+    """Who adds up partial gradients, by the number of ranks with the same elements."""
+    groups = {ranks.tensor.size: ranks.tensor}
+    if copies not in (1, ranks.tensor.size):
+        groups[copies] = split_group(ranks, "tensor", copies)
+    return groups
+
+
+def kv_copies(config: ModelConfig, tensor: int) -> int:
+    """Ranks that hold the same KV head."""
+    return max(1, tensor // config.kv_heads)
+
+
+def local_heads(config: ModelConfig, group: RankGroup) -> slice:
+    """The KV heads of this rank; with fewer heads than ranks, one that it shares with its neighbours."""
+    copies = kv_copies(config, group.size)
+    each = config.kv_heads * copies // group.size
+    return slice(group.rank // copies * each, (group.rank // copies + 1) * each)
+
+
+def even_parts(size: int, parts: int) -> list[range]:
+    """0 .. size - 1 in consecutive parts that differ by one at most."""
+    each, more = divmod(size, parts)
+    starts = [index * each + min(index, more) for index in range(parts + 1)]
+    return [range(first, last) for first, last in pairwise(starts)]
+
+
+class Cut:
+    """Which part of each parameter this rank of the tensor axis holds."""
+
+    def __init__(self, group: RankGroup, sequence: bool, copies: int) -> None:
+        self.group, self.sequence, self.copies = group, sequence, copies
+
+    def box(self, spec: ParamSpec, specs: dict[str, ParamSpec]) -> ParamBox:
+        """The box of one parameter."""
+        dim, owner = self._split_dim(spec, specs)
+        if dim is None:
+            return ParamBox(spec.shape, (0,) * len(spec.shape), spec.shape, self.group.size, self.group.rank, self._is_partial(spec.name))
+        copies = self.copies if owner.endswith(("k_proj", "v_proj")) else 1
+        parts = even_parts(spec.shape[dim], self.group.size // copies)
+        part = parts[self.group.rank // copies]
+        offset = tuple(part.start if at == dim else 0 for at in range(len(spec.shape)))
+        local = tuple(len(part) if at == dim else size for at, size in enumerate(spec.shape))
+        sizes = tuple(len(one) for one in parts)
+        return ParamBox(spec.shape, offset, local, copies, self.group.rank % copies, copies > 1, dim, sizes)
+
+    def _split_dim(self, spec: ParamSpec, specs: dict[str, ParamSpec]) -> tuple[int | None, str]:
+        """(dim, path of the linear): along which dim a parameter is split; the parameters of an update follow those of their linear."""
+        if ADAPTER not in spec.name:
+            return spec.split_dim, spec.name.rpartition(".")[0]
+        part = next(one for one in PARTS if spec.name.endswith(one))
+        owner = spec.name.removesuffix("." + part)
+        by_inputs = specs[f"{owner}.weight"].split == "row"
+        dim = (1 if part == LORA_A else None) if by_inputs else (None if part == LORA_A else 0)
+        return dim, owner
+
+    def _is_partial(self, name: str) -> bool:
+        """Whether gradients of what all ranks hold cover a part: some heads or inputs, or with sequence some tokens."""
+        on_stream = name.endswith(("layernorm.weight", "layernorm.bias", "model.norm.weight", "model.norm.bias"))
+        return self.sequence if on_stream else True
+
+
+def _shrink(model: Model, boxes: dict[str, ParamBox]) -> None:
+    """Replace parameters, which have no memory yet, by ones of the shape of their box."""
+    for path, module in model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            local = boxes[f"{path}.{leaf}" if path else leaf].local_shape
+            assert parameter.is_meta
+            module._parameters[leaf] = nn.Parameter(torch.empty(local, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+
+
+def _replace_modules(model: Model, specs: dict[str, ParamSpec], boxes: dict[str, ParamBox], exchange: TensorExchange) -> None:
+    """Put the embedding's exchange in place, and let row-split products add their bias once."""
+    for path, module in list(model.named_modules()):
+        spec = specs.get(f"{path}.weight")
+        if spec is None:
+            continue
+        if isinstance(module, nn.Embedding) and spec.split == "vocab":
+            _put(model, path, VocabEmbedding(module, boxes[spec.name].offset[0], exchange))
+        elif isinstance(module, nn.Linear) and spec.split == "row":
+            if isinstance(module, AdaptedLinear):
+                module.adds_bias = exchange.rank == 0
+                module.drop, module.over_inputs = exchange.drop_inputs, exchange.sum
+            elif module.bias is not None:
+                _put(model, path, RowLinear(module, adds_bias=exchange.rank == 0))
+
+
+def _put(model: Model, path: str, module: nn.Module) -> None:
+    above, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(above), leaf, module)
+
+
+class VocabEmbedding(nn.Embedding):
+    """An embedding of which this rank has some rows; ranks add up what they find, and the stream leaves as it leaves a layer."""
+
+    def __init__(self, whole: nn.Embedding, first: int, exchange: TensorExchange) -> None:
+        super().__init__(*whole.weight.shape, _weight=whole.weight)
+        self._parameters = whole._parameters
+        self.first, self.exchange = first, exchange
+
+    def forward(self, input: Tensor) -> Tensor:
+        local = input - self.first
+        outside = (local < 0) | (local >= self.weight.shape[0])
+        found = F.embedding(local.masked_fill(outside, 0), self.weight)
+        return self.exchange.leave(found.masked_fill(outside[..., None], 0.0))
+
+
+class RowLinear(nn.Linear):
+    """A linear with some of the inputs, whose results are added up: one rank adds the bias."""
+
+    def __init__(self, whole: nn.Linear, *, adds_bias: bool) -> None:
+        super().__init__(whole.in_features, whole.out_features, device="meta")
+        self._parameters = whole._parameters
+        self.adds_bias = adds_bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias if self.adds_bias else None)
