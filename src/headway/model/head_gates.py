@@ -76,11 +76,16 @@ class HeadGates(nn.Module):
             # the value is z_host exactly, the gradient that of the sample: clamped gates have none
             z = self._moved(z_host) + self._moved(slope) * (self.log_alpha - self.log_alpha.detach())
         mix = HeadMix.of(z, z_host, StreamingWindow(self.window, self.sinks), heads=self.heads, skip=self.skip)
-        return GateDraw(mix, z, self.log_alpha) if self.counts else GateDraw(mix, z.detach(), self.log_alpha.detach())
+        return GateDraw(mix, z, self.log_alpha) if self.counts else GateDraw(mix, _without_slope(z), _without_slope(self.log_alpha))
 
     def _moved(self, host: Tensor) -> Tensor:
         device = self.log_alpha.device
         return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def _without_slope(x: Tensor) -> Tensor:
+    """The same value with a gradient of zero. There always is one, so that an engine finds the gates used in every pass."""
+    return x.detach() + 0.0 * (x - x.detach())
 
 
 def sample(log_alpha: Tensor, seed: int) -> tuple[Tensor, Tensor]:

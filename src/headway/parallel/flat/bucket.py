@@ -97,9 +97,10 @@ class Reducer:
 
     def take(self, name: str, total: Tensor, parameter: Tensor) -> None:
         """Add one microbatch's gradient to the flat buffer; the first of a step overwrites what the last step left."""
-        assert parameter.grad is not None
         self._check(name)
-        if name in self.touched:
+        if parameter.grad is None:
+            pass  # undefined, which means zero: a gate of which no head of this rank is open
+        elif name in self.touched:
             total.add_(parameter.grad)
         else:
             self.bucket_of[name].allocate()

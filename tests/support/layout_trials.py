@@ -1,0 +1,194 @@
+"""Layouts of ranks against one process: a table of trials, each trained for some steps on its ranks and alone.
+
+A trial is an engine in words (`Setup`) on a number of ranks. Trials of one world run one after another in the same started ranks.
+Add a trial to the list of its axis; `compare` runs a list and returns the table that a test prints.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import pytest
+import torch
+from support.engines import CONFIG, OPTIM, Setup, make_engine, share_of_step
+from support.pairs import pair_batch
+from support.ranks import run_ranks
+
+from headway.data.batch import TENSOR_FIELDS, StepBatch, StepStats
+from headway.model.adapter.config import AdapterConfig
+from headway.model.config import HeadGatesConfig, ModelConfig
+from headway.objective.base import StepInfo
+from headway.objective.dpo import Config as DPO
+from headway.objective.head_sparsity import Config as HeadSparsity
+from headway.objective.next_token import Config as NextToken
+from headway.optim.groups import hypers
+from headway.parallel.collectives import RankGroup
+
+STEPS = 10
+PLAIN = CONFIG.with_(dropout=0.0, num_heads=8, num_kv_heads=4, init_std=0.3)
+SMALL_BIAS = {"qkv_bias": True, "output_bias": True, "ffn_bias": True}
+GATED = PLAIN.with_(head_gates=HeadGatesConfig(window=3, sinks=1, init_mean=0.0, init_std=1.5))
+SPARSITY = HeadSparsity(start=0.5, target=0.7, mask_lr=0.3, reg_lr=0.3)
+SHAPED = NextToken(label_smoothing=0.1, z_loss=1e-3)
+
+
+@dataclass(frozen=True)
+class LayoutTrial:
+    """One line of the table."""
+
+    name: str
+    world: int
+    setup: Setup
+    pairs: bool = False
+    """The rows hold preference pairs."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a trial gives on one rank."""
+
+    losses: list[float]
+    norms: list[float]
+    valid: dict[str, float]
+    """The sums of a validation afterwards."""
+    weights: dict[str, torch.Tensor]
+
+
+def trial(name: str, world: int, parallel: dict[str, Any], *, config: ModelConfig = PLAIN, pairs: bool = False, **more: Any) -> LayoutTrial:
+    """A trial with the small model, all of which trains unless `freeze` says otherwise."""
+    setup = {"micro": 2, "freeze": (), "objective": DPO(reference_free=True) if pairs else None, **more}
+    return LayoutTrial(name, world, Setup(parallel, config=config, **setup), pairs)
+
+
+def step_of(one: LayoutTrial, index: int, rank: int, world: int) -> StepBatch:
+    """This rank's rows of a step, the same rows however many ranks read them."""
+    return pair_step(index, one.setup.micro, rank, world) if one.pairs else share_of_step(index, one.setup.micro, rank, world)
+
+
+def pair_step(index: int, micro: int, rank: int, world: int) -> StepBatch:
+    """Rows of one or two pairs."""
+    generator = torch.Generator().manual_seed(index)
+
+    def text(length: int) -> list[int]:
+        return torch.randint(1, 64, (length,), generator=generator).tolist()
+
+    rows = [[(text(2), text(1 + number % 3), text(2)) for number in range(1 + row % 2)] for row in range(16)]
+    batch = pair_batch(rows, seq_len=16)
+    size, each = 16 // micro, micro // world
+    mine = [slice(i * size, (i + 1) * size) for i in range(rank * each, (rank + 1) * each)]
+    micros = tuple(replace(batch, **{name: getattr(batch, name)[part] for name in TENSOR_FIELDS}) for part in mine)
+    totals = {"targets": float(batch.loss_weight.sum()), "rows": 16.0, "pairs": float(sum(map(len, rows)))}
+    return StepBatch(micros, totals, StepStats(batch.tokens.numel(), 1, 1, 1, 1, 0), first_microbatch=rank * each)
+
+
+def train_trial(one: LayoutTrial, group: RankGroup, steps: int = STEPS) -> Outcome:
+    """Train one trial on this rank."""
+    engine = make_engine(group, one.setup)
+    data = engine.ranks.data
+    losses, norms = [], []
+    for index in range(steps):
+        result = engine.forward_backward(step_of(one, index, data.rank, data.size), StepInfo(index, 20))
+        update = engine.update(hypers(OPTIM, engine.groups, index, 20))
+        assert not update.skipped
+        losses.append(float(result.loss))
+        norms.append(float(update.norm))
+    batches = step_of(one, steps, data.rank, data.size).microbatches
+    sums = engine.evaluate(batches, StepInfo(steps, 20, training=False))
+    valid = {name: float(total / weight) for name, (total, weight) in sums.items() if total.dim() == 0}
+    return Outcome(losses, norms, valid, {name: value.clone() for name, value in engine.weights()})
+
+
+def on_one_process(one: LayoutTrial) -> LayoutTrial:
+    """A trial without its layout."""
+    kept = {key: value for key, value in one.setup.parallel.items() if key in ("accumulate_dtype", "reduce_dtype")}
+    return replace(one, name="alone", world=1, setup=replace(one.setup, parallel=kept))
+
+
+def compare(trials: Sequence[LayoutTrial], tolerance: float = 1e-5) -> list[str]:
+    """Run trials; returns the table, a line for each. Losses, norms, validation and final weights must be those of one process."""
+    table = [f"{'trial':<44}{'ranks':>6}  {'loss':>10}{'norm':>10}{'weights':>10}   largest relative difference in {STEPS} steps"]
+    wrong: list[str] = []
+    for world, several in groupby(sorted(trials, key=lambda one: one.world), key=lambda one: one.world):
+        listed = list(several)
+        results = run_ranks(functools.partial(_train_all, listed), world, timeout=60 + 10 * len(listed))
+        for index, one in enumerate(listed):
+            try:
+                differences = [_differences(one, outcomes[index], tolerance) for outcomes in results]
+            except AssertionError as problem:
+                wrong.append(str(problem)[:600])
+                continue
+            worst = [max(column) for column in zip(*differences, strict=True)]
+            table.append(f"{one.name:<44}{world:>6}  " + "".join(f"{value:>10.1e}" for value in worst))
+    assert not wrong, "\n\n".join(["\n".join(table), *wrong])
+    return table
+
+
+def _train_all(trials: Sequence[LayoutTrial], group: RankGroup) -> list[Outcome]:
+    return [train_trial(one, group) for one in trials]
+
+
+def _differences(one: LayoutTrial, got: Outcome, tolerance: float) -> tuple[float, float, float]:
+    right = _right(one)
+    assert got.losses == pytest.approx(right.losses, rel=tolerance, abs=1e-7), one.name
+    assert got.norms == pytest.approx(right.norms, rel=10 * tolerance), one.name
+    assert got.valid == pytest.approx(right.valid, rel=10 * tolerance, abs=1e-6), one.name
+    assert got.weights.keys() == right.weights.keys(), one.name
+    # Adam turns the noise of a gradient near zero into a step, so what starts at zero is compared with a norm of at least 1
+    far = {name: float((got.weights[name] - value).norm() / value.norm().clamp(min=1.0)) for name, value in right.weights.items()}
+    assert max(far.values()) <= tolerance, f"{one.name}: {max(far, key=far.__getitem__)} differs by {max(far.values()):.1e}"
+    return _far(got.losses, right.losses), _far(got.norms, right.norms), max(far.values())
+
+
+def _far(got: list[float], right: list[float]) -> float:
+    return max(abs(a - b) / (abs(b) + 1e-7) for a, b in zip(got, right, strict=True))
+
+
+_ALONE: dict[str, Outcome] = {}
+
+
+def _right(one: LayoutTrial) -> Outcome:
+    key = repr(on_one_process(one))
+    if key not in _ALONE:
+        _ALONE[key] = train_trial(on_one_process(one), RankGroup())
+    return _ALONE[key]
+
+
+def tensor_trials() -> Iterator[LayoutTrial]:
+    """The tensor axis, alone and with others."""
+    tensor, whole = {"tensor": 2}, {"tensor": 2, "sequence": False}
+    lora = AdapterConfig(rank=4, targets=("all",))
+    dora = AdapterConfig(kind="dora", rank=4, targets=("all",))
+    untied = PLAIN.with_(tie_embeddings=False)
+    yield trial("packed documents, clipping, tied", 2, tensor)
+    yield trial("the same, all tokens on every rank", 2, whole)
+    yield trial("untied, biases, layernorm, qk norm", 2, tensor, config=untied.with_(norm="layernorm", qk_norm=True, **SMALL_BIAS))
+    yield trial("the same, all tokens on every rank", 2, whole, config=untied.with_(norm="layernorm", qk_norm=True, **SMALL_BIAS))
+    yield trial("label smoothing, z loss, uneven vocabulary", 2, tensor, config=PLAIN.with_(vocab_size=67), objective=SHAPED)
+    yield trial("dropout", 2, tensor, config=PLAIN.with_(dropout=0.2))
+    yield trial("dropout, all tokens on every rank", 2, whole, config=PLAIN.with_(dropout=0.2))
+    yield trial("lora with dropout", 2, tensor, adapter=lora.model_copy(update={"dropout": 0.2}), config=PLAIN.with_(**SMALL_BIAS))
+    yield trial("dora", 2, tensor, adapter=dora, config=PLAIN.with_(**SMALL_BIAS))
+    yield trial("dora with head, all tokens on every rank", 2, whole, adapter=dora.model_copy(update={"targets": ("all", "lm_head")}), config=untied)
+    yield trial("dpo", 2, tensor, pairs=True)
+    yield trial("kto, all tokens on every rank", 2, whole, pairs=True, objective=DPO(reference_free=True, loss_type="kto_pair"))
+    yield trial("head gates", 2, tensor, config=GATED, objective=SPARSITY)
+    yield trial("head gates, frozen weights", 2, tensor, config=GATED, objective=SPARSITY, freeze=("weights",))
+    yield trial("recomputed, offloaded", 2, tensor, memory={"recompute": 1.0, "offload": ["activations", "optimizer"]})
+    yield trial("selective recompute", 2, tensor, memory={"recompute": "selective"})
+    yield trial("frozen layers, embedding gradient scaled", 2, tensor, freeze=("layers.0",), config=PLAIN.with_(embed_grad_scale=0.5, no_rope_layers=(1,)))
+    yield trial("4 ranks, 2 KV heads", 4, {"tensor": 4}, config=PLAIN.with_(num_kv_heads=2, qk_norm=True, qkv_bias=True))
+    yield trial("4 ranks, 2 KV heads, gates", 4, {"tensor": 4, "sequence": False}, config=GATED.with_(num_kv_heads=2), objective=SPARSITY)
+    yield trial("4 ranks, 1 KV head, lora", 4, {"tensor": 4}, config=PLAIN.with_(num_kv_heads=1), adapter=lora)
+    yield trial("tensor x ddp, accumulation", 4, {**tensor, "zero1": {"size": 1}}, micro=8)
+    yield trial("tensor x zero1, uneven vocabulary", 4, tensor, config=PLAIN.with_(vocab_size=65))
+    yield trial("tensor x zero1, overlaps off", 4, {**tensor, "overlap": {"reduce": False, "gather": False, "step": False}})
+    yield trial("tensor x fsdp, biases", 4, {**tensor, "strategy": "fsdp"}, config=PLAIN.with_(**SMALL_BIAS))
+    yield trial("tensor x fsdp, gates", 4, {**tensor, "strategy": "fsdp"}, config=GATED, objective=SPARSITY)
+    yield trial("tensor x fsdp, dora, uneven vocabulary", 4, {**tensor, "strategy": "fsdp"}, config=PLAIN.with_(vocab_size=65), adapter=dora)
+    yield trial("tensor x context", 4, {**tensor, "context": 2})
+    yield trial("tensor x context, gates, frozen weights", 4, {**tensor, "context": 2}, config=GATED, objective=SPARSITY, freeze=("weights",))
+    yield trial("tensor x context with fsdp", 4, {**tensor, "context": 2, "strategy": "fsdp"})
