@@ -71,6 +71,7 @@ def test_the_sharded_engine_trains_like_the_flat_one(dtype: torch.dtype, tmp_pat
     from headway.parallel.assemble import group_parameters, meta_model
     from headway.parallel.collectives import RankGroup, RankGroups
     from headway.parallel.fsdp import FsdpEngine
+    from headway.parallel.tensor import split_model
 
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
@@ -78,7 +79,7 @@ def test_the_sharded_engine_trains_like_the_flat_one(dtype: torch.dtype, tmp_pat
         ranks = RankGroups(world=group, data=group, reduce=group, shard=group)
         spec = spec_of(dtype, parallel=ParallelConfig(strategy="fsdp"), ranks=ranks)
         model, objective = meta_model(spec), spec.objective.build()
-        engine = FsdpEngine(model, objective, group_parameters(model, objective, spec), spec)
+        engine = FsdpEngine(model, objective, group_parameters(model, objective, spec), spec, split_model(model, spec))
         assert losses(filled(engine)) == pytest.approx(losses(engine_with(dtype)), rel=1e-5 if dtype == torch.float32 else 1e-2)
     finally:
         dist.destroy_process_group()

@@ -46,6 +46,7 @@ class Setup:
     """Another optimizer's settings; None: AdamW's with `state_dtype`."""
     adapter: AdapterConfig | None = None
     compile_blocks: bool = False
+    fp8: Any = None
 
 
 def make_engine(group: RankGroup, setup: Setup) -> Any:
@@ -66,6 +67,7 @@ def make_engine(group: RankGroup, setup: Setup) -> Any:
         loss_scale=setup.loss_scale,
         memory=MemoryConfig.model_validate_json(json.dumps(setup.memory)),
         adapter=setup.adapter,
+        fp8=setup.fp8,
     )
     engine = assemble(spec)
     names = [name for name in engine.shapes if not name.startswith(OBJECTIVE) and ADAPTER not in name]

@@ -7,16 +7,13 @@ Add a trial to the list of its axis; `compare` runs a list and returns the table
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import pytest
 import torch
-from support.engines import CONFIG, OPTIM, Setup, make_engine, share_of_step
-from support.pairs import pair_batch
-from support.ranks import run_ranks
 
 from headway.data.batch import TENSOR_FIELDS, StepBatch, StepStats
 from headway.model.adapter.config import AdapterConfig
@@ -27,12 +24,20 @@ from headway.objective.head_sparsity import Config as HeadSparsity
 from headway.objective.next_token import Config as NextToken
 from headway.optim.groups import hypers
 from headway.parallel.collectives import RankGroup
+from support.engines import CONFIG, OPTIM, Setup, make_engine, share_of_step
+from support.pairs import pair_batch
+from support.ranks import run_ranks
 
 STEPS = 10
+TRIAL_OPTIM = OPTIM.model_copy(update={"eps": 1e-6, "lr": 3e-3})
+"""Adam turns the rounding of a gradient near zero into a whole step; these keep it small."""
 PLAIN = CONFIG.with_(dropout=0.0, num_heads=8, num_kv_heads=4, init_std=0.3)
-SMALL_BIAS = {"qkv_bias": True, "output_bias": True, "ffn_bias": True}
+BIASES = {"qkv_bias": True, "output_bias": True, "ffn_bias": True}
 GATED = PLAIN.with_(head_gates=HeadGatesConfig(window=3, sinks=1, init_mean=0.0, init_std=1.5))
 SPARSITY = HeadSparsity(start=0.5, target=0.7, mask_lr=0.3, reg_lr=0.3)
+LORA = AdapterConfig(rank=4)
+DORA = AdapterConfig(kind="dora", rank=4)
+DORA_HEAD = DORA.model_copy(update={"targets": ("all", "lm_head")})
 SHAPED = NextToken(label_smoothing=0.1, z_loss=1e-3)
 
 
@@ -92,7 +97,7 @@ def train_trial(one: LayoutTrial, group: RankGroup, steps: int = STEPS) -> Outco
     losses, norms = [], []
     for index in range(steps):
         result = engine.forward_backward(step_of(one, index, data.rank, data.size), StepInfo(index, 20))
-        update = engine.update(hypers(OPTIM, engine.groups, index, 20))
+        update = engine.update(hypers(TRIAL_OPTIM, engine.groups, index, 20))
         assert not update.skipped
         losses.append(float(result.loss))
         norms.append(float(update.norm))
@@ -137,7 +142,7 @@ def _differences(one: LayoutTrial, got: Outcome, tolerance: float) -> tuple[floa
     assert got.norms == pytest.approx(right.norms, rel=10 * tolerance), one.name
     assert got.valid == pytest.approx(right.valid, rel=10 * tolerance, abs=1e-6), one.name
     assert got.weights.keys() == right.weights.keys(), one.name
-    # Adam turns the noise of a gradient near zero into a step, so what starts at zero is compared with a norm of at least 1
+    # what starts at zero, such as a bias, is compared with a norm of at least 1
     far = {name: float((got.weights[name] - value).norm() / value.norm().clamp(min=1.0)) for name, value in right.weights.items()}
     assert max(far.values()) <= tolerance, f"{one.name}: {max(far, key=far.__getitem__)} differs by {max(far.values()):.1e}"
     return _far(got.losses, right.losses), _far(got.norms, right.norms), max(far.values())
@@ -157,38 +162,65 @@ def _right(one: LayoutTrial) -> Outcome:
     return _ALONE[key]
 
 
-def tensor_trials() -> Iterator[LayoutTrial]:
+def tensor_trials() -> list[LayoutTrial]:
     """The tensor axis, alone and with others."""
-    tensor, whole = {"tensor": 2}, {"tensor": 2, "sequence": False}
-    lora = AdapterConfig(rank=4, targets=("all",))
-    dora = AdapterConfig(kind="dora", rank=4, targets=("all",))
+    tensor, whole, zero1 = {"tensor": 2}, {"tensor": 2, "sequence": False}, {"tensor": 2, "zero1": {"size": "auto"}}
+    both, fsdp = {**tensor, "context": 2}, {**tensor, "strategy": "fsdp"}
     untied = PLAIN.with_(tie_embeddings=False)
-    yield trial("packed documents, clipping, tied", 2, tensor)
-    yield trial("the same, all tokens on every rank", 2, whole)
-    yield trial("untied, biases, layernorm, qk norm", 2, tensor, config=untied.with_(norm="layernorm", qk_norm=True, **SMALL_BIAS))
-    yield trial("the same, all tokens on every rank", 2, whole, config=untied.with_(norm="layernorm", qk_norm=True, **SMALL_BIAS))
-    yield trial("label smoothing, z loss, uneven vocabulary", 2, tensor, config=PLAIN.with_(vocab_size=67), objective=SHAPED)
-    yield trial("dropout", 2, tensor, config=PLAIN.with_(dropout=0.2))
-    yield trial("dropout, all tokens on every rank", 2, whole, config=PLAIN.with_(dropout=0.2))
-    yield trial("lora with dropout", 2, tensor, adapter=lora.model_copy(update={"dropout": 0.2}), config=PLAIN.with_(**SMALL_BIAS))
-    yield trial("dora", 2, tensor, adapter=dora, config=PLAIN.with_(**SMALL_BIAS))
-    yield trial("dora with head, all tokens on every rank", 2, whole, adapter=dora.model_copy(update={"targets": ("all", "lm_head")}), config=untied)
-    yield trial("dpo", 2, tensor, pairs=True)
-    yield trial("kto, all tokens on every rank", 2, whole, pairs=True, objective=DPO(reference_free=True, loss_type="kto_pair"))
-    yield trial("head gates", 2, tensor, config=GATED, objective=SPARSITY)
-    yield trial("head gates, frozen weights", 2, tensor, config=GATED, objective=SPARSITY, freeze=("weights",))
-    yield trial("recomputed, offloaded", 2, tensor, memory={"recompute": 1.0, "offload": ["activations", "optimizer"]})
-    yield trial("selective recompute", 2, tensor, memory={"recompute": "selective"})
-    yield trial("frozen layers, embedding gradient scaled", 2, tensor, freeze=("layers.0",), config=PLAIN.with_(embed_grad_scale=0.5, no_rope_layers=(1,)))
-    yield trial("4 ranks, 2 KV heads", 4, {"tensor": 4}, config=PLAIN.with_(num_kv_heads=2, qk_norm=True, qkv_bias=True))
-    yield trial("4 ranks, 2 KV heads, gates", 4, {"tensor": 4, "sequence": False}, config=GATED.with_(num_kv_heads=2), objective=SPARSITY)
-    yield trial("4 ranks, 1 KV head, lora", 4, {"tensor": 4}, config=PLAIN.with_(num_kv_heads=1), adapter=lora)
-    yield trial("tensor x ddp, accumulation", 4, {**tensor, "zero1": {"size": 1}}, micro=8)
-    yield trial("tensor x zero1, uneven vocabulary", 4, tensor, config=PLAIN.with_(vocab_size=65))
-    yield trial("tensor x zero1, overlaps off", 4, {**tensor, "overlap": {"reduce": False, "gather": False, "step": False}})
-    yield trial("tensor x fsdp, biases", 4, {**tensor, "strategy": "fsdp"}, config=PLAIN.with_(**SMALL_BIAS))
-    yield trial("tensor x fsdp, gates", 4, {**tensor, "strategy": "fsdp"}, config=GATED, objective=SPARSITY)
-    yield trial("tensor x fsdp, dora, uneven vocabulary", 4, {**tensor, "strategy": "fsdp"}, config=PLAIN.with_(vocab_size=65), adapter=dora)
-    yield trial("tensor x context", 4, {**tensor, "context": 2})
-    yield trial("tensor x context, gates, frozen weights", 4, {**tensor, "context": 2}, config=GATED, objective=SPARSITY, freeze=("weights",))
-    yield trial("tensor x context with fsdp", 4, {**tensor, "context": 2, "strategy": "fsdp"})
+    biased = untied.with_(norm="layernorm", qk_norm=True, **BIASES)
+    gates = {"config": GATED, "objective": SPARSITY}
+    return [
+        trial("packed documents, clipping, tied", 2, tensor),
+        trial("untied, biases, layernorm, qk norm; no sequence", 2, whole, config=biased),
+        trial("smoothing, z loss, dropout, uneven vocabulary", 2, tensor, config=PLAIN.with_(vocab_size=67, dropout=0.2), objective=SHAPED),
+        trial("lora with dropout, biases", 2, tensor, adapter=LORA.model_copy(update={"dropout": 0.2}), config=PLAIN.with_(**BIASES)),
+        trial("dora with its head, selective recompute", 2, tensor, adapter=DORA_HEAD, config=untied, memory={"recompute": "selective"}),
+        trial("dpo, recomputed, offloaded", 2, whole, pairs=True, memory={"recompute": 1.0, "offload": ["activations", "optimizer"]}),
+        trial("head gates, frozen weights", 2, tensor, **gates, freeze=("weights",)),
+        trial("2 KV heads on 4 ranks, gates", 4, {"tensor": 4}, config=GATED.with_(num_kv_heads=2), objective=SPARSITY),
+        trial("x zero1, accumulation, uneven vocabulary", 4, zero1, config=PLAIN.with_(vocab_size=65), micro=8),
+        trial("x fsdp, biases", 4, fsdp, config=PLAIN.with_(**BIASES)),
+        trial("x context, gates", 4, both, **gates),
+    ]
+
+
+def more_tensor_trials() -> list[LayoutTrial]:
+    """The rest of the tensor axis, for drills."""
+    tensor, whole = {"tensor": 2}, {"tensor": 2, "sequence": False}
+    off = {"overlap": {"reduce": False, "gather": False, "step": False}}
+    fsdp = {**tensor, "strategy": "fsdp"}
+    biased = PLAIN.with_(tie_embeddings=False, norm="layernorm", qk_norm=True, **BIASES)
+    gates = {"config": GATED, "objective": SPARSITY}
+    return [
+        trial("no sequence, tied", 2, whole),
+        trial("untied, biases, layernorm, qk norm", 2, tensor, config=biased),
+        trial("dropout, no sequence", 2, whole, config=PLAIN.with_(dropout=0.2)),
+        trial("kto, no sequence", 2, whole, pairs=True, objective=DPO(reference_free=True, loss_type="kto_pair")),
+        trial("dpo", 2, tensor, pairs=True),
+        trial("dora with dropout, no sequence", 2, whole, adapter=DORA.model_copy(update={"dropout": 0.2}), config=PLAIN.with_(**BIASES)),
+        trial("head gates", 2, tensor, **gates),
+        trial("every second block recomputed", 2, tensor, memory={"recompute": "every-2"}),
+        trial(
+            "frozen layers, embedding gradient scaled",
+            2,
+            tensor,
+            freeze=("layers.0",),
+            config=PLAIN.with_(embed_grad_scale=0.5, no_rope_layers=(1,)),
+        ),
+        trial("sliding windows", 2, tensor, config=PLAIN.with_(sliding_window=4)),
+        trial("2 KV heads on 4 ranks, qk norm, biases", 4, {"tensor": 4}, config=PLAIN.with_(num_kv_heads=2, qk_norm=True, qkv_bias=True)),
+        trial("1 KV head on 4 ranks, lora", 4, {"tensor": 4}, config=PLAIN.with_(num_kv_heads=1), adapter=LORA),
+        trial("1 KV head on 4 ranks, no sequence", 4, {"tensor": 4, "sequence": False}, config=PLAIN.with_(num_kv_heads=1)),
+        trial("x ddp, accumulation", 4, {**tensor, "zero1": {"size": 1}}, micro=8),
+        trial("x zero1, overlaps off", 4, {**tensor, **off}),
+        trial("x zero1, dpo, lora", 4, tensor, pairs=True, adapter=LORA),
+        trial("x fsdp, gates", 4, fsdp, **gates),
+        trial("x fsdp, dora, uneven vocabulary", 4, fsdp, config=PLAIN.with_(vocab_size=65), adapter=DORA),
+        trial("x context", 4, {**tensor, "context": 2}),
+        trial("x context, gates, frozen weights", 4, {**tensor, "context": 2}, **gates, freeze=("weights",)),
+        trial("x context x fsdp", 4, {**tensor, "context": 2, "strategy": "fsdp"}),
+        trial("x zero1 of 2, twice", 8, {**tensor, "zero1": {"size": 2}}, micro=4),
+        trial("x fsdp of 2, twice", 8, {**fsdp, "fsdp": {"size": 2}}, micro=4),
+        trial("x context x zero1", 8, {**tensor, "context": 2}, **gates),
+        trial("4 ranks x fsdp, 2 KV heads", 8, {**fsdp, "tensor": 4}, config=PLAIN.with_(num_kv_heads=2)),
+    ]

@@ -38,7 +38,7 @@ class VocabShard:
 
 
 @dataclass(frozen=True)
-class TokenScores:
+class VocabScores:
     """What is known of each token once all ranks have exchanged; every field is [n]."""
 
     lse: Tensor
@@ -48,14 +48,14 @@ class TokenScores:
     """Sum of all logits."""
 
 
-def combine(parts: Tensor) -> TokenScores:
+def combine(parts: Tensor) -> VocabScores:
     """The scores of the whole vocabulary from the ranks' parts [P, 4, n]."""
     highest = parts[:, HIGHEST].amax(0)
     exponentials = (parts[:, EXPONENTIALS] * (parts[:, HIGHEST] - highest).exp()).sum(0)
-    return TokenScores(highest + exponentials.log(), parts[:, TARGET].amax(0), highest, parts[:, TOTAL].sum(0))
+    return VocabScores(highest + exponentials.log(), parts[:, TARGET].amax(0), highest, parts[:, TOTAL].sum(0))
 
 
-def token_scores(logits: Tensor, targets: Tensor, shard: VocabShard) -> TokenScores:
+def token_scores(logits: Tensor, targets: Tensor, shard: VocabShard) -> VocabScores:
     """Scores of targets [n] from this rank's logits [n, V_r], in one exchange."""
     return combine(shard.collect(partial_scores(logits, targets - shard.first)))
 
@@ -63,7 +63,7 @@ def token_scores(logits: Tensor, targets: Tensor, shard: VocabShard) -> TokenSco
 def sharded_softmax_gradient(
     logits: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping, shard: VocabShard
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As softmax_gradient: overwrite this rank's logits with their gradient; per-token (loss, nll, lse, correct) of the whole vocabulary."""
+    """Overwrite this rank's logits with their gradient; per-token (loss, nll, lse, correct) of the whole vocabulary."""
     smoothing, z = shaping
     local = targets - shard.first
     scores = combine(shard.collect(partial_scores(logits, local)))

@@ -8,7 +8,8 @@ Shapes: B rows, T tokens, D width, V vocabulary, H query heads, KV key and value
 
 `before` and `after` hold all the arithmetic and trace as one graph each; `core` is an attribute, called in plain Python between them, so
 that another attention can be put there without compiling anything again. `enter` and `leave` are attributes too: what ranks that share
-the layers exchange before and after the matrix products of each half, and nothing on one rank. Names and shapes of parameters are Hugging Face Llama's.
+the layers exchange before and after the matrix products of each half, and nothing on one rank.
+Names and shapes of parameters are Hugging Face Llama's.
 """
 
 from __future__ import annotations

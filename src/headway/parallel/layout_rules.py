@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headway.errors import ParallelError
+from headway.parallel.layouts import Layout, LayoutShape, broken_tensor
 from headway.parallel.mesh import ring_ranks
 
 if TYPE_CHECKING:
@@ -49,10 +50,21 @@ def nearest(degree: int, *must_divide: int) -> int:
 
 
 def _not_built(case: LayoutCase) -> Iterator[str]:
-    for axis in ("tensor", "pipeline"):
-        degree = getattr(case.parallel, axis)
-        if degree > 1:
-            yield f"parallel.{axis} is {degree}; this version trains with 1. Use 1."
+    if case.parallel.pipeline > 1:
+        yield f"parallel.pipeline is {case.parallel.pipeline}; this version trains with 1. Use 1."
+
+
+def _tensor(case: LayoutCase) -> Iterator[str]:
+    parallel = case.parallel
+    shape = LayoutShape(case.model, case.seq_len)
+
+    def broken(tensor: int) -> list[str]:
+        layout = Layout(parallel.ranks_per_row, tensor=tensor, sequence=parallel.sequence, context=parallel.context)
+        return list(broken_tensor(layout, shape))
+
+    for rule in broken(parallel.tensor):
+        fitting = next(n for n in range(parallel.tensor, 0, -1) if not broken(n))
+        yield f"{rule}. Use {fitting}."
 
 
 def _context(case: LayoutCase) -> Iterator[str]:
@@ -88,4 +100,4 @@ def _ring(case: LayoutCase, is_set: str, ring: int) -> Iterator[str]:
         yield f"{beyond} of two pieces per rank: data.seq_len={case.seq_len} must be a multiple of {pieces}. Use {near}, for example."
 
 
-RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (_not_built, _context)
+RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (_not_built, _tensor, _context)

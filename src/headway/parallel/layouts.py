@@ -1,6 +1,6 @@
 """Which layouts work: sizes of all axes, a model's shape and the batch come in; the broken rule and the nearest layout that works go out.
 
-    world = pipeline x data x context x tensor                    tensor      divides the query heads, ffn_size and the vocabulary; KV heads
+    world = pipeline x data x context x tensor                    tensor      divides the query heads and ffn_size; KV heads
     pipeline      at most one stage per layer                                  are divided, or each is on tensor / kv_heads ranks
     context       divides seq_len; beyond the KV heads of a rank, ring exchange with two pieces of a row per rank
     strategy      fsdp has no pipeline
@@ -86,7 +86,7 @@ class LayoutShape:
 def broken_sizes(layout: Layout, case: LayoutShape) -> Iterator[str]:
     """Every rule that a layout breaks, as a sentence without its remedy."""
     yield from _sizes(layout)
-    yield from _tensor(layout, case)
+    yield from broken_tensor(layout, case)
     yield from _pipeline(layout, case)
     yield from _context(layout, case)
 
@@ -102,18 +102,22 @@ def _sizes(layout: Layout) -> Iterator[str]:
         yield f"parallel.{layout.strategy}.size is {layout.shard}; it must divide the {layout.reduce} ranks of data x context"
 
 
-def _tensor(layout: Layout, case: LayoutShape) -> Iterator[str]:
+def broken_tensor(layout: Layout, case: LayoutShape) -> Iterator[str]:
+    """A rank has whole heads, an equal part of the feed-forward, rows of the vocabulary, and with sequence an equal number of tokens."""
     size, model = layout.tensor, case.model
     if size == 1:
         return
     is_set = f"parallel.tensor is {size}; it must divide"
-    for name, value in (("num_heads", model.num_heads), ("ffn_size", model.ffn_size), ("vocab_size", model.vocab_size or size)):
+    for name, value in (("num_heads", model.num_heads), ("ffn_size", model.ffn_size)):
         if value % size:
             yield f"{is_set} model.{name}={value}"
     if model.kv_heads % size and size % model.kv_heads:
         yield f"{is_set} model.num_kv_heads={model.kv_heads}, or be a multiple of it"
     if layout.sequence and (case.seq_len // layout.context) % size:
-        yield f"{is_set} data.seq_len={case.seq_len} / context {layout.context}, since parallel.sequence splits tokens"
+        of = "" if layout.context == 1 else f" / context {layout.context}"
+        yield f"{is_set} data.seq_len={case.seq_len}{of}, since parallel.sequence splits tokens (false does not)"
+    if (model.vocab_size or size) < size:
+        yield f"parallel.tensor is {size}; every rank needs a row of model.vocab_size={model.vocab_size}"
 
 
 def _pipeline(layout: Layout, case: LayoutShape) -> Iterator[str]:

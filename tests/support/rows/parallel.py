@@ -50,6 +50,17 @@ def sharding(overrides: tuple[str, ...]) -> Any:
     return [call.kwargs["reshard_after_forward"] for call in called.call_args_list]
 
 
+def norm_box(overrides: tuple[str, ...]) -> Any:
+    """Whether a tensor rank's gradient of a norm covers some tokens or all."""
+    from headway.model.layout import param_specs
+    from headway.parallel.collectives import RankGroup
+    from headway.parallel.tensor import Cut
+
+    recipe = load(Recipe, None, [*BASE, "model.vocab_size=64", "parallel.tensor=2", *overrides])
+    specs = {spec.name: spec for spec in param_specs(recipe.model)}
+    return Cut(RankGroup(0, 2), recipe.parallel.sequence, 1).box(specs["model.norm.weight"], specs)
+
+
 POWERSGD = (
     "steps=4", "parallel.hook.kind=powersgd", "parallel.hook.rank=2", "parallel.hook.min_compression_rate=0", "parallel.hook.start_step=0",
 )  # fmt: skip
@@ -88,6 +99,7 @@ ROWS: dict[str, Row] = {
     "parallel.hook[torch_style].options": (("parallel.hook.kind=torch_style", "parallel.hook.state=builtins:dict"), "{a: 1}", "{a: 2}", engine(lambda run: run.engine.reducer.hook.state)),
     "parallel.context": ((), 1, 2, on_two_ranks),
     "parallel.tensor": ((), 1, 2, on_two_ranks),
+    "parallel.sequence": ((), True, False, norm_box),
     "parallel.pipeline": ((), 1, 2, on_two_ranks),
     "parallel.timeout_seconds": ((), 1800.0, 1.0, lambda o: load(Recipe, None, list(o)).parallel.timeout_seconds),
 }  # fmt: skip

@@ -60,11 +60,6 @@ class FlatEngine(BaseEngine):
     def _allocate(self) -> None:
         spec, shard = self.spec, self.ranks.shard
         sharding = BufferSharding(max(1, spec.parallel.bucket_bytes // spec.grad_dtype.itemsize), shard.size, shard.rank)
-<<<<<<< HEAD
-=======
-        largest = {name: box.largest for name, box in self.boxes.items()}
-        wanted = BufferSpec(self.optimizer.slots, self.storage, spec.grad_dtype, spec.state_on_host, largest)
->>>>>>> 87d7874 (wip: tensor parallel layers, vocabulary-parallel loss)
         shapes = {name: box.local_shape for name, box in self.boxes.items()}
         self.buffers = [
             TrainBuffer.allocate(group, shapes, self._dtype_of(group.names[0]), spec.device, sharding, self._buffer_spec(group))
@@ -80,7 +75,8 @@ class FlatEngine(BaseEngine):
     def _buffer_spec(self, group: ParamGroup) -> BufferSpec:
         rule, spec = self.rules[group.name], self.spec
         whole = rule if rule.matrices is not None else None
-        return BufferSpec(rule.optimizer.slots, rule.storage, spec.grad_dtype, spec.state_on_host, whole)
+        largest = {name: self.boxes[name].largest for name in group.names}
+        return BufferSpec(rule.optimizer.slots, rule.storage, spec.grad_dtype, spec.state_on_host, whole, largest)
 
     def _groups_by_copy(self) -> Iterator[ParamGroup]:
         """The groups; what several ranks of the tensor axis hold has separate buffers, in the same order on all of them."""
@@ -291,16 +287,10 @@ class FlatEngine(BaseEngine):
             if self.ranks.shard.size > 1:
                 whole = torch.empty(span.stop - span.start, dtype=torch.float32, device=shard.device)
                 self.ranks.shard.all_gather(whole, shard).wait()
-<<<<<<< HEAD
             for slot in sorted(span.slots, key=lambda slot: self._position[slot.name]):
-                yield slot.name, view(whole, slot.start - span.start, slot.shape)
-        yield from self.frozen.values.items()
-=======
-            for slot in reversed(span.slots):
                 yield slot.name, self._whole_box(slot.name, view(whole, slot.start - span.start, slot.shape))
         for name, value in self.frozen.values.items():
             yield name, self._whole_box(name, value)
->>>>>>> 87d7874 (wip: tensor parallel layers, vocabulary-parallel loss)
 
     def flush(self) -> None:
         """Wait until all parameters and state in host memory are current."""

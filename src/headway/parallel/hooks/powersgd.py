@@ -45,7 +45,12 @@ class Config(HookConfig):
     max_dim: int = setting(60_000, "Matrices with a longer side are sent whole: embeddings and heads approximate badly.", gt=0)
 
     def check(self, mesh: Mesh, precision: str) -> None:
-        """A residual carries the loss scale it was made with."""
+        """A residual carries the loss scale it was made with; a matrix of which a rank has a part has another approximation."""
+        if mesh.tensor > 1:
+            raise ParallelError(
+                f"parallel.hook.kind is powersgd and parallel.tensor is {mesh.tensor}: it would approximate parts of matrices, "
+                "not the matrices. Use parallel.tensor=1, or hook compress."
+            )
         if precision == "float16" and self.error_feedback:
             raise ParallelError(
                 "parallel.hook.kind is powersgd with precision fp16: its residual would change with the loss scale. "

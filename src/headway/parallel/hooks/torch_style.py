@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.config.section import setting
 from headway.config.user_code import import_user_module
-from headway.errors import ConfigError
+from headway.errors import ConfigError, ParallelError
 from headway.parallel.hooks.base import HookConfig
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from headway.parallel.collectives import Handle
     from headway.parallel.flat.bucket import Bucket
+    from headway.parallel.mesh import Mesh
 
 
 class Config(HookConfig):
@@ -31,6 +32,14 @@ class Config(HookConfig):
     function: str = setting("torch.distributed.algorithms.ddp_comm_hooks.default_hooks:allreduce_hook", "The hook, as module:function.")
     state: str | None = setting(None, "Function that creates its state, as module:function; null = no state.")
     options: dict[str, int | float | bool | str | None] = setting(dict, "Keyword arguments of `state`.")
+
+    def check(self, mesh: Mesh, precision: str) -> None:
+        """Such a hook exchanges among all ranks of the run."""
+        if mesh.world != mesh.reduce:
+            raise ParallelError(
+                "parallel.hook.kind is torch_style, whose hooks exchange among all ranks; with parallel.tensor or parallel.pipeline "
+                "above 1 only some of them share gradients. Use another hook."
+            )
 
     def build(self, device: torch.device) -> TorchStyle:
         """Make the hook."""
