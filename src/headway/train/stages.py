@@ -17,7 +17,7 @@ from headway.errors import ConfigError
 from headway.infer.load import STAGES
 from headway.runtime.json_file import load_json
 from headway.track.metrics_file import MetricsFile
-from headway.train.config import InitConfig, Recipe
+from headway.train.config import SHARED_BY_STAGES, InitConfig, Recipe
 
 FOLDER = "stages"
 MAY_CHANGE = (
@@ -95,7 +95,7 @@ def resolved_settings(recipe: Recipe) -> dict[str, Any]:
     """Every setting of a recipe and of each of its stages, defaults included."""
     data = recipe.model_dump(mode="json", by_alias=True)
     data["stages"] = [
-        {"name": stage.name, **stage.recipe.model_dump(mode="json", by_alias=True, exclude={"run", "device", "stages"})}
+        {"name": stage.name, **stage.recipe.model_dump(mode="json", by_alias=True, exclude=set(SHARED_BY_STAGES))}
         for stage in expand(recipe)
     ]
     return data
