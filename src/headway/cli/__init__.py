@@ -20,6 +20,7 @@ import typer
 from headway import __version__
 from headway.cli._group import VerbGroup
 from headway.cli._options import flatten
+from headway.cli._plugins import RootGroup
 from headway.errors import HeadwayError
 from headway.runtime.log import start_logging
 from headway.runtime.output import ReaderGone, standard_streams
@@ -45,7 +46,7 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         name="headway",
         help="One LLM training system, from raw text to an evaluated and exported model.",
-        cls=VerbGroup,
+        cls=RootGroup,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
