@@ -25,6 +25,7 @@ def tokenize(
     tokenizer: Path = typer.Option(..., help="A tokenizer folder, a tokenizer.json or a sentencepiece .model."),
     out: Path = typer.Option(..., help="The folder of the new token store."),
     kind: str = typer.Option("text", help="What the records are: text, chat or preference."),
+    format: str | None = typer.Option(None, help="Your module or file that reads the input, e.g. ./my_format.py; default: by suffix."),
     to: str = typer.Option("headway", help="Format of the result: headway, internlm, zero2all, mds."),
     text_key: str = typer.Option(None, help="Text: key that holds the text of a record; default: text."),
     template: str = typer.Option(
@@ -75,8 +76,15 @@ def tokenize(
         valid_fraction=valid_fraction or 0.0, seed=seed or 0, drop_bad=drop_bad, keys=KeyMap.parse(keys),
     )  # fmt: skip
     build = build_converted if is_text and to != "headway" else build_store
-    report = build([*inputs, *(more or [])], tokenizer, out, options)
+    report = build(_inputs([*inputs, *(more or [])], format), tokenizer, out, options)
     print_json(report.fields() if isinstance(report, BuildReport) else vars(report)) if json else typer.echo(report.describe())
+
+
+def _inputs(paths: list[str], format: str | None) -> list[str]:
+    """The files to read; those of the user's own format as JSONL."""
+    from headway.prepare.own_format import read_own_format
+
+    return paths if format is None else [str(read_own_format(path, format)) for path in paths]
 
 
 def _split(split: str | None, to: str) -> Literal["file", "line"]:

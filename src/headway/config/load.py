@@ -23,7 +23,7 @@ from headway.errors import ConfigError
 S = TypeVar("S", bound=Section)
 Loc = tuple[Any, ...]
 LONGEST_LINE = 800
-MODULE_KEYS = ("kind", "family", "objective", "optim", "hook")
+MODULE_KEYS = ("kind", "family", "objective", "optim", "hook", "format")
 """Keys whose dotted value names a user's module; without a dot it is a file of headway."""
 FUNCTION_KEYS = ("function", "state")
 """Keys whose value is module:function."""

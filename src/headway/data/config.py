@@ -66,6 +66,9 @@ class SourceConfig(Section):
     text_key: str = setting("text", "Raw text: the key of a record that holds the text.", min_length=1)
     template: str | None = setting(None, "Raw text: build the text from several keys, e.g. '{title}\\n{content}'. Overrides text_key.")
     split: Literal["file", "line"] = setting("file", "Raw .txt files: one document per file, or one per line.")
+    format: str | None = setting(
+        None, "Raw files in a format of your own: your module that reads them, or its file, e.g. ./my_format.py (docs/extend.md)."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -79,7 +82,7 @@ class SourceConfig(Section):
     @property
     def raw_settings(self) -> list[str]:
         """The settings that were given and apply to raw files only."""
-        names = ("kind", "chat_template", "keys", "drop_bad", "text_key", "template", "split")
+        names = ("kind", "chat_template", "keys", "drop_bad", "text_key", "template", "split", "format")
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from headway.data.config import DataConfig, SourceConfig
 from headway.data.open import SourceStore, SourceStores, check_rows_of_pairs
 from headway.errors import ConfigError
 from headway.prepare.build import BuildOptions, cached_store
+from headway.prepare.own_format import read_own_format
 from headway.store.open import detect_kind
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.text.record_keys import KeyMap
@@ -28,6 +29,9 @@ def prepare_sources(config: DataConfig, tokenizer: Path | None, *, pairs: bool =
 def prepare_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> SourceStore:
     """The store of one source."""
     path = _local(one.path, config)
+    if one.format is not None:
+        records = read_own_format(path, one.format, config.cache_dir)
+        return SourceStore(one, _tokenized(str(records), one, config, tokenizer), name=one.path)
     kind = detect_kind(path)
     if kind == "raw":
         return SourceStore(one, _tokenized(path, one, config, tokenizer), name=one.path)
