@@ -19,7 +19,7 @@ FROM_ROOT = {
     "README.zh-CN.md": "README.zh-CN.md",
 }
 """File of the repository -> page of the site."""
-LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_config(config: Any) -> Any:
@@ -43,21 +43,21 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links as they work in the repository -> links of the site."""
     source = next((one for one, name in FROM_ROOT.items() if name == page.file.src_uri), f"docs/{page.file.src_uri}")
-    return LINK.sub(lambda link: f"]({_target(link[1], source)}{link[2] or ''})", markdown)
+    return LINK.sub(lambda link: _linked(link, source), markdown)
 
 
-def _target(link: str, source: str) -> str:
-    if "://" in link or link.startswith("mailto:"):
-        return link
-    path = (ROOT / source).parent.joinpath(link).resolve()
-    if not path.is_relative_to(ROOT):
-        return link
+def _linked(link: re.Match[str], source: str) -> str:
+    """One link: to a page of the site, or, for a file of the repository that is none, its path."""
+    text, target, anchor = link[1], link[2], link[3] or ""
+    path = (ROOT / source).parent.joinpath(target).resolve()
+    if "://" in target or not path.is_relative_to(ROOT):
+        return link[0]
     inside = path.relative_to(ROOT).as_posix()
     if inside in FROM_ROOT:
-        return FROM_ROOT[inside]
-    if inside.startswith("docs/") and path.is_file():
-        return inside.removeprefix("docs/")
-    return "index.md" if inside == "docs" else link
+        return f"[{text}]({FROM_ROOT[inside]}{anchor})"
+    if inside.startswith("docs/"):
+        return f"[{text}]({inside.removeprefix('docs/')}{anchor})"
+    return f"`{inside}`"
 
 
 def commands_page() -> str:
@@ -97,35 +97,58 @@ def _parameter(parameter: Any) -> str | None:
 
 
 def api_page() -> str:
-    """The public names of `headway`, with signatures and docstrings."""
+    """The public names of `headway`, with signatures and docstrings: functions, then classes, then errors."""
     import headway
 
-    names = [name for name in getattr(headway, "__all__", []) if name != "__version__"]
-    lines = ["# Python names", "", "`import headway as hw` gives these names. The import loads no torch; torch is loaded when a name needs it.", ""]
-    for name in names:
+    names = [name for name in headway.__all__ if not name.startswith("_")]
+    rank = {name: (_rank(getattr(headway, name)), name) for name in names}
+    lines = ["# Python names", "", "`import headway as hw` gives these names. [The Python API](api.md) shows how they are used.", ""]
+    for name in sorted(names, key=rank.__getitem__):
         thing = getattr(headway, name)
-        lines += [f"## hw.{name}", "", *_described(name, thing)]
-        if inspect.isclass(thing):
-            for member, value in vars(thing).items():
-                found = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-                if not member.startswith("_") and inspect.isfunction(found) and found.__doc__:
-                    shown = f".{member}" if isinstance(value, property) else f".{member}{_signature(found)}"
-                    lines += [f"- `{shown}`: {' '.join(inspect.cleandoc(found.__doc__).split())}"]
-            lines.append("")
+        lines += [f"## hw.{name}", ""]
+        if (shown := _signature(thing)) and len(shown) < 600 and rank[name][0] < 2:
+            lines += ["```python", f"hw.{name}{shown}", "```", ""]
+        lines += [_text(thing), ""]
+        for member, value in vars(thing).items() if inspect.isclass(thing) else ():
+            found = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if not member.startswith("_") and inspect.isfunction(found) and found.__doc__:
+                shown = f".{member}" if isinstance(value, property) else f".{member}{_signature(found)}"
+                lines += [f"### `{shown}`" if len(shown) < 60 else f"### `.{member}(...)`", ""]
+                lines += ["```python", shown, "```", ""] if len(shown) >= 60 else []
+                lines += [_text(found), ""]
     return "\n".join(lines)
 
 
-def _described(name: str, thing: Any) -> list[str]:
-    text = inspect.cleandoc(thing.__doc__ or "")
-    if not callable(thing):
-        return [text, ""]
-    return ["```python", f"hw.{name}{_signature(thing)}", "```", "", text, ""]
+def _rank(thing: Any) -> int:
+    return 0 if inspect.isfunction(thing) else 2 if isinstance(thing, type) and issubclass(thing, BaseException) else 1
+
+
+def _text(thing: Any) -> str:
+    """A docstring; its example becomes a block of code."""
+    text, _, example = inspect.cleandoc(thing.__doc__ or "").partition("\nExample:\n")
+    code = [line.strip().removeprefix(">>> ").removeprefix("... ") for line in example.splitlines() if line.strip()]
+    return text.strip() + ("\n\n```python\n" + "\n".join(code) + "\n```" if code else "")
 
 
 def _signature(thing: Any) -> str:
     try:
-        found = str(inspect.signature(thing))
+        found = inspect.signature(thing)
     except (TypeError, ValueError):
-        return "(...)"
-    found = re.sub(r"\bheadway\.[\w.]+\.(\w+)|\bpathlib\.|\bcollections\.abc\.|\btyping\.", lambda m: m[1] or "", found)
-    return found.replace("'", "")
+        return ""
+    parts: list[str] = []
+    for name, one in found.parameters.items():
+        if name in ("self", "cls"):
+            continue
+        if one.kind is one.KEYWORD_ONLY and "*" not in parts and not any(part.startswith("*") for part in parts):
+            parts.append("*")
+        stars = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
+        kind = "" if one.annotation is one.empty else f": {_type(one.annotation)}"
+        default = "" if one.default is one.empty else f" = {one.default!r}"
+        parts.append(f"{stars}{name}{kind}{default}")
+    result = "" if found.return_annotation in (found.empty, None, "None") else f" -> {_type(found.return_annotation)}"
+    return f"({', '.join(parts)}){result}"
+
+
+def _type(annotation: Any) -> str:
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:headway|pathlib|collections\.abc|typing)\.(?:\w+\.)*", "", text)

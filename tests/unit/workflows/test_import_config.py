@@ -152,3 +152,18 @@ def test_the_verb_prints_a_recipe_or_writes_it_once(tmp_path: Path, capfd: pytes
     assert found["recipe"]["adapter"]["rank"] == 16
     assert found["recipe"]["data"]["train"][0]["path"] == "llamafactory-data/support.json"
     assert {"key", "value", "outcome", "headway", "note"} == set(found["keys"][0])
+
+
+def test_an_imported_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.py").write_text(
+        "JOB_NAME = 'small'\n"
+        "data = dict(seq_len=32, micro_num=2, micro_bsz=2, total_steps=2, valid_every=0, pack_sample_into_one=False)\n"
+        "adam = dict(lr=1e-3, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, weight_decay=0.01)\n"
+        "lr_scheduler = dict(total_steps=data['total_steps'], init_steps=0, warmup_ratio=0.01, eta_min=1e-5)\n"
+        "model = dict(num_attention_heads=2, vocab_size=128, hidden_size=32, num_layers=1, mlp_ratio=8 / 3, dtype='torch.float32')\n"
+        "ckpt = dict(save_ckpt_folder='local:ckpts', checkpoint_every=float('inf'))\n"
+    )
+    assert main(["config", "import", "small.py", "--from", "internlm", "--out", "recipe.yaml"]) == 0
+    assert main(["train", "recipe.yaml", "device=cpu", "data.workers=0"]) == 0
+    assert (tmp_path / "ckpts" / "small" / "final" / "model.safetensors").exists()

@@ -18,6 +18,7 @@ from headway.workflows.import_config.rules import (
     shown,
     text,
     tracks,
+    with_partners,
     words,
     yes,
 )
@@ -36,6 +37,10 @@ RENAMED = {"field_instruction": "prompt", "field_input": "context", "field_outpu
            "message_field_role": "role", "message_field_content": "content"}  # fmt: skip
 OF_A_DATASET = {"path", "type", "ds_type", "data_files", "field", "field_messages", "chat_template", "chat_template_jinja", "split", "name",
                 "message_property_mappings", "roles_to_train", "train_on_eos", "revision", "conversation", *RENAMED}  # fmt: skip
+PARTNERS = {
+    "chat": {"prompt": "instruction", "context": "input?", "response": "output"},
+    "preference": dict.fromkeys(("prompt", "chosen", "rejected")),
+}
 OBJECTIVES = {"dpo": "sigmoid", "ipo": "ipo"}
 
 
@@ -63,7 +68,7 @@ def _source(draft: ImportDraft, at: str, entry: dict[str, Any]) -> dict[str, Any
     if kind != "text":
         source["kind"] = kind
         source["chat_template"] = _template(draft, at, entry)
-        if keys := _keys(draft, at, entry):
+        if keys := _keys(draft, at, entry, kind):
             source["keys"] = keys
     elif entry.get("field") not in (None, "text"):
         source["text_key"] = entry["field"]
@@ -89,15 +94,16 @@ def _template(draft: ImportDraft, at: str, entry: dict[str, Any]) -> str:
     return "tokenizer"
 
 
-def _keys(draft: ImportDraft, at: str, entry: dict[str, Any]) -> dict[str, str]:
-    keys = {ours: entry[theirs] for theirs, ours in RENAMED.items() if entry.get(theirs)}
+def _keys(draft: ImportDraft, at: str, entry: dict[str, Any], kind: str) -> dict[str, str]:
+    """Names of keys that differ from the usual ones; a question or answer that is named brings its partners."""
+    keys = {ours: entry[theirs] for theirs, ours in RENAMED.items() if entry.get(theirs) not in (None, ours)}
     if entry.get("field_messages") and entry["field_messages"] not in ("messages", "conversations"):
         keys["messages"] = entry["field_messages"]
     mapping = entry.get("message_property_mappings") or {}
-    keys.update({name: mapping[name] for name in ("role", "content") if mapping.get(name) and mapping[name] != name})
+    keys.update({name: mapping[name] for name in ("role", "content") if mapping.get(name) not in (None, name)})
     for name in set(mapping) - {"role", "content"}:
         draft.tell(f"{at}.message_property_mappings.{name}", mapping[name], "missing", "keys: {...}", "not a key of a turn that is read")
-    return {name: key for name, key in keys.items() if name != key}
+    return with_partners(keys, PARTNERS[kind]) if "messages" not in keys else keys
 
 
 def _tell_the_rest(draft: ImportDraft, at: str, entry: dict[str, Any], kind: str) -> None:

@@ -219,6 +219,11 @@ def compiled(draft: ImportDraft, key: str, value: Any) -> None:
     draft.write(key, value, "kernels.compile", "auto" if value == "auto" else yes(key, value))
 
 
+def pinned(draft: ImportDraft, key: str, value: Any) -> None:
+    """Pinned memory if there is a GPU."""
+    draft.write(key, value, "data.pin_memory", "auto" if yes(key, value) else False)
+
+
 def timeout(draft: ImportDraft, key: str, value: Any) -> None:
     """Seconds that ranks wait; very long ones only stood in for slow data preparation."""
     found = float(number(key, value))
@@ -291,7 +296,7 @@ RULES: dict[str, Rule] = {
     "resume_from_checkpoint": missing("a run resumes by itself", "headway train RECIPE --resume CHECKPOINT", off=(False, True, "auto")),
     "overwrite_output_dir": automatic("the same command resumes; --resume never starts over"),
     "dataloader_num_workers": sets("data.workers", integer),
-    "dataloader_pin_memory": sets("data.pin_memory", yes),
+    "dataloader_pin_memory": pinned,
     "dataloader_prefetch_factor": sets("data.prefetch", integer, "in steps, not in batches of a worker"),
     "dataloader_persistent_workers": automatic("readers live as long as the run"),
     "dataloader_drop_last": automatic("every step has the same number of rows"),

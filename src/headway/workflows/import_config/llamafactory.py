@@ -20,6 +20,7 @@ from headway.workflows.import_config.rules import (
     shown,
     text,
     tracks,
+    with_partners,
     words,
     yes,
 )
@@ -32,6 +33,10 @@ COLUMNS = {"prompt": "prompt", "query": "context", "response": "response", "syst
 SHAPES = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 """The record keys that LLaMA-Factory expects if columns are not given."""
 TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool"}
+PARTNERS = {
+    "chat": {"prompt": "instruction", "context": "input?", "response": "output"},
+    "preference": dict.fromkeys(("prompt", "chosen", "rejected")),
+}
 LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "kto_pair": "kto_pair"}
 
 
@@ -106,7 +111,7 @@ def _source(draft: ImportDraft, name: str, folder: Path, info: dict[str, Any]) -
         return source if column == "text" else {**source, "text_key": column}
     source["kind"] = kind
     source["chat_template"] = _template(draft)
-    if keys := _keys(entry or {}):
+    if keys := _keys(entry or {}, kind):
         source["keys"] = keys
     return source
 
@@ -115,11 +120,12 @@ def _template(draft: ImportDraft) -> str:
     return TEMPLATES.get(draft.value("template", default=""), "tokenizer")
 
 
-def _keys(entry: dict[str, Any]) -> dict[str, str]:
+def _keys(entry: dict[str, Any], kind: str) -> dict[str, str]:
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
     keys = {ours: columns[theirs] for theirs, ours in COLUMNS.items() if columns.get(theirs) not in (None, SHAPES.get(theirs), ours)}
     usual = {"role": "from", "content": "value", "user": "human", "assistant": "gpt", "tool": "observation"}
-    return keys | {ours: tags[theirs] for theirs, ours in TAGS.items() if tags.get(theirs) not in (None, usual[ours], ours)}
+    keys |= {ours: tags[theirs] for theirs, ours in TAGS.items() if tags.get(theirs) not in (None, usual[ours], ours)}
+    return keys if "messages" in keys else with_partners(keys, PARTNERS[kind])
 
 
 def template(draft: ImportDraft, key: str, value: Any) -> None:

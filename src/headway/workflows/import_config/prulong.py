@@ -127,7 +127,7 @@ RULES: dict[str, Rule] = {
     "BF16": hugging_face.precision("bf16"),
     "TORCH_COMPILE": hugging_face.compiled,
     "DATALOADER_NUM_WORKERS": sets("data.workers", integer),
-    "DATALOADER_PIN_MEMORY": sets("data.pin_memory", yes),
+    "DATALOADER_PIN_MEMORY": hugging_face.pinned,
     "RESUME_FROM_CHECKPOINT": missing("a run resumes by itself", "headway train RECIPE --resume CHECKPOINT"),
     "apply_instruct_masks": automatic("the mask column of an MDS store is the loss mask"),
     "token_scaled_loss": automatic("the loss is always divided by the targets of the whole step"),

@@ -15,7 +15,11 @@ ELSEWHERE = automatic("options of the launch: headway train RECIPE --nproc N --n
 def data_folder(draft: ImportDraft, key: str, value: Any) -> None:
     """train.jsonl and, if it is there, val.jsonl; media keys of the records are ignored on purpose."""
     folder = text(key, value).rstrip("/")
-    source = {"kind": "chat", "chat_template": "tokenizer", "keys": {"prompt": "instruction", "image": "", "audio": "", "video": ""}}
+    source = {
+        "kind": "chat",
+        "chat_template": "tokenizer",
+        "keys": {"prompt": "instruction", "response": "response", "image": "", "audio": "", "video": ""},
+    }
     draft.set("data.train", [{"path": f"{folder}/train.jsonl", **source}])
     draft.tell(
         key, value, "set", f"data.train: [{{path: {folder}/train.jsonl, kind: chat}}]", "instruction and response; media are ignored"
@@ -66,7 +70,7 @@ RULES: dict[str, Rule] = {
     "phase2.data_path": data_folder,
     "max_text_length": sets("data.seq_len", integer),
     "num_workers": sets("data.workers", integer),
-    "pin_memory": sets("data.pin_memory", yes),
+    "pin_memory": hugging_face.pinned,
     "persistent_workers": automatic("readers live as long as the run"),
     "log_every_n_steps": sets("log.every", integer),
     "save_every_n_epochs": per_epoch,

@@ -220,6 +220,11 @@ def tracks(kind: str, option: str | None = None) -> Rule:
     return rule
 
 
+def with_partners(keys: dict[str, str], usual: Mapping[str, str | None]) -> dict[str, str]:
+    """A record is read by its named keys alone once one of them is named: add the usual names of the others."""
+    return keys | {name: key or name for name, key in usual.items() if name not in keys} if set(keys) & set(usual) else keys
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value can be written as JSON."""
     try:
