@@ -139,13 +139,26 @@ def with_masks(loaded: LoadedModel, choice: MaskChoice, *, is_first: bool = True
     return chosen
 
 
-def read_recipe(arguments: Sequence[str] | None) -> Recipe:
-    """The recipe that command-line arguments describe."""
+def read_recipe(arguments: Sequence[str] | None, *, makes_tokenizer: bool = False) -> Recipe:
+    """The recipe that command-line arguments describe; without one, raw data in `data.train` chooses it.
+
+    `makes_tokenizer`: train the tokenizer that such a choice may need.
+    """
     from headway.config.load import load
     from headway.train.config import Recipe
 
     path, overrides = split_recipe(arguments)
-    return load(Recipe, path, overrides, log.debug if LAUNCHER_PID in os.environ else log.info)
+    say = log.debug if LAUNCHER_PID in os.environ else log.info
+    if path is None and any(one.startswith("data.") for one in overrides):
+        from headway.workflows.first_run import choose_recipe
+
+        first = choose_recipe(overrides)
+        path, overrides = first.recipe, first.overrides
+        for line in first.lines:
+            say(line)
+        if makes_tokenizer and first.tokenizer is not None:
+            first.tokenizer.make()
+    return load(Recipe, path, overrides, say)
 
 
 def split_recipe(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:

@@ -30,7 +30,7 @@ def train(
     slow_ratio: float | None = typer.Option(None, help="Report a rank as slow if it takes this many times the mean; default: 1.1."),
     json: bool = JSON,
 ) -> None:
-    """Train from a recipe. Without a recipe a small model trains on generated data."""
+    """Train from a recipe. Without one, data.train=FILE chooses it by what the file holds; without data too, the data is generated."""
     from headway.launch.failure import run_as_rank
     from headway.launch.launcher import LaunchOptions, is_launched
     from headway.launch.nodes import parse_nodes
@@ -45,7 +45,7 @@ def train(
     if is_launched(os.environ):
         exit_with(run_as_rank(lambda: train_here(read_recipe(arguments), options, print_json)))
     elif not (dry_run and not with_code and _print_foreign_code(arguments, json)):
-        recipe = read_recipe(arguments)
+        recipe = read_recipe(arguments, makes_tokenizer=True)
         launching = LaunchOptions(nproc, gpus, parse_nodes(nnodes, node_rank, master, node_timeout))
         exit_with(start_training(recipe, arguments or [], options, launching, print_json))
 

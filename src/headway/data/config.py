@@ -14,6 +14,9 @@ from headway.text.record_keys import KeyMap
 
 Packing = Literal["best_fit", "concat", "pad", "one_document"]
 SUFFIX = re.compile(r"^(?P<path>.+?)(?:@(?P<weight>\d+(?:\.\d*)?(?:e-?\d+)?)|#(?P<repeat>\d+))?$")
+FOR_TEXT = ("text_key", "template", "split")
+FOR_RECORDS = ("chat_template", "keys", "drop_bad")
+"""Settings of a source that apply to raw text, and to raw chat and preference data."""
 MAX_STEP_TOKENS = 1 << 28
 DEFAULT_ROWS = 8
 
@@ -49,13 +52,15 @@ class SourceConfig(Section):
     repeat: int = setting(1, "How often one epoch reads this source.", ge=1)
     limit: int | None = setting(None, "Use only this many documents, the first ones. null = all.", gt=0)
     min_length: int = setting(1, "Skip documents with fewer tokens.", ge=1)
-    kind: Literal["text", "chat", "preference"] = setting(
-        "text",
-        "Raw files: text; chat (conversations, trained on the answers only); or preference (pairs of answers, for objective dpo).",
+    kind: Literal["auto", "text", "chat", "preference"] = setting(
+        "auto",
+        "Raw files: text; chat (conversations, trained on the answers only); preference (pairs of answers, for objective dpo); or auto: "
+        "by the keys of the records, refused where they are not clear.",
     )
     chat_template: str = setting(
         "chatml",
-        "Raw chat and preference data: the name of a chat template, `tokenizer` for the tokenizer's own template, or a .jinja file.",
+        "Raw chat and preference data: the name of a chat template, `tokenizer` for the tokenizer's own template, or a .jinja file. If "
+        "the kind was detected and no template is given, the tokenizer's own is used where it has one.",
     )
     keys: dict[str, str | None] | None = setting(
         None, "Raw chat and preference data: the keys of a record, e.g. {prompt: question, response: answer}. See docs/data.md."
@@ -82,8 +87,9 @@ class SourceConfig(Section):
     @property
     def raw_settings(self) -> list[str]:
         """The settings that were given and apply to raw files only."""
-        names = ("kind", "chat_template", "keys", "drop_bad", "text_key", "template", "split", "format")
-        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+        names = ("kind", *FOR_RECORDS, *FOR_TEXT, "format")
+        given = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+        return [name for name in given if name != "kind" or self.kind != "text"]
 
     @model_validator(mode="after")
     def _one_share(self) -> "SourceConfig":
@@ -91,9 +97,13 @@ class SourceConfig(Section):
             raise ValueError(
                 f"has weight={self.weight:g} and repeat={self.repeat}; a source is mixed by weight or by repeat. Set one of them"
             )
-        for name in ("text_key", "template", "split") if self.kind != "text" else ("chat_template", "keys", "drop_bad"):
-            if name in self.raw_settings:
+        given = self.raw_settings
+        for name in () if self.kind == "auto" else FOR_RECORDS if self.kind == "text" else FOR_TEXT:
+            if name in given:
                 raise ValueError(f"has kind={self.kind} and {name}={getattr(self, name)}, which does not apply to that kind. Remove it")
+        for_text, for_records = ([name for name in names if name in given] for names in (FOR_TEXT, FOR_RECORDS))
+        if for_text and for_records:
+            raise ValueError(f"has {for_text[0]}, which is for text, and {for_records[0]}, which is for chat and preference. Remove one")
         try:
             KeyMap.of(self.keys)
         except ConfigError as error:

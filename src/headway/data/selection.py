@@ -6,6 +6,7 @@ of one document gives its last tokens to validation.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,6 +16,8 @@ from headway.data.pairs import PairSource
 from headway.data.shuffle import mix
 from headway.errors import ConfigError, DataError
 from headway.store.source import Flags, Longs, TokenRange, TokenSource
+
+log = logging.getLogger("headway")
 
 SCAN_DOCUMENTS = 1 << 20
 SPLIT_KEY = 0x5D1B7A2C94E3F061
@@ -125,5 +128,7 @@ def _split_document(selection: Selection, document: int, side: Literal["train", 
             "set data.valid.sets to separate validation data."
         )
     border = length - min(max(min_tokens, round(length * fraction)), length - min_tokens)
+    if side == "valid":
+        log.info("%s holds one document: its last %d of %d tokens are for validation", source.name, length - border, length)
     view = TokenRange(source, document, 0, border) if side == "train" else TokenRange(source, document, border, length)
     return Selection(view, min_length=selection.min_length)

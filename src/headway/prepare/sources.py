@@ -13,10 +13,10 @@ from headway.data.config import DataConfig, SourceConfig
 from headway.data.open import SourceStore, SourceStores, check_rows_of_pairs
 from headway.errors import ConfigError
 from headway.prepare.build import BuildOptions, cached_store
+from headway.prepare.detect import format_of, local_path, with_kind
 from headway.prepare.own_format import read_own_format
-from headway.store.open import detect_kind
-from headway.text.hub import is_hub_id, local_or_hub
 from headway.text.record_keys import KeyMap
+from headway.tokenizer.load import load_tokenizer
 
 
 def prepare_sources(config: DataConfig, tokenizer: Path | None, *, pairs: bool = False) -> SourceStores:
@@ -28,29 +28,22 @@ def prepare_sources(config: DataConfig, tokenizer: Path | None, *, pairs: bool =
 
 def prepare_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> SourceStore:
     """The store of one source."""
-    path = _local(one.path, config)
+    path = local_path(one.path, config.cache_dir)
     if one.format is not None:
-        records = read_own_format(path, one.format, config.cache_dir)
-        return SourceStore(one, _tokenized(str(records), one, config, tokenizer), name=one.path)
-    kind = detect_kind(path)
+        path = str(read_own_format(path, one.format, config.cache_dir))
+    kind = "raw" if one.format is not None else format_of(path)
     if kind == "raw":
-        return SourceStore(one, _tokenized(path, one, config, tokenizer), name=one.path)
+        known = with_kind(one, path, None if tokenizer is None else load_tokenizer(tokenizer))
+        return SourceStore(one, _tokenized(path, known, config, tokenizer), name=one.path)
     if one.raw_settings:
         raise ConfigError(f"data: {path} is a token store ({kind}), but {one.raw_settings[0]} is for raw files. Remove it.")
     return SourceStore(one, Path(path))
 
 
-def _local(path: str, config: DataConfig) -> str:
-    """The path of a source; a dataset of the hub, `ORG/NAME[@REVISION][:SPLIT]`, is downloaded."""
-    name, colon, choice = path.partition(":")
-    if Path(path).exists() or not is_hub_id(name):
-        return path
-    return f"{local_or_hub(name, dataset=True, cache_dir=config.cache_dir)}{colon}{choice}"
-
-
 def _tokenized(path: str, one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Path:
     if tokenizer is None:
         raise ConfigError(f"data: {path} is raw text and needs a tokenizer. Set `tokenizer` in the recipe, or give a token store.")
+    assert one.kind != "auto", "the kind of raw data is known before it is tokenized"
     options = BuildOptions(one.kind, text_key=one.text_key, text_template=one.template, split=one.split)
     if one.kind != "text":
         options = BuildOptions(one.kind, chat_template=one.chat_template, drop_bad=one.drop_bad, keys=KeyMap.of(one.keys))

@@ -66,6 +66,16 @@ def read_records(paths: Sequence[Path | str] | Path | str) -> Iterator[Record]:
         yield from _not_empty(_records(path), path)
 
 
+def read_anything(paths: Sequence[Path | str] | Path | str) -> Iterator[Record | RawFile]:
+    """Every record of some files, folders or globs; a text file, which holds no records, comes as a whole."""
+    for path in expand(paths):
+        for kind, raw in _data_files(RawFile.at(path)):
+            if kind == "txt":
+                yield raw
+            else:
+                yield from _read(kind, raw, None)
+
+
 def _not_empty(items: Iterator[T], path: Path) -> Iterator[T]:
     empty = True
     for item in items:

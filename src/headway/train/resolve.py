@@ -5,6 +5,7 @@ recipe.yaml in a run folder is the resolved recipe, so that two starts of a run 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,14 @@ from headway.model.families.base import family_of
 from headway.model.head_masks.file import find_masks, read_masks, read_table
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.layout import DECIDED
+from headway.prepare.detect import with_kinds
+from headway.runtime.process import from_environment
 from headway.runtime.s3 import StoreDown
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.train.config import Recipe
+
+log = logging.getLogger("headway")
 
 GENERATED_VOCAB = 512
 GENERATED_STEPS = 100
@@ -90,7 +95,8 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
     if recipe.data.seq_len > model.max_seq_len:
         raise ConfigError(f"data.seq_len is {recipe.data.seq_len}; it must not exceed model.max_seq_len={model.max_seq_len}. Lower it.")
     recipe.parallel.check_rows(model, recipe.data.seq_len, recipe.objective, recipe.adapter)
-    changes: dict[str, object] = {"model": model}
+    say = log.info if from_environment().is_first else log.debug
+    changes: dict[str, object] = {"model": model, "data": with_kinds(recipe.data, tokenizer, say)}
     if recipe.steps is None and recipe.epochs is None:
         changes |= {"steps": GENERATED_STEPS} if recipe.data.train is None else {"epochs": 1.0}
     return Resolved(recipe.model_copy(update=changes), model, tokenizer, path, weights, log_alpha)

@@ -86,9 +86,16 @@ def changes_of_finished(old: Recipe, new: Recipe, finished: int) -> list[str]:
             now = after[index].name if index < len(after) else "nothing"
             found.append(f"stage {index + 1}: {before[index].name} -> {now}")
             continue
-        fixed, free = differences(before[index].recipe, after[index].recipe)
+        fixed, free = differences(_with_kinds(before[index].recipe), _with_kinds(after[index].recipe))
         found += [f"{after[index].name}: {change}" for change in (*fixed, *free) if not change.startswith(MAY_CHANGE)]
     return found
+
+
+def _with_kinds(recipe: Recipe) -> Recipe:
+    """The recipe with the kind of its raw data, which an older recipe.yaml states and a newer one may leave to detection."""
+    from headway.prepare.detect import with_kinds
+
+    return recipe.model_copy(update={"data": with_kinds(recipe.data, None)})
 
 
 def resolved_settings(recipe: Recipe) -> dict[str, Any]:

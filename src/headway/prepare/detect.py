@@ -1,0 +1,191 @@
+"""What raw data is: text, conversations or preference pairs. In: a source of a recipe; out: the source with its kind.
+
+The keys of the first records decide:
+
+    chosen and rejected                                    preference
+    messages, conversations, ... or a question and answer  chat
+    text; or a text file                                   text
+
+Invariant: nothing is guessed. Records that fit two kinds, records of different kinds and unknown keys end in one line that lists the keys
+and asks for the kind. A source whose kind is given, or that is a token store, is not read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.data.config import FOR_RECORDS, FOR_TEXT, DataConfig, SourceConfig
+from headway.errors import ConfigError, DataError, HeadwayError
+from headway.prepare.own_format import read_own_format
+from headway.store.open import StoreKind, detect_kind
+from headway.text.document import Record
+from headway.text.hub import is_hub_id, local_or_hub
+from headway.text.read import read_anything
+from headway.text.record_keys import ANSWERS, LISTS, PAIR, QUESTIONS, KeyMap, is_empty
+
+if TYPE_CHECKING:
+    from headway.prepare.encode import DataKind
+    from headway.tokenizer.load import Tokenizer
+
+log = logging.getLogger("headway")
+
+SAMPLE_RECORDS = 2000
+"""Records that are looked at."""
+SHOWN_KEYS = 12
+
+
+@dataclass(frozen=True)
+class DetectedKind:
+    """What a path holds."""
+
+    kind: DataKind
+    keys: tuple[str, ...]
+    """The keys that decided; empty for text files."""
+    records: int | None
+    """How many records there are; None where there are more than were read."""
+
+    def describe(self) -> str:
+        """`chat (messages), 1,204 records`."""
+        keys = f" ({', '.join(self.keys)})" if self.keys else ""
+        unit = "records" if self.keys else "files"
+        count = f"more than {SAMPLE_RECORDS:,} {unit}" if self.records is None else f"{self.records:,} {unit}"
+        return f"{self.kind}{keys}, {count if self.records != 1 else count.removesuffix('s')}"
+
+
+def detect(path: str, source: SourceConfig) -> DetectedKind:
+    """What raw data at a path is; a ConfigError where that is not clear."""
+    names = KeyMap.of(source.keys).names
+    only = _only(source)
+    seen: dict[str, tuple[tuple[str, ...], str]] = {}
+    """Kind -> the keys that decided and where it was seen first."""
+    count = 0
+    try:
+        for one in islice(read_anything(path), SAMPLE_RECORDS + 1):
+            count += 1
+            if count > SAMPLE_RECORDS:
+                break
+            found = _kinds(one, names) if isinstance(one, Record) else {"text": ()}
+            if isinstance(one, Record) and only == ("text",):
+                found = {"text": (source.text_key,)}  # reading it says so where a record lacks the key
+            found = {kind: keys for kind, keys in found.items() if only is None or kind in only}
+            if len(found) != 1:
+                raise _not_clear(path, one, list(found))
+            ((kind, keys),) = found.items()
+            seen.setdefault(kind, (keys, one.place if isinstance(one, Record) else one.name))
+    except DataError:
+        if not seen:
+            raise  # the message of the reader says what is wrong with the file
+    if len(seen) > 1:
+        places = "; ".join(f"{place} is {kind}" for kind, (_, place) in seen.items())
+        raise ConfigError(f"data: {path} holds records of different kinds: {places}. Put each kind into a file of its own.")
+    ((kind, (keys, _)),) = seen.items()
+    return DetectedKind(kind, keys, None if count > SAMPLE_RECORDS else count)  # pyright: ignore[reportArgumentType]
+
+
+def _only(source: SourceConfig) -> tuple[str, ...] | None:
+    """The kinds that the given settings leave."""
+    given = source.raw_settings
+    if any(name in given for name in FOR_TEXT):
+        return ("text",)
+    return ("chat", "preference") if any(name in given for name in FOR_RECORDS) else None
+
+
+def _kinds(record: Record, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """The kinds a record may be, each with the keys that say so."""
+    data = record.data
+
+    def first(wanted: tuple[str, ...]) -> str | None:
+        return next((name for name in wanted if name in names or not is_empty(data.get(name))), None)
+
+    found: dict[str, tuple[str, ...]] = {}
+    question, answer, turns = first(QUESTIONS), first(ANSWERS), first(LISTS)
+    if all(first((name,)) for name in PAIR):
+        found["preference"] = (*((question,) if question else ()), *PAIR)
+    elif turns is not None and (turns in names or isinstance(data.get(turns), list)):
+        found["chat"] = (turns,)
+    elif isinstance(data.get("chat"), dict) or isinstance(data.get("plain_text"), str):
+        found["chat"] = ("chat" if isinstance(data.get("chat"), dict) else "plain_text",)
+    elif question is not None and answer is not None:
+        found["chat"] = (question, answer)
+    if isinstance(data.get("text"), str):
+        found["text"] = ("text",)
+    return found
+
+
+def _not_clear(path: str, one: Any, kinds: list[str]) -> ConfigError:
+    keys = list(map(str, one.data)) if isinstance(one, Record) else []
+    shown = ", ".join(keys[:SHOWN_KEYS]) + (f" and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else "") or "none"
+    if kinds:
+        which = " or ".join(kinds)
+        return ConfigError(
+            f"data: {path} could be {which}: its records have the keys {shown}. Say which, e.g. {{path: {path}, kind: {kinds[0]}}}."
+        )
+    if not keys:
+        return ConfigError(f"data: {path} holds text, and settings for records are given. Remove them.")
+    return ConfigError(
+        f"data: {path}: the keys {shown} do not say what the records are. Text: name its key, e.g. {{path: {path}, text_key: {keys[0]}}}. "
+        "Conversations: kind: chat and keys; pairs: kind: preference and keys (docs/data.md)."
+    )
+
+
+def local_path(path: str, cache_dir: Path | None) -> str:
+    """The path of a source; a dataset of the hub, `ORG/NAME[@REVISION][:SPLIT]`, is downloaded."""
+    name, colon, choice = path.partition(":")
+    if Path(path).exists() or not is_hub_id(name):
+        return path
+    return f"{local_or_hub(name, dataset=True, cache_dir=cache_dir)}{colon}{choice}"
+
+
+def format_of(path: str) -> StoreKind:
+    """The format of the data at a path; a split of a dataset folder (`folder:test`) is raw data."""
+    base, colon, _ = path.rpartition(":")
+    if colon and not Path(path).exists() and Path(base).is_dir():
+        return "raw"
+    return detect_kind(path)
+
+
+def with_kind(source: SourceConfig, path: str, tokenizer: Tokenizer | None, say: Callable[[str], object] = log.debug) -> SourceConfig:
+    """A source of raw data with its kind, detected where it is `auto`; `say` receives a line about it."""
+    if source.kind != "auto":
+        return source
+    found = detect(path, source)
+    changes: dict[str, Any] = {"kind": found.kind}
+    template = ""
+    if found.kind != "text":
+        if "chat_template" not in source.model_fields_set and tokenizer is not None and tokenizer.chat_template is not None:
+            changes["chat_template"] = "tokenizer"
+        chosen = changes.get("chat_template", source.chat_template)
+        template = f"; chat template {'of the tokenizer' if chosen == 'tokenizer' else chosen}"
+    say(f"{source.path}: {found.describe()}{template}")
+    return source.model_copy(update=changes)
+
+
+def with_kinds(config: DataConfig, tokenizer: Tokenizer | None, say: Callable[[str], object] = log.debug) -> DataConfig:
+    """The `data` section with the kind of every source: detected for raw data, text for stores and for what cannot be found yet."""
+
+    def known(source: SourceConfig) -> SourceConfig:
+        if source.kind != "auto":
+            return source
+        as_text = source.model_copy(update={"kind": "text"})
+        try:
+            path = local_path(source.path, config.cache_dir)
+            if source.format is not None:
+                path = str(read_own_format(path, source.format, config.cache_dir))
+            elif format_of(path) != "raw":
+                return as_text
+        except HeadwayError:
+            return as_text  # opening it explains
+        return with_kind(source, path, tokenizer, say)
+
+    changes: dict[str, Any] = {}
+    if config.train is not None:
+        changes["train"] = tuple(known(one) for one in config.train)
+    if config.valid is not None and isinstance(config.valid.sets, dict):
+        sets = {name: tuple(known(one) for one in many) for name, many in config.valid.sets.items()}
+        changes["valid"] = config.valid.model_copy(update={"sets": sets})
+    return config.model_copy(update=changes)
