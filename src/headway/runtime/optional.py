@@ -14,15 +14,27 @@ EXTRAS = {
     "google.protobuf": "sentencepiece",
     "lm_eval": "eval",
     "matplotlib": "plot",
+    "mlflow": "mlflow",
     "opencc": "zh",
     "pyarrow": "parquet",
     "sentencepiece": "sentencepiece",
+    "swanlab": "swanlab",
     "tensorboard": "tensorboard",
+    "trackio": "trackio",
     "transformers": "transformers",
+    "wandb": "wandb",
     "zstandard": "zstd",
 }
 """Import name -> the extra that installs it."""
-NAMES = {"google.protobuf": "protobuf", "lm_eval": "lm-evaluation-harness", "opencc": "OpenCC"}
+NAMES = {
+    "google.protobuf": "protobuf",
+    "lm_eval": "lm-evaluation-harness",
+    "mlflow": "MLflow",
+    "opencc": "OpenCC",
+    "swanlab": "SwanLab",
+    "trackio": "Trackio",
+    "wandb": "Weights & Biases",
+}
 """What people call a package, where it is not its import name."""
 
 

@@ -7,12 +7,13 @@ import itertools
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from headway.config.user_code import UserFiles
 from headway.errors import LaunchError, first_line
@@ -129,6 +130,12 @@ def _read(launcher: LauncherVariables, given: Mapping[str, str]) -> Process:
 def headway_command(arguments: Sequence[str]) -> list[str]:
     """The command line that runs headway again; -P keeps Python from importing from the working directory."""
     return [sys.executable, "-P", "-m", "headway", *arguments]
+
+
+def start_module(module: str, variables: Mapping[str, str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Run a module of headway in a process of its own session, talking over pipes: a Ctrl-C meant for this process does not reach it."""
+    command, environment = [sys.executable, "-P", "-m", module], {**os.environ, **variables}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, start_new_session=True)
 
 
 def safe_environment(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:

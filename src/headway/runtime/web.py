@@ -1,6 +1,7 @@
 """Talking to other machines: addresses that hold secrets come from the environment alone, and no redirect takes them elsewhere."""
 
 import http.client
+import netrc
 import os
 import urllib.parse
 import urllib.request
@@ -22,6 +23,23 @@ def address_from_environment(variable: str, key: str) -> str:
     if not is_address or not value.isascii() or not value.isprintable() or " " in value:
         raise ConfigError(f"{key} is {variable!r}, and that environment variable holds no http or https address. Set it to one.")
     return value
+
+
+def has_secret(variable: str, host: str | None = None) -> bool:
+    """Whether a secret is there without being asked for: in an environment variable, or in ~/.netrc for a host. It is not read out."""
+    if os.environ.get(variable, "").strip():
+        return True
+    try:
+        return host is not None and netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def without_password(address: str, key: str) -> str:
+    """An address from a recipe; one that carries a user name or password is refused, since recipes are kept and shared."""
+    if "@" in urllib.parse.urlsplit(address).netloc:
+        raise ConfigError(f"{key} holds a user name or password. Remove it from the address and set it in the environment.")
+    return address
 
 
 def job_id() -> str:

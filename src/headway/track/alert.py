@@ -25,7 +25,7 @@ from headway.track.base import Event, TrackerConfig
 from headway.track.sender import Send, Sender, poster
 
 Form = Literal["feishu", "slack", "webhook", "command"]
-EVENTS_DOC = "Events to report; all of: start, finish, crash, hang, spike, nan, save_failure, slow_rank, callback."
+EVENTS_DOC = "Events to report; all of: start, finish, crash, hang, spike, nan, save_failure, slow_rank, callback, tracker_failure."
 log = logging.getLogger("headway")
 
 

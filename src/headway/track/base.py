@@ -3,15 +3,15 @@
 A kind is a file here (or your own module) with a class `Config(TrackerConfig)` whose `build(run_dir, run_name)` makes the tracker.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from headway.config.kinds import KindConfig
 from headway.errors import ConfigError
 
 Value = float | int | str | None
-Event = Literal["start", "finish", "crash", "hang", "spike", "nan", "save_failure", "slow_rank", "callback"]
+Event = Literal["start", "finish", "crash", "hang", "spike", "nan", "save_failure", "slow_rank", "callback", "tracker_failure"]
 """What a run reports besides its metrics."""
 
 
@@ -35,8 +35,20 @@ class Tracker(Protocol):
         ...
 
 
+@runtime_checkable
+class MayFail(Protocol):
+    """A tracker that may be dropped while the run continues."""
+
+    def on_failure(self, report: Callable[[str], None]) -> None:
+        """Call `report` with one line if the tracker is dropped, from any thread."""
+        ...
+
+
 class TrackerConfig(KindConfig):
     """Base of every tracker's settings."""
+
+    def check(self) -> None:
+        """Refuse settings that cannot work here (a package or a secret is missing), before any other work."""
 
     def build(self, run_dir: Path, run_name: str) -> Tracker | None:
         """Make the tracker of a run; None if it cannot work here, which it has logged."""

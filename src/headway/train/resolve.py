@@ -78,6 +78,8 @@ class Resolved:
 
 def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
     """Read what a recipe names; anything missing or contradictory is a ConfigError. `given` weights override init.from."""
+    for tracker in recipe.track:
+        tracker.check()
     weights = _find_weights(recipe) if given is None else given
     weights = None if weights is None else weights.of_family(recipe.model.family)
     path = _find_tokenizer(recipe) or (weights.tokenizer_folder if weights else None)

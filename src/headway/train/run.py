@@ -35,7 +35,7 @@ from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.process import Process
 from headway.runtime.stop import StopSignal
 from headway.runtime.storage import write_atomic
-from headway.track.base import Event, Tracker
+from headway.track.base import Event, MayFail, Tracker
 from headway.track.callbacks import CallbackThreads
 from headway.track.console import Console
 from headway.track.events import append_event
@@ -192,6 +192,9 @@ class Run:
             name = self.recipe.run.name if self.stage is None else self.stage.run_name
             further = (one.build(self.start.folder, name) for one in self.recipe.track)
             self.trackers = [Console(self.total_steps), *(one for one in further if one is not None)]
+            for tracker in self.trackers:
+                if isinstance(tracker, MayFail):
+                    tracker.on_failure(partial(self.emit, "tracker_failure"))
         world.barrier()  # every rank has read the folder before one of them changes it
         if self.process.is_first:
             prepare_folder(self.start, self.recipe, self.session.locks.moved)

@@ -9,6 +9,7 @@ import pytest
 from headway.config.kinds import kind_config, kind_names
 from headway.track.base import flatten
 from headway.track.console import Console, step_line
+from headway.track.service import ServiceConfig
 
 RECORD: dict[str, Any] = {
     "step": 120, "loss": 3.41234, "lr": 3e-4, "grad_norm": 0.912, "inf_nan_skip_batches": 0, "valid": {"loss": 3.2, "code/loss": None},
@@ -24,7 +25,9 @@ def test_records_flatten_by_name() -> None:
     assert flat["tokens_per_second"] == 12345.6 and flat["valid/loss"] == 3.2 and flat["valid/code/loss"] is None and "step" not in flat
 
 
-@pytest.mark.parametrize("kind", kind_names("headway.track"))
+@pytest.mark.parametrize(
+    "kind", [kind for kind in kind_names("headway.track") if not issubclass(kind_config("headway.track", kind), ServiceConfig)]
+)
 def test_every_kind_takes_records_notes_and_the_end(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("ALERT_WEBHOOK", "MONITOR_ADDRESS"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9/nobody-listens")

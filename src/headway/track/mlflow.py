@@ -1,0 +1,88 @@
+"""MLflow: metrics, the recipe as parameters, and events as tags, on a tracking server. Passwords come from the environment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from headway.config.section import setting
+from headway.errors import ConfigError
+from headway.runtime.web import has_secret, without_password
+from headway.track.service import ServiceClient, ServiceConfig, TrackedRun
+
+URI = "MLFLOW_TRACKING_URI"
+LONGEST = 500
+"""Characters of a parameter that every server accepts."""
+PARAMS_AT_ONCE = 100
+
+
+class Config(ServiceConfig):
+    """Curves on an MLflow server."""
+
+    PACKAGE: ClassVar[str] = "mlflow"
+    kind: str = setting("mlflow", "mlflow.", on_resume="free")
+    uri: str | None = setting(
+        None, "Address of the tracking server; null = the environment variable MLFLOW_TRACKING_URI.", on_resume="free"
+    )
+    experiment: str = setting("headway", "Experiment of the run; made if it does not exist.", on_resume="free", min_length=1)
+
+    def check(self) -> None:
+        """Refuse a missing package, a missing address, and a password in the recipe."""
+        super().check()
+        if self.uri is None and not has_secret(URI):
+            raise ConfigError(f"track kind mlflow has no uri, and {URI} is not set. Set one of them to the server's address.")
+        if self.uri is not None:
+            without_password(self.uri, "track uri of kind mlflow")
+
+    def target(self) -> str:
+        """Server and experiment."""
+        return f"mlflow:{self.uri or URI}/{self.experiment}"
+
+    def open(self, run: TrackedRun) -> ServiceClient:
+        """Begin the run, or continue it under its id."""
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        client = MlflowClient(self.uri)
+        if run.id is not None:
+            client.update_run(run.id, status="RUNNING")
+            return ServerRun(client, run.id)
+        found = client.get_experiment_by_name(self.experiment)
+        experiment = client.create_experiment(self.experiment) if found is None else found.experiment_id
+        made = client.create_run(experiment, run_name=run.name, tags={"headway.folder": str(run.folder)})
+        params = [Param(key, str(value)[:LONGEST]) for key, value in leaves(run.params)]
+        for start in range(0, len(params), PARAMS_AT_ONCE):
+            client.log_batch(made.info.run_id, params=params[start : start + PARAMS_AT_ONCE])
+        return ServerRun(client, made.info.run_id)
+
+
+class ServerRun:
+    """One run on a server."""
+
+    def __init__(self, client: Any, identity: str) -> None:
+        self.client, self.id = client, identity
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to every curve, in one request."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self.client.log_batch(self.id, metrics=[Metric(name, float(value), now, step) for name, value in values.items()])
+
+    def event(self, name: str, text: str, step: int) -> None:
+        """The last event of each kind is a tag."""
+        self.client.set_tag(self.id, f"headway.event.{name}", f"step {step}: {text}"[:LONGEST])
+
+    def finish(self, *, ok: bool) -> None:
+        """Say how it ended."""
+        self.client.set_terminated(self.id, "FINISHED" if ok else "FAILED")
+
+
+def leaves(params: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings as `optim.lr` and the like; lists stay whole."""
+    if not isinstance(params, Mapping):
+        yield at, params
+        return
+    for key, value in params.items():
+        yield from leaves(value, f"{at}.{key}" if at else str(key))

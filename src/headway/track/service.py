@@ -1,0 +1,262 @@
+"""A tracker whose package runs in a process of its own. Records and events go in; lines of JSON go to that process.
+
+    training loop --queue--> thread --stdin--> tracker_process.py: wandb, mlflow, ...
+                                    <-stdout-- {"done": true} or {"failed": "..."}
+
+Whatever the package does, it cannot slow, hang or end the run: a failure, a process that dies, or no answer in `timeout_seconds` drops the
+tracker with one event, and its process is killed. metrics.jsonl has the same numbers. The id under which the service knows the run stays in
+trackers.json of the run folder, so that a resumed run continues it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, ClassVar, Protocol, cast
+
+from headway.config.section import setting
+from headway.config.yaml_reader import parse_yaml
+from headway.errors import ConfigError, first_line
+from headway.runtime.json_file import load_json
+from headway.runtime.optional import need
+from headway.runtime.process import start_module
+from headway.runtime.storage import write_atomic
+from headway.track.base import Event, TrackerConfig, flatten
+
+IDS = "trackers.json"
+QUEUE_RECORDS = 1000
+CHILD = "headway.track.tracker_process"
+log = logging.getLogger("headway")
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a service gets to know about a run."""
+
+    folder: Path
+    name: str
+    id: str | None
+    """The service's id of the run, if it was tracked before."""
+    params: Mapping[str, Any]
+    """The recipe, nested."""
+
+
+class ServiceClient(Protocol):
+    """One run in a service, in the process of its package. Errors of any kind may be raised."""
+
+    id: str
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the numbers of one step."""
+        ...
+
+    def event(self, name: str, text: str, step: int) -> None:
+        """Send an event or a note."""
+        ...
+
+    def finish(self, *, ok: bool) -> None:
+        """Send what waits and end the run; not ok: it crashed or was killed."""
+        ...
+
+
+class ServiceConfig(TrackerConfig):
+    """Base of the trackers that need a package."""
+
+    PACKAGE: ClassVar[str] = ""
+    timeout_seconds: float = setting(
+        60.0, "Seconds without an answer after which the tracker is dropped and training continues.", gt=0, on_resume="free"
+    )
+
+    def check(self) -> None:
+        """Refuse a missing package."""
+        need(self.PACKAGE, f"track kind {self.kind}")
+
+    def build(self, run_dir: Path, run_name: str) -> Service:
+        """Make the tracker; its process starts with the first record."""
+        self.check()
+        return Service(self, run_dir, run_name)
+
+    def target(self) -> str:
+        """Where the run is kept in the service; a run has one id for each target."""
+        return self.kind
+
+    def variables(self, run_dir: Path) -> dict[str, str]:
+        """Environment variables of the package's process, besides those of this one."""
+        return {}
+
+    def open(self, run: TrackedRun) -> ServiceClient:
+        """Begin or continue a run; called in the package's process."""
+        raise ConfigError(f"{type(self).__module__} defines no Config.open(run); a tracker of a service needs one.")
+
+
+class _DroppedError(Exception):
+    """Why a tracker is dropped."""
+
+
+class Service:
+    """Sends records from a queue in a thread. Implements Tracker and MayFail."""
+
+    ids_lock: ClassVar[threading.Lock] = threading.Lock()
+    """Several trackers of a run share trackers.json."""
+
+    def __init__(self, config: ServiceConfig, run_dir: Path, run_name: str) -> None:
+        self.config, self.run_dir, self.run_name = config, run_dir, run_name
+        self._queue: queue.Queue[dict[str, Any]] = queue.Queue(QUEUE_RECORDS)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._asked_at: float | None = None
+        """When the message that waits for its answer was sent."""
+        self._dropped = self._closed = False
+        self._lost = 0
+        self._report: Callable[[str], None] = lambda text: None
+
+    def on_failure(self, report: Callable[[str], None]) -> None:
+        """Call this with one line if the tracker is dropped."""
+        self._report = report
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Queue a record; values that are not finite numbers are left out."""
+        values = {name: value for name, value in flatten(metrics).items() if isinstance(value, (int, float)) and math.isfinite(value)}
+        self._put({"do": "log", "step": step, "values": values})
+
+    def note(self, text: str) -> None:
+        """Queue a note."""
+        self._put({"do": "event", "name": "note", "text": text, "step": 0})
+
+    def event(self, name: Event, text: str, step: int) -> None:
+        """Queue an event."""
+        self._put({"do": "event", "name": name, "text": text, "step": step})
+
+    def close(self) -> None:
+        """Wait for what is queued, at most `timeout_seconds`; then the process is gone."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None and not self._dropped:
+            self._put({"do": "finish"})
+            self._thread.join(self.config.timeout_seconds)
+            if self._thread.is_alive():
+                self._drop(f"it did not finish in {self.config.timeout_seconds:g} s; {self._queue.qsize()} messages were not sent")
+        if self._lost:
+            log.warning("%s was slower than training: %d records were not sent; metrics.jsonl has them", self.config.kind, self._lost)
+        self._kill()
+
+    def _put(self, message: dict[str, Any]) -> None:
+        if self._dropped:
+            return
+        asked = self._asked_at
+        if asked is not None and time.monotonic() - asked > self.config.timeout_seconds:
+            self._drop(f"it does not answer for {self.config.timeout_seconds:g} s")
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"headway-{self.config.kind}", daemon=True)
+            self._thread.start()
+        try:
+            self._queue.put_nowait(message)
+        except queue.Full:
+            self._lost += 1
+
+    def _drop(self, reason: str) -> None:
+        with self._lock:
+            if self._dropped:
+                return
+            self._dropped = True
+        self._kill()
+        text = f"tracker {self.config.kind} is dropped: {reason}; training continues, and metrics.jsonl has the same numbers"
+        log.warning("%s", text)
+        self._report(text)
+
+    def _kill(self) -> None:
+        if self._child is not None and self._child.poll() is None:
+            self._child.kill()
+            self._child.wait()
+
+    # ---- in the thread
+
+    def _work(self) -> None:
+        try:
+            self._send_all()
+        except (_DroppedError, OSError, ValueError, subprocess.TimeoutExpired) as problem:
+            if not self._dropped:
+                self._drop(first_line(problem))
+
+    def _send_all(self) -> None:
+        logs = self.run_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        place = logs / f"tracker-{self.config.kind}.log"
+        with place.open("ab") as errors:
+            child = self._child = start_module(CHILD, self.config.variables(self.run_dir), errors)
+            try:
+                self._serve(child, place)
+            finally:
+                for pipe in (child.stdin, child.stdout):
+                    with suppress(OSError):  # it may be gone already
+                        if pipe is not None:
+                            pipe.close()
+
+    def _serve(self, child: subprocess.Popen[bytes], place: Path) -> None:
+        opened = self._ask(child, self._opening(), place)
+        self._keep_id(str(opened.get("id", "")))
+        while not self._dropped:
+            message = self._queue.get()
+            self._ask(child, message, place)
+            if message["do"] == "finish":
+                child.wait(self.config.timeout_seconds)
+                return
+
+    def _ask(self, child: subprocess.Popen[bytes], message: dict[str, Any], place: Path) -> dict[str, Any]:
+        assert child.stdin is not None and child.stdout is not None
+        self._asked_at = time.monotonic()
+        try:
+            child.stdin.write(json.dumps(message, ensure_ascii=True).encode() + b"\n")
+            child.stdin.flush()
+            answer = _answer(child.stdout)
+        except BrokenPipeError:
+            answer = None
+        self._asked_at = None
+        if answer is None:
+            raise _DroppedError(f"its process ended with exit code {child.wait()}; see {place}")
+        if "failed" in answer:
+            raise _DroppedError(f"{answer['failed']}; see {place}")
+        return answer
+
+    def _opening(self) -> dict[str, Any]:
+        recipe = self.run_dir / "recipe.yaml"
+        try:
+            params: Any = parse_yaml(recipe.read_text(encoding="utf-8"), recipe.name)
+        except (OSError, ConfigError):
+            params = {}
+        run = {"folder": str(self.run_dir), "name": self.run_name, "id": self._ids().get(self.config.target()), "params": params}
+        return {"do": "open", "kind": self.config.kind, "settings": self.config.model_dump(mode="json"), "run": run}
+
+    def _ids(self) -> dict[str, str]:
+        try:
+            found: Any = load_json(self.run_dir / IDS)
+        except (OSError, ValueError, ConfigError):
+            return {}
+        return {str(key): str(value) for key, value in cast(Any, found).items()} if isinstance(found, dict) else {}
+
+    def _keep_id(self, given: str) -> None:
+        with self.ids_lock:
+            ids = self._ids()
+            if given and ids.get(self.config.target()) != given:
+                write_atomic(self.run_dir / IDS, json.dumps(ids | {self.config.target(): given}, indent=1) + "\n")
+
+
+def _answer(stdout: IO[bytes]) -> dict[str, Any] | None:
+    line = stdout.readline(1 << 16)
+    try:
+        found: Any = json.loads(line) if line else None
+    except ValueError:
+        found = None
+    return cast(dict[str, Any], found) if isinstance(found, dict) else None

@@ -1,0 +1,35 @@
+"""Settings of trackers that need a package: where the run is kept, and what its process is told."""
+
+from typing import Any
+
+from headway.track.service import ServiceConfig
+from headway.train.config import Recipe
+from support.observe import BASE, Row, load
+
+
+def told(overrides: tuple[str, ...]) -> Any:
+    """What decides the run in the service: its target, the variables of the package's process, and the settings `open` gets."""
+    (one,) = load(Recipe, None, [*BASE, *overrides]).track
+    if not isinstance(one, ServiceConfig):
+        return one.kind
+    return one.kind, one.target(), one.variables(load(Recipe, None, [*BASE, *overrides]).run.folder), one.model_dump(exclude={"kind"})
+
+
+def rows(kind: str, **values: tuple[str, str]) -> dict[str, Row]:
+    """Two values of each setting."""
+    one = {
+        f"track[{kind}].{name}": ((), [f"{{kind: {kind}, {name}: {a}}}"], [f"{{kind: {kind}, {name}: {b}}}"], told)
+        for name, (a, b) in values.items()
+    }
+    return {f"track[{kind}].kind": ((), ["{kind: tensorboard}"], [f"{{kind: {kind}}}"], told), **one}
+
+
+SECONDS = {"timeout_seconds": ("60", "5")}
+ROWS: dict[str, Row] = {
+    **rows(
+        "wandb", project=("a", "b"), entity=("null", "lab"), mode=("offline", "online"), group=("null", "g"), tags=("[]", "[x]"), **SECONDS
+    ),
+    **rows("mlflow", uri=("null", "http://host:5000"), experiment=("a", "b"), **SECONDS),
+    **rows("swanlab", project=("a", "b"), workspace=("null", "lab"), mode=("offline", "online"), **SECONDS),
+    **rows("trackio", project=("a", "b"), folder=("null", "there"), space=("null", "me/curves"), **SECONDS),
+}
