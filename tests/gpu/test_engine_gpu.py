@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.batches import make_batch, make_step
+from support.vocab_ranks import EmulatedVocab
 
 from headway.kernels.cross_entropy import Shaping, linear_nll, softmax_gradient, softmax_gradient_reference
 from headway.model.config import ModelConfig
@@ -33,6 +34,29 @@ def test_the_fused_softmax_gradient_equals_the_reference(vocab: int, shaping: Sh
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("shaping", [Shaping(), Shaping(0.1, 1e-4)])
+def test_ranks_with_rows_of_the_head_have_the_loss_of_the_whole_head(ranks: int, shaping: Shaping) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(500, 256, device="cuda", generator=generator, requires_grad=True)
+    weight = torch.randn(32003, 256, device="cuda", generator=generator, requires_grad=True)
+    targets = torch.randint(0, 32003, (500,), device="cuda", generator=generator)
+    coefficients = torch.rand(500, device="cuda", generator=generator)
+    right = linear_nll(hidden, weight, targets, coefficients, shaping, 128)
+    right.total.backward()
+    emulated = EmulatedVocab(hidden, weight, targets, 128, ranks)
+    d_hidden = torch.zeros_like(hidden)
+    for rank, part in enumerate(emulated.weights):
+        own = hidden.detach().requires_grad_()
+        got = linear_nll(own, part, targets, coefficients, shaping, 128, shard=emulated.shard(rank))
+        torch.testing.assert_close(tuple(got), tuple(right), rtol=1e-4, atol=1e-4)
+        got.total.backward()
+        d_hidden += own.grad
+    grads = torch.cat([part.grad for part in emulated.weights])
+    assert (d_hidden - hidden.grad).norm() < 1e-4 * hidden.grad.norm()
+    assert (grads - weight.grad).norm() < 1e-4 * weight.grad.norm()
 
 
 def test_chunks_do_not_change_the_loss() -> None:

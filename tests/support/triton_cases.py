@@ -14,6 +14,7 @@ import torch
 from headway.kernels.adamw import AdamWHyper, AdamWTensors, _fused, adamw_step_reference
 from headway.kernels.cross_entropy import Shaping, softmax_gradient_cuda, softmax_gradient_reference
 from headway.kernels.streaming_pieces import merge_cuda, merge_reference
+from headway.kernels.vocab_loss import partial_scores_cuda, partial_scores_reference, write_gradient_cuda, write_gradient_reference
 from support.decode_case import REGIONS, gaps
 
 
@@ -69,6 +70,25 @@ def softmax_gradient() -> None:
             torch.testing.assert_close(one.float(), other.float(), rtol=1e-2 if narrow else 1e-5, atol=1e-6)
 
 
+def vocab_loss() -> None:
+    """Some rows of a head: targets on this rank and on others, with smoothing and z-loss, one and several blocks."""
+    for vocab, smoothing, z, dtype in (
+        (37, 0.0, 0.0, torch.float32),
+        (9001, 0.1, 1e-3, torch.float32),
+        (100, 0.0, 1e-3, torch.bfloat16),
+    ):
+        generator = torch.Generator().manual_seed(vocab)
+        logits = (3 * torch.randn(6, vocab, generator=generator)).to(dtype)
+        local = torch.tensor([0, vocab - 1, -1, vocab, -500, vocab // 2])
+        ours = partial_scores_cuda(logits, local)
+        torch.testing.assert_close(ours, partial_scores_reference(logits, local), rtol=1e-5, atol=1e-4)
+        lse, coefficients = ours[0] + 2.0, torch.rand(6, generator=generator)
+        one, other = logits.clone(), logits.clone()
+        write_gradient_cuda(one, local, coefficients, lse, Shaping(smoothing, z), 4 * vocab)
+        write_gradient_reference(other, local, coefficients, lse, Shaping(smoothing, z), 4 * vocab)
+        torch.testing.assert_close(one.float(), other.float(), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-6)
+
+
 def merge() -> None:
     """A piece at a slice and at listed places, widths that are no powers of two."""
     for width, at in ((16, slice(3, 43)), (24, torch.tensor([0, 5, 49, 7]))):
@@ -82,7 +102,7 @@ def merge() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-CASES: dict[str, Callable[[], None]] = {case.__name__: case for case in (adamw, decode_attention, softmax_gradient, merge)}
+CASES: dict[str, Callable[[], None]] = {case.__name__: case for case in (adamw, decode_attention, softmax_gradient, vocab_loss, merge)}
 
 
 def main() -> None:

@@ -79,8 +79,11 @@ def sharded_softmax_gradient(
 
 def partial_scores(logits: Tensor, local: Tensor) -> Tensor:
     """[4, n] of this rank's logits; `local` are the targets counted from its first row, and may lie outside."""
-    if logits.is_cuda:
-        return _partial_scores_cuda(logits, local)
+    return partial_scores_cuda(logits, local) if logits.is_cuda else partial_scores_reference(logits, local)
+
+
+def partial_scores_reference(logits: Tensor, local: Tensor) -> Tensor:
+    """Plain torch; what the kernel is compared to, and what runs on CPU."""
     x = logits.float()
     inside = (local >= 0) & (local < x.shape[1])
     highest = x.amax(-1)
@@ -91,9 +94,11 @@ def partial_scores(logits: Tensor, local: Tensor) -> Tensor:
 
 def write_gradient(logits: Tensor, local: Tensor, coefficients: Tensor, lse: Tensor, shaping: Shaping, vocab: int) -> None:
     """Overwrite this rank's logits with the gradient of sum c_i (smooth_i + z lse_i^2)."""
-    if logits.is_cuda:
-        _write_gradient_cuda(logits, local, coefficients, lse, shaping, vocab)
-        return
+    (write_gradient_cuda if logits.is_cuda else write_gradient_reference)(logits, local, coefficients, lse, shaping, vocab)
+
+
+def write_gradient_reference(logits: Tensor, local: Tensor, coefficients: Tensor, lse: Tensor, shaping: Shaping, vocab: int) -> None:
+    """Plain torch; what the kernel is compared to, and what runs on CPU."""
     smoothing, z = shaping
     gradient = logits.float()  # fp32 logits are overwritten in place
     gradient.sub_(lse[:, None]).exp_()
@@ -172,7 +177,8 @@ def _block(vocab: int) -> tuple[int, int]:
     return block, 16 if block >= 4096 else 4
 
 
-def _partial_scores_cuda(logits: Tensor, local: Tensor) -> Tensor:
+def partial_scores_cuda(logits: Tensor, local: Tensor) -> Tensor:
+    """As the reference, in one kernel."""
     rows, vocab = logits.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     block, warps = _block(vocab)
@@ -180,7 +186,8 @@ def _partial_scores_cuda(logits: Tensor, local: Tensor) -> Tensor:
     return out
 
 
-def _write_gradient_cuda(logits: Tensor, local: Tensor, coefficients: Tensor, lse: Tensor, shaping: Shaping, vocab: int) -> None:
+def write_gradient_cuda(logits: Tensor, local: Tensor, coefficients: Tensor, lse: Tensor, shaping: Shaping, vocab: int) -> None:
+    """As the reference, in one kernel."""
     rows, here = logits.shape
     block, warps = _block(here)
     _kernels()[1][(rows,)](
