@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
-from support.layout_trials import compare, more_tensor_trials, tensor_trials
+from safetensors.torch import load_file
+from support.engines import make_engine
+from support.layout_trials import GATED, SPARSITY, compare, more_tensor_trials, tensor_trials, train_some, trial
+from support.ranks import run_ranks, start_processes
+from support.runs import make_stores, write_recipe
+
+from headway.checkpoint.load import open_checkpoint
+from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.config.load import load
+from headway.errors import CommunicationError
+from headway.parallel.collectives import RankGroup
+from headway.track.metrics_file import read_metrics
+from headway.train import train
+from headway.train.config import Recipe
 
 
 def test_ranks_that_share_layers_train_like_one_process() -> None:
@@ -15,3 +34,88 @@ def test_ranks_that_share_layers_train_like_one_process() -> None:
 @pytest.mark.drill
 def test_ranks_that_share_layers_train_like_one_process_in_more_cases() -> None:
     sys.stdout.write("\n" + "\n".join(compare(more_tensor_trials())) + "\n")
+
+
+MOVES: list[tuple[int, dict[str, Any]]] = [
+    (4, {"zero1": {"size": 2}}),
+    (4, {"tensor": 2}),
+    (4, {"tensor": 2, "strategy": "fsdp"}),
+    (4, {"tensor": 4, "sequence": False}),
+    (1, {}),
+]
+"""(ranks, layout), each for two steps."""
+
+
+def continued(folder: Path, moves: list[tuple[int, dict[str, Any]]], first: int, group: RankGroup) -> list[float]:
+    """Two steps on each layout, each from the checkpoint the one before has left."""
+    losses = []
+    for index, (_, parallel) in enumerate(moves, first):
+        one = trial("moves", group.size, parallel, config=GATED.with_(num_kv_heads=2), objective=SPARSITY, micro=4)
+        engine = make_engine(group, one.setup)
+        if index:
+            with open_checkpoint(folder / f"step-{2 * index:08}") as reader:
+                engine.load(reader.read, reader.scalars["engine"])
+        losses += train_some(one, engine, range(2 * index, 2 * index + 2))[0]
+        records = (TensorRecord(*tensor) for tensor in engine.tensors())
+        writers = Writers(group.rank, group.size, group.gather)
+        save_checkpoint(folder, 2 * index + 2, records, {"engine": engine.scalars()}, None, writers)
+    return losses
+
+
+def test_a_run_moves_from_layout_to_layout_with_the_same_losses(tmp_path: Path) -> None:
+    one = trial("alone", 1, {}, config=GATED.with_(num_kv_heads=2), objective=SPARSITY, micro=4)
+    engine = make_engine(RankGroup(), one.setup)
+    right = train_some(one, engine, range(2 * len(MOVES)))[0]
+    for losses in run_ranks(functools.partial(continued, tmp_path, MOVES[:-1], 0), 4):
+        assert losses == pytest.approx(right[: len(losses)], rel=1e-5)
+    assert continued(tmp_path, MOVES[-1:], len(MOVES) - 1, RankGroup()) == pytest.approx(right[-2:], rel=1e-5)
+    with open_checkpoint(tmp_path / "step-00000010") as moved:
+        for name, value in engine.weights():
+            got = moved.weight(name)
+            assert (got - value).norm() <= 1e-5 * max(1.0, float(value.norm())), name
+
+
+def test_headway_train_leaves_what_one_process_leaves(tmp_path: Path) -> None:
+    """From the recipe on: packed documents, dropout, validation, the meter's counts, the exported model; then it resumes alone."""
+    stores = make_stores(tmp_path)
+    layouts = {"one": (1, []), "four": (4, ["parallel.tensor=2"])}
+    recipes = {}
+    for name, (world, overrides) in layouts.items():
+        recipes[name] = recipe = load(Recipe, write_recipe(tmp_path, stores, name=name, steps=4), ["eval.every=2", *overrides])
+        start_processes(lambda recipe=recipe: train(recipe), world) if world > 1 else train(recipe)
+    found = [read_metrics(recipe.run.folder / "metrics.jsonl") for recipe in recipes.values()]
+    for one, four in zip(*found, strict=True):
+        for key in ("loss", "nll", "accuracy", "grad_norm", "tokens", "num_samples_in_batch", "num_consumed_tokens"):
+            assert four[key] == pytest.approx(one[key], rel=1e-5), f"{key} of step {one['step']}"
+        for name, values in one.get("valid", {}).items():
+            assert four["valid"][name] == pytest.approx(values, rel=1e-5)
+    last = found[1][-1]
+    assert last["time"]["tgs"] * last["time"]["step_seconds"] == pytest.approx(last["micro_num"] * 2 * 64 / 2), "half of its rows' work"
+    one, four = (load_file(recipe.run.folder / "final" / "model.safetensors") for recipe in recipes.values())
+    assert one.keys() == four.keys()
+    for name, value in one.items():
+        assert (four[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+def test_a_rank_that_stops_inside_a_layer_is_named_with_the_axis_and_the_exchange(tmp_path: Path) -> None:
+    recipe = load(Recipe, write_recipe(tmp_path, make_stores(tmp_path), steps=8), ["parallel.tensor=2", "parallel.timeout_seconds=1.5"])
+
+    @contextmanager
+    def probe(run: Any) -> Iterator[None]:
+        def stall(*_: object) -> None:
+            if run.process.rank == 1 and run.state.step == 2:
+                time.sleep(2.5)
+
+        run.engine.model.model.layers["1"].mlp.register_forward_pre_hook(stall)
+        yield
+
+    def work() -> str:
+        try:
+            train(recipe, hook=probe)
+        except CommunicationError as error:
+            return str(error)
+        return "done"
+
+    said = start_processes(work, 2)
+    assert said[0].startswith("rank 0 waited ") and "_scatter of 2 tensor ranks (exchange " in said[0], said[0]
+    assert "rank 1" in said[0].partition("The others")[2], said[0]

@@ -90,17 +90,24 @@ def pair_step(index: int, micro: int, rank: int, world: int) -> StepBatch:
     return StepBatch(micros, totals, StepStats(batch.tokens.numel(), 1, 1, 1, 1, 0), first_microbatch=rank * each)
 
 
-def train_trial(one: LayoutTrial, group: RankGroup, steps: int = STEPS) -> Outcome:
-    """Train one trial on this rank."""
-    engine = make_engine(group, one.setup)
+def train_some(one: LayoutTrial, engine: Any, steps: range) -> tuple[list[float], list[float]]:
+    """Losses and norms of some steps."""
     data = engine.ranks.data
     losses, norms = [], []
-    for index in range(steps):
+    for index in steps:
         result = engine.forward_backward(step_of(one, index, data.rank, data.size), StepInfo(index, 20))
         update = engine.update(hypers(TRIAL_OPTIM, engine.groups, index, 20))
         assert not update.skipped
         losses.append(float(result.loss))
         norms.append(float(update.norm))
+    return losses, norms
+
+
+def train_trial(one: LayoutTrial, group: RankGroup, steps: int = STEPS) -> Outcome:
+    """Train one trial on this rank."""
+    engine = make_engine(group, one.setup)
+    data = engine.ranks.data
+    losses, norms = train_some(one, engine, range(steps))
     batches = step_of(one, steps, data.rank, data.size).microbatches
     sums = engine.evaluate(batches, StepInfo(steps, 20, training=False))
     valid = {name: float(total / weight) for name, (total, weight) in sums.items() if total.dim() == 0}

@@ -87,6 +87,8 @@ class RankGroup:
         self.rank, self.size, self.handle, self.heart = rank, size, handle, heart or Heartbeat(rank)
         self.axis = axis
         """The axis of the mesh; empty: all ranks."""
+        self.timeout: timedelta | None = None
+        """How long its ranks wait for each other; groups made of some of them wait as long. None: torch's default."""
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         """Replace a tensor by its sum over ranks."""
@@ -222,7 +224,9 @@ def start_group(process: Process, backend: Literal["gloo", "nccl"], timeout_seco
         raise LaunchError(
             f"rank {process.rank} of {process.world} could not connect to the other ranks within {timeout_seconds:.0f} s: {first}"
         ) from None
-    return RankGroup(process.rank, process.world, dist.group.WORLD, heart)
+    world = RankGroup(process.rank, process.world, dist.group.WORLD, heart)
+    world.timeout = timedelta(seconds=timeout_seconds)
+    return world
 
 
 @dataclass(frozen=True)
@@ -270,7 +274,7 @@ def _join(mesh: Mesh, axis: str, world: RankGroup) -> RankGroup:
 def _join_one(groups: list[list[int]], axis: str, world: RankGroup) -> RankGroup:
     joined = RankGroup(heart=world.heart, axis=axis)
     for ranks in groups if len(groups[0]) > 1 else ():
-        handle = dist.new_group(ranks)
+        handle = dist.new_group(ranks, timeout=world.timeout)
         if world.rank in ranks:
             joined = RankGroup(ranks.index(world.rank), len(ranks), handle, world.heart, axis)  # pyright: ignore[reportArgumentType]
     return joined

@@ -79,10 +79,10 @@ class Mesh:
             return []
         names = {"zero1": "data parallel" if self.shard == 1 else f"zero1 over {self.shard}", "fsdp": f"fsdp over {self.shard}"}
         copies = f", {self.replicate} times" if self.shard > 1 and self.replicate > 1 else ""
-        parts = f"; each row's tokens over {self.context} (context)" if self.context > 1 else ""
-        parts += f"; each layer over {self.tensor} (tensor)" if self.tensor > 1 else ""
-        parts += f"; the layers over {self.pipeline} (pipeline)" if self.pipeline > 1 else ""
-        return [f"{self.world} ranks: {names[strategy]}{copies}{parts}"]
+        first = [names[strategy] + copies] if self.reduce > 1 else []
+        shared = {"each row's tokens": "context", "each layer": "tensor", "the layers": "pipeline"}
+        parts = [f"{what} over {getattr(self, axis)} ({axis})" for what, axis in shared.items() if getattr(self, axis) > 1]
+        return [f"{self.world} ranks: {'; '.join(first + parts)}"]
 
 
 def plan_mesh(rank: int, world: int, size: int | str, key: str, *, context: int = 1, tensor: int = 1, pipeline: int = 1) -> Mesh:
