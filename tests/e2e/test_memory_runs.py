@@ -42,7 +42,7 @@ def allocator_fails_after_two_steps(run: Any) -> Iterator[None]:
 
 def test_running_out_of_memory_ends_in_one_line_with_bytes_by_kind_and_remedies(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemoryError) as caught:
-        train(recipe_of(tmp_path, "batch.micro_rows=6"), hook=allocator_fails_after_two_steps)
+        train(recipe_of(tmp_path, "batch.micro_rows=6", "model.vocab_size=4096"), hook=allocator_fails_after_two_steps)
     message = str(caught.value)
     assert caught.value.exit_code == 1 and "\n" not in message
     assert message.startswith("out of memory on cpu: ")

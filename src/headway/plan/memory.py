@@ -3,16 +3,25 @@
     all the time      weights (what the model computes with), masters (fp32, where they are not the weights themselves), optimizer state
     during a step     gradients, activations (what autograd saves between forward and backward), logits (one chunk, the head's gradients)
 
-The peak is where the head runs: all activations are there, and the logits. Gradients count there only if they are kept across microbatches;
-on CUDA a step of one microbatch adds them while activations are freed. Widths: D stream, A query heads, K key heads, F feed-forward.
+The peak is the largest of three moments. Kinds are those of that moment:
 
-What a block stores per token, in elements of the compute dtype (seen in what torch saves; tests hold these to it):
+    head     all activations, one chunk of logits, the head's gradient
+    block    backward of the last block: all activations, what this block computes again, its working memory
+    end      backward of the first block: all gradients, one block's activations and working memory
+
+Gradients kept across microbatches count at every moment; on CUDA a step of one microbatch allocates them during backward. Widths: D stream,
+A query heads, K key heads, F feed-forward. What a block stores per token, in elements of the compute dtype (seen in what torch saves; tests
+hold these to it):
 
     compiled             x, norm, q, k, v, o, stream, norm, gate, up, product     4 D + 2 A + 2 K + 3 F
     compiled, selective  x, q, k, v, o, projection, gate, up                      2 D + 2 A + 2 K + 2 F
+    compiled, fp8        norms in 8 bits, product computed again                  3 D + 1.5 A + 2 K + 2 F
     eager                x and norms three times (five in 16 bits), silu          6 D (10 D) + 2 A + 2 K + 4 F
     eager, selective     matrix products kept apart                               3 D + 3 A + 3 K + 2 F
     recomputed           x                                                        D
+
+Tensor ranks divide A, K, F and the vocabulary; with sequence parallelism also the stream. A matrix product reads whole tokens, so the
+norm's result is whole on every rank.
 """
 
 from __future__ import annotations
@@ -30,8 +39,10 @@ OUTSIDE = 3
 """Blocks whose activations are on the device at once when they are offloaded: one in use, two being copied."""
 PAGE_LOCKED_ROUND = 1.44
 """What rounding up to a power of two adds on the average, over many tensors of any size: 1 / ln 2."""
-ROUND = 1.02
+ROUND = 1.01
 """What allocators round up, on the average."""
+WORKSPACE = 96 << 20
+"""Work space of the matrix libraries on CUDA."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,18 @@ class MemoryJob:
     compiled: bool = False
     on_cuda: bool = False
     chunk_tokens: int = 2048
+    fp8: bool = False
+    adapter: bool = False
+    """Low-rank updates around the linears."""
+    tensor: int = 1
+    """Ranks that share every layer. `trained` and `frozen` are those of one rank."""
+    sequence: bool = True
+    """Tensor ranks also share the tokens of norms and stream."""
+    held_blocks: float | None = None
+    """Blocks times microbatches whose activations a pipeline rank holds at once; None = every block of the model, once."""
+    has_head: bool = True
+    """The last pipeline stage is here."""
+    bucket_bytes: int = 32 << 20
 
     @property
     def tokens(self) -> int:
@@ -91,29 +114,39 @@ def amount(size: float) -> str:
 
 
 def estimate(job: MemoryJob) -> Estimate:
-    """Bytes by kind."""
+    """Bytes by kind at the peak of a step."""
     on_host = "optimizer" in job.memory.offload
     shares = job.compute_bytes == 4 and job.shards == 1
     masters = 0 if shares else 4 * job.trained // job.shards
     per_state = STATE_BYTES[job.state_dtype] if job.other_state_bytes is None else job.other_state_bytes
     state = int(per_state * job.trained / job.shards)
-    activations, logits = _activations(job), _logits(job)
-    gradients = _gradients(job)
-    if job.on_cuda and not job.fsdp and job.accumulate == 1:
-        # they grow while activations are freed, and are complete at the end of backward
-        gradients = max(0, gradients - activations - logits)
     kinds = {
         "weights": _weights(job),
         "masters": 0 if on_host and not job.fsdp else masters,
-        "gradients": gradients,
         "optimizer state": 0 if on_host else state,
-        "activations": activations,
-        "logits and head": logits,
+        **max(moments(job).values(), key=lambda kinds: sum(kinds.values())),
+        "buffers": _buffers(job),
     }
     host = _on_host(job, 0 if job.fsdp else masters, state, per_state) if on_host else 0
     if "activations" in job.memory.offload:
-        host += int(_per_block(job) * job.model.num_layers)
+        host += int(_per_block(job) * (job.model.num_layers if job.held_blocks is None else job.held_blocks))
     return Estimate({kind: int(size * ROUND) for kind, size in kinds.items()}, host)
+
+
+def moments(job: MemoryJob) -> dict[str, dict[str, int]]:
+    """What a step adds at each moment that may be its peak, by kind."""
+    gradients, again = _gradients(job), job.memory.recomputed_blocks(job.model.num_layers)
+    kept = gradients if job.fsdp or job.accumulate > 1 or not job.on_cuda else 0
+    saved, working = _saved(job), _working(job, recomputed=bool(again))
+    one_block = min(saved, _per_block(job))
+    head = _head_gradient(job)
+    found = {
+        "block": {"gradients": max(kept, head), "activations": int(saved + working), "logits and head": 0},
+        "end": {"gradients": gradients, "activations": int(one_block + working), "logits and head": 0},
+    }
+    if job.has_head:
+        found["head"] = {"gradients": kept, "activations": int(saved + _ends(job)), "logits and head": _logits(job) + head}
+    return found
 
 
 def _on_host(job: MemoryJob, masters: int, state: int, per_state: float) -> int:
@@ -140,7 +173,7 @@ def _weights(job: MemoryJob) -> int:
     if not job.fsdp:
         return job.compute_bytes * count
     model = job.model
-    ends = model.vocab * model.hidden_size * (1 if model.tie_embeddings else 2)
+    ends = model.vocab * model.hidden_size * (1 if model.tie_embeddings else 2) // job.tensor
     block = (count - ends) // max(1, model.num_layers)
     return job.compute_bytes * (ends + 2 * block) + 4 * job.frozen // job.shards
 
@@ -154,21 +187,26 @@ def _gradients(job: MemoryJob) -> int:
 def _per_token(job: MemoryJob, *, selective: bool) -> float:
     """Elements of the compute dtype that one block keeps for one token."""
     model = job.model
-    width, ffn = model.hidden_size, model.ffn_size
-    query, key = model.num_heads * model.head_size, model.kv_heads * model.head_size
-    if job.compiled:
-        kept = 2 * (width + query + key + ffn) if selective else 4 * width + 2 * query + 2 * key + 3 * ffn
+    query = model.num_heads * model.head_size / job.tensor
+    key = model.kv_heads * model.head_size / min(job.tensor, model.kv_heads)
+    ffn = model.ffn_size / job.tensor
+    width = model.hidden_size
+    part = width / job.tensor if job.sequence else width
+    if job.compiled and job.fp8:
+        kept = 2 * part + width + 1.5 * query + 2 * key + 2 * ffn
+    elif job.compiled:
+        kept = 2 * (part + query + key + ffn) if selective else 2 * part + 2 * width + 2 * query + 2 * key + 3 * ffn
     elif selective:
-        kept = 3 * width + 3 * query + 3 * key + 2 * ffn
+        kept = 3 * part + 3 * query + 3 * key + 2 * ffn
     else:
         norms = 6 if job.compute_bytes == 4 else 10
-        kept = norms * width + 2 * query + 2 * key + 4 * ffn
+        kept = (norms - 2) * part + 2 * width + 2 * query + 2 * key + 4 * ffn
     if model.qk_norm:
         kept += query + key
     if job.context > 1:  # attention's result before its exchange and after it
         kept += query
     # the attention's sums and the norms' scales are fp32; dropout keeps a byte for each element
-    small = 4 * (model.num_heads + 4) + (2 * width if model.dropout else 0)
+    small = 4 * (model.num_heads / job.tensor + 4) + (2 * part if model.dropout else 0)
     return kept + small / job.compute_bytes
 
 
@@ -177,28 +215,55 @@ def _per_block(job: MemoryJob) -> float:
     model = job.model
     again = len(job.memory.recomputed_blocks(model.num_layers)) / model.num_layers
     kept = _per_token(job, selective=job.memory.recompute == "selective")
-    return job.tokens * job.compute_bytes * ((1 - again) * kept + again * model.hidden_size)
+    part = model.hidden_size / job.tensor if job.sequence else model.hidden_size
+    return job.tokens * job.compute_bytes * ((1 - again) * kept + again * part)
 
 
-def _activations(job: MemoryJob) -> int:
-    model, blocks = job.model, job.model.num_layers
-    saved = _per_block(job) * (min(blocks, OUTSIDE) if "activations" in job.memory.offload else blocks)
-    again = job.memory.recomputed_blocks(blocks)
-    # one recomputed block is whole while its backward runs
-    working = job.tokens * job.compute_bytes * _per_token(job, selective=False) if again else 0
-    # the last norm is never compiled: its input, twice in fp32, and its result; the angles of positions are fp32 too
-    ends = job.tokens * ((3 if job.compute_bytes == 4 else 5) * model.hidden_size * job.compute_bytes + 4 * model.head_size)
-    return int(saved + working + ends)
+def _saved(job: MemoryJob) -> float:
+    """Bytes that all blocks keep on the device between forward and backward."""
+    blocks = job.model.num_layers if job.held_blocks is None else job.held_blocks
+    return _per_block(job) * (min(blocks, OUTSIDE) if "activations" in job.memory.offload else blocks)
+
+
+def _working(job: MemoryJob, *, recomputed: bool) -> float:
+    """Bytes in use while the backward of one block runs: what is computed again, and gradients of activations."""
+    model = job.model
+    ffn, width = model.ffn_size / job.tensor, model.hidden_size
+    # the gradient of the product becomes that of the gate in place, next to that of up; eager operations keep each result
+    gradients = (ffn + width) if job.compiled else (3 * ffn + 2 * width)
+    if job.adapter:  # gate and up of the low-rank branch
+        gradients += 2 * ffn
+    again = _per_token(job, selective=False) if recomputed else 0.0
+    if job.memory.recompute == "selective":  # norms and product of this block
+        again = 2 * width + ffn
+    return job.tokens * job.compute_bytes * (gradients + again)
+
+
+def _ends(job: MemoryJob) -> float:
+    """The last norm is never compiled: its input, twice in fp32, and its result; the angles of positions are fp32 too."""
+    model = job.model
+    return job.tokens * ((3 if job.compute_bytes == 4 else 5) * model.hidden_size * job.compute_bytes + 4 * model.head_size)
 
 
 def _logits(job: MemoryJob) -> int:
-    """One chunk of logits, the gradient of hidden, and that of the head's matrix in fp32."""
+    """One chunk of logits, and the gradient of hidden."""
     model = job.model
-    chunk = min(job.chunk_tokens, job.tokens) * model.vocab
+    chunk = min(job.chunk_tokens, job.tokens) * model.vocab // job.tensor
     # the fused kernel overwrites the logits; plain torch works in fp32 copies
     logits = chunk * job.compute_bytes if job.on_cuda else chunk * (4 if job.compute_bytes == 4 else 4 + 2 * job.compute_bytes)
-    head = 4 * model.vocab * model.hidden_size if job.trained > model.vocab * model.hidden_size else 0
-    return logits + head + job.tokens * (model.hidden_size * job.compute_bytes + 16)
+    return logits + job.tokens * (model.hidden_size * job.compute_bytes + 16)
+
+
+def _head_gradient(job: MemoryJob) -> int:
+    """The gradient of the head's matrix in fp32, where it trains."""
+    size = job.model.vocab * job.model.hidden_size // job.tensor
+    return 4 * size if job.has_head and job.trained > size else 0
+
+
+def _buffers(job: MemoryJob) -> int:
+    """Work space of libraries; buckets of gradients and parameters on their way."""
+    on_the_way = 2 * job.bucket_bytes if job.shards > 1 and not job.fsdp else 0
+    return WORKSPACE + on_the_way if job.on_cuda else 0
 
 
 Change = tuple[str, Callable[[MemoryJob], MemoryJob | None]]

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +16,12 @@ from headway.parallel.assemble import group_parameters, meta_model
 from headway.parallel.engine import EngineSpec
 from headway.parallel.memory_probe import Probe, is_out_of_memory, make_probe, run_probe
 from headway.parallel.update_rules import state_bytes
+from headway.plan.hardware import USABLE
+from headway.plan.job import PlanJob
 from headway.plan.memory import GIB, MemoryJob, amount, estimate, suggestions
 from headway.runtime.machine import ram_bytes
 from headway.runtime.process import ChildFailureError
+from headway.train.planning import layout_of
 
 if TYPE_CHECKING:
     from headway.data.batch import StepBatch
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headway")
 
-USABLE = 0.94
-"""Share of the device's memory that a run is planned into; the rest goes to fragmentation and the driver."""
 SPARE_RAM = 0.8
 """Share of the free RAM that a run on the CPU is planned into."""
 
@@ -42,36 +42,34 @@ class OutOfMemoryError(TrainingError):
 
 
 def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: ResolvedBatch, num_ranks: int) -> MemoryJob:
-    """What decides the memory of one rank of a run."""
+    """What decides the memory of the rank that needs the most; the same numbers as `headway plan`'s."""
     spec = EngineSpec(model, recipe.objective, recipe.optim, freeze=recipe.freeze, train=recipe.train, adapter=recipe.adapter)
     shape = meta_model(spec)
     groups = group_parameters(shape, recipe.objective.build(), spec)
     shapes = {name: tuple(parameter.shape) for name, parameter in shape.named_parameters()}
-    sizes = {name: prod(one) for name, one in shapes.items()}
-    trained = sum(sizes.get(name, 0) for group in groups for name in group.names)
-    on_cuda = compute.device.type == "cuda"
-    mesh = recipe.parallel.mesh(0, num_ranks)
-    parts = mesh.tensor * mesh.pipeline
-    size = compute.dtype.itemsize
-    return MemoryJob(
+    on_cuda, size = compute.device.type == "cuda", compute.dtype.itemsize
+    job = PlanJob(
         model=model,
-        trained=trained // parts,
-        frozen=(sum(sizes.values()) - trained) // parts,
-        rows=batch.micro_rows,
         seq_len=recipe.data.seq_len,
+        rows=batch.micro_rows,
         accumulate=batch.accumulate,
-        compute_bytes=size,
-        grad_bytes=4 if recipe.parallel.accumulate_dtype == "fp32" else size,
+        layout=layout_of(recipe.parallel, num_ranks),
+        precision=compute.precision,
+        memory=recipe.memory,
+        shapes=shapes,
+        training=frozenset(name for group in groups for name in group.names if name in shapes),
         state_dtype=recipe.optim.state_dtype if isinstance(recipe.optim, AdamWConfig) else "fp32",
         other_state_bytes=None if isinstance(recipe.optim, AdamWConfig) else state_bytes(recipe.optim, groups, shapes),
-        shards=mesh.shard,
-        context=mesh.context,
-        fsdp=recipe.parallel.strategy == "fsdp" and mesh.shard > 1,
-        memory=recipe.memory,
-        compiled=on_cuda if recipe.kernels.compile == "auto" else recipe.kernels.compile,
-        on_cuda=on_cuda,
-        chunk_tokens=recipe.memory.chunk_tokens(on_cuda=on_cuda),
+        grad_bytes=4 if recipe.parallel.accumulate_dtype == "fp32" else size,
+        bucket_bytes=recipe.parallel.bucket_bytes,
     )
+    compiled = on_cuda if recipe.kernels.compile == "auto" else recipe.kernels.compile
+    chunk_tokens = recipe.memory.chunk_tokens(on_cuda=on_cuda)
+    ranks = [
+        replace(job.memory_job(rank), compute_bytes=size, compiled=compiled, on_cuda=on_cuda, chunk_tokens=chunk_tokens)
+        for rank in range(job.layout.pipeline)
+    ]
+    return max(ranks, key=lambda rank: estimate(rank).total)
 
 
 def memory_limit(recipe: Recipe, device: torch.device) -> int | None:

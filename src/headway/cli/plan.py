@@ -1,0 +1,88 @@
+"""`headway plan`: memory, arithmetic, traffic and speed of a recipe on GPUs that need not be here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import typer
+
+from headway.cli._options import JSON, RECIPE, read_recipe
+from headway.cli._output import print_json, print_table
+from headway.errors import ConfigError
+
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def plan(
+    arguments: list[str] = RECIPE,
+    gpu: str = typer.Option("h200", help="b200, h200, h100, h800, a100, a800, a40, l40s, 4090 and others; see docs/plan.md."),
+    world: int | None = typer.Option(None, help="Number of GPUs; default: the fewest that the recipe's axes need.", min=1),
+    gpus_per_node: int | None = typer.Option(None, help="GPUs of one node; default 8.", min=1),
+    network_gbps: float | None = typer.Option(None, help="Gbit/s of the network per GPU; default: by GPU.", min=0.001),
+    tokens: str | None = typer.Option(None, help="Token budget, such as 2T or 300B: prints days and GPU hours."),
+    price: float | None = typer.Option(None, help="Price of a GPU hour; with --tokens, prints the cost.", min=0),
+    search: bool = typer.Option(False, "--search", help="List the ten fastest layouts that fit, for the same batch."),
+    groups: bool = typer.Option(False, "--groups", help="Also print which ranks form a group along each axis."),
+    plot: Path | None = typer.Option(None, help="Write a picture (.png, .svg, .pdf): memory bars and the step's timeline."),
+    json: bool = JSON,
+) -> None:
+    """Compute what a recipe needs before it runs: parameters, bytes per rank, FLOPs, traffic, bubble, tokens/s, days and cost."""
+    from headway.plan.hardware import find_gpu
+    from headway.plan.result import as_dict, make_plan, rank_groups
+    from headway.plan.search import best_plans, nearest_fitting
+    from headway.plan.table import COLUMNS, summary_row, tables
+    from headway.train.planning import PlanTarget, plan_job
+
+    budget = None if tokens is None else parse_tokens(tokens)
+    if price is not None and budget is None:
+        raise ConfigError(f"--price is {price:g}, but --tokens is not given. Give the token budget, such as --tokens 300B.")
+    job = plan_job(read_recipe(arguments), PlanTarget(find_gpu(gpu).with_network(network_gbps, gpus_per_node), world))
+    made = make_plan(job)
+    best = best_plans(job) if search else []
+    near = [] if made.fits else nearest_fitting(job)
+    if plot is not None:
+        from headway.plan.picture import draw_plan
+
+        draw_plan(made, plot)
+    cost = None if budget is None else made.budget(budget, price)
+    if json:
+        result = as_dict(made) | {"nearest_that_fit": [as_dict(one) for one in near], "budget": cost}
+        result |= {"groups": rank_groups(job)} if groups else {}
+        print_json(result | ({"best": [as_dict(one) for one in best]} if search else {}))
+        return
+    for table in tables(made):
+        print_table(table.columns, table.rows, table.title)
+        typer.echo()
+    if cost is not None:
+        print_table(("what", "value"), _budget_rows(cost), f"Training on {tokens} tokens")
+        typer.echo()
+    if groups:
+        rows = [(axis, " ".join(f"[{','.join(map(str, one))}]" for one in found)) for axis, found in rank_groups(job).items()]
+        print_table(("axis", "ranks"), rows, "Groups of ranks")
+        typer.echo()
+    if search:
+        print_table(COLUMNS, map(summary_row, best), f"Fastest layouts that fit on {job.layout.world} x {job.gpu.name}")
+        typer.echo("" if best else "none fits")
+    if not made.fits:
+        print_table(COLUMNS, map(summary_row, near), "It does not fit. The nearest layouts that do")
+        typer.echo("" if near else "none fits: use more GPUs, shorter rows or a smaller model")
+    if plot is not None:
+        typer.echo(f"picture: {plot}")
+
+
+def parse_tokens(text: str) -> float:
+    """`2T`, `300B`, `1.5e12` -> a number of tokens."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([kmbt]?)\s*", text.lower())
+    if found is None or float(found[1]) == 0:
+        raise ConfigError(f"--tokens is {text!r}; it must be a number above 0 such as 2T, 300B or 1e9.")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def _budget_rows(cost: dict[str, float | None]) -> list[tuple[str, str]]:
+    days, hours, money = cost["days"], cost["gpu_hours"], cost["cost"]
+    rows = [("days", f"{days:,.1f}"), ("GPU hours", f"{hours:,.0f}")]
+    return rows if money is None else [*rows, ("cost", f"{money:,.0f}")]
+
+
+VERBS = {"plan": plan}

@@ -1,0 +1,195 @@
+"""What a plan is made of: the settings of a run as plain values, and which part of the model each pipeline rank has. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from headway.model.config import ModelConfig
+from headway.model.layout import HEAD, param_specs
+from headway.parallel.config import MemoryConfig
+from headway.parallel.layouts import Layout, LayoutShape, check_sizes
+from headway.parallel.pipeline_order import PipelineAction, pipeline_actions, stages_on
+from headway.parallel.stage_split import layer_costs, split_layers
+from headway.plan.hardware import GPUS, GpuModel
+from headway.plan.memory import MemoryJob
+from headway.plan.parameters import ModelCounts, ParamCount, Shapes, count_parameters
+from headway.plan.rates import Software
+from headway.plan.timeline import in_flight
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    """One run on one layout."""
+
+    model: ModelConfig
+    seq_len: int
+    rows: int
+    """Rows of a microbatch."""
+    accumulate: int
+    """Microbatches of a step on a rank."""
+    layout: Layout = field(default_factory=Layout)
+    gpu: GpuModel = GPUS["h200"]
+    precision: str = "bf16"
+    """bf16, fp16, fp8 or fp32."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    software: Software = field(default_factory=Software)
+    shapes: Shapes | None = None
+    """Every parameter, adapters too; None = the model's own."""
+    training: Collection[str] | None = None
+    """Names of the parameters that train; None = all."""
+    state_dtype: str = "fp32"
+    other_state_bytes: float | None = None
+    grad_bytes: int = 4
+    bucket_bytes: int = 32 << 20
+    reshard: bool = True
+    """fsdp: a block's parameters are gathered again for backward."""
+
+    cache: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What the same run on other layouts has in common (`varied`)."""
+
+    def cached(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """A value that is computed once for all variations of a job."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        return self.cache[key]
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of an element of the compute dtype."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one microbatch that are one rank's; tensor ranks have the same ones."""
+        return self.rows * self.seq_len // self.layout.context
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step over all ranks."""
+        return self.rows * self.seq_len * self.accumulate * self.layout.data
+
+    @property
+    def all_shapes(self) -> Shapes:
+        """Names and shapes of all parameters."""
+        if self.shapes is not None:
+            return self.shapes
+        return self.cached("shapes", lambda: {spec.name: spec.shape for spec in param_specs(self.model)})
+
+    @property
+    def trains(self) -> Collection[str]:
+        """The names that train."""
+        return self.cached("trains", lambda: set(self.all_shapes)) if self.training is None else self.training
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether there are low-rank updates."""
+        return self.cached("adapter", lambda: any(".lora_" in name for name in self.all_shapes))
+
+    @property
+    def trained_layers(self) -> frozenset[int]:
+        """Layers in which a matrix trains."""
+        names = (name.split(".") for name in self.trains if ".lora_" not in name)
+        return self.cached("layers", lambda: frozenset(int(parts[2]) for parts in names if parts[:2] == ["model", "layers"]))
+
+    @property
+    def counts(self) -> ModelCounts:
+        """Parameters of one tensor rank."""
+        tensor = self.layout.tensor
+        return self.cached(("counts", tensor), lambda: count_parameters(self.model, self.all_shapes, self.trains, tensor))
+
+    @property
+    def stages(self) -> list[range]:
+        """The layers of each pipeline stage."""
+
+        def split() -> list[range]:
+            costs, first, last = layer_costs(self.model, self.seq_len)
+            return split_layers(costs, self.layout.stages, first=first, last=last)
+
+        return self.cached(("stages", self.layout.stages), split)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The pipeline stages of a rank of the pipeline."""
+        return stages_on(rank, self.layout.pipeline, self.layout.virtual_stages)
+
+    @property
+    def actions(self) -> list[list[PipelineAction]]:
+        """What each pipeline rank does in a step."""
+        layout, number = self.layout, self.accumulate
+        key = ("actions", layout.schedule, layout.pipeline, layout.virtual_stages, number)
+        return self.cached(key, lambda: pipeline_actions(layout.schedule, layout.pipeline, number, layout.virtual_stages))
+
+    @property
+    def held(self) -> list[dict[int, int]]:
+        """Microbatches in flight, by stage, for every pipeline rank. More rounds than a few do not change the most that are held."""
+        size = self.layout.pipeline
+        few = 4 * size if self.accumulate > 4 * size and self.accumulate % size == 0 else self.accumulate
+        key = ("held", self.layout.schedule, size, self.layout.virtual_stages, few)
+        return self.cached(key, lambda: [in_flight(actions) for actions in self.varied(self.layout, self.rows, few).actions])
+
+    def parameters_of(self, rank: int) -> ParamCount:
+        """Parameters of one rank of the pipeline (and of its tensor group)."""
+        layout, stages = self.layout, self.stages_of(rank)
+        key = ("parameters", layout.tensor, layout.pipeline, layout.virtual_stages, rank)
+        ranges, is_last = [self.stages[stage] for stage in stages], layout.stages - 1 in stages
+        return self.cached(key, lambda: self.counts.on_stages(ranges, first=0 in stages, last=is_last))
+
+    def held_blocks(self, rank: int) -> float:
+        """Blocks times microbatches whose activations a rank holds at once."""
+        if self.layout.pipeline == 1:
+            return float(self.model.num_layers)
+        return float(sum(len(self.stages[stage]) * held for stage, held in self.held[rank].items()))
+
+    def memory_job(self, rank: int = 0) -> MemoryJob:
+        """What decides the memory of one rank of the pipeline."""
+        layout, count = self.layout, self.parameters_of(rank)
+        return MemoryJob(
+            model=self.model,
+            trained=count.trained,
+            frozen=count.frozen,
+            rows=self.rows,
+            seq_len=self.seq_len,
+            accumulate=self.accumulate,
+            compute_bytes=self.compute_bytes,
+            grad_bytes=self.grad_bytes,
+            state_dtype=self.state_dtype,
+            other_state_bytes=self.other_state_bytes,
+            shards=layout.shards,
+            fsdp=layout.strategy == "fsdp" and layout.shards > 1,
+            context=layout.context,
+            memory=self.memory,
+            compiled=self.software.fusion != "eager",
+            on_cuda=True,
+            chunk_tokens=self.memory.chunk_tokens(on_cuda=True),
+            fp8=self.precision == "fp8",
+            adapter=self.has_adapter,
+            tensor=layout.tensor,
+            sequence=layout.sequence and layout.tensor > 1,
+            held_blocks=None if layout.pipeline == 1 else self.held_blocks(rank),
+            has_head=layout.stages - 1 in self.stages_of(rank),
+            bucket_bytes=self.bucket_bytes,
+        )
+
+    @property
+    def layout_shape(self) -> LayoutShape:
+        """What the layout must fit."""
+        return LayoutShape(self.model, self.seq_len, self.accumulate)
+
+    def check(self) -> None:
+        """Refuse a layout that breaks a rule."""
+        check_sizes(self.layout, self.layout_shape)
+
+    def varied(self, layout: Layout, rows: int, accumulate: int, memory: MemoryConfig | None = None) -> PlanJob:
+        """The same run on another layout, with other microbatches."""
+        other = replace(self, layout=layout, rows=rows, accumulate=accumulate, memory=memory or self.memory)
+        object.__setattr__(other, "cache", self.cache)
+        return other
+
+
+def head_trains(job: PlanJob) -> bool:
+    """Whether the head's matrix gets a gradient."""
+    name = "model.embed_tokens.weight" if job.model.tie_embeddings else HEAD
+    return name in job.trains

@@ -1,0 +1,252 @@
+"""A plan: one job comes in; memory, arithmetic, traffic and speed of its step go out, as plain values for a table, JSON or a picture.
+
+Nothing imports torch. Nothing is measured: rates are those of plan/rates.py, and docs/plan.md says how far they are from measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headway.model.flops import TokenFlops, token_flops
+from headway.parallel.mesh import Mesh
+from headway.parallel.pipeline.program import PipelineShape
+from headway.parallel.pipeline_order import ActionKind
+from headway.plan.compute import PassSeconds, update_seconds
+from headway.plan.job import PlanJob
+from headway.plan.memory import Estimate, estimate
+from headway.plan.parameters import count_parameters, parts_of
+from headway.plan.timeline import Timeline, simulate
+from headway.plan.traffic import AxisTraffic, context_traffic, data_traffic, pipeline_message, stages_of_job, tensor_traffic
+
+HOURS_PER_DAY = 24.0
+SIMULATED_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """FLOPs of one token."""
+
+    model: TokenFlops
+    """Forward and backward, without recomputation."""
+    recomputed: float
+    """What recomputation adds, attention causal."""
+    internlm: float
+    """InternLM's formula: attention in full, weights of layers and head, a factor 4 / 3 if anything is recomputed."""
+
+    @property
+    def hardware(self) -> float:
+        """What the GPU computes: causal attention, and recomputation."""
+        return self.model.causal + self.recomputed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about one job."""
+
+    job: PlanJob
+    worst_rank: int
+    """The pipeline rank that needs the most memory."""
+    memory: Estimate
+    by_rank: tuple[Estimate, ...]
+    """Of every pipeline rank."""
+    flops: Arithmetic
+    traffic: dict[str, AxisTraffic]
+    """By axis, of one step and rank."""
+    timeline: Timeline | None
+    """None without a pipeline."""
+    held: tuple[dict[int, int], ...]
+    """Microbatches in flight, by stage, for every pipeline rank."""
+    bubble: float
+    """Idle share of the pipeline's ranks between the first and the last action."""
+    step_seconds: float
+    update_seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the worst rank's bytes are within what a run is planned into."""
+        return self.memory.total <= self.job.gpu.usable_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.job.step_tokens / self.step_seconds
+
+    @property
+    def per_gpu(self) -> float:
+        """Tokens per second and GPU."""
+        return self.tokens_per_second / self.job.layout.world
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: attention causal, no recomputation, against the bf16 peak."""
+        return self.per_gpu * self.flops.model.causal / self.job.gpu.flops
+
+    @property
+    def mfu_full(self) -> float:
+        """The same with attention counted in full."""
+        return self.per_gpu * self.flops.model.full / self.job.gpu.flops
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilization: recomputation counts."""
+        return self.per_gpu * self.flops.hardware / self.job.gpu.flops
+
+    def budget(self, tokens: float, price: float | None) -> dict[str, float | None]:
+        """Days, GPU hours and cost of training on so many tokens."""
+        seconds = tokens / self.tokens_per_second
+        gpu_hours = seconds / 3600 * self.job.layout.world
+        cost = None if price is None else gpu_hours * price
+        return {"tokens": tokens, "days": seconds / 3600 / HOURS_PER_DAY, "gpu_hours": gpu_hours, "cost": cost}
+
+
+def make_plan(job: PlanJob, *, simulated: bool = True) -> Plan:
+    """Plan one job; its layout must break no rule. Without simulation the bubble is that of equal stages, which is faster."""
+    # the first rank holds the most microbatches, the last has the head; the others are between them
+    ranks = range(job.layout.pipeline) if simulated else range(0, job.layout.pipeline, max(1, job.layout.pipeline - 1))
+    by_rank = tuple(estimate(job.memory_job(rank)) for rank in ranks)
+    worst = max(range(len(by_rank)), key=lambda index: by_rank[index].total)
+    stages = stages_of_job(job)
+    message = pipeline_message(job)
+    timeline: Timeline | None = None
+    held: tuple[dict[int, int], ...] = ({0: 1},)
+    if job.layout.pipeline == 1:
+        passes = job.accumulate * sum(one.total for one in stages)
+    elif simulated:
+        timeline, held = step_timeline(job, stages, message.seconds), tuple(job.held)
+        # past its first rounds a pipeline takes as long for each microbatch as its slowest rank
+        passes = timeline.seconds + (job.accumulate - _simulated(job)) * _slowest(job, stages)
+    else:
+        passes = _equal_stages(job, stages)
+    data = max((data_traffic(job, stages, rank) for rank in ranks), key=lambda one: one.exposed)
+    update = max(update_seconds(job, rank) for rank in ranks)
+    return Plan(
+        job=job,
+        worst_rank=ranks[worst],
+        memory=by_rank[worst],
+        by_rank=by_rank,
+        flops=arithmetic(job),
+        traffic=_by_axis(job, data, message),
+        timeline=timeline,
+        held=held,
+        bubble=0.0 if job.layout.pipeline == 1 else 1 - job.accumulate * sum(one.total for one in stages) / (job.layout.pipeline * passes),
+        step_seconds=passes + data.exposed + update,
+        update_seconds=update,
+    )
+
+
+def step_timeline(job: PlanJob, stages: list[PassSeconds], send_seconds: float) -> Timeline:
+    """The pipeline of one step, action by action; of many microbatches the first rounds."""
+    layout = job.layout
+    seconds: dict[ActionKind, list[float]] = {
+        "F": [one.forward for one in stages],
+        "B": [one.backward for one in stages],
+        "I": [one.inputs for one in stages],
+        "W": [one.weights for one in stages],
+    }
+    return simulate(PipelineShape(layout.schedule, layout.pipeline, layout.virtual_stages), _simulated(job), seconds, send_seconds)
+
+
+def _simulated(job: PlanJob) -> int:
+    """Microbatches that are simulated: whole rounds, if there are many."""
+    rounds = SIMULATED_ROUNDS * job.layout.pipeline
+    return rounds if job.accumulate > rounds and job.accumulate % job.layout.pipeline == 0 else job.accumulate
+
+
+def _slowest(job: PlanJob, stages: list[PassSeconds]) -> float:
+    """Seconds of one microbatch on the slowest pipeline rank."""
+    return max(sum(stages[stage].total for stage in job.stages_of(rank)) for rank in range(job.layout.pipeline))
+
+
+def _equal_stages(job: PlanJob, stages: list[PassSeconds]) -> float:
+    """Seconds of a step if every rank were as slow as the slowest."""
+    layout = job.layout
+    idle = (layout.pipeline - 1) / layout.virtual_stages * (0.4 if layout.schedule == "zero_bubble" else 1.0)
+    return _slowest(job, stages) * (job.accumulate + idle)
+
+
+def _by_axis(job: PlanJob, data: AxisTraffic, message: AxisTraffic) -> dict[str, AxisTraffic]:
+    """Traffic of a whole step on the busiest rank, without axes of size 1."""
+    layout, times = job.layout, job.accumulate
+    layers = max(sum(len(job.stages[stage]) for stage in job.stages_of(rank)) for rank in range(layout.pipeline))
+
+    def over_step(one: AxisTraffic, count: float) -> AxisTraffic:
+        return AxisTraffic(one.sent_bytes * count, one.seconds * count, one.exposed * count)
+
+    # a rank between two others sends an activation and a gradient for each of its stages
+    found = {
+        "data": data if layout.reduce > 1 else None,
+        "tensor": over_step(tensor_traffic(job, layers), times) if layout.tensor > 1 else None,
+        "context": over_step(context_traffic(job, layers), times) if layout.context > 1 else None,
+        "pipeline": over_step(message, 2 * times * layout.virtual_stages) if layout.pipeline > 1 else None,
+    }
+    return {axis: one for axis, one in found.items() if one is not None}
+
+
+def arithmetic(job: PlanJob) -> Arithmetic:
+    """FLOPs of one token, by every convention."""
+    model = job.model
+    flops = job.cached("flops", lambda: token_flops(model, job.seq_len, shapes=job.all_shapes, training=job.trains))
+    query, key = model.num_heads * model.head_size, model.kv_heads * model.head_size
+    block = 2.0 * model.hidden_size * (2 * query + 2 * key + 3 * model.ffn_size) + 2.0 * query * job.seq_len
+    again = len(job.memory.recomputed_blocks(model.num_layers))
+    return Arithmetic(flops, again * block, internlm_flops(job))
+
+
+def internlm_flops(job: PlanJob) -> float:
+    """FLOPs of one token by InternLM's formula, whose TFLOPS its logs and tables print."""
+    model = job.model
+    width, factor = model.hidden_size, 4 if job.memory.recomputed_blocks(model.num_layers) else 3
+    # its mlp_ratio is that of the configured width before rounding up to a multiple of 256
+    ratio = 1.5 * _ratio(model.ffn_size, width)
+    layer = (8 + 4 * ratio) * width**2 + 4 * job.seq_len * width
+    return factor * layer * model.num_layers + 6 * width * model.vocab
+
+
+def _ratio(ffn: int, width: int) -> float:
+    """The mlp_ratio that gives this ffn_size: 8 / 3 where it fits, since the formula takes the ratio and not the rounded width."""
+    third = 8 / 3
+    return third if -(-int(width * third) // 256) * 256 == ffn else ffn / width
+
+
+def rank_groups(job: PlanJob) -> dict[str, list[list[int]]]:
+    """The ranks of every group along every axis that has more than one rank."""
+    layout = job.layout
+    mesh = Mesh(0, layout.pipeline, layout.reduce // layout.shards, layout.shards, layout.context, layout.tensor)
+    sizes = {"tensor": layout.tensor, "context": layout.context, "data": layout.data, "shard": layout.shards, "pipeline": layout.pipeline}
+    return {axis: mesh.groups(axis) for axis, size in sizes.items() if size > 1}
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values."""
+    job, layout = plan.job, plan.job.layout
+    counts = count_parameters(job.model, job.all_shapes, job.trains)
+    whole = counts.on_stages([range(job.model.num_layers)], first=True, last=True)
+    return {
+        "model": {"parameters": whole.total, "trained": whole.trained, "parts": parts_of(counts), "seq_len": job.seq_len},
+        "layout": {
+            "world": layout.world, "data": layout.data, "strategy": layout.strategy, "shard": layout.shards, "tensor": layout.tensor,
+            "sequence": layout.sequence and layout.tensor > 1, "pipeline": layout.pipeline, "schedule": layout.schedule,
+            "virtual_stages": layout.virtual_stages, "context": layout.context, "micro_rows": job.rows, "accumulate": job.accumulate,
+            "step_tokens": job.step_tokens, "recompute": job.memory.recompute, "settings": layout.settings(),
+            "layers_by_stage": [len(stage) for stage in job.stages],
+        },
+        "gpu": {"name": job.gpu.name, "usable_bytes": job.gpu.usable_bytes, "bf16_flops": job.gpu.flops},
+        "memory": {
+            "worst_pipeline_rank": plan.worst_rank, "kinds": plan.memory.kinds, "total": plan.memory.total, "host": plan.memory.host,
+            "fits": plan.fits, "by_pipeline_rank": [one.total for one in plan.by_rank],
+        },
+        "flops_per_token": {
+            "matrices": plan.flops.model.matrices, "attention_causal": plan.flops.model.attention / 2,
+            "model_causal": plan.flops.model.causal, "model_full": plan.flops.model.full, "recomputed": plan.flops.recomputed,
+            "hardware": plan.flops.hardware, "internlm": plan.flops.internlm,
+        },
+        "traffic": {
+            axis: {"bytes": one.sent_bytes, "seconds": one.seconds, "exposed_seconds": one.exposed} for axis, one in plan.traffic.items()
+        },
+        "pipeline": {"bubble": plan.bubble, "in_flight": [dict(one) for one in plan.held]},
+        "speed": {
+            "step_seconds": plan.step_seconds, "tokens_per_second": plan.tokens_per_second, "per_gpu": plan.per_gpu,
+            "mfu_causal": plan.mfu, "mfu_full": plan.mfu_full, "hfu": plan.hfu, "update_seconds": plan.update_seconds,
+        },
+    }  # fmt: skip

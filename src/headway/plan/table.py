@@ -1,0 +1,124 @@
+"""A plan as tables for people: a `Plan` comes in, titles with rows of text go out. Nothing imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headway.plan.memory import amount
+from headway.plan.parameters import count_parameters, parts_of
+from headway.plan.result import Plan
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """One table."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def tables(plan: Plan) -> list[TextTable]:
+    """Everything about one plan."""
+    found = [_model(plan), _layout(plan), _memory(plan), _flops(plan)]
+    if plan.traffic:
+        found.append(_traffic(plan))
+    if plan.job.layout.pipeline > 1:
+        found.append(_pipeline(plan))
+    return [*found, _speed(plan)]
+
+
+def _model(plan: Plan) -> TextTable:
+    job = plan.job
+    counts = count_parameters(job.model, job.all_shapes, job.trains)
+    whole = counts.on_stages([range(job.model.num_layers)], first=True, last=True)
+    rows = [("all", f"{whole.total:,}"), ("trained", f"{whole.trained:,}")]
+    rows += [(part, f"{size:,}") for part, size in parts_of(counts).items()]
+    here = job.parameters_of(plan.worst_rank).total
+    return TextTable("Parameters", ("part", "parameters"), [*rows, ("on the rank with the most bytes", f"{here:,}")])
+
+
+def _layout(plan: Plan) -> TextTable:
+    job, layout = plan.job, plan.job.layout
+    axes = f"pipeline {layout.pipeline} x data {layout.data} x context {layout.context} x tensor {layout.tensor}"
+    rows = [
+        ("ranks", f"{layout.world} = {axes}"),
+        ("strategy", f"{layout.strategy} over {layout.shards}"),
+        ("step", f"{job.step_tokens:,} tokens = {layout.data} x {job.accumulate} microbatches x {job.rows} rows x {job.seq_len}"),
+        ("settings", layout.settings()),
+    ]
+    if layout.pipeline > 1:
+        rows.append(("layers by stage", " ".join(str(len(stage)) for stage in job.stages)))
+    return TextTable("Layout", ("what", "value"), rows)
+
+
+def _memory(plan: Plan) -> TextTable:
+    usable = plan.job.gpu.usable_bytes
+    rows = [(kind, amount(size)) for kind, size in plan.memory.kinds.items() if size]
+    rows.append(("all", amount(plan.memory.total)))
+    rows.append((f"usable of a {plan.job.gpu.name}", f"{amount(usable)}: {'fits' if plan.fits else 'does NOT fit'}"))
+    if plan.memory.host:
+        rows.append(("host memory", amount(plan.memory.host)))
+    where = f" (pipeline rank {plan.worst_rank})" if plan.job.layout.pipeline > 1 else ""
+    return TextTable(f"Memory of the rank with the most bytes{where}", ("kind", "bytes"), rows)
+
+
+def _flops(plan: Plan) -> TextTable:
+    flops = plan.flops
+    rows = [
+        ("matrices", _gflop(flops.model.matrices)),
+        ("attention, causal", _gflop(flops.model.attention / 2)),
+        ("model: forward and backward, causal", _gflop(flops.model.causal)),
+        ("model, attention in full (6 N + 12 L H Q T)", _gflop(flops.model.full)),
+        ("hardware: with recomputation", _gflop(flops.hardware)),
+        ("InternLM's formula", f"{flops.internlm:,.0f}"),
+    ]
+    return TextTable("FLOPs per token", ("part", "FLOPs"), rows)
+
+
+def _gflop(value: float) -> str:
+    return f"{value / 1e9:.3f} G"
+
+
+def _traffic(plan: Plan) -> TextTable:
+    rows = [
+        (axis, amount(one.sent_bytes), f"{1000 * one.seconds:.1f} ms", f"{1000 * one.exposed:.1f} ms") for axis, one in plan.traffic.items()
+    ]
+    return TextTable("Sent by a rank in a step", ("axis", "bytes", "takes", "not hidden"), rows)
+
+
+def _pipeline(plan: Plan) -> TextTable:
+    layout = plan.job.layout
+    rows = [("schedule", f"{layout.schedule}, {layout.virtual_stages} stages per rank"), ("bubble", f"{100 * plan.bubble:.1f} %")]
+    for rank, held in enumerate(plan.held):
+        stages = ", ".join(f"stage {stage}: {count}" for stage, count in sorted(held.items()))
+        rows.append((f"rank {rank}", f"microbatches in flight: {stages}; {amount(plan.by_rank[rank].total)}"))
+    return TextTable("Pipeline", ("what", "value"), rows)
+
+
+def _speed(plan: Plan) -> TextTable:
+    rows = [
+        ("step", f"{plan.step_seconds:.3f} s"),
+        ("tokens/s", f"{plan.tokens_per_second:,.0f}"),
+        ("tokens/s per GPU", f"{plan.per_gpu:,.0f}"),
+        ("MFU, causal / full", f"{100 * plan.mfu:.1f} / {100 * plan.mfu_full:.1f} %"),
+        ("HFU (recomputation counts)", f"{100 * plan.hfu:.1f} %"),
+    ]
+    return TextTable("Speed (estimate)", ("what", "value"), rows)
+
+
+COLUMNS = ("settings", "micro rows x microbatches", "recompute", "GiB", "bubble", "tokens/s per GPU", "MFU causal")
+
+
+def summary_row(plan: Plan) -> tuple[str, ...]:
+    """One plan in one row of a list."""
+    job = plan.job
+    return (
+        job.layout.settings(),
+        f"{job.rows} x {job.accumulate}",
+        str(job.memory.recompute),
+        f"{plan.memory.total / (1 << 30):.1f}",
+        f"{100 * plan.bubble:.1f} %",
+        f"{plan.per_gpu:,.0f}",
+        f"{100 * plan.mfu:.1f} %",
+    )

@@ -1,0 +1,131 @@
+"""`headway plan`: a recipe, a number of ranks and a GPU come in, a `PlanJob` goes out. Reads what the recipe names, imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from headway.errors import ConfigError
+from headway.model.config import ModelConfig
+from headway.model.layout import param_specs
+from headway.optim.adamw import Config as AdamWConfig
+from headway.optim.groups import OBJECTIVE, Shapes, make_groups, trainable
+from headway.parallel.config import ParallelConfig
+from headway.parallel.layouts import Layout, check_sizes
+from headway.plan.hardware import GpuModel
+from headway.plan.job import PlanJob
+from headway.plan.memory import estimate
+from headway.plan.rates import AttentionKernel, Software
+from headway.train.config import Recipe
+from headway.train.resolve import resolve
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class PlanTarget:
+    """What a recipe is planned for."""
+
+    gpu: GpuModel
+    world: int | None = None
+    """Number of ranks; None = the fewest that the recipe's axes need."""
+
+
+def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
+    """The recipe on this many ranks; a layout that breaks a rule is a ParallelError with the nearest one that works."""
+    model = planned_model(recipe)
+    layout = layout_of(recipe.parallel, target.world)
+    parallel, seq_len = recipe.parallel, recipe.data.seq_len
+    _check_rows(recipe, model)
+    shapes = {spec.name: spec.shape for spec in param_specs(model)}
+    if recipe.adapter is not None:
+        shapes |= recipe.adapter.shapes(model)
+    training = trainable(shapes, recipe.freeze, recipe.train)
+    job = PlanJob(
+        model=model,
+        seq_len=seq_len,
+        rows=1,
+        accumulate=1,
+        layout=layout,
+        gpu=target.gpu,
+        precision="bf16" if recipe.precision == "auto" else recipe.precision,
+        memory=recipe.memory,
+        software=software_of(recipe, target.gpu),
+        shapes=shapes,
+        training=frozenset(name for name in training if not name.startswith(OBJECTIVE)),
+        state_dtype=recipe.optim.state_dtype if isinstance(recipe.optim, AdamWConfig) else "fp32",
+        other_state_bytes=_state_bytes(recipe, shapes, training),
+        grad_bytes=4 if parallel.accumulate_dtype == "fp32" or recipe.precision == "fp32" else 2,
+        bucket_bytes=parallel.bucket_bytes,
+        reshard=parallel.fsdp.reshard_after_forward,
+    )
+    check_sizes(layout, replace(job.layout_shape, microbatches=None))
+    batch = recipe.batch.resolve(seq_len, layout.data)
+    if recipe.batch.micro_rows == "auto":
+        job = largest_microbatch(job, batch.micro_rows * batch.accumulate)
+    else:
+        job = replace(job, rows=batch.micro_rows, accumulate=batch.accumulate)
+    job.check()
+    return job
+
+
+def _state_bytes(recipe: Recipe, shapes: Shapes, training: set[str]) -> float | None:
+    """Bytes of state per trained parameter, of an optimizer other than AdamW: its rules are torch code, which is imported here only."""
+    if isinstance(recipe.optim, AdamWConfig):
+        return None
+    from headway.parallel.update_rules import state_bytes
+
+    return state_bytes(recipe.optim, make_groups(recipe.optim, shapes, training, recipe.objective.rules), shapes)
+
+
+def planned_model(recipe: Recipe) -> ModelConfig:
+    """The model's shape. Files are read only where the recipe alone does not say it: init.from, or the tokenizer's vocabulary."""
+    if recipe.init.source is None and recipe.model.vocab_size is not None and recipe.objective.gate_spec is None:
+        return recipe.model
+    # the layout is checked here, by the rules of sizes: resolve would check it for training
+    return resolve(recipe.model_copy(update={"parallel": ParallelConfig()})).model
+
+
+def layout_of(parallel: ParallelConfig, world: int | None) -> Layout:
+    """The layout a recipe asks for on this many ranks."""
+    given = parallel.model_dump()
+    tensor, pipeline = parallel.tensor, parallel.pipeline
+    schedule, virtual = str(given.get("schedule", "1f1b")), given.get("virtual_stages", 1)
+    size = parallel.fsdp.size if parallel.strategy == "fsdp" else parallel.zero1.size
+    ranks = world or tensor * pipeline * parallel.context * (1 if size == "auto" else int(size))
+    return Layout(
+        world=ranks,
+        strategy=parallel.strategy,
+        tensor=tensor,
+        sequence=given.get("sequence", True) is not False,
+        pipeline=pipeline,
+        schedule=schedule,  # pyright: ignore[reportArgumentType]
+        virtual_stages=virtual if isinstance(virtual, int) and pipeline > 1 else 1,
+        context=parallel.context,
+        shard=None if size == "auto" else int(size),
+    )
+
+
+def software_of(recipe: Recipe, gpu: GpuModel) -> Software:
+    """How headway computes on this GPU under these settings."""
+    kernels = recipe.kernels
+    has_cudnn = gpu.generation in ("hopper", "blackwell") and kernels.attention != "varlen"
+    attention: AttentionKernel = "fa4" if kernels.attention == "fa4" else "cudnn" if has_cudnn else "fa2"
+    reduce = BYTES[recipe.parallel.reduce_dtype]
+    return Software(attention, "compiled" if kernels.compile in ("auto", True) else "eager", reduce_bytes=reduce)
+
+
+def largest_microbatch(job: PlanJob, rows: int) -> PlanJob:
+    """batch.micro_rows=auto: the largest microbatch whose estimate fits on every rank; the smallest if none does."""
+    limit = job.gpu.usable_bytes if job.memory.limit_gib is None else int(job.memory.limit_gib * (1 << 30))
+    found = replace(job, rows=1, accumulate=rows)
+    for size in (n for n in range(1, rows + 1) if rows % n == 0):
+        other = replace(job, rows=size, accumulate=rows // size)
+        if all(estimate(other.memory_job(rank)).total <= limit for rank in range(job.layout.pipeline)):
+            found = other
+    return found
+
+
+def _check_rows(recipe: Recipe, model: ModelConfig) -> None:
+    """What rows need, whatever the layout."""
+    if recipe.data.seq_len > model.max_seq_len:
+        raise ConfigError(f"data.seq_len is {recipe.data.seq_len}; it must not exceed model.max_seq_len={model.max_seq_len}. Lower it.")

@@ -1,0 +1,213 @@
+"""What `headway plan` computes: known figures, hand-made sums, and agreement with the estimate of `headway train`."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headway.cli import main
+from headway.config.load import load
+from headway.errors import ConfigError, ParallelError
+from headway.model.config import ModelConfig
+from headway.parallel.layouts import Layout
+from headway.parallel.pipeline.program import PipelineShape
+from headway.parallel.pipeline_order import ActionKind, ScheduleName, pipeline_actions
+from headway.plan.hardware import GPUS, find_gpu
+from headway.plan.job import PlanJob
+from headway.plan.memory import estimate
+from headway.plan.result import Plan, make_plan, rank_groups
+from headway.plan.search import best_plans, nearest_fitting
+from headway.plan.timeline import in_flight, simulate
+from headway.plan.traffic import RankRing, rings
+from headway.runtime.device import choose_compute
+from headway.train.config import Recipe
+from headway.train.memory import describe_job
+from headway.train.planning import PlanTarget, plan_job
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+import plan_anchors
+
+PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
+LLAMA = ModelConfig(preset="llama-8b")
+INTERNLM = [
+    "model.hidden_size=4096", "model.num_layers=32", "model.num_heads=32", "model.ffn_size=11008", "model.vocab_size=103168",
+    "model.tie_embeddings=false", "model.qkv_bias=true", "model.output_bias=true", "model.max_seq_len=2048", "data.seq_len=2048",
+]  # fmt: skip
+
+
+def planned(*settings: str, world: int | None = None, gpu: str = "h100") -> Plan:
+    return make_plan(plan_job(load(Recipe, None, list(settings)), PlanTarget(find_gpu(gpu), world)))
+
+
+def test_internlms_formula_and_groups_of_ranks() -> None:
+    plan = planned(*INTERNLM, "batch.rows=64", "parallel.tensor=2", "parallel.pipeline=2", "parallel.zero1.size=2", world=16)
+    assert plan.flops.internlm == 44_411_387_904
+    recomputed = planned(*INTERNLM, "batch.rows=8", "memory.recompute=0.5")
+    assert recomputed.flops.internlm == 4 / 3 * (44_411_387_904 - 6 * 4096 * 103_168) + 6 * 4096 * 103_168
+    groups = rank_groups(plan.job)
+    assert groups["shard"] == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
+    assert groups["tensor"][:2] == [[0, 1], [2, 3]] and groups["pipeline"][0] == [0, 8]
+    assert groups["data"] == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
+    assert sum(one.total for one in (plan.job.parameters_of(0), plan.job.parameters_of(1))) == pytest.approx(7_321_948_160 / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["freeze=[embeddings, layers.0-1]"],
+        ["adapter.rank=4", "memory.recompute=1"],
+        ["precision=bf16", "optim.state_dtype=8bit", "memory.offload=[optimizer]", "batch.micro_rows=4"],
+        ["objective.kind=head_sparsity", "model.tie_embeddings=false", "freeze=[weights]"],
+    ],
+)
+def test_bytes_are_those_of_headway_train(settings: list[str]) -> None:
+    settings = [*settings, "model.vocab_size=1024", "batch.rows=8", "device=cpu"]
+    recipe = load(Recipe, None, settings)
+    job = plan_job(recipe, PlanTarget(find_gpu("a40")))
+    compute = replace(choose_compute("cpu", "bf16", 0), device=torch.device("cuda"))
+    mine = describe_job(recipe, job.model, compute, recipe.batch.resolve(512, 1), 1)
+    assert estimate(mine) == estimate(replace(job.memory_job(), compute_bytes=2))
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_the_bubble_of_equal_stages_is_the_known_one(stages: int) -> None:
+    def bubble(schedule: ScheduleName, virtual: int) -> float:
+        seconds: dict[ActionKind, list[float]] = {kind: [size / virtual] * stages * virtual for kind, size in zip("FBIW", (1.0, 2.0, 1.0, 1.0), strict=True)}  # type: ignore[misc]
+        return simulate(PipelineShape(schedule, stages, virtual), 2 * stages, seconds).bubble
+
+    number = 2 * stages
+    assert bubble("1f1b", 1) == pytest.approx((stages - 1) / (number + stages - 1))
+    assert bubble("interleaved", 2) == pytest.approx((stages - 1) / (2 * number + stages - 1))
+    # ZB-H1: of F, I and W each rank waits for F + I - W
+    assert bubble("zero_bubble", 1) == pytest.approx((stages - 1) / (3 * number + stages - 1))
+
+
+def test_microbatches_in_flight_by_hand() -> None:
+    assert [in_flight(actions) for actions in pipeline_actions("1f1b", 4, 8)] == [{0: 4}, {1: 3}, {2: 2}, {3: 1}]
+    assert in_flight(pipeline_actions("interleaved", 2, 4, 2)[0]) == {0: 3, 2: 2}
+    assert [sum(in_flight(actions).values()) for actions in pipeline_actions("zero_bubble", 4, 8)] == [4, 4, 4, 4]
+
+
+def test_a_pipeline_holds_its_stages_and_more_microbatches_first() -> None:
+    job = PlanJob(LLAMA, 4096, 1, 16, Layout(8, pipeline=4), GPUS["h100"])
+    plan = make_plan(job)
+    assert [len(stage) for stage in job.stages] == [9, 9, 8, 6] or sum(len(stage) for stage in job.stages) == 32
+    assert plan.worst_rank == 0 and plan.by_rank[0].total > plan.by_rank[3].total
+    assert job.parameters_of(0).total == 525_336_576 + len(job.stages[0]) * 218_112_000
+    assert job.held_blocks(0) == 4 * len(job.stages[0])
+    assert plan.step_seconds > job.accumulate * plan.timeline.seconds / 100 if plan.timeline else False
+
+
+def test_traffic_by_hand() -> None:
+    gpu = replace(GPUS["a100"], network=10e9)
+    job = PlanJob(LLAMA, 4096, 1, 2, Layout(32, tensor=2, context=2, pipeline=2), gpu)
+    found = make_plan(job).traffic
+    assert set(found) == {"data", "tensor", "context", "pipeline"}
+    half = job.parameters_of(0).trained
+    assert found["data"].sent_bytes == pytest.approx(max(half, job.parameters_of(1).trained) * (4 + 2) * 7 / 8, rel=0.15)
+    assert found["pipeline"].sent_bytes == 2 * 2 * (2048 * 4096 * 2 / 2)  # two microbatches, there and back, tokens over two ranks
+    layers = max(len(stage) for stage in job.stages)
+    assert found["tensor"].sent_bytes == 2 * layers * 10 * (2048 * 4096 * 2) / 2
+    assert found["context"].sent_bytes == 2 * layers * 2 * 2048 * 2 * (4096 + 1024) / 2
+    assert rings(job)["tensor"] == RankRing(2, 2) and rings(job)["reduce"] == RankRing(8, 4)
+    ring = RankRing(16, 8)
+    assert ring.bandwidth(gpu) == min(300e9 * 0.78, 8 * 10e9 * 0.86)
+    assert RankRing(1, 1).pass_seconds(gpu, 1e9) == 0
+
+
+def test_a_search_lists_layouts_that_fit_the_fastest_first() -> None:
+    job = PlanJob(LLAMA, 8192, 1, 8, Layout(16), GPUS["h100"])
+    best = best_plans(job)
+    assert len(best) == 10 and all(plan.fits for plan in best)
+    speeds = [plan.per_gpu for plan in best]
+    assert speeds == sorted(speeds, reverse=True)
+    assert {plan.job.step_tokens for plan in best} == {job.step_tokens}
+    assert len({(plan.job.layout, plan.job.memory.recompute) for plan in best}) == 10
+    too_large = replace(job, layout=Layout(8), gpu=GPUS["4090"], seq_len=4096)
+    assert not make_plan(too_large).fits
+    near = nearest_fitting(too_large)
+    assert len(near) == 3 and all(plan.fits and plan.job.layout.world == 8 for plan in near)
+
+
+def test_the_errors_on_the_page_are_those_of_the_code() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text.partition(plan_anchors.BEGIN + "\n")[2].partition(plan_anchors.END)[0] == plan_anchors.page(), "run plan_anchors.py --write"
+    peaks, speeds = plan_anchors.errors()
+    assert max(abs(error) for _, _, error in peaks) < 0.06 and sum(abs(error) <= 0.05 for _, _, error in peaks) >= 12
+    assert sum(abs(error) <= 0.1 for _, _, error in speeds) >= 0.85 * len(speeds)
+    assert any(one.job.layout.world == 1024 and abs(error) <= 0.1 for one, _, error in speeds)
+
+
+def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["plan", *arguments])
+    seen = capsys.readouterr()
+    return code, seen.out, seen.err
+
+
+def test_the_verb_prints_json_tables_and_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    layout = ["--world", "8", "--gpu", "a800", "model.preset=llama-1b", "data.seq_len=2048", "batch.rows=64", "batch.micro_rows=1", "parallel.pipeline=4"]
+    code, out, _ = run_cli(capsys, *layout, "--json", "--tokens", "20B", "--price", "2", "--groups")
+    found = json.loads(out)
+    assert code == 0 and found["layout"]["data"] == 2 and found["memory"]["fits"] is True
+    assert sum(found["memory"]["kinds"].values()) == found["memory"]["total"]
+    assert found["budget"]["cost"] == pytest.approx(2 * found["budget"]["gpu_hours"])
+    assert found["budget"]["gpu_hours"] == pytest.approx(20e9 / found["speed"]["tokens_per_second"] / 3600 * 8)
+    assert found["pipeline"]["in_flight"][0] == {"0": 4} and found["groups"]["pipeline"][0] == [0, 2, 4, 6]
+    picture = tmp_path / "plan.png"
+    code, out, _ = run_cli(capsys, *layout, "--plot", str(picture), "--search")
+    assert code == 0 and picture.read_bytes().startswith(b"\x89PNG")
+    assert "Fastest layouts" in out and "microbatches in flight: stage 0: 4" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--gpu", "h1000"], "--gpu is 'h1000'; it must be one of b200, h200"),
+        (["--tokens", "many"], "--tokens is 'many'; it must be a number above 0"),
+        (["--price", "2"], "--price is 2, but --tokens is not given"),
+        (["--plot", "x.txt", "model.vocab_size=512"], "its name must end in .png, .svg or .pdf"),
+        (["--plot", "/nowhere/x.png", "model.vocab_size=512"], "there is no folder /nowhere"),
+        (["--world", "8", "parallel.tensor=3", "model.vocab_size=512"], "The nearest layout that works on 8 ranks: "),
+        (["--world", "6", "parallel.pipeline=6", "model.vocab_size=512"], "every stage needs a layer, and the model has 4"),
+        (["--world", "8", "batch.tokens=1000", "model.vocab_size=512"], "batch.tokens is 1000; it must be a multiple"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
+    code, _, err = run_cli(capsys, *arguments)
+    assert code == 2 and expected in err and len(err.strip().splitlines()) == 1
+
+
+def test_planning_needs_no_torch() -> None:
+    program = (
+        "import sys; from headway.cli import main; code = main(['plan', '--world', '64', 'model.preset=llama-8b', '--search', '--json']);"
+        " sys.exit(code or ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
+
+
+def test_auto_rows_are_the_most_that_fit() -> None:
+    plan = planned("model.preset=llama-1b", "data.seq_len=8192", "batch.rows=64", "batch.micro_rows=auto", gpu="h200")
+    more = replace(plan.job, rows=2 * plan.job.rows, accumulate=plan.job.accumulate // 2)
+    assert plan.fits and not make_plan(more).fits
+
+
+def test_a_layout_error_names_the_rule() -> None:
+    with pytest.raises(ParallelError, match=r"fsdp, which has no pipeline.*nearest layout that works on 8 ranks"):
+        planned("model.vocab_size=512", "parallel.strategy=fsdp", "parallel.pipeline=2", world=8)
+    with pytest.raises(ConfigError, match=r"data.seq_len is 1024; it must not exceed"):
+        planned("model.vocab_size=512", "data.seq_len=1024")
+
+
+def test_plans_of_every_shipped_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("pretrain", "sft"):
+        code, out, err = run_cli(capsys, name, "--json")
+        assert code == 0 or len(err.strip().splitlines()) == 1, err
+        found: dict[str, Any] = json.loads(out) if code == 0 else {}
+        assert code or found["speed"]["per_gpu"] > 0
