@@ -237,8 +237,9 @@ def planned_peak(anchor: Anchor) -> float:
 
 def errors() -> tuple[list[tuple[Anchor, float, float]], list[tuple[Anchor, float, float]]]:
     """(anchor, planned, error) of every peak and of every speed."""
-    peaks = [(one, planned_peak(one), one.peak_gib) for one in anchors() if one.peak_gib is not None]
-    speeds = [(one, make_plan(one.job).per_gpu, one.tokens_per_second) for one in anchors() if one.tokens_per_second is not None]
+    all_of_them = anchors()
+    peaks = [(one, planned_peak(one), one.peak_gib) for one in all_of_them if one.peak_gib is not None]
+    speeds = [(one, make_plan(one.job).per_gpu, one.tokens_per_second) for one in all_of_them if one.tokens_per_second is not None]
     return [(one, value, value / real - 1) for one, value, real in peaks], [(one, value, value / real - 1) for one, value, real in speeds]
 
 
@@ -247,9 +248,8 @@ def share_within(found: list[tuple[Anchor, float, float]], limit: float) -> str:
     return f"{sum(abs(error) <= limit for _, _, error in found)} of {len(found)} are within {100 * limit:.0f} %"
 
 
-def page() -> str:
+def page(peaks: list[tuple[Anchor, float, float]], speeds: list[tuple[Anchor, float, float]]) -> str:
     """The tables of docs/plan.md."""
-    peaks, speeds = errors()
     far = max(peaks, key=lambda one: abs(one[2]))
     lines = [
         f"**Memory**: {share_within(peaks, 0.05)}; the largest error is {100 * far[2]:+.1f} % ({far[0].name}).", "",
@@ -278,11 +278,11 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="docs/plan.md", help="replace the tables of this page")
     options = parser.parse_args()
     if options.write is None:
-        print(page(), end="")
+        print(page(*errors()), end="")
         return
     text = options.write.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
-    options.write.write_text(f"{before}{BEGIN}\n{page()}{END}{rest.partition(END)[2]}", encoding="utf-8")
+    options.write.write_text(f"{before}{BEGIN}\n{page(*errors())}{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ def test_bytes_are_those_of_headway_train(settings: list[str]) -> None:
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_the_bubble_of_equal_stages_is_the_known_one(stages: int) -> None:
     def bubble(schedule: ScheduleName, virtual: int) -> float:
-        seconds: dict[ActionKind, list[float]] = {kind: [size / virtual] * stages * virtual for kind, size in zip("FBIW", (1.0, 2.0, 1.0, 1.0), strict=True)}  # type: ignore[misc]
+        usual: dict[ActionKind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+        seconds: dict[ActionKind, list[float]] = {kind: [size / virtual] * stages * virtual for kind, size in usual.items()}
         return simulate(PipelineShape(schedule, stages, virtual), 2 * stages, seconds).bubble
 
     number = 2 * stages
@@ -97,11 +98,11 @@ def test_microbatches_in_flight_by_hand() -> None:
 def test_a_pipeline_holds_its_stages_and_more_microbatches_first() -> None:
     job = PlanJob(LLAMA, 4096, 1, 16, Layout(8, pipeline=4), GPUS["h100"])
     plan = make_plan(job)
-    assert [len(stage) for stage in job.stages] == [9, 9, 8, 6] or sum(len(stage) for stage in job.stages) == 32
+    assert [len(stage) for stage in job.stages] == [8, 9, 9, 6]  # the head costs as much as two layers
     assert plan.worst_rank == 0 and plan.by_rank[0].total > plan.by_rank[3].total
     assert job.parameters_of(0).total == 525_336_576 + len(job.stages[0]) * 218_112_000
     assert job.held_blocks(0) == 4 * len(job.stages[0])
-    assert plan.step_seconds > job.accumulate * plan.timeline.seconds / 100 if plan.timeline else False
+    assert plan.timeline is not None and plan.timeline.seconds < plan.step_seconds < 1.2 * plan.timeline.seconds
 
 
 def test_traffic_by_hand() -> None:
@@ -137,8 +138,9 @@ def test_a_search_lists_layouts_that_fit_the_fastest_first() -> None:
 
 def test_the_errors_on_the_page_are_those_of_the_code() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text.partition(plan_anchors.BEGIN + "\n")[2].partition(plan_anchors.END)[0] == plan_anchors.page(), "run plan_anchors.py --write"
     peaks, speeds = plan_anchors.errors()
+    tables = plan_anchors.page(peaks, speeds)
+    assert text.partition(plan_anchors.BEGIN + "\n")[2].partition(plan_anchors.END)[0] == tables, "run plan_anchors.py --write"
     assert max(abs(error) for _, _, error in peaks) < 0.06 and sum(abs(error) <= 0.05 for _, _, error in peaks) >= 12
     assert sum(abs(error) <= 0.1 for _, _, error in speeds) >= 0.85 * len(speeds)
     assert any(one.job.layout.world == 1024 and abs(error) <= 0.1 for one, _, error in speeds)
@@ -151,7 +153,17 @@ def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 
 def test_the_verb_prints_json_tables_and_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    layout = ["--world", "8", "--gpu", "a800", "model.preset=llama-1b", "data.seq_len=2048", "batch.rows=64", "batch.micro_rows=1", "parallel.pipeline=4"]
+    layout = [
+        "--world",
+        "8",
+        "--gpu",
+        "a800",
+        "model.preset=llama-1b",
+        "data.seq_len=2048",
+        "batch.rows=64",
+        "batch.micro_rows=1",
+        "parallel.pipeline=4",
+    ]
     code, out, _ = run_cli(capsys, *layout, "--json", "--tokens", "20B", "--price", "2", "--groups")
     found = json.loads(out)
     assert code == 0 and found["layout"]["data"] == 2 and found["memory"]["fits"] is True
