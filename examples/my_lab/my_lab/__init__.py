@@ -1,0 +1,1 @@
+"""Things that headway does not have, in a package of one's own."""

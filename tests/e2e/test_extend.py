@@ -1,0 +1,121 @@
+"""docs/extend.md: its code is that of examples/my_lab, and a run takes a loss, an optimizer, a family, ... of that package."""
+
+import json
+import re
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.byte_model import byte_tokenizer
+from support.runs import headway
+
+import headway as hw
+from headway.cli import main
+from headway.optim.base import Guard, Hyper
+from headway.track.metrics_file import read_metrics
+
+ROOT = Path(__file__).parents[2]
+LAB = ROOT / "examples" / "my_lab"
+TINY: dict[str, Any] = {
+    "model": {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "ffn_size": 24, "vocab_size": 320, "max_seq_len": 32},
+    "data": {"seq_len": 32}, "batch": {"rows": 4}, "steps": 3, "device": "cpu", "log": {"every": 1}, "optim": {"lr": 0.01},
+}  # fmt: skip
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package, installed: on Python's path, with the metadata that pip writes."""
+    project = tomllib.loads((LAB / "pyproject.toml").read_text())["project"]
+    info = tmp_path / "site" / f"my_lab-{project['version']}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    groups = project["entry-points"].items()
+    lines = [line for name, entries in groups for line in (f"[{name}]", *(f"{key} = {value}" for key, value in entries.items()))]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    shutil.copytree(LAB / "my_lab", tmp_path / "site" / "my_lab")
+    for name in [name for name in sys.modules if name.split(".")[0] == "my_lab"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_page_shows_the_files_of_the_package() -> None:
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"(?ms)^```python\n# my_lab/(\w+\.py)\n(.*?)^```", page))
+    files = {file.name: file.read_text(encoding="utf-8") for file in (LAB / "my_lab").glob("*.py") if file.name != "__init__.py"}
+    assert shown == files, "docs/extend.md shows other code than examples/my_lab"
+    assert re.findall(r"(?ms)^```toml\n(.*?)^```", page)[0] in (LAB / "pyproject.toml").read_text()
+
+
+def test_a_run_takes_everything_from_the_package(lab: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    byte_tokenizer().save(lab / "tokenizer")
+    (lab / "fortunes").mkdir()
+    (lab / "fortunes" / "one").write_text("\n%\n".join(f"fortune {number} says hello" for number in range(20)) + "\n")
+    recipe = hw.Recipe.load(TINY).with_(
+        {
+            "model.family": "my_lab.family", "objective.kind": "my_lab.focal_loss", "track": ["my_lab.text_log"],
+            "optim": {"kind": "my_lab.momentum", "lr": 0.01, "momentum": 0.5}, "callbacks": ["my_lab.follow:Best"],
+            "data.train": [{"path": "fortunes", "format": "my_lab.fortune"}], "data.cache_dir": lab / "cache",
+            "data.valid": {"fraction": 0.2}, "tokenizer": "tokenizer", "run.dir": lab, "eval.every": 1,
+        }
+    )  # fmt: skip
+    result = hw.train(recipe)
+    assert json.loads((lab / "run" / "final" / "config.json").read_text())["model_type"] == "my_llama"
+    log = (lab / "run" / "log.txt").read_text()
+    assert "3 loss" in log and "finish: done" in log
+    assert float((lab / "run" / "best.txt").read_text()) == pytest.approx(result.best_valid_loss, abs=1e-3)
+    assert {one["key"] for one in json.loads((lab / "run" / "code.json").read_text())} == {
+        "model.family", "objective.kind", "optim.kind", "track.0.kind", "callbacks.0", "data.train.0.format"
+    }  # fmt: skip
+    assert result.history()[-1]["nll"] > 0 and hw.train(recipe.with_(steps=4)).steps == 4, "it resumes"
+    capsys.readouterr()
+    assert main(["losses", "run", "--last", "2"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert main(["losses", "nothing"]) == 2 and "has no metrics.jsonl" in capsys.readouterr().err
+    assert main(["--help"]) == 0 and "my_lab.verbs:losses of my-lab 0.1" in capsys.readouterr().out
+    with pytest.raises(hw.ConfigError, match=r"optim.momentum is 2.0; it should be less than 1"):
+        recipe.with_({"optim.momentum": 2.0})
+
+
+def test_the_focal_loss_without_focus_is_the_plain_loss(lab: Path) -> None:
+    recipe = hw.Recipe.load(TINY, {"run.dir": lab})
+    plain = hw.train(recipe)
+    focal = hw.train(recipe.with_({"run.name": "focal"}, objective={"kind": "my_lab.focal_loss", "gamma": 0.0}))
+    assert [one["loss"] for one in focal.history()] == pytest.approx([one["loss"] for one in plain.history()], rel=1e-5)
+
+
+def test_the_momentum_optimizer_is_torchs(lab: Path) -> None:
+    from my_lab.momentum import Momentum  # pyright: ignore[reportMissingImports]
+
+    torch.manual_seed(0)
+    mine, held, step = torch.randn(10), torch.zeros(10), torch.zeros(())
+    theirs = torch.nn.Parameter(mine.clone())
+    reference = torch.optim.SGD([theirs], lr=0.1, momentum=0.9)
+    for number in range(5):
+        grad = torch.randn(10)
+        guard = Guard(torch.tensor(2.0), torch.tensor(float(number == 2)))
+        Momentum().update([mine], [grad * 2], {"momentum": [held]}, [step], Hyper(0.1, (0.9, 0.0), 0.0, 0.0), guard)
+        if number != 2:
+            theirs.grad = grad
+            reference.step()
+    assert torch.allclose(mine, theirs) and step == 4
+
+
+@pytest.mark.drill
+def test_files_in_the_working_directory_work_with_two_ranks(lab: Path) -> None:
+    for name in ("focal_loss", "momentum", "text_log", "follow"):
+        shutil.copy(LAB / "my_lab" / f"{name}.py", lab)
+    (lab / "recipe.yaml").write_text(json.dumps({**TINY, "steps": 4}))
+    kinds = ["objective=./focal_loss.py", "optim.kind=./momentum.py", "track=[./text_log.py]", "callbacks=[./follow.py:Best]"]
+    for name, ranks in (("one", "1"), ("two", "2")):
+        done = headway("train", "recipe.yaml", f"run.dir={lab}", f"run.name={name}", *kinds, "--nproc", ranks)
+        assert done.returncode == 0, done.stderr
+    one, two = ([record["loss"] for record in read_metrics(lab / name / "metrics.jsonl")] for name in ("one", "two"))
+    assert one == pytest.approx(two, rel=1e-5) and len(json.loads((lab / "two" / "code.json").read_text())) == 4
+    done = headway("train", "recipe.yaml", f"run.dir={lab}", "run.name=two", *kinds, "steps=6", "--nproc", "2")
+    assert done.returncode == 0 and len((lab / "two" / "metrics.jsonl").read_text().splitlines()) == 6
