@@ -19,6 +19,7 @@ FROM_ROOT = {
     "README.zh-CN.md": "README.zh-CN.md",
 }
 """File of the repository -> page of the site."""
+BETWEEN_CHINESE = re.compile(r"(?<=[\u3000-\u9fff\uff00-\uffef])\n(?=[\u3000-\u9fff\uff00-\uffef])")
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -43,7 +44,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links as they work in the repository -> links of the site."""
     source = next((one for one, name in FROM_ROOT.items() if name == page.file.src_uri), f"docs/{page.file.src_uri}")
-    return LINK.sub(lambda link: _linked(link, source), markdown)
+    joined = BETWEEN_CHINESE.sub("", markdown)  # a browser would show the end of such a line as a space
+    return LINK.sub(lambda link: _linked(link, source), joined)
 
 
 def _linked(link: re.Match[str], source: str) -> str:
@@ -112,10 +114,8 @@ def api_page() -> str:
         for member, value in vars(thing).items() if inspect.isclass(thing) else ():
             found = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if not member.startswith("_") and inspect.isfunction(found) and found.__doc__:
-                shown = f".{member}" if isinstance(value, property) else f".{member}{_signature(found)}"
-                lines += [f"### `{shown}`" if len(shown) < 60 else f"### `.{member}(...)`", ""]
-                lines += ["```python", shown, "```", ""] if len(shown) >= 60 else []
-                lines += [_text(found), ""]
+                shown = "" if isinstance(value, property) else _signature(found)
+                lines += [f"### .{member}", "", *(["```python", f"{member}{shown}", "```", ""] if shown else []), _text(found), ""]
     return "\n".join(lines)
 
 
@@ -146,7 +146,8 @@ def _signature(thing: Any) -> str:
         default = "" if one.default is one.empty else f" = {one.default!r}"
         parts.append(f"{stars}{name}{kind}{default}")
     result = "" if found.return_annotation in (found.empty, None, "None") else f" -> {_type(found.return_annotation)}"
-    return f"({', '.join(parts)}){result}"
+    whole = f"({', '.join(parts)}){result}"
+    return whole if len(whole) < 80 else "(\n    " + ",\n    ".join(parts) + f",\n){result}"
 
 
 def _type(annotation: Any) -> str:
