@@ -1,5 +1,6 @@
 """The tutorial's commands, read from the page and run in order: shortened in every test run, as they stand in a drill."""
 
+import io
 import re
 import shlex
 import subprocess
@@ -26,7 +27,9 @@ def shortened(words: list[str]) -> list[str]:
     return [*found, *(SMALL if is_first else []), *(["eval.rows=2", "eval.at_start=false"] if found[0] == "train" else [])]
 
 
-def run_page(folder: Path, *, is_short: bool) -> list[list[str]]:
+def run_page(folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_short: bool) -> list[list[str]]:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     script = SCRIPT.replace('.glob("*.py")', '.glob("[a-c]*.py")') if is_short else SCRIPT
     (folder / "make_data.py").write_text(script, encoding="utf-8")
     done: list[list[str]] = []
@@ -39,15 +42,16 @@ def run_page(folder: Path, *, is_short: bool) -> list[list[str]]:
         else:
             assert words[0] == "headway"
             arguments = shortened(words[1:]) if is_short else words[1:]
+            if words[1] == "chat":
+                monkeypatch.setattr(sys, "stdin", io.StringIO("What does os.getcwd do?\n"))  # what a person would type
+                arguments += ["--max-new-tokens", "4" if is_short else "40"]
             assert main(arguments) == 0, arguments
         done.append(words)
     return done
 
 
 def test_every_command_of_the_tutorial_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    done = run_page(tmp_path, is_short=True)
+    done = run_page(tmp_path, monkeypatch, is_short=True)
     assert len(done) == len([line for line in COMMANDS if line.startswith(("headway", "python"))]) >= 10
     assert (tmp_path / "my-model" / "model.safetensors").exists() and (tmp_path / "report" / "report.md").exists()
 
@@ -57,8 +61,6 @@ def test_every_command_of_the_tutorial_works(tmp_path: Path, monkeypatch: pytest
 def test_the_tutorial_as_it_stands_gives_a_model_that_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run_page(tmp_path, is_short=False)
+    run_page(tmp_path, monkeypatch, is_short=False)
     losses = [float(loss) for loss in re.findall(r"valid/loss ([\d.]+)", capfd.readouterr().err)]
     assert len(losses) > 4 and min(losses) < 0.8 * losses[0]
