@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from support.engines import make_engine
-from support.layout_trials import GATED, SPARSITY, compare, more_tensor_trials, tensor_trials, train_some, trial
+from support.layout_trials import GATED, SPARSITY, compare, compiled_tensor_trials, more_tensor_trials, tensor_trials, train_some, trial
 from support.ranks import run_ranks, start_processes
 from support.runs import make_stores, write_recipe
 
@@ -21,7 +22,9 @@ from headway.checkpoint.load import open_checkpoint
 from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
 from headway.config.load import load
 from headway.errors import CommunicationError
+from headway.kernels.fp8 import LinearSplit, fp8_linear
 from headway.parallel.collectives import RankGroup
+from headway.parallel.tensor_exchange import TensorExchange
 from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
@@ -34,6 +37,11 @@ def test_ranks_that_share_layers_train_like_one_process() -> None:
 @pytest.mark.drill
 def test_ranks_that_share_layers_train_like_one_process_in_more_cases() -> None:
     sys.stdout.write("\n" + "\n".join(compare(more_tensor_trials())) + "\n")
+
+
+@pytest.mark.drill
+def test_compiled_halves_exchange_in_their_graphs() -> None:
+    sys.stdout.write("\n" + "\n".join(compare(compiled_tensor_trials(), seconds_each=200)) + "\n")
 
 
 MOVES: list[tuple[int, dict[str, Any]]] = [
@@ -119,3 +127,29 @@ def test_a_rank_that_stops_inside_a_layer_is_named_with_the_axis_and_the_exchang
     said = start_processes(work, 2)
     assert said[0].startswith("rank 0 waited ") and "_scatter of 2 tensor ranks (exchange " in said[0], said[0]
     assert "rank 1" in said[0].partition("The others")[2], said[0]
+
+
+def in_fp8(group: RankGroup) -> None:
+    """A column-split and a row-split product in fp8, against the whole layers."""
+    exchange = TensorExchange(group, sequence=False)
+    generator = torch.Generator().manual_seed(0)
+    x, up, down = (torch.randn(*shape, generator=generator) for shape in ((32, 16), (64, 16), (16, 64)))
+    up[40] *= 30  # the highest values are on one rank
+    down[:, 5] *= 30
+    rows = slice(32 * group.rank, 32 * group.rank + 32)
+    for scaling in ("tensorwise", "rowwise"):
+        leaves = [one.clone().requires_grad_() for one in (x, up, down)]
+        whole = fp8_linear(fp8_linear(leaves[0], leaves[1], None, scaling).relu(), leaves[2], None, scaling)
+        whole.square().sum().backward()
+        parts = [one.clone().requires_grad_() for one in (x, up[rows], down[:, rows])]
+        middle = fp8_linear(exchange.enter(parts[0][None])[0], parts[1], None, scaling, LinearSplit("column", exchange.highest)).relu()
+        split = exchange.leave(fp8_linear(middle, parts[2], None, scaling, LinearSplit("row", exchange.highest))[None])[0]
+        torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-4)
+        split.square().sum().backward()
+        grads = [leaf.grad for leaf in leaves]
+        for got, right in zip([part.grad for part in parts], [grads[0], grads[1][rows], grads[2][:, rows]], strict=True):
+            assert (got - right).norm() <= 1e-5 * right.norm(), scaling
+
+
+def test_products_in_fp8_have_the_scales_of_the_whole_layer() -> None:
+    run_ranks(in_fp8, 2)

@@ -107,8 +107,8 @@ def test_rewards_may_say_which_checkpoint_is_best_and_a_wrong_name_is_refused_be
     assert not (folder / "runs" / "wrong" / "metrics.jsonl").exists()
 
 
-LAYOUTS = {"ddp": ("parallel.zero1.size=1",), "zero1": (), "fsdp": ("parallel.strategy=fsdp",)}
-QUICK = [("zero1", "sigmoid"), ("fsdp", "kto_pair")]
+LAYOUTS = {"ddp": ("parallel.zero1.size=1",), "zero1": (), "fsdp": ("parallel.strategy=fsdp",), "tensor": ("parallel.tensor=2",)}
+QUICK = [("zero1", "sigmoid"), ("fsdp", "kto_pair"), ("tensor", "sigmoid")]
 REST = [(layout, loss) for layout in LAYOUTS for loss in ("sigmoid", "kto_pair") if (layout, loss) not in QUICK]
 
 
@@ -141,6 +141,13 @@ def test_cached_log_probabilities_are_the_live_ones_and_are_made_once(folder: Pa
     shutil.rmtree(folder / "cache" / "reference")
     assert_same(run(folder, "cached-two", cached, world=2), plain)
     assert [path.name for path in (folder / "cache" / "reference").iterdir()] == [files[0].name]
+
+
+@pytest.mark.drill
+def test_ranks_that_share_layers_share_the_reference_and_its_cache(folder: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
+    cached = ("objective.reference_logps=cached", f"data.cache_dir={tmp_path}", "parallel.tensor=2")
+    assert_same(run(folder, "cached-tensor", *cached, world=2), plain)
+    assert_same(run(folder, "cached-tensor-again", *cached, world=4), plain)
 
 
 def run_without_time(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:

@@ -120,13 +120,13 @@ def on_one_process(one: LayoutTrial) -> LayoutTrial:
     return replace(one, name="alone", world=1, setup=replace(one.setup, parallel=kept))
 
 
-def compare(trials: Sequence[LayoutTrial], tolerance: float = 1e-5) -> list[str]:
+def compare(trials: Sequence[LayoutTrial], tolerance: float = 1e-5, seconds_each: float = 10) -> list[str]:
     """Run trials; returns the table, a line for each. Losses, norms, validation and final weights must be those of one process."""
     table = [f"{'trial':<44}{'ranks':>6}  {'loss':>10}{'norm':>10}{'weights':>10}   largest relative difference in {STEPS} steps"]
     wrong: list[str] = []
     for world, several in groupby(sorted(trials, key=lambda one: one.world), key=lambda one: one.world):
         listed = list(several)
-        results = run_ranks(functools.partial(_train_all, listed), world, timeout=60 + 10 * len(listed))
+        results = run_ranks(functools.partial(_train_all, listed), world, timeout=60 + seconds_each * len(listed))
         for index, one in enumerate(listed):
             try:
                 differences = [_differences(one, outcomes[index], tolerance) for outcomes in results]
@@ -230,4 +230,20 @@ def more_tensor_trials() -> list[LayoutTrial]:
         trial("x fsdp of 2, twice", 8, {**fsdp, "fsdp": {"size": 2}}, micro=4),
         trial("x context x zero1", 8, {**tensor, "context": 2}, **gates),
         trial("4 ranks x fsdp, 2 KV heads", 8, {**fsdp, "tensor": 4}, config=PLAIN.with_(num_kv_heads=2)),
+    ]
+
+
+def compiled_tensor_trials() -> list[LayoutTrial]:
+    """Compiled halves of blocks, whose graphs contain the exchanges."""
+    return [
+        trial("compiled", 2, {"tensor": 2}, compile_blocks=True),
+        trial("compiled, no sequence, dora", 2, {"tensor": 2, "sequence": False}, compile_blocks=True, adapter=DORA),
+        trial(
+            "compiled, selective recompute, biases",
+            2,
+            {"tensor": 2},
+            compile_blocks=True,
+            memory={"recompute": "selective"},
+            config=PLAIN.with_(**BIASES),
+        ),
     ]

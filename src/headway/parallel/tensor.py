@@ -13,18 +13,22 @@ Fewer KV heads than ranks: each head is on tensor / num_kv_heads neighbouring ra
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headway.errors import ParallelError
+from headway.kernels.fp8 import MULTIPLE, Fp8Linear, LinearSplit
 from headway.kernels.vocab_loss import VocabShard
 from headway.model.adapter.config import PARTS
 from headway.model.adapter.lora import AdaptedLinear
-from headway.model.base import LayerSplit, Model
+from headway.model.base import LayerSplit, Model, build_model
 from headway.model.config import ModelConfig
-from headway.model.layout import ParamSpec
+from headway.model.layout import GATES, ParamSpec
 from headway.optim.groups import ADAPTER
 from headway.parallel.base import LocalModel, ParamBox
 from headway.parallel.collectives import RankGroup, RankGroups, split_group
@@ -52,6 +56,21 @@ def split_model(model: Model, spec: EngineSpec) -> LocalModel:
     shard = VocabShard(rows.start, vocab, exchange.stack, exchange.enter)
     model.split_layers(LayerSplit(exchange.enter, exchange.leave, exchange.drop, local_heads(model.config, group), group.rank == 0, shard))
     return LocalModel(boxes, _sum_groups(spec.ranks, copies))
+
+
+@torch.no_grad()
+def build_frozen_part(spec: EngineSpec, weights: Iterable[tuple[str, Tensor]]) -> Model:
+    """This rank's part of a model with given weights, in evaluation mode and without gradients; all its heads are full."""
+    spec = replace(spec, model=spec.model.with_(head_gates=None))
+    with torch.device("meta"):
+        model = build_model(spec.model)
+    boxes = split_model(model, spec).boxes
+    model = model.to(spec.dtype).to_empty(device=spec.device).eval().requires_grad_(False)
+    parameters = dict(model.named_parameters())
+    for name, value in weights:
+        if name != GATES:
+            parameters[name].copy_(boxes[name].of(value))
+    return model
 
 
 def _sum_groups(ranks: RankGroups, copies: int) -> dict[int, RankGroup]:
@@ -137,12 +156,25 @@ def _replace_modules(model: Model, specs: dict[str, ParamSpec], boxes: dict[str,
             continue
         if isinstance(module, nn.Embedding) and spec.split == "vocab":
             _put(model, path, VocabEmbedding(module, boxes[spec.name].offset[0], exchange))
+        elif isinstance(module, Fp8Linear):
+            _split_fp8(path, module, spec, exchange)
         elif isinstance(module, nn.Linear) and spec.split == "row":
             if isinstance(module, AdaptedLinear):
                 module.adds_bias = exchange.rank == 0
                 module.drop, module.over_inputs = exchange.drop_inputs, exchange.sum
             elif module.bias is not None:
                 _put(model, path, RowLinear(module, adds_bias=exchange.rank == 0))
+
+
+def _split_fp8(path: str, module: Fp8Linear, spec: ParamSpec, exchange: TensorExchange) -> None:
+    if any(size % MULTIPLE for size in module.weight.shape):
+        raise ParallelError(
+            f"precision is 'fp8' and parallel.tensor is {exchange.size}; a rank's part of a matrix needs sizes that are multiples of "
+            f"{MULTIPLE}, and that of {path} is {list(module.weight.shape)}. Use a smaller tensor degree, or bf16."
+        )
+    assert spec.split in ("column", "row"), "only the layers of blocks are in fp8"
+    module.split = LinearSplit(spec.split, exchange.highest)
+    module.adds_bias = spec.split == "column" or exchange.rank == 0
 
 
 def _put(model: Model, path: str, module: nn.Module) -> None:

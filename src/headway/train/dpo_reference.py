@@ -1,7 +1,8 @@
 """The frozen reference model of DPO. A recipe, the reference weights and the pairs come in; a function that adds the reference's
 log-probabilities to a microbatch goes out.
 
-live     the reference stays in memory as a second model, whole on every rank, in the compute dtype, and reads every microbatch too
+live     the reference stays in memory as a second model in the compute dtype and reads every microbatch too; it is whole on every rank,
+         or split along the tensor axis like the model that trains
 cached   it reads every pair once before training and is freed; its numbers are stored in data.cache_dir/reference under a hash of the
          weights, the model's shape, the store's content and the compute dtype, so that they are recomputed when any of these changes
 """
@@ -26,7 +27,7 @@ from headway.data.mixture import MixtureSource
 from headway.data.open import OpenData
 from headway.data.pairs import PAIR, PairSource
 from headway.data.selection import Selection
-from headway.errors import CheckpointError, ConfigError, DataError
+from headway.errors import CheckpointError, ConfigError, DataError, ParallelError
 from headway.infer.load import build_frozen_model, find_model
 from headway.model.base import Model
 from headway.model.config import ModelConfig
@@ -36,6 +37,8 @@ from headway.objective.dpo import REFERENCE, document_sums
 from headway.parallel.assemble import wrap_blocks
 from headway.parallel.config import MemoryConfig
 from headway.parallel.engine import EngineSpec
+from headway.parallel.layout_rules import LayoutCase, check_layout
+from headway.parallel.tensor import build_frozen_part
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.storage import parse_sealed_json, read_sealed, sealed_json, write_atomic, write_sealed
@@ -138,6 +141,11 @@ def _find(resolved: Resolved, path: str | None) -> _Source:
         stored = find_model(path, resolved.recipe.data.cache_dir)
     except (ConfigError, DataError) as problem:
         raise ConfigError(f"objective.reference: {problem}") from None
+    recipe = resolved.recipe
+    try:
+        check_layout(LayoutCase(recipe.parallel, stored.config, recipe.data.seq_len, recipe.objective))
+    except ParallelError as problem:
+        raise ParallelError(f"objective.reference is {path}: {problem}") from None
     if stored.config.vocab != model.vocab:
         raise ConfigError(
             f"objective.reference is {path}, with a vocabulary of {stored.config.vocab}; the model has {model.vocab}. "
@@ -179,7 +187,11 @@ class _Digest:
 
 
 def _load(source: _Source, weights: Iterable[tuple[str, Tensor]], scoring: _Scoring) -> Model:
-    model = build_frozen_model(source.config, weights, scoring.spec.device, scoring.spec.dtype)
+    spec = scoring.spec
+    if spec.ranks.tensor.size > 1:
+        model = build_frozen_part(replace(spec, model=source.config), weights)
+    else:
+        model = build_frozen_model(source.config, weights, spec.device, spec.dtype)
     wrap_blocks(model, replace(scoring.spec, memory=MemoryConfig()))
     return model
 
@@ -209,7 +221,7 @@ def _lookup(table: Tensor) -> Callable[[Batch], Batch]:
 def _table(data: OpenData, source: _Source, digest: str, scoring: _Scoring) -> Tensor:
     """Log-probabilities of every pair of every source, chosen and rejected, indexed by the pairs' numbers over all sources."""
     selections = {id(one.selection.source): one.selection for many in (data.train, *data.valid.values()) for one in many}
-    ranks = scoring.spec.ranks.data
+    everyone = scoring.spec.ranks.world
     tables: list[tuple[int, Tensor]] = []
     model: Model | None = None
     for selection in selections.values():
@@ -217,10 +229,10 @@ def _table(data: OpenData, source: _Source, digest: str, scoring: _Scoring) -> T
         assert isinstance(pairs, PairSource)
         path = _cache_path(selection, source, digest, scoring)
         found = read_table(path, pairs.num_documents)
-        if ranks.max(0 if found is not None else 1):  # ranks on other machines may not see the file: then all compute it again
+        if everyone.max(0 if found is not None else 1):  # ranks on other machines may not see the file: then all compute it again
             model = model or _load(source, source.weights(), scoring)
             found = _score(model, selection, scoring)
-            if ranks.rank == 0:
+            if everyone.rank == 0:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_sealed(path, found.numpy().astype("<f4").tobytes())
                 log.info("reference log-probabilities of %s are stored in %s", pairs.name, path)
