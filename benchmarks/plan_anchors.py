@@ -195,7 +195,7 @@ def others() -> Iterator[Anchor]:
     ):
         job = PlanJob(model, seq_len, rows, 1, fsdp(world), h100, memory=memory, software=mosaic)
         yield Anchor("llm-foundry, scripts/train/benchmarking", name, job, speed, note="rows per microbatch assumed")
-    bridge = Software("cudnn", reduce_bytes=2)
+    bridge = Software("cudnn", reduce_bytes=2, regathers=True)
     source = "Megatron-Bridge, performance summary"
     yield Anchor(source, "Llama 3 8B, 8K, 8 H100, fp8", PlanJob(LLAMA_8B, 8192, 1, 16, fsdp(8), h100, "fp8", software=bridge), 14_451)
     layout = Layout(64, tensor=4, pipeline=8, schedule="interleaved", virtual_stages=5)

@@ -184,6 +184,11 @@ def _gradients(job: MemoryJob) -> int:
     return (4 if job.compute_bytes == 4 else job.grad_bytes) * job.trained
 
 
+def _stream(job: MemoryJob) -> float:
+    """Width of the residual stream, spread over the ranks that share its tokens."""
+    return job.model.hidden_size / job.tensor if job.sequence else float(job.model.hidden_size)
+
+
 def _per_token(job: MemoryJob, *, selective: bool) -> float:
     """Elements of the compute dtype that one block keeps for one token."""
     model = job.model
@@ -191,7 +196,7 @@ def _per_token(job: MemoryJob, *, selective: bool) -> float:
     key = model.kv_heads * model.head_size / min(job.tensor, model.kv_heads)
     ffn = model.ffn_size / job.tensor
     width = model.hidden_size
-    part = width / job.tensor if job.sequence else width
+    part = _stream(job)
     if job.compiled and job.fp8:
         kept = 2 * part + width + 1.5 * query + 2 * key + 2 * ffn
     elif job.compiled:
@@ -215,8 +220,7 @@ def _per_block(job: MemoryJob) -> float:
     model = job.model
     again = len(job.memory.recomputed_blocks(model.num_layers)) / model.num_layers
     kept = _per_token(job, selective=job.memory.recompute == "selective")
-    part = model.hidden_size / job.tensor if job.sequence else model.hidden_size
-    return job.tokens * job.compute_bytes * ((1 - again) * kept + again * part)
+    return job.tokens * job.compute_bytes * ((1 - again) * kept + again * _stream(job))
 
 
 def _saved(job: MemoryJob) -> float:
@@ -241,8 +245,7 @@ def _working(job: MemoryJob, *, recomputed: bool) -> float:
 
 def _ends(job: MemoryJob) -> float:
     """The last norm is never compiled: its input, twice in fp32, and its result; the angles of positions are fp32 too."""
-    model = job.model
-    return job.tokens * ((3 if job.compute_bytes == 4 else 5) * model.hidden_size * job.compute_bytes + 4 * model.head_size)
+    return job.tokens * ((3 if job.compute_bytes == 4 else 5) * _stream(job) * job.compute_bytes + 4 * job.model.head_size)
 
 
 def _logits(job: MemoryJob) -> int:
@@ -251,7 +254,8 @@ def _logits(job: MemoryJob) -> int:
     chunk = min(job.chunk_tokens, job.tokens) * model.vocab // job.tensor
     # the fused kernel overwrites the logits; plain torch works in fp32 copies
     logits = chunk * job.compute_bytes if job.on_cuda else chunk * (4 if job.compute_bytes == 4 else 4 + 2 * job.compute_bytes)
-    return logits + job.tokens * (model.hidden_size * job.compute_bytes + 16)
+    whole = 2 if job.tensor > 1 and job.sequence else 1  # gathered for the head
+    return logits + job.tokens * (whole * model.hidden_size * job.compute_bytes + 16)
 
 
 def _head_gradient(job: MemoryJob) -> int:

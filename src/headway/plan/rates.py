@@ -63,7 +63,7 @@ class Software:
     reduce_bytes: int = 4
     """Bytes of a gradient on its way."""
     async_tensor: bool = False
-    regathers: bool = True
+    regathers: bool = False
     """With sequence parallelism, inputs of products are gathered again in backward instead of kept."""
     logits_in_fp32: bool = False
     """The loss makes fp32 copies of the logits."""

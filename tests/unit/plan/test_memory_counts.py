@@ -57,7 +57,8 @@ def test_every_kind_of_a_bf16_rank_among_four() -> None:
         ({"chunk_tokens": 50}, "logits and head", 400_000 + 256_000 + 28_800),
         ({"trained": 64_000}, "logits and head", 1_600_000 + 28_800),  # a head that does not train has no gradient
         ({"context": 2}, "logits and head", 800_000 + 256_000 + 14_400),
-        ({"tensor": 2}, "logits and head", 800_000 + 128_000 + 28_800),  # a share of the vocabulary
+        ({"tensor": 2}, "logits and head", 800_000 + 128_000 + 28_800 + 25_600),  # a share of the vocabulary, hidden gathered
+        ({"tensor": 2, "sequence": False}, "logits and head", 800_000 + 128_000 + 28_800),
         ({"on_cuda": True}, "buffers", (96 << 20) + (64 << 20)),
         ({"on_cuda": True, "shards": 1}, "buffers", 96 << 20),
     ],

@@ -114,7 +114,7 @@ def test_traffic_by_hand() -> None:
     assert found["data"].sent_bytes == pytest.approx(max(half, job.parameters_of(1).trained) * (4 + 2) * 7 / 8, rel=0.15)
     assert found["pipeline"].sent_bytes == 2 * 2 * (2048 * 4096 * 2 / 2)  # two microbatches, there and back, tokens over two ranks
     layers = max(len(stage) for stage in job.stages)
-    assert found["tensor"].sent_bytes == 2 * layers * 10 * (2048 * 4096 * 2) / 2
+    assert found["tensor"].sent_bytes == 2 * layers * 8 * (2048 * 4096 * 2) / 2
     assert found["context"].sent_bytes == 2 * layers * 2 * 2048 * 2 * (4096 + 1024) / 2
     assert rings(job)["tensor"] == RankRing(2, 2) and rings(job)["reduce"] == RankRing(8, 4)
     ring = RankRing(16, 8)
