@@ -53,7 +53,7 @@ def main() -> None:
     runs = given.demo / "runs"
     curve(left, runs / "pretrain", "Pre-training", "loss", "loss")
     curve(middle, runs / "sft", "Fine-tuning on questions", "loss", "loss on answers")
-    curve(right, runs / "dpo", "DPO", "reward_accuracy", "right answer preferred")
+    curve(right, runs / "dpo", "DPO", "rewards/accuracies", "right answer preferred")
     given.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(given.out, dpi=110, facecolor="white")
     print(f"{given.out}: {given.out.stat().st_size / 1000:.0f} KB")
