@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from headway.workflows.import_config import hugging_face
-from headway.workflows.import_config.rules import ImportDraft, Rule, automatic, integer, missing, number, sets, text, yes
+from headway.workflows.import_config.rules import (
+    ImportDraft,
+    Rule,
+    automatic,
+    integer,
+    missing,
+    number,
+    sets,
+    text,
+    tracker_mode,
+    tracks,
+    yes,
+)
 
 SYSTEM = "PruLong"
 LONG_NAMES = {
@@ -132,7 +144,8 @@ RULES: dict[str, Rule] = {
     "apply_instruct_masks": automatic("the mask column of an MDS store is the loss mask"),
     "token_scaled_loss": automatic("the loss is always divided by the targets of the whole step"),
     "should_log_loss": automatic("metrics.jsonl has every step"),
-    "WANDB_PROJECT": missing("name a tracker", "track: [{kind: wandb}], or tensorboard"),
+    "WANDB_PROJECT": tracks("wandb", "project"),
+    "WANDB_MODE": tracker_mode("wandb"),
     **dict.fromkeys(("NUM_GPUS", "NUM_NODES", "MASTER_ADDR", "MASTER_PORT", "HEADER", "ACCU"), LAUNCH),
     **dict.fromkeys(
         ("TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING", "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS"),
@@ -140,7 +153,7 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(
         ("TIMESTAMP",
-         "RUN_NAME", "OUT_DIR", "EXTRA_NAME", "WANDB_MODE", "WANDB_DIR", "FSDP_SHARDING_STRATEGY", "FSDP_STATE_DICT_TYPE", "BASE_ARGUMENTS",
+         "RUN_NAME", "OUT_DIR", "EXTRA_NAME", "WANDB_DIR", "FSDP_SHARDING_STRATEGY", "FSDP_STATE_DICT_TYPE", "BASE_ARGUMENTS",
          "fsdp", "tokenizer_name", "config_overrides_json", "use_fast_tokenizer", "rdzv-backend", "rdzv-endpoint", "nnodes",
          "nproc-per-node",
          "job-name", "checkpoint", "out_path", "sparsity"),

@@ -77,7 +77,7 @@ RULES: dict[str, Rule] = {
     "checkpoint_dir": automatic("checkpoints are in the run folder"),
     "output_dir": hugging_face.output_folder,
     "mlflow_experiment_name": tracks("mlflow", "experiment"),
-    "mlflow_tracking_uri": missing("the address comes from the environment", "MLFLOW_TRACKING_URI, track: [{kind: mlflow}]"),
+    "mlflow_tracking_uri": tracks("mlflow", "uri"),
     "num_gpus": automatic("headway train RECIPE --nproc N"),
     "distributed_backend": automatic("nccl on GPUs, gloo on CPUs"),
     "device": sets("device", text),

@@ -220,6 +220,18 @@ def tracks(kind: str, option: str | None = None) -> Rule:
     return rule
 
 
+def tracker_mode(kind: str) -> Rule:
+    """Online or offline; other names are their words for one of them."""
+
+    def rule(draft: ImportDraft, key: str, value: Any) -> None:
+        if value in ("disabled", "dryrun"):
+            draft.tell(key, value, "automatic", note="leave the tracker out of `track` to switch it off")
+        else:
+            tracker(draft, key, value, kind, mode="online" if value in ("online", "cloud") else "offline")
+
+    return rule
+
+
 def with_partners(keys: dict[str, str], usual: Mapping[str, str | None]) -> dict[str, str]:
     """A record is read by its named keys alone once one of them is named: add the usual names of the others."""
     return keys | {name: key or name for name, key in usual.items() if name not in keys} if set(keys) & set(usual) else keys
