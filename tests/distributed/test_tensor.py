@@ -41,7 +41,7 @@ def test_ranks_that_share_layers_train_like_one_process_in_more_cases() -> None:
 
 @pytest.mark.drill
 def test_compiled_halves_exchange_in_their_graphs() -> None:
-    sys.stdout.write("\n" + "\n".join(compare(compiled_tensor_trials(), seconds_each=200)) + "\n")
+    sys.stdout.write("\n" + "\n".join(compare(compiled_tensor_trials(), seconds_each=300)) + "\n")
 
 
 MOVES: list[tuple[int, dict[str, Any]]] = [
