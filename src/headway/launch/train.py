@@ -100,6 +100,7 @@ def train_here(recipe: Recipe, options: TrainOptions, show: Show) -> int:
     """Train in this process, as one rank or alone; returns the exit code."""
     from headway.diagnose.profile import plan_profile
     from headway.train import dry_run
+    from headway.train.next_steps import next_lines
     from headway.train.session import run_recipe
 
     if options.profile:
@@ -111,6 +112,9 @@ def train_here(recipe: Recipe, options: TrainOptions, show: Show) -> int:
     if (step := kill_at_step()) is not None:
         hook = kill_after(step)
     outcome: dict[str, Any] = dry_run(recipe, resume=options.resume) if options.dry_run else run_recipe(recipe, options.resume, hook)
+    if not options.json and not options.dry_run and from_environment().is_first:
+        for line in next_lines(outcome):
+            logging.getLogger("headway").info("%s", line)
     if options.json and from_environment().is_first:
         try:
             show(outcome)

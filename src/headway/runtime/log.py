@@ -9,9 +9,12 @@ from typing import Any
 from headway.errors import ConfigError
 from headway.runtime.deferred import Deferred
 from headway.runtime.output import Lossy
+from headway.runtime.status_line import wants_colour
 
 LOG_WAITING_BYTES = 4 << 20
 FILE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+FILE_ONLY, SCREEN_ONLY = {"place": "file"}, {"place": "screen"}
+"""`extra` of a line that a terminal shows in another form, and of that form."""
 COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m", logging.DEBUG: "\x1b[2m"}
 
 
@@ -23,11 +26,13 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record; warnings and errors say what they are."""
+        if getattr(record, "place", None) == "file":
+            return
         line = self.format(record)
         if record.levelno >= logging.WARNING:
             line = f"{record.levelname.lower()}: {line}"
         stream = Lossy(sys.stderr)
-        if stream.isatty() and record.levelno in COLOURS:
+        if record.levelno in COLOURS and stream.isatty() and wants_colour():
             line = f"{COLOURS[record.levelno]}{line}\x1b[0m"
         stream.write(line + "\n")
         stream.flush()
@@ -102,6 +107,8 @@ class _RunFile(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Append one record."""
+        if getattr(record, "place", None) == "screen":
+            return
         self._writes.append(self._path, f"{self.format(record)}\n".encode(errors="backslashreplace"))
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from headway.errors import HeadwayError
 
@@ -29,18 +29,30 @@ class ReaderGone(OutputError):
     exit_code = 0
 
 
+class Status(Protocol):
+    """A line that stays at the bottom of a terminal."""
+
+    def write_above(self, text: str) -> None:
+        """Write a text and put the line below it."""
+        ...
+
+
 class Lossy(io.TextIOBase):
     """A terminal stream: output that cannot be written is dropped, and every later write is attempted."""
 
     def __init__(self, stream: TextIO | None) -> None:
         super().__init__()
         self.stream = stream
+        self.status: Status | None = None
+        """A line that stays at the bottom of a terminal; what is written goes above it."""
 
     def write(self, text: str, /) -> int:
         """Write what can be written."""
         try:
-            if self.stream is not None:
+            if self.stream is not None and self.status is None:
                 self.stream.write(text)
+            elif self.status is not None:
+                self.status.write_above(text)
         except (OSError, ValueError) as problem:
             self._lost(problem)
         return len(text)
@@ -130,7 +142,8 @@ def flush_streams() -> None:
 def say(text: str) -> None:
     """One line to standard error past Python's streams, for signal handlers; dropped where it cannot be written."""
     try:
-        os.write(2, f"{text}\n".encode())
+        begin = "\r\x1b[K" if os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb" else ""  # over a line that stays there
+        os.write(2, f"{begin}{text}\n".encode())
     except OSError:
         return
 

@@ -5,6 +5,7 @@ with progress("tokenize", total=size_bytes, unit="bytes") as advance:
 """
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -21,7 +22,8 @@ Advance = Callable[[float], None]
 @contextmanager
 def progress(what: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
     """Show how far `what` is; the block gets a function that is called with how much was done. Safe to call from threads."""
-    if Lossy(sys.stderr).isatty():
+    has_bar = getattr(sys.stderr, "status", None) is not None  # two bars would overwrite each other
+    if not has_bar and Lossy(sys.stderr).isatty() and os.environ.get("TERM", "dumb") != "dumb":
         with _bar(what, total, unit) as advance:
             yield advance
     else:

@@ -1,11 +1,17 @@
-"""Console output: one line of at most 100 columns per logged step. With -v a second line shows all other metrics. Always on."""
+"""Console output: one line of at most 100 columns per logged step. With -v a second line shows all other metrics. Always on.
+
+On a terminal the steps are a progress bar (`bar.py`) instead; the lines then go to train.log alone.
+"""
 
 import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from headway.runtime.log import FILE_ONLY
 from headway.runtime.progress import duration, quantity
+from headway.runtime.status_line import StatusLine
+from headway.track.bar import ProgressBar
 from headway.track.base import Event, Value, flatten
 
 COLUMNS = 100
@@ -28,8 +34,14 @@ log = logging.getLogger("headway")
 class Console:
     """Writes steps to headway's log, which goes to the terminal and to train.log."""
 
-    def __init__(self, total_steps: int | None = None) -> None:
+    def __init__(self, total_steps: int | None = None, status: StatusLine | None = None) -> None:
         self.total_steps = total_steps
+        self.bar = None if status is None else ProgressBar(status, total_steps)
+
+    def tick(self, record: Mapping[str, Any]) -> None:
+        """Move the bar; called with the record of every step."""
+        if self.bar is not None:
+            self.bar.tick(record)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show one step; validation results get a separate line."""
@@ -38,9 +50,10 @@ class Console:
         # Validation before the first step has no training metrics.
         at_start = "validated at the start: " if valid and "loss" not in flat else ""
         if not at_start:
-            log.info("%s", step_line(step, self.total_steps, flat))
+            log.info("%s", step_line(step, self.total_steps, flat), extra=None if self.bar is None else FILE_ONLY)
         if valid:
-            log.info("%s%s", at_start, "  ".join(f"{name} {_number(value)}" for name, value in valid.items()))
+            begin = at_start if at_start or self.bar is None else f"step {step}: "
+            log.info("%s%s", begin, "  ".join(f"{name} {_number(value)}" for name, value in valid.items()))
         rest = {name: value for name, value in flat.items() if name not in SHOWN and name not in valid and value is not None}
         if rest:
             log.debug("%s", "  " + "  ".join(f"{name} {_number(value)}" for name, value in rest.items()))
@@ -57,7 +70,9 @@ class Console:
             log.warning("%s at step %d: %s", name.replace("_", " "), step, text)
 
     def close(self) -> None:
-        """Nothing is queued."""
+        """Leave the bar; nothing is queued."""
+        if self.bar is not None:
+            self.bar.status.close()
 
 
 def step_line(step: int, total_steps: int | None, metrics: Mapping[str, Value]) -> str:

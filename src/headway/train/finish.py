@@ -34,6 +34,7 @@ log = logging.getLogger("headway")
 def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
     """Export the model and write the summary of a finished run; a stopped run says how to resume. Returns the summary."""
     folder = run.start.folder
+    run.console.close()  # the bar is at its end; the lines of the end follow
     summary = run.ranks.world.gather(summarize(run) if run.process.is_first else None)[0]
     if stopped_by is not None and run.state.step < run.total_steps:
         log.info("stopped by %s after step %d; the same command resumes from there", stopped_by, run.state.step)

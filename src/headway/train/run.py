@@ -33,6 +33,7 @@ from headway.runtime.deferred import Deferred
 from headway.runtime.device import Compute
 from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.process import Process
+from headway.runtime.status_line import StatusLine
 from headway.runtime.stop import StopSignal
 from headway.runtime.storage import write_atomic
 from headway.track.base import Event, MayFail, Tracker
@@ -41,6 +42,7 @@ from headway.track.console import Console
 from headway.track.events import append_event
 from headway.track.metrics_file import MetricsFile
 from headway.train.batches import count_steps, make_loader, valid_batches
+from headway.train.clock import Clock
 from headway.train.config import Recipe
 from headway.train.control import Control
 from headway.train.dpo_reference import Reference
@@ -70,29 +72,6 @@ class Session:
     locks: RunLocks = field(default_factory=RunLocks)
     hook: RunHook = nullcontext
     callbacks: CallbackThreads = field(default_factory=CallbackThreads)
-
-
-class Clock:
-    """Training time over all starts of a run."""
-
-    def __init__(self, state: TrainState) -> None:
-        self.state = state
-        self.start()
-
-    def start(self) -> None:
-        """Count from now on."""
-        self._before, self._epoch = self.state.seconds, self.state.epoch
-        self._began = self._epoch_began = time.perf_counter()
-
-    def seconds(self) -> float:
-        return self._before + time.perf_counter() - self._began
-
-    def log_epoch(self) -> None:
-        """Log the time of an epoch once it is complete."""
-        if self.state.epoch > self._epoch:
-            now = time.perf_counter()
-            log.info("epoch %d completed in %.1f s", self.state.epoch, now - self._epoch_began)
-            self._epoch, self._epoch_began = self.state.epoch, now
 
 
 class NoMetrics:
@@ -134,6 +113,7 @@ class Run:
     """The frozen model the objective compares with."""
     first_step: int = 0
     """The step at which the run began: 0, or that of the checkpoint `init.content` was taken from."""
+    console: Console = field(default_factory=Console, init=False)
     trackers: list[Tracker] = field(default_factory=list, init=False)
     writes: Deferred = field(default_factory=Deferred, init=False)
     """Metrics, events and other small files that wait while the disk is full."""
@@ -191,7 +171,8 @@ class Run:
         if self.process.is_first:
             name = self.recipe.run.name if self.stage is None else self.stage.run_name
             further = (one.build(self.start.folder, name) for one in self.recipe.track)
-            self.trackers = [Console(self.total_steps), *(one for one in further if one is not None)]
+            self.console = Console(self.total_steps, StatusLine.on_terminal())
+            self.trackers = [self.console, *(one for one in further if one is not None)]
             for tracker in self.trackers:
                 if isinstance(tracker, MayFail):
                     tracker.on_failure(partial(self.emit, "tracker_failure"))
@@ -248,6 +229,7 @@ class Run:
         self.writes.retry(now=False)
         for record in self.meter.collect(everything=everything):
             self.metrics.write(record)
+            self.console.tick(record)
             self.session.callbacks.record(record if self.stage is None else self.stage.in_whole_run(record), AT_START)
             self.healer.check(self, record)
             if record["step"] % self.recipe.log.every == 0 or record["step"] in (1, self.total_steps) or "valid" in record:

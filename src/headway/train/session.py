@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from headway.data.config import default_cache_dir
 from headway.errors import CommunicationError, ConfigError
 from headway.infer.load import FINAL
 from headway.model.families.base import published
-from headway.optim.groups import count
 from headway.parallel.collectives import RankGroup, start_group
-from headway.plan.memory import MemoryJob, amount, estimate
+from headway.plan.memory import MemoryJob
 from headway.prepare.cache import dry_cache, make_dry_cache
 from headway.runtime.device import Compute, backend_of, choose_compute
 from headway.runtime.flight import flight_recorder
@@ -32,6 +30,7 @@ from headway.train.config import Recipe
 from headway.train.control import exit_code, on_first_rank
 from headway.train.failure import explain_lost_ranks, report_crash
 from headway.train.finish import summarize
+from headway.train.header import announce, describe
 from headway.train.loop import run_loop, train_step
 from headway.train.memory import describe_job, explain_out_of_memory
 from headway.train.resolve import Resolved, resolve
@@ -109,8 +108,7 @@ def _run(session: Session, resolved: Resolved, resume: str, stage: StagePosition
 
 def _train(run: Run, tokenizer: Tokenizer | None) -> dict[str, Any]:
     recipe, start = run.recipe, run.start
-    for line in describe(run):
-        log.info("%s", line)
+    announce(run)
     if run.process.is_first and tokenizer is not None and (folder := save_tokenizer(start.folder, recipe, tokenizer)):
         run.use_tokenizer(folder)
     if recipe.checkpoint.at_end and (reason := why_not_exported(run)):
@@ -200,48 +198,3 @@ def why_not_exported(run: Run) -> str | None:
     except ConfigError as reason:
         return str(reason)
     return None
-
-
-def describe(run: Run) -> list[str]:
-    """What a run is about to do, as log lines."""
-    training = {name for group in run.engine.groups for name in group.names}
-    sizes = {name: prod(shape) for name, shape in run.engine.shapes.items()}
-    trained = sum(size for name, size in sizes.items() if name in training)
-    frozen = sum(sizes.values()) - trained
-    source = "generated data" if run.recipe.data.train is None else ", ".join(run.data.names)
-    state = "begins" if run.start.checkpoint is None else f"resumes {run.start.checkpoint.path} at step {run.state.step}"
-    return [
-        f"run {run.start.folder} {state}; {run.total_steps} steps",
-        f"model {run.model.family}: {trained + frozen:,} parameters, {trained:,} train"
-        + (f", {frozen:,} frozen" if frozen else "")
-        + f"; {run.compute.precision} on {run.compute.name}",
-        *_match_lines(run),
-        f"data {source}; {run.batch.describe(run.ranks.data.size)}",
-        *run.targets.lines,
-        *([run.reference.description] if run.reference is not None else []),
-        *run.ranks.mesh.describe(run.recipe.parallel.strategy),
-        _memory_line(run),
-    ]
-
-
-def _memory_line(run: Run) -> str:
-    found = estimate(describe_job(run.recipe, run.model, run.compute, run.batch, run.ranks.mesh.world))
-    host = f"; {amount(found.host)} in host memory" if found.host else ""
-    return f"estimated memory of a rank: {amount(found.total)} ({found.describe()}){host}"
-
-
-def _match_lines(run: Run) -> list[str]:
-    """What the patterns of a recipe match."""
-    recipe, shapes = run.recipe, run.engine.shapes
-    lines = [
-        f"{key} {one.pattern}: {one.tensors} tensors, {one.parameters:,} parameters"
-        for key, patterns in (("freeze", recipe.freeze), ("train", recipe.train))
-        for one in count(patterns, shapes)
-    ]
-    if recipe.adapter is not None:
-        (matched,) = count(["adapter"], shapes)
-        linears = len(recipe.adapter.modules(run.model))
-        lines.append(
-            f"adapter {recipe.adapter.kind} of rank {recipe.adapter.rank} on {linears} linear layers: {matched.parameters:,} parameters"
-        )
-    return lines

@@ -13,7 +13,6 @@ Invariant: the user's overrides are applied last, and each choice is one line on
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -102,6 +101,8 @@ def choose_recipe(overrides: Sequence[str]) -> FirstRun:
         if source is not None:
             return FirstRun(None, list(overrides), [f"no recipe is given: continued pretraining of {source} on {names}"])
         return plain if given.get("tokenizer") or given.get("model") else _pretrain(config, overrides, given, names)
+    if source is None and (given.get("tokenizer") or given.get("model")):
+        return plain  # conversations from scratch, as the user describes them
     if source is None:
         what = "conversations" if kind == "chat" else "preference pairs"
         raise ConfigError(
@@ -137,7 +138,7 @@ def _pretrain(config: DataConfig, overrides: Sequence[str], given: dict[str, Any
     tokenizer = FirstTokenizer(tuple(files), vocab, cache / "tokenizers" / key)
     steps = min(MAX_STEPS, max(MIN_STEPS, ceil(MAX_EPOCHS * size / BYTES_PER_TOKEN / STEP_TOKENS)))
     length = [] if "epochs" in given or "steps" in given else [f"steps={steps}"]
-    chosen = [f"tokenizer={tokenizer.folder}", *length, *_trackers(given)]
+    chosen = [f"tokenizer={tokenizer.folder}", *length]
     lines = [
         f"no recipe is given and {names} is text: the recipe laptop/pretrain, {f'{steps} steps, ' if length else ''}with a tokenizer "
         f"of up to {vocab} ids trained on this text"
@@ -158,9 +159,4 @@ def _fine_tune(kind: str, source: str, overrides: Sequence[str], given: dict[str
     chosen = [ADAPTER] if name == "dpo" and is_large and "adapter" not in given else []
     how = "a LoRA adapter" if name == "lora" or chosen else "all weights"
     lines = [f"no recipe is given and {names} is {kind} data: the recipe laptop/{name}, training {how} ({size / 1e6:,.0f}M parameters)"]
-    return FirstRun(find_recipe(f"laptop/{name}"), [*chosen, *_trackers(given), *overrides], lines)
-
-
-def _trackers(given: dict[str, Any]) -> list[str]:
-    """The shipped recipes write TensorBoard files; without that package they need not."""
-    return ["track=[]"] if "track" not in given and importlib.util.find_spec("tensorboard") is None else []
+    return FirstRun(find_recipe(f"laptop/{name}"), [*chosen, *overrides], lines)

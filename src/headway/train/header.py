@@ -1,0 +1,119 @@
+"""What a run is about to do, before its first step. In: a run that is built; out: log lines, and on a terminal a short table instead."""
+
+from __future__ import annotations
+
+import logging
+from math import prod
+
+from headway.optim.groups import count
+from headway.plan.memory import Estimate, amount, estimate
+from headway.runtime.log import FILE_ONLY, SCREEN_ONLY
+from headway.runtime.progress import quantity
+from headway.train.memory import describe_job
+from headway.train.run import Run
+
+log = logging.getLogger("headway")
+
+
+def announce(run: Run) -> None:
+    """Say what begins: lines in the log; a terminal with a progress bar shows the header above it."""
+    has_header = run.console.bar is not None
+    for line in [*describe(run), tokens_line(run)]:
+        log.info("%s", line, extra=FILE_ONLY if has_header else None)
+    for label, text in header(run) if has_header else ():
+        log.info("  %-8s %s", label, text, extra=SCREEN_ONLY)
+
+
+def header(run: Run) -> list[tuple[str, str]]:
+    """Model, data, length, layout, memory and place, each in one short line."""
+    trained, frozen = _sizes(run)
+    began = "" if run.start.checkpoint is None else f" (resumes at step {run.state.step})"
+    what = "all train" if not frozen else f"{quantity(trained)} train, {quantity(frozen)} are frozen"
+    source = run.recipe.init.source
+    layout = run.ranks.mesh.describe(run.recipe.parallel.strategy) or ["one process"]
+    return [
+        ("run", f"{run.start.folder}{began}"),
+        ("model", f"{run.model.family}{f' from {source}' if source else ''}: {quantity(trained + frozen)} parameters, {what}"),
+        *[("adapter", line.removeprefix("adapter ")) for line in _match_lines(run) if line.startswith("adapter ")],
+        ("data", f"{_source(run)}: {_amount(run)}"),
+        ("length", f"{run.total_steps:,} steps of {run.batch.rows} rows x {run.recipe.data.seq_len} tokens{_epochs(run)}"),
+        ("layout", f"{layout[0]}, {run.compute.precision} on {run.compute.name}"),
+        ("memory", f"about {amount(_memory(run).total)} per rank"),
+        ("results", "metrics.jsonl, train.log, checkpoints/" + (", final/" if run.recipe.checkpoint.at_end else "") + " in the run folder"),
+    ]
+
+
+def tokens_line(run: Run) -> str:
+    """How much data there is and how much of it the run reads."""
+    return f"tokens: {_amount(run)}; {run.total_steps} steps read up to {quantity(run.total_steps * run.batch.tokens)}{_epochs(run)}"
+
+
+def _amount(run: Run) -> str:
+    if run.recipe.data.train is None:
+        return "as many as the steps need"
+    chosen = [one.selection for one in run.data.train]
+    return f"{quantity(sum(one.num_documents for one in chosen))} documents, {quantity(sum(one.num_tokens for one in chosen))} tokens"
+
+
+def _epochs(run: Run) -> str:
+    tokens = sum(one.selection.num_tokens * one.repeat for one in run.data.train)
+    if run.recipe.data.train is None or not tokens or any(one.weight is not None for one in run.data.train):
+        return ""
+    return f", about {run.total_steps * run.batch.tokens / tokens:.2g} epochs"
+
+
+def _source(run: Run) -> str:
+    return "generated data" if run.recipe.data.train is None else ", ".join(run.data.names)
+
+
+def _sizes(run: Run) -> tuple[int, int]:
+    """Parameters that train and parameters that do not."""
+    training = {name for group in run.engine.groups for name in group.names}
+    sizes = {name: prod(shape) for name, shape in run.engine.shapes.items()}
+    trained = sum(size for name, size in sizes.items() if name in training)
+    return trained, sum(sizes.values()) - trained
+
+
+def describe(run: Run) -> list[str]:
+    """What a run is about to do, as log lines."""
+    trained, frozen = _sizes(run)
+    state = "begins" if run.start.checkpoint is None else f"resumes {run.start.checkpoint.path} at step {run.state.step}"
+    return [
+        f"run {run.start.folder} {state}; {run.total_steps} steps",
+        f"model {run.model.family}: {trained + frozen:,} parameters, {trained:,} train"
+        + (f", {frozen:,} frozen" if frozen else "")
+        + f"; {run.compute.precision} on {run.compute.name}",
+        *_match_lines(run),
+        f"data {_source(run)}; {run.batch.describe(run.ranks.data.size)}",
+        *run.targets.lines,
+        *([run.reference.description] if run.reference is not None else []),
+        *run.ranks.mesh.describe(run.recipe.parallel.strategy),
+        _memory_line(run),
+    ]
+
+
+def _memory(run: Run) -> Estimate:
+    return estimate(describe_job(run.recipe, run.model, run.compute, run.batch, run.ranks.mesh.world))
+
+
+def _memory_line(run: Run) -> str:
+    found = _memory(run)
+    host = f"; {amount(found.host)} in host memory" if found.host else ""
+    return f"estimated memory of a rank: {amount(found.total)} ({found.describe()}){host}"
+
+
+def _match_lines(run: Run) -> list[str]:
+    """What the patterns of a recipe match."""
+    recipe, shapes = run.recipe, run.engine.shapes
+    lines = [
+        f"{key} {one.pattern}: {one.tensors} tensors, {one.parameters:,} parameters"
+        for key, patterns in (("freeze", recipe.freeze), ("train", recipe.train))
+        for one in count(patterns, shapes)
+    ]
+    if recipe.adapter is not None:
+        (matched,) = count(["adapter"], shapes)
+        linears = len(recipe.adapter.modules(run.model))
+        lines.append(
+            f"adapter {recipe.adapter.kind} of rank {recipe.adapter.rank} on {linears} linear layers: {matched.parameters:,} parameters"
+        )
+    return lines
