@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from headway.track.callbacks import Callback
     from headway.train.config import Recipe
 
+if sys.platform == "win32":
+    from headway.runtime.windows import refuse_windows
+
+    refuse_windows()
+
 __version__ = "0.1.0"
 
 __all__ = [

@@ -98,13 +98,13 @@ class MaskOptions:
 class ComputeOptions:
     """Where a model computes, and in which precision."""
 
-    device: str = typer.Option("auto", help="auto, cpu or cuda.")
+    device: str = typer.Option("auto", help="auto, cpu, cuda or mps.")
     precision: str = typer.Option("auto", help="auto (bf16 on a GPU that has it, else fp32), fp32 or bf16.")
 
     def check(self) -> None:
         """Refuse an unknown device or precision."""
         for name, value, known in (
-            ("device", self.device, ("auto", "cpu", "cuda")),
+            ("device", self.device, ("auto", "cpu", "cuda", "mps")),
             ("precision", self.precision, ("auto", "fp32", "bf16")),
         ):
             if value not in known:

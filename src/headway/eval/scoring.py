@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from headway.errors import DataError
+from headway.runtime.device import wide
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +147,7 @@ def _predictions(loaded: LoadedModel, hidden: torch.Tensor, targets: torch.Tenso
     lse = logits.logsumexp(-1)
     best, choice = logits.max(-1)
     nll = lse - logits.gather(-1, targets[:, None]).squeeze(-1)
-    return torch.stack([nll.double(), (choice == targets).double(), (best - lse).double().exp()])
+    return torch.stack([wide(nll), wide(choice == targets), wide(best - lse).exp()])
 
 
 @dataclass(frozen=True)

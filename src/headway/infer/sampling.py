@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from headway.errors import ConfigError
+from headway.runtime.device import wide
 from headway.runtime.seed import derive
 
 
@@ -46,8 +47,8 @@ def choose(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> 
         return logits.argmax(-1)
     # Double, so that the running sum over a large vocabulary gives the same choice on every device.
     # The greatest is subtracted first: a tiny temperature would make it infinite.
-    wide = logits.double()
-    probability = ((wide - wide.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
+    scores = wide(logits)
+    probability = ((scores - scores.amax(-1, keepdim=True)) / sampling.temperature).softmax(-1)
     likely, token = probability.sort(dim=-1, descending=True, stable=True)
     reached = likely.cumsum(-1)
     if sampling.top_p is not None:
@@ -55,7 +56,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> 
     if sampling.top_k is not None and sampling.top_k < likely.shape[-1]:
         likely[:, sampling.top_k :] = 0.0
     reached = likely.cumsum(-1)
-    draw = torch.tensor(draws, dtype=torch.float64, device=logits.device)[:, None]
+    draw = torch.tensor(draws, dtype=torch.float64, device=scores.device)[:, None]
     choice = torch.searchsorted(reached, draw * reached[:, -1:], right=True)
     last = (likely > 0).sum(-1, keepdim=True) - 1
-    return token.gather(-1, torch.minimum(choice, last)).squeeze(-1)
+    return token.gather(-1, torch.minimum(choice, last)).squeeze(-1).to(logits.device)

@@ -9,6 +9,7 @@ pass; torch's fused operator also writes the scaled gradient back, and the copy 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -45,6 +46,8 @@ def adamw_step(tensors: AdamWTensors, hyper: AdamWHyper, scale: Tensor, found_in
     """One step; a skipped one leaves the counters where they were."""
     if tensors.params[0].is_cuda:
         _fused(tensors, hyper, scale, found_inf)
+    elif tensors.params[0].device.type == "mps":
+        adamw_step_plain(tensors, hyper, scale, found_inf)
     else:
         adamw_step_reference(tensors, hyper, scale, found_inf)
 
@@ -61,6 +64,25 @@ def adamw_step_reference(tensors: AdamWTensors, hyper: AdamWHyper, scale: Tensor
     torch._foreach_sub_(steps, [found_inf] * len(steps))
     if tensors.copies:
         torch._foreach_copy_(list(tensors.copies), params)
+
+
+def adamw_step_plain(tensors: AdamWTensors, hyper: AdamWHyper, scale: Tensor, found_inf: Tensor) -> None:
+    """The same in plain operations, for devices whose fused operator cannot divide and skip, or that have no float64."""
+    goes = found_inf == 0
+    for param, grad, first, second, step in zip(
+        tensors.params, tensors.grads, tensors.exp_avg, tensors.exp_avg_sq, tensors.steps, strict=True
+    ):
+        done = step + 1
+        g = grad.float() / scale * (-1 if hyper.maximize else 1)
+        m = first + (1 - hyper.beta1) * (g - first)
+        v = hyper.beta2 * second + (1 - hyper.beta2) * g * g
+        # 1 - beta**n, exact in fp32 too
+        near, far = -torch.expm1(done * math.log(hyper.beta1)) if hyper.beta1 else 1.0, -torch.expm1(done * math.log(hyper.beta2))
+        p = param * (1 - hyper.lr * hyper.weight_decay) - hyper.lr / near * m / (v.sqrt() / far.sqrt() + hyper.eps)
+        for old, new in ((param, p), (first, m), (second, v), (step, done)):
+            old.copy_(torch.where(goes, new, old))
+    if tensors.copies:
+        torch._foreach_copy_(list(tensors.copies), list(tensors.params))
 
 
 def _fused(tensors: AdamWTensors, hyper: AdamWHyper, scale: Tensor, found_inf: Tensor) -> None:

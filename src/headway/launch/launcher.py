@@ -93,6 +93,8 @@ def plan_launch(
         )
     if options.nproc is not None and options.nproc < 1:
         raise LaunchError(f"--nproc is {options.nproc}; it must be at least 1.")
+    if device == "mps" and (options.nproc or 1) * options.nodes.num > 1:
+        raise LaunchError("device is 'mps'; an Apple GPU takes one rank. Leave --nproc out, or use device=cpu.")
     choice = None if gpus is None else choose_gpus(gpus, environment, devices)
     _check_device(device, gpus, choice)
     if choice is not None and choice.gpus and cuda_of_torch() is None:

@@ -25,6 +25,7 @@ from headway.parallel.engine import Box, EngineSpec, ReadTensor, StateTensor, Up
 from headway.parallel.offload_optimizer import HostStateOptimizer, LocalTensors
 from headway.parallel.passes import Passes
 from headway.parallel.update_rules import UpdateRule, WholeParameter, WholeState, build_rules, check_whole
+from headway.runtime.device import wide
 
 Ints = tuple[int, ...]
 NORM_BLOCK = 1024
@@ -164,7 +165,9 @@ class BaseEngine(ABC):
         """Clip by the exact global norm and step this rank's shards. A step with a non-finite norm changes nothing."""
         square = self._square_norm()
         scale = self._one if self.scaler is None else self.scaler.scale.clone()
-        norm, guard, overflow = clip_guard(square.sqrt().float(), self.spec.optim.clip, scale, skip)
+        device = self.spec.device
+        skip = None if skip is None else skip.to(device)
+        norm, guard, overflow = clip_guard(square.sqrt().float().to(device), self.spec.optim.clip, scale, skip)
         self._step(hypers, guard)
         self.skipped += guard.found_inf
         if self.scaler is not None:
@@ -313,7 +316,12 @@ def square_norm(tensors: Sequence[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     if filled[0].device.type == "cpu":
         return torch.stack([square for tensor in filled for square in _block_squares(tensor.reshape(-1))]).sum()
-    return torch.stack(list(torch._foreach_norm(filled, 2, dtype=torch.float32))).double().square().sum()
+    return wide(torch.stack(list(torch._foreach_norm(filled, 2, dtype=torch.float32)))).square().sum()
+
+
+def beside(square: Tensor, device: torch.device) -> Tensor:
+    """A sum of squares on the device, where it has float64."""
+    return square if device.type == "mps" else square.to(device)
 
 
 def _block_squares(flat: Tensor) -> list[Tensor]:

@@ -27,7 +27,7 @@ from headway.model.layout import GATES
 from headway.objective.base import Objective, StepInfo
 from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
-from headway.parallel.base import BaseEngine, LocalModel, ParamShard, needs_gradient, parameter_at, square_norm
+from headway.parallel.base import BaseEngine, LocalModel, ParamShard, beside, needs_gradient, parameter_at, square_norm
 from headway.parallel.collectives import RankGroups
 from headway.parallel.engine import DTYPES, EngineSpec, StepResult
 from headway.parallel.fsdp_matrices import ShardedMember, owners, update_whole
@@ -132,8 +132,8 @@ class FsdpEngine(BaseEngine):
         self._grads = {part.name: part.gradient for part in parts}
         self._sum_copies()
         sharded = [self._grads[part.name] for part in parts if not part.is_whole and not self.boxes[part.name].is_copy]
-        square = self._sum_over_model(square_norm(sharded).to(device))
-        return square + square_norm([self._grads[part.name] for part in parts if part.is_whole]).to(device)
+        square = self._sum_over_model(beside(square_norm(sharded), device))
+        return square + beside(square_norm([self._grads[part.name] for part in parts if part.is_whole]), device)
 
     def _sum_copies(self) -> None:
         """Add up the gradients of ranks of the tensor axis that hold the same elements, where each has a part of them."""

@@ -86,6 +86,8 @@ class Passes:
         torch.default_generator.manual_seed(seed)
         if self.spec.device.type == "cuda":
             torch.cuda.manual_seed(seed)
+        elif self.spec.device.type == "mps":
+            torch.mps.manual_seed(seed)
 
     def _moved(self, micro: Batch) -> Batch:
         """A microbatch on the device, with every column the objective needs; of its tokens, those that are this rank's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -11,6 +12,7 @@ from headway.errors import ConfigError, LaunchError
 if TYPE_CHECKING:
     import torch
 
+DEVICES = ("auto", "cpu", "cuda", "mps")
 CHOSEN_GPUS = "HEADWAY_GPUS"
 """Environment variable: the GPUs that were requested and found, as the user named them."""
 
@@ -29,8 +31,10 @@ def choose_compute(device: str, precision: str, local_rank: int = 0) -> Compute:
     """Resolve `auto`, and refuse what this machine cannot do."""
     import torch
 
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device is {device!r}; it must be auto, cpu or cuda.")
+    if device not in DEVICES:
+        raise ConfigError(f"device is {device!r}; it must be {', '.join(DEVICES[:-1])} or {DEVICES[-1]}.")
+    if device == "mps":
+        return _on_apple_gpu(precision, local_rank)
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
         raise ConfigError("device is 'cuda'; torch sees no CUDA device here. Use device=auto or device=cpu; `headway doctor` shows more.")
@@ -61,6 +65,24 @@ def choose_compute(device: str, precision: str, local_rank: int = 0) -> Compute:
     return Compute(place, name, dtypes[chosen], chosen)
 
 
+def _on_apple_gpu(precision: str, local_rank: int) -> Compute:
+    """One process on the GPU of an Apple processor, in fp32: its other dtypes are not covered by tests."""
+    import torch
+
+    if not torch.backends.mps.is_available():
+        raise ConfigError("device is 'mps'; torch sees no Apple GPU here (macOS 14 or newer on Apple silicon has one). Use device=cpu.")
+    if precision not in ("auto", "fp32"):
+        raise ConfigError(f"precision is {precision!r}; on mps it must be auto or fp32.")
+    if local_rank > 0:
+        raise LaunchError("device is 'mps'; an Apple GPU takes one rank. Leave --nproc out, or use device=cpu.")
+    return Compute(torch.device("mps"), "mps", torch.float32, "fp32")
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float64. Apple GPUs have none: from there it comes to the CPU."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
+
+
 def backend_of(device: str) -> Literal["gloo", "nccl"]:
     """How the ranks of a recipe's `device` talk to each other."""
     import torch
@@ -85,7 +107,8 @@ def avoid_broken_amx() -> None:
     """Some virtual machines announce AMX and then die on its instructions; try one bf16 product in a child and do without AMX if so."""
     import torch
 
-    if "DNNL_MAX_CPU_ISA" in os.environ or not hasattr(os, "fork"):
+    # macOS has no AMX, and a fork after threads were started may abort there.
+    if "DNNL_MAX_CPU_ISA" in os.environ or not sys.platform.startswith("linux"):
         return
     child = os.fork()
     if child == 0:

@@ -273,7 +273,7 @@ class Recipe(Section):
     )
     fp8: Fp8Config = setting(Fp8Config, "The 8-bit matrix multiplications of precision fp8.")
     loss_scale: ScalerConfig = setting(ScalerConfig, "The loss scale of precision fp16.")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where to compute; auto = CUDA if there is a GPU.")
+    device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "Where to compute; auto = CUDA if there is a GPU. mps = an Apple GPU.")
     parallel: ParallelConfig = setting(ParallelConfig, "How ranks divide the work.")
     kernels: KernelConfig = setting(KernelConfig, "How operations are computed.")
     memory: MemoryConfig = setting(MemoryConfig, "Settings that trade time for memory.")

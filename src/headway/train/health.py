@@ -28,6 +28,7 @@ from headway.checkpoint.retention import set_aside_later
 from headway.data.config import skipped_batches
 from headway.data.loader import LoaderState
 from headway.errors import HeadwayError
+from headway.runtime.device import wide
 from headway.runtime.storage import write_atomic
 from headway.track.events import read_events
 from headway.train.config import HealConfig, Recipe
@@ -61,7 +62,7 @@ class LossMonitor:
 
     def judge(self, loss: Tensor) -> Tensor:
         """0, SPIKE or NOT_FINITE. A good loss enters the window; a spike does too where heal.on_spike is alert."""
-        config, loss = self.config, loss.detach().double()
+        config, loss = self.config, wide(loss.detach())
         is_bad = loss.isfinite().logical_not()
         is_spike = torch.zeros_like(is_bad)
         if config.sigma is not None:

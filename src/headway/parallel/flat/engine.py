@@ -23,7 +23,7 @@ from headway.model.base import Model
 from headway.objective.base import Objective, StepInfo
 from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
-from headway.parallel.base import BaseEngine, LocalModel, ParamShard, parameter_at, square_norm, view
+from headway.parallel.base import BaseEngine, LocalModel, ParamShard, beside, parameter_at, square_norm, view
 from headway.parallel.engine import DTYPES, EngineSpec, ReadTensor, StateTensor, StepResult
 from headway.parallel.flat.bucket import Bucket, InPlace, Reducer, make_buckets
 from headway.parallel.flat.buffer import BucketSpan, BufferSharding, BufferSpec, FrozenBuffer, Slot, TrainBuffer, boxes_of
@@ -147,7 +147,7 @@ class FlatEngine(BaseEngine):
             square = torch.stack(self._squares).sum()
         else:
             counted = [bucket.local_shard for bucket in self.reducer.buckets if self._counts(bucket)]
-            square = square_norm(counted).to(self.spec.device)
+            square = beside(square_norm(counted), self.spec.device)
         return self._sum_over_model(square)
 
     def _step(self, hypers: dict[str, Hyper], guard: Guard) -> None:
