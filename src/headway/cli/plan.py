@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -11,14 +12,16 @@ from headway.cli._options import JSON, RECIPE, read_recipe
 from headway.cli._output import print_json, print_table
 from headway.errors import ConfigError
 
+MAX_WORLD = 1 << 17
+MAX_TOKENS = 1e18
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def plan(
     arguments: list[str] = RECIPE,
     gpu: str = typer.Option("h200", help="b200, h200, h100, h800, a100, a800, a40, l40s, 4090 and others; see docs/plan.md."),
-    world: int | None = typer.Option(None, help="Number of GPUs; default: the fewest that the recipe's axes need.", min=1),
-    gpus_per_node: int | None = typer.Option(None, help="GPUs of one node; default 8.", min=1),
+    world: int | None = typer.Option(None, help="Number of GPUs; default: the fewest that the recipe's axes need.", min=1, max=MAX_WORLD),
+    gpus_per_node: int | None = typer.Option(None, help="GPUs of one node; default 8.", min=1, max=MAX_WORLD),
     network_gbps: float | None = typer.Option(None, help="Gbit/s of the network per GPU; default: by GPU.", min=0.001),
     tokens: str | None = typer.Option(None, help="Token budget, such as 2T or 300B: prints days and GPU hours."),
     price: float | None = typer.Option(None, help="Price of a GPU hour; with --tokens, prints the cost.", min=0),
@@ -34,6 +37,9 @@ def plan(
     from headway.plan.table import COLUMNS, summary_row, tables
     from headway.train.planning import PlanTarget, plan_job
 
+    for flag, number in (("--network-gbps", network_gbps), ("--price", price)):
+        if number is not None and not math.isfinite(number):
+            raise ConfigError(f"{flag} is {number}; it must be a finite number.")
     budget = None if tokens is None else parse_tokens(tokens)
     if price is not None and budget is None:
         raise ConfigError(f"--price is {price:g}, but --tokens is not given. Give the token budget, such as --tokens 300B.")
@@ -74,7 +80,7 @@ def plan(
 def parse_tokens(text: str) -> float:
     """`2T`, `300B`, `1.5e12` -> a number of tokens."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([kmbt]?)\s*", text.lower())
-    if found is None or float(found[1]) == 0:
+    if found is None or not 0 < float(found[1]) < MAX_TOKENS:
         raise ConfigError(f"--tokens is {text!r}; it must be a number above 0 such as 2T, 300B or 1e9.")
     return float(found[1]) * UNITS[found[2]]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from math import log2
+from math import isqrt, log2
 
 from headway.errors import ParallelError
 from headway.model.config import ModelConfig
@@ -161,7 +161,7 @@ def ring_size(layout: Layout, model: ModelConfig) -> int:
 
 def nearest_layouts(layout: Layout, case: LayoutShape, count: int = 1) -> list[Layout]:
     """Layouts of the same world that break no rule, by how little their axes differ."""
-    divisors = [n for n in range(1, layout.world + 1) if layout.world % n == 0]
+    divisors = divisors_of(layout.world)
 
     def distance(other: Layout) -> float:
         axes = sum(abs(log2(getattr(other, axis) / getattr(layout, axis))) for axis in ("tensor", "pipeline", "context"))
@@ -181,6 +181,12 @@ def nearest_layouts(layout: Layout, case: LayoutShape, count: int = 1) -> list[L
             if not any(broken_sizes(one, case)):
                 found.append(one)
     return sorted(found, key=distance)[:count]
+
+
+def divisors_of(number: int) -> list[int]:
+    """All of them, in order."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def check_sizes(layout: Layout, case: LayoutShape) -> None:

@@ -6,10 +6,14 @@ counts with the first stage, final norm, head and loss with the last.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
 from headway.model.config import ModelConfig
+
+MAX_WORK = 4_000_000
+"""Of the exact search: layers squared times stages."""
 
 
 def split_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[range]:
@@ -22,6 +26,8 @@ def split_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, las
         ends = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
         return until[end] - until[start] + ends
 
+    if count * count * stages > MAX_WORK:
+        return _split_fast(until, stages, first, last)
     # best[n]: the split of the first n layers into the stages so far, as (most expensive, sum of squares) and where its last stage starts
     best: list[tuple[float, float]] = [(cost(0, 0, n), cost(0, 0, n) ** 2) for n in range(count + 1)]
     starts: list[list[int]] = [[0] * (count + 1)]
@@ -41,6 +47,30 @@ def split_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, las
         ranges.append(range(chosen[end], end))
         end = chosen[end]
     return ranges[::-1]
+
+
+def _split_fast(until: Sequence[float], stages: int, first: float, last: float) -> list[range]:
+    """As `split_layers` for very many layers: each stage takes layers up to the smallest limit with which they suffice."""
+    count = len(until) - 1
+
+    def fill(limit: float) -> list[range] | None:
+        ranges: list[range] = []
+        start = 0
+        for stage in range(stages):
+            left = stages - 1 - stage
+            room = limit * (1 + 1e-9) - (first if stage == 0 else 0.0) - (last if left == 0 else 0.0)
+            end = min(max(bisect_right(until, until[start] + room) - 1, start + 1), count - left)
+            ranges.append(range(start, end))
+            start = end
+        return ranges if start == count and until[count] - until[ranges[-1].start] + last <= limit * (1 + 1e-9) else None
+
+    low, high = (until[count] + first + last) / stages, until[count] + first + last
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fill(middle) is not None else (middle, high)
+    found = fill(high)
+    assert found is not None, "one stage could hold everything"
+    return found
 
 
 def layer_costs(model: ModelConfig, seq_len: int) -> tuple[list[float], float, float]:

@@ -49,7 +49,7 @@ class PassSeconds:
 def layer_seconds(job: PlanJob, layer: int) -> PassSeconds:
     """One layer, one microbatch, recompute included."""
     recompute = job.memory.recompute
-    again = layer in job.memory.recomputed_blocks(job.model.num_layers)
+    again = layer in job.recomputed
     kind = "whole" if again else "selective" if recompute == "selective" else "none"
     window, trains, layout = job.model.window_of(layer), layer in job.trained_layers, job.layout
     key = ("layer", window, kind, trains, job.rows, layout.tensor, layout.sequence, layout.context)

@@ -12,13 +12,15 @@ from headway.parallel.config import MemoryConfig
 from headway.parallel.layouts import Layout, LayoutShape, check_sizes
 from headway.parallel.pipeline_order import PipelineAction, pipeline_actions, stages_on
 from headway.parallel.stage_split import layer_costs, split_layers
-from headway.plan.hardware import GPUS, GpuModel
+from headway.plan.hardware import GIB, GPUS, GpuModel
 from headway.plan.memory import MemoryJob
 from headway.plan.parameters import ModelCounts, ParamCount, Shapes, count_parameters
 from headway.plan.rates import Software
 from headway.plan.timeline import in_flight
 
 _T = TypeVar("_T")
+MAX_MICROBATCHES = 4096
+"""Of a step whose order is looked at; more than that repeat what was before."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,12 @@ class PlanJob:
         return self.cached("layers", lambda: frozenset(int(parts[2]) for parts in names if parts[:2] == ["model", "layers"]))
 
     @property
+    def recomputed(self) -> frozenset[int]:
+        """Layers of which only the input is kept."""
+        memory = self.memory
+        return self.cached(("recomputed", memory.recompute), lambda: frozenset(memory.recomputed_blocks(self.model.num_layers)))
+
+    @property
     def counts(self) -> ModelCounts:
         """Parameters of one tensor rank."""
         tensor = self.layout.tensor
@@ -125,9 +133,10 @@ class PlanJob:
     @property
     def held(self) -> list[dict[int, int]]:
         """Microbatches in flight, by stage, for every pipeline rank. More rounds than a few do not change the most that are held."""
-        size = self.layout.pipeline
-        few = 4 * size if self.accumulate > 4 * size and self.accumulate % size == 0 else self.accumulate
-        key = ("held", self.layout.schedule, size, self.layout.virtual_stages, few)
+        size, virtual = self.layout.pipeline, self.layout.virtual_stages
+        is_enough = self.accumulate > 4 * size and (virtual == 1 or self.accumulate % size == 0)
+        few = 4 * size if is_enough else min(self.accumulate, MAX_MICROBATCHES)
+        key = ("held", self.layout.schedule, size, virtual, few)
         return self.cached(key, lambda: [in_flight(actions) for actions in self.varied(self.layout, self.rows, few).actions])
 
     def parameters_of(self, rank: int) -> ParamCount:
@@ -172,6 +181,12 @@ class PlanJob:
             has_head=layout.stages - 1 in self.stages_of(rank),
             bucket_bytes=self.bucket_bytes,
         )
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that one rank may use: memory.limit_gib, else most of the GPU."""
+        limit = self.memory.limit_gib
+        return self.gpu.usable_bytes if limit is None else min(int(limit * GIB), self.gpu.memory_bytes)
 
     @property
     def layout_shape(self) -> LayoutShape:

@@ -53,7 +53,7 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
         sizes = [one.kinds[kind] / GIB for one in plan.by_rank]
         axes.barh(range(len(sizes)), sizes, left=left, label=kind)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
-    limit = plan.job.gpu.usable_bytes / GIB
+    limit = plan.job.usable_bytes / GIB
     axes.axvline(limit, color="black", linestyle="--", label=f"usable, {limit:.0f} GiB")
     axes.set_yticks(range(len(left)), [f"pipeline rank {rank}" if len(left) > 1 else "every rank" for rank in range(len(left))])
     axes.invert_yaxis()

@@ -65,7 +65,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the worst rank's bytes are within what a run is planned into."""
-        return self.memory.total <= self.job.gpu.usable_bytes
+        return self.memory.total <= self.job.usable_bytes
 
     @property
     def tokens_per_second(self) -> float:
@@ -149,8 +149,7 @@ def step_timeline(job: PlanJob, stages: list[PassSeconds], send_seconds: float) 
 
 def _simulated(job: PlanJob) -> int:
     """Microbatches that are simulated: whole rounds, if there are many."""
-    rounds = SIMULATED_ROUNDS * job.layout.pipeline
-    return rounds if job.accumulate > rounds and job.accumulate % job.layout.pipeline == 0 else job.accumulate
+    return min(job.accumulate, SIMULATED_ROUNDS * job.layout.pipeline)
 
 
 def _slowest(job: PlanJob, stages: list[PassSeconds]) -> float:
@@ -231,7 +230,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             "step_tokens": job.step_tokens, "recompute": job.memory.recompute, "settings": layout.settings(),
             "layers_by_stage": [len(stage) for stage in job.stages],
         },
-        "gpu": {"name": job.gpu.name, "usable_bytes": job.gpu.usable_bytes, "bf16_flops": job.gpu.flops},
+        "gpu": {"name": job.gpu.name, "usable_bytes": job.usable_bytes, "bf16_flops": job.gpu.flops},
         "memory": {
             "worst_pipeline_rank": plan.worst_rank, "kinds": plan.memory.kinds, "total": plan.memory.total, "host": plan.memory.host,
             "fits": plan.fits, "by_pipeline_rank": [one.total for one in plan.by_rank],

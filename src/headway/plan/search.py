@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import log2
 
-from headway.parallel.layouts import Layout, LayoutShape, broken_sizes
+from headway.parallel.layouts import Layout, LayoutShape, broken_sizes, divisors_of
 from headway.parallel.pipeline_order import ScheduleName
 from headway.plan.job import PlanJob
 from headway.plan.memory import estimate
@@ -90,7 +90,7 @@ def fitting_jobs(job: PlanJob, space: SearchSpace) -> Iterator[PlanJob]:
                     continue
                 one = job.varied(layout, micro, each // micro, memory)
                 # the first rank holds the most microbatches, the last has the head
-                if all(estimate(one.memory_job(rank)).total <= job.gpu.usable_bytes for rank in {0, layout.pipeline - 1}):
+                if all(estimate(one.memory_job(rank)).total <= job.usable_bytes for rank in {0, layout.pipeline - 1}):
                     yield one
                     found += 1
                     if found == 2:
@@ -106,7 +106,7 @@ def layouts_of(job: PlanJob) -> Iterator[Layout]:
     """All layouts worth a look: tensor inside a node, shards over a node or everything."""
     world, node, model = job.layout.world, job.gpu.gpus_per_node, job.model
     shape = LayoutShape(model, job.seq_len)
-    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    divisors = divisors_of(world)
     shares_rows = job.seq_len >= LONG_ROWS or job.layout.context > 1
     tensors = [n for n in divisors if n <= node]
     contexts = [n for n in divisors if n == 1 or (shares_rows and n <= max(node, job.layout.context))]

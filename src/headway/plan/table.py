@@ -53,7 +53,7 @@ def _layout(plan: Plan) -> TextTable:
 
 
 def _memory(plan: Plan) -> TextTable:
-    usable = plan.job.gpu.usable_bytes
+    usable = plan.job.usable_bytes
     rows = [(kind, amount(size)) for kind, size in plan.memory.kinds.items() if size]
     rows.append(("all", amount(plan.memory.total)))
     rows.append((f"usable of a {plan.job.gpu.name}", f"{amount(usable)}: {'fits' if plan.fits else 'does NOT fit'}"))

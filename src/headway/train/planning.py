@@ -18,6 +18,7 @@ from headway.plan.rates import AttentionKernel, Software
 from headway.train.config import Recipe
 from headway.train.resolve import resolve
 
+MAX_MICRO_ROWS = 4096
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -116,11 +117,10 @@ def software_of(recipe: Recipe, gpu: GpuModel) -> Software:
 
 def largest_microbatch(job: PlanJob, rows: int) -> PlanJob:
     """batch.micro_rows=auto: the largest microbatch whose estimate fits on every rank; the smallest if none does."""
-    limit = job.gpu.usable_bytes if job.memory.limit_gib is None else int(job.memory.limit_gib * (1 << 30))
     found = replace(job, rows=1, accumulate=rows)
-    for size in (n for n in range(1, rows + 1) if rows % n == 0):
+    for size in (n for n in range(1, min(rows, MAX_MICRO_ROWS) + 1) if rows % n == 0):
         other = replace(job, rows=size, accumulate=rows // size)
-        if all(estimate(other.memory_job(rank)).total <= limit for rank in range(job.layout.pipeline)):
+        if all(estimate(other.memory_job(rank)).total <= job.usable_bytes for rank in range(job.layout.pipeline)):
             found = other
     return found
 

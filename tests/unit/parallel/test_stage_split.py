@@ -1,13 +1,13 @@
 """The split of layers into pipeline stages: the most expensive stage is as cheap as any split allows."""
 
 import random
-from itertools import combinations
+from itertools import accumulate, combinations
 
 import pytest
 
 from headway.model.config import ModelConfig
 from headway.model.flops import token_flops
-from headway.parallel.stage_split import layer_costs, split_layers
+from headway.parallel.stage_split import _split_fast, layer_costs, split_layers
 
 
 def sums(costs: list[float], ranges: list[range], first: float, last: float) -> list[float]:
@@ -29,6 +29,10 @@ def test_no_other_split_has_a_cheaper_maximum(seed: int) -> None:
         for cut in combinations(range(1, len(costs)), stages - 1)
     ]
     assert max(sums(costs, found, first, last)) == pytest.approx(min(others))
+    fast = _split_fast([0.0, *accumulate(costs)], stages, first, last)
+    assert [i for one in fast for i in one] == list(range(len(costs))) and all(fast) and len(fast) == stages
+    # one whose limit leaves each later stage a layer: never worse by more than that layer
+    assert max(sums(costs, fast, first, last)) <= min(others) + max(costs)
 
 
 def test_equal_layers_are_divided_evenly_and_a_large_head_takes_their_place() -> None:
