@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from headway.model.config import ModelConfig
@@ -47,6 +48,8 @@ class PlanJob:
     other_state_bytes: float | None = None
     grad_bytes: int = 4
     bucket_bytes: int = 32 << 20
+    pipeline_split: tuple[int, ...] = ()
+    """Layers of every pipeline stage; empty = balanced by cost."""
     reshard: bool = True
     """fsdp: a block's parameters are gathered again for backward."""
 
@@ -114,6 +117,9 @@ class PlanJob:
         """The layers of each pipeline stage."""
 
         def split() -> list[range]:
+            if len(self.pipeline_split) == self.layout.stages:
+                ends = list(accumulate(self.pipeline_split))
+                return [range(end - size, end) for end, size in zip(ends, self.pipeline_split, strict=True)]
             costs, first, last = layer_costs(self.model, self.seq_len)
             return split_layers(costs, self.layout.stages, first=first, last=last)
 

@@ -62,6 +62,7 @@ def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: Re
         other_state_bytes=None if isinstance(recipe.optim, AdamWConfig) else state_bytes(recipe.optim, groups, shapes),
         grad_bytes=4 if recipe.parallel.accumulate_dtype == "fp32" else size,
         bucket_bytes=recipe.parallel.bucket_bytes,
+        pipeline_split=tuple(recipe.parallel.model_dump().get("pipeline_split") or ()),
     )
     compiled = on_cuda if recipe.kernels.compile == "auto" else recipe.kernels.compile
     chunk_tokens = recipe.memory.chunk_tokens(on_cuda=on_cuda)

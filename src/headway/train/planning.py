@@ -57,6 +57,7 @@ def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
         other_state_bytes=_state_bytes(recipe, shapes, training),
         grad_bytes=4 if parallel.accumulate_dtype == "fp32" or recipe.precision == "fp32" else 2,
         bucket_bytes=parallel.bucket_bytes,
+        pipeline_split=tuple(parallel.model_dump().get("pipeline_split") or ()),
         reshard=parallel.fsdp.reshard_after_forward,
     )
     check_sizes(layout, replace(job.layout_shape, microbatches=None))
@@ -90,7 +91,8 @@ def layout_of(parallel: ParallelConfig, world: int | None) -> Layout:
     """The layout a recipe asks for on this many ranks."""
     given = parallel.model_dump()
     tensor, pipeline = parallel.tensor, parallel.pipeline
-    schedule, virtual = str(given.get("schedule", "1f1b")), given.get("virtual_stages", 1)
+    schedule = str(given.get("schedule", "1f1b"))
+    virtual = given.get("virtual_stages") or (2 if schedule == "interleaved" else 1)
     size = parallel.fsdp.size if parallel.strategy == "fsdp" else parallel.zero1.size
     ranks = world or tensor * pipeline * parallel.context * (1 if size == "auto" else int(size))
     return Layout(
@@ -100,7 +102,7 @@ def layout_of(parallel: ParallelConfig, world: int | None) -> Layout:
         sequence=given.get("sequence", True) is not False,
         pipeline=pipeline,
         schedule=schedule,  # pyright: ignore[reportArgumentType]
-        virtual_stages=virtual if isinstance(virtual, int) and pipeline > 1 else 1,
+        virtual_stages=virtual if pipeline > 1 else 1,
         context=parallel.context,
         shard=None if size == "auto" else int(size),
     )
