@@ -14,6 +14,7 @@ from support.ranks import run_ranks
 
 from headway.checkpoint.load import open_checkpoint
 from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.optim.adafactor import Config as Adafactor
 from headway.optim.muon import Config as Muon
 from headway.optim.schedule import Schedule
 from headway.parallel.collectives import RankGroup
@@ -32,6 +33,7 @@ COMMON: dict[str, Any] = {"lr": 1e-2, "clip": 0.5, "schedule": Schedule(warmup=2
 OPTIMS: dict[str, Any] = {
     "muon": Muon(**COMMON),
     "muon bf16": Muon(**COMMON, state_dtype="bf16"),
+    "adafactor": Adafactor(**COMMON, weight_decay=0.1),
 }
 MICRO = 4
 Result = tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]
@@ -108,7 +110,7 @@ def compare(optim: str, right: Result, found: dict[str, Result]) -> None:
 
 
 def test_two_ranks_train_and_continue_like_one_process(tmp_path: Path) -> None:
-    check(tmp_path, ("muon",), 2, ("zero1", "fsdp"))
+    check(tmp_path, ("muon", "adafactor"), 2, ("zero1", "fsdp"))
 
 
 @pytest.mark.drill

@@ -97,10 +97,17 @@ def refused_or_numbers(overrides: tuple[str, ...]) -> Any:
         return str(error), overrides[-1]
 
 
+ADAFACTOR = ("optim.kind=adafactor", "optim.schedule.warmup=1")
 LION = ("optim.kind=lion", "optim.schedule.warmup=1")
 MUON = ("optim.kind=muon", "optim.schedule.warmup=1")
 
 ROWS: dict[str, Row] = {
+    **shared_rows("adafactor"),
+    "optim[adafactor].beta2_decay": (ADAFACTOR, -0.8, -0.1, updated),
+    "optim[adafactor].eps": (ADAFACTOR, None, 10.0, updated),
+    "optim[adafactor].eps_scale": (ADAFACTOR, 1e-3, 10.0, updated),
+    "optim[adafactor].clip_update": (ADAFACTOR, 1.0, 0.1, updated),
+    "optim[adafactor].scale_by_rms": (ADAFACTOR, True, False, updated),
     **shared_rows("lion"),
     **shared_rows("muon"),
     "optim[lion].betas": (LION, [0.9, 0.99], [0.1, 0.2], updated),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headway.optim.adafactor import Config as Adafactor
 from headway.optim.base import Guard, MatrixOptimizer
 from headway.optim.lion import Config as Lion
 from headway.optim.muon import Config as Muon
@@ -92,6 +93,22 @@ def test_muon_in_bf16_is_torchs_within_its_rounding() -> None:
     follow(case, reference, references, SHAPES, rtol=1e-2, atol=1e-3)
 
 
+def test_adafactor_is_torchs_adafactor() -> None:
+    shapes: list[tuple[int, ...]] = [*SHAPES, (33,), (1,), (2, 6, 5)]
+    case = Case(Adafactor(lr=0.3, weight_decay=0.1, clip_update=1.5, beta2_decay=-0.7), shapes)
+    references = [torch.nn.Parameter(param.clone()) for param in case.params]
+    options: Any = {"weight_decay": 0.1, "d": 1.5, "beta2_decay": -0.7}
+    follow(case, torch.optim.Adafactor(references, lr=0.3, **options), references, shapes, rtol=2e-5, atol=1e-6)
+    assert sum(held.numel() for state in case.state for held in state.values()) < sum(param.numel() for param in case.params) / 5
+
+
+def test_adafactor_without_the_scale_of_parameters() -> None:
+    case = Case(Adafactor(lr=1e-3, scale_by_rms=False, clip_update=1e9), [(40,)])
+    before, (grad,) = case.params[0].clone(), gradients([(40,)])[0]
+    case.step([grad], 5)
+    torch.testing.assert_close(before - case.params[0], 1e-3 * case.config.schedule.factor(5, STEPS) * grad.sign(), rtol=1e-3, atol=1e-7)
+
+
 class PlainLion:
     """Lion as published: Chen et al. 2023, algorithm 2, in fp64."""
 
@@ -142,7 +159,7 @@ def test_muon_makes_singular_values_about_one_for_batches_of_matrices() -> None:
     torch.testing.assert_close(torch.stack(apart.params), stacked.params[0])
 
 
-@pytest.mark.parametrize("config", [Muon(lr=0.02), Muon(lr=0.02, state_dtype="bf16"), Lion(lr=0.02), Lion(state_dtype="bf16")], ids=str)
+@pytest.mark.parametrize("config", [Muon(lr=0.02), Muon(lr=0.02, state_dtype="bf16"), Lion(lr=0.02), Lion(state_dtype="bf16"), Adafactor()], ids=str)
 def test_a_skipped_step_changes_nothing_and_copies_follow(config: Any) -> None:
     case = Case(config, SHAPES, copies=torch.bfloat16)
     grads = gradients(SHAPES)
@@ -157,7 +174,7 @@ def test_a_skipped_step_changes_nothing_and_copies_follow(config: Any) -> None:
     assert all(torch.equal(copy, param.to(torch.bfloat16)) for copy, param in zip(case.copies, case.params, strict=True))
 
 
-@pytest.mark.parametrize("config", [Muon(lr=0.01), Lion(lr=0.01)], ids=lambda config: config.kind)
+@pytest.mark.parametrize("config", [Muon(lr=0.01), Lion(lr=0.01), Adafactor()], ids=lambda config: config.kind)
 def test_maximize_ascends(config: Any) -> None:
     up, down = Case(config, SHAPES), Case(config, SHAPES)
     for index, grads in enumerate(gradients(SHAPES)[:3]):

@@ -1,0 +1,75 @@
+"""Adafactor: the second moment of a matrix is kept as one number per row and per column; steps are scaled by the size of the parameter.
+
+    w = t^beta2_decay       row += w (mean over columns of g^2 - row)       col += w (mean over rows of g^2 - col)
+    u = g / sqrt(row col / mean(row))       u = u / max(1, rms(u) / clip_update)       p = p (1 - lr decay) - rho u
+    rho = min(lr, 1 / sqrt(t)) max(eps_scale, rms(p))                        t counts updates; a vector keeps a number per element
+
+State takes about nothing: 4 (rows + columns) bytes instead of AdamW's 8 per element. Every parameter is updated as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from headway.config.section import setting
+from headway.optim.base import Hyper, OptimConfig, Optimizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headway.optim.base import Guard
+
+ROW, COLUMN, SQUARE = "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"
+
+
+class Config(OptimConfig):
+    """Settings of Adafactor."""
+
+    NEEDS_MATRICES: ClassVar[bool] = True
+    HAS_NO: ClassVar[tuple[str, ...]] = ("betas", "eps")
+
+    kind: str = setting("adafactor", "adafactor.", on_resume="fixed")
+    lr: float = setting(1e-2, "Peak learning rate, relative to the size of each parameter (see scale_by_rms).", ge=0)
+    weight_decay: float = setting(0.0, "Decoupled weight decay.", ge=0)
+    beta2_decay: float = setting(-0.8, "The second moment's decay rate is 1 - t^beta2_decay over updates t.", le=0)
+    eps: float | None = setting(None, "Smallest root of the second moment; null = that of fp32, 1.2e-7.", gt=0)
+    eps_scale: float = setting(1e-3, "Smallest size of a parameter that its steps are scaled by.", gt=0)
+    clip_update: float = setting(1.0, "Largest root mean square of an update, before it is scaled.", gt=0)
+    scale_by_rms: bool = setting(True, "Scale the steps of a parameter by its root mean square.")
+
+    def build(self) -> Optimizer:
+        """Make the update rule."""
+        return Adafactor(self)
+
+    def hyper(self, step: int, total_steps: int) -> Hyper:
+        """The numbers at one step; Adafactor has no betas."""
+        return Hyper(self.lr * self.schedule.factor(step, total_steps), (0.0, 0.0), 0.0, self.weight_decay)
+
+
+class Adafactor:
+    """Updates whole parameters; one of more than two dimensions is a batch of matrices."""
+
+    slots: tuple[str, ...] = (ROW, COLUMN, SQUARE)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """A number per row and per column; of a vector one per element."""
+        return {SQUARE: shape} if len(shape) < 2 else {ROW: shape[:-1], COLUMN: (*shape[:-2], shape[-1])}
+
+    def update(
+        self, params: list[Tensor], grads: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], hyper: Hyper, guard: Guard,
+        copies: list[Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Change params and state in place, one parameter after another; a skipped step changes nothing."""
+        import torch
+
+        from headway.optim.adafactor_update import adafactor_step
+
+        keep = 1 - guard.found_inf
+        for index, (param, grad, step) in enumerate(zip(params, grads, steps, strict=True)):
+            step += keep
+            adafactor_step(param, grad, {slot: held[index] for slot, held in state.items()}, step, self.config, hyper, guard)
+        if copies:
+            torch._foreach_copy_(copies, params)
