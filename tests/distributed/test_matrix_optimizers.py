@@ -1,22 +1,26 @@
-"""Optimizers that see whole matrices: any number of ranks and any strategy train like one process, and continue each other's checkpoints.
+"""Optimizers that see whole matrices or keep averages: any ranks and strategy train like one process, and continue their checkpoints.
 
 Newton-Schulz multiplies small singular values of the momentum by up to 500, and with them what ranks round differently; losses are compared
 within 1e-5 relative where AdamW's are within 1e-6. All cases of one number of ranks share one started group.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.engines import Setup, make_engine, train_steps
+from support.engines import Setup, make_engine, share_of_step, train_steps
 from support.ranks import run_ranks
 
 from headway.checkpoint.load import open_checkpoint
 from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.objective.base import StepInfo
 from headway.optim.adafactor import Config as Adafactor
 from headway.optim.muon import Config as Muon
 from headway.optim.schedule import Schedule
+from headway.optim.schedule_free import Config as ScheduleFree
+from headway.optim.schedule_free import WarmupSchedule
 from headway.parallel.collectives import RankGroup
 
 CUT, END = 3, 6
@@ -27,6 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1 without overlap": {"zero1": {"size": "auto"}, "overlap": OFF},
     "zero1.5": {"zero1": {"size": 2}},
     "fsdp": {"strategy": "fsdp"},
+    "powersgd": {"zero1": {"size": 1}, "hook": {"kind": "powersgd", "rank": 64, "start_step": 0, "min_compression_rate": 0.0}},
     "hsdp": {"strategy": "fsdp", "fsdp": {"size": 2}},
 }
 COMMON: dict[str, Any] = {"lr": 1e-2, "clip": 0.5, "schedule": Schedule(warmup=2)}
@@ -34,6 +39,7 @@ OPTIMS: dict[str, Any] = {
     "muon": Muon(**COMMON),
     "muon bf16": Muon(**COMMON, state_dtype="bf16"),
     "adafactor": Adafactor(**COMMON, weight_decay=0.1),
+    "schedule_free": ScheduleFree(**COMMON | {"schedule": WarmupSchedule(warmup=2)}),
 }
 MICRO = 4
 Result = tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]
@@ -60,6 +66,17 @@ def resumed(folder: Path, setup: Setup, group: RankGroup) -> Result:
     return outcome(engine, [step[0] for step in train_steps(engine, group, MICRO, CUT, END)])
 
 
+def check_validation(engine: Any, setup: Setup, group: RankGroup) -> None:
+    """What is validated are the weights that are kept, which need not be those that train."""
+    plain = make_engine(RankGroup(), replace(setup, parallel={}, optim=None))
+    plain.fill((name, value.clone()) for name, value in engine.weights())
+    at = StepInfo(CUT, 20, training=False)
+    found = engine.evaluate(share_of_step(50, MICRO, group.rank, group.size).microbatches, at)
+    expected = plain.evaluate(share_of_step(50, MICRO, 0, 1).microbatches, at)
+    for name, (total, weight) in expected.items():
+        assert float(found[name][0] / found[name][1]) == pytest.approx(float(total / weight), rel=1e-6), name
+
+
 def run_layouts(folder: Path, optim: str, layouts: tuple[str, ...], group: RankGroup) -> dict[str, Result]:
     """Every layout from the beginning with a save in between, then from what the one before it saved, then from its own."""
     found: dict[str, Result] = {}
@@ -68,6 +85,7 @@ def run_layouts(folder: Path, optim: str, layouts: tuple[str, ...], group: RankG
         setup = setup_of(layout, optim)
         engine = make_engine(group, setup)
         losses = [step[0] for step in train_steps(engine, group, MICRO, 0, CUT)]
+        check_validation(engine, setup, group)
         save(folder / layout, engine, group)
         losses += [step[0] for step in train_steps(engine, group, MICRO, CUT, END)]
         found[layout] = outcome(engine, losses)
@@ -80,21 +98,22 @@ def run_layouts(folder: Path, optim: str, layouts: tuple[str, ...], group: RankG
 def alone(optim: str, folder: Path) -> Result:
     engine = make_engine(RankGroup(), setup_of("one", optim))
     losses = [step[0] for step in train_steps(engine, RankGroup(), MICRO, 0, CUT)]
+    check_validation(engine, setup_of("one", optim), RankGroup())
     save(folder / "alone", engine, RankGroup())
     losses += [step[0] for step in train_steps(engine, RankGroup(), MICRO, CUT, END)]
     return outcome(engine, losses)
 
 
-def check(folder: Path, optims: tuple[str, ...], world: int, layouts: tuple[str, ...]) -> None:
-    right = {optim: alone(optim, folder / optim) for optim in optims}
+def check(folder: Path, world: int, cases: dict[str, tuple[str, ...]]) -> None:
+    right = {optim: alone(optim, folder / optim) for optim in cases}
 
     def run(group: RankGroup) -> dict[str, dict[str, Result]]:
-        return {optim: run_layouts(folder / optim, optim, layouts, group) for optim in optims}
+        return {optim: run_layouts(folder / optim, optim, layouts, group) for optim, layouts in cases.items()}
 
     for rank in run_ranks(run, world, timeout=120):
         for optim, found in rank.items():
             compare(optim, right[optim], found)
-            for layout in layouts:
+            for layout in cases[optim]:
                 whole, again = found[layout], found[f"{layout} continues itself"]
                 assert again[0] == whole[0][CUT:], f"{optim}, {layout} resumes bit for bit"
                 assert all(torch.equal(again[1][name], value) for name, value in whole[1].items()), (optim, layout)
@@ -110,10 +129,12 @@ def compare(optim: str, right: Result, found: dict[str, Result]) -> None:
 
 
 def test_two_ranks_train_and_continue_like_one_process(tmp_path: Path) -> None:
-    check(tmp_path, ("muon", "adafactor"), 2, ("zero1", "fsdp"))
+    check(tmp_path, 2, {"muon": ("zero1", "fsdp"), "adafactor": ("fsdp",), "schedule_free": ("fsdp",)})
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize(("world", "layouts"), [(2, ("ddp", "zero1 without overlap", "fsdp")), (4, ("zero1.5", "hsdp", "zero1", "fsdp"))])
+@pytest.mark.parametrize(
+    ("world", "layouts"), [(2, ("ddp", "powersgd", "zero1 without overlap", "fsdp")), (4, ("zero1.5", "hsdp", "zero1", "fsdp"))]
+)
 def test_any_ranks_train_and_continue_like_one_process(world: int, layouts: tuple[str, ...], tmp_path: Path) -> None:
-    check(tmp_path, tuple(OPTIMS), world, layouts)
+    check(tmp_path, world, {optim: tuple(one for one in layouts if one != "powersgd" or optim == "muon") for optim in OPTIMS})

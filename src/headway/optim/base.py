@@ -30,6 +30,8 @@ class Hyper:
     eps: float
     weight_decay: float
     maximize: bool = False
+    average: float = 0.0
+    """Share of the newest iterate in averaged weights, for an optimizer that averages them."""
 
 
 class Optimizer(Protocol):
@@ -55,6 +57,18 @@ class MatrixOptimizer(Optimizer, Protocol):
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """The state of a parameter of this shape: name of each tensor -> its shape. All names are in `slots`."""
+        ...
+
+
+@runtime_checkable
+class AveragingOptimizer(Optimizer, Protocol):
+    """An update rule whose params are averages: they are validated, saved and exported, while the model trains with `copies`.
+
+    Engines keep both apart, also where they could be one tensor, and always pass `copies`.
+    """
+
+    def set_training_weights(self, params: list[Tensor], state: dict[str, list[Tensor]], steps: list[Tensor], copies: list[Tensor]) -> None:
+        """Set `copies` to the weights that train, bit for bit as the last update did; before the first update they are the params."""
         ...
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,9 +157,26 @@ class BaseEngine(ABC):
     def _set_updates_done(self, done: dict[str, int]) -> None: ...
 
     def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
-        """Metric sums over all ranks' batches, without gradients or dropout."""
+        """Metric sums over all ranks' batches, without gradients or dropout; of averaged weights where the optimizer averages."""
         self.flush()
-        return self.passes.evaluate(batches, at)
+        with self.with_averages():
+            return self.passes.evaluate(batches, at)
+
+    @contextmanager
+    def with_averages(self) -> Iterator[None]:
+        """The model computes with averaged weights inside, and with those that train afterwards; nothing changes for other optimizers."""
+        if not any(rule.averages for rule in self.rules.values()):
+            yield
+            return
+        self._show(averages=True)
+        try:
+            yield
+        finally:
+            self._show(averages=False)
+
+    @abstractmethod
+    def _show(self, *, averages: bool) -> None:
+        """Set the compute parameters from the masters: to the averages, or to what trains."""
 
     @torch.no_grad()
     def update(self, hypers: dict[str, Hyper], skip: Tensor | None = None) -> Update:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
 from headway.parallel.base import BaseEngine, LocalModel, ParamShard, beside, needs_gradient, parameter_at, square_norm
 from headway.parallel.collectives import RankGroups
-from headway.parallel.engine import DTYPES, EngineSpec, StepResult
+from headway.parallel.engine import DTYPES, EngineSpec, ReadTensor, StepResult
 from headway.parallel.fsdp_matrices import ShardedMember, owners, update_whole
 from headway.parallel.offload_optimizer import LocalTensors
 from headway.parallel.update_rules import WholeParameter
@@ -51,11 +52,18 @@ class LocalParameter:
     owner: int | None = None
     """The rank of the shard group that updates it as a whole; None: every rank updates what it holds."""
     has_whole_state: bool = False
+    average: Tensor | None = None
+    """What is kept, if the optimizer averages the weights that train; the parameter holds the latter."""
+
+    @property
+    def trained(self) -> Tensor:
+        """The local values the model computes with: fp32, or the compute dtype of what does not train."""
+        return _local(self.parameter.detach())
 
     @property
     def master(self) -> Tensor:
-        """The local values: fp32, or the compute dtype of what does not train."""
-        return _local(self.parameter.detach())
+        """The local values that are kept."""
+        return self.trained if self.average is None else self.average
 
     @property
     def is_whole(self) -> bool:
@@ -106,7 +114,8 @@ class FsdpEngine(BaseEngine):
             home, pin = (torch.device("cpu"), local.is_cuda) if self.host_state is not None else (local.device, False)
             state = rule.storage.allocate(rule.optimizer.slots, local.numel(), home, pin=pin)
         steps = torch.zeros((), dtype=torch.float32, device=local.device)
-        return LocalParameter(name, parameter, offset, group, state, steps, owner, rule is not None and rule.matrices is not None)
+        average = torch.zeros_like(local) if rule is not None and rule.averages is not None else None
+        return LocalParameter(name, parameter, offset, group, state, steps, owner, rule is not None and rule.matrices is not None, average)
 
     def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
         """Accumulate the gradients of one step; FSDP2 exchanges them under the last microbatch's backward."""
@@ -159,7 +168,8 @@ class FsdpEngine(BaseEngine):
                     {role: [part.state[role] for part in filled] for role in filled[0].state},
                     [part.steps for part in filled],
                 )
-                self._apply(group.name, tensors, hypers[group.name], guard)
+                copies = [part.trained.view(-1) for part in filled if part.average is not None]
+                self._apply(group.name, tensors, hypers[group.name], guard, copies or None)
             for part in members:
                 if not part.master.numel() or part.has_whole_state:
                     part.steps += 1 - guard.found_inf
@@ -190,6 +200,8 @@ class FsdpEngine(BaseEngine):
             missing.discard(name)
             part, value = self.parts[name], self.boxes[name].of(whole)
             part.master.copy_(value if part.is_whole else value[part.offset[0] : part.offset[0] + part.master.shape[0]])
+            if part.average is not None:
+                part.trained.copy_(part.average)
         return sorted(missing)
 
     def shards(self) -> Iterator[ParamShard]:
@@ -212,10 +224,32 @@ class FsdpEngine(BaseEngine):
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The model's parameters at full precision, by name, in the order of the model."""
-        for name, part in self.parts.items():
-            if not name.startswith(OBJECTIVE):
-                box = part.parameter.full_tensor() if isinstance(part.parameter, DTensor) else part.master
-                yield name, self._whole_box(name, box)
+        with self.with_averages():
+            for name, part in self.parts.items():
+                if not name.startswith(OBJECTIVE):
+                    box = part.parameter.full_tensor() if isinstance(part.parameter, DTensor) else part.master
+                    yield name, self._whole_box(name, box)
+
+    @torch.no_grad()
+    def load(self, read: ReadTensor, scalars: dict[str, Any]) -> None:
+        """As BaseEngine.load; then parameters are set from what is kept."""
+        super().load(read, scalars)
+        with self.with_averages():
+            pass  # leaving sets what trains
+
+    @torch.no_grad()
+    def _show(self, *, averages: bool) -> None:
+        """As BaseEngine._show, and free what was gathered before."""
+        self.flush()
+        for part in self._training():
+            rule = self.rule_of[part.name].averages
+            if rule is None or part.average is None or not part.average.numel():
+                continue
+            if averages:
+                part.trained.copy_(part.average)
+            else:
+                state = {role: [held] for role, held in part.state.items()}
+                rule.set_training_weights([part.average.view(-1)], state, [part.steps], [part.trained.view(-1)])
 
     def flush(self) -> None:
         """Free gathered parameters, so that the next forward gathers current ones; wait for copies to host memory."""

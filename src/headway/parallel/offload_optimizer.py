@@ -77,9 +77,8 @@ class HostStateOptimizer:
                 staged[role].copy_(part, non_blocking=True)
         _follow(self.inward, None, self.device)
         params = local.params if target is None else [staged[MASTER]]
-        self.optimizer.update(params, local.grads, {role: [staged[role]] for role in local.state}, local.steps, hyper, guard)
-        if target is not None:
-            target.copy_(staged[MASTER])
+        state, copies = {role: [staged[role]] for role in local.state}, None if target is None else [target]
+        self.optimizer.update(params, local.grads, state, local.steps, hyper, guard, copies)
         _follow(None, self.outward, self.device)
         with self._on(self.outward):
             for role, part in host.items():

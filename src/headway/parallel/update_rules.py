@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headway.errors import ParallelError
-from headway.optim.base import MatrixOptimizer, OptimConfig, Optimizer
+from headway.optim.base import AveragingOptimizer, MatrixOptimizer, OptimConfig, Optimizer
 from headway.optim.groups import ParamGroup
 from headway.optim.state_storage import StateStorage, storage_of
 
@@ -53,6 +53,11 @@ class UpdateRule:
     def matrices(self) -> MatrixOptimizer | None:
         """The rule, if it needs whole parameters."""
         return self.optimizer if isinstance(self.optimizer, MatrixOptimizer) else None
+
+    @property
+    def averages(self) -> AveragingOptimizer | None:
+        """The rule, if the model trains with other weights than those that are kept."""
+        return self.optimizer if isinstance(self.optimizer, AveragingOptimizer) else None
 
     def state_shapes(self, shape: Ints) -> dict[str, Ints]:
         """The shape of each state tensor of a parameter, as a checkpoint holds it."""

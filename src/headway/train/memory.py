@@ -48,6 +48,9 @@ def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: Re
     groups = group_parameters(shape, recipe.objective.build(), spec)
     shapes = {name: tuple(parameter.shape) for name, parameter in shape.named_parameters()}
     on_cuda, size = compute.device.type == "cuda", compute.dtype.itemsize
+    other_state, shards = state_bytes(recipe.optim, groups, shapes), recipe.parallel.mesh(0, num_ranks).shard
+    if recipe.optim.kind == "schedule_free" and ((size == 4 and shards == 1) or recipe.parallel.strategy == "fsdp"):
+        other_state += 4.0  # averages are apart from what trains, also where masters are the parameters themselves
     job = PlanJob(
         model=model,
         seq_len=recipe.data.seq_len,
@@ -59,7 +62,7 @@ def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: Re
         shapes=shapes,
         training=frozenset(name for group in groups for name in group.names if name in shapes),
         state_dtype=recipe.optim.state_dtype if isinstance(recipe.optim, AdamWConfig) else "fp32",
-        other_state_bytes=None if isinstance(recipe.optim, AdamWConfig) else state_bytes(recipe.optim, groups, shapes),
+        other_state_bytes=None if isinstance(recipe.optim, AdamWConfig) else other_state,
         grad_bytes=4 if recipe.parallel.accumulate_dtype == "fp32" else size,
         bucket_bytes=recipe.parallel.bucket_bytes,
         pipeline_split=tuple(recipe.parallel.model_dump().get("pipeline_split") or ()),

@@ -99,6 +99,7 @@ def refused_or_numbers(overrides: tuple[str, ...]) -> Any:
 
 ADAFACTOR = ("optim.kind=adafactor", "optim.schedule.warmup=1")
 LION = ("optim.kind=lion", "optim.schedule.warmup=1")
+FREE = ("optim.kind=schedule_free", "optim.schedule.warmup=1")
 MUON = ("optim.kind=muon", "optim.schedule.warmup=1")
 
 ROWS: dict[str, Row] = {
@@ -112,6 +113,9 @@ ROWS: dict[str, Row] = {
     **shared_rows("muon"),
     "optim[lion].betas": (LION, [0.9, 0.99], [0.1, 0.2], updated),
     "optim[lion].state_dtype": (LION, "fp32", "bf16", stored),
+    **shared_rows("schedule_free"),
+    "optim[schedule_free].betas": (FREE, [0.9, 0.999], [0.5, 0.9], updated),
+    "optim[schedule_free].eps": (FREE, 1e-8, 1.0, updated),
     "optim[muon].momentum": (MUON, 0.95, 0.5, updated),
     "optim[muon].nesterov": (MUON, True, False, updated),
     "optim[muon].ns_steps": (MUON, 5, 1, updated),

@@ -4,7 +4,7 @@ Twenty steps on parameters of several shapes, with clipping's divisor, decay and
 skipped step changes nothing, lower-precision copies follow, and state in bf16 stays close.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from headway.optim.adafactor import Config as Adafactor
 from headway.optim.base import Guard, MatrixOptimizer
 from headway.optim.lion import Config as Lion
 from headway.optim.muon import Config as Muon
+from headway.optim.schedule_free import Config as ScheduleFree
+from headway.optim.schedule_free import WarmupSchedule
 from headway.optim.state_storage import storage_of
 from headway.parallel.update_rules import UpdateRule
 
@@ -34,7 +36,7 @@ class Case:
         self.params = [0.1 * torch.randn(shape, generator=generator) for shape in shapes]
         self.state = [self._state(param) for param in self.params]
         self.steps = [torch.zeros(()) for _ in shapes]
-        self.copies = None if copies is None else [param.to(copies) for param in self.params]
+        self.copies = None if copies is None else [param.to(copies, copy=True) for param in self.params]
 
     def _state(self, param: Tensor) -> dict[str, Tensor]:
         if isinstance(self.rule.optimizer, MatrixOptimizer):
@@ -109,6 +111,78 @@ def test_adafactor_without_the_scale_of_parameters() -> None:
     torch.testing.assert_close(before - case.params[0], 1e-3 * case.config.schedule.factor(5, STEPS) * grad.sign(), rtol=1e-3, atol=1e-7)
 
 
+def schedule_free_reference(params: list[Tensor], rates: list[float], betas: Any, decay: float) -> Iterator[tuple[Any, Any]]:
+    """(what trains, averages) before every step of schedule-free AdamW as published (Defazio et al. 2024), in fp64."""
+    x, z = [param.double() for param in params], [param.double() for param in params]
+    squares = [torch.zeros_like(value) for value in x]
+    total = 0.0
+    trained = [value.clone() for value in x]
+    for count, (rate, grads) in enumerate(zip(rates, gradients([tuple(param.shape) for param in params]), strict=True), start=1):
+        total += rate**2
+        share = rate**2 / total
+        for i, grad in enumerate(grads):
+            g = grad.double() / DIVISOR
+            squares[i] = betas[1] * squares[i] + (1 - betas[1]) * g * g
+            direction = g / ((squares[i] / (1 - betas[1] ** count)).sqrt() + 1e-8) + decay * trained[i]
+            z[i] = z[i] - rate * direction
+            x[i] = (1 - share) * x[i] + share * z[i]
+            trained[i] = (1 - betas[0]) * z[i] + betas[0] * x[i]
+        yield trained, x
+
+
+def test_schedule_free_is_the_published_one() -> None:
+    config = ScheduleFree(lr=0.02, betas=(0.85, 0.97), weight_decay=0.2, schedule=WarmupSchedule(warmup=5))
+    case = Case(config, SHAPES, copies=torch.float32)
+    rates = [config.hyper(index, STEPS).lr for index in range(STEPS)]
+    assert rates[0] == pytest.approx(0.004) and rates[4:] == [0.02] * 16 and case.copies is not None
+    reference = schedule_free_reference([param.clone() for param in case.params], rates, config.betas, 0.2)
+    for index, (grads, (trained, averages)) in enumerate(zip(gradients(SHAPES), reference, strict=True)):
+        case.step(grads, index)
+        for ours, theirs in zip((*case.copies, *case.params), (*trained, *averages), strict=True):
+            torch.testing.assert_close(ours, theirs.float(), rtol=2e-5, atol=1e-6)
+    apart = sum(float((copy - param).abs().max()) for copy, param in zip(case.copies, case.params, strict=True))
+    assert apart > 0.01, "what trains is not what is kept"
+
+
+def test_schedule_free_is_the_packages() -> None:
+    package = pytest.importorskip("schedulefree")
+    config = ScheduleFree(lr=0.02, betas=(0.85, 0.97), weight_decay=0.2, schedule=WarmupSchedule(warmup=5))
+    case = Case(config, SHAPES, copies=torch.float32)
+    references = [torch.nn.Parameter(param.clone()) for param in case.params]
+    reference = package.AdamWScheduleFree(references, lr=0.02, betas=(0.85, 0.97), weight_decay=0.2, warmup_steps=5)
+    assert case.copies is not None
+    for index, grads in enumerate(gradients(SHAPES)):
+        reference.train()
+        for parameter, grad in zip(references, grads, strict=True):
+            parameter.grad = grad / DIVISOR
+        reference.step()
+        case.step(grads, index)
+        for ours, theirs in zip(case.copies, references, strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=2e-5, atol=2e-6)
+        reference.eval()
+        for ours, theirs in zip(case.params, references, strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=2e-5, atol=2e-6)
+
+
+def test_schedule_free_begins_with_the_weights_and_sets_what_trains_bit_for_bit() -> None:
+    case = Case(ScheduleFree(lr=0.02), SHAPES, copies=torch.bfloat16)
+    rule: Any = case.rule.optimizer
+    assert case.copies is not None
+
+    def again() -> list[Tensor]:
+        made = [torch.zeros_like(copy).view(-1) for copy in case.copies or ()]
+        state = {slot: [held[slot] for held in case.state] for slot in rule.slots}
+        rule.set_training_weights([param.view(-1) for param in case.params], state, case.steps, made)
+        return made
+
+    assert all(torch.equal(one, param.to(torch.bfloat16).view(-1)) for one, param in zip(again(), case.params, strict=True))
+    case.step([torch.full_like(param, float("inf")) for param in case.params], 0, skip=True)
+    assert all(torch.equal(copy, param.to(torch.bfloat16)) for copy, param in zip(case.copies, case.params, strict=True))
+    for index, grads in enumerate(gradients(SHAPES)[:3]):
+        case.step(grads, index)
+        assert all(torch.equal(one, copy.view(-1)) for one, copy in zip(again(), case.copies, strict=True))
+
+
 class PlainLion:
     """Lion as published: Chen et al. 2023, algorithm 2, in fp64."""
 
@@ -159,7 +233,10 @@ def test_muon_makes_singular_values_about_one_for_batches_of_matrices() -> None:
     torch.testing.assert_close(torch.stack(apart.params), stacked.params[0])
 
 
-@pytest.mark.parametrize("config", [Muon(lr=0.02), Muon(lr=0.02, state_dtype="bf16"), Lion(lr=0.02), Lion(state_dtype="bf16"), Adafactor()], ids=str)
+ALL = [Muon(lr=0.02), Muon(lr=0.02, state_dtype="bf16"), Lion(lr=0.02), Lion(state_dtype="bf16"), Adafactor(), ScheduleFree()]
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda config: f"{config.kind} {storage_of(config.build()).dtype}")
 def test_a_skipped_step_changes_nothing_and_copies_follow(config: Any) -> None:
     case = Case(config, SHAPES, copies=torch.bfloat16)
     grads = gradients(SHAPES)
@@ -171,12 +248,13 @@ def test_a_skipped_step_changes_nothing_and_copies_follow(config: Any) -> None:
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
     assert all(float(step) == 1 for step in case.steps)
     case.step(grads[2], 6)
-    assert all(torch.equal(copy, param.to(torch.bfloat16)) for copy, param in zip(case.copies, case.params, strict=True))
+    if case.rule.averages is None:
+        assert all(torch.equal(copy, param.to(torch.bfloat16)) for copy, param in zip(case.copies, case.params, strict=True))
 
 
-@pytest.mark.parametrize("config", [Muon(lr=0.01), Lion(lr=0.01), Adafactor()], ids=lambda config: config.kind)
+@pytest.mark.parametrize("config", [Muon(lr=0.01), Lion(lr=0.01), Adafactor(), ScheduleFree()], ids=lambda config: config.kind)
 def test_maximize_ascends(config: Any) -> None:
-    up, down = Case(config, SHAPES), Case(config, SHAPES)
+    up, down = Case(config, SHAPES, copies=torch.float32), Case(config, SHAPES, copies=torch.float32)
     for index, grads in enumerate(gradients(SHAPES)[:3]):
         up.step(grads, index, maximize=True)
         down.step([-grad for grad in grads], index)

@@ -171,6 +171,8 @@ class BufferSpec:
     """Master weights and state are in host memory."""
     whole: UpdateRule | None = None
     """The rule, if it updates whole parameters."""
+    averages: bool = False
+    """Masters are averages of what trains, so they are never the compute parameters themselves."""
     largest: dict[str, int] | None = None
     """Elements of each parameter on the rank that holds most of it; None: the same on all. Decides where buckets end."""
 
@@ -216,7 +218,7 @@ class TrainBuffer:
         spans, length = lay_out(names, shapes, sharding, spec.largest) if spec.whole is None else lay_out_whole(names, shapes, sharding)
         param = torch.zeros(length, dtype=dtype, device=device)
         home, pin = (torch.device("cpu"), device.type == "cuda") if spec.on_host else (device, False)
-        shares = dtype == torch.float32 and sharding.shards == 1
+        shares = dtype == torch.float32 and sharding.shards == 1 and not spec.averages
         master = param if shares else torch.zeros(length // sharding.shards, dtype=torch.float32, device=home, pin_memory=pin)
         grad_dtype = spec.grad_dtype if dtype != torch.float32 else dtype
         grads = [torch.zeros(span.stop - span.start, dtype=grad_dtype, device=device) for span in spans]

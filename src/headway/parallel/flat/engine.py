@@ -76,7 +76,8 @@ class FlatEngine(BaseEngine):
         rule, spec = self.rules[group.name], self.spec
         whole = rule if rule.matrices is not None else None
         largest = {name: self.boxes[name].largest for name in group.names}
-        return BufferSpec(rule.optimizer.slots, rule.storage, spec.grad_dtype, spec.state_on_host, whole, largest)
+        averages = rule.averages is not None
+        return BufferSpec(rule.optimizer.slots, rule.storage, spec.grad_dtype, spec.state_on_host, whole, averages, largest)
 
     def _groups_by_copy(self) -> Iterator[ParamGroup]:
         """The groups; what several ranks of the tensor axis hold has separate buffers, in the same order on all of them."""
@@ -258,13 +259,25 @@ class FlatEngine(BaseEngine):
 
     @torch.no_grad()
     def load(self, read: ReadTensor, scalars: dict[str, Any]) -> None:
-        """As BaseEngine.load; then compute parameters are derived from the master weights on all ranks."""
+        """As BaseEngine.load; then compute parameters are set from the master weights on all ranks."""
         super().load(read, scalars)
-        for buffer in self.buffers:
-            for span in buffer.spans:
-                buffer.refresh(span)
+        self._show(averages=False)
         if isinstance(self.reducer.hook, StatefulHook) and scalars.get("hook") is not None:
             self.reducer.hook.load(read, scalars["hook"], self.ranks.reduce, self.spec.device)
+
+    @torch.no_grad()
+    def _show(self, *, averages: bool) -> None:
+        """As BaseEngine._show, on all ranks."""
+        self.gather.flush()
+        for buffer in self.buffers:
+            rule = self.rules[buffer.group.name].averages
+            for span in buffer.spans:
+                if rule is None or averages:
+                    buffer.refresh(span)
+                    continue
+                state = {role: [buffer.packed(span, flat)] for role, flat in buffer.state.items()}
+                target = buffer.local_shard(span, buffer.param)
+                rule.set_training_weights([buffer.packed(span, buffer.master)], state, [buffer.steps[span.index]], [target])
         self.gather.begin()
         self.gather.flush()
 
