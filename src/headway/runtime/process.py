@@ -151,7 +151,7 @@ def worker_pool(workers: int, begin: Callable[..., None] | None = None, given: t
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
-    with _safe_path():
+    with _safe_path(), _without_script():
         pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=begin, initargs=given)
         try:
             yield pool
@@ -174,7 +174,7 @@ def run_in_child(work: Callable[..., Any], given: tuple[Any, ...], timeout_secon
         target=_answer, args=(sender, os.getpid(), UserFiles(), work, given)
     )  # no daemon: the compiler may start processes there
     try:
-        with _safe_path():
+        with _safe_path(), _without_script():
             child.start()
         sender.close()
         if not receiver.poll(timeout_seconds):
@@ -215,6 +215,25 @@ def _safe_path() -> Iterator[None]:
             os.environ.pop(SAFE_PATH, None)
         else:
             os.environ[SAFE_PATH] = before
+
+
+@contextmanager
+def _without_script() -> Iterator[None]:
+    """Processes that are started meanwhile do not run the user's script again.
+
+    A spawned process runs the script of its parent first, up to `if __name__ == "__main__"`. A script without that line would train or
+    tokenize again in every worker, and no worker would ever be ready.
+    """
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    if main is None or file is None or getattr(main, "__spec__", None) is not None:  # a notebook, or `python -m headway`
+        yield
+        return
+    del main.__file__  # where spawned processes look for the script
+    try:
+        yield
+    finally:
+        main.__file__ = file
 
 
 def failure_file() -> Path | None:

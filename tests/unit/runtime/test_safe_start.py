@@ -98,3 +98,11 @@ def test_no_error_shows_the_password_of_an_address() -> None:
     shown = str(ConfigError("s3: cannot reach https://user:hunter2@store.example:9000/bucket and http://a:b@c"))
     assert shown == "s3: cannot reach https://***@store.example:9000/bucket and http://***@c"
     assert hide_credentials("runs/a@0.3 and https://x.example/@me") == "runs/a@0.3 and https://x.example/@me"
+
+
+def test_workers_do_not_run_a_script_again_that_has_no_guard(tmp_path: Path) -> None:
+    script = "from headway.runtime.process import worker_pool\nprint('once')\n"
+    script += "with worker_pool(1) as pool:\n    print(pool.submit(abs, -3).result())\n"
+    (tmp_path / "script.py").write_text(script + "print(__file__)\n")
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == f"once\n3\n{tmp_path / 'script.py'}\n", done.stderr
