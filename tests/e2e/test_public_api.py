@@ -76,11 +76,17 @@ def test_training_on_records_equals_training_on_a_file(recipe: hw.Recipe, tmp_pa
     assert three.losses.rows[0][1] is not None and "valid" in three.losses.columns
 
 
-def test_conversations_take_their_kind_from_the_call_or_the_recipe(recipe: hw.Recipe) -> None:
+def test_conversations_take_their_kind_from_the_call_the_recipe_or_the_records(recipe: hw.Recipe, tmp_path: Path) -> None:
     rows = [{"prompt": f"{number}?", "response": "yes"} for number in range(12)]
-    first = hw.train(recipe, data=rows, kind="chat")
+    first = hw.train(recipe, data=rows)
+    same = hw.train(recipe.with_({"run.name": "same"}), data=rows, kind="chat")
+    assert same.losses == first.losses
     again = recipe.with_({"run.name": "again", "data.train": [{"path": "none", "kind": "chat", "chat_template": "chatml"}]})
     assert hw.train(again, data=rows).losses.rows == first.losses.rows
+    detected = hw.tokenize(rows, recipe.with_().init.source + "/../tokenizer", cache_dir=tmp_path / "cache")  # type: ignore[operator]
+    assert (detected.kind, detected.documents) == ("chat", 12)
+    done = hw.train(again, data=rows)
+    assert done.final == tmp_path / "again" / "final" and done.losses.rows == first.losses.rows, "a finished run is found again"
     with pytest.raises(hw.ConfigError, match="neither data nor valid is given"):
         hw.train(recipe, kind="chat")
     with pytest.raises(hw.DataError, match=r"data\[0\] is a str"):

@@ -64,6 +64,6 @@ def _reading(sources: tuple[SourceConfig, ...] | None, kind: Kind | None) -> dic
     given: dict[str, Any] = {}
     if sources is not None and len(sources) == 1:
         given = sources[0].model_dump(mode="json", exclude_unset=True, exclude={"path", "weight", "repeat", "limit"})
-    if kind is not None and kind != given.get("kind", "text"):
+    if kind is not None and kind != given.get("kind", "auto"):
         return {"kind": kind}
     return given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, overload
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Where: TypeAlias = "str | Path | TrainResult | ExportResult"
 """A run folder, a checkpoint folder, a Hugging Face folder, `s3://...`, or the result of `train` or `export`."""
+
+OnText: TypeAlias = Callable[[str], object]
+"""Receives generated text piece by piece."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +58,21 @@ class LanguageModel:
     @overload
     def generate(
         self, prompts: str, *, max_new_tokens: int = 128, temperature: float = 0.0, top_k: int | None = None,
-        top_p: float | None = None, stop: Sequence[str] = (), seed: int = 0,
+        top_p: float | None = None, stop: Sequence[str] = (), seed: int = 0, on_text: OnText | None = None,
     ) -> Generation: ...  # fmt: skip
     @overload
     def generate(
         self, prompts: list[str] | tuple[str, ...], *, max_new_tokens: int = 128, temperature: float = 0.0, top_k: int | None = None,
-        top_p: float | None = None, stop: Sequence[str] = (), seed: int = 0,
+        top_p: float | None = None, stop: Sequence[str] = (), seed: int = 0, on_text: OnText | None = None,
     ) -> list[Generation]: ...  # fmt: skip
     def generate(
         self, prompts: str | list[str] | tuple[str, ...], *, max_new_tokens: int = 128, temperature: float = 0.0, top_k: int | None = None,
-        top_p: float | None = None, stop: Sequence[str] = (), seed: int = 0,
+        top_p: float | None = None, stop: Sequence[str] = (), seed: int = 0, on_text: OnText | None = None,
     ) -> Generation | list[Generation]:  # fmt: skip
         """Continue a prompt, or several at once. A `Generation` has `text`, `token_ids`, `stopped_by` and `prompt_tokens`.
 
-        Temperature 0 takes the likeliest token each time. A continuation does not depend on the other prompts.
+        Temperature 0 takes the likeliest token each time. A continuation does not depend on the other prompts. `on_text` is called with
+        each piece of text as soon as it is known; the prompts then follow one another.
         """
         from headway.infer.generate import generate
 
@@ -76,19 +80,18 @@ class LanguageModel:
         given = [prompts] if isinstance(prompts, str) else list(prompts)
         if "" in given:
             raise ConfigError("a prompt is empty; there is nothing to continue. Give some text.")
-        found = generate(self.loaded, given, options)
+        found = generate(self.loaded, given, options, _pieces(on_text))
         return found[0] if isinstance(prompts, str) else found
 
     def chat(
         self, messages: Sequence[Mapping[str, str]], *, chat_template: str = "tokenizer", max_new_tokens: int = 256,
         temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None, stop: Sequence[str] = (), seed: int = 0,
+        on_text: OnText | None = None,
     ) -> Generation:  # fmt: skip
         """The answer to a conversation of `{"role": ..., "content": ...}` turns, in the model's chat template or another one."""
-        from dataclasses import replace
-
-        from headway.infer.generate import generate_from_ids
-        from headway.tokenizer.chat import Turn, answer_end, render_prompt
-        from headway.tokenizer.chat_template import ROLES, Role
+        from headway.infer.generate import answer_conversations
+        from headway.prepare.parse_chat import Conversation
+        from headway.tokenizer.chat_template import ROLES, Role, Turn
 
         turns: list[Turn] = []
         for number, message in enumerate(messages):
@@ -99,10 +102,13 @@ class LanguageModel:
             turns.append(Turn(cast(Role, message["role"]), message["content"]))
         if not turns or turns[-1].role == "assistant":
             raise ConfigError("messages must end with a turn of the user or of a tool, which the model answers.")
-        ids = render_prompt(turns, chat_template, self.tokenizer)
         options = _options(max_new_tokens, temperature, top_k, top_p, stop, seed)
-        options = replace(options, stop_ids=answer_end(chat_template, self.tokenizer))
-        return generate_from_ids(self.loaded, [(repr(turns), ids)], options)[0]
+        return answer_conversations(self.loaded, [Conversation(tuple(turns))], chat_template, options, _pieces(on_text))[0]
+
+
+def _pieces(on_text: OnText | None) -> Callable[[int, str], object] | None:
+    """The same callback for generation, which also passes the number of the prompt."""
+    return None if on_text is None else lambda _, piece: on_text(piece)
 
 
 def _options(
@@ -165,7 +171,7 @@ def export(
     model: Where,
     out: str | Path,
     *,
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     adapter_only: bool = False,
     remote_code: bool = False,
 ) -> ExportResult:
@@ -192,32 +198,44 @@ def export(
 
 
 def tokenize(
-    data: Data, tokenizer: str | Path, out: str | Path | None = None, *, kind: Kind = "text", text_key: str = "text",
-    chat_template: str = "chatml", max_length: int | None = None, valid_fraction: float = 0.0, cache_dir: str | Path | None = None,
+    data: Data, tokenizer: str | Path, out: str | Path | None = None, *, kind: Kind | None = None, text_key: str | None = None,
+    chat_template: str | None = None, max_length: int | None = None, valid_fraction: float = 0.0, cache_dir: str | Path | None = None,
 ) -> TokenizeResult:  # fmt: skip
     """Turn text, conversations or preference pairs into a token store: at `out`, or in the cache, where the same data is found again.
+
+    Without `kind`, the keys of the records say what they are. The chat template is the tokenizer's own, or else chatml.
 
     Example:
         >>> store = hw.tokenize([{"text": "Hello."}, {"text": "World."}], "tokenizers/mine")
         >>> hw.train(recipe, data=store.path)
     """
+    from headway.config.load import validate
+    from headway.data.config import SourceConfig
     from headway.prepare.build import BuildOptions, build_store, cached_store
+    from headway.prepare.detect import with_kind
     from headway.store.reader import open_store
+    from headway.tokenizer.load import load_tokenizer
 
     cache = None if cache_dir is None else Path(cache_dir)
-    given: dict[str, Any] = {"text_key": text_key} if kind == "text" else {"chat_template": chat_template, "max_length": max_length}
-    options = BuildOptions(kind, valid_fraction=valid_fraction, **given)
+    inputs = input_paths(data, cache)
+    given = {"kind": kind, "text_key": text_key, "chat_template": chat_template}
+    source = validate(SourceConfig, {"path": inputs[0], **{name: value for name, value in given.items() if value is not None}})
+    found = with_kind(source, inputs[0], load_tokenizer(tokenizer))
+    assert found.kind != "auto"
+    if found.kind == "text":
+        if valid_fraction or max_length is not None:
+            raise ConfigError("valid_fraction and max_length apply to chat and preference data. Leave them out.")
+        options = BuildOptions("text", text_key=found.text_key)
+    else:
+        options = BuildOptions(found.kind, chat_template=found.chat_template, max_length=max_length, valid_fraction=valid_fraction)
     options.check()
-    if kind == "text" and (valid_fraction or max_length is not None):
-        raise ConfigError("valid_fraction and max_length apply to chat and preference data. Leave them out.")
     if out is None and valid_fraction:
         raise ConfigError(f"valid_fraction is {valid_fraction}, which makes two stores; give the folder `out` they are written to.")
-    inputs = input_paths(data, cache)
     if out is not None:
         report = build_store(inputs, tokenizer, out, options)
-        return TokenizeResult(report.out, kind, report.train_documents + report.valid_documents, report.tokens)
+        return TokenizeResult(report.out, found.kind, report.train_documents + report.valid_documents, report.tokens)
     store = open_store(path := cached_store(inputs, tokenizer, cache, options))
-    return TokenizeResult(path, kind, store.num_documents, store.num_tokens)
+    return TokenizeResult(path, found.kind, store.num_documents, store.num_tokens)
 
 
 def _place(where: Where) -> str | Path:

@@ -84,15 +84,18 @@ class TrainResult(_Shown):
         """The result of a summary, with the losses of its metrics file."""
         run = Path(summary["run"])
 
-        def path(key: str) -> Path | None:
-            return None if summary.get(key) is None else Path(summary[key])
+        def path(key: str, there: Path) -> Path | None:
+            if key in summary:
+                return None if summary[key] is None else Path(summary[key])
+            # a run that was complete already
+            return there if there.is_dir() and "stopped_by" not in summary else None
 
         return TrainResult(
             run,
             summary.get("steps", 0),
             loss_table(run),
-            path("final"),
-            path("checkpoint"),
+            path("final", run / "final"),
+            path("checkpoint", run / "checkpoints" / "latest"),
             run / "metrics.jsonl",
             *(summary.get(key) for key in ("first_loss", "last_loss", "best_loss", "last_valid_loss", "best_valid_loss")),
             tokens=summary.get("tokens", 0),

@@ -34,6 +34,8 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "track=[strange_lab.loss]",
         "parallel.hook={kind: torch_style, function: 'strange_lab.loss:f'}",
         "stages=[{name: a, optim: {kind: strange_lab.loss}}]",
+        "callbacks=['strange_lab.loss:Mine']",
+        "data.train=[{path: a.txt, format: strange_lab.loss}]",
     ],
 )
 def test_a_dry_run_names_the_code_and_imports_nothing(lab: Path, override: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +46,13 @@ def test_a_dry_run_names_the_code_and_imports_nothing(lab: Path, override: str, 
     assert main(["train", override, "--dry-run", "--json"]) == 0
     assert "strange_lab.loss" in json.loads(capsys.readouterr().out)["would_run"][0]
     assert not (lab / "ran").exists()
+
+
+@pytest.mark.parametrize("override", ["objective=./strange_lab/loss.py", "callbacks=['./strange_lab/loss.py:Mine']"])
+def test_a_dry_run_names_a_file_and_does_not_import_it(lab: Path, override: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", override, "--dry-run"]) == 0
+    assert "./strange_lab/loss.py" in capsys.readouterr().out and not (lab / "ran").exists()
+    assert main(["train", override, "--dry-run", "--with-code"]) == 2 and (lab / "ran").exists()
 
 
 def test_with_code_a_dry_run_imports_it(lab: Path, capsys: pytest.CaptureFixture[str]) -> None:
