@@ -97,6 +97,14 @@ def test_internlm_files_are_read_and_never_run(tmp_path: Path) -> None:
     assert "unknown" in outcomes("internlm-1b.py.txt")["BUCKET"] | outcomes("internlm-1b.py.txt")["import os"]
 
 
+def test_axes_of_internlm_become_axes_of_a_layout(tmp_path: Path) -> None:
+    config, data = tmp_path / "config.py", "data = dict(seq_len=64, micro_bsz=1)\n"
+    config.write_text(data + "parallel = dict(zero1=dict(size=2), tensor=dict(size=4, mode='mtp'), sequence_parallel=False)\n")
+    assert import_config(config, "internlm").recipe["parallel"] == {"zero1": {"size": 2}, "tensor": 4, "sequence": False}
+    config.write_text(data + "parallel = dict(zero1=1, tensor=2, sequence_parallel=True)\n")
+    assert import_config(config, "internlm").recipe["parallel"] == {"zero1": {"size": 1}, "tensor": 2, "sequence": True}
+
+
 def test_names_that_double_each_other_are_refused_in_time(tmp_path: Path) -> None:
     config = tmp_path / "config.py"
     config.write_text("a0 = [1] * 9\n" + "a0 = [1, 2]\n" + "\n".join(f"a{n + 1} = [a{n}, a{n}]" for n in range(40)))

@@ -11,6 +11,7 @@ from headway.workflows.import_config.rules import (
     ImportDraft,
     Rule,
     automatic,
+    has_setting,
     if_setting,
     integer,
     missing,
@@ -151,6 +152,26 @@ def heartbeat(draft: ImportDraft, key: str, value: Any) -> None:
     draft.tell(key, value, "set", "track: [{kind: heartbeat, url_env: MONITOR_ADDRESS}]", "set the variable to the address")
 
 
+def tensor_mode(draft: ImportDraft, key: str, value: Any) -> None:
+    """mtp keeps all tokens on every rank, msp and fsp divide them; isp is another way to divide a row."""
+    if value in ("mtp", "msp", "fsp") and has_setting("parallel.sequence"):
+        draft.write(key, value, "parallel.sequence", value != "mtp")
+    else:
+        draft.tell(key, value, "missing", "parallel.context and parallel.strategy: fsdp", "weights are not divided in this way")
+
+
+def chunks(draft: ImportDraft, key: str, value: Any) -> None:
+    """More than one chunk: interleaved stages."""
+    count = integer(key, value)
+    if count <= 1:
+        draft.tell(key, value, "automatic", note="stages are not interleaved")
+    elif has_setting("parallel.virtual_stages"):
+        draft.set("parallel.schedule", "interleaved")
+        draft.write(key, value, "parallel.virtual_stages", count)
+    else:
+        draft.tell(key, value, "missing", "parallel.strategy: fsdp", "there is no interleaved pipeline")
+
+
 TENSOR = if_setting("parallel.tensor", integer, "there is no tensor parallelism", "parallel.strategy: fsdp")
 PIPELINE = if_setting("parallel.pipeline", integer, "there is no pipeline parallelism", "parallel.strategy: fsdp, memory.recompute: true")
 OF_AXES = automatic("a detail of tensor or pipeline parallelism")
@@ -236,13 +257,13 @@ RULES: dict[str, Rule] = {
     "model.drop_rate": sets("model.dropout", number),
     "model.embed_split_hidden": OF_AXES,
     "model.parallel_output": OF_AXES,
-    "model.num_chunks": missing("stages are not interleaved by a key of the model", "docs/parallel.md", off=(*(1,), None)),
+    "model.num_chunks": chunks,
     "parallel.zero1": zero1,
     "parallel.zero1.size": zero1,
     "parallel.zero1.fsdp": one_of("parallel.strategy", {True: "fsdp", False: "zero1"}, "true or false"),
     "parallel.tensor": TENSOR,
     "parallel.tensor.size": TENSOR,
-    "parallel.tensor.mode": one_of("parallel.overlap.reduce", {}, "how weights are cut is not a choice", "docs/parallel.md"),
+    "parallel.tensor.mode": tensor_mode,
     "parallel.pipeline": PIPELINE,
     "parallel.pipeline.size": PIPELINE,
     "parallel.pipeline.interleaved_overlap": OF_AXES,

@@ -162,7 +162,8 @@ def if_setting(path: str, convert: Convert, otherwise: str, nearest: str = "") -
     lost = missing(otherwise, nearest, off=(*OFF, 1))
 
     def rule(draft: ImportDraft, key: str, value: Any) -> None:
-        if value not in (*OFF, 1) and has_setting(path):
+        is_used = value is True or value not in (*OFF, 1)
+        if is_used and has_setting(path):
             draft.write(key, value, path, convert(key, value))
         else:
             lost(draft, key, value)
