@@ -19,7 +19,7 @@ import typer
 
 from headway.cli._complete import complete_recipe
 from headway.cli._output import exit_with
-from headway.errors import ConfigError
+from headway.errors import ConfigError, Terminated
 from headway.runtime.process import LAUNCHER_PID
 
 if TYPE_CHECKING:
@@ -226,7 +226,12 @@ def flatten(function: Callable[..., Any]) -> Callable[..., Any]:
         if has_revision:
             given["model"] = at_revision(given["model"], given.pop("revision"))
         grouped = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
-        function(**given, **grouped)
+        try:
+            function(**given, **grouped)
+        except Terminated as stopped:  # Ctrl-C too: Interrupted is one
+            if str(stopped):
+                log.info("%s", stopped)
+            raise typer.Exit(stopped.exit_code) from None
 
     command.__doc__ = function.__doc__
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

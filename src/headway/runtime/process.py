@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
 
 MAX_OPEN_FILES = 1 << 20
+PARENT_SECONDS = 0.5
 PR_SET_PDEATHSIG = 1
 LAUNCHER_PID = "HEADWAY_LAUNCHER_PID"
 FAILURE_FILE = "HEADWAY_FAILURE_FILE"
@@ -147,16 +150,31 @@ def safe_environment(command: Sequence[str], environment: Mapping[str, str]) -> 
 @contextmanager
 def worker_pool(workers: int, begin: Callable[..., None] | None = None, given: tuple[Any, ...] = ()) -> Iterator[ProcessPoolExecutor]:
     """Worker processes for pure computing; `begin(*given)` runs first in each. Like `headway_command`, they import nothing from the working
-    directory. Spawned, not forked: this process may hold threads (tokenizers, torch) that a fork would break."""
+    directory. Spawned, not forked: this process may hold threads (tokenizers, torch) that a fork would break. However this process ends,
+    they end too."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
     with _safe_path(), _without_script():
-        pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=begin, initargs=given)
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(os.getpid(), begin, given))
         try:
             yield pool
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker(parent: int, begin: Callable[..., None] | None, given: tuple[Any, ...]) -> None:
+    """A worker waits for work on a pipe of which it holds both ends, so it would never notice that the process that gives it is gone."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="headway-parent", daemon=True).start()
+    if begin is not None:
+        begin(*given)
 
 
 class ChildFailureError(Exception):

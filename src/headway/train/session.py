@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
@@ -87,6 +88,8 @@ def _run_recipe(recipe: Recipe, resume: str, hook: RunHook, callbacks: CallbackT
 def _run(session: Session, resolved: Resolved, resume: str, stage: StagePosition | None = None) -> dict[str, Any]:
     process, stop = session.process, session.stop
     stop.starting = True
+    if stage is not None:
+        _refuse_after_signal(session)
     with _explain_out_of_memory(resolved, process):
         run = build(resolved, agree_on_start(resolved.recipe, resume, session.world), session, stage)
     start_step = run.state.step
@@ -104,6 +107,14 @@ def _run(session: Session, resolved: Resolved, resume: str, stage: StagePosition
         raise
     finally:
         stop.is_saving = stop.has_something_to_save = lambda: False  # releases the run
+
+
+def _refuse_after_signal(session: Session) -> None:
+    """Begin no next stage if a signal came to any rank while the one before it ended."""
+    name = session.stop.requested
+    number = session.world.max(0 if name is None else signal.Signals[name].value)
+    if number:
+        raise StopBeforeStart(signal.Signals(number).name)
 
 
 def _train(run: Run, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.checkpoint.load import Reader, open_checkpoint
 from headway.errors import ConfigError, TrainingError
+from headway.runtime.child import run_command
 from headway.runtime.device import backend_of
 from headway.runtime.process import KILL_AT_STEP, headway_command
 from headway.runtime.progress import progress
@@ -176,7 +176,7 @@ def in_processes(arguments: list[str], nproc: int | None, kill_at: int | None) -
     """Train as the command line does, in new processes."""
     command = headway_command(["train", *arguments, *(["--nproc", str(nproc)] if nproc is not None else [])])
     environment = {**os.environ, **({KILL_AT_STEP: str(kill_at)} if kill_at is not None else {})}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_command(command, environment, captures_errors=True)
     code = done.returncode if done.returncode >= 0 else 128 - done.returncode
     if code != (0 if kill_at is None else 128 + signal.SIGKILL):
         last = "\n".join((done.stderr or done.stdout).rstrip().splitlines()[-5:])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from headway.eval.long_context import LongPlan, LongResult, evaluate_long, make_
 from headway.eval.long_report import write_long_report
 from headway.eval.report import can_draw
 from headway.model.head_masks.choice import FULL, NONE, OWN, MaskChoice, MaskSpec, MaskVariant
+from headway.runtime.child import run_command
 from headway.runtime.device import choose_compute
 from headway.runtime.process import headway_command
 
@@ -140,13 +140,14 @@ def _check_data(data: Sequence[str]) -> None:
 def sparsify(recipe: Recipe, plan: SparsifyPlan, *, train: Callable[[Recipe], dict[str, Any]] | None = None) -> Sparsified | int:
     """Do every part that is not done yet; returns an exit code if training was stopped. `train` may train in other processes."""
     from headway.train.session import run_recipe as train_here  # a stop is an exit code here, not a signal
+    from headway.workflows.stopping import stop_code
 
     checked = check(recipe, plan)
     run = recipe.run.folder
     log.info("[1/3] train %s", run)
     summary = (train or train_here)(recipe)
-    if summary.get("exit_code"):
-        return summary["exit_code"]
+    if (code := stop_code(summary)) is not None:
+        return code
     out = run / FOLDER
     out.mkdir(exist_ok=True)
     log.info("[2/3] masks at sparsity %s", ", ".join(map(str, checked.spec.sparsities)))
@@ -162,7 +163,7 @@ def train_in_processes(arguments: Sequence[str], nproc: int | None, gpus: str | 
     flags = [text for flag, value in (("--nproc", nproc), ("--gpus", gpus)) if value is not None for text in (flag, str(value))]
 
     def train(recipe: Recipe) -> dict[str, Any]:
-        child = subprocess.run(headway_command(["train", *arguments, *flags, "--json"]), stdout=subprocess.PIPE, check=False)
+        child = run_command(headway_command(["train", *arguments, *flags, "--json"]))
         return json.loads(child.stdout) if child.returncode == 0 else {"exit_code": child.returncode}
 
     return train

@@ -109,14 +109,14 @@ def _train(demo: Demo, name: str, recipe: str, steps: int) -> list[dict[str, Any
     """Train one run, or find it done; returns its validations, the first from before the first step."""
     from headway.config.load import load
     from headway.track.metrics_file import read_metrics
-    from headway.train import train
     from headway.train.config import Recipe
     from headway.train.meter import AT_START
+    from headway.workflows.stopping import train_or_stop
 
     path = demo.out / f"{name}.yaml"
     path.write_text(recipe.format(out=demo.out.as_posix(), steps=max(1, steps)), encoding="utf-8")
     loaded = load(Recipe, path)
-    train(loaded)
+    train_or_stop(loaded)
     records = read_metrics(loaded.run.folder / "metrics.jsonl")
     return [values for record in records for key in (AT_START, "valid") for values in record.get(key, {}).values()]
 
@@ -153,9 +153,9 @@ def sparsify(demo: Demo) -> dict[str, Any]:
     from headway.eval.long_report import kv_rows, write_long_report
     from headway.infer.load import find_model, load_model
     from headway.model.head_masks.choice import MaskSpec
-    from headway.train import train
     from headway.train.config import Recipe
     from headway.workflows.sparsify import FOLDER, write_mask_files
+    from headway.workflows.stopping import train_or_stop
 
     file = demo.out / "sparse.yaml"
     text = SPARSE.format(
@@ -164,7 +164,7 @@ def sparsify(demo: Demo) -> dict[str, Any]:
     )  # fmt: skip
     write_atomic(file, text)
     recipe = load(Recipe, file)
-    train(recipe)
+    train_or_stop(recipe)
     run, spec = recipe.run.folder, MaskSpec(sparsities=(SPARSITY,), random=True)
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)

@@ -138,11 +138,11 @@ def make_instructions(demo: Demo) -> dict[str, Any]:
 def pretrain(demo: Demo) -> dict[str, Any]:
     """Train a small Llama-style model from scratch."""
     from headway.config.load import load
-    from headway.train import train
     from headway.train.config import Recipe
+    from headway.workflows.stopping import train_or_stop
 
     demo.recipe.write_text(RECIPE.format(out=demo.out.as_posix(), fraction=VALID_MODULES, steps=demo.steps), encoding="utf-8")
-    summary = train(load(Recipe, demo.recipe))
+    summary = train_or_stop(load(Recipe, demo.recipe))
     return {key: summary[key] for key in ("steps", "first_valid_loss", "last_valid_loss", "tokens_per_second")}
 
 
