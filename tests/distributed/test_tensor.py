@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from support.engines import make_engine
 from support.layout_trials import GATED, SPARSITY, compare, compiled_tensor_trials, more_tensor_trials, tensor_trials, train_some, trial
+from support.memory_peak import MemoryPeak
 from support.ranks import run_ranks, start_processes
 from support.runs import make_stores, write_recipe
 
@@ -22,8 +23,18 @@ from headway.checkpoint.load import open_checkpoint
 from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
 from headway.config.load import load
 from headway.errors import CommunicationError
+from headway.export.huggingface import export_huggingface
+from headway.infer.load import find_model
 from headway.kernels.fp8 import LinearSplit, fp8_linear
-from headway.parallel.collectives import RankGroup
+from headway.model.config import ModelConfig
+from headway.model.init import initial_value
+from headway.model.layout import param_specs
+from headway.objective.next_token import Config as NextToken
+from headway.optim.adamw import Config as AdamW
+from headway.parallel.assemble import assemble
+from headway.parallel.collectives import RankGroup, form_groups
+from headway.parallel.config import ParallelConfig
+from headway.parallel.engine import EngineSpec
 from headway.parallel.tensor_exchange import TensorExchange
 from headway.track.metrics_file import read_metrics
 from headway.train import train
@@ -40,6 +51,7 @@ def test_ranks_that_share_layers_train_like_one_process_in_more_cases() -> None:
 
 
 @pytest.mark.drill
+@pytest.mark.timeout(1200)
 def test_compiled_halves_exchange_in_their_graphs() -> None:
     sys.stdout.write("\n" + "\n".join(compare(compiled_tensor_trials(), seconds_each=300)) + "\n")
 
@@ -153,3 +165,37 @@ def in_fp8(group: RankGroup) -> None:
 
 def test_products_in_fp8_have_the_scales_of_the_whole_layer() -> None:
     run_ranks(in_fp8, 2)
+
+
+LARGER = ModelConfig(hidden_size=512, num_layers=28, num_heads=8, ffn_size=1408, vocab_size=4096, max_seq_len=64, tie_embeddings=False)
+
+
+def through_files(folder: Path, parallel: dict[str, Any], group: RankGroup) -> tuple[int, int]:
+    """Extra memory of this rank to read a Hugging Face folder and to write one."""
+    config = ParallelConfig.model_validate(parallel)
+    ranks = form_groups(config.mesh(group.rank, group.size), group)
+    engine = assemble(EngineSpec(LARGER, NextToken(), AdamW(), parallel=config, ranks=ranks))
+    with MemoryPeak() as reading:
+        engine.fill(find_model(folder).weights())
+    with MemoryPeak() as writing:
+        if group.rank == 0:
+            export_huggingface(LARGER, engine.weights(), folder.parent / "out", tokenizer=None)
+        else:
+            for _ in engine.weights():
+                pass
+    return reading.extra, writing.extra
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("parallel", [{"tensor": 4}, {"tensor": 2, "strategy": "fsdp"}], ids=["tensor", "fsdp"])
+def test_no_rank_holds_the_whole_model_to_read_or_write_it(parallel: dict[str, Any], tmp_path: Path) -> None:
+    specs = param_specs(LARGER)
+    values = {spec.name: initial_value(spec.name, spec.shape, LARGER, 0) for spec in specs}
+    export_huggingface(LARGER, values.items(), tmp_path / "model", tokenizer=None)
+    whole = 4 * sum(spec.size for spec in specs)
+    for reading, writing in run_ranks(functools.partial(through_files, tmp_path / "model", parallel), 4):
+        sys.stdout.write(f"model {whole >> 20} MiB: read with {reading >> 20} MiB, written with {writing >> 20} MiB beside the engine\n")
+        assert reading < 0.1 * whole
+        assert writing < 0.4 * whole
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(written[name], value) for name, value in values.items())

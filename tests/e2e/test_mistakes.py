@@ -46,6 +46,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "data.seq_len=1024"], ["data.seq_len is 1024", "max_seq_len=512"]),
         (["train", "parallel.context=2", "objective.kind=dpo"], ["objective dpo needs whole rows", "parallel.context is 2 and must be 1"]),
         (["train", "parallel.context=2"], ["parallel.context is 2", "number of ranks, 1", "--nproc"]),
+        (["train", "parallel.tensor=3"], ["parallel.tensor is 3", "must divide model.num_heads=4", "Use 2"]),
+        (["train", "parallel.tensor=2"], ["parallel.tensor is 2", "number of ranks, 1", "--nproc"]),
         (["train", "steps=5", "epochs=1"], ["steps and epochs"]),
         (
             ["train", "data.train=[{path: $/store0, weight: 1}]", "model.vocab_size=32", "data.tokenizer_unchecked=true"],

@@ -1,4 +1,5 @@
 """A ModelConfig and named weights come in, a folder that AutoModelForCausalLM and AutoTokenizer load goes out, whole or not at all.
+Tensors are written as they come: memory holds one of them.
 
 config.json · generation_config.json · model.safetensors (or model-00001-of-00003.safetensors ... with an index) · tokenizer files
 and, if requested, modeling_*.py with the class of a model that transformers does not have
@@ -9,12 +10,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import resources
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from headway.errors import CheckpointError, ConfigError
+from headway.export.streamed import LENGTH_BYTES, WIDTHS, StreamedFile
 from headway.infer.load import check_vocabulary, find_model_of_family
 from headway.model.families.base import family_of, published, published_with_code
 from headway.model.head_masks.gates_file import write_gates
@@ -119,24 +122,34 @@ def _write_tokenizer(source: Path | None, folder: Path, config: ModelConfig) -> 
 
 
 def _write_shards(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], folder: Path, dtype: Dtype, limit: int) -> None:
-    files: list[Path] = []
-    place: dict[str, int] = {}
-    total = 0
-    with progress("export", total=num_parameters(config), unit="parameters") as advance:
-        for shard in _shards(_checked(config, weights), dtype, limit):
-            files.append(folder / f"shard-{len(files)}.safetensors")
-            _save(shard, files[-1])
-            place.update(dict.fromkeys(shard, len(files) - 1))
-            total += sum(value.nbytes for value in shard.values())
-            advance(sum(value.numel() for value in shard.values()))
-    if len(files) == 1:
-        files[0].rename(folder / WEIGHTS)
-        return
-    names = [f"model-{index + 1:05}-of-{len(files):05}.safetensors" for index in range(len(files))]
-    for file, name in zip(files, names, strict=True):
-        file.rename(folder / name)
-    index = {name: names[number] for name, number in place.items()}
-    _write_json(folder / INDEX, {"metadata": {"total_size": total, **MARK}, "weight_map": index})
+    """Write every tensor as it comes, to its place in its file; which that is follows from the shapes."""
+    files = _planned(config, dtype, limit)
+    names = [f"model-{index + 1:05}-of-{len(files):05}.safetensors" for index in range(len(files))] if len(files) > 1 else [WEIGHTS]
+    with progress("export", total=num_parameters(config), unit="parameters") as advance, ExitStack() as opened:
+        writers = [opened.enter_context(StreamedFile(folder / name, held, dtype, MARK)) for name, held in zip(names, files, strict=True)]
+        place = {name: writer for writer, held in zip(writers, files, strict=True) for name in held}
+        for name, value in _checked(config, weights):
+            place[name].write(name, converted(name, value, dtype))
+            advance(value.numel())
+    if len(files) > 1:
+        total = sum(WIDTHS[dtype] * prod(shape) for held in files for shape in held.values())
+        index = {name: writer.path.name for name, writer in place.items()}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total, **MARK}, "weight_map": index})
+
+
+def _planned(config: ModelConfig, dtype: Dtype, limit: int) -> list[dict[str, tuple[int, ...]]]:
+    """The tensors of each file, under the family's names: as many as fit into a limit, in the order of the model."""
+    family = family_of(config.family)
+    files: list[dict[str, tuple[int, ...]]] = [{}]
+    size = 0
+    for spec in param_specs(config):
+        more = WIDTHS[dtype] * spec.size
+        if files[-1] and size + more > limit:
+            files.append({})
+            size = 0
+        files[-1][family.to_theirs(spec.name)] = spec.shape
+        size += more
+    return files
 
 
 def _completed(config: ModelConfig, target: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -162,19 +175,6 @@ def _checked(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -
     assert not shapes, f"{next(iter(shapes))} was not given"
 
 
-def _shards(weights: Iterator[tuple[str, torch.Tensor]], dtype: Dtype, limit: int) -> Iterator[dict[str, torch.Tensor]]:
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, value in weights:
-        value = converted(name, value, dtype).contiguous()
-        if shard and size + value.nbytes > limit:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = value
-        size += value.nbytes
-    yield shard
-
-
 def converted(name: str, value: torch.Tensor, dtype: Dtype) -> torch.Tensor:
     """A weight on the CPU in another dtype; one with a value that float16 cannot hold is refused, not made infinite."""
     import torch
@@ -191,11 +191,6 @@ def parse_dtype(name: str) -> Dtype:
     if name not in DTYPES:
         raise ConfigError(f"--dtype is {name!r}; it must be one of {', '.join(DTYPES)}.")
     return DTYPES[name]
-
-
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    save_weights(tensors, path, MARK)
-    _sync(path)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -245,9 +240,6 @@ def atomic_folder(out: Path) -> Iterator[Path]:
     finally:
         if temporary.exists():
             shutil.rmtree(temporary)
-
-
-LENGTH_BYTES = 8
 
 
 def save_weights(tensors: dict[str, torch.Tensor], path: Path, notes: dict[str, str]) -> None:

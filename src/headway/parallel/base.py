@@ -203,10 +203,13 @@ class BaseEngine(ABC):
         box, tensor = self.boxes[name], self.ranks.tensor
         if box.dim is None:
             return value
-        padded = value.new_zeros(box.largest)
-        padded[: value.numel()] = value.reshape(-1)
+        padded = value.reshape(-1)
+        if padded.numel() < box.largest:
+            padded = torch.cat([padded, padded.new_zeros(box.largest - padded.numel())])
         found = padded.new_empty(tensor.size, box.largest)
         tensor.all_gather(found.view(-1), padded).wait()
+        if box.dim == 0 and box.copies == 1 and len(set(box.sizes)) == 1:
+            return found.view(box.shape)
         parts = []
         for index, size in enumerate(box.sizes):
             shape = [size if at == box.dim else length for at, length in enumerate(box.shape)]

@@ -186,7 +186,8 @@ class VocabEmbedding(nn.Embedding):
     """An embedding of which this rank has some rows; ranks add up what they find, and the stream leaves as it leaves a layer."""
 
     def __init__(self, whole: nn.Embedding, first: int, exchange: TensorExchange) -> None:
-        super().__init__(*whole.weight.shape, _weight=whole.weight)
+        rows, width = whole.weight.shape
+        super().__init__(rows, width, _weight=whole.weight)
         self._parameters = whole._parameters
         self.first, self.exchange = first, exchange
 

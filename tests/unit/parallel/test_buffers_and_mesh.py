@@ -168,3 +168,41 @@ def test_axes_whose_product_does_not_divide_the_ranks_are_refused_by_name() -> N
         ParallelConfig(tensor=3, context=2).mesh(0, 8)
     with pytest.raises(ParallelError, match=r"parallel.zero1.size is 4; it must divide the 2 ranks that share gradients"):
         ParallelConfig.model_validate({"tensor": 4, "zero1": {"size": 4}}).mesh(0, 8)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model", "refused"),
+    [
+        ({"tensor": 3}, {}, r"parallel.tensor is 3; it must divide model.num_heads=8. Use 2."),
+        ({"tensor": 8}, {"ffn_size": 100}, r"parallel.tensor is 8; it must divide model.ffn_size=100. Use 4."),
+        (
+            {"tensor": 4},
+            {"num_heads": 12, "num_kv_heads": 3, "head_dim": 4, "seq_len": 60},
+            r"num_kv_heads=3, or be a multiple of it. Use 3.",
+        ),
+        ({"tensor": 4}, {"seq_len": 30}, r"must divide data.seq_len=30, since parallel.sequence .*Use 2."),
+        ({"tensor": 4, "context": 4}, {"seq_len": 24}, r"data.seq_len=24 / context 4.* Use 2."),
+        ({"tensor": 4, "sequence": False}, {"seq_len": 30}, None),
+        ({"tensor": 8}, {"vocab_size": 61}, None),
+        ({"tensor": 8}, {"num_kv_heads": 2}, None),
+        ({"tensor": 8}, {"vocab_size": 5}, r"parallel.tensor is 8; every rank needs a row of model.vocab_size=5. Use 4."),
+    ],
+)
+def test_a_layout_that_a_model_does_not_fit_is_refused_with_the_nearest_that_works(
+    parallel: dict[str, Any], model: dict[str, Any], refused: str | None
+) -> None:
+    seq_len = model.pop("seq_len", 64)
+    shape = ModelConfig(**{"hidden_size": 32, "num_heads": 8, "num_kv_heads": 4, "ffn_size": 48, "vocab_size": 64, **model})
+    config = ParallelConfig.model_validate(parallel)
+    if refused is None:
+        config.check_rows(shape, seq_len, NextToken(), None)
+    else:
+        with pytest.raises(ParallelError, match=refused):
+            config.check_rows(shape, seq_len, NextToken(), None)
+
+
+@pytest.mark.parametrize("kind", ["powersgd", "torch_style"])
+def test_hooks_that_cannot_serve_parts_of_matrices_are_refused(kind: str) -> None:
+    config = ParallelConfig.model_validate({"tensor": 2, "hook": {"kind": kind}})
+    with pytest.raises(ParallelError, match=f"parallel.hook.kind is {kind}.*parallel.tensor"):
+        config.check(config.mesh(0, 4), "float32")
