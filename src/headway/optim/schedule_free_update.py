@@ -45,13 +45,13 @@ class AverageNumbers(NamedTuple):
 
 def schedule_free_step(tensors: AverageTensors, share: float, hyper: Hyper, guard: Guard) -> None:
     """One step; a skipped one changes nothing. `share` is that of the average in what trains, the same for all groups."""
-    values = (share, hyper.betas[1], hyper.eps, hyper.weight_decay, hyper.lr, hyper.average)
-    keep, constants = 1 - guard.found_inf, on_device(tensors.averages[0].device, *values)
-    divisor = -guard.scale if hyper.maximize else guard.scale
+    device = tensors.averages[0].device
+    part, beta2, eps, decay, lr, newest = on_device(device, share, hyper.betas[1], hyper.eps, hyper.weight_decay, hyper.lr, hyper.average)
+    keep, divisor = 1 - guard.found_inf, -guard.scale if hyper.maximize else guard.scale
     for average, grad, iterate, square, step, trained in zip(*tensors, strict=True):
         # In fp64, as AdamW's kernel does: 1 - 0.999 in fp32 would be off in the fifth digit.
         correction = (1 - hyper.betas[1] ** (step.double() + 1)).sqrt().float()
-        numbers = AverageNumbers(keep, divisor, *constants, step, correction)
+        numbers = AverageNumbers(keep, divisor, part, beta2, eps, decay, lr, newest, step, correction)
         run_elementwise(move, (average, grad, iterate, square, trained), numbers)
     torch._foreach_add_(list(tensors.steps), [keep] * len(tensors.steps))
 

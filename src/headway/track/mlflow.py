@@ -41,34 +41,29 @@ class Config(ServiceConfig):
 
     def open(self, run: TrackedRun) -> ServiceClient:
         """Begin the run, or continue it under its id."""
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
-
-        client = MlflowClient(self.uri)
+        entities, client = self.load("mlflow.entities"), self.load("mlflow").MlflowClient(self.uri)
         if run.id is not None:
             client.update_run(run.id, status="RUNNING")
-            return ServerRun(client, run.id)
+            return ServerRun(client, entities, run.id)
         found = client.get_experiment_by_name(self.experiment)
         experiment = client.create_experiment(self.experiment) if found is None else found.experiment_id
         made = client.create_run(experiment, run_name=run.name, tags={"headway.folder": str(run.folder)})
-        params = [Param(key, str(value)[:LONGEST]) for key, value in leaves(run.params)]
+        params = [entities.Param(key, str(value)[:LONGEST]) for key, value in leaves(run.params)]
         for start in range(0, len(params), PARAMS_AT_ONCE):
             client.log_batch(made.info.run_id, params=params[start : start + PARAMS_AT_ONCE])
-        return ServerRun(client, made.info.run_id)
+        return ServerRun(client, entities, made.info.run_id)
 
 
 class ServerRun:
     """One run on a server."""
 
-    def __init__(self, client: Any, identity: str) -> None:
-        self.client, self.id = client, identity
+    def __init__(self, client: Any, entities: Any, identity: str) -> None:
+        self.client, self.entities, self.id = client, entities, identity
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to every curve, in one request."""
-        from mlflow.entities import Metric
-
         now = int(time.time() * 1000)
-        self.client.log_batch(self.id, metrics=[Metric(name, float(value), now, step) for name, value in values.items()])
+        self.client.log_batch(self.id, metrics=[self.entities.Metric(name, float(value), now, step) for name, value in values.items()])
 
     def event(self, name: str, text: str, step: int) -> None:
         """The last event of each kind is a tag."""

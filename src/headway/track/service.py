@@ -10,6 +10,7 @@ trackers.json of the run folder, so that a resumed run continues it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
@@ -84,6 +85,11 @@ class ServiceConfig(TrackerConfig):
         """Make the tracker; its process starts with the first record."""
         self.check()
         return Service(self, run_dir, run_name)
+
+    @staticmethod
+    def load(module: str) -> Any:
+        """The package, or a module of it. Its name is that of a kind's module here, so a checker would take one for the other."""
+        return importlib.import_module(module)
 
     def target(self) -> str:
         """Where the run is kept in the service; a run has one id for each target."""

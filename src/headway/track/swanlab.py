@@ -37,8 +37,7 @@ class Config(ServiceConfig):
 
     def open(self, run: TrackedRun) -> ServiceClient:
         """Begin the run; online, continue it under its id. Offline, every start writes files of one id."""
-        import swanlab
-
+        swanlab = self.load("swanlab")
         identity = run.id or uuid.uuid4().hex[:20]
         folder = run.folder / "swanlab"
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,14 +45,14 @@ class Config(ServiceConfig):
             project=self.project, workspace=self.workspace, name=run.name, id=identity, resume="allow", mode=self.mode,
             log_dir=str(folder), config=dict(run.params),
         )  # fmt: skip
-        return SwanClient(made, identity)
+        return SwanClient(swanlab, made, identity)
 
 
 class SwanClient:
     """One run."""
 
-    def __init__(self, run: Any, identity: str) -> None:
-        self.run, self.id = run, identity
+    def __init__(self, package: Any, run: Any, identity: str) -> None:
+        self.package, self.run, self.id = package, run, identity
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to every curve."""
@@ -61,9 +60,7 @@ class SwanClient:
 
     def event(self, name: str, text: str, step: int) -> None:
         """Add the text of an event."""
-        import swanlab
-
-        self.run.log({f"event/{name}": swanlab.Text(text)}, step=step)
+        self.run.log({f"event/{name}": self.package.Text(text)}, step=step)
 
     def finish(self, *, ok: bool) -> None:
         """Write everything out."""

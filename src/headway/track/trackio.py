@@ -38,8 +38,7 @@ class Config(ServiceConfig):
 
     def open(self, run: TrackedRun) -> ServiceClient:
         """Begin the run, or continue it under its name."""
-        import trackio
-
+        trackio = self.load("trackio")
         name = run.id or f"{run.name}-{uuid.uuid4().hex[:6]}"
         options: Any = {"auto_log_gpu": False, "auto_log_cpu": False}
         trackio.init(project=self.project, name=name, config=dict(run.params), space_id=self.space, resume="allow", **options)

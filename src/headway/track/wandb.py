@@ -42,8 +42,7 @@ class Config(ServiceConfig):
 
     def open(self, run: TrackedRun) -> ServiceClient:
         """Begin the run, or continue it under its id."""
-        import wandb
-
+        wandb = self.load("wandb")
         identity = run.id or uuid.uuid4().hex[:8]
         options: Any = {"silent": True, "console": "off", "disable_git": True, "disable_code": True, "x_disable_stats": True}
         run.folder.mkdir(parents=True, exist_ok=True)
