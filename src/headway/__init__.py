@@ -13,7 +13,9 @@ pydantic.
 import importlib
 import sys
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False
+"""True for type checkers. Importing it from typing would take most of the time of `import headway`."""
 
 if TYPE_CHECKING:
     from headway.api.models import LanguageModel, evaluate, export, load_model, tokenize
@@ -82,16 +84,18 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'headway' has no attribute {name!r}")
-    found = getattr(importlib.import_module(_HOME[name]), name)
-    if name in _ALSO_PACKAGES:
-        assert isinstance(found, FunctionType)
-        # The function answers for the package too, so that `headway.train.loop` and `import headway.train.loop as loop` work.
-        found.__dict__ = vars(importlib.import_module(f"headway.{name}"))
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # type checkers would take any name for one of ours
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOME:
+            raise AttributeError(f"module 'headway' has no attribute {name!r}")
+        found = getattr(importlib.import_module(_HOME[name]), name)
+        if name in _ALSO_PACKAGES:
+            assert isinstance(found, FunctionType)
+            # The function answers for the package too, so that `headway.train.loop` and `import headway.train.loop as loop` work.
+            found.__dict__ = vars(importlib.import_module(f"headway.{name}"))
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:
