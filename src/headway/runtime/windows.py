@@ -12,7 +12,7 @@ WHERE = (
 def refuse_windows() -> NoReturn:
     """End the command with one line, or the import with an ImportError that says the same."""
     name = PureWindowsPath(sys.argv[0] if sys.argv else "").stem
-    if name == "headway" or sys.orig_argv[1:3] == ["-m", "headway"]:
+    if name == "headway" or " ".join(sys.orig_argv[1:3]) == "-m headway":
         print(f"error: {WHERE}", file=sys.stderr)  # noqa: T201
         raise SystemExit(2)
     raise ImportError(WHERE)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from tarfile import EOFHeaderError, HeaderError, ReadError  # pyright: ignore[reportAttributeAccessIssue]
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from headway.errors import DataError
@@ -258,13 +259,13 @@ class _StrictEntry(tarfile.TarInfo):
     """A tar entry whose damaged header is an error; the library would take it for the end of the archive."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+    def fromtarfile(cls, tarfile: Any) -> Self:
         try:
-            return super().frombuf(buf, encoding, errors)
-        except tarfile.HeaderError as error:
-            if len(buf) == tarfile.BLOCKSIZE and not any(buf):
-                raise
-            raise tarfile.ReadError(str(error)) from None
+            return super().fromtarfile(tarfile)
+        except EOFHeaderError:  # the block of zeros with which an archive ends
+            raise
+        except HeaderError as error:
+            raise ReadError(str(error)) from None
 
 
 def _extract(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> io.BufferedReader:
