@@ -127,8 +127,9 @@ def _not_clear(path: str, one: Any, kinds: list[str]) -> ConfigError:
         )
     if not keys:
         return ConfigError(f"data: {path} holds text, and settings for records are given. Remove them.")
+    longest = max(keys, key=lambda key: len(value) if isinstance(value := one.data[key], str) else -1)
     return ConfigError(
-        f"data: {path}: the keys {shown} do not say what the records are. Text: name its key, e.g. {{path: {path}, text_key: {keys[0]}}}. "
+        f"data: {path}: the keys {shown} do not say what the records are. Text: name its key, e.g. {{path: {path}, text_key: {longest}}}. "
         "Conversations: kind: chat and keys; pairs: kind: preference and keys (docs/data.md)."
     )
 

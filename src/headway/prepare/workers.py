@@ -116,7 +116,7 @@ def run_job(job: ChunkJob, writer: StoreWriter) -> Counter[str]:
     counts = Counter[str](note["counts"])
     parts: list[tuple[int, int, int]] = [(part[0], part[1], part[2]) for part in note["parts"]]
     committed = time.monotonic()
-    with progress(f"build {writer.folder.name}", total=sum(unit.bytes for unit in units), unit="bytes") as advance:
+    with progress("tokenize", total=sum(unit.bytes for unit in units), unit="bytes") as advance:
         if note["unit"]:
             advance(sum(unit.bytes for unit in units[: note["unit"]]))
         for chunk, encoded in _encoded(job, _chunks(job, units, note["unit"], note["chunk"], advance)):

@@ -57,8 +57,8 @@ def test_text_files_are_text_and_long_files_are_not_counted(tmp_path: Path) -> N
         ),
         ([{"text": "a"}, MESSAGES], r"holds records of different kinds: .*x\.jsonl:1 is text; .*x\.jsonl:2 is chat\."),
         (
-            [{"content": "a", "id": 1}],
-            r"the keys content, id do not say what the records are\. Text: name its key, e\.g\. .*text_key: content",
+            [{"id": "1", "content": "a text"}],
+            r"the keys id, content do not say what the records are\. Text: name its key, e\.g\. .*text_key: content",
         ),
         ([{"prompt": "a"}], r"the keys prompt do not say"),
     ],
