@@ -11,7 +11,7 @@ Shapes: B rows, T tokens, D width, V vocabulary, H query heads, KV key and value
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -165,6 +165,16 @@ class Model(nn.Module, ABC):
     def split_layers(self, split: LayerSplit) -> None:
         """Put the exchanges of a rank that holds a part of every layer into the layers; its parameters are already parts."""
         raise ConfigError(f"parallel.tensor is above 1; {type(self).__name__} cannot be split. Use tensor 1.")
+
+    def keep_layers(self, layers: Collection[int], *, first: bool, last: bool) -> None:
+        """Remove all layers but these, the embedding unless `first`, final norm and head unless `last`; names stay those of the whole
+        model. Gates stay, and so does a tied embedding where the head is."""
+        raise ConfigError(f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. Use pipeline 1.")
+
+    def forward_stage(self, batch: Batch, stream: Tensor | None, layers: range, seed: int | None = None) -> Tensor | ModelOut:
+        """Consecutive layers of `forward_batch`: `stream` [B,T,D] enters the first of them (None: the tokens are embedded). The stream
+        after the last of them comes out, or the output where that is the model's last."""
+        raise ConfigError(f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. Use pipeline 1.")
 
     def prefill(self, tokens: Tensor, position: Tensor, cache: KVCache | None = None) -> Tensor:
         """Hidden states [B,T,D] of tokens [B,T], each row one document; they continue what the cache holds and are added to it."""

@@ -31,11 +31,12 @@ from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
 from headway.model.rope import Rotation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from headway.data.batch import Batch
     from headway.kernels.vocab_loss import VocabShard
     from headway.model.config import ModelConfig
+    from headway.model.head_gates import GateDraw
     from headway.model.kv_cache import KVCache
 
 
@@ -134,12 +135,38 @@ class Transformer(Model):
 
     def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
         """Head gates are sampled with the noise of a seed; without one they are settled."""
-        mask, draw = mask_of(batch), None
-        if self.head_gates is not None and self._log_alpha is not None:
-            draw = self.head_gates.draw(self._log_alpha, seed)
-            mask = replace(mask, mix=draw.mix)
-        hidden = self(batch.tokens, batch.position, mask)
+        mask, draw = self._mask(batch, seed)
+        return self._output(self(batch.tokens, batch.position, mask), draw)
+
+    def forward_stage(self, batch: Batch, stream: Tensor | None, layers: range, seed: int | None = None) -> Tensor | ModelOut:
+        """Every stage draws the gates of all layers, from the same seed."""
+        mask, draw = self._mask(batch, seed)
+        x = self.embed(batch.tokens) if stream is None else stream
+        cos, sin = self.rotation(batch.position)
+        for layer in layers:
+            x = self.model.layers[str(layer)](x, cos, sin, mask)
+        return x if layers.stop < self.config.num_layers else self._output(self.model.norm(x), draw)
+
+    def _mask(self, batch: Batch, seed: int | None) -> tuple[AttentionMask, GateDraw | None]:
+        mask = mask_of(batch)
+        if self.head_gates is None or self._log_alpha is None:
+            return mask, None
+        draw = self.head_gates.draw(self._log_alpha, seed)
+        return replace(mask, mix=draw.mix), draw
+
+    def _output(self, hidden: Tensor, draw: GateDraw | None) -> ModelOut:
         return ModelOut(LMHead(hidden, self.head_weight, self.chunk_tokens, self.head_grad_buffer, self._vocab), draw)
+
+    def keep_layers(self, layers: Collection[int], *, first: bool, last: bool) -> None:
+        """The layers are keyed by their numbers, so those that stay keep their names."""
+        for layer in range(self.config.num_layers):
+            if layer not in layers:
+                del self.model.layers[str(layer)]
+        if not first and not (last and self.config.tie_embeddings):
+            del self.model.embed_tokens
+        if not last:
+            del self.model.norm
+            self.lm_head = None
 
     def begin_step(self) -> None:
         """Copy the head gates to the host. That waits for the last update, so it is done once per step."""
@@ -161,7 +188,7 @@ class Transformer(Model):
     @property
     def head_parameter(self) -> str | None:
         """None with an adapter on the head."""
-        if self.lm_head is None:
+        if self.config.tie_embeddings:
             return EMBEDDING
         return None if isinstance(self.lm_head, AdaptedLinear) else HEAD
 

@@ -1,17 +1,18 @@
 """Builds the engine of one rank from an `EngineSpec`. `assemble` states the order of wrapping; every other file does one of its lines.
 
-Order: the model on the meta device, fp8 layers, adapters -> what trains, in which groups -> this rank's part of every matrix, with
-exchanges inside the layers -> the engine allocates memory and puts the parameters into it -> kernels, compile, recompute and offload
-around every block -> exchanges around attention where rows are split.
+Order: the model on the meta device, fp8 layers, adapters -> what trains, in which groups -> this rank's pipeline stages -> its part of
+every matrix, with exchanges inside the layers -> the engine allocates memory and puts the parameters into it -> kernels, compile,
+recompute and offload around every block -> exchanges around attention where rows are split.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, ParallelError
 from headway.kernels.fp8 import MULTIPLE, Scaling, convert
 from headway.model.adapter.lora import adapt
 from headway.model.base import Model, build_model, compile_method
@@ -23,6 +24,7 @@ from headway.parallel.context import share_rows
 from headway.parallel.engine import EngineSpec
 from headway.parallel.flat.engine import FlatEngine
 from headway.parallel.offload_activations import ActivationOffload
+from headway.parallel.pipeline.stages import PipelinePart, pipeline_part, with_training
 from headway.parallel.recompute import recompute_method, recompute_whole
 from headway.parallel.tensor import local_heads, split_model
 
@@ -35,7 +37,8 @@ def assemble(spec: EngineSpec) -> FlatEngine | FsdpEngine:
     spec.parallel.check(spec.ranks.mesh, str(spec.dtype).removeprefix("torch."))
     model, objective = meta_model(spec), spec.objective.build()
     groups = group_parameters(model, objective, spec)
-    local = split_model(model, spec)
+    part = keep_stages(model, objective, groups, spec)
+    local = replace(split_model(model, spec), part=part)
     if spec.ranks.tensor.size > 1 and any(GATES in group.names for group in groups):
         next(iter(model.blocks().values())).register_forward_pre_hook(needs_gradient, prepend=True)
     engine = _engine_class(spec)(model, objective, groups, spec, local)
@@ -52,7 +55,27 @@ def meta_model(spec: EngineSpec) -> Model:
             convert_to_fp8(model, spec.fp8)
         if spec.adapter is not None:
             adapt(model, spec.adapter, spec.adapter.modules(spec.model))
+            model.is_random = model.is_random or spec.adapter.dropout > 0
     return model
+
+
+def keep_stages(model: Model, objective: Objective, groups: list[ParamGroup], spec: EngineSpec) -> PipelinePart | None:
+    """Remove from a model without memory what other ranks of the pipeline have; None where there is no pipeline."""
+    pipeline = spec.ranks.pipeline
+    if pipeline.size == 1:
+        return None
+    if spec.compile_blocks and spec.parallel.schedule == "zero_bubble":
+        raise ParallelError(
+            "kernels.compile is true and parallel.schedule is zero_bubble, which computes gradients of weights later than those of inputs; "
+            "a compiled backward computes both at once. Set kernels.compile=false, or use schedule 1f1b or interleaved."
+        )
+    seq_len = spec.seq_len or spec.model.max_seq_len
+    part = pipeline_part(spec.parallel, spec.model, seq_len, pipeline.rank, whole_shapes(model, objective))
+    part = with_training(part, {name for group in groups for name in group.names}, model.blocks())
+    model.keep_layers(part.own_layers, first=part.is_first, last=part.is_last)
+    if not part.is_last:
+        objective.module = None  # its parameters are where the loss is
+    return part
 
 
 def convert_to_fp8(model: Model, scaling: Scaling) -> None:
@@ -66,13 +89,19 @@ def convert_to_fp8(model: Model, scaling: Scaling) -> None:
 
 def group_parameters(model: Model, objective: Objective, spec: EngineSpec) -> list[ParamGroup]:
     """The groups of what trains: parameters of the model and of the objective."""
-    shapes = {param.name: param.shape for param in model.param_specs()}
-    if objective.module is not None:
-        shapes |= {OBJECTIVE + name: tuple(parameter.shape) for name, parameter in objective.module.named_parameters()}
+    shapes = whole_shapes(model, objective)
     training, rules = trainable(shapes, spec.freeze, spec.train), spec.objective.rules
     if any("gates" in rule.match for rule in rules) and GATES not in training:
         raise ConfigError("freeze contains the head gates, which this objective trains. Use objective next_token with frozen gates.")
     return make_groups(spec.optim, shapes, training, rules)
+
+
+def whole_shapes(model: Model, objective: Objective) -> dict[str, tuple[int, ...]]:
+    """Every parameter of a model and an objective, in order."""
+    shapes = {param.name: param.shape for param in model.param_specs()}
+    if objective.module is not None:
+        shapes |= {OBJECTIVE + name: tuple(parameter.shape) for name, parameter in objective.module.named_parameters()}
+    return shapes
 
 
 def _engine_class(spec: EngineSpec) -> type[FlatEngine] | type[FsdpEngine]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from headway.parallel.collectives import RankGroup
 from headway.parallel.engine import Box, EngineSpec, ReadTensor, StateTensor, Update
 from headway.parallel.offload_optimizer import HostStateOptimizer, LocalTensors
 from headway.parallel.passes import Passes
+from headway.parallel.pipeline.passes import PipelinePasses
+from headway.parallel.pipeline.stages import PipelinePart
 from headway.parallel.update_rules import UpdateRule, WholeParameter, WholeState, build_rules, check_whole
 from headway.runtime.device import wide
 
@@ -51,11 +53,13 @@ class ParamBox:
     """Along which it is split; None: all of it is here."""
     sizes: Ints = ()
     """Of all parts along `dim`."""
+    of_earlier_stage: bool = False
+    """An earlier rank of the pipeline holds the same elements."""
 
     @property
     def is_copy(self) -> bool:
-        """Another rank of the tensor axis holds the same elements, counts them in norms and saves them."""
-        return self.copy > 0
+        """Another rank of the tensor or pipeline axis holds the same elements, counts them in norms and saves them."""
+        return self.copy > 0 or self.of_earlier_stage
 
     @property
     def largest(self) -> int:
@@ -83,6 +87,8 @@ class LocalModel:
 
     boxes: dict[str, ParamBox]
     sums: dict[int, RankGroup] = field(default_factory=dict)
+    part: PipelinePart | None = None
+    """This rank's stages, where there is a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -108,19 +114,22 @@ class BaseEngine(ABC):
     """Holds the model, its parameter shards and optimizer state; implements parallel.engine.Engine together with a subclass."""
 
     def __init__(self, model: Model, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec, local: LocalModel) -> None:
-        self.model, self.spec, self.ranks = model, spec, spec.ranks
+        self.model, self.spec, self.ranks, part = model, spec, spec.ranks, local.part
         self.groups = list(groups)
-        self.passes = Passes(model, objective, spec)
+        self.passes = Passes(model, objective, spec) if part is None else PipelinePasses(model, objective, spec, part)
         self.homes = parameter_homes(model, objective)
         self.local = local
         self.boxes = {name: local.boxes[name] if name in local.boxes else self._objective_box(home) for name, home in self.homes.items()}
         self.shapes = {name: box.shape for name, box in self.boxes.items()}
+        if part is not None:
+            self.boxes = {name: replace(box, of_earlier_stage=part.is_copy(name)) for name, box in self.boxes.items()}
+            self.shapes = dict(part.shapes)
         self.rules = build_rules(spec.optim, groups)
         """The update rule of every group."""
         self.rule_of = {name: self.rules[group.name] for group in groups for name in group.names}
         check_whole(
             spec.optim,
-            [name for name, rule in self.rule_of.items() if rule.matrices is not None],
+            [name for name, rule in self.rule_of.items() if rule.matrices is not None and self.holds(name)],
             {name: (box.shape, box.local_shape) for name, box in self.boxes.items()},
         )
         self.host_state = host_optimizers(self.rules, spec.device) if spec.state_on_host else None
@@ -155,6 +164,10 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _set_updates_done(self, done: dict[str, int]) -> None: ...
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has any part of a parameter."""
+        return name in self.boxes
 
     def evaluate(self, batches: Iterable[Batch], at: StepInfo) -> MetricSums:
         """Metric sums over all ranks' batches, without gradients or dropout; of averaged weights where the optimizer averages."""
@@ -262,7 +275,8 @@ class BaseEngine(ABC):
     def scalars(self) -> dict[str, Any]:
         """Updates done, per parameter (groups may change on resume), steps skipped, and the loss scale."""
         scaler = None if self.scaler is None else self.scaler.scalars()
-        return {"steps": self._updates_done(), "skipped": int(self.skipped), "scaler": scaler}
+        done = {name: count for part in self.ranks.pipeline.gather(self._updates_done()) for name, count in part.items()}
+        return {"steps": done, "skipped": int(self.skipped), "scaler": scaler}
 
     @torch.no_grad()
     def load(self, read: ReadTensor, scalars: dict[str, Any]) -> None:

@@ -137,6 +137,23 @@ class RankGroup:
         works = dist.batch_isend_irecv([sending, receiving])
         return received, _Several([self._under_way("ring shift", work) for work in works])
 
+    def send(self, tensor: Tensor, to: int, what: str) -> Handle:
+        """Give a contiguous tensor to one rank of the group, which receives it; messages between two ranks keep their order."""
+        return self._under_way(f"send of {what} to {self._peer(to)}", dist.isend(tensor, group=self.handle, group_dst=to))
+
+    def receive(self, tensor: Tensor, source: int, what: str) -> Handle:
+        """Take a tensor from one rank of the group into this one."""
+        return self._under_way(f"receive of {what} from {self._peer(source)}", dist.irecv(tensor, group=self.handle, group_src=source))
+
+    def _peer(self, position: int) -> str:
+        return f"rank {dist.get_global_rank(self.handle, position)}" if self.handle is not None else f"position {position}"
+
+    def broadcast(self, tensor: Tensor, source: int) -> Handle:
+        """Every rank gets what the tensor holds on one of them."""
+        if self.size == 1:
+            return Done()
+        return self._under_way("broadcast", dist.broadcast(tensor, group=self.handle, group_src=source, async_op=True))
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value (plain Python), in rank order, on every rank."""
         if self.size == 1:

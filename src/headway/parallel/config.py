@@ -16,6 +16,8 @@ from headway.objective.base import ObjectiveConfig
 from headway.parallel.hooks.base import HookConfig
 from headway.parallel.layout_rules import LayoutCase, check_layout
 from headway.parallel.mesh import Mesh, plan_mesh
+from headway.parallel.pipeline.program import PipelineShape
+from headway.parallel.pipeline_order import ScheduleName
 
 Offload = Literal["activations", "optimizer"]
 
@@ -92,13 +94,28 @@ class ParallelConfig(Section):
     sequence: bool = setting(
         True, "With tensor above 1: norms and residual stream hold the tokens of a rank only; false = all tokens on every rank."
     )
-    pipeline: int = setting(1, "Stages that share the layers (pipeline parallelism).", ge=1)
+    pipeline: int = setting(1, "Ranks that share the layers: each holds some of them (pipeline parallelism).", ge=1)
+    schedule: ScheduleName = setting(
+        "1f1b",
+        "Order of the microbatches in a pipeline: 1f1b, interleaved (several stages per rank: less idle time, more messages), or "
+        "zero_bubble (gradients of weights are computed while a rank would wait).",
+    )
+    virtual_stages: int | None = setting(None, "Stages of one rank with schedule interleaved; null = 2.", ge=2)
+    pipeline_split: tuple[int, ...] = setting(
+        (), "Layers of every pipeline stage, in the order of the model; empty = balanced by cost, embedding and head included."
+    )
     timeout_seconds: float = setting(1800.0, "Seconds that ranks wait for each other before they give up.", gt=0)
 
     @property
     def ranks_per_row(self) -> int:
         """Ranks that work on the same rows."""
         return self.context * self.tensor * self.pipeline
+
+    @property
+    def pipeline_shape(self) -> PipelineShape:
+        """Schedule and stages of the pipeline."""
+        stages = (self.virtual_stages or 2) if self.schedule == "interleaved" else 1
+        return PipelineShape(self.schedule, self.pipeline, stages)
 
     def mesh(self, rank: int, world: int) -> Mesh:
         """The layout of the ranks."""

@@ -41,6 +41,8 @@ class EngineSpec:
     """What the model computes in; master weights are fp32."""
     chunk_tokens: int = 2048
     """Tokens whose logits exist at one time."""
+    seq_len: int | None = None
+    """Tokens of a row, by which the cost of layers is judged; None = as many as the model takes."""
     seed: int = 0
     freeze: tuple[str, ...] = ()
     train: tuple[str, ...] = ()
@@ -118,6 +120,10 @@ class Engine(Protocol):
     groups: list[ParamGroup]
     shapes: dict[str, tuple[int, ...]]
     """Every parameter's whole shape, in the order of the model."""
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has any part of a parameter; ranks of a pipeline hold those of their stages."""
+        ...
 
     def forward_backward(self, batch: StepBatch, at: StepInfo) -> StepResult:
         """Accumulate the gradients of one step; each microbatch adds its share of one global loss."""

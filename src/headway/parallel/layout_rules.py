@@ -49,9 +49,31 @@ def nearest(degree: int, *must_divide: int) -> int:
     return next(n for n in range(degree, 0, -1) if all(number % n == 0 for number in must_divide))
 
 
-def _not_built(case: LayoutCase) -> Iterator[str]:
-    if case.parallel.pipeline > 1:
-        yield f"parallel.pipeline is {case.parallel.pipeline}; this version trains with 1. Use 1."
+def _pipeline(case: LayoutCase) -> Iterator[str]:
+    parallel, layers = case.parallel, case.model.num_layers
+    if parallel.virtual_stages is not None and parallel.schedule != "interleaved":
+        yield (
+            f"parallel.virtual_stages is {parallel.virtual_stages} and parallel.schedule is {parallel.schedule}, which has one stage per "
+            "rank. Use schedule interleaved, or remove virtual_stages."
+        )
+    if parallel.pipeline == 1:
+        return
+    shape = parallel.pipeline_shape
+    is_set = f"parallel.pipeline is {parallel.pipeline}"
+    if parallel.strategy == "fsdp":
+        yield f"{is_set} and parallel.strategy is fsdp, which shards every layer over all ranks. Use strategy zero1, or pipeline 1."
+    if shape.stages > layers:
+        each = f" with {shape.virtual_stages} stages each" if shape.virtual_stages > 1 else ""
+        near = max(1, layers // shape.virtual_stages)
+        yield f"{is_set}{each}; every stage needs a layer, and the model has {layers}. Use pipeline {near}."
+    if case.objective.reference_spec is not None:
+        yield f"{is_set} and objective {case.objective.kind} needs a reference model, which has no stages. Use pipeline 1."
+    split = parallel.pipeline_split
+    if split and (len(split) != shape.stages or sum(split) != layers or min(split) < 1):
+        yield (
+            f"parallel.pipeline_split is {list(split)}; it must have {shape.stages} numbers, one per stage, at least 1 each, whose sum is "
+            f"num_layers={layers}. Remove it for a split by cost."
+        )
 
 
 def _tensor(case: LayoutCase) -> Iterator[str]:
@@ -100,4 +122,4 @@ def _ring(case: LayoutCase, is_set: str, ring: int) -> Iterator[str]:
         yield f"{beyond} of two pieces per rank: data.seq_len={case.seq_len} must be a multiple of {pieces}. Use {near}, for example."
 
 
-RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (_not_built, _tensor, _context)
+RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (_pipeline, _tensor, _context)

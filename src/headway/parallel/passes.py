@@ -53,7 +53,7 @@ class Passes:
                 before_last()
             (share if scale is None else share * scale).backward()
             loss += share.detach()
-            _add(sums, self._copy_shared(outcome.metrics))
+            add_metrics(sums, self._copy_shared(outcome.metrics))
         if not self.waits_in_layers:
             window.append(DeviceTimestamp.now(self.spec.device))
         return StepResult(loss, sums, compute_window=(window[0], window[1]))
@@ -77,7 +77,7 @@ class Passes:
         sums: MetricSums = {}
         moved, at = self._surveyed(batches, at, 0)
         for micro in moved:
-            _add(sums, self.objective.loss(self.model.forward_batch(micro), micro, at, self.exchange).metrics)
+            add_metrics(sums, self.objective.loss(self.model.forward_batch(micro), micro, at, self.exchange).metrics)
         return self.over_ranks(StepResult(torch.zeros((), device=self.spec.device), sums)).metrics
 
     def _reseed(self, at: StepInfo, microbatch: int) -> None:
@@ -129,7 +129,8 @@ class Passes:
         return replace(result, loss=parts[0], metrics=metrics)
 
 
-def _add(sums: MetricSums, more: MetricSums) -> None:
+def add_metrics(sums: MetricSums, more: MetricSums) -> None:
+    """Add metric sums to others."""
     for name, (total, weight) in more.items():
         before = sums.get(name)
         sums[name] = (total.detach(), weight.detach()) if before is None else (before[0] + total.detach(), before[1] + weight.detach())

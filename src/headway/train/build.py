@@ -177,6 +177,7 @@ def make_saver(resolved: Resolved, start: Start, ranks: RankGroups, process: Pro
 def engine_spec(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: RankGroups) -> EngineSpec:
     """What decides the engine of this rank."""
     on_cuda = compute.device.type == "cuda"
+    divides = recipe.parallel.pipeline > 1 and recipe.parallel.schedule == "zero_bubble"  # a compiled backward is one graph
     return EngineSpec(
         model,
         recipe.objective,
@@ -184,6 +185,7 @@ def engine_spec(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: Ran
         compute.device,
         compute.dtype,
         chunk_tokens=recipe.memory.chunk_tokens(on_cuda=on_cuda),
+        seq_len=recipe.data.seq_len,
         seed=recipe.seed,
         freeze=recipe.freeze,
         train=recipe.train,
@@ -191,7 +193,7 @@ def engine_spec(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: Ran
         fp8=recipe.fp8.scaling if compute.precision == "fp8" else None,
         loss_scale=recipe.loss_scale,
         attention=recipe.kernels.attention,
-        compile_blocks=on_cuda if recipe.kernels.compile == "auto" else recipe.kernels.compile,
+        compile_blocks=on_cuda and not divides if recipe.kernels.compile == "auto" else recipe.kernels.compile,
         memory=recipe.memory,
         parallel=recipe.parallel,
         ranks=ranks,
@@ -223,7 +225,7 @@ def _initial_values(engine: Engine, resolved: Resolved) -> Iterator[tuple[str, T
     def draw(name: str) -> tuple[str, Tensor]:
         return name, initial_value(name, engine.shapes[name], resolved.model, resolved.recipe.seed)
 
-    names = [name for name in engine.shapes if not name.startswith(OBJECTIVE) and ADAPTER not in name]
+    names = [name for name in engine.shapes if engine.holds(name) and not name.startswith(OBJECTIVE) and ADAPTER not in name]
     size = min(16, usable_cores())
     with ThreadPoolExecutor(size) as pool:
         for start in range(0, len(names), size):

@@ -152,7 +152,7 @@ def fit_micro_rows(recipe: Recipe, job: MemoryJob, spec: EngineSpec, ranks: Rank
     The engine must not exist yet: on CUDA the process that measures needs its memory.
     """
     sizes, limit = choices(job.rows * job.accumulate), memory_limit(recipe, spec.device)
-    if spec.device.type == "cuda":
+    if spec.device.type == "cuda" and spec.ranks.pipeline.size == 1:  # stages cannot be measured alone
         assert limit is not None
         found, how = (
             _measure(make_probe(spec, first_step(), sizes, limit - _freed(spec.device)), recipe.parallel.timeout_seconds),

@@ -61,6 +61,20 @@ def norm_box(overrides: tuple[str, ...]) -> Any:
     return Cut(RankGroup(0, 2), recipe.parallel.sequence, 1).box(specs["model.norm.weight"], specs)
 
 
+def program_of_two(overrides: tuple[str, ...]) -> Any:
+    """What the first of two ranks of a pipeline does in a step."""
+    from headway.parallel.pipeline.program import training_programs
+
+    return training_programs(load(Recipe, None, list(overrides)).parallel.pipeline_shape, 4)[0]
+
+
+def layers_of_two(overrides: tuple[str, ...]) -> Any:
+    from headway.parallel.pipeline.stages import stage_layers
+
+    recipe = load(Recipe, None, list(overrides))
+    return stage_layers(recipe.parallel, recipe.model, 64)
+
+
 POWERSGD = (
     "steps=4", "parallel.hook.kind=powersgd", "parallel.hook.rank=2", "parallel.hook.min_compression_rate=0", "parallel.hook.start_step=0",
 )  # fmt: skip
@@ -101,5 +115,8 @@ ROWS: dict[str, Row] = {
     "parallel.tensor": ((), 1, 2, on_two_ranks),
     "parallel.sequence": ((), True, False, norm_box),
     "parallel.pipeline": ((), 1, 2, on_two_ranks),
+    "parallel.schedule": (("parallel.pipeline=2",), "1f1b", "zero_bubble", program_of_two),
+    "parallel.virtual_stages": (("parallel.pipeline=2", "parallel.schedule=interleaved"), 2, 3, program_of_two),
+    "parallel.pipeline_split": (("parallel.pipeline=2", "model.num_layers=4"), "[2, 2]", "[3, 1]", layers_of_two),
     "parallel.timeout_seconds": ((), 1800.0, 1.0, lambda o: load(Recipe, None, list(o)).parallel.timeout_seconds),
 }  # fmt: skip

@@ -8,8 +8,9 @@ Nothing is exchanged before the last microbatch of a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -32,6 +33,8 @@ class Bucket:
     """The part of `flat` whose sum this rank needs (all of it if the optimizer state is not sharded)."""
     span: BucketSpan
     buffer: TrainBuffer = field(repr=False)
+    sharers: tuple[int, ...] = ()
+    """Ranks of the pipeline that hold the same parameters: their gradients are summed first."""
 
     def gradients(self) -> dict[str, Tensor]:
         """Views of the gradients by parameter."""
@@ -59,25 +62,35 @@ class Bucket:
         return flat[start - self.span.start : stop - self.span.start]
 
 
-def make_buckets(buffers: list[TrainBuffer], order: list[str], ranks: RankGroups) -> list[Bucket]:
-    """All buckets in the order in which backward finishes them; `order` has the parameters as forward meets them."""
+def make_buckets(
+    buffers: list[TrainBuffer], order: list[str], ranks: RankGroups, sharers: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> list[Bucket]:
+    """All buckets in the order in which backward finishes them; `order` has the parameters as forward meets them.
+
+    Those that stages of a pipeline share are complete when all of them are, so they come last.
+    """
     position = {name: index for index, name in enumerate(order)}
     found = [(min(position[slot.name] for slot in span.slots), span, buffer) for buffer in buffers for span in buffer.spans]
-    found.sort(key=lambda entry: -entry[0])
+    found.sort(key=lambda entry: (entry[1].slots[0].name in sharers, -entry[0]))
     buckets: list[Bucket] = []
     for index, (_, span, buffer) in enumerate(found):
         flat = buffer.grads[span.index]
         start, stop = span.shard_range(buffer.sharding)
         shard = flat[start - span.start : stop - span.start]
-        buckets.append(Bucket(index, index == len(found) - 1, ranks, flat, shard, span, buffer))
+        shared = sharers.get(span.slots[0].name, ())
+        buckets.append(Bucket(index, index == len(found) - 1, ranks, flat, shard, span, buffer, shared))
     return buckets
 
 
 class Reducer:
     """Takes gradients as they come and exchanges the buckets."""
 
-    def __init__(self, buckets: list[Bucket], hook: Hook | None, *, overlap: bool) -> None:
-        self.buckets, self.hook, self.overlap = buckets, hook, overlap
+    def __init__(
+        self, buckets: list[Bucket], hook: Hook | None, *, overlap: bool, share: Callable[[Bucket], None] = lambda bucket: None
+    ) -> None:
+        self.buckets, self.hook, self.overlap, self.share = buckets, hook, overlap, share
+        self._early = sum(not bucket.sharers for bucket in buckets)
+        """Buckets that may be sent during backward."""
         self.bucket_of = {slot.name: bucket for bucket in buckets for slot in bucket.span.slots}
         self.expected: dict[str, int] | None = None
         """Reports per parameter in the last microbatch; learned in the first step."""
@@ -86,14 +99,21 @@ class Reducer:
         self._counts: dict[str, int] = {}
         self._missing: list[int] = []
         self._handles: list[Handle] = []
-        self._last = False
+        self._last = self._begun = False
 
     def begin_last(self) -> None:
-        """The last microbatch of the step comes next: complete buckets may be sent."""
+        """The last microbatch of the step comes next: complete buckets may be sent. In a pipeline, the last one of a stage."""
         self._last = True
+        if self._begun:
+            return
+        self._begun = True
         self._counts = dict.fromkeys(self.bucket_of, 0)
         expected = self.expected or {}
         self._missing = [sum(expected.get(slot.name, 0) for slot in bucket.span.slots) for bucket in self.buckets]
+
+    def end_last(self) -> None:
+        """Gradients of another stage come next, whose last microbatch this is not."""
+        self._last = False
 
     def take(self, name: str, total: Tensor, parameter: Tensor) -> None:
         """Add one microbatch's gradient to the flat buffer; the first of a step overwrites what the last step left."""
@@ -118,7 +138,7 @@ class Reducer:
             self._report(name)
 
     def _check(self, name: str) -> None:
-        if self._last and len(self._handles) > self.bucket_of[name].index:
+        if len(self._handles) > self.bucket_of[name].index:
             raise ParallelError(
                 f"{name} got a gradient after its bucket was exchanged: it was unused in the first step, or is used more often now. "
                 "Use parallel.overlap.reduce=false for models that do not use all parameters in every step."
@@ -130,12 +150,13 @@ class Reducer:
             return
         if self._counts[name] <= self.expected[name]:
             self._missing[self.bucket_of[name].index] -= 1
-        while len(self._handles) < len(self.buckets) and self._missing[len(self._handles)] == 0:
+        while len(self._handles) < self._early and self._missing[len(self._handles)] == 0:
             self._launch(self.hook)
 
     def _launch(self, hook: Hook) -> None:
         bucket = self.buckets[len(self._handles)]
         self._clear(bucket)
+        self._sum_shared(bucket)
         self._handles.append(hook(bucket))
 
     def _clear(self, bucket: Bucket) -> None:
@@ -145,11 +166,16 @@ class Reducer:
             if slot.name not in self.touched:
                 bucket.buffer.gradient(bucket.span, slot).zero_()
 
+    def _sum_shared(self, bucket: Bucket) -> None:
+        if bucket.sharers:
+            self.share(bucket)
+
     def finish(self) -> Iterator[Bucket]:
         """Send the remaining buckets, then yield each bucket when its sum is complete."""
         if self.hook is None:
             for bucket in self.buckets:
                 self._clear(bucket)
+                self._sum_shared(bucket)
                 yield bucket
         else:
             while len(self._handles) < len(self.buckets):
@@ -159,7 +185,7 @@ class Reducer:
                 yield bucket
         before = self.expected or {}
         self.expected = {name: max(count, before.get(name, 0)) for name, count in self._counts.items()}
-        self._handles, self._last = [], False
+        self._handles, self._last, self._begun = [], False, False
         self.touched.clear()
 
 

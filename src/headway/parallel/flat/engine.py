@@ -10,7 +10,7 @@ Nothing here waits for the device: the norm, the clip factor and the decision to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,6 +33,8 @@ from headway.parallel.hooks.base import Hook, StatefulHook
 from headway.parallel.hooks.compress import Compress
 from headway.parallel.hooks.reduce_scatter import ReduceScatter
 from headway.parallel.offload_optimizer import LocalTensors
+from headway.parallel.pipeline.gather import over_stages
+from headway.parallel.pipeline.passes import PipelinePasses
 from headway.parallel.update_rules import WholeParameter, WholeState
 
 
@@ -42,9 +44,13 @@ class FlatEngine(BaseEngine):
     def __init__(self, model: Model, objective: Objective, groups: Sequence[ParamGroup], spec: EngineSpec, local: LocalModel) -> None:
         super().__init__(model, objective, groups, spec, local)
         self.overlap = spec.parallel.overlap
+        self.sharers: Mapping[str, tuple[int, ...]] = {} if local.part is None else local.part.sharers
+        """The ranks of the pipeline that hold a parameter, where those are several."""
         self._allocate()
-        buckets = make_buckets(self.buffers, list(self.homes), self.ranks)
-        self.reducer = Reducer(buckets, choose_hook(spec), overlap=self.overlap.reduce)
+        buckets = make_buckets(self.buffers, list(self.homes), self.ranks, self.sharers)
+        self.reducer = Reducer(buckets, choose_hook(spec), overlap=self.overlap.reduce, share=self._sum_shared)
+        if isinstance(self.passes, PipelinePasses):
+            self.passes.end_last = self.reducer.end_last
         self.gather = ParameterGather(buckets, self.ranks.shard)
         self._register_all()
         self._place_head()
@@ -80,11 +86,13 @@ class FlatEngine(BaseEngine):
         return BufferSpec(rule.optimizer.slots, rule.storage, spec.grad_dtype, spec.state_on_host, whole, averages, largest)
 
     def _groups_by_copy(self) -> Iterator[ParamGroup]:
-        """The groups; what several ranks of the tensor axis hold has separate buffers, in the same order on all of them."""
+        """The groups of what this rank holds; what several ranks of the tensor or pipeline axis hold has separate buffers, in the same
+        order on all of them."""
         for group in self.groups:
-            kinds = {name: (self.boxes[name].copies, self.boxes[name].is_partial) for name in group.names}
+            held = {name: self.boxes[name] for name in group.names if self.holds(name)}
+            kinds = {name: (box.copies, box.is_partial, self.sharers.get(name, ())) for name, box in held.items()}
             for kind in sorted(set(kinds.values())):
-                yield replace(group, names=tuple(name for name in group.names if kinds[name] == kind))
+                yield replace(group, names=tuple(name for name in held if kinds[name] == kind))
 
     def _dtype_of(self, name: str) -> torch.dtype:
         return torch.float32 if is_wide(name) else self.spec.dtype
@@ -133,6 +141,11 @@ class FlatEngine(BaseEngine):
         box = self.boxes[bucket.span.slots[0].name]
         if box.is_partial:
             self.local.sums[box.copies].all_reduce(bucket.local_shard).wait()
+
+    def _sum_shared(self, bucket: Bucket) -> None:
+        """Add up the gradients of stages that hold the same parameters, before they are exchanged with other rows' ranks."""
+        assert isinstance(self.passes, PipelinePasses)
+        self.passes.links.sum_over(bucket.flat, bucket.sharers)
 
     def _free_gradients(self) -> None:
         if self.frees_gradients:
@@ -210,6 +223,8 @@ class FlatEngine(BaseEngine):
         self.flush()
         missing = set(self.homes)
         for name, whole in values:
+            if name in self.shapes and not self.holds(name):
+                continue  # another stage's
             missing.discard(name)
             value, located = self.boxes[name].of(whole), self.slots.get(name)
             if located is None:
@@ -289,9 +304,16 @@ class FlatEngine(BaseEngine):
     def masters(self) -> dict[str, Tensor]:
         """Every parameter at full precision, by name; all ranks call it together."""
         found = dict(self._whole())
-        return {name: found[name] for name in self.homes}
+        return {name: found[name] for name in self.shapes}
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of all stages, one after another: no rank ever holds the whole model."""
+        if self.local.part is None:
+            return self._held()
+        counted = ((name, value) for name, value in self._held() if not self.boxes[name].of_earlier_stage)
+        return over_stages(counted, self.ranks.pipeline)
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
         self.flush()
         for bucket in self.gather.buckets:
             buffer, span = bucket.buffer, bucket.span

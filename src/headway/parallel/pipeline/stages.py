@@ -1,0 +1,94 @@
+"""Which part of the model a rank of a pipeline has. The settings and a whole model's parameters come in, a `PipelinePart` goes out.
+
+    layers      0 1 2 | 3 4 5 | 6 7 8 | 9 10         balanced by cost: the last stage has the head too
+    stage         0       1       2       3
+    rank          0       1       0       1          two stages per rank (interleaved)
+
+The first stage has the embedding, the last final norm, head and the objective's parameters. Head gates are on every rank, a tied embedding
+on the ranks of the first and the last stage: their gradients are summed over these ranks and all of them do the same update.
+Imports without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from headway.model.config import ModelConfig
+from headway.model.layout import EMBEDDING, GATES
+from headway.optim.groups import OBJECTIVE
+from headway.parallel.config import ParallelConfig
+from headway.parallel.pipeline.program import PipelineShape
+from headway.parallel.pipeline_order import stages_on
+from headway.parallel.stage_split import layer_costs, split_layers
+
+Ints = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PipelinePart:
+    """The stages of one rank, and what all ranks know of the whole model."""
+
+    shape: PipelineShape
+    rank: int
+    """In the pipeline group."""
+    layers: tuple[range, ...]
+    """Of every stage of the model."""
+    shapes: Mapping[str, Ints] = field(repr=False)
+    """Every parameter of the whole model, in its order."""
+    sharers: Mapping[str, Ints]
+    """The ranks that hold a parameter, where those are several."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank embeds the tokens."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.rank == self.shape.pipeline - 1
+
+    @property
+    def own_layers(self) -> set[int]:
+        """The numbers of this rank's layers."""
+        return {layer for stage in stages_on(self.rank, self.shape.pipeline, self.shape.virtual_stages) for layer in self.layers[stage]}
+
+    def is_copy(self, name: str) -> bool:
+        """Whether another rank counts a parameter in norms and saves it."""
+        return name in self.sharers and self.sharers[name][0] != self.rank
+
+
+def stage_layers(parallel: ParallelConfig, model: ModelConfig, seq_len: int) -> tuple[range, ...]:
+    """The layers of every stage: those of the recipe, or balanced by cost."""
+    if parallel.pipeline_split:
+        ends = [sum(parallel.pipeline_split[: index + 1]) for index in range(len(parallel.pipeline_split))]
+        return tuple(range(end - size, end) for end, size in zip(ends, parallel.pipeline_split, strict=True))
+    costs, first, last = layer_costs(model, seq_len)
+    return tuple(split_layers(costs, parallel.pipeline_shape.stages, first=first, last=last))
+
+
+def pipeline_part(parallel: ParallelConfig, model: ModelConfig, seq_len: int, rank: int, shapes: Mapping[str, Ints]) -> PipelinePart:
+    """The part of a rank; `shapes` has all parameters of the whole model in forward order."""
+    shape, layers = parallel.pipeline_shape, stage_layers(parallel, model, seq_len)
+    everyone = tuple(range(parallel.pipeline))
+    shared = {GATES: everyone}
+    if model.tie_embeddings:
+        shared[EMBEDDING] = (everyone[0], everyone[-1])
+    sharers = {name: ranks for name, ranks in shared.items() if name in shapes}
+    return PipelinePart(shape, rank, layers, shapes, sharers)
+
+
+def with_training(part: PipelinePart, training: Collection[str], blocks: Iterable[str]) -> PipelinePart:
+    """The same part, knowing the first stage with anything to train."""
+    stage_of = {layer: stage for stage, layers in enumerate(part.layers) for layer in layers}
+    prefixes = {f"{prefix}.": stage_of[layer] for layer, prefix in enumerate(blocks)}
+    first, found, below = part.shape.stages - 1, False, True
+    for name in part.shapes:
+        stage = next((stage for prefix, stage in prefixes.items() if name.startswith(prefix)), None)
+        below = below and stage is None  # what comes before the layers belongs to the first stage, what follows them to the last
+        if name in training and not name.startswith(OBJECTIVE):
+            first = min(first, stage if stage is not None else 0 if below else part.shape.stages - 1)
+            found = True
+    assert found, "make_groups refuses a recipe that trains nothing"
+    return replace(part, shape=replace(part.shape, first_trained=first))

@@ -1,0 +1,82 @@
+"""Gradients of weights that are computed later than those of inputs, for the zero-bubble schedule.
+
+    I   backward of a stage: a linear gives its input's gradient and keeps (input, output's gradient) for later
+    W   the kept pairs become gradients of weights, which reach the engine as any others do
+
+Only plain linears of blocks are divided, which have nearly all the arithmetic. What else trains (norms, biases, adapters, fp8 layers) has
+its gradient from I: results are the same however little is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headway.model.base import Model
+
+Later = Callable[[], None]
+
+
+class WeightGradQueue:
+    """Collects what W will compute while I runs."""
+
+    def __init__(self) -> None:
+        self._kept: list[Later] | None = None
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Later]]:
+        """Divide the backward inside; the list is what remains to be done."""
+        self._kept = []
+        try:
+            yield self._kept
+        finally:
+            self._kept = None
+
+    @property
+    def kept(self) -> list[Later] | None:
+        """Where to put work for later; None: no divided backward runs now."""
+        return self._kept
+
+    def divide(self, model: Model) -> int:
+        """Let the plain linears of a model's blocks use this queue; returns how many there are."""
+        linears = [
+            module
+            for block in model.blocks().values()
+            for module in block.modules()
+            if type(module) is nn.Linear and "forward" not in vars(module)
+        ]
+        for linear in linears:
+            linear.forward = self._forward(linear)
+        return len(linears)
+
+    def _forward(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            # without a gradient of the input there is nothing to divide
+            if not (torch.is_grad_enabled() and x.requires_grad and linear.weight.requires_grad):
+                return F.linear(x, linear.weight, linear.bias)
+            y: Tensor = _DividedLinear.apply(x, linear, self)  # pyright: ignore[reportAssignmentType]
+            return y if linear.bias is None else y + linear.bias
+
+        return forward
+
+
+class _DividedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: nn.Linear, queue: WeightGradQueue) -> Tensor:
+        # The weight is no input: autograd would call its hooks in I, without a gradient. Nor is it saved: recompute would save a copy.
+        ctx.save_for_backward(x)
+        ctx.linear, ctx.queue = linear, queue
+        return F.linear(x, linear.weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,), (grad,), weight = ctx.saved_tensors, grads, ctx.linear.weight
+        assert ctx.queue.kept is not None, "a backward of this schedule is divided"
+        # a leaf: its gradient goes through the hooks that the engine put there
+        ctx.queue.kept.append(lambda: torch.autograd.backward(weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)))
+        return grad @ weight, None, None
