@@ -20,6 +20,8 @@ from headway.plan.rates import Software
 from headway.plan.timeline import in_flight
 
 _T = TypeVar("_T")
+IN_TRANSIT = 3
+"""Hidden states and gradients that have arrived early or are being sent, besides those of microbatches in flight."""
 MAX_MICROBATCHES = 4096
 """Of a step whose order is looked at; more than that repeat what was before."""
 
@@ -184,6 +186,7 @@ class PlanJob:
             tensor=layout.tensor,
             sequence=layout.sequence and layout.tensor > 1,
             held_blocks=None if layout.pipeline == 1 else self.held_blocks(rank),
+            streams=0 if layout.pipeline == 1 else sum(self.held[rank].values()) + IN_TRANSIT,
             has_head=layout.stages - 1 in self.stages_of(rank),
             bucket_bytes=self.bucket_bytes,
         )

@@ -81,6 +81,8 @@ class MemoryJob:
     """Tensor ranks also share the tokens of norms and stream."""
     held_blocks: float | None = None
     """Blocks times microbatches whose activations a pipeline rank holds at once; None = every block of the model, once."""
+    streams: int = 0
+    """Hidden states that a pipeline rank keeps to send or has received, one of each for a microbatch in flight."""
     has_head: bool = True
     """The last pipeline stage is here."""
     bucket_bytes: int = 32 << 20
@@ -265,9 +267,10 @@ def _head_gradient(job: MemoryJob) -> int:
 
 
 def _buffers(job: MemoryJob) -> int:
-    """Work space of libraries; buckets of gradients and parameters on their way."""
+    """Work space of libraries; buckets of gradients and parameters, and hidden states between stages, on their way."""
     on_the_way = 2 * job.bucket_bytes if job.shards > 1 and not job.fsdp else 0
-    return WORKSPACE + on_the_way if job.on_cuda else 0
+    messages = int(job.streams * job.tokens * _stream(job) * job.compute_bytes)
+    return messages + (WORKSPACE + on_the_way if job.on_cuda else 0)
 
 
 Change = tuple[str, Callable[[MemoryJob], MemoryJob | None]]

@@ -9,7 +9,7 @@ The order is that of parallel/pipeline_order.py, which the engine runs. An actio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headway.parallel.pipeline.program import PipelineShape, needed_by
@@ -55,6 +55,13 @@ class Timeline:
 def simulate(shape: PipelineShape, microbatches: int, seconds: Seconds, send_seconds: float = 0.0) -> Timeline:
     """When each action runs. `send_seconds`: what a message between two ranks adds."""
     ranks = pipeline_actions(shape.schedule, shape.pipeline, microbatches, shape.virtual_stages)
+    return follow(shape, ranks, lambda action: seconds[action.kind][action.stage], send_seconds)
+
+
+def follow(
+    shape: PipelineShape, ranks: Sequence[Sequence[PipelineAction]], duration: Callable[[PipelineAction], float], send_seconds: float
+) -> Timeline:
+    """When each action of given orders runs: as soon as its rank is free and what it reads is there."""
     at, free = [0] * len(ranks), [0.0] * len(ranks)
     done: dict[tuple[int, str, int], float] = {}
     timed: list[TimedAction] = []
@@ -76,7 +83,7 @@ def simulate(shape: PipelineShape, microbatches: int, seconds: Seconds, send_sec
                         break
                     start = max(start, time)
                 else:
-                    free[rank] = start + seconds[action.kind][action.stage]
+                    free[rank] = start + duration(action)
                     done[action.stage, action.kind, action.microbatch] = free[rank]
                     timed.append(TimedAction(rank, action, start, free[rank]))
                     at[rank], moved = at[rank] + 1, True
