@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.engines import make_engine
+from support.drill import finish, small, started
+from support.engines import OPTIM, make_engine, share_of_step
 from support.layout_trials import GATED, SPARSITY, compare, compiled_tensor_trials, more_tensor_trials, tensor_trials, train_some, trial
 from support.memory_peak import MemoryPeak
 from support.ranks import run_ranks, start_processes
@@ -29,8 +30,10 @@ from headway.kernels.fp8 import LinearSplit, fp8_linear
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
+from headway.objective.base import StepInfo
 from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
+from headway.optim.groups import hypers
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import RankGroup, form_groups
 from headway.parallel.config import ParallelConfig
@@ -199,3 +202,50 @@ def test_no_rank_holds_the_whole_model_to_read_or_write_it(parallel: dict[str, A
         assert writing < 0.4 * whole
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(written[name], value) for name, value in values.items())
+
+
+def broken_on_one_rank(group: RankGroup) -> list[tuple[float, float, float]]:
+    """A part of one rank's gradients is not finite in the second step; then the run continues. In fp16, with a loss scale."""
+    one = trial("broken", 2, {"tensor": 2}, dtype=torch.float16)
+    engine = make_engine(group, one.setup)
+    seen = []
+    for index in range(3):
+        result = engine.forward_backward(share_of_step(index, one.setup.micro, 0, 1), StepInfo(index, 20))
+        if index == 1 and group.rank == 1:
+            buffer, span, slot = engine.slots["model.layers.1.mlp.up_proj.weight"]
+            buffer.gradient(span, slot)[0, 0] = torch.inf
+        update = engine.update(hypers(OPTIM, engine.groups, index, 20))
+        seen.append((float(result.loss), float(update.skipped), float(update.loss_scale)))
+    return seen
+
+
+def test_a_number_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> None:
+    one, other = run_ranks(broken_on_one_rank, 2)
+    assert one == other
+    assert [skipped for _, skipped, _ in one] == [0, 1, 0]
+    assert one[2][0] < one[0][0] + 1, "the weights are still finite"
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    "after", [(4, ()), (1, ()), (2, ("parallel.tensor=2", "parallel.sequence=false"))], ids=["dp4", "alone", "tensor2"]
+)
+def test_a_run_killed_on_a_tensor_layout_resumes_on_another_with_the_same_losses(
+    after: tuple[int, tuple[str, ...]], tmp_path: Path
+) -> None:
+    path = write_recipe(tmp_path, make_stores(tmp_path))
+    rows = ("batch.rows=4", "batch.micro_rows=1")
+    right = small(path, "right", *rows)
+    train(right)
+    with started(small(path, "moved", *rows, "parallel.tensor=2"), 4) as attempt:
+        folder = tmp_path / "runs" / "moved" / "checkpoints"
+        while not (folder / "step-00000004").exists():
+            assert attempt.is_alive()
+            time.sleep(0.005)
+        attempt.ranks[3].kill()
+    world, overrides = after
+    moved = small(path, "moved", *rows, *overrides)
+    assert finish(moved, world) == [0] * world
+    seen = {record["step"]: record["loss"] for record in read_metrics(moved.run.folder / "metrics.jsonl")}
+    for record in read_metrics(right.run.folder / "metrics.jsonl"):
+        assert seen[record["step"]] == pytest.approx(record["loss"], rel=1e-5), f"step {record['step']}"

@@ -225,6 +225,8 @@ def more_tensor_trials() -> list[LayoutTrial]:
         trial("x fsdp, dora, uneven vocabulary", 4, fsdp, config=PLAIN.with_(vocab_size=65), adapter=DORA),
         trial("x context", 4, {**tensor, "context": 2}),
         trial("x context, gates, frozen weights", 4, {**tensor, "context": 2}, **gates, freeze=("weights",)),
+        trial("x ring, 2 KV heads", 4, {**tensor, "context": 2}, config=PLAIN.with_(num_kv_heads=2)),
+        trial("x ring x heads", 8, {**tensor, "context": 4}),
         trial("x context x fsdp", 4, {**tensor, "context": 2, "strategy": "fsdp"}),
         trial("x zero1 of 2, twice", 8, {**tensor, "zero1": {"size": 2}}, micro=4),
         trial("x fsdp of 2, twice", 8, {**fsdp, "fsdp": {"size": 2}}, micro=4),
