@@ -294,7 +294,7 @@ class Recipe(Section):
 
     @classmethod
     def load(
-        cls, recipe: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] | Mapping[str, Any] = (), /, **sections: Any
+        cls, recipe: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] | Mapping[str, Any] = (), **sections: Any
     ) -> Recipe:
         """Read a recipe: a file, the name of a shipped one (`headway init` lists them), plain data, or None for the defaults.
 
@@ -307,7 +307,7 @@ class Recipe(Section):
 
         return load_recipe(recipe, overrides, sections)
 
-    def with_(self, changes: Mapping[str, Any] | None = None, /, **sections: Any) -> Recipe:
+    def with_(self, changes: Mapping[str, Any] | None = None, **sections: Any) -> Recipe:
         """A changed copy, validated; this recipe stays as it is. Keys may be dotted; sections merge key by key.
 
         A section with another `kind` or `preset` is replaced as a whole, and a setting removes its alternatives (`epochs`: `steps`).

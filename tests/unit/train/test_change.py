@@ -16,6 +16,7 @@ def test_load_takes_a_name_a_path_plain_data_and_both_forms_of_overrides(tmp_pat
     assert Recipe.load({"steps": 3, "optim": {"lr": 0.25}}, ["optim.lr=0.125"]).optim.lr == 0.125
     made = Recipe.load(None, {"optim.lr": 0.5}, steps=4, run={"dir": tmp_path})
     assert (made.optim.lr, made.steps, made.run.folder) == (0.5, 4, tmp_path / "run")
+    assert Recipe.load(recipe=None, overrides={"steps": 2}).with_(changes={"seed": 3}).seed == 3
     assert Recipe.load() == Recipe()
 
 
