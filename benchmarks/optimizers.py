@@ -2,7 +2,7 @@
 
     python benchmarks/optimizers.py --text a.txt --text b.jsonl --steps 300 --out results.json
 
-Tokens are made once (byte-level BPE, 2,048 entries). Every run is a `headway train` subprocess with the same model, data order, batch and
+Tokens are made once (byte-level BPE, 1,024 entries). Every run is a `headway train` subprocess with the same model, data order, batch and
 seed; only `optim` differs. The numbers are read from summary.json and metrics.jsonl.
 """
 
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-MODEL = ["model.hidden_size=128", "model.num_layers=4", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_size=384"]
+MODEL = ["model.hidden_size=64", "model.num_layers=3", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_size=192"]
 RATES: dict[str, list[float]] = {
     "adamw": [3e-3, 1e-2, 1e-3],
     "muon": [3e-3, 1e-2, 1e-3],
@@ -39,8 +39,8 @@ def run(folder: Path, kind: str, rate: float, steps: int) -> dict[str, Any]:
     name = f"{kind}-{rate:g}"
     schedule = ["optim.schedule.warmup=20"] + ([] if kind == "schedule_free" else ["optim.schedule.floor=0"])
     headway(
-        "train", *MODEL, f"run.dir={folder}/runs", f"run.name={name}", "model.max_seq_len=256", f"tokenizer={folder}/tokenizer",
-        f"data.train=[{folder}/store]", "data.valid.fraction=0.05", "data.seq_len=256", f"data.cache_dir={folder}/cache",
+        "train", *MODEL, f"run.dir={folder}/runs", f"run.name={name}", "model.max_seq_len=128", f"tokenizer={folder}/tokenizer",
+        f"data.train=[{folder}/store]", "data.valid.fraction=0.05", "data.seq_len=128", f"data.cache_dir={folder}/cache",
         "batch.rows=16", "batch.micro_rows=16", f"steps={steps}", "eval.every=null", "checkpoint.every=null",
         f"optim.kind={kind}", f"optim.lr={rate}", *schedule,
     )  # fmt: skip
@@ -70,7 +70,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         inputs = [part for text in given.text for part in ("--input", text)]
-        headway("tokenizer", "train", *inputs, "--vocab-size", "2048", "--out", f"{folder}/tokenizer")
+        headway("tokenizer", "train", *inputs, "--vocab-size", "1024", "--out", f"{folder}/tokenizer")
         headway("data", "tokenize", *inputs, "--tokenizer", f"{folder}/tokenizer", "--out", f"{folder}/store")
         for kind in given.kind or RATES:
             for rate in RATES[kind][: given.rates]:

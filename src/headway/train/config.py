@@ -380,11 +380,13 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _optimizer_fits(self) -> Recipe:
-        if self.optim.NEEDS_MATRICES and "optimizer" in self.memory.offload:
-            raise ValueError(
-                f"memory.offload has optimizer, but optim.kind {self.optim.kind} updates whole matrices, whose state stays on the device. "
-                "Remove it from memory.offload and shard the state (parallel.zero1, fsdp), or use optim.kind adamw"
-            )
+        whole = f"but optim.kind {self.optim.kind} updates whole matrices" if self.optim.NEEDS_MATRICES else ""
+        if whole and "optimizer" in self.memory.offload:
+            remedy = "Remove it and shard the state (parallel.zero1, fsdp), or use optim.kind adamw"
+            raise ValueError(f"memory.offload has optimizer, {whole}, whose state stays on the device. {remedy}")
+        if whole and self.parallel.tensor > 1:
+            remedy = "Use parallel.tensor=1, or another optimizer such as adamw"
+            raise ValueError(f"parallel.tensor is {self.parallel.tensor}, {whole}, which the tensor axis splits. {remedy}")
         return self
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.engines import CONFIG, Setup, make_engine, train_steps
 
+from headway.config.load import load
 from headway.errors import HeadwayError, ParallelError
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import HeadGatesConfig
@@ -22,6 +23,7 @@ from headway.optim.schedule_free import WarmupSchedule
 from headway.parallel.collectives import RankGroup
 from headway.parallel.flat.buffer import BufferSharding, lay_out_whole
 from headway.parallel.update_rules import assign, check_whole
+from headway.train.config import Recipe
 
 COMMON: dict[str, Any] = {"lr": 3e-3, "clip": 0.5, "schedule": Schedule(warmup=1)}
 FREE = ScheduleFree(**COMMON | {"schedule": WarmupSchedule(warmup=1)})
@@ -95,6 +97,12 @@ def test_what_cannot_be_is_refused_in_one_line() -> None:
     shapes = {"big": (2048, 2048), "small": (64,)}
     with pytest.raises(ParallelError, match=r"2 of them do not divide evenly among 16 ranks.*Lower parallel.zero1.size"):
         lay_out_whole(list(shapes), shapes, BufferSharding(1 << 10, 16))
+    for kind, setting, words in (
+        ("muon", "memory.offload=[optimizer]", "memory.offload has optimizer, but optim.kind muon updates whole matrices"),
+        ("adafactor", "parallel.tensor=2", "parallel.tensor is 2, but optim.kind adafactor updates whole matrices"),
+    ):
+        with pytest.raises(HeadwayError, match=words):
+            load(Recipe, None, [f"optim.kind={kind}", setting])
     with pytest.raises(HeadwayError, match=r"optim.adamw.match contains 'nothing'"):
         make_engine(ALONE, Setup(optim=Muon.model_validate({"kind": "muon", "adamw": {"match": ("nothing",)}})))
 
