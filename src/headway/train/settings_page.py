@@ -72,7 +72,8 @@ def _table(name: str, entries: dict[str, Any], definitions: dict[str, Any], rule
     lines = [f"## {name}", "", "| setting | default | meaning | on resume |", "|---|---|---|---|"]
     for key, entry in entries.items():
         default = "" if "default" not in entry else f"`{json.dumps(entry['default'], ensure_ascii=False)}`"
-        meaning = str(entry.get("description") or (_section(entry, definitions) or {}).get("description", "")).replace("|", "\\|")
+        meaning = str(entry.get("description") or (_section(entry, definitions) or {}).get("description", ""))
+        meaning = meaning.replace("|", "\\|").replace("*", "\\*")
         lines.append(f"| `{key}` | {default} | {meaning}{_limits(entry)} | {entry.get('on_resume', rule)} |")
     return "\n".join(lines) + "\n"
 

@@ -105,6 +105,16 @@ def test_axes_of_internlm_become_axes_of_a_layout(tmp_path: Path) -> None:
     assert import_config(config, "internlm").recipe["parallel"] == {"zero1": {"size": 1}, "tensor": 2, "sequence": True}
 
 
+@pytest.mark.parametrize("name", ["muon", "lion_32bit", "adafactor", "schedule_free_adamw"])
+def test_other_optimizers_are_imported_with_the_settings_they_have(tmp_path: Path, name: str) -> None:
+    config = tmp_path / "theirs.yml"
+    config.write_text(f"base_model: x\noptimizer: {name}\nlearning_rate: 1e-3\nlr_scheduler: cosine\nadam_beta2: 0.98\n")
+    imported = import_config(config, "axolotl")
+    assert imported.recipe["optim"]["kind"] in name
+    lost = {one.key.split(".")[1] for one in imported.not_carried_over if one.key.startswith("optim.")}
+    assert {"schedule", "betas"} <= lost | set(imported.recipe["optim"])
+
+
 def test_names_that_double_each_other_are_refused_in_time(tmp_path: Path) -> None:
     config = tmp_path / "config.py"
     config.write_text("a0 = [1] * 9\n" + "a0 = [1, 2]\n" + "\n".join(f"a{n + 1} = [a{n}, a{n}]" for n in range(40)))

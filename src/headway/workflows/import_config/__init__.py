@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headway.config.kinds import kind_config
 from headway.config.load import dump_yaml, validate
 from headway.config.yaml_reader import MAX_BYTES, MAX_VALUES, parse_yaml
 from headway.errors import ConfigError
@@ -68,6 +69,7 @@ def import_config(source: Path, system: str) -> ImportedConfig:
     try:
         apply_rules(draft, table.RULES, table.defaults(draft))
         table.finish(draft)
+        _drop_what_the_optimizer_lacks(draft)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     if not any(one.outcome in ("set", "missing") for one in draft.report):
@@ -79,6 +81,19 @@ def import_config(source: Path, system: str) -> ImportedConfig:
     except ConfigError as error:
         raise ConfigError(f"{source}: its values make no valid recipe: {error}") from None
     return ImportedConfig(source, table.SYSTEM, recipe, tuple(draft.report))
+
+
+def _drop_what_the_optimizer_lacks(draft: ImportDraft) -> None:
+    """Settings of AdamW that another optimizer does not have: left out of the recipe and reported."""
+    given = draft.recipe.get("optim", {})
+    kind = given.get("kind", "adamw")
+    known = kind_config("headway.optim", kind).model_fields
+    for name in [name for name in given if name != "kind" and name not in known]:
+        draft.tell(f"optim.{name}", given.pop(name), "missing", f"optim.kind: {kind}", f"this optimizer has no setting {name}")
+    schedule = given.get("schedule", {})
+    if kind == "schedule_free" and schedule.get("kind", "constant") != "constant":
+        draft.tell("optim.schedule", schedule, "missing", "optim.schedule.kind: constant", "this optimizer needs no falling rate")
+        given["schedule"] = {"kind": "constant", **({"warmup": schedule["warmup"]} if "warmup" in schedule else {})}
 
 
 def _read(source: Path, system: str, draft: ImportDraft) -> dict[str, Any]:
