@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from headway.runtime.log import FILE_ONLY
+from headway.runtime.log import FILE_ONLY, SCREEN_ONLY
 from headway.runtime.progress import duration, quantity
 from headway.runtime.status_line import StatusLine
 from headway.track.bar import ProgressBar
@@ -52,8 +52,10 @@ class Console:
         if not at_start:
             log.info("%s", step_line(step, self.total_steps, flat), extra=None if self.bar is None else FILE_ONLY)
         if valid:
-            begin = at_start if at_start or self.bar is None else f"step {step}: "
-            log.info("%s%s", begin, "  ".join(f"{name} {_number(value)}" for name, value in valid.items()))
+            line = at_start + "  ".join(f"{name} {_number(value)}" for name, value in valid.items())
+            log.info("%s", line, extra=None if self.bar is None else FILE_ONLY)
+            if self.bar is not None:
+                log.info("step %d  valid: %s", step, _short(valid), extra=SCREEN_ONLY)
         rest = {name: value for name, value in flat.items() if name not in SHOWN and name not in valid and value is not None}
         if rest:
             log.debug("%s", "  " + "  ".join(f"{name} {_number(value)}" for name, value in rest.items()))
@@ -127,3 +129,9 @@ def _utilisation(full: Value, causal: Value) -> str:
 
 def _number(value: Value) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _short(valid: Mapping[str, Value]) -> str:
+    """Validation results for a terminal: without the first word of their names and without counts."""
+    names = {name: name.removeprefix("valid/") for name in valid}
+    return "  ".join(f"{names[name]} {_number(value)}" for name, value in valid.items() if not name.endswith("/tokens"))

@@ -39,7 +39,7 @@ def header(run: Run) -> list[tuple[str, str]]:
         ("length", f"{run.total_steps:,} steps of {run.batch.rows} rows x {run.recipe.data.seq_len} tokens{_epochs(run)}"),
         ("layout", f"{layout[0]}, {run.compute.precision} on {run.compute.name}"),
         ("memory", f"about {amount(_memory(run).total)} per rank"),
-        ("results", "metrics.jsonl, train.log, checkpoints/" + (", final/" if run.recipe.checkpoint.at_end else "") + " in the run folder"),
+        ("results", "metrics.jsonl, train.log, checkpoints/" + (", final/" if run.recipe.checkpoint.at_end else "")),
     ]
 
 
