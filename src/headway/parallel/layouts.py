@@ -79,8 +79,6 @@ class LayoutShape:
 
     model: ModelConfig
     seq_len: int
-    microbatches: int | None = None
-    """Of one step on one rank; None = not known yet."""
 
 
 def broken_sizes(layout: Layout, case: LayoutShape) -> Iterator[str]:
@@ -132,11 +130,6 @@ def _pipeline(layout: Layout, case: LayoutShape) -> Iterator[str]:
         yield f"parallel.virtual_stages is {layout.virtual_stages} and parallel.schedule is 1f1b, which has one stage per rank"
     if layout.stages > case.model.num_layers:
         yield f"{is_set} with {layout.virtual_stages} stages each; every stage needs a layer, and the model has {case.model.num_layers}"
-    number = case.microbatches
-    if number is None:
-        return
-    if number < layout.pipeline:
-        yield f"{is_set} and a step has {number} microbatches on a rank; it needs at least {layout.pipeline}"
 
 
 def _context(layout: Layout, case: LayoutShape) -> Iterator[str]:

@@ -55,6 +55,8 @@ class PlanJob:
     reshard: bool = True
     """fsdp: a block's parameters are gathered again for backward."""
 
+    allows: Callable[[Layout], bool] | None = field(default=None, compare=False, repr=False)
+    """Whether the recipe may run on another layout, besides the rules of sizes; None = on any."""
     cache: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What the same run on other layouts has in common (`varied`)."""
 
@@ -200,7 +202,7 @@ class PlanJob:
     @property
     def layout_shape(self) -> LayoutShape:
         """What the layout must fit."""
-        return LayoutShape(self.model, self.seq_len, self.accumulate)
+        return LayoutShape(self.model, self.seq_len)
 
     def check(self) -> None:
         """Refuse a layout that breaks a rule."""

@@ -79,15 +79,13 @@ def fitting_jobs(job: PlanJob, space: SearchSpace) -> Iterator[PlanJob]:
     """Every job of a space that breaks no rule and fits into memory; of a layout only the largest microbatches that fit."""
     rows = job.rows * job.accumulate * job.layout.data
     for layout in space.layouts:
-        if rows % layout.data:
+        if rows % layout.data or (job.allows is not None and not job.allows(layout)):
             continue
         each = rows // layout.data
         for recompute in space.recompute:
             memory = job.memory.model_copy(update={"recompute": recompute})
             found = 0
             for micro in sorted((n for n in range(1, min(each, MAX_ROWS) + 1) if each % n == 0), reverse=True):
-                if any(broken_sizes(layout, LayoutShape(job.model, job.seq_len, each // micro))):
-                    continue
                 one = job.varied(layout, micro, each // micro, memory)
                 # the first rank holds the most microbatches, the last has the head
                 if all(estimate(one.memory_job(rank)).total <= job.usable_bytes for rank in {0, layout.pipeline - 1}):

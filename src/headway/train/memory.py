@@ -65,7 +65,7 @@ def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: Re
         other_state_bytes=None if isinstance(recipe.optim, AdamWConfig) else other_state,
         grad_bytes=4 if recipe.parallel.accumulate_dtype == "fp32" else size,
         bucket_bytes=recipe.parallel.bucket_bytes,
-        pipeline_split=tuple(recipe.parallel.model_dump().get("pipeline_split") or ()),
+        pipeline_split=recipe.parallel.pipeline_split,
     )
     compiled = on_cuda if recipe.kernels.compile == "auto" else recipe.kernels.compile
     chunk_tokens = recipe.memory.chunk_tokens(on_cuda=on_cuda)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, ParallelError
 from headway.model.config import ModelConfig
 from headway.model.layout import param_specs
 from headway.optim.adamw import Config as AdamWConfig
 from headway.optim.groups import OBJECTIVE, Shapes, make_groups, trainable
 from headway.parallel.config import ParallelConfig
-from headway.parallel.layouts import Layout, check_sizes
+from headway.parallel.layout_rules import LayoutCase, broken_rules
+from headway.parallel.layouts import Layout
 from headway.plan.hardware import GpuModel
 from headway.plan.job import PlanJob
 from headway.plan.memory import estimate
@@ -57,17 +58,33 @@ def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
         other_state_bytes=_state_bytes(recipe, shapes, training),
         grad_bytes=4 if parallel.accumulate_dtype == "fp32" or recipe.precision == "fp32" else 2,
         bucket_bytes=parallel.bucket_bytes,
-        pipeline_split=tuple(parallel.model_dump().get("pipeline_split") or ()),
+        pipeline_split=parallel.pipeline_split,
+        allows=lambda other: obeys_rules(recipe, model, other),
         reshard=parallel.fsdp.reshard_after_forward,
     )
-    check_sizes(layout, replace(job.layout_shape, microbatches=None))
+    job.check()
+    parallel.check_rows(model, seq_len, recipe.objective, recipe.adapter)
+    if recipe.optim.NEEDS_MATRICES and layout.tensor > 1:
+        raise ParallelError(
+            f"parallel.tensor is {layout.tensor} and optim.kind is {recipe.optim.kind}, which updates whole matrices. "
+            "Use parallel.tensor=1, or another optimizer such as adamw."
+        )
     batch = recipe.batch.resolve(seq_len, layout.data)
     if recipe.batch.micro_rows == "auto":
         job = largest_microbatch(job, batch.micro_rows * batch.accumulate)
     else:
         job = replace(job, rows=batch.micro_rows, accumulate=batch.accumulate)
-    job.check()
     return job
+
+
+def obeys_rules(recipe: Recipe, model: ModelConfig, layout: Layout) -> bool:
+    """Whether `headway train` would take a layout for this recipe: its objective, adapter, dropout and masks too."""
+    if recipe.optim.NEEDS_MATRICES and layout.tensor > 1:
+        return False
+    changes = {axis: getattr(layout, axis) for axis in ("strategy", "tensor", "sequence", "pipeline", "schedule", "context")}
+    virtual = layout.virtual_stages if layout.schedule == "interleaved" else None
+    other = recipe.parallel.model_copy(update={**changes, "virtual_stages": virtual, "pipeline_split": ()})
+    return not any(broken_rules(LayoutCase(other, model, recipe.data.seq_len, recipe.objective, recipe.adapter)))
 
 
 def _state_bytes(recipe: Recipe, shapes: Shapes, training: set[str]) -> float | None:
@@ -89,20 +106,17 @@ def planned_model(recipe: Recipe) -> ModelConfig:
 
 def layout_of(parallel: ParallelConfig, world: int | None) -> Layout:
     """The layout a recipe asks for on this many ranks."""
-    given = parallel.model_dump()
-    tensor, pipeline = parallel.tensor, parallel.pipeline
-    schedule = str(given.get("schedule", "1f1b"))
-    virtual = given.get("virtual_stages") or (2 if schedule == "interleaved" else 1)
+    tensor, pipeline, shape = parallel.tensor, parallel.pipeline, parallel.pipeline_shape
     size = parallel.fsdp.size if parallel.strategy == "fsdp" else parallel.zero1.size
     ranks = world or tensor * pipeline * parallel.context * (1 if size == "auto" else int(size))
     return Layout(
         world=ranks,
         strategy=parallel.strategy,
         tensor=tensor,
-        sequence=given.get("sequence", True) is not False,
+        sequence=parallel.sequence,
         pipeline=pipeline,
-        schedule=schedule,  # pyright: ignore[reportArgumentType]
-        virtual_stages=virtual if pipeline > 1 else 1,
+        schedule=shape.schedule if pipeline > 1 else "1f1b",
+        virtual_stages=shape.virtual_stages if pipeline > 1 else 1,
         context=parallel.context,
         shard=None if size == "auto" else int(size),
     )

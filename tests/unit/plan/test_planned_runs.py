@@ -21,7 +21,7 @@ from headway.plan.hardware import GPUS, find_gpu
 from headway.plan.job import PlanJob
 from headway.plan.memory import estimate
 from headway.plan.result import Plan, make_plan, rank_groups
-from headway.plan.search import best_plans, nearest_fitting
+from headway.plan.search import _space, best_plans, fitting_jobs, nearest_fitting
 from headway.plan.timeline import in_flight, simulate
 from headway.plan.traffic import RankRing, rings
 from headway.runtime.device import choose_compute
@@ -215,6 +215,26 @@ def test_a_layout_error_names_the_rule() -> None:
         planned("model.vocab_size=512", "parallel.strategy=fsdp", "parallel.pipeline=2", world=8)
     with pytest.raises(ConfigError, match=r"data.seq_len is 1024; it must not exceed"):
         planned("model.vocab_size=512", "data.seq_len=1024")
+
+
+def test_a_search_leaves_out_what_training_would_refuse() -> None:
+    settings = ["model.preset=llama-1b", "model.max_seq_len=32768", "data.seq_len=32768", "batch.rows=16", "batch.micro_rows=1"]
+    target = PlanTarget(find_gpu("a100"), 8)
+
+    def axes(axis: str, *more: str) -> set[int]:
+        job = plan_job(load(Recipe, None, [*settings, *more]), target)
+        return {getattr(one.layout, axis) for one in fitting_jobs(job, _space(job))}
+
+    assert axes("context") > {1} and axes("tensor") > {1} and axes("pipeline") > {1}
+    assert axes("context", "model.dropout=0.1") == {1}
+    assert axes("tensor", "optim.kind=muon") == {1}
+    assert axes("pipeline", "objective.kind=dpo") == {1}
+    with pytest.raises(ParallelError, match=r"optim.kind is muon, which updates whole matrices"):
+        planned(*settings, "optim.kind=muon", "parallel.tensor=2", world=8)
+    with pytest.raises(ParallelError, match=r"parallel.virtual_stages is 2 and parallel.schedule is 1f1b"):
+        planned(*settings, "parallel.pipeline=2", "parallel.virtual_stages=2", world=8)
+    split = planned(*settings, "parallel.pipeline=2", "parallel.pipeline_split=[10, 6]", "parallel.schedule=zero_bubble", world=8)
+    assert [len(stage) for stage in split.job.stages] == [10, 6] and split.job.layout.schedule == "zero_bubble"
 
 
 def test_plans_of_every_shipped_recipe(capsys: pytest.CaptureFixture[str]) -> None:
