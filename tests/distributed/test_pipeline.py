@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.layout_trials import compare
-from support.pipeline_trials import DEEP, TWO, more_pipeline_trials, pipeline_trials
+from support.engines import make_engine
+from support.layout_trials import compare, train_some, trial
+from support.pipeline_trials import DEEP, GATES, INTERLEAVED, TWO, more_pipeline_trials, pipeline_trials
+from support.ranks import run_ranks, start_processes
+from support.runs import make_stores, write_recipe
 
-from headway.errors import ParallelError
+from headway.checkpoint.load import open_checkpoint
+from headway.checkpoint.save import TensorRecord, Writers, save_checkpoint
+from headway.config.load import load
+from headway.errors import CommunicationError, ParallelError
 from headway.objective.next_token import Config as NextToken
+from headway.parallel.collectives import RankGroup
 from headway.parallel.config import ParallelConfig
+from headway.parallel.pipeline_order import pipeline_actions
+from headway.train import train
+from headway.train.config import Recipe
 
 
 def test_ranks_with_stages_train_like_one_process() -> None:
@@ -36,3 +51,87 @@ def test_ranks_with_stages_train_like_one_process_in_more_cases() -> None:
 def test_a_pipeline_that_cannot_be_is_refused_with_the_rule(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ParallelError, match=message):
         ParallelConfig.model_validate(settings).check_rows(DEEP, 16, NextToken(), None)
+
+
+MOVES: list[tuple[int, dict[str, Any]]] = [
+    (4, {"zero1": {"size": "auto"}}),
+    (4, {"pipeline": 2, "tensor": 2}),
+    (2, {"strategy": "fsdp"}),
+    (4, {**INTERLEAVED, "zero1": {"size": "auto"}}),
+    (1, {}),
+]
+"""(ranks, layout), each for two steps."""
+
+
+def two_steps(folder: Path, index: int, parallel: dict[str, Any], group: RankGroup) -> list[float]:
+    """Two steps from the checkpoint that the layout before has left; then the next one."""
+    one = trial("", group.size, parallel, config=GATES["config"], objective=GATES["objective"], micro=4)
+    engine = make_engine(group, one.setup)
+    if index:
+        with open_checkpoint(folder / f"step-{2 * index:08}") as reader:
+            engine.load(reader.read, reader.scalars["engine"])  # pyright: ignore[reportArgumentType]
+    losses, _ = train_some(one, engine, range(2 * index, 2 * index + 2))
+    records = (TensorRecord(*tensor) for tensor in engine.tensors())
+    scalars = {"engine": engine.scalars()}
+    save_checkpoint(folder, 2 * index + 2, records, scalars, None, Writers(group.rank, group.size, group.gather))
+    return losses
+
+
+def test_a_run_moves_from_layout_to_layout_with_the_losses_of_one_process(tmp_path: Path) -> None:
+    """A tied embedding and gates, which several stages hold, are saved once; the optimizer's state moves with them."""
+    right: list[float] = []
+    for index in range(len(MOVES)):
+        right += two_steps(tmp_path / "alone", index, {}, RankGroup())
+    for index, (world, parallel) in enumerate(MOVES):
+        for losses in run_ranks(functools.partial(two_steps, tmp_path / "moved", index, parallel), world):
+            assert losses == pytest.approx(right[2 * index : 2 * index + 2], rel=1e-5), parallel
+
+
+def executed(shape: dict[str, Any], group: RankGroup) -> tuple[list[str], int, list[float]]:
+    """The actions of a step as they ran, the most microbatches in flight, and the moments between actions."""
+    one = trial("", group.size, shape, config=DEEP, micro=8)
+    engine = make_engine(group, one.setup)
+    engine.passes.trace = []
+    train_some(one, engine, range(2))
+    trace = engine.passes.trace
+    flying = peak = 0
+    for ran in trace:
+        flying += {"F": 1, "B": -1, "I": -1, "W": 0}[ran.action.kind]
+        peak = max(peak, flying)
+    moments = [moment for ran in trace for moment in (ran.begin.host, ran.end.host)]
+    return [str(ran.action) for ran in trace], peak, moments
+
+
+@pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", [4, 3, 2, 1]), ("zero_bubble", [4, 3, 2, 1])])
+def test_ranks_run_the_planned_order_with_the_planned_microbatches_in_flight(schedule: Any, in_flight: list[int]) -> None:
+    found = run_ranks(functools.partial(executed, {"pipeline": 4, "schedule": schedule}), 4)
+    planned = pipeline_actions(schedule, 4, 8)
+    assert [order for order, _, _ in found] == [[str(action) for action in actions] for actions in planned]
+    assert [peak for _, peak, _ in found] == in_flight
+    for _, _, moments in found:
+        assert moments == sorted(moments), "actions of one rank do not overlap"
+
+
+def test_a_rank_that_stops_is_named_with_the_axis_and_the_exchange(tmp_path: Path) -> None:
+    overrides = ["parallel.pipeline=2", "parallel.timeout_seconds=1.5"]
+    recipe = load(Recipe, write_recipe(tmp_path, make_stores(tmp_path), steps=8), overrides)
+
+    @contextmanager
+    def probe(run: Any) -> Iterator[None]:
+        def stall(*_: object) -> None:
+            if run.process.rank == 1 and run.state.step == 2:
+                time.sleep(3)
+
+        next(iter(run.engine.model.blocks().values())).register_forward_pre_hook(stall)
+        yield
+
+    def work() -> str:
+        try:
+            train(recipe, hook=probe)
+        except CommunicationError as error:
+            return str(error)
+        return "done"
+
+    said = start_processes(work, 2)
+    assert said[0].startswith("rank 0 waited ") and "of gradients from rank 1 of 2 pipeline ranks (exchange " in said[0], said[0]
+    assert "rank 1" in said[0].partition("The others")[2], said[0]

@@ -33,7 +33,7 @@ from headway.parallel.hooks.base import Hook, StatefulHook
 from headway.parallel.hooks.compress import Compress
 from headway.parallel.hooks.reduce_scatter import ReduceScatter
 from headway.parallel.offload_optimizer import LocalTensors
-from headway.parallel.pipeline.gather import over_stages
+from headway.parallel.pipeline.gather import held_scalars, merge_scalars, over_stages
 from headway.parallel.pipeline.passes import PipelinePasses
 from headway.parallel.update_rules import WholeParameter, WholeState
 
@@ -257,12 +257,14 @@ class FlatEngine(BaseEngine):
         """As BaseEngine.tensors, and what the hook keeps."""
         yield from super().tensors()
         if isinstance(self.reducer.hook, StatefulHook):
-            yield from self.reducer.hook.tensors(self.ranks.reduce)
+            for name, role, shape, boxes in self.reducer.hook.tensors(self.ranks.reduce):
+                yield name, role, shape, [] if self.boxes[name].of_earlier_stage else boxes
 
     def scalars(self) -> dict[str, Any]:
         """As BaseEngine.scalars, and what the hook keeps."""
         hook = self.reducer.hook
-        return super().scalars() | {"hook": hook.scalars(self.ranks.reduce) if isinstance(hook, StatefulHook) else None}
+        kept = hook.scalars(self.ranks.reduce) if isinstance(hook, StatefulHook) else None
+        return super().scalars() | {"hook": None if kept is None else merge_scalars(self.ranks.pipeline.gather(kept))}
 
     def _updates_done(self) -> dict[str, int]:
         counts = [(span, count) for buffer in self.buffers for span, count in zip(buffer.spans, buffer.steps, strict=True)]
@@ -278,7 +280,8 @@ class FlatEngine(BaseEngine):
         super().load(read, scalars)
         self._show(averages=False)
         if isinstance(self.reducer.hook, StatefulHook) and scalars.get("hook") is not None:
-            self.reducer.hook.load(read, scalars["hook"], self.ranks.reduce, self.spec.device)
+            own = scalars["hook"] if self.local.part is None else held_scalars(scalars["hook"], self.holds)
+            self.reducer.hook.load(read, own, self.ranks.reduce, self.spec.device)
 
     @torch.no_grad()
     def _show(self, *, averages: bool) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,26 @@ def over_stages(values: Iterable[tuple[str, Tensor]], pipeline: RankGroup) -> It
             value = value.contiguous()
             pipeline.broadcast(value, source).wait()
             yield name, value
+
+
+def merge_scalars(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a hook keeps on all stages: entries by parameter together, of counts the largest (a stage may have nothing to exchange)."""
+    found = dict(stages[0])
+    for stage in stages[1:]:
+        for key, value in stage.items():
+            if isinstance(value, dict):
+                found[key] = {**found[key], **value}
+            elif isinstance(value, int):
+                found[key] = max(found[key], value)
+    return found
+
+
+def held_scalars(scalars: Mapping[str, Any], holds: Callable[[str], bool]) -> dict[str, Any]:
+    """The entries of this rank's parameters, and everything that is not by parameter."""
+    return {
+        key: {name: one for name, one in value.items() if holds(name)} if isinstance(value, dict) else value
+        for key, value in scalars.items()
+    }
 
 
 def _here(device: str) -> torch.device:

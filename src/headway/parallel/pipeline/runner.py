@@ -73,8 +73,6 @@ class StageRun:
 
     def __init__(self, context: StageContext, hooks: StageHooks, microbatches: Sequence[Batch], *, trains: bool) -> None:
         self.context, self.hooks, self.microbatches, self.trains = context, hooks, microbatches, trains
-        self.window: tuple[DeviceTimestamp, DeviceTimestamp] | None = None
-        """The last forward: this rank waits for no other stage during it."""
         self.executed: list[ExecutedAction] = []
         self._arriving: dict[tuple[str, int, int], tuple[Tensor, list[Handle], Tensor | None]] = {}
         self._leaving: dict[tuple[str, int, int], tuple[Tensor, Tensor | None]] = {}
@@ -140,8 +138,7 @@ class StageRun:
         if not isinstance(out, ModelOut):
             state = generator_state(context.device).to(context.device) if self.hooks.is_random else None
             self._leaving["F", stage + 1, number] = (out, state)
-        self.window = (begin, DeviceTimestamp.now(context.device))
-        self.executed.append(ExecutedAction(action, *self.window))
+        self.executed.append(ExecutedAction(action, begin, DeviceTimestamp.now(context.device)))
 
     def _backward(self, action: PipelineAction) -> None:
         context, stage, number = self.context, action.stage, action.microbatch
