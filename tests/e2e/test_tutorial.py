@@ -44,7 +44,6 @@ def run_page(folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_short: bool) -
             arguments = shortened(words[1:]) if is_short else words[1:]
             if words[1] == "chat":
                 monkeypatch.setattr(sys, "stdin", io.StringIO("What does os.getcwd do?\n"))  # what a person would type
-                arguments += ["--max-new-tokens", "4" if is_short else "40"]
             assert main(arguments) == 0, arguments
         done.append(words)
     return done
