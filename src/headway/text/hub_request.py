@@ -66,7 +66,7 @@ class HubRequest:
         except (OSError, ValueError):
             commit = revision
         folder = self.cache / "snapshots" / commit
-        return folder if re.fullmatch(r"[0-9a-f]{40}", commit) and folder.is_dir() else None
+        return folder if re.fullmatch(r"\w+", commit) and folder.is_dir() else None
 
     def choose(self, names: Sequence[str]) -> list[str]:
         """The files to download, of all files of the repository: safetensors and no pickles, unless `include` says otherwise."""
