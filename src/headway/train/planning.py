@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headway.errors import ConfigError, ParallelError
+from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.layout import param_specs
 from headway.optim.adamw import Config as AdamWConfig
@@ -64,11 +64,6 @@ def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
     )
     job.check()
     parallel.check_rows(model, seq_len, recipe.objective, recipe.adapter)
-    if recipe.optim.NEEDS_MATRICES and layout.tensor > 1:
-        raise ParallelError(
-            f"parallel.tensor is {layout.tensor} and optim.kind is {recipe.optim.kind}, which updates whole matrices. "
-            "Use parallel.tensor=1, or another optimizer such as adamw."
-        )
     batch = recipe.batch.resolve(seq_len, layout.data)
     if recipe.batch.micro_rows == "auto":
         job = largest_microbatch(job, batch.micro_rows * batch.accumulate)
