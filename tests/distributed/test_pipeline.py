@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from headway.objective.next_token import Config as NextToken
 from headway.parallel.collectives import RankGroup
 from headway.parallel.config import ParallelConfig
 from headway.parallel.pipeline_order import pipeline_actions
+from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
 
@@ -135,3 +138,38 @@ def test_a_rank_that_stops_is_named_with_the_axis_and_the_exchange(tmp_path: Pat
     said = start_processes(work, 2)
     assert said[0].startswith("rank 0 waited ") and "of gradients from rank 1 of 2 pipeline ranks (exchange " in said[0], said[0]
     assert "rank 1" in said[0].partition("The others")[2], said[0]
+
+
+@pytest.mark.drill
+def test_a_run_killed_on_stages_and_tensor_ranks_resumes_on_other_layouts_with_the_same_losses(tmp_path: Path) -> None:
+    """Killed without warning after its checkpoint of step 2, on tensor 2 x pipeline 2; resumed on four data ranks and on one process."""
+    stores = make_stores(tmp_path)
+    shared = ["checkpoint.every=2", "data.workers=0", "model.dropout=0", "batch.micro_rows=1"]
+    whole = load(Recipe, write_recipe(tmp_path, stores, name="whole", steps=5), shared)
+    train(whole)
+    right = {record["step"]: record["loss"] for record in read_metrics(whole.run.folder / "metrics.jsonl")}
+    path = write_recipe(tmp_path, stores, name="killed", steps=5)
+    killed = load(Recipe, path, [*shared, "parallel.tensor=2", "parallel.pipeline=2", "parallel.schedule=zero_bubble"])
+
+    @contextmanager
+    def kill(run: Any) -> Iterator[None]:
+        def after(step: int) -> None:
+            if step == 3:
+                run.saver.wait_for_save()
+                run.ranks.world.barrier()
+                os._exit(0)
+
+        run.on_step(after)
+        yield
+
+    with pytest.raises((FileNotFoundError, AssertionError)):
+        start_processes(lambda: train(killed, hook=kill), 4)  # some end without a result, others lose them
+    assert [folder.name for folder in sorted((killed.run.folder / "checkpoints").glob("step-*"))] == ["step-00000002"]
+    shutil.copytree(killed.run.folder, tmp_path / "kept", symlinks=True)
+    for world in (4, 1):
+        shutil.rmtree(killed.run.folder)
+        shutil.copytree(tmp_path / "kept", killed.run.folder, symlinks=True)
+        resumed = load(Recipe, path, shared)
+        start_processes(lambda resumed=resumed: train(resumed), world) if world > 1 else train(resumed)
+        got = {record["step"]: record["loss"] for record in read_metrics(resumed.run.folder / "metrics.jsonl")}
+        assert got == pytest.approx(right, rel=1e-5), f"{world} ranks"

@@ -131,12 +131,13 @@ class PipelinePasses(Passes):
         if self.part.is_last:
             result = super().over_ranks(result)
         found = layout_of(result.metrics)
-        if self._layout is None:
-            self._layout = pipeline.gather(found)[last]
-        if self.part.is_last and found != self._layout:
-            names = [[name for name, *_ in layout] for layout in (self._layout, found)]
+        layout = self._layout
+        if layout is None:
+            layout = self._layout = pipeline.gather(found)[last]
+        if self.part.is_last and found != layout:
+            names = [[name for name, *_ in one] for one in (layout, found)]
             raise ParallelError(f"the objective's metrics were {names[0]} and are now {names[1]}; a pipeline needs the same in every step.")
-        shapes = [((), "float32"), *(pair for _, s, t, w, u in self._layout for pair in ((s, t), (w, u)))]
+        shapes = [((), "float32"), *(pair for _, s, t, w, u in layout for pair in ((s, t), (w, u)))]
         sizes = [torch.Size(shape).numel() for shape, _ in shapes]
         if self.part.is_last:
             tensors = [result.loss] + [part for pair in result.metrics.values() for part in pair]
@@ -145,7 +146,7 @@ class PipelinePasses(Passes):
             flat = torch.empty(sum(sizes), dtype=torch.float64, device=self.spec.device)
         pipeline.broadcast(flat, last).wait()
         parts = [part.view(shape).to(getattr(torch, dtype)) for part, (shape, dtype) in zip(flat.split(sizes), shapes, strict=True)]
-        metrics = {name: (parts[1 + 2 * i], parts[2 + 2 * i]) for i, (name, *_) in enumerate(self._layout)}
+        metrics = {name: (parts[1 + 2 * i], parts[2 + 2 * i]) for i, (name, *_) in enumerate(layout)}
         return replace(result, loss=parts[0], metrics=metrics)
 
 

@@ -125,11 +125,10 @@ class StageRun:
         if stage == 0:
             self.hooks.reseed(number)
         else:
-            stream, state = self._arrived("F", stage, number)
+            received, state = self._arrived("F", stage, number)
             if state is not None:
                 set_generator_state(state, context.device)
-            if self.trains and context.part.shape.sends_gradient(stage):
-                stream.requires_grad_()
+            stream = received.requires_grad_(self.trains and context.part.shape.sends_gradient(stage))
         begin = DeviceTimestamp.now(context.device)
         out = context.model.forward_stage(self.microbatches[number], stream, context.part.layers[stage], self.hooks.gate_seed(number))
         root = self.hooks.finish(number, out) if isinstance(out, ModelOut) else out

@@ -51,7 +51,7 @@ class WeightGradQueue:
             if type(module) is nn.Linear and "forward" not in vars(module)
         ]
         for linear in linears:
-            linear.forward = self._forward(linear)
+            linear.forward = self._forward(linear)  # pyright: ignore[reportAttributeAccessIssue]
         return len(linears)
 
     def _forward(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
