@@ -76,7 +76,10 @@ def read_python(content: str, path: Path) -> PythonConfig:
 
 
 def _line(node: ast.AST) -> str:
-    return ast.unparse(node).splitlines()[0][:120]
+    try:
+        return ast.unparse(node).splitlines()[0][:120]
+    except RecursionError:  # Python 3.14 parses what it cannot write
+        return "an expression nested too deeply"
 
 
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
