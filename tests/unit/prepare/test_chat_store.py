@@ -270,4 +270,4 @@ def test_a_recipe_names_keys_and_leaves_out_bad_records(tmp_path: Path, folder: 
     with pytest.raises(ValueError, match="keys names 'frage', which is not one of messages"):
         SourceConfig(**{**source, "keys": {"frage": "prompt"}})
     with pytest.raises(ValueError, match="has kind=text and drop_bad=True"):
-        SourceConfig(path="x", drop_bad=True)
+        SourceConfig(path="x", kind="text", drop_bad=True)
