@@ -23,6 +23,12 @@ KILLS = int(os.environ.get("HEADWAY_KILLS", "6"))
 TERMS = int(os.environ.get("HEADWAY_TERMS", "2"))
 SEED = int(os.environ.get("HEADWAY_DRILL_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 KILLS_OF_A_RUN = 5
+SPLIT = ("parallel.tensor=2", "parallel.pipeline=2", "model.num_layers=2", "model.num_kv_heads=2")
+LAYOUTS = [
+    pytest.param((1, ()), id="1 rank"),
+    pytest.param((2, ()), id="2 ranks"),
+    pytest.param((4, SPLIT), id="tensor 2 x pipeline 2", marks=pytest.mark.drill),
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +37,16 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_recipe(folder, make_stores(folder, documents=24), name="drill")
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
-def whole(recipe: Path, request: pytest.FixtureRequest) -> tuple[int, Recipe]:
+@pytest.fixture(scope="module", params=LAYOUTS)
+def whole(recipe: Path, request: pytest.FixtureRequest) -> tuple[int, tuple[str, ...], Recipe]:
     """The undisturbed run; alone it runs here, so that those that are forked find everything loaded."""
-    plan = small(recipe, f"whole{request.param}")
-    if request.param == 1:
+    world, overrides = request.param
+    plan = small(recipe, f"whole{world}", *overrides)
+    if world == 1:
         train(plan)
     else:
-        assert finish(plan, request.param) == [0] * request.param
-    return request.param, plan
+        assert finish(plan, world) == [0] * world
+    return world, overrides, plan
 
 
 def assert_all_readable(checkpoints: Path) -> None:
@@ -49,13 +56,13 @@ def assert_all_readable(checkpoints: Path) -> None:
 
 
 @pytest.mark.timeout(3000)
-def test_killed_anywhere_every_run_ends_as_the_undisturbed_one(recipe: Path, whole: tuple[int, Recipe]) -> None:
-    world, undisturbed = whole
+def test_killed_anywhere_every_run_ends_as_the_undisturbed_one(recipe: Path, whole: tuple[int, tuple[str, ...], Recipe]) -> None:
+    world, overrides, undisturbed = whole
     hit: Counter[str] = Counter()
     run = 0
     while sum(hit.values()) < KILLS // 2:
         run += 1
-        plan, draw = small(recipe, f"killed{world}-{run}"), random.Random(f"{SEED} {world} {run}")
+        plan, draw = small(recipe, f"killed{world}-{run}", *overrides), random.Random(f"{SEED} {world} {run}")
         told = f"HEADWAY_DRILL_SEED={SEED}, {world} ranks, run {run}, killed in {dict(hit)}"
         for _ in range(min(KILLS_OF_A_RUN, KILLS // 2 - sum(hit.values()))):
             place = kill_somewhere(plan, world, draw)
@@ -74,11 +81,13 @@ def test_killed_anywhere_every_run_ends_as_the_undisturbed_one(recipe: Path, who
 
 
 @pytest.mark.timeout(3000)
-def test_asked_to_stop_at_any_moment_a_run_leaves_in_time_with_a_loadable_checkpoint(recipe: Path, whole: tuple[int, Recipe]) -> None:
-    world, _ = whole
+def test_asked_to_stop_at_any_moment_a_run_leaves_in_time_with_a_loadable_checkpoint(
+    recipe: Path, whole: tuple[int, tuple[str, ...], Recipe]
+) -> None:
+    world, overrides, _ = whole
     for number in range(-(-TERMS // 2)):
         draw = random.Random(f"{SEED} {world} stop {number}")
-        plan, sent = small(recipe, f"stopped{world}-{number}"), draw.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
+        plan, sent = small(recipe, f"stopped{world}-{number}", *overrides), draw.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
         told = f"HEADWAY_DRILL_SEED={SEED}, {world} ranks, stop {number}, {sent.name}"
         with started(plan, world) as attempt:
             while not attempt.has_begun():
