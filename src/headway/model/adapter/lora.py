@@ -60,14 +60,15 @@ class AdaptedLinear(nn.Linear):
         return whole if self.lora_magnitude_vector is None else self._ratio(whole.dtype)[:, None] * whole
 
     def _ratio(self, dtype: torch.dtype) -> Tensor:
-        assert self.lora_magnitude_vector is not None
+        magnitude = self.lora_magnitude_vector
+        assert isinstance(magnitude, Tensor)
         with torch.no_grad():
             length = torch.linalg.vector_norm(
                 self.weight + self.scale * (self.lora_B.weight @ self.lora_A.weight), dim=1, dtype=torch.float32
             )
             if self.over_inputs is not None:
                 length = self.over_inputs(length.square()).sqrt()
-        return (self.lora_magnitude_vector.float() / length).to(dtype)
+        return (magnitude.float() / length).to(dtype)
 
 
 def adapt(model: nn.Module, config: AdapterConfig, modules: list[str]) -> None:
