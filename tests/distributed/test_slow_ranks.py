@@ -34,10 +34,10 @@ def slowed(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("owner", "method", "said", "more"),
     [
-        (NextToken, "loss", "rank 1: compute took", []),
+        pytest.param(NextToken, "loss", "rank 1: compute took", [], marks=pytest.mark.drill),
         (NextToken, "loss", "rank 1: compute took", ["parallel.strategy=fsdp"]),
         (Loader, "_fill_microbatch", "rank 1: waited", ["data.workers=0"]),
-        (NextToken, "loss", None, ["log.slow_ratio=null"]),
+        pytest.param(NextToken, "loss", None, ["log.slow_ratio=null"], marks=pytest.mark.drill),
     ],
 )
 def test_a_slow_rank_is_named_once_without_a_profile(

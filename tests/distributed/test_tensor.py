@@ -119,6 +119,7 @@ def test_headway_train_leaves_what_one_process_leaves(tmp_path: Path) -> None:
         assert (four[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
+@pytest.mark.drill  # the same for stages is in test_pipeline.py
 def test_a_rank_that_stops_inside_a_layer_is_named_with_the_axis_and_the_exchange(tmp_path: Path) -> None:
     recipe = load(Recipe, write_recipe(tmp_path, make_stores(tmp_path), steps=8), ["parallel.tensor=2", "parallel.timeout_seconds=3"])
 

@@ -106,10 +106,20 @@ def test_a_damaged_record_blocks_nothing(place: Path) -> None:
 
 def test_a_run_folder_removed_under_way_is_whole_again_after_the_next_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saver = Saver(tmp_path / "run" / "checkpoints", CheckpointConfig())
-    run = SimpleNamespace(start=SimpleNamespace(folder=tmp_path / "run"), saver=saver, recipe=Recipe())
+    told: list[int] = []
+    session = SimpleNamespace(callbacks=SimpleNamespace(saved=lambda step, _: told.append(step)))
+    run = SimpleNamespace(
+        start=SimpleNamespace(folder=tmp_path / "run"),
+        saver=saver,
+        recipe=Recipe(),
+        session=session,
+        control=SimpleNamespace(steps_before=0),
+        checkpoints=saver.checkpoints,
+    )
     Run._record_saves(cast(Any, run))
     saver.save(SaveJob(3, {}), [])
     saver.wait()
+    assert told == [3]
     assert load(Recipe, tmp_path / "run" / "recipe.yaml") == Recipe()
     assert "was removed during the run" in caplog.text
     saved, found = read_save_record(tmp_path / "run"), newest_good(saver.checkpoints).reader

@@ -53,7 +53,13 @@ def test_a_second_start_is_refused_by_name_and_touches_nothing(tmp_path: Path) -
     assert not (tmp_path / "run.old-1" / LOCK).exists()
 
 
-@pytest.mark.parametrize("stages", [[], ["stages=[{name: a, steps: 2}, {name: b, steps: 2}]"]], ids=["one stage", "two stages"])
+@pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param([], id="one stage"),
+        pytest.param(["stages=[{name: a, steps: 2}, {name: b, steps: 2}]"], id="two stages", marks=pytest.mark.drill),
+    ],
+)
 def test_a_run_left_by_a_lost_machine_is_taken_over(tmp_path: Path, stages: list[str]) -> None:
     make_stores(tmp_path)
     settings = [*tiny_settings(tmp_path, "run"), "steps=4", "run.takeover_seconds=0.3", *stages]

@@ -30,7 +30,7 @@ def run(folder: Path, name: str, *settings: str, stores: Path) -> tuple[Path, li
     return recipe.run.folder, records
 
 
-@pytest.mark.parametrize("kind", ["muon", "adafactor", "schedule_free"])
+@pytest.mark.parametrize("kind", ["muon", pytest.param("adafactor", marks=pytest.mark.drill), "schedule_free"])
 def test_a_resumed_run_has_the_numbers_of_an_unbroken_one(kind: str, tmp_path: Path, stores: Path) -> None:
     chosen = (f"optim.kind={kind}", "optim.lr=0.02", "optim.schedule.kind=constant")
     _, straight = run(tmp_path, "straight", *chosen, "steps=4", stores=stores)

@@ -53,7 +53,10 @@ def change_store(folder: Path) -> None:
     new.rename(old)
 
 
-@pytest.mark.parametrize(("make", "change"), [(raw_data, change_raw), (store_data, change_store)], ids=["raw files", "a store"])
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [pytest.param(raw_data, change_raw, id="raw files"), pytest.param(store_data, change_store, id="a store", marks=pytest.mark.drill)],
+)
 def test_a_run_is_resumed_on_other_data_only_if_asked_to(tmp_path: Path, make, change) -> None:
     settings = [*tiny_settings(tmp_path, "run"), "data.valid=null", "eval.every=null", "checkpoint.every=2", *make(tmp_path)]
     first = headway("train", *settings, "steps=4")

@@ -53,6 +53,7 @@ def test_a_killed_run_is_certified_bit_for_bit(tmp_path: Path, capsys: pytest.Ca
     assert "the resume is exact" in capsys.readouterr().out
 
 
+@pytest.mark.drill
 def test_another_number_of_ranks_keeps_the_order_and_stays_within_the_bound(tmp_path: Path) -> None:
     found = proof(tmp_path, "batch.micro_rows=1", nproc=2, resume_nproc=1)
     assert found["holds"] and found["same_sample_order"] and found["parameter_difference"] <= found["bound"] == 1e-3
@@ -72,7 +73,10 @@ def test_a_resume_that_differs_is_told_tensor_by_tensor(tmp_path: Path, capsys: 
     assert "NOT the same run" in said and "model.norm.weight" in said and "DIFFERS" in said
 
 
-@pytest.mark.parametrize(("kill_at", "resumed_from"), [(8, 7), (3, 2)], ids=["in the second stage", "in the first"])
+@pytest.mark.parametrize(
+    ("kill_at", "resumed_from"),
+    [pytest.param(8, 7, id="in the second stage"), pytest.param(3, 2, id="in the first", marks=pytest.mark.drill)],
+)
 def test_a_recipe_in_stages_is_certified_stage_by_stage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kill_at: int, resumed_from: int
 ) -> None:

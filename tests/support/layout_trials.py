@@ -181,8 +181,6 @@ def tensor_trials() -> list[LayoutTrial]:
         trial("untied, biases, layernorm, qk norm; no sequence", 2, whole, config=biased),
         trial("smoothing, z loss, dropout, uneven vocabulary", 2, tensor, config=PLAIN.with_(vocab_size=67, dropout=0.2), objective=SHAPED),
         trial("dora with its head, selective recompute", 2, tensor, adapter=DORA_HEAD, config=untied, memory={"recompute": "selective"}),
-        trial("dpo, recomputed, offloaded", 2, whole, pairs=True, memory={"recompute": 1.0, "offload": ["activations", "optimizer"]}),
-        trial("head gates, frozen weights", 2, tensor, **gates, freeze=("weights",)),
         trial("2 KV heads on 4 ranks, gates", 4, {"tensor": 4}, config=GATED.with_(num_kv_heads=2), objective=SPARSITY),
         trial("x zero1, accumulation, uneven vocabulary", 4, zero1, config=PLAIN.with_(vocab_size=65), micro=4),
         trial("x fsdp, biases", 4, fsdp, config=PLAIN.with_(**BIASES)),
@@ -198,6 +196,8 @@ def more_tensor_trials() -> list[LayoutTrial]:
     biased = PLAIN.with_(tie_embeddings=False, norm="layernorm", qk_norm=True, **BIASES)
     gates = {"config": GATED, "objective": SPARSITY}
     return [
+        trial("dpo, recomputed, offloaded", 2, whole, pairs=True, memory={"recompute": 1.0, "offload": ["activations", "optimizer"]}),
+        trial("head gates, frozen weights", 2, tensor, **gates, freeze=("weights",)),
         trial("no sequence, tied", 2, whole),
         trial("lora with dropout, biases", 2, tensor, adapter=LORA.model_copy(update={"dropout": 0.2}), config=PLAIN.with_(**BIASES)),
         trial("untied, biases, layernorm, qk norm", 2, tensor, config=biased),

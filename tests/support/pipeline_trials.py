@@ -27,19 +27,12 @@ def pipeline_trials() -> list[LayoutTrial]:
     """Every schedule, and what stages share, on two ranks; every other axis on four."""
     return [
         trial("1f1b, packed documents, clipping, tied", 2, TWO, config=DEEP, micro=4),
-        trial("interleaved, untied, 8 microbatches", 2, INTERLEAVED, config=UNTIED, micro=8),
         trial("zero bubble, tied, 4 microbatches", 2, ZERO_BUBBLE, config=DEEP, micro=4),
-        trial("1f1b, gates, one microbatch", 2, TWO, **GATES, micro=1),
         trial("interleaved, dropout, selective recompute", 2, INTERLEAVED, config=DROPPED, memory={"recompute": "selective"}),
-        trial("zero bubble, lora with dropout, recomputed", 2, ZERO_BUBBLE, config=UNTIED, adapter=DROPPED_LORA, memory=EVERYTHING),
         trial("1f1b, kto over a step", 2, TWO, config=DEEP, pairs=True, objective=KTO),
-        trial("interleaved, embedding and first layers frozen", 2, INTERLEAVED, config=UNTIED, freeze=("embeddings", "layers.0-1")),
         trial("4 stages, zero bubble, gates, frozen weights", 4, {"pipeline": 4, "schedule": "zero_bubble"}, **GATES, freeze=("weights",)),
-        trial("4 stages, tied", 4, {"pipeline": 4}, config=DEEP, micro=8),
         trial("interleaved x zero1, tied", 4, {**INTERLEAVED, "zero1": {"size": "auto"}}, config=DEEP, micro=8),
-        trial("1f1b x tensor, tied", 4, {**TWO, "tensor": 2}, config=DEEP),
         trial("zero bubble x tensor, gates", 4, {**ZERO_BUBBLE, "tensor": 2}, **GATES),
-        trial("1f1b x context, powersgd", 4, {**TWO, "context": 2, **POWERSGD}, config=DEEP),
     ]  # fmt: skip
 
 
@@ -59,6 +52,13 @@ def more_pipeline_trials() -> list[LayoutTrial]:
     return [
         *two,
         *eight,
+        trial("interleaved, untied, 8 microbatches", 2, INTERLEAVED, config=UNTIED, micro=8),
+        trial("1f1b, gates, one microbatch", 2, TWO, **GATES, micro=1),
+        trial("zero bubble, lora with dropout, recomputed", 2, ZERO_BUBBLE, config=UNTIED, adapter=DROPPED_LORA, memory=EVERYTHING),
+        trial("interleaved, embedding and first layers frozen", 2, INTERLEAVED, config=UNTIED, freeze=("embeddings", "layers.0-1")),
+        trial("4 stages, tied", 4, {"pipeline": 4}, config=DEEP, micro=8),
+        trial("1f1b x tensor, tied", 4, {**TWO, "tensor": 2}, config=DEEP),
+        trial("1f1b x context, powersgd", 4, {**TWO, "context": 2, **POWERSGD}, config=DEEP),
         trial("layers counted by hand", 2, {**TWO, "pipeline_split": (4, 1)}, config=DEEP),
         trial("dpo, lora", 2, ZERO_BUBBLE, config=DEEP, pairs=True, adapter=LORA),
         trial("dora with dropout", 2, INTERLEAVED, config=UNTIED, adapter=DORA.model_copy(update={"dropout": 0.2})),

@@ -164,7 +164,9 @@ def encoded(tokenizer: Tokenizer, pieces: list[TextPiece]) -> list[int]:
     return [number for ids in tokenizer.encode_pieces(pieces) for number in ids]
 
 
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.drill] if kind == "sentencepiece with prefix" else []) for kind in MADE]
+)
 def test_the_ids_of_pieces_are_those_of_the_whole_at_every_cut(kind: str, tmp_path: Path) -> None:
     tokenizer = MADE[kind](tmp_path)
     cuts, places = tokenizer.split_points, 0

@@ -156,7 +156,10 @@ def test_mistakes_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert wrong in told and len(told.splitlines()) == 1, told
 
 
-def test_the_verb_prints_a_recipe_or_writes_it_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_prints_a_recipe_or_writes_it_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # a width would fold long keys
     source, out = "llamafactory-sft.yaml", tmp_path / "recipe.yaml"
     assert main(["config", "import", source, "--from", "llamafactory"]) == 0
     printed = capfd.readouterr().out
