@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help setup demo test test-gpu check format drill mutants docs docs-serve bench clean
+.PHONY: help setup demo test slow test-gpu check format drill mutants docs docs-serve bench clean
 
 help:
 	@echo "make demo      set up .venv (without developers' tools) and run the whole pipeline in small (CPU, offline, minutes)"
 	@echo "make test      set up .venv and run the tests"
+	@echo "make slow      the tests of whole runs that make test leaves out (two minutes)"
 	@echo "make check     formatting, lint, types, import layers, file sizes"
 	@echo "make drill     the long tests: full matrices, kill drills"
 	@echo "make test-gpu  the tests that need a CUDA device"
@@ -37,6 +38,9 @@ demo: $(VENV)/.ready
 
 test: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+slow: setup
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow and not drill"
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:xdist

@@ -16,6 +16,8 @@ from support.ranks import run_ranks
 
 from headway.parallel.collectives import RankGroup
 
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 OFF = {"reduce": False, "gather": False, "step": False}
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -13,6 +13,8 @@ from headway.parallel.collectives import RankGroup
 from headway.parallel.config import ParallelConfig
 from headway.parallel.engine import EngineSpec
 
+pytestmark = pytest.mark.slow
+
 STRATEGIES = {"zero1": {}, "fsdp": {"strategy": "fsdp"}}
 
 

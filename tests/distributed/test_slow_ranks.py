@@ -17,6 +17,8 @@ from headway.objective.next_token import NextToken
 from headway.train import train
 from headway.train.config import Recipe
 
+pytestmark = pytest.mark.slow
+
 SLOW_SECONDS = 0.2
 
 

@@ -20,6 +20,8 @@ from headway.train import train
 from headway.train.config import Recipe
 from headway.train.session import run_recipe
 
+pytestmark = pytest.mark.slow
+
 SAME = ("loss", "nll", "grad_norm", "tokens", "num_samples_in_batch", "num_consumed_tokens", "lr", "epoch", "loss_scale")
 
 

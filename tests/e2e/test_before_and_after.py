@@ -22,6 +22,8 @@ from headway.train import train
 from headway.train.config import Recipe
 from headway.train.meter import AT_START
 
+pytestmark = pytest.mark.slow
+
 QUESTIONS = ["Say 3.", "What comes after 5?"]
 
 

@@ -15,6 +15,8 @@ from headway.infer.load import find_model
 from headway.train import train
 from headway.train.config import Recipe
 
+pytestmark = pytest.mark.slow
+
 WORSE = ("optim.lr=0.3", "optim.schedule.kind=constant", "eval.stop.patience=3")
 """A rate at which the loss goes up after a few steps."""
 

@@ -17,6 +17,8 @@ from headway.train import train
 from headway.train.config import Recipe
 from headway.train.health import add_skipped_batches
 
+pytestmark = pytest.mark.slow
+
 STEPS = 30
 RULE = ("heal.window=8", "heal.sigma=6", "objective.kind=support.my_lab.poison", "checkpoint.keep_last=1", "data.workers=2")
 

@@ -14,7 +14,7 @@ from support.runs import make_stores, wait_for_step, write_recipe
 from headway.track.metrics_file import read_metrics
 
 REASON = why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
 SMALL = ("model.dropout=0", "data.valid=null", "checkpoint.every=null")
 MASTER = f"{ADDRESSES[0]}:29511"
 

@@ -13,6 +13,8 @@ from headway.checkpoint.load import open_checkpoint
 from headway.store.reader import StoreWriter
 from headway.track.metrics_file import read_metrics
 
+pytestmark = pytest.mark.slow
+
 
 def rewrite_in_place(path: Path, content: bytes) -> None:
     """Another content of the same size under the same name and time of change."""

@@ -19,6 +19,8 @@ from headway.train import train
 from headway.train.config import Recipe
 from headway.workflows.resume_proof import Trial, prove_resume
 
+pytestmark = pytest.mark.slow
+
 
 def forked(arguments: list[str], nproc: int | None, kill_at: int | None) -> None:
     """Train in processes forked from this one, which has everything loaded."""

@@ -25,7 +25,19 @@ from catalogue import PACKAGE, Mutant
 
 COPIED = ("src", "tests", "recipes", "docs", "benchmarks", "pyproject.toml", "Makefile")
 PAGES = "*.md"
-OPTIONS = ("-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=short", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+OPTIONS = (
+    "-x",
+    "-m",
+    "not drill and not gpu",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:xdist",
+    "--no-header",
+    "--tb=short",
+    "-W",
+    "ignore::pytest.PytestAssertRewriteWarning",
+)
 PRELOADED = "import support.ranks, support.runs, headway.train.build, headway.cli, hypothesis, pytest_timeout"
 MOST_BYTES = 6 << 30
 """Memory of one trial: a mutant may fill it without end."""

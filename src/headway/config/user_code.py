@@ -61,7 +61,7 @@ def _import_file(path: Path, name: str, setting: str) -> ModuleType:
             f"{setting} is {name[:200]!r}, but {reason} (working directory: {Path.cwd()}). Give the path of your file."
         ) from None
     if len(code) > MAX_BYTES:
-        raise ConfigError(f"{setting} is {name!r}, which has more than {MAX_BYTES >> 20} MiB. Give a Python file.")
+        raise ConfigError(f"{setting} is {name[:200]!r}, which has more than {MAX_BYTES >> 20} MiB. Give a Python file.")
     module_name = PREFIX + hashlib.sha256(str(absolute).encode() + b"\0" + code).hexdigest()[:24]
     if module_name in sys.modules:
         return sys.modules[module_name]
@@ -87,15 +87,17 @@ def _import(name: str, setting: str, work: Callable[[], ModuleType]) -> ModuleTy
     except ModuleNotFoundError as missing:
         if missing.name is not None and (name == missing.name or name.startswith(missing.name + ".")):
             raise ConfigError(
-                f"{setting} is {name!r}, but there is no module of that name. Add the folder that contains it to PYTHONPATH."
+                f"{setting} is {name[:200]!r}, but there is no module of that name. Add the folder that contains it to PYTHONPATH."
             ) from None
-        raise ConfigError(f"{setting} is {name!r}, which imports {missing.name!r}, but that is not installed. Install it.") from missing
+        raise ConfigError(
+            f"{setting} is {name[:200]!r}, which imports {(missing.name or '')[:200]!r}, but that is not installed. Install it."
+        ) from missing
     except Exception as error:  # importing the user's module may raise anything
         at = traceback.extract_tb(error.__traceback__)[-1]
         where = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (at.filename, at.lineno)
         problem = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"{setting} is {name!r}, but importing it fails: {type(error).__name__}: {problem} ({where[0]}:{where[1]})."
+            f"{setting} is {name[:200]!r}, but importing it fails: {type(error).__name__}: {problem} ({where[0]}:{where[1]})."
         ) from error
 
 

@@ -84,7 +84,7 @@ class GroupRule(Section):
     """A group of parameters with its own hyperparameters."""
 
     match: tuple[str, ...] = setting(..., "Patterns of parameter names, as in `freeze`.", min_length=1)
-    lr: float | None = setting(None, "Peak learning rate of the group.", ge=0)
+    lr: float | None = setting(None, "Peak learning rate of the group.", ge=0, le=1e30)
     betas: tuple[float, float] | None = setting(None, "Adam's betas of the group.")
     eps: float | None = setting(None, "Adam's epsilon of the group.", gt=0)
     weight_decay: float | None = setting(None, "Weight decay of the group.", ge=0)
@@ -99,7 +99,7 @@ class OptimConfig(KindConfig):
     HAS_NO: ClassVar[tuple[str, ...]] = ()
     """Settings of a group that mean nothing to this optimizer and are refused."""
 
-    lr: float = setting(3e-4, "Peak learning rate.", ge=0)
+    lr: float = setting(3e-4, "Peak learning rate.", ge=0, le=1e30)
     weight_decay: float = setting(0.1, "Decoupled weight decay.", ge=0)
     decay: tuple[str, ...] = setting(
         ("matrices",), "Which parameters decay: patterns as in `freeze`; `matrices` are all of two dimensions."

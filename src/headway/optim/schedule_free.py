@@ -42,7 +42,7 @@ class WarmupSchedule(Schedule):
         if count <= 0:
             return 0.0
         ramp = min(count, warmup)
-        total = (ramp * (ramp + 1) * (2 * ramp + 1) / (6 * warmup**2) if warmup else 0.0) + count - ramp
+        total = (count - ramp) + (ramp * (ramp + 1) * (2 * ramp + 1) / (6 * warmup**2) if warmup else 0.0)
         return self.factor(step, total_steps) ** 2 / total
 
 
@@ -52,7 +52,7 @@ class Config(OptimConfig):
     HAS_NO: ClassVar[tuple[str, ...]] = ("betas",)
 
     kind: str = setting("schedule_free", "schedule_free.", on_resume="fixed")
-    lr: float = setting(1e-3, "Learning rate after the warm-up; AdamW's peak or up to three times as much.", ge=0)
+    lr: float = setting(1e-3, "Learning rate after the warm-up; AdamW's peak or up to three times as much.", ge=0, le=1e30)
     betas: tuple[float, float] = setting((0.9, 0.999), "Share of the average in the weights that train; decay rate of the second moment.")
     eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
     schedule: WarmupSchedule = setting(WarmupSchedule, "Warm-up; the rate is constant afterwards.")  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -27,7 +27,7 @@ def read_own_format(path: str, format_name: str, cache_dir: Path | None = None) 
     """The records of a file, a folder or a glob, read by the user's module and written to the cache."""
     module = import_user_module(format_name, "data format")
     if not callable(getattr(module, "read", None)):
-        raise ConfigError(f"data format is {format_name!r}, but that module has no function read(raw); a format needs one.")
+        raise ConfigError(f"data format is {format_name[:200]!r}, but that module has no function read(raw); a format needs one.")
     cache, files = cache_dir or default_cache_dir(), _files(path)
     checksums = Checksums(cache)
     named = [(file.name, file.stat().st_size, checksum) for file, checksum in zip(files, checksums.of_all(files), strict=True)]
