@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import field_validator
 
 from headway.config.section import setting
-from headway.optim.base import Guard, Hyper, OptimConfig, Optimizer
+from headway.optim.base import Guard, Hyper, OptimConfig, Optimizer, check_betas
 from headway.optim.schedule import beta2_at
 
 if TYPE_CHECKING:
@@ -25,12 +25,7 @@ class Config(OptimConfig):
         "fp32", "How moments are stored between updates: 8, 4 or about 2 bytes per parameter. The arithmetic is always fp32."
     )
 
-    @field_validator("betas")
-    @classmethod
-    def _below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"is {list(betas)}; both must be at least 0 and below 1")
-        return betas
+    _check_betas = field_validator("betas")(check_betas)
 
     def build(self) -> Optimizer:
         """Make the update rule."""

@@ -91,6 +91,13 @@ class GroupRule(Section):
     maximize: bool | None = setting(None, "Ascend instead of descend.")
 
 
+def check_betas(betas: tuple[float, float]) -> tuple[float, float]:
+    """Two decay rates, each at least 0 and below 1."""
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"is {list(betas)}; both must be at least 0 and below 1")
+    return betas
+
+
 class OptimConfig(KindConfig):
     """What every optimizer's settings hold."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import field_validator
 
 from headway.config.section import setting
-from headway.optim.base import Hyper, OptimConfig, Optimizer
+from headway.optim.base import Hyper, OptimConfig, Optimizer, check_betas
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,12 +32,7 @@ class Config(OptimConfig):
     betas: tuple[float, float] = setting((0.9, 0.99), "Share of the momentum in the step, and decay rate of the momentum.")
     state_dtype: Literal["fp32", "bf16"] = setting("fp32", "How momentum is stored between updates: 4 or 2 bytes per parameter.")
 
-    @field_validator("betas")
-    @classmethod
-    def _below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"is {list(betas)}; both must be at least 0 and below 1")
-        return betas
+    _check_betas = field_validator("betas")(check_betas)
 
     def build(self) -> Optimizer:
         """Make the update rule."""

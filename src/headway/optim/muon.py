@@ -12,7 +12,7 @@ from pydantic import field_validator
 
 from headway.config.section import Section, setting
 from headway.optim.adamw import Config as AdamWConfig
-from headway.optim.base import Hyper, OptimConfig, Optimizer
+from headway.optim.base import Hyper, OptimConfig, Optimizer, check_betas
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,12 +37,7 @@ class AdamWPart(Section):
     eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
     state_dtype: Literal["fp32", "bf16", "8bit"] = setting("fp32", "How AdamW's moments are stored between updates.")
 
-    @field_validator("betas")
-    @classmethod
-    def _below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"is {list(betas)}; both must be at least 0 and below 1")
-        return betas
+    _check_betas = field_validator("betas")(check_betas)
 
 
 class Config(OptimConfig):

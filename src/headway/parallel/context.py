@@ -62,7 +62,7 @@ def share_rows(model: Model, ranks: RankGroups, heads: slice, attention: str = "
     if context.size == 1:
         return
     kv_heads = heads.stop - heads.start
-    ring = ring_ranks(context.size, kv_heads)
+    ring = ring_ranks(context.size, model.config.kv_heads, ranks.tensor.size)
     if ring > 1 and attention != "auto":
         raise ParallelError(
             f"kernels.attention is {attention!r} and parallel.context is {context.size}, beyond the {kv_heads} KV heads of a rank; "

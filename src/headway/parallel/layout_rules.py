@@ -94,7 +94,7 @@ def _context(case: LayoutCase) -> Iterator[str]:
     if context == 1:
         return
     is_set = f"parallel.context is {context}"
-    ring = ring_ranks(context, max(1, model.kv_heads // case.parallel.tensor))
+    ring = ring_ranks(context, model.kv_heads, case.parallel.tensor)
     if ring > 1:
         yield from _ring(case, is_set, ring)
     if case.seq_len % context:

@@ -149,7 +149,7 @@ def ulysses_size(layout: Layout, model: ModelConfig) -> int:
 
 def ring_size(layout: Layout, model: ModelConfig) -> int:
     """Context ranks that pass keys and values in a ring, beyond the KV heads."""
-    return ring_ranks(layout.context, max(1, model.kv_heads // layout.tensor))
+    return ring_ranks(layout.context, model.kv_heads, layout.tensor)
 
 
 def nearest_layouts(layout: Layout, case: LayoutShape, count: int = 1) -> list[Layout]:

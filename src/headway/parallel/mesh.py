@@ -104,6 +104,6 @@ def plan_mesh(rank: int, world: int, size: int | str, key: str, *, context: int 
     return Mesh(rank=rank, replicate=reduce // shard, shard=shard, **axes)
 
 
-def ring_ranks(context: int, kv_heads: int) -> int:
-    """Context ranks that pass keys around a ring: 1 where each rank gets whole KV heads of `kv_heads`, else as few as possible."""
-    return context // gcd(context, kv_heads)
+def ring_ranks(context: int, kv_heads: int, tensor: int) -> int:
+    """Context ranks that pass keys around a ring: 1 where each gets whole KV heads of its tensor rank, else as few as possible."""
+    return context // gcd(context, max(1, kv_heads // tensor))

@@ -24,7 +24,7 @@ class Passes:
     def __init__(self, model: Model, objective: Objective, spec: EngineSpec) -> None:
         self.model, self.objective, self.spec, self.ranks = model, objective, spec, spec.ranks
         self.exchange = DifferentiableCollectives(self.ranks.reduce)
-        self.ring = ring_ranks(self.ranks.context.size, max(1, spec.model.kv_heads // self.ranks.tensor.size))
+        self.ring = ring_ranks(self.ranks.context.size, spec.model.kv_heads, self.ranks.tensor.size)
         model.chunk_tokens = spec.chunk_tokens
         self.waits_in_layers = self.ranks.context.size * self.ranks.tensor.size > 1
         """Whether ranks exchange something inside each layer, so that all of them take as long as the slowest."""

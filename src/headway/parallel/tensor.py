@@ -6,8 +6,8 @@ with the exchanges in its layers, and a box for every parameter.
     vocab    embedding, head          rows: some of the tokens, as even as possible
     whole    norms, biases of row-split products, head gates, A of column-split and B of row-split adapters
 
-What is whole on several ranks is trained by each of them, and is updated alike. Where a rank's gradient covers its heads, its tokens or its
-inputs only, the ranks add theirs up before the update (`is_partial`). The bias of a row-split product is added by the first rank.
+What is whole on several ranks is trained by each of them, with the same updates. Where a rank's gradient covers its heads, its tokens or
+its inputs only, the ranks add theirs up before the update (`is_partial`). The bias of a row-split product is added by the first rank.
 Fewer KV heads than ranks: each head is on tensor / num_kv_heads neighbouring ranks, which add up its gradients.
 """
 
