@@ -166,4 +166,4 @@ def _compute(cache_dir: Path | None, path: Path, over: threading.Event) -> str |
 
 def damaged(path: Path) -> DataError:
     """The error for a file with a wrong checksum."""
-    return DataError(f"{path}: damaged: its checksum differs from store.json. Copy or build the store again.")
+    return DataError(f"{path}: damaged: its checksum differs from the one it was written with. Copy or build it again.")
