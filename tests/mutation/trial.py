@@ -28,7 +28,7 @@ PAGES = "*.md"
 OPTIONS = (
     "-x",
     "-m",
-    "not drill and not gpu",
+    "not drill and not gpu and not cluster",
     "-p",
     "no:cacheprovider",
     "-p",

@@ -1,0 +1,87 @@
+"""Real ssh servers on loopback, each with its own keys, port and folder: what `~/.ssh` and /etc/ssh hold is neither read nor changed."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.daemons import Daemons, find_program, free_ports, short_folder, wait_until
+
+PACKAGES = {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"}
+
+SERVER = """\
+Port {port}
+ListenAddress 127.0.0.1
+HostKey {folder}/host
+PidFile {folder}/sshd-{port}.pid
+AuthorizedKeysFile {folder}/user.pub
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+UsePAM no
+StrictModes no
+"""
+CLIENT = """\
+Host *
+  IdentityFile {folder}/user
+  IdentitiesOnly yes
+  UserKnownHostsFile {folder}/known_hosts
+  GlobalKnownHostsFile /dev/null
+  StrictHostKeyChecking yes
+  BatchMode yes
+"""
+
+
+@dataclass(frozen=True)
+class SshHosts:
+    """Servers that let this user in with one key. `config` is for ssh -F."""
+
+    folder: Path
+    ports: tuple[int, ...]
+    daemons: Daemons
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "config"
+
+    @property
+    def names(self) -> list[str]:
+        """USER@HOST:PORT of each server."""
+        import pwd
+
+        user = pwd.getpwuid(os.geteuid()).pw_name
+        return [f"{user}@127.0.0.1:{port}" for port in self.ports]
+
+    def kill(self, port: int) -> None:
+        """End one server at once; connections that stand stay open."""
+        self.daemons.end(f"sshd-{port}", 9)
+
+
+@contextmanager
+def ssh_hosts(count: int = 2) -> Iterator[SshHosts]:
+    """Servers that run for the length of a with block."""
+    folder = short_folder()
+    daemons = Daemons(folder)
+    ports = tuple(free_ports(count))
+    keygen, sshd = find_program("ssh-keygen"), find_program("sshd")
+    assert keygen is not None and sshd is not None
+    made = not Path("/run/sshd").exists()
+    try:
+        if made:
+            Path("/run/sshd").mkdir(mode=0o755, parents=True)  # the server gives up its rights in there
+        for name in ("host", "user"):
+            subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-C", f"headway-test-{name}", "-f", str(folder / name)], check=True)
+        key = (folder / "host.pub").read_text().split()[:2]
+        (folder / "known_hosts").write_text("".join(f"[127.0.0.1]:{port} {' '.join(key)}\n" for port in ports))
+        (folder / "config").write_text(CLIENT.format(folder=folder))
+        for port in ports:
+            (folder / f"sshd-{port}.conf").write_text(SERVER.format(port=port, folder=folder))
+            daemons.start(f"sshd-{port}", [sshd, "-D", "-e", "-f", str(folder / f"sshd-{port}.conf")], os.environ)
+            wait_until((folder / f"sshd-{port}.pid").exists, f"sshd on port {port}")
+        yield SshHosts(folder, ports, daemons)
+    finally:
+        daemons.stop()
+        shutil.rmtree(folder, ignore_errors=True)
