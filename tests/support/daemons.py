@@ -1,7 +1,7 @@
 """Debian packages and background programs of the cluster tests. Needs root; everything else lives in one temporary folder.
 
-    why_not(packages)        None where the programs are here or could be installed, else the reason in one line
-    Daemons(folder).start()  a program in the foreground of its own session, its output in a file; stop() ends exactly those
+why_not(packages)        None where the programs are here or could be installed, else the reason in one line
+Daemons(folder).start()  a program in the foreground of its own session, its output in a file; stop() ends exactly those
 """
 
 import os
@@ -97,7 +97,12 @@ class Daemons:
         assert program is not None
         with open(self.folder / f"{name}.out", "ab") as output:
             child = subprocess.Popen(
-                [program, *command[1:]], env=dict(environment), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                [program, *command[1:]],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
         self.running[name] = child
         return child
