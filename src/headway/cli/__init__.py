@@ -29,6 +29,7 @@ from headway.runtime.storage import explain
 
 GROUPS = {
     "config": "Show and describe recipes.",
+    "doctor": "Check this machine; `doctor data` and `doctor recipe` check your data and a recipe.",
     "data": "Turn raw data into token stores, inspect them and convert them between formats.",
     "eval": "Measure a model.",
     "export": "Write models in the formats of other tools.",
@@ -62,6 +63,9 @@ def _add_verbs(app: typer.Typer) -> None:
     verbs = {words: verb for name in modules for words, verb in importlib.import_module(f"{__name__}.{name}").VERBS.items()}
     for words in sorted(verbs):
         group, _, name = words.rpartition(" ")
+        if words in groups:  # a verb that has others below it
+            groups[words].callback(invoke_without_command=True)(flatten(verbs[words]))
+            continue
         (groups[group] if group else app).command(name)(flatten(verbs[words]))
     for name, group in groups.items():
         app.add_typer(group, name=name)

@@ -42,7 +42,7 @@ class VerbGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Without a word, print the help: a person who looks around has made no mistake."""
-        if not args and not ctx.resilient_parsing:
+        if not args and not ctx.resilient_parsing and not self.invoke_without_command:
             typer.echo(ctx.get_help())
             raise typer.Exit
         return super().parse_args(ctx, args)

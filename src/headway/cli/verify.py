@@ -1,6 +1,5 @@
-"""`headway verify` and `headway doctor`: is a resume exact, is a checkpoint complete, is this machine ready?"""
+"""`headway verify`: is a resume exact, is a checkpoint complete?"""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -93,21 +92,4 @@ def print_certificate(found: dict[str, Any]) -> None:
     typer.echo("the resume is exact" if is_exact else "within the rule" if found["holds"] else "NOT the same run")
 
 
-def doctor(
-    run_dir: Path | None = typer.Option(None, "--run-dir", help="Folder of future runs; default: the working folder."),
-    json: bool = JSON,
-) -> None:
-    """Check this machine: Python, packages, GPUs, attention kernels, memory, disk. Each line is ok, warn or fail, with a remedy."""
-    from headway.diagnose.doctor import examine
-
-    checks = examine(run_dir)
-    failed = any(check.state == "fail" for check in checks)
-    if json:
-        print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
-    else:
-        print_table(["state", "check", "found", "remedy"], [(c.state, c.name, c.detail, c.remedy or "") for c in checks])
-    if failed:
-        raise typer.Exit(1)
-
-
-VERBS = {"doctor": doctor, "verify checkpoint": checkpoint, "verify resume": resume}
+VERBS = {"verify checkpoint": checkpoint, "verify resume": resume}

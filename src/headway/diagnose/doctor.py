@@ -16,11 +16,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
+from headway.diagnose.check import Check
 from headway.errors import ConfigError
 from headway.runtime.machine import (
     CUDA_TORCH,
@@ -41,16 +40,6 @@ MIN_PYTHON = (3, 11)
 LOW_DISK_BYTES, NO_DISK_BYTES = 10e9, 0.5e9
 LOW_RAM_BYTES = 2e9
 MAX_CLOCK_SKEW_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Check:
-    """What was checked, its state and the remedy."""
-
-    name: str
-    state: Literal["ok", "warn", "fail"]
-    detail: str
-    remedy: str | None = None
 
 
 def examine(run_dir: Path | None = None) -> list[Check]:

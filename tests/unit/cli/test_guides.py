@@ -34,7 +34,7 @@ def commands() -> dict[str, click.Command]:
     def below(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, click.Command]]:
         for name, one in getattr(command, "commands", {}).items():
             yield from below(one, (*words, name))
-        if not hasattr(command, "commands"):
+        if not hasattr(command, "commands") or (words and command.invoke_without_command):
             yield " ".join(words), command
 
     return dict(below(typer.main.get_command(build_app()), ()))
