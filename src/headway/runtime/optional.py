@@ -10,6 +10,8 @@ import sys
 from headway.errors import ConfigError
 
 EXTRAS = {
+    "PIL": "media",
+    "av": "video",
     "boto3": "s3",
     "google.protobuf": "sentencepiece",
     "lm_eval": "eval",
@@ -18,6 +20,7 @@ EXTRAS = {
     "opencc": "zh",
     "pyarrow": "parquet",
     "sentencepiece": "sentencepiece",
+    "soundfile": "media",
     "swanlab": "swanlab",
     "tensorboard": "tensorboard",
     "trackio": "trackio",
@@ -27,6 +30,8 @@ EXTRAS = {
 }
 """Import name -> the extra that installs it."""
 NAMES = {
+    "PIL": "Pillow",
+    "av": "PyAV",
     "google.protobuf": "protobuf",
     "lm_eval": "lm-evaluation-harness",
     "mlflow": "MLflow",

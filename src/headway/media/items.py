@@ -1,0 +1,289 @@
+"""Pictures and sounds as arrays. In: a `MediaRef` (a file, or bytes with a name); out: arrays of one shape for every file.
+
+    decode_image(ref, ImageSpec())    PNG, JPEG, WebP           uint8   [3, 224, 224]   red, green, blue
+    decode_audio(ref, AudioSpec())    WAV, FLAC, OGG, MP3       float32 [64, 256]       log-mel in dB, time to the right
+    decode_waveform(ref, 16000)       the same files            float32 [samples]       mono, for encoders with their own features
+
+Invariant: sizes are checked before anything is decoded (`MediaLimits`), only regular files are read, and a file that cannot be decoded is a
+DataError that names it. The defaults are PurrSight's: 224 pixels cropped from 256; 64 mels x 256 frames at 16 kHz.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from headway.errors import ConfigError, DataError, first_line
+from headway.media.image_header import IMAGE_KINDS, image_size
+from headway.media.png import read_plain_png
+from headway.media.sound import LogMel, read_wave, resample, trim_silence
+from headway.runtime.optional import is_installed, need
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Modality = Literal["image", "audio", "video"]
+MODALITIES: tuple[Modality, ...] = ("image", "audio", "video")
+MEGA = 1 << 20
+AUDIO_KINDS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
+SAMPLE_RATES = (1000, 768_000)
+BLOCK_SAMPLES = 1 << 18
+
+
+@dataclass(frozen=True)
+class MediaLimits:
+    """The largest file of each kind that is decoded. A file above a limit is refused by its header, before memory is taken."""
+
+    image_pixels: int = 64_000_000
+    image_bytes: int = 128 * MEGA
+    audio_seconds: float = 600.0
+    audio_bytes: int = 512 * MEGA
+    audio_channels: int = 32
+    video_seconds: float = 600.0
+    video_bytes: int = 2048 * MEGA
+
+    def bytes_of(self, modality: Modality) -> int:
+        """The largest file of a modality."""
+        return {"image": self.image_bytes, "audio": self.audio_bytes, "video": self.video_bytes}[modality]
+
+
+LIMITS = MediaLimits()
+
+
+@dataclass(frozen=True)
+class MediaRef:
+    """One picture, sound or video: a file on disk, or bytes (of a tar, a Parquet row, a data: URI) and their name."""
+
+    modality: Modality
+    path: Path | None = None
+    data: bytes | None = field(default=None, repr=False)
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.data is None):
+            raise ConfigError(f"a {self.modality} needs either a path or bytes.")
+        if not self.name:
+            object.__setattr__(self, "name", str(self.path) if self.path is not None else f"{self.modality} bytes")
+
+    def size(self) -> int:
+        """The number of bytes; only regular files have one."""
+        if self.data is not None:
+            return len(self.data)
+        assert self.path is not None
+        try:
+            found = os.stat(self.path)
+        except (OSError, ValueError) as error:  # ValueError: a null character in the name
+            raise DataError(f"{self.name}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise DataError(f"{self.name}: is not a file.")
+        return found.st_size
+
+    def read(self, limits: MediaLimits = LIMITS) -> bytes:
+        """All bytes of a file that is not above its limit."""
+        if self.size() > limits.bytes_of(self.modality):
+            raise DataError(f"{self.name}: {self.size()} bytes; {self.modality} files have at most {limits.bytes_of(self.modality)}.")
+        if self.data is not None:
+            return self.data
+        assert self.path is not None
+        try:
+            return self.path.read_bytes()
+        except OSError as error:
+            raise DataError(f"{self.name}: cannot be read: {error.strerror}.") from None
+
+    def content_hash(self, limits: MediaLimits = LIMITS) -> str:
+        """The name of the content: sha256 of the bytes, the same for equal files wherever they lie."""
+        return hashlib.sha256(self.modality.encode() + b"\0" + self.read(limits)).hexdigest()
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """How a picture becomes pixels. `resize` is the shorter side before a centre crop to `size`; other fits need no `resize`."""
+
+    size: int = 224
+    resize: int | None = 256
+    fit: Literal["crop", "pad", "stretch"] = "crop"
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    background: tuple[int, int, int] = (255, 255, 255)
+    """Behind transparent pixels."""
+    pad_colour: tuple[int, int, int] = (0, 0, 0)
+    """Around a picture that `fit: pad` makes square."""
+
+    def __post_init__(self) -> None:
+        if self.fit not in ("crop", "pad", "stretch"):
+            raise ConfigError(f"fit is {self.fit!r}; it must be crop, pad or stretch.")
+        if not 1 <= self.size <= 4096:
+            raise ConfigError(f"size is {self.size}; it must be 1 to 4096 pixels.")
+        if self.fit == "crop" and self.resize is not None and not self.size <= self.resize <= 8192:
+            raise ConfigError(f"resize is {self.resize}; it must be at least size ({self.size}) and at most 8192.")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of a decoded picture."""
+        return (3, self.size, self.size)
+
+
+@dataclass(frozen=True)
+class AudioSpec:
+    """How a sound becomes a log-mel picture: mono, without silence at its ends, cropped or padded with silence to `frames`."""
+
+    frames: int = 256
+    mel: LogMel = LogMel()
+    trim_db: float | None = -40.0
+    """Ends that are quieter than this below the loudest part are cut; None: nothing is cut."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.frames <= 100_000:
+            raise ConfigError(f"frames is {self.frames}; it must be 1 to 100000.")
+        if self.trim_db is not None and not self.trim_db < 0:
+            raise ConfigError(f"trim_db is {self.trim_db}; it must be below 0.")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a decoded sound."""
+        return (self.mel.mels, self.frames)
+
+
+def decode_image(ref: MediaRef, spec: ImageSpec = ImageSpec(), limits: MediaLimits = LIMITS) -> NDArray[np.uint8]:
+    """The pixels of a picture, `[3, size, size]`; its EXIF orientation is applied."""
+    data = ref.read(limits)
+    kind, width, height = image_size(data, ref.name)
+    check_pixels(ref.name, width, height, limits)
+    if width == height == spec.size and spec.resize in (None, spec.size) and (plain := read_plain_png(data, ref.name)) is not None:
+        return np.ascontiguousarray(plain.transpose(2, 0, 1))
+    need("PIL", f"{ref.name} ({kind})")
+    return fit_image(_open_image(data, ref.name, limits), spec)
+
+
+def check_pixels(name: str, width: int, height: int, limits: MediaLimits) -> None:
+    """Refuse a picture whose header claims more pixels than the limit."""
+    if width < 1 or height < 1:
+        raise DataError(f"{name}: {width} x {height} pixels; the picture is empty.")
+    if width * height > limits.image_pixels:
+        raise DataError(f"{name}: {width} x {height} pixels; at most {limits.image_pixels} are decoded.")
+
+
+def _open_image(data: bytes, name: str, limits: MediaLimits) -> Any:
+    """A decoded Pillow image in RGB or RGBA, upright."""
+    from PIL import Image, ImageOps
+
+    try:
+        image = Image.open(io.BytesIO(data), formats=IMAGE_KINDS)
+        check_pixels(name, *image.size, limits)
+        image.load()
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I"):  # 16 bits; Pillow would clip at 255
+            image = Image.fromarray((np.asarray(image, dtype=np.int64).clip(0, 65535) >> 8).astype(np.uint8))
+        clear = image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info
+        return image.convert("RGBA" if clear else "RGB")
+    except DataError:
+        raise
+    except MemoryError:
+        raise DataError(f"{name}: there is not enough memory to decode the picture.") from None
+    except Exception as error:  # Pillow's plugins raise many types for damaged files
+        raise DataError(f"{name}: the picture is damaged or cut short ({first_line(error)}).") from None
+
+
+def fit_image(image: Any, spec: ImageSpec) -> NDArray[np.uint8]:
+    """A Pillow image, resized and cropped, padded or stretched to the spec."""
+    from PIL import Image
+
+    if image.mode == "RGBA":
+        behind = Image.new("RGBA", image.size, (*spec.background, 255))
+        image = Image.alpha_composite(behind, image).convert("RGB")
+    filter_ = Image.Resampling.BICUBIC if spec.interpolation == "bicubic" else Image.Resampling.BILINEAR
+    width, height = image.size
+    if spec.fit == "pad" and width != height:
+        side = max(width, height)
+        # Scaled first: a picture of 1 x 1,000,000 pixels must not become a square of that side.
+        width, height = max(1, round(width * spec.size / side)), max(1, round(height * spec.size / side))
+        square = Image.new("RGB", (spec.size, spec.size), spec.pad_colour)
+        square.paste(image.resize((width, height), filter_), ((spec.size - width) // 2, (spec.size - height) // 2))
+        image = square
+    elif spec.fit == "crop":
+        image = _crop(image, spec.size, spec.resize or spec.size, filter_)
+    if image.size != (spec.size, spec.size):
+        image = image.resize((spec.size, spec.size), filter_)
+    return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
+
+
+def _crop(image: Any, size: int, shorter: int, filter_: Any) -> Any:
+    """The centre of an image whose shorter side is `shorter`. Only the part that is kept is resized, so long thin pictures cost nothing."""
+    width, height = image.size
+    short = min(width, height)
+    wide, high = shorter * width // short, shorter * height // short
+    left, top = (wide - size) // 2, (high - size) // 2
+    across, down = width / wide, height / high
+    box = (left * across, top * down, min(width, (left + size) * across), min(height, (top + size) * down))
+    return image.resize((size, size), filter_, box=box)
+
+
+def decode_audio(ref: MediaRef, spec: AudioSpec = AudioSpec(), limits: MediaLimits = LIMITS) -> NDArray[np.float32]:
+    """The log-mel of a sound, `[mels, frames]`: its middle if it is longer, with silence around it if it is shorter."""
+    return fit_audio(decode_waveform(ref, spec.mel.sample_rate, limits), spec)
+
+
+def fit_audio(samples: NDArray[np.float32], spec: AudioSpec) -> NDArray[np.float32]:
+    """The log-mel of mono samples at the spec's rate."""
+    if spec.trim_db is not None:
+        samples = trim_silence(samples, spec.trim_db, spec.mel.n_fft, spec.mel.hop)
+    missing = (spec.frames - 1) * spec.mel.hop - len(samples)
+    if missing > 0:
+        samples = np.pad(samples, (missing // 2, missing - missing // 2))
+    return spec.mel(samples, spec.frames)
+
+
+def decode_waveform(ref: MediaRef, sample_rate: int, limits: MediaLimits = LIMITS) -> NDArray[np.float32]:
+    """The samples of a sound, mono, at this rate, about -1 to 1."""
+    samples, rate = _read_samples(ref, limits)
+    if len(samples) == 0:
+        raise DataError(f"{ref.name}: the sound is empty.")
+    if not np.isfinite(samples).all():
+        raise DataError(f"{ref.name}: the sound holds values that are not finite.")
+    return resample(samples.mean(axis=1, dtype=np.float32), rate, sample_rate)
+
+
+def _read_samples(ref: MediaRef, limits: MediaLimits) -> tuple[NDArray[np.float32], int]:
+    """`[samples, channels]` and the rate. Without soundfile, PCM WAV files are read by the standard library."""
+    data = ref.read(limits)
+    if not is_installed("soundfile"):
+        found = read_wave(data, ref.name, lambda rate, channels, count: check_sound(ref.name, rate, channels, count, limits))
+        if found is not None:
+            return found
+        need("soundfile", ref.name)
+    import soundfile
+
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            if file.format not in AUDIO_KINDS:
+                raise DataError(f"{ref.name}: {file.format} audio; WAV, FLAC, OGG or MP3 is expected.")
+            check_sound(ref.name, file.samplerate, file.channels, file.frames, limits)
+            most = int(limits.audio_seconds * file.samplerate)
+            blocks: list[NDArray[Any]] = []
+            count = 0
+            # Headers lie: what is decoded is counted too.
+            while len(block := file.read(BLOCK_SAMPLES, dtype="float32", always_2d=True)):
+                count += len(block)
+                check_sound(ref.name, file.samplerate, file.channels, min(count, most + 1), limits)
+                blocks.append(block)
+            if not blocks or (file.format != "MP3" and count < file.frames):
+                raise DataError(f"{ref.name}: the sound is cut short: {count} of {file.frames} samples.")
+            return np.concatenate(blocks), file.samplerate
+    except (soundfile.SoundFileError, RuntimeError, ValueError, OSError) as error:
+        raise DataError(f"{ref.name}: the sound is damaged or of an unknown kind ({first_line(error)}).") from None
+
+
+def check_sound(name: str, rate: int, channels: int, samples: int, limits: MediaLimits) -> None:
+    """Refuse a sound that is too long, has too many channels or an impossible rate."""
+    if not SAMPLE_RATES[0] <= rate <= SAMPLE_RATES[1]:
+        raise DataError(f"{name}: {rate} samples a second; {SAMPLE_RATES[0]} to {SAMPLE_RATES[1]} are read.")
+    if not 1 <= channels <= limits.audio_channels:
+        raise DataError(f"{name}: {channels} channels; 1 to {limits.audio_channels} are read.")
+    if samples > limits.audio_seconds * rate:
+        raise DataError(f"{name}: {samples / rate:.0f} seconds of sound; at most {limits.audio_seconds:g} are decoded.")

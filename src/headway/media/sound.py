@@ -1,0 +1,152 @@
+"""Samples of sound in numpy: PCM WAV files, another sample rate, silence at the ends, log-mel pictures.
+
+    LogMel      power spectrum of Hann windows (centred, reflected ends) -> mel filters of equal area -> 10 log10(max(power, 1e-10))
+
+These are the features of PANNs and librosa; a test compares them with transformers' `audio_utils`.
+"""
+
+from __future__ import annotations
+
+import io
+import wave
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headway.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ZERO_CROSSINGS = 16
+CHUNK = 1 << 15
+FLOOR = 1e-10
+"""Power of silence: -100 dB."""
+LINEAR_HZ, LOG_HZ = 200.0 / 3, 1000.0
+LOG_STEP = np.log(6.4) / 27
+
+
+@dataclass(frozen=True)
+class LogMel:
+    """How samples become a log-mel picture."""
+
+    sample_rate: int = 16_000
+    n_fft: int = 512
+    hop: int = 160
+    mels: int = 64
+    fmin: float = 50.0
+    fmax: float = 8000.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fmin < self.fmax <= self.sample_rate / 2:
+            raise ConfigError(f"fmin is {self.fmin:g} and fmax {self.fmax:g}; 0 <= fmin < fmax <= {self.sample_rate / 2:g} is expected.")
+        if min(self.n_fft, self.hop, self.mels) < 1:
+            raise ConfigError("n_fft, hop and mels must be at least 1.")
+
+    def __call__(self, samples: NDArray[np.float32], frames: int | None = None) -> NDArray[np.float32]:
+        """`[mels, frames]`: all frames, or the `frames` in the middle; dB."""
+        half = self.n_fft // 2
+        if len(samples) <= half:  # too short to reflect
+            samples = np.pad(samples, (0, half + 1 - len(samples)))
+        count = 1 + len(samples) // self.hop
+        kept = count if frames is None else min(frames, count)
+        first = (count - kept) // 2
+        padded = np.pad(samples, half, mode="reflect")
+        windows = np.lib.stride_tricks.sliding_window_view(padded, self.n_fft)[first * self.hop :: self.hop][:kept]
+        hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(self.n_fft) / self.n_fft)
+        power = np.abs(np.fft.rfft(windows * hann, axis=1)) ** 2
+        return (10 * np.log10(np.maximum(power @ mel_filters(self), FLOOR))).T.astype(np.float32)
+
+
+@lru_cache(maxsize=16)
+def mel_filters(spec: LogMel) -> NDArray[np.float64]:
+    """Triangles of equal area on the mel scale, `[1 + n_fft / 2, mels]`: linear to 1000 Hz, logarithmic above."""
+    edges = _hz(np.linspace(_mel(spec.fmin), _mel(spec.fmax), spec.mels + 2))
+    bins = np.linspace(0, spec.sample_rate / 2, 1 + spec.n_fft // 2)
+    slopes = edges[None, :] - bins[:, None]
+    widths = np.diff(edges)
+    up, down = -slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]
+    return np.maximum(0, np.minimum(up, down)) * (2.0 / (edges[2:] - edges[:-2]))
+
+
+def _mel(hz: float) -> float:
+    return hz / LINEAR_HZ if hz < LOG_HZ else float(LOG_HZ / LINEAR_HZ + np.log(hz / LOG_HZ) / LOG_STEP)
+
+
+def _hz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
+    knee = LOG_HZ / LINEAR_HZ
+    return np.where(mel < knee, mel * LINEAR_HZ, LOG_HZ * np.exp(LOG_STEP * (np.maximum(mel, knee) - knee)))
+
+
+def resample(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np.float32]:
+    """Samples at another rate: a windowed sinc at each new time, cut off below the lower of both Nyquist rates."""
+    if rate == wanted or len(samples) == 0:
+        return samples
+    cutoff = min(1.0, wanted / rate) * 0.98
+    reach = int(np.ceil(ZERO_CROSSINGS / cutoff))
+    count = -(-len(samples) * wanted // rate)
+    padded = np.pad(samples.astype(np.float64), reach)
+    out = np.empty(count, np.float32)
+    offsets = np.arange(-reach + 1, reach + 1)
+    # Arrays of a chunk stay near 30 MB also where a high rate makes the sinc long.
+    step = max(1, CHUNK * 64 // (2 * reach))
+    for start in range(0, count, step):
+        times = np.arange(start, min(count, start + step), dtype=np.int64) * rate
+        whole, part = times // wanted, (times % wanted) / wanted
+        distance = (offsets[None, :] - part[:, None]) * cutoff
+        window = np.cos(np.clip(distance / ZERO_CROSSINGS, -1, 1) * (np.pi / 2)) ** 2
+        weights = np.sinc(distance) * window
+        weights /= weights.sum(axis=1, keepdims=True)
+        out[start : start + len(times)] = (padded[whole[:, None] + offsets[None, :] + reach] * weights).sum(axis=1)
+    return out
+
+
+def trim_silence(samples: NDArray[np.float32], below_db: float, window: int, hop: int) -> NDArray[np.float32]:
+    """Samples without the quiet ends: windows whose power is more than `-below_db` dB below the loudest. Pure silence stays whole."""
+    if len(samples) <= window:
+        return samples
+    total = np.concatenate(([0.0], np.cumsum(samples.astype(np.float64) ** 2)))
+    starts = np.arange(0, len(samples) - window + hop, hop)
+    stops = np.minimum(starts + window, len(samples))
+    power = total[stops] - total[starts]
+    if power.max() <= 0:
+        return samples
+    loud = np.flatnonzero(power >= power.max() * 10 ** (below_db / 10))
+    return samples[starts[loud[0]] : stops[loud[-1]]]
+
+
+def write_wave(samples: NDArray[np.float32], rate: int) -> bytes:
+    """The bytes of a mono WAV file with 16 bits."""
+    whole = io.BytesIO()
+    with wave.open(whole, "wb") as file:
+        file.setparams((1, 2, rate, 0, "NONE", "not compressed"))
+        file.writeframes((np.clip(samples, -1, 1) * 32767).round().astype("<i2").tobytes())
+    return whole.getvalue()
+
+
+def read_wave(data: bytes, name: str, check: Callable[[int, int, int], None]) -> tuple[NDArray[np.float32], int] | None:
+    """`[samples, channels]` and the rate of a WAV file of integers; None for any other sound. `check` gets rate, channels, samples."""
+    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
+        return None
+    try:
+        with wave.open(io.BytesIO(data)) as file:
+            rate, channels, width, count = file.getframerate(), file.getnchannels(), file.getsampwidth(), file.getnframes()
+            check(rate, channels, count)
+            raw = file.readframes(count)
+    except wave.Error:  # other encodings inside WAV
+        return None
+    except EOFError:
+        raise DataError(f"{name}: the sound is cut short.") from None
+    if len(raw) < count * channels * width:
+        raise DataError(f"{name}: the sound is cut short: {len(raw)} of {count * channels * width} bytes.")
+    if width == 1:
+        values = np.frombuffer(raw, np.uint8).astype(np.float32) / 128 - 1
+    elif width == 3:
+        parts = np.frombuffer(raw, np.uint8).reshape(-1, 3).astype(np.int32)
+        values = ((parts[:, 0] << 8 | parts[:, 1] << 16 | parts[:, 2] << 24) / np.float32(1 << 31)).astype(np.float32)
+    else:
+        values = np.frombuffer(raw, f"<i{width}").astype(np.float32) / np.float32(1 << (8 * width - 1))
+    return values.reshape(-1, channels).astype(np.float32), rate
