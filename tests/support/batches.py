@@ -13,7 +13,7 @@ def make_batch(rows: Sequence[Sequence[int]], *, seq_len: int, vocab: int, seed:
     tokens = torch.randint(1, vocab, (len(rows), seq_len + 1), generator=generator)
     shape = (len(rows), seq_len)
     weight, position, document = torch.zeros(shape), torch.zeros(shape, dtype=torch.int32), torch.zeros(shape, dtype=torch.int32)
-    bounds = torch.full((len(rows), 9), seq_len, dtype=torch.int32)
+    bounds = torch.full((len(rows), max(9, 2 + max(map(len, rows)))), seq_len, dtype=torch.int32)
     for row, lengths in enumerate(rows):
         start = 0
         for index, length in enumerate([*lengths, seq_len - sum(lengths)]):

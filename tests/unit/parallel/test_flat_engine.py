@@ -1,6 +1,8 @@
 """The flat-buffer engine against a plain module with torch's own optimizer, and the exactness of accumulation."""
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.batches import make_batch, make_step
-from support.engines import Setup, make_engine
+from support.engines import Setup, make_engine, train_steps
 from torch import nn
 
 from headway.data.batch import Batch, StepBatch
@@ -295,3 +297,18 @@ def test_a_model_that_holds_a_slice_of_a_parameter_saves_and_loads_it_as_a_box_o
     other.load(read, engine.scalars())
     assert isinstance(engine, FlatEngine) and isinstance(other, FlatEngine)
     assert all(torch.equal(value, other.masters[name]) for name, value in engine.masters.items() if "norm" not in name)
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [Setup(), Setup(memory={"recompute": 1}), Setup(memory={"offload": ["activations"]}), Setup(memory={"offload": ["optimizer"]})],
+    ids=["plain", "recompute", "activations", "optimizer"],
+)
+def test_an_engine_that_is_not_used_any_more_leaves_memory(setup: Setup) -> None:
+    # A sweep trains many models in one process; hooks of tensors are invisible to the collector of cycles.
+    engine = make_engine(RankGroup(), setup)
+    train_steps(engine, RankGroup(), setup.micro, 0, 2)
+    known = weakref.ref(engine), weakref.ref(engine.model)
+    del engine
+    gc.collect()
+    assert [one() for one in known] == [None, None]

@@ -8,10 +8,12 @@ Nothing is exchanged before the last microbatch of a step.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from headway.errors import ParallelError
@@ -212,3 +214,17 @@ class InPlace:
     def reset(self) -> None:
         """Forget a pass that was never back-propagated."""
         self._given = False
+
+
+def taking(reducer: Reducer, name: str, total: Tensor) -> Callable[[Tensor], None]:
+    """The hook of a parameter. It knows the reducer weakly: Python's collector does not see the hooks of tensors, so an engine that its own
+    parameters lead back to would stay in memory for ever."""
+    known = weakref.ref(reducer)
+
+    @torch.no_grad()
+    def take(parameter: Tensor) -> None:
+        found = known()
+        assert found is not None, "gradients of an engine that is gone"
+        found.take(name, total, parameter)
+
+    return take

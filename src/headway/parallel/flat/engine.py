@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from headway.optim.base import Guard, Hyper
 from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
 from headway.parallel.base import BaseEngine, LocalModel, ParamShard, beside, parameter_at, square_norm, view
 from headway.parallel.engine import DTYPES, EngineSpec, ReadTensor, StateTensor, StepResult
-from headway.parallel.flat.bucket import Bucket, InPlace, Reducer, make_buckets
+from headway.parallel.flat.bucket import Bucket, InPlace, Reducer, make_buckets, taking
 from headway.parallel.flat.buffer import BucketSpan, BufferSharding, BufferSpec, FrozenBuffer, Slot, TrainBuffer, boxes_of
 from headway.parallel.flat.gather import ParameterGather
 from headway.parallel.hooks.all_reduce import AllReduce
@@ -110,7 +109,7 @@ class FlatEngine(BaseEngine):
             # Gradients come in the precision they were computed in and are added up in fp32. They are taken over by a hook rather than
             # accumulated in `.grad` of another dtype, which torch.compile refuses to trace.
             parameter.grad_dtype = None
-            parameter.register_post_accumulate_grad_hook(torch.no_grad()(partial(self.reducer.take, name, buffer.gradient(span, slot))))
+            parameter.register_post_accumulate_grad_hook(taking(self.reducer, name, buffer.gradient(span, slot)))
             owner._parameters[leaf] = parameter
         self.fill(given)
 
