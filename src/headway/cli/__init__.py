@@ -33,6 +33,7 @@ GROUPS = {
     "data": "Turn raw data into token stores, inspect them and convert them between formats.",
     "eval": "Measure a model.",
     "export": "Write models in the formats of other tools.",
+    "launch": "Start a job on this machine, other machines or a cluster, and look after it.",
     "masks": "Head masks: which heads attend to the whole context.",
     "tokenizer": "Train and inspect tokenizers.",
     "verify": "Prove that a run resumes exactly and that a checkpoint is complete.",

@@ -288,8 +288,8 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def supervise(command: Sequence[str], settings: SuperviseConfig, recipe: Recipe | None, run_dir: Path | None = None) -> int:
-    """Run a command under a supervisor; returns its exit code."""
+def make_supervisor(command: Sequence[str], settings: SuperviseConfig, recipe: Recipe | None, run_dir: Path | None = None) -> Supervisor:
+    """A supervisor whose events go to the trackers of the recipe."""
     folder = run_dir if run_dir is not None else recipe.run.folder if recipe is not None else None
     trackers = recipe.track if recipe is not None else ()
     for one in trackers:  # a missing address is refused now, not when the first message is due
@@ -299,6 +299,12 @@ def supervise(command: Sequence[str], settings: SuperviseConfig, recipe: Recipe 
     supervisor = Supervisor(command, policy, folder, safe_environment(command, os.environ))
     if folder is not None:
         supervisor.report = lambda event, text, step: report_event(trackers, folder, event, text, step, supervisor.writes)
+    return supervisor
+
+
+def supervise(command: Sequence[str], settings: SuperviseConfig, recipe: Recipe | None, run_dir: Path | None = None) -> int:
+    """Run a command under a supervisor; returns its exit code."""
+    supervisor = make_supervisor(command, settings, recipe, run_dir)
     try:
         return supervisor.run()
     except (FileNotFoundError, PermissionError) as problem:

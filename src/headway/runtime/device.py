@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from headway.errors import ConfigError, LaunchError
+from headway.runtime.process import LAUNCHERS
 
 if TYPE_CHECKING:
     import torch
@@ -44,17 +46,18 @@ def choose_compute(device: str, precision: str, local_rank: int = 0) -> Compute:
             "update the driver or check the container's GPU access, or use --gpus none to compute on the CPU."
         )
     kind = ("cuda" if has_cuda else "cpu") if device == "auto" else device
+    gpu = gpu_of_rank(local_rank, torch.cuda.device_count(), os.environ) if kind == "cuda" else 0
     if kind == "cuda":
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(gpu)
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        name, place = torch.cuda.get_device_name(local_rank), torch.device("cuda", local_rank)
+        name, place = torch.cuda.get_device_name(gpu), torch.device("cuda", gpu)
     else:
         bf16, name, place = True, "cpu", torch.device("cpu")
         if precision == "bf16":
             avoid_broken_amx()
     if precision == "bf16" and not bf16:
         raise ConfigError(f"precision is 'bf16'; {name} has no bf16 arithmetic. Use precision=fp32.")
-    if precision == "fp8" and (kind != "cuda" or torch.cuda.get_device_capability(local_rank) < (8, 9)):
+    if precision == "fp8" and (kind != "cuda" or torch.cuda.get_device_capability(gpu) < (8, 9)):
         raise ConfigError(f"precision is 'fp8'; {name} has no fp8 matrix products (Ada, Hopper and newer GPUs have). Use precision=auto.")
     chosen: Literal["fp32", "bf16", "fp16", "fp8"] = (
         "bf16" if precision == "bf16" or (precision == "auto" and kind == "cuda" and bf16) else "fp32"
@@ -63,6 +66,23 @@ def choose_compute(device: str, precision: str, local_rank: int = 0) -> Compute:
         chosen = "fp16" if precision == "fp16" else "fp8"
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
     return Compute(place, name, dtypes[chosen], chosen)
+
+
+def gpu_of_rank(local_rank: int, num_visible: int, environment: Mapping[str, str]) -> int:
+    """The number of a rank's GPU among those it sees.
+
+    `srun --gpus-per-task=1` and MPI launchers that bind GPUs show each rank one GPU, which is number 0 there. torchrun and headway show all
+    ranks the same GPUs: one GPU for two ranks is a mistake.
+    """
+    if local_rank < num_visible:
+        return local_rank
+    launcher = next((one.program for one in LAUNCHERS if one.rank in environment and one.world in environment), None)
+    if num_visible == 1 and launcher not in (None, "torchrun"):
+        return 0
+    raise LaunchError(
+        f"this is rank {local_rank} of its machine, and torch sees {num_visible} GPU{'s' if num_visible != 1 else ''} here; a GPU takes "
+        "one rank. Start fewer ranks, or show each rank its GPU: `srun --gpus-per-task=1`."
+    )
 
 
 def _on_apple_gpu(precision: str, local_rank: int) -> Compute:

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from headway.errors import LaunchError
+from headway.runtime.device import gpu_of_rank
 from headway.runtime.process import ChildFailureError, Process, from_environment, run_in_child
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
@@ -57,3 +58,41 @@ def test_a_function_in_a_process_of_its_own_answers_or_says_why_not() -> None:
     with pytest.raises(ChildFailureError, match="no answer within 1 s"):
         run_in_child(time.sleep, (100,), 1)
     assert time.monotonic() - begin < 30
+
+
+SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "3"}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+MPIEXEC = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}
+
+
+@pytest.mark.parametrize("environment", [SRUN, MPIRUN, MPIEXEC])
+def test_a_rank_that_sees_one_gpu_uses_it(environment: dict[str, str]) -> None:
+    assert gpu_of_rank(3, 1, environment) == 0
+    assert gpu_of_rank(3, 8, environment) == 3
+    with pytest.raises(LaunchError, match="sees 2 GPUs"):
+        gpu_of_rank(3, 2, environment)
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, {**SRUN, **TORCHRUN}, {}])
+def test_ranks_that_see_the_same_gpu_do_not_share_it(environment: dict[str, str]) -> None:
+    assert gpu_of_rank(0, 1, environment) == 0
+    with pytest.raises(LaunchError, match="a GPU takes one rank"):
+        gpu_of_rank(3, 1, environment)
+
+
+def test_the_device_of_a_task_with_one_gpu_is_number_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from headway.runtime.device import choose_compute
+
+    chosen: list[int] = []
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"gpu {index}")
+    compute = choose_compute("auto", "auto", local_rank=3)
+    assert (compute.device.index, compute.name, chosen) == (0, "gpu 0", [0])

@@ -1,0 +1,121 @@
+"""The process that drives a job of the local and ssh targets: `python -m headway.launch.driver RUN`.
+
+In: RUN/launch.json. Out: an exit code, and RUN/logs/launch-state.json every second, so that `headway launch status` can tell where the
+job is. It supervises the command of the target (restarts, back-off, resume) and turns requests of `headway launch cancel` into signals.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from headway.config.load import load
+from headway.config.shipped import find_recipe
+from headway.errors import HeadwayError
+from headway.launch.failure import STOP_SIGNALS
+from headway.launch.supervise import Supervisor, make_supervisor
+from headway.launch.targets.base import JobHandle, State, open_target, read_handle
+from headway.launch.targets.driven import KILL, STOP, DriverState, cancel_level
+from headway.runtime.log import start_logging
+from headway.runtime.process import boot_id, process_start
+from headway.train.config import Recipe
+
+log = logging.getLogger("headway")
+
+POLL_SECONDS = 0.2
+WRITE_EVERY = 5
+"""Polls between two writes of the state."""
+
+
+class Driver:
+    """Drives one job."""
+
+    def __init__(self, handle: JobHandle) -> None:
+        self.handle = handle
+        pid = os.getpid()
+        self.state = DriverState("running", socket.gethostname(), boot_id(), pid, process_start(pid))
+        self.supervisor: Supervisor | None = None
+        self._over = threading.Event()
+
+    def run(self) -> int:
+        """Run the job to its end; returns its exit code."""
+        self.state.write(self.handle.run_dir)
+        thread = threading.Thread(target=self._watch, name="headway-driver", daemon=True)
+        try:
+            self.supervisor = self._make_supervisor()
+            thread.start()
+            code, message = self.supervisor.run(), ""
+        except HeadwayError as problem:
+            log.error("%s", problem)
+            code, message = problem.exit_code, str(problem).splitlines()[0]
+        except KeyboardInterrupt:  # cancelled before the supervisor had begun
+            code, message = 128 + signal.SIGINT, ""
+        self._over.set()
+        if thread.ident is not None:
+            thread.join()
+        self._write(replace(self._now(), state=self._outcome(code), exit_code=code, message=message))
+        return code
+
+    def _make_supervisor(self) -> Supervisor:
+        target = cast(Any, open_target(self.handle.kind))
+        path, *overrides = recipe_words(self.handle.arguments)
+        recipe = load(Recipe, find_recipe(path), overrides)
+        return make_supervisor(target.command(self.handle), recipe.supervise, recipe, self.handle.run_dir)
+
+    def _outcome(self, code: int) -> State:
+        stopped = code - 128 in STOP_SIGNALS or cancel_level(self.handle.run_dir) > 0
+        return "done" if code == 0 else "cancelled" if stopped else "failed"
+
+    def _now(self) -> DriverState:
+        restarts = 0 if self.supervisor is None else self.supervisor.restarts
+        return replace(self.state, attempt=restarts + 1)
+
+    def _watch(self) -> None:
+        """Pass requests to the supervisor, and show that this process lives."""
+        level, polls = 0, 0
+        while not self._over.wait(POLL_SECONDS):
+            wanted = cancel_level(self.handle.run_dir)
+            while level < wanted:
+                level += 1
+                log.info("%s", {STOP: "cancelled: saving, then stopping", KILL: "cancelled again: killing all ranks"}[level])
+                os.kill(os.getpid(), signal.SIGINT)  # the supervisor passes it on; a second one means at once
+                self._over.wait(POLL_SECONDS)
+            polls += 1
+            if polls % WRITE_EVERY == 0:
+                self._write(self._now())
+
+    def _write(self, state: DriverState) -> None:
+        with suppress(HeadwayError):  # a disk that cannot be written now ends no job
+            state.write(self.handle.run_dir)
+
+
+def recipe_words(arguments: Sequence[str]) -> list[str]:
+    """The recipe and its overrides among the words after `headway train`; options follow them."""
+    end = next((at for at, word in enumerate(arguments) if word.startswith("--")), len(arguments))
+    return list(arguments[:end])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Drive the job of one run folder."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the submitter with SIGINT ignored
+    logging_ = start_logging(level=os.environ.get("LOG_LEVEL", "INFO").upper())
+    try:
+        return Driver(read_handle(Path(arguments[0]))).run()
+    except HeadwayError as problem:
+        log.error("%s", problem)
+        return problem.exit_code
+    finally:
+        logging_.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
