@@ -79,6 +79,8 @@ def commands_page() -> str:
 def _verbs(command: Any, words: tuple[str, ...]) -> Any:
     for name, below in sorted(getattr(command, "commands", {}).items()):
         if hasattr(below, "commands"):
+            if below.invoke_without_command:
+                yield (*words, name), below
             yield from _verbs(below, (*words, name))
         else:
             yield (*words, name), below

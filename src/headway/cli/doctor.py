@@ -1,38 +1,142 @@
 """`headway doctor`: is this machine ready, are these hosts, this data and this recipe?"""
 
+import json as json_text
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headway.cli._options import JSON
-from headway.cli._output import print_json, print_table
+from headway.cli._options import GROUP, JSON, RankOptions, command_line
+from headway.cli._output import exit_with, print_json, print_table
+from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from headway.diagnose.check import Check
+    from headway.diagnose.doctor import DoctorPlan
+    from headway.diagnose.rank_report import RanksReport
+    from headway.launch.launcher import LaunchOptions
+    from headway.parallel.collectives import RankGroup
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """The machines that take part; each starts the same command with its own rank."""
+
+    nnodes: int = typer.Option(1, help="Machines to check together; start the same command on each with its own --node-rank.")
+    node_rank: int = typer.Option(0, help="The index of this machine, from 0.")
+    master: str | None = typer.Option(None, metavar="HOST:PORT", help="Where machine 0 listens; the same on all.")
+    node_timeout: float = typer.Option(300.0, help="Seconds to wait for the other machines.")
 
 
 def doctor(
     context: typer.Context,
     run_dir: Path | None = typer.Option(None, "--run-dir", help="Folder of future runs; default: the working folder."),
+    cache_dir: Path | None = typer.Option(None, "--cache-dir", help="Folder for cached data; default: headway's cache."),
     fast: bool = typer.Option(False, "--fast", help="Only the checks that run before a job on several hosts: about a second, no GPU work."),
     port: int | None = typer.Option(None, help="Also check that this port is free.", min=1, max=65535),
+    ranks: RankOptions = GROUP,
+    nodes: NodeOptions = GROUP,
+    report: Path | None = typer.Option(None, hidden=True),
     json: bool = JSON,
 ) -> None:
-    """Check this machine: Python, packages, GPUs, attention kernels, memory, disk. Each line is ok, warn or fail, with a remedy."""
-    if context.invoked_subcommand is not None:
-        return
-    if fast:
-        from headway.diagnose.host import HostNeeds, host_checks
+    """Check this machine: Python, packages, GPUs, memory, disks, limits; with --nproc also the speed between ranks.
 
-        facts, checks = host_checks(run_dir or Path.cwd(), HostNeeds(port=port), os.environ)
-        show_checks(checks, json, {"facts": facts.to_json()})
+    Each line is ok, warn or fail, with a remedy; the exit code is 1 if one failed.
+    """
+    if context.invoked_subcommand is not None:
+        _refuse_own_options(context)
+        return
+    from headway.diagnose.doctor import DoctorPlan
+    from headway.launch.external import external_launcher
+    from headway.launch.launcher import LaunchOptions, is_launched
+    from headway.launch.nodes import parse_nodes
+
+    plan = DoctorPlan(run_dir, cache_dir, port)
+    if fast:
+        _check_fast(context, plan, json)
+        return
+    launching = LaunchOptions(ranks.nproc, ranks.gpus, parse_nodes(nodes.nnodes, nodes.node_rank, nodes.master, nodes.node_timeout))
+    if is_launched(os.environ) or external_launcher(os.environ) or ranks.nproc not in (None, 1) or ranks.gpus or nodes.nnodes > 1:
+        _check_ranks(context, plan, launching, report, json)
         return
     from headway.diagnose.doctor import examine
 
-    show_checks(examine(run_dir), json)
+    show_checks(examine(plan, os.environ), json)
+
+
+def _refuse_own_options(context: typer.Context) -> None:
+    given = command_line(context)[1:]
+    if given:
+        raise ConfigError(
+            f"{given[0]} stands before `{context.invoked_subcommand}`, where it has no meaning. Put it behind, or leave it out."
+        )
+
+
+def _check_fast(context: typer.Context, plan: "DoctorPlan", json: bool) -> None:
+    from headway.diagnose.host import HostNeeds, host_checks
+
+    for name in ("nproc", "gpus", "master", "cache_dir"):
+        if context.params[name] is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} has no meaning with --fast, which checks this machine alone. Leave one out.")
+    facts, checks = host_checks(plan.folder, HostNeeds(port=plan.port), os.environ)
+    show_checks(checks, json, {"facts": facts.to_json()})
+
+
+def _check_ranks(context: typer.Context, plan: "DoctorPlan", launching: "LaunchOptions", report: Path | None, json: bool) -> None:
+    """Start ranks, or be one. The first rank of a node leaves its report for the process that started it, which prints it."""
+    from headway.diagnose.rank_report import RanksReport
+    from headway.launch.launcher import is_launched, run_on_ranks
+    from headway.runtime.process import from_environment
+    from headway.runtime.temporary import temporary_folder
+
+    found: list[RanksReport] = []
+
+    def work(group: "RankGroup") -> None:
+        from headway.diagnose.rank_checks import check_ranks
+        from headway.runtime.device import choose_compute
+
+        process = from_environment()
+        compute = choose_compute("auto", "auto", process.local_rank)
+        found.append(check_ranks(group, process, compute.device, plan, os.environ))
+        if report is not None and process.local_rank == 0:
+            report.write_text(json_text.dumps(found[0].to_json()), encoding="utf-8")
+
+    if is_launched(os.environ):
+        exit_with(run_on_ranks("auto", launching, [], work))
+        return
+    with temporary_folder("doctor") as folder:
+        path = folder / "report.json"
+        code = run_on_ranks("auto", launching, [*command_line(context), f"--report={path}"], work)
+        exit_with(code)
+        if path.exists():
+            found.append(RanksReport.from_json(json_text.loads(path.read_text(encoding="utf-8"))))
+    is_first = launching.nodes.rank == 0 and from_environment().is_first
+    show_ranks(found[0], json, is_first=is_first)
+
+
+def show_ranks(report: "RanksReport", json: bool, *, is_first: bool) -> None:
+    """Print what the ranks found, on the first node; every node has the exit code."""
+    if not is_first:
+        if any(check.state == "fail" for check in report.checks):
+            raise typer.Exit(1)
+        return
+    if not json:
+        rows = [
+            (
+                one.collective.replace("_", "-"),
+                f"{one.bytes / 1e6:.2f}",
+                f"{one.seconds * 1e6:,.0f}",
+                f"{one.algorithm / 1e9:.2f}",
+                f"{one.bus / 1e9:.2f}",
+            )
+            for one in report.bandwidths
+        ]
+        print_table(("collective", "MB", "µs", "GB/s", "bus GB/s"), rows, "Between all ranks")
+        typer.echo()
+    show_checks(report.checks, json, {"bandwidth": report.to_json()["bandwidth"]})
 
 
 def show_checks(checks: "Sequence[Check]", json: bool, more: dict[str, Any] | None = None) -> None:

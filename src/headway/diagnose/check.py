@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 State = Literal["ok", "warn", "fail"]
-STATES: tuple[State, ...] = ("ok", "warn", "fail")
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,3 @@ class Check:
 def failures(checks: Iterable[Check]) -> list[Check]:
     """The checks that failed."""
     return [check for check in checks if check.state == "fail"]
-
-
-def graded(value: float, warn: float, fail: float | None = None) -> State:
-    """The state of a number that should be high: below `fail`, below `warn`, or ok."""
-    if fail is not None and value < fail:
-        return "fail"
-    return "warn" if value < warn else "ok"

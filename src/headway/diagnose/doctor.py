@@ -1,6 +1,7 @@
 """Is this machine ready? Each check is one line: ok, warn (works, but less well) or fail (training cannot work), with a remedy.
 
-Nothing is installed, downloaded or left behind. The GPUs only run small cases that try the attention kernels.
+Nothing is installed, downloaded or left behind. The GPUs only run small cases that try the attention kernels. The fast part of these
+checks is in `host.py`; `preflight.py` compares hosts, `rank_checks.py` measures between ranks.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ import sysconfig
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from headway.data.config import default_cache_dir
 from headway.diagnose.check import Check
-from headway.errors import ConfigError
+from headway.diagnose.disk_speed import speed_check
+from headway.diagnose.gpu_health import read_topology
+from headway.diagnose.host import HostNeeds, cores_check, host_checks
 from headway.runtime.machine import (
     CUDA_TORCH,
     PACKAGES,
@@ -34,21 +39,43 @@ from headway.runtime.machine import (
 )
 from headway.runtime.optional import EXTRAS, how_to_get
 from headway.runtime.progress import quantity
-from headway.runtime.storage import check_writable, existing_ancestor, free_bytes
+from headway.runtime.storage import existing_ancestor
 
 MIN_PYTHON = (3, 11)
-LOW_DISK_BYTES, NO_DISK_BYTES = 10e9, 0.5e9
 LOW_RAM_BYTES = 2e9
 MAX_CLOCK_SKEW_SECONDS = 5.0
 
 
-def examine(run_dir: Path | None = None) -> list[Check]:
-    """Check everything headway needs; `run_dir` is the folder for runs (default: the working folder)."""
-    folder = run_dir if run_dir is not None else Path.cwd()
+@dataclass(frozen=True)
+class DoctorPlan:
+    """What to look at: the folder of future runs, the cache of data, a port that should be free, and how many ranks will run here."""
+
+    run_dir: Path | None = None
+    cache_dir: Path | None = None
+    port: int | None = None
+    ranks: int = 1
+
+    @property
+    def folder(self) -> Path:
+        """The folder for runs; default: the working folder."""
+        return self.run_dir if self.run_dir is not None else Path.cwd()
+
+
+def examine(plan: DoctorPlan, environment: Mapping[str, str]) -> list[Check]:
+    """Check everything headway needs on this machine."""
     checks = [_python(), *_packages()]
     if importlib.util.find_spec("torch") is not None:
         checks += [*_devices(), _attention(), _compiler()]
-    return [*checks, _memory(), *_storage(folder), _tensorboard()]
+    _, here = host_checks(plan.folder, HostNeeds(plan.ranks, port=plan.port), environment)
+    checks += [_memory(), *here]
+    if (links := read_topology()) is not None:
+        checks.append(links)
+    if not any(check.name == "run folder" for check in here):
+        checks += [*_folder_clock(plan.folder), speed_check("run folder speed", plan.folder)]
+        cache = plan.cache_dir or default_cache_dir()
+        if existing_ancestor(cache) != existing_ancestor(plan.folder):
+            checks.append(speed_check("data cache speed", cache))
+    return [*checks, *cores_check(plan.ranks), _tensorboard()]
 
 
 def _python() -> Check:
@@ -108,6 +135,12 @@ def _devices() -> Iterator[Check]:
             yield Check("gpu", "warn", detail, "Update the driver, or check CUDA_VISIBLE_DEVICES and the container's GPU access.")
         return
     yield Check("cuda", "ok", f"torch for CUDA {torch.version.cuda}, driver {driver or 'version unknown'}")
+    if torch.distributed.is_nccl_available():
+        from torch.cuda import nccl
+
+        yield Check("nccl", "ok", ".".join(map(str, nccl.version())))
+    elif torch.cuda.device_count() > 1:
+        yield Check("nccl", "fail", "this torch has no NCCL, so several GPUs cannot train together", "Install torch from PyPI.")
     for index in range(torch.cuda.device_count()):
         yield from _gpu(index)
 
@@ -187,20 +220,7 @@ def _memory() -> Check:
     return Check("memory", "ok", detail)
 
 
-def _storage(folder: Path) -> Iterator[Check]:
-    free = free_bytes(folder)
-    detail = f"{quantity(free, 'bytes')} free at {folder}"
-    if free < NO_DISK_BYTES:
-        yield Check("disk", "fail", detail, "Free some space or choose another run.dir.")
-    elif free < LOW_DISK_BYTES:
-        yield Check("disk", "warn", detail, "Checkpoints take 12 bytes per parameter each: free some space or choose another run.dir.")
-    else:
-        yield Check("disk", "ok", detail)
-    try:
-        check_writable(folder)
-    except ConfigError as error:
-        yield Check("run folder", "fail", str(error), "Choose another run.dir.")
-        return
+def _folder_clock(folder: Path) -> Iterator[Check]:
     with tempfile.TemporaryFile(dir=existing_ancestor(folder)) as probe:
         probe.write(b"0")
         probe.flush()
