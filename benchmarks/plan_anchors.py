@@ -96,6 +96,31 @@ def own() -> Iterator[Anchor]:
     yield one_gpu("8b LoRA, 4 x 4K, recompute 1", LLAMA_8B, 4, 4096, 10_899, 23.6, memory=recompute(1.0), **lora)
 
 
+def own_peaks() -> Iterator[Anchor]:
+    """Peaks of benchmarks/plan_memory.py on one H200; gradients have no memory before the first backward."""
+    small = ModelConfig(hidden_size=1280, num_layers=20, num_heads=20, num_kv_heads=4, ffn_size=5120, vocab_size=50304, max_seq_len=8192)
+    adapter = AdapterConfig(rank=16).shapes(LLAMA_8B)
+    lora: dict[str, Any] = {"shapes": {spec.name: spec.shape for spec in param_specs(LLAMA_8B)} | adapter, "training": frozenset(adapter)}
+    cases: tuple[tuple[str, ModelConfig, int, int, int, float, dict[str, Any]], ...] = (
+        ("1b, 4 x 8K", LLAMA_1B, 4, 8192, 1, 55.96, {}),
+        ("1b, 4 x 8K, recompute selective", LLAMA_1B, 4, 8192, 1, 44.47, {"memory": recompute("selective")}),
+        ("1b, 4 x 8K, recompute 1", LLAMA_1B, 4, 8192, 1, 23.60, {"memory": recompute(1.0)}),
+        ("1b, 4 x 8K, fp8", LLAMA_1B, 4, 8192, 1, 45.29, {"precision": "fp8"}),
+        ("1b, 4 x 2 x 4K, accumulated", LLAMA_1B, 2, 4096, 4, 32.13, {}),
+        ("1b, 4 x 8K, recompute 1, optimizer offloaded", LLAMA_1B, 4, 8192, 1, 9.97, {"memory": recompute(1.0, "optimizer")}),
+        ("0.5b, 4 x 8K", small, 4, 8192, 1, 37.06, {}),
+        ("0.5b, 2 x 8K, not compiled", small, 2, 8192, 1, 30.08, {"software": Software(fusion="eager")}),
+        ("3b, 2 x 8K, 8-bit state", LLAMA_3B, 2, 8192, 1, 65.95, {"state_dtype": "8bit"}),
+        ("8b10L, 4 x 8K", WIDE, 4, 8192, 1, 89.90, {}),
+        ("8b LoRA, 4 x 4K", LLAMA_8B, 4, 4096, 1, 85.62, lora),
+        ("8b LoRA, 4 x 4K, recompute 1", LLAMA_8B, 4, 4096, 1, 23.52, {"memory": recompute(1.0), **lora}),
+    )
+    for name, model, rows, seq_len, accumulate, peak, more in cases:
+        yield Anchor(
+            "headway, one H200, benchmarks/plan_memory.py, 2026-11-16", name, PlanJob(model, seq_len, rows, accumulate, **more), None, peak
+        )
+
+
 def internlm() -> Iterator[Anchor]:
     """InternLM 7B on A100-80G, four adapters of 100 Gb/s per node of eight, rows of 2K."""
     source = "InternEvo, doc/en/train_performance.md"
@@ -217,7 +242,7 @@ def others() -> Iterator[Anchor]:
 
 def anchors() -> list[Anchor]:
     """All of them."""
-    return [*own(), *internlm(), *torchtitan(), *others()]
+    return [*own_peaks(), *own(), *internlm(), *torchtitan(), *others()]
 
 
 def planned_peak(anchor: Anchor) -> float:
@@ -251,12 +276,12 @@ def share_within(found: list[tuple[Anchor, float, float]], limit: float) -> str:
 def page(peaks: list[tuple[Anchor, float, float]], speeds: list[tuple[Anchor, float, float]]) -> str:
     """The tables of docs/plan.md."""
     far = max(peaks, key=lambda one: abs(one[2]))
-    lines = [
-        f"**Memory**: {share_within(peaks, 0.05)}; the largest error is {100 * far[2]:+.1f} % ({far[0].name}).", "",
-        "| measured | GiB | planned | error |", "|---|---|---|---|",
-        *(f"| {one.name} | {one.peak_gib} | {value:.1f} | {100 * error:+.1f} % |" for one, value, error in peaks), "",
-        f"**Tokens/s per GPU**: {share_within(speeds, 0.1)}, {share_within(speeds, 0.05)}.", "",
-    ]  # fmt: skip
+    lines = [f"**Memory**: {share_within(peaks, 0.05)}; the largest error is {100 * far[2]:+.1f} % ({far[0].name}).", ""]
+    for source in dict.fromkeys(one.source for one, _, _ in peaks):
+        lines += [f"{source}:", "", "| layout | GiB | planned | error |", "|---|---|---|---|"]
+        measured = [found for found in peaks if found[0].source == source]
+        lines += [*(f"| {one.name} | {one.peak_gib} | {value:.1f} | {100 * error:+.1f} % |" for one, value, error in measured), ""]
+    lines += [f"**Tokens/s per GPU**: {share_within(speeds, 0.1)}, {share_within(speeds, 0.05)}.", ""]
     for source in dict.fromkeys(one.source for one, _, _ in speeds):
         rows = [(one, value, error) for one, value, error in speeds if one.source == source]
         lines += [
