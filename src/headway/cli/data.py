@@ -10,6 +10,7 @@ import typer
 
 from headway.cli._options import COMPRESSION, INPUTS, JSON, MORE_INPUTS, RECORD_KEYS, STORE_KIND, refuse_flags
 from headway.cli._output import print_json, print_table
+from headway.cli.data_media import MultimodalChecks, validate_multimodal
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,12 +106,14 @@ def _parse_shard(text: str) -> tuple[int, int]:
 
 def validate(
     paths: list[str] = typer.Argument(..., metavar="PATH...", help="Raw files, folders or globs."),
-    kind: str = typer.Option("text", help="What the records should be: text, chat or preference."),
+    kind: str = typer.Option("text", help="What the records should be: text, chat, preference or multimodal."),
     tokenizer: Path = typer.Option(None, help="Count lengths in tokens, chat and preference records with the template applied."),
     template: str = typer.Option(None, help="Chat template: " + TEMPLATES + "; default with --tokenizer: chatml."),
     keys: str = RECORD_KEYS,
     text_key: str = typer.Option(None, help="Text: key that holds the text of a record; default: text."),
     text_template: str = typer.Option(None, help="Text: build it from several keys, e.g. '{title}\\n{content}'."),
+    schema: str = typer.Option(None, help="Multimodal: answers must follow this JSON schema: a file, or purrsight_v3."),
+    media_dir: Path = typer.Option(None, help="Multimodal: relative paths begin here; default: the folder of the record's file."),
     json: bool = JSON,
 ) -> None:
     """Read everything and report every bad record with file and line; exit code 1 if there is one."""
@@ -121,8 +124,14 @@ def validate(
     from headway.text.record_keys import KeyMap
     from headway.tokenizer.load import load_tokenizer
 
+    if kind == "multimodal":
+        other = {"--tokenizer": tokenizer, "--template": template, "--text-key": text_key, "--text-template": text_template}
+        refuse_flags("--kind multimodal", other)
+        validate_multimodal(paths, MultimodalChecks(schema, media_dir, KeyMap.parse(keys)), json)
+        return
     if kind not in KINDS:
-        raise ConfigError(f"--kind is {kind!r}; it must be one of {', '.join(KINDS)}.")
+        raise ConfigError(f"--kind is {kind!r}; it must be one of {', '.join(KINDS)}, multimodal.")
+    refuse_flags(f"--kind {kind}", {"--schema": schema, "--media-dir": media_dir})
     for_records, for_text = {"--template": template, "--keys": keys}, {"--text-key": text_key, "--text-template": text_template}
     refuse_flags(f"--kind {kind}", for_records if kind == "text" else for_text)
     loaded = load_tokenizer(tokenizer) if tokenizer else None

@@ -4,6 +4,8 @@
     decode_audio(ref, AudioSpec())    WAV, FLAC, OGG, MP3       float32 [64, 256]       log-mel in dB, time to the right
     decode_waveform(ref, 16000)       the same files            float32 [samples]       mono, for encoders with their own features
 
+`media/video.py` decodes videos and .m4a sounds, which need PyAV.
+
 Invariant: sizes are checked before anything is decoded (`MediaLimits`), only regular files are read, and a file that cannot be decoded is a
 DataError that names it. The defaults are PurrSight's: 224 pixels cropped from 256; 64 mels x 256 frames at 16 kHz.
 """
@@ -24,6 +26,7 @@ from headway.errors import ConfigError, DataError, first_line
 from headway.media.image_header import IMAGE_KINDS, image_size
 from headway.media.png import read_plain_png
 from headway.media.sound import LogMel, read_wave, resample, trim_silence
+from headway.runtime.json_file import read_bounded
 from headway.runtime.optional import is_installed, need
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ class MediaLimits:
     audio_bytes: int = 512 * MEGA
     audio_channels: int = 32
     video_seconds: float = 600.0
+    video_frames: int = 36_000
     video_bytes: int = 2048 * MEGA
 
     def bytes_of(self, modality: Modality) -> int:
@@ -93,7 +97,7 @@ class MediaRef:
             return self.data
         assert self.path is not None
         try:
-            return self.path.read_bytes()
+            return read_bounded(self.path, limits.bytes_of(self.modality))
         except OSError as error:
             raise DataError(f"{self.name}: cannot be read: {error.strerror}.") from None
 
@@ -241,17 +245,27 @@ def fit_audio(samples: NDArray[np.float32], spec: AudioSpec) -> NDArray[np.float
 
 def decode_waveform(ref: MediaRef, sample_rate: int, limits: MediaLimits = LIMITS) -> NDArray[np.float32]:
     """The samples of a sound, mono, at this rate, about -1 to 1."""
-    samples, rate = _read_samples(ref, limits)
+    samples, rate = read_samples(ref, limits)
+    return resample(samples.mean(axis=1, dtype=np.float32), rate, sample_rate)
+
+
+def read_samples(ref: MediaRef, limits: MediaLimits = LIMITS) -> tuple[NDArray[np.float32], int]:
+    """`[samples, channels]` and the rate of a sound; an empty one and values that are not finite are refused."""
+    samples, rate = _stored_samples(ref, limits)
     if len(samples) == 0:
         raise DataError(f"{ref.name}: the sound is empty.")
     if not np.isfinite(samples).all():
         raise DataError(f"{ref.name}: the sound holds values that are not finite.")
-    return resample(samples.mean(axis=1, dtype=np.float32), rate, sample_rate)
+    return samples, rate
 
 
-def _read_samples(ref: MediaRef, limits: MediaLimits) -> tuple[NDArray[np.float32], int]:
+def _stored_samples(ref: MediaRef, limits: MediaLimits) -> tuple[NDArray[np.float32], int]:
     """`[samples, channels]` and the rate. Without soundfile, PCM WAV files are read by the standard library."""
     data = ref.read(limits)
+    if data[4:8] == b"ftyp":  # .m4a: AAC inside MP4, which soundfile cannot read
+        from headway.media.video import read_track
+
+        return read_track(data, ref.name, limits)
     if not is_installed("soundfile"):
         found = read_wave(data, ref.name, lambda rate, channels, count: check_sound(ref.name, rate, channels, count, limits))
         if found is not None:
@@ -272,7 +286,8 @@ def _read_samples(ref: MediaRef, limits: MediaLimits) -> tuple[NDArray[np.float3
                 count += len(block)
                 check_sound(ref.name, file.samplerate, file.channels, min(count, most + 1), limits)
                 blocks.append(block)
-            if not blocks or (file.format != "MP3" and count < file.frames):
+            # The length of an MP3 file is an estimate where it has no table of its frames.
+            if not blocks or count < file.frames * (0.95 if file.format == "MP3" else 1):
                 raise DataError(f"{ref.name}: the sound is cut short: {count} of {file.frames} samples.")
             return np.concatenate(blocks), file.samplerate
     except (soundfile.SoundFileError, RuntimeError, ValueError, OSError) as error:

@@ -161,15 +161,16 @@ def _entries(file: Path, kind: DataKind) -> Iterator[Record | Document | BadReco
     raw = RawFile.at(file)
     format_name = FORMATS.get(raw.suffix)
     if format_name == "jsonl":
-        yield from _lines(raw)
+        yield from read_lines(raw)
         return
     try:
         yield from read_documents([file]) if format_name == "txt" and kind == "text" else read_records([file])
     except DataError as error:
-        yield _ended(str(file), error)
+        yield ended_at(str(file), error)
 
 
-def _lines(raw: RawFile) -> Iterator[Record | BadRecord]:
+def read_lines(raw: RawFile) -> Iterator[Record | BadRecord]:
+    """The objects of a .jsonl file; a bad line hides no other."""
     number = 0
     try:
         with raw.open() as stream:
@@ -186,7 +187,7 @@ def _lines(raw: RawFile) -> Iterator[Record | BadRecord]:
         yield BadRecord(raw.name, None, "no records; the file is empty.")
 
 
-def _ended(file: str, error: DataError) -> BadRecord:
+def ended_at(file: str, error: DataError) -> BadRecord:
     """The error that ended a file, with the line and record that its message names."""
     found = re.match(r":(\d+)(?: \(record (\d+)\))?: ", rest := str(error).removeprefix(file))
     if found is None:

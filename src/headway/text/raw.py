@@ -247,9 +247,15 @@ def _damaged_zip() -> Iterator[None]:
         raise zipfile.BadZipFile(str(error)) from None
 
 
-def _tar(raw: RawFile) -> Iterator[RawFile]:
+@contextmanager
+def open_tar(raw: RawFile) -> Iterator[tarfile.TarFile]:
+    """A tar as a stream of entries; a damaged header is an error."""
     with raw.open() as stream:
-        archive = tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictEntry)  # noqa: SIM115 - the stream's owner closes it
+        yield tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictEntry)  # noqa: SIM115 - the stream's owner closes it
+
+
+def _tar(raw: RawFile) -> Iterator[RawFile]:
+    with open_tar(raw) as archive:
         for entry in archive:
             if entry.isfile():
                 yield RawFile(f"{raw.name}:{entry.name}", lambda entry=entry: _extract(archive, entry))

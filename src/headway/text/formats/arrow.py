@@ -15,6 +15,7 @@ from headway.text.document import Record
 from headway.text.raw import RawFile
 
 BATCH_ROWS = 256
+FEW_ROWS = 8
 
 
 def read_arrow(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Record]:
@@ -33,7 +34,17 @@ def read_parquet(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Re
         file = pq.ParquetFile(stream, page_checksum_verification=True, pre_buffer=False)
         names: list[str] = file.schema_arrow.names
         columns = list(dict.fromkeys(keys)) if keys is not None and set(keys) <= set(names) else None
-        yield from _records(raw, file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False))
+        rows = FEW_ROWS if any(_holds_bytes(column.type) for column in file.schema_arrow) else BATCH_ROWS
+        yield from _records(raw, file.iter_batches(rows, columns=columns, use_threads=False))
+
+
+def _holds_bytes(kind: Any) -> bool:
+    """Whether a column holds bytes, alone or in a structure: pictures and sounds, of which few rows at a time fit into memory."""
+    import pyarrow as pa
+
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return True
+    return any(_holds_bytes(kind.field(place).type) for place in range(kind.num_fields)) if pa.types.is_nested(kind) else False
 
 
 @contextmanager

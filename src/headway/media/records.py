@@ -1,0 +1,238 @@
+"""Records that name pictures, sounds and videos, in the shapes such data comes in. In: files, folders, tars; out: `MediaRecord`s.
+
+    captions          {"text" | "caption": "...", "image" | "audio" | "video": FILE}           also file_name (a folder's metadata.jsonl)
+    PurrSight         {"instruction": "...", "response": "...", "image" | "audio" | "video": FILE}
+    LLaVA, ShareGPT   {"image": FILE, "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, ...]}
+    LLaMA-Factory     {"messages": [...with <image> and <audio>...], "images": [FILE, ...], "audios": [...], "videos": [...]}
+    OpenAI            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": FILE}}, ...]}, ...]}
+
+FILE is a path (relative to the record's file, or to `folder`), a data: URI, or bytes ({"bytes", "path"}, as Parquet files of Hugging Face
+hold them). Addresses of the network are refused. Content lists become texts with the marks <image>, <audio> and <video>.
+Invariant: every media value of a record becomes a `MediaRef` or an error that names file and line; nothing is decoded here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from headway.errors import DataError
+from headway.media.items import LIMITS, MODALITIES, MediaLimits, MediaRef, Modality
+from headway.media.sources import IN_FOLDERS, modality_of, read_sources
+from headway.text.document import Record
+from headway.text.record_keys import ANSWERS, LISTS, QUESTIONS, is_empty
+
+MARKS: dict[Modality, str] = {"image": "<image>", "audio": "<audio>", "video": "<video>"}
+CAPTIONS = ("text", "caption", "txt")
+FILE_NAMES = ("file_name", "filename")
+PART_TYPES: dict[str, Modality] = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+}
+PART_VALUES = ("url", "path", "data", "value", "bytes")
+DATA_URI = re.compile(r"data:[\w.+-]*/?[\w.+-]*(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.ASCII)
+ARCHIVE = re.compile(r"(?<=\.zip):", re.IGNORECASE)
+ADDRESS = re.compile(r"(?!file:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class MediaOptions:
+    """How media values are found: `folder` replaces the folder of the record's file for relative paths."""
+
+    folder: Path | None = None
+    limits: MediaLimits = LIMITS
+
+
+@dataclass(frozen=True)
+class MediaRecord:
+    """A record's media, by modality in the order of the record, and what is left of it: a caption, or a conversation with marks."""
+
+    record: Record
+    """Without media values; each stands as a mark where a content list held it."""
+    media: tuple[MediaRef, ...]
+    caption: str | None = None
+    """The text of a record that is no conversation."""
+    in_parts: frozenset[Modality] = field(default=frozenset())
+    """Modalities whose marks come from content lists."""
+
+    @property
+    def place(self) -> str:
+        """`file:line`."""
+        return self.record.place
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether the record holds turns, or a question and its answer."""
+        return self.caption is None and is_conversation(self.record.data)
+
+    def of(self, modality: Modality) -> tuple[MediaRef, ...]:
+        """The media of one modality."""
+        return tuple(ref for ref in self.media if ref.modality == modality)
+
+
+def is_conversation(data: Mapping[str, Any]) -> bool:
+    """Whether a record holds turns, or a question and its answer."""
+    has = [not is_empty(data.get(key)) for key in LISTS]
+    return any(has) or (any(data.get(key) is not None for key in QUESTIONS) and any(data.get(key) is not None for key in ANSWERS))
+
+
+def read_records(paths: Sequence[Path | str] | Path | str, options: MediaOptions = MediaOptions()) -> Iterator[MediaRecord]:
+    """Every record of files, folders, globs and tars, one at a time; the first bad one is an error."""
+    for record in read_sources(paths, options.limits):
+        yield parse_media_record(record, options)
+
+
+def parse_media_record(record: Record, options: MediaOptions = MediaOptions()) -> MediaRecord:
+    """The media of a record, and the record without them."""
+    reader = _Reader(record, options)
+    data = {key: value for key, value in record.data.items() if key not in FILE_NAMES}
+    for modality in MODALITIES:
+        given = [key for key in (modality, f"{modality}s") if not is_empty(data.get(key))]
+        if len(given) > 1:
+            raise DataError(f"{record.place}: both {given[0]} and {given[1]} are given; keep one.")
+        for key in given:
+            reader.take_all(modality, data[key], key)
+        data = {key: value for key, value in data.items() if key not in (modality, f"{modality}s")}
+    reader.take_file_names()
+    for key in LISTS:
+        if isinstance(data.get(key), list):
+            data[key] = [reader.rewrite(turn, f"{key}[{number}]") for number, turn in enumerate(cast(list[Any], data[key]))]
+    media = reader.ordered()
+    found = MediaRecord(replace(record, data=data), media, None, frozenset(reader.in_parts))
+    if is_conversation(data):
+        return found
+    caption = _caption(data, record.place)
+    if caption is None and len({ref.modality for ref in media}) < 2:
+        keys = ", ".join(map(str, record.data)) or "none"
+        hint = f" {IN_FOLDERS}" if record.line is None else ""
+        raise DataError(
+            f"{record.place}: neither a conversation nor a caption ({', '.join(CAPTIONS)}), nor two kinds of media; "
+            f"its keys are {keys}.{hint}"
+        )
+    return replace(found, caption=caption)
+
+
+def _caption(data: Mapping[str, Any], place: str) -> str | None:
+    for key in CAPTIONS:
+        value = data.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise DataError(f"{place}: {key} is of type {type(value).__name__}; a text is expected.")
+        if not value.strip():
+            raise DataError(f"{place}: {key} is empty.")
+        return value
+    return None
+
+
+class _Reader:
+    """Collects the media of one record."""
+
+    def __init__(self, record: Record, options: MediaOptions) -> None:
+        self.record, self.options = record, options
+        self.listed: dict[Modality, list[MediaRef]] = {modality: [] for modality in MODALITIES}
+        self.in_parts: dict[Modality, list[MediaRef]] = {}
+        self.folder = options.folder or Path(ARCHIVE.split(record.source)[0]).parent
+
+    def take_all(self, modality: Modality, given: Any, where: str) -> None:
+        """The values of `image`, `images` and so on."""
+        values = cast(list[Any], given) if isinstance(given, list) else [given]
+        for number, value in enumerate(values):
+            self.listed[modality].append(self._ref(modality, value, where if len(values) == 1 else f"{where}[{number}]"))
+
+    def take_file_names(self) -> None:
+        """`file_name` of a folder's metadata; the suffix says what it is."""
+        for key in FILE_NAMES:
+            name = self.record.data.get(key)
+            if not isinstance(name, str):
+                continue
+            modality = modality_of(name)
+            if modality is None:
+                raise DataError(f"{self.record.place}: {key} is {name[:200]!r}; its suffix is not that of a picture, sound or video.")
+            self.listed[modality].append(self._ref(modality, name, key))
+
+    def rewrite(self, turn: Any, where: str) -> Any:
+        """A turn whose content list has become one text with marks."""
+        if not isinstance(turn, dict):
+            return turn
+        given = cast(dict[str, Any], turn)
+        key = next((name for name in ("content", "value") if isinstance(given.get(name), list)), None)
+        return given if key is None else {**given, key: self._text(cast(list[Any], given[key]), f"{where}.{key}")}
+
+    def _text(self, parts: list[Any], where: str) -> str:
+        texts: list[str] = []
+        for number, part in enumerate(parts):
+            if isinstance(part, str):
+                texts.append(part)
+                continue
+            kind = cast(dict[str, Any], part).get("type", "text") if isinstance(part, dict) else type(part).__name__
+            modality = PART_TYPES.get(str(kind))
+            if modality is not None:
+                texts.append(self._mark(modality, cast(dict[str, Any], part), f"{where}[{number}]"))
+                continue
+            text = cast(dict[str, Any], part).get("text", cast(dict[str, Any], part).get("value")) if isinstance(part, dict) else None
+            if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
+                expected = ", ".join(("text", *PART_TYPES))
+                raise DataError(f"{self.record.place}: {where}[{number}] is a part of type {str(kind)[:60]!r}; expected one of {expected}.")
+            texts.append(text)
+        return "".join(texts)
+
+    def _mark(self, modality: Modality, part: dict[str, Any], where: str) -> str:
+        value = next(
+            (part[key] for key in (str(part["type"]), modality, f"{modality}_url", *PART_VALUES) if part.get(key) is not None), None
+        )
+        if value is not None:
+            self.in_parts.setdefault(modality, []).append(self._ref(modality, value, where))
+        return MARKS[modality]
+
+    def _ref(self, modality: Modality, value: Any, where: str) -> MediaRef:
+        place = f"{self.record.place}: {where}"
+        if isinstance(value, dict):
+            inner = cast(dict[str, Any], value)
+            if isinstance(inner.get("bytes"), bytes):
+                name = str(inner.get("path") or where)
+                return self._bytes(modality, inner["bytes"], name)
+            if isinstance(inner.get("data"), str) and "format" in inner:  # OpenAI's input_audio: base64 alone
+                return self._bytes(modality, _base64(inner["data"], place, self.options.limits.bytes_of(modality)), where)
+            value = next((inner[key] for key in PART_VALUES if inner.get(key) is not None), None)
+        if isinstance(value, bytes):
+            return self._bytes(modality, value, where)
+        if not isinstance(value, str) or not value:
+            raise DataError(f"{place} is {_kind(value)}; a path, a data: URI or bytes are expected.")
+        if uri := DATA_URI.match(value):
+            return self._bytes(modality, _base64(value[uri.end() :], place, self.options.limits.bytes_of(modality)), where)
+        if ADDRESS.match(value) or value.startswith("data:"):
+            raise DataError(
+                f"{place} is the address {value[:200]!r}; nothing is fetched from the network. Download the file and give its path."
+            )
+        path = Path(value.removeprefix("file://"))
+        return MediaRef(modality, path if path.is_absolute() else self.folder / path)
+
+    def _bytes(self, modality: Modality, data: bytes, name: str) -> MediaRef:
+        return MediaRef(modality, data=data, name=f"{self.record.place}: {name}")
+
+    def ordered(self) -> tuple[MediaRef, ...]:
+        """The media of lists and of content parts; one modality in both is refused, because their order would be unknown."""
+        for modality, refs in self.in_parts.items():
+            if refs and self.listed[modality]:
+                raise DataError(f"{self.record.place}: {modality} is given in content parts and as {modality}s; keep one.")
+        return tuple(ref for modality in MODALITIES for ref in (*self.listed[modality], *self.in_parts.get(modality, ())))
+
+
+def _base64(text: str, place: str, most: int) -> bytes:
+    if len(text) * 3 // 4 > most + 3:
+        raise DataError(f"{place} holds {len(text) * 3 // 4} bytes; at most {most} are read.")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataError(f"{place} is not valid base64: {error}.") from None
+
+
+def _kind(value: Any) -> str:
+    return "empty" if value is None or value in ("", {}) else f"of type {type(value).__name__}"

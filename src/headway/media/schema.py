@@ -1,0 +1,198 @@
+"""Checks answers against a JSON schema. In: a schema file and a text; out: what is wrong with the text, in words.
+
+A small part of JSON Schema: type, enum, const, properties, required, additionalProperties (true or false), items, minItems, maxItems,
+minLength, maxLength, pattern, minimum, maximum, allOf, anyOf, if / then / else. Any other keyword is refused when the schema is
+loaded, so that no rule is silently left out ($schema, $id, title, description, default and examples say nothing about validity).
+
+`purrsight_v3` ships with headway: PurrSight's report about a cat, with its rule that an agonistic group or an aggressive or distressed
+state has a risk of 4 or 5.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+from headway.errors import ConfigError
+from headway.runtime.json_file import read_object
+
+SILENT = ("$schema", "$id", "$comment", "title", "description", "default", "examples")
+TYPES: dict[str, tuple[type, ...]] = {
+    "object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
+    "null": (type(None),),
+}  # fmt: skip
+SHAPES: dict[str, type | tuple[type, ...]] = {
+    "type": (str, list), "enum": list, "const": object, "properties": dict, "required": list, "additionalProperties": bool, "items": dict,
+    "minItems": int, "maxItems": int, "minLength": int, "maxLength": int, "pattern": str, "minimum": (int, float), "maximum": (int, float),
+    "allOf": list, "anyOf": list, "if": dict, "then": dict, "else": dict,
+}  # fmt: skip
+TRUTHS = ("additionalProperties", "const")
+MOST_DEPTH = 64
+MOST_PROBLEMS = 20
+SHIPPED = {"purrsight_v3": "purrsight_v3.schema.json"}
+
+
+class AnswerSchema:
+    """A checked schema."""
+
+    def __init__(self, rules: Mapping[str, Any], name: str = "schema") -> None:
+        self.rules, self.name = dict(rules), name
+        _check_schema(self.rules, name, 0)
+
+    def problems(self, answer: str) -> list[str]:
+        """What is wrong with an answer; nothing if it is valid."""
+        try:
+            value = json.loads(answer)
+        except (ValueError, RecursionError) as error:
+            return [f"the answer is not JSON: {str(error)[:100]}"]
+        found: list[str] = []
+        _check(value, self.rules, "answer", found)
+        return found[:MOST_PROBLEMS]
+
+    def is_valid(self, answer: str) -> bool:
+        """Whether an answer is JSON that follows the schema."""
+        return not self.problems(answer)
+
+    def share_valid(self, answers: Sequence[str]) -> float:
+        """The share of valid answers: a metric."""
+        return sum(map(self.is_valid, answers)) / len(answers) if answers else 0.0
+
+
+def load_schema(given: Path | str) -> AnswerSchema:
+    """The schema of a file, or a shipped one by its name."""
+    if str(given) in SHIPPED:
+        text = resources.files("headway.media").joinpath(SHIPPED[str(given)]).read_text(encoding="utf-8")
+        return AnswerSchema(json.loads(text), str(given))
+    path = Path(given)
+    if not path.is_file():
+        raise ConfigError(f"schema is {str(given)!r}; it must be a JSON schema file or one of {', '.join(SHIPPED)}.")
+    return AnswerSchema(read_object(path, ConfigError), str(path))
+
+
+def _check_schema(rules: Any, where: str, depth: int) -> None:
+    if not isinstance(rules, dict):
+        raise ConfigError(f"{where} must be an object of rules.")
+    if depth > MOST_DEPTH:
+        raise ConfigError(f"{where} is more than {MOST_DEPTH} levels deep.")
+    for key, value in cast(dict[str, Any], rules).items():
+        if key in SILENT:
+            continue
+        if key not in SHAPES:
+            raise ConfigError(f"{where}: {key!r} is not supported; supported are {', '.join(SHAPES)}.")
+        if not isinstance(value, SHAPES[key]) or (type(value) is bool and key not in TRUTHS):
+            raise ConfigError(f"{where}.{key} is of type {type(value).__name__}, which that rule cannot have.")
+        if key == "type" and (not value or any(not isinstance(one, str) or one not in TYPES for one in _listed(value))):
+            raise ConfigError(f"{where}.type is {str(value)[:60]!r}; it must be one or more of {', '.join(TYPES)}.")
+        if key == "pattern":
+            _check_pattern(value, where)
+        if key == "properties":
+            for name, inner in value.items():
+                _check_schema(inner, f"{where}.{name}", depth + 1)
+        elif key in ("allOf", "anyOf"):
+            for number, inner in enumerate(value):
+                _check_schema(inner, f"{where}.{key}[{number}]", depth + 1)
+        elif key in ("items", "if", "then", "else"):
+            _check_schema(value, f"{where}.{key}", depth + 1)
+
+
+def _check_pattern(pattern: str, where: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{where}.pattern is not a regular expression: {error}.") from None
+
+
+def _listed(value: Any) -> list[Any]:
+    return cast(list[Any], value) if isinstance(value, list) else [value]
+
+
+def _is_type(value: Any, name: str) -> bool:
+    if isinstance(value, bool) and name != "boolean":
+        return False
+    if name == "integer" and isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, TYPES[name])
+
+
+def _check(value: Any, rules: Mapping[str, Any], where: str, found: list[str]) -> None:
+    if len(found) >= MOST_PROBLEMS:
+        return
+    if "type" in rules and not any(_is_type(value, name) for name in _listed(rules["type"])):
+        found.append(f"{where} is of type {_name(value)}; {' or '.join(_listed(rules['type']))} is expected")
+        return
+    if "enum" in rules and not any(_same(value, one) for one in rules["enum"]):
+        found.append(f"{where} is {_short(value)}; it must be one of {', '.join(map(str, rules['enum']))}")
+    if "const" in rules and not _same(value, rules["const"]):
+        found.append(f"{where} is {_short(value)}; it must be {_short(rules['const'])}")
+    if isinstance(value, dict):
+        _check_object(cast(dict[str, Any], value), rules, where, found)
+    elif isinstance(value, list):
+        _check_list(cast(list[Any], value), rules, where, found)
+    elif isinstance(value, str):
+        _check_text(value, rules, where, found)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        if value < rules.get("minimum", value):
+            found.append(f"{where} is {value}; it must be at least {rules['minimum']}")
+        if value > rules.get("maximum", value):
+            found.append(f"{where} is {value}; it must be at most {rules['maximum']}")
+    _check_combined(value, rules, where, found)
+
+
+def _check_object(value: dict[str, Any], rules: Mapping[str, Any], where: str, found: list[str]) -> None:
+    known: Mapping[str, Any] = rules.get("properties", {})
+    found += [f"{where} has no {key!r}" for key in rules.get("required", ()) if key not in value]
+    if rules.get("additionalProperties") is False:
+        found += [f"{where} has the unknown key {key!r}" for key in value if key not in known]
+    for key, inner in known.items():
+        if key in value:
+            _check(value[key], inner, f"{where}.{key}", found)
+
+
+def _check_list(value: list[Any], rules: Mapping[str, Any], where: str, found: list[str]) -> None:
+    if not rules.get("minItems", 0) <= len(value) <= rules.get("maxItems", len(value)):
+        found.append(f"{where} has {len(value)} items; {rules.get('minItems', 0)} to {rules.get('maxItems', 'any number')} are expected")
+    for number, one in enumerate(value if "items" in rules else ()):
+        _check(one, rules["items"], f"{where}[{number}]", found)
+
+
+def _check_text(value: str, rules: Mapping[str, Any], where: str, found: list[str]) -> None:
+    if not rules.get("minLength", 0) <= len(value) <= rules.get("maxLength", len(value)):
+        limits = f"{rules.get('minLength', 0)} to {rules.get('maxLength', 'any number of')}"
+        found.append(f"{where} has {len(value)} characters; {limits} are expected")
+    if "pattern" in rules and re.search(rules["pattern"], value) is None:
+        found.append(f"{where} is {_short(value)}, which does not match {rules['pattern']!r}")
+
+
+def _check_combined(value: Any, rules: Mapping[str, Any], where: str, found: list[str]) -> None:
+    for inner in rules.get("allOf", ()):
+        _check(value, inner, where, found)
+    if "anyOf" in rules and not any(_holds(value, inner) for inner in rules["anyOf"]):
+        found.append(f"{where} follows none of the {len(rules['anyOf'])} rules of anyOf")
+    if "if" in rules:
+        chosen = "then" if _holds(value, rules["if"]) else "else"
+        _check(value, rules.get(chosen, {}), where, found)
+
+
+def _holds(value: Any, rules: Mapping[str, Any]) -> bool:
+    found: list[str] = []
+    _check(value, rules, "", found)
+    return not found
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _name(value: Any) -> str:
+    return next(
+        (name for name in ("null", "boolean", "integer", "number", "string", "array", "object") if _is_type(value, name)), "unknown"
+    )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,167 @@
+"""Video as frames and sound, through PyAV. In: a `MediaRef` of MP4, MOV, WebM, Matroska or AVI; out: frames spread evenly, and a log-mel.
+
+    decode_video(ref, VideoSpec())    uint8 [16, 3, 224, 224]  and  float32 [64, 256], or None where there is no sound
+
+Packets are counted before anything is decoded; then every frame is decoded in order and the wanted ones are kept.
+Invariant: the container is chosen by the file's first bytes. FFmpeg never guesses it: a playlist would make it open other files.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headway.errors import ConfigError, DataError, first_line
+from headway.media.items import LIMITS, AudioSpec, ImageSpec, MediaLimits, MediaRef, check_pixels, check_sound, fit_audio, fit_image
+from headway.media.sound import resample
+from headway.runtime.optional import need
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MATROSKA = b"\x1a\x45\xdf\xa3"
+
+
+@dataclass(frozen=True)
+class VideoSpec:
+    """How a video becomes arrays: `frames` pictures spread evenly over it, and its sound."""
+
+    frames: int = 16
+    image: ImageSpec = ImageSpec()
+    audio: AudioSpec = AudioSpec()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.frames <= 1024:
+            raise ConfigError(f"frames is {self.frames}; it must be 1 to 1024.")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of the decoded frames."""
+        return (self.frames, *self.image.shape)
+
+
+@dataclass(frozen=True)
+class DecodedVideo:
+    """Frames `[frames, 3, size, size]`, and the log-mel of the sound, if the video has one."""
+
+    frames: NDArray[np.uint8]
+    audio: NDArray[np.float32] | None
+
+
+def decode_video(ref: MediaRef, spec: VideoSpec = VideoSpec(), limits: MediaLimits = LIMITS) -> DecodedVideo:
+    """The frames and the sound of a video. A video with fewer frames than wanted repeats some."""
+    need("PIL", ref.name)
+    data = ref.read(limits)
+    frames = _frames(data, ref.name, spec, limits)
+    found = _track(data, ref.name, limits)
+    if found is None:
+        return DecodedVideo(frames, None)
+    samples, rate = found
+    return DecodedVideo(frames, fit_audio(resample(samples[:, 0], rate, spec.audio.mel.sample_rate), spec.audio))
+
+
+def read_track(data: bytes, name: str, limits: MediaLimits = LIMITS) -> tuple[NDArray[np.float32], int]:
+    """The sound of an MP4 file, `[samples, 1]` and its rate."""
+    found = _track(data, name, limits)
+    if found is None:
+        raise DataError(f"{name}: the file holds no sound.")
+    return found
+
+
+def _container(data: bytes, name: str) -> str:
+    if data[4:8] == b"ftyp":
+        return "mp4"
+    if data.startswith(MATROSKA):
+        return "matroska"
+    if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
+        return "avi"
+    raise DataError(f"{name}: not an MP4, MOV, WebM, Matroska or AVI file (it begins with {data[:12].hex(' ')}).")
+
+
+@contextmanager
+def _opened(data: bytes, name: str) -> Iterator[Any]:
+    kind = _container(data, name)
+    need("av", name)
+    import av
+
+    try:
+        with av.open(io.BytesIO(data), format=kind, options={"protocol_whitelist": "none"}) as container:
+            yield container
+    except DataError:
+        raise
+    except (av.FFmpegError, ValueError, RuntimeError, MemoryError, EOFError) as error:
+        raise DataError(f"{name}: the video is damaged or of an unknown kind ({first_line(error)}).") from None
+
+
+def _frames(data: bytes, name: str, spec: VideoSpec, limits: MediaLimits) -> NDArray[np.uint8]:
+    total = _count_packets(data, name, limits)
+    wanted = [int((number + 0.5) * total / spec.frames) for number in range(spec.frames)]
+    kept: list[NDArray[np.uint8]] = []
+    last: Any = None
+    with _opened(data, name) as container:
+        for number, frame in enumerate(container.decode(video=0)):
+            if number >= limits.video_frames:
+                raise DataError(f"{name}: more than {limits.video_frames} frames; at most that many are decoded.")
+            check_pixels(name, frame.width, frame.height, limits)
+            last = frame
+            while len(kept) < spec.frames and wanted[len(kept)] <= number:
+                kept.append(kept[-1] if kept and wanted[len(kept)] == wanted[len(kept) - 1] else fit_image(frame.to_image(), spec.image))
+            if len(kept) == spec.frames:
+                break
+        if last is None:
+            raise DataError(f"{name}: no frame can be decoded.")
+        if len(kept) < spec.frames:  # some packets carry no frame
+            kept += [fit_image(last.to_image(), spec.image)] * (spec.frames - len(kept))
+    return np.stack(kept)
+
+
+def _count_packets(data: bytes, name: str, limits: MediaLimits) -> int:
+    """The number of video packets, after the limits on size and length have been checked."""
+    with _opened(data, name) as container:
+        if not container.streams.video:
+            raise DataError(f"{name}: the file holds no pictures.")
+        stream = container.streams.video[0]
+        check_pixels(name, stream.codec_context.width, stream.codec_context.height, limits)
+        seconds = (container.duration or 0) / 1e6
+        if seconds > limits.video_seconds:
+            raise DataError(f"{name}: {seconds:.0f} seconds of video; at most {limits.video_seconds:g} are decoded.")
+        total = 0
+        for packet in container.demux(stream):
+            total += packet.size > 0
+            if total > limits.video_frames:
+                raise DataError(f"{name}: more than {limits.video_frames} frames; at most that many are decoded.")
+    if total == 0:
+        raise DataError(f"{name}: the video is cut short: it holds no frame.")
+    return total
+
+
+def _track(data: bytes, name: str, limits: MediaLimits) -> tuple[NDArray[np.float32], int] | None:
+    """The first sound track, mono, at its own rate; None if there is none."""
+    blocks: list[NDArray[np.float32]] = []
+    with _opened(data, name) as container:
+        if not container.streams.audio:
+            return None
+        import av
+
+        rate = int(container.streams.audio[0].codec_context.sample_rate or 0)
+        check_sound(name, rate, 1, 0, limits)
+        mono = av.AudioResampler(format="fltp", layout="mono", rate=rate)
+        count = 0
+        for frame in container.decode(audio=0):
+            for part in mono.resample(frame):
+                blocks.append(np.asarray(part.to_ndarray()[0], np.float32))
+                count += len(blocks[-1])
+            check_sound(name, rate, 1, count, limits)
+        for part in mono.resample(None):
+            blocks.append(np.asarray(part.to_ndarray()[0], np.float32))
+    samples = np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
+    if len(samples) == 0:
+        return None
+    if not np.isfinite(samples).all():
+        raise DataError(f"{name}: the sound holds values that are not finite.")
+    return samples[:, None], rate

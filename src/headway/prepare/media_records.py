@@ -1,0 +1,69 @@
+"""Conversations with pictures and sounds. In: a `MediaRecord`; out: its turns with marks, and its media in the order of the marks.
+
+    {"image": "a.png", "instruction": "What is it?", "response": "A cat."}
+        -> user "<image>\\nWhat is it?", assistant "A cat.", media (a.png,)
+
+A record without any mark gets its marks before the first question: pictures, then sounds, then videos. Otherwise each modality must have as
+many marks as media; any difference is an error with file and line.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from headway.errors import DataError
+from headway.media.items import MODALITIES, MediaRef, Modality
+from headway.media.records import MARKS, MediaRecord
+from headway.prepare.parse_chat import Conversation, parse_conversation
+from headway.text.record_keys import KeyMap
+from headway.tokenizer.chat_template import Turn
+
+MARK = re.compile("|".join(MARKS.values()))
+OF_MARK: dict[str, Modality] = {mark: modality for modality, mark in MARKS.items()}
+
+
+@dataclass(frozen=True)
+class MediaConversation:
+    """A conversation whose texts hold one mark for each of `media`, in the same order."""
+
+    conversation: Conversation
+    media: tuple[MediaRef, ...]
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns, with marks."""
+        return self.conversation.turns
+
+    @property
+    def answer(self) -> str:
+        """The last turn of the assistant."""
+        return next(turn.content for turn in reversed(self.turns) if turn.role == "assistant")
+
+
+def parse_media(record: MediaRecord, keys: KeyMap = KeyMap()) -> MediaConversation:
+    """The conversation of a record; marks and media must agree."""
+    conversation = parse_conversation(record.record, keys)
+    turns = conversation.turns
+    marks = [mark for turn in turns for text in (turn.content, turn.context) for mark in MARK.findall(text)]
+    if not marks and record.media:
+        turns, marks = _marked(turns, record)
+    waiting = {modality: list(record.of(modality)) for modality in MODALITIES}
+    for modality, mark in MARKS.items():
+        if marks.count(mark) != len(waiting[modality]):
+            raise DataError(
+                f"{record.place}: {marks.count(mark)} {mark} marks in the texts, but {len(waiting[modality])} {modality} files; "
+                "write one mark for each file, or no mark at all."
+            )
+    media = tuple(waiting[OF_MARK[mark]].pop(0) for mark in marks)
+    return MediaConversation(replace(conversation, turns=turns), media)
+
+
+def _marked(turns: tuple[Turn, ...], record: MediaRecord) -> tuple[tuple[Turn, ...], list[str]]:
+    """The turns with all marks at the beginning of the first question."""
+    first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
+    if first is None:
+        raise DataError(f"{record.place}: no turn of the user that the media could belong to.")
+    marks = [MARKS[ref.modality] for ref in record.media]
+    text = "".join(f"{mark}\n" for mark in marks) + turns[first].content
+    return (*turns[:first], replace(turns[first], content=text), *turns[first + 1 :]), marks

@@ -1,0 +1,170 @@
+"""Checks multimodal records (`headway data validate --kind multimodal`). In: files, folders, tars; out: every bad record and broken file.
+
+Each record is parsed as training would parse it, every picture, sound and video that it names is decoded whole, and its answer is checked
+against a schema if one is given. A file that many records name is decoded once. Nothing is skipped: a record is good or in the report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from headway.errors import DataError
+from headway.media.items import ImageSpec, MediaRef, decode_image, read_samples
+from headway.media.records import MediaOptions, parse_media_record
+from headway.media.schema import AnswerSchema
+from headway.media.sources import read_source, source_files
+from headway.media.video import decode_video
+from headway.prepare.encode import count_unread
+from headway.prepare.media_records import parse_media
+from headway.prepare.validate import BadRecord, ended_at, read_lines
+from headway.runtime.machine import usable_cores
+from headway.runtime.progress import progress
+from headway.text.document import Record
+from headway.text.formats import FORMATS
+from headway.text.raw import RawFile
+from headway.text.record_keys import KeyMap
+
+REMEMBERED = 100_000
+"""Files whose result is kept for other records that name them."""
+RECORDS_PER_THREAD = 4
+MOST_THREADS = 8
+
+
+@dataclass(frozen=True)
+class ValidateMediaOptions:
+    """What records must be."""
+
+    media: MediaOptions = MediaOptions()
+    keys: KeyMap = KeyMap()
+    schema: AnswerSchema | None = None
+
+
+@dataclass
+class MediaReport:
+    """Counts of records and media, and everything that is wrong."""
+
+    files: int = 0
+    good: int = 0
+    bad_records: int = 0
+    bad: list[BadRecord] = field(default_factory=list)
+    """One entry for each broken file or wrong value; a record may have several."""
+    captions: int = 0
+    conversations: int = 0
+    media: Counter[str] = field(default_factory=Counter)
+    """Modality -> media of good records."""
+    text_only: int = 0
+    """Good records without media."""
+    unread: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def records(self) -> int:
+        """Good and bad ones."""
+        return self.good + self.bad_records
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    media: tuple[MediaRef, ...]
+    is_caption: bool
+    unread: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+def validate_media(paths: Sequence[Path | str], options: ValidateMediaOptions = ValidateMediaOptions()) -> MediaReport:
+    """Read and decode everything. Bad records are in the report and raise nothing."""
+    report = MediaReport()
+    check = _Checker(options)
+    files = source_files(list(paths))
+    threads = min(MOST_THREADS, usable_cores())
+    with progress("validate", total=len(files), unit="files") as advance, ThreadPoolExecutor(threads) as pool:
+        for file in files:
+            report.files += 1
+            entries = _entries(file, options)
+            while batch := list(islice(entries, RECORDS_PER_THREAD * threads)):
+                for entry, found in zip(batch, pool.map(check, batch), strict=True):
+                    _count(report, entry, found)
+            advance(1)
+    return report
+
+
+def _entries(file: Path, options: ValidateMediaOptions) -> Iterator[Record | BadRecord]:
+    raw = RawFile.at(file)
+    if not file.is_dir() and FORMATS.get(raw.suffix) == "jsonl":
+        yield from read_lines(raw)
+        return
+    try:
+        yield from read_source(file, options.media.limits)
+    except DataError as error:
+        yield ended_at(str(file), error)
+
+
+class _Checker:
+    """Parses a record and decodes its media; remembers the results of files."""
+
+    def __init__(self, options: ValidateMediaOptions) -> None:
+        self.options = options
+        self._known: OrderedDict[Path, str | None] = OrderedDict()
+
+    def __call__(self, entry: Record | BadRecord) -> _Parsed | list[str]:
+        """What a good record holds, or what is wrong with a bad one."""
+        if isinstance(entry, BadRecord):
+            return [entry.message]
+        try:
+            parsed = self._parse(entry)
+        except DataError as error:
+            return [str(error).removeprefix(f"{entry.place}: ")]
+        wrong = [*parsed.problems, *(found.removeprefix(f"{entry.place}: ") for ref in parsed.media if (found := self._decode(ref)))]
+        return wrong or parsed
+
+    def _parse(self, record: Record) -> _Parsed:
+        found = parse_media_record(record, self.options.media)
+        if not found.is_conversation:
+            return _Parsed(found.media, True, (), ())
+        conversation = parse_media(found, self.options.keys)
+        schema = self.options.schema
+        problems = () if schema is None else tuple(f"{one}." for one in schema.problems(conversation.answer))
+        return _Parsed(conversation.media, False, conversation.conversation.unread, problems)
+
+    def _decode(self, ref: MediaRef) -> str | None:
+        if ref.path is not None and ref.path in self._known:
+            return self._known[ref.path]
+        try:
+            self._decode_whole(ref)
+            problem = None
+        except DataError as error:
+            problem = str(error)
+        if ref.path is not None:
+            self._known[ref.path] = problem
+            while len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        return problem
+
+    def _decode_whole(self, ref: MediaRef) -> None:
+        limits = self.options.media.limits
+        if ref.modality == "image":
+            decode_image(ref, ImageSpec(64, 64), limits)
+        elif ref.modality == "audio":
+            read_samples(ref, limits)
+        else:
+            decode_video(ref, limits=limits)
+
+
+def _count(report: MediaReport, entry: Record | BadRecord, found: _Parsed | list[str]) -> None:
+    if isinstance(found, list):
+        report.bad_records += 1
+        if isinstance(entry, BadRecord):
+            report.bad.append(entry)
+        else:
+            report.bad += [BadRecord(entry.source, entry.line, message, entry.number) for message in found]
+        return
+    report.good += 1
+    report.captions += found.is_caption
+    report.conversations += not found.is_caption
+    report.media.update(ref.modality for ref in found.media)
+    report.text_only += not found.media
+    count_unread(found.unread, report.unread)

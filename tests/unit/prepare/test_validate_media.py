@@ -1,0 +1,65 @@
+"""`data validate --kind multimodal` reports every broken file with file and line, and counts every record."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.fuzzing import run_verb
+
+from headway.media.synthetic import SyntheticMedia, write_media
+from headway.prepare.validate_media import ValidateMediaOptions, validate_media
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("set")
+    write_media(folder, SyntheticMedia(12, 2, image_size=16, seconds=0.1))
+    return folder
+
+
+def test_the_generated_set_is_good(made: Path) -> None:
+    report = validate_media([made / "captions.jsonl", made / "chat.jsonl"], ValidateMediaOptions())
+    lines = sum(len((made / f"{name}.jsonl").read_text().splitlines()) for name in ("captions", "chat"))
+    assert not report.bad and report.records == report.good == lines and report.captions == 12
+    assert report.media["image"] > 30 and report.media["audio"] > 30
+
+
+def test_every_broken_file_is_reported_with_its_line(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cut.png").write_bytes((made / "images").joinpath("000001.png").read_bytes()[:300])
+    (tmp_path / "cut.wav").write_bytes(b"RIFF0000WAVE")
+    (tmp_path / "ok.png").write_bytes((made / "images").joinpath("000001.png").read_bytes())
+    lines = [
+        json.dumps({"text": "a", "image": "ok.png"}),
+        json.dumps({"text": "a", "image": "cut.png", "audio": "cut.wav"}),
+        "not JSON",
+        json.dumps({"text": "a", "image": "none.png"}),
+        json.dumps({"text": "a", "image": "http://x/a.png"}),
+        json.dumps({"text": "a", "image": "cut.png"}),
+        json.dumps({"instruction": "a", "response": "{}", "image": "ok.png"}),
+        json.dumps(
+            {"messages": [{"role": "user", "content": "<image><image>"}, {"role": "assistant", "content": "b"}], "images": ["ok.png"]}
+        ),
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    assert run_verb(["data", "validate", str(file), "--kind", "multimodal", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["records"], found["good"], found["bad_records"]) == (8, 2, 6)
+    assert [one["line"] for one in found["bad"]] == [2, 2, 3, 4, 5, 6, 8]
+    assert run_verb(["data", "validate", str(file), "--kind", "multimodal", "--schema", "purrsight_v3"]) == 1
+    shown = capsys.readouterr().out
+    assert f"{file}:7: answer has no 'diagnostic'." in shown and "8 records in 1 files: 1 good, 7 bad" in shown
+
+
+def test_options_of_other_kinds_are_refused(made: Path) -> None:
+    file = str(made / "captions.jsonl")
+    assert run_verb(["data", "validate", file, "--kind", "multimodal", "--tokenizer", "x"]) == 2
+    assert run_verb(["data", "validate", file, "--kind", "chat", "--schema", "purrsight_v3"]) == 2
+    assert run_verb(["data", "validate", file, "--kind", "multimodal", "--schema", "none"]) == 2
+    assert run_verb(["data", "validate", file, "--kind", "nothing"]) == 2
+
+
+def test_the_verb_writes_the_generated_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_verb(["data", "synthetic-media", str(tmp_path / "out"), "--samples", "3", "--heldout", "2", "--json"]) == 0
+    assert Path(json.loads(capsys.readouterr().out)["chat_heldout"]).is_file()
+    assert run_verb(["data", "synthetic-media", str(tmp_path / "out"), "--samples", "0"]) == 2
