@@ -1,0 +1,107 @@
+"""Follows a file that another process appends to: each look returns the bytes that were added since the last one, in whole lines.
+
+A half-written last line waits for its end. A file that was replaced, cut off, or cut off and written again is read from its beginning:
+its inode, its size and the bytes before the place we are at say so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CHUNK_BYTES = 4 << 20
+MARK_BYTES = 512
+LONGEST_LINE = 4 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far a file has been read."""
+
+    inode: int = 0
+    offset: int = 0
+    mark: str = ""
+    """Checksum of the bytes before `offset`."""
+
+
+START = Place()
+
+
+def read_at(path: Path, offset: int, size: int) -> bytes:
+    """Bytes of a regular file; fewer at its end."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return b""
+        file.seek(offset)
+        return file.read(size) or b""
+
+
+def is_same_file(path: Path, place: Place) -> bool:
+    """Whether the file still has the bytes before `place`."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    if found.st_ino != place.inode or found.st_size < place.offset:
+        return False
+    return place.offset == 0 or mark(path, place.offset) == place.mark
+
+
+def mark(path: Path, offset: int) -> str:
+    """Checksum of the last bytes before an offset."""
+    begin = max(0, offset - MARK_BYTES)
+    try:
+        return hashlib.sha256(read_at(path, begin, offset - begin)).hexdigest()
+    except OSError:
+        return ""
+
+
+def pending_bytes(path: Path, place: Place) -> int:
+    """How many bytes were added since; 0 if the file is gone."""
+    try:
+        return max(0, path.stat().st_size - place.offset)
+    except OSError:
+        return 0
+
+
+def read_new(path: Path, place: Place, limit: int | None = None) -> Iterator[tuple[bytes, Place]]:
+    """Chunks of whole lines after `place`, each with the place behind it; ends at the last complete line, or after `limit` bytes."""
+    try:
+        inode = path.stat().st_ino
+    except OSError:
+        return
+    offset, read, rest = place.offset, 0, b""
+    while limit is None or read < limit:
+        try:
+            chunk = read_at(path, offset + len(rest), CHUNK_BYTES)
+        except OSError:
+            return
+        if not chunk:
+            return
+        read += len(chunk)
+        whole = rest + chunk
+        end = whole.rfind(b"\n") + 1
+        if end == 0 and len(whole) > LONGEST_LINE:  # damage: skip it as one damaged line
+            end = len(whole)
+        if end:
+            lines, rest, offset = whole[:end], whole[end:], offset + end
+            yield lines, Place(inode, offset, hashlib.sha256(lines[-MARK_BYTES:]).hexdigest() if end >= MARK_BYTES else mark(path, offset))
+        else:
+            rest = whole
+
+
+def last_lines(path: Path, size: int) -> tuple[bytes, int]:
+    """The whole lines among the last `size` bytes of a file, and the size of the file."""
+    try:
+        total = path.stat().st_size
+        begin = max(0, total - size)
+        content = read_at(path, begin, size)
+    except OSError:
+        return b"", 0
+    if begin:
+        content = content[content.find(b"\n") + 1 :] if b"\n" in content else content
+    return content, total

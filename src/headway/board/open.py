@@ -1,0 +1,60 @@
+"""Opens a board: the words of the command line come in; sources, a list of runs or a running server go out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from headway.board.access import Access, choose_token
+from headway.board.server import BoardServer
+from headway.board.watch import Board, LocalSource, Source
+from headway.errors import ConfigError
+
+DEFAULT = "runs"
+FIRST_LOOK_SECONDS = 30.0
+
+
+def open_sources(given: Sequence[str]) -> list[Source]:
+    """What each text means; a folder that does not exist is refused."""
+    found: list[Source] = []
+    for text in list(given or ()) or [DEFAULT]:
+        found.append(_source(text, is_default=not given))
+    return found
+
+
+def _source(text: str, *, is_default: bool) -> Source:
+    path = Path(text).expanduser()
+    if not path.is_dir():
+        remedy = "Give the folder that holds your runs." if is_default else "Give a folder, ssh://host/path or s3://bucket/prefix."
+        raise ConfigError(f"{text}: {'is not a folder' if path.exists() else 'does not exist'}. {remedy}")
+    return LocalSource(path)
+
+
+def list_runs(sources: Sequence[Source]) -> list[dict[str, Any]]:
+    """The runs of some sources, newest first."""
+    board = Board(sources)
+    try:
+        for source in sources:
+            source.refresh()
+            board.look(source)
+        return sorted(board.rows()["runs"], key=lambda row: (-row["updated"], row["name"]))
+    finally:
+        board.close()
+
+
+def serve(sources: Sequence[Source], host: str, port: int, names: Sequence[str], started: Callable[[dict[str, Any]], None]) -> None:
+    """Serve a board until Ctrl-C or SIGTERM."""
+    token = choose_token(host)
+    with Board(sources) as board:
+        server = BoardServer((host, port), board, Access(host, token, names))
+        try:
+            started({"url": _url(host, server.port, token), "host": host, "port": server.port, "runs": len(board.runs)})
+            server.serve_forever(poll_interval=0.5)
+        finally:
+            server.server_close()
+
+
+def _url(host: str, port: int, token: str | None) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{port}/" + (f"?token={token}" if token is not None else "")

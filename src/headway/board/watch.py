@@ -1,0 +1,299 @@
+"""All runs of a board: finds them, follows their files while somebody looks, builds their indexes in other processes.
+
+Folders and mirrors of remote folders come in. Every change of a run gives it a new number, so that a page asks only for what changed.
+One thread looks; requests only read what it has found, and never wait for a slow disk or network behind it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from headway.board.curves import RunCurves
+from headway.board.index import build_index
+from headway.board.preview import last_record
+from headway.board.runs import RunStatus, StatusReader, file_mark, find_runs, run_id
+from headway.runtime.process import worker_pool
+from headway.train.run_folder import METRICS
+
+LOOK_SECONDS = 0.7
+FIND_SECONDS = 5.0
+IDLE_SECONDS = 30.0
+"""Nobody has asked for this long: files are left alone until somebody does."""
+FULL_STATUS_SECONDS = 3.0
+BUILDERS = 2
+LISTED = (
+    "loss", "lr", "grad_norm", "tokens_per_second", "tgs", "mfu_full", "mfu_causal", "memory_bytes", "eta_seconds", "num_consumed_tokens",
+    "step_seconds", "stage",
+)  # fmt: skip
+log = logging.getLogger("headway")
+
+
+class Source(Protocol):
+    """Where run folders are: on this machine, or copied from another."""
+
+    label: str
+    is_here: bool
+    problem: str
+
+    def folders(self) -> list[tuple[str, Path]]:
+        """Names and local folders of the runs."""
+        ...
+
+    def refresh(self) -> None:
+        """Bring copies up to date; does nothing for folders of this machine."""
+        ...
+
+    def clock(self) -> float:
+        """The time on the machine where the runs are."""
+        ...
+
+    def want(self, folder: Path) -> None:
+        """Somebody looks at this run: fetch what is only fetched on demand."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalSource:
+    """A folder of this machine."""
+
+    is_here = True
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.label, self.problem = root, str(root), ""
+
+    def folders(self) -> list[tuple[str, Path]]:
+        """Named by their path below the root; the root itself by its own name."""
+        found = find_runs(self.root)
+        self.problem = "" if found else "no runs here yet"
+        return [(str(path.relative_to(self.root)) if path != self.root else path.absolute().name, path) for path in found]
+
+    def refresh(self) -> None:
+        """Nothing to copy."""
+
+    def clock(self) -> float:
+        """This machine's."""
+        return time.time()
+
+    def want(self, folder: Path) -> None:
+        """Everything is here."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass
+class WatchedRun:
+    """One run of a board."""
+
+    id: str
+    name: str
+    folder: Path
+    source: Source
+    curves: RunCurves
+    reader: StatusReader
+    status: RunStatus = field(default_factory=RunStatus)
+    newest: dict[str, Any] = field(default_factory=dict)
+    version: int = 0
+    building: Future[None] | None = None
+    is_wanted: bool = False
+    """Somebody has looked at its curves."""
+    looked_at: float = 0.0
+    mark: tuple[int, int] = (0, 0)
+
+    def row(self) -> dict[str, Any]:
+        """What the list shows, as plain values."""
+        values = {name: self.newest.get(name) for name in LISTED}
+        return {
+            "id": self.id, "name": self.name, "source": self.source.label, "version": self.version, "partial": self.is_indexing,
+            **asdict(self.status), **values,
+        }  # fmt: skip
+
+    @property
+    def is_indexing(self) -> bool:
+        """Whether its curves will become finer."""
+        return self.building is not None
+
+
+class Board:
+    """The runs of some sources."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = list(sources)
+        self.runs: dict[str, WatchedRun] = {}
+        self.version = 1
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self._asked = time.monotonic()
+        self._wake = threading.Event()
+        self._over = threading.Event()
+        self._stack = ExitStack()
+        self._pool: ProcessPoolExecutor | None = None
+        self._threads: list[threading.Thread] = []
+        self._found_at: dict[int, float] = {}
+
+    def start(self) -> Board:
+        """Find the runs once, then keep looking from threads: one for each source, so that a slow host delays only itself."""
+        for source in self.sources:
+            if source.is_here:
+                self.look(source)
+            thread = threading.Thread(target=self._watch, args=(source,), name=f"board {source.label}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return self
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._over.set()
+        self._wake.set()
+        for source in self.sources:
+            source.close()
+        for thread in self._threads:
+            thread.join(timeout=5.0)
+        with self.lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            for process in list((getattr(pool, "_processes", None) or {}).values()):
+                process.terminate()
+        self._stack.close()
+
+    def __enter__(self) -> Board:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def touch(self) -> None:
+        """Somebody looks."""
+        self._asked = time.monotonic()
+        self._wake.set()
+
+    def _watch(self, source: Source) -> None:
+        while not self._over.is_set():
+            if time.monotonic() - self._asked > IDLE_SECONDS:
+                self._wake.clear()
+                self._wake.wait()
+                continue
+            begun = time.monotonic()
+            try:
+                source.refresh()
+                self.look(source)
+            except Exception as problem:  # a board goes blind otherwise; the page shows why
+                source.problem = f"{type(problem).__name__}: {problem}"
+                log.debug("%s: %s", source.label, problem, exc_info=True)
+            self._over.wait(max(0.1, LOOK_SECONDS - (time.monotonic() - begun)))
+
+    def look(self, source: Source) -> None:
+        """Find new runs now and then, and read what is new in each."""
+        now = time.monotonic()
+        if now - self._found_at.get(id(source), -1e9) >= FIND_SECONDS or not source.is_here:
+            self._find(source)
+            self._found_at[id(source)] = now
+        with self.lock:
+            runs = [run for run in self.runs.values() if run.source is source]
+        for run in runs:
+            if self._over.is_set():
+                return
+            self._look_at(run, now)
+
+    def _find(self, source: Source) -> None:
+        found = {run_id(source.label, name): (name, folder) for name, folder in source.folders()}
+        with self.lock:
+            known = {run.id for run in self.runs.values() if run.source is source}
+            for gone in known - found.keys():
+                del self.runs[gone]
+                self.version += 1
+            for new in found.keys() - known:
+                name, folder = found[new]
+                curves = RunCurves(folder / METRICS)
+                self.runs[new] = WatchedRun(new, name, folder, source, curves, StatusReader(folder, is_here=source.is_here))
+                self._mark_changed(self.runs[new])
+
+    def _look_at(self, run: WatchedRun, now: float) -> None:
+        mark = file_mark(run.folder / METRICS)
+        is_new = mark != run.mark
+        if not is_new and run.building is None and now - run.looked_at < FULL_STATUS_SECONDS:
+            return
+        run.looked_at, run.mark = now, mark
+        changed = False
+        if run.building is not None and run.building.done():
+            run.building = None
+            run.curves.built()
+            changed = True
+        if run.is_wanted and run.building is None:
+            if run.curves.wants_build:
+                self._build(run)
+                changed = True
+            else:
+                changed |= run.curves.update()
+        newest = run.curves.newest() if run.is_wanted and not run.curves.is_partial else last_record(run.folder / METRICS).newest()
+        status = run.reader.read(newest, run.source.clock())
+        if changed or is_new or status != run.status or newest.keys() != run.newest.keys():
+            with self.lock:
+                run.newest, run.status = newest, status
+                self._mark_changed(run)
+
+    def _mark_changed(self, run: WatchedRun) -> None:
+        with self.changed:
+            self.version += 1
+            run.version = self.version
+            self.changed.notify_all()
+
+    def _build(self, run: WatchedRun) -> None:
+        with self.lock:
+            if self._over.is_set():
+                return
+            if self._pool is None:
+                self._pool = self._stack.enter_context(worker_pool(min(BUILDERS, os.cpu_count() or 1)))
+            run.building = self._pool.submit(build_index, run.curves.path, run.curves.index.folder)
+
+    def want(self, ids: Iterable[str]) -> list[WatchedRun]:
+        """The runs with these ids; their curves are kept up to date from now on."""
+        found: list[WatchedRun] = []
+        for one in ids:
+            run = self.runs.get(one)
+            if run is None:
+                continue
+            found.append(run)
+            if not run.is_wanted:
+                run.is_wanted = True
+                run.source.want(run.folder)
+                if run.curves.wants_build:
+                    if run.building is None:
+                        self._build(run)
+                else:
+                    run.curves.update()
+        return found
+
+    def rows(self, since: int = 0) -> dict[str, Any]:
+        """The runs that changed after version `since`, the ids of all, and what is wrong with sources."""
+        with self.lock:
+            changed = [run.row() for run in self.runs.values() if run.version > since]
+            return {
+                "version": self.version,
+                "now": time.time(),
+                "ids": list(self.runs) if changed or since == 0 or self._are_fewer(since) else None,
+                "runs": changed,
+                "sources": [{"label": one.label, "problem": one.problem} for one in self.sources],
+            }
+
+    def _are_fewer(self, since: int) -> bool:
+        return self.version > since
+
+    def wait_until(self, is_true: Callable[[], bool], seconds: float) -> bool:
+        """Wait until something holds; for verbs that print once and for tests."""
+        end = time.monotonic() + seconds
+        while not is_true():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+        return True

@@ -1,0 +1,92 @@
+"""Run folders for tests of the board, written the way a run writes them."""
+
+import json
+import math
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from headway.board.access import Access
+from headway.board.server import BoardServer
+from headway.board.watch import Board, LocalSource
+from headway.track.metrics_file import MetricsFile
+
+
+def record(step: int, seed: float = 0.0) -> dict[str, Any]:
+    """A step's record with the fields of a real one."""
+    found: dict[str, Any] = {
+        "step": step, "loss": 2.0 + 5.0 / (1 + step / 50) + 0.1 * math.sin(step * 1.7 + seed),
+        "grad_norm": 1.0 + 0.1 * math.cos(step + seed),
+        "lr": 1e-3 / (1 + step / 1000), "loss/web": 3.0 + seed, "loss/code": 2.0, "num_consumed_tokens": 4096 * step, "epoch": 0,
+        "time": {"step_seconds": 0.25, "tokens_per_second": 16384.0 + step % 7, "mfu_full": 0.4, "memory_bytes": 1 << 33,
+                 "eta_seconds": 60.0},
+    }  # fmt: skip
+    if step % 10 == 0:
+        found["valid"] = {"valid": {"loss": 3.0 - step / 1e6, "tokens": 100}}
+    return found
+
+
+def make_run(folder: Path, steps: int, *, seed: float = 0.0, done: bool = True, lr: float = 1e-3) -> Path:
+    """A run folder with `steps` records."""
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(f"run: {{name: {folder.name}}}\noptim: {{kind: adamw, lr: {lr}}}\nsteps: {steps}\n")
+    with open(folder / "metrics.jsonl", "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record(step, seed)) + "\n" for step in range(1, steps + 1))
+    events = [{"time": 1.0e9, "event": "start", "step": 0, "text": "begins"}]
+    if done:
+        events.append({"time": 1.0e9 + 60, "event": "finish", "step": steps, "text": "done"})
+        (folder / "summary.json").write_text(json.dumps({"steps": steps, "seconds": 60.0, "checkpoint": None, "best_loss": 2.0}))
+    (folder / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+    (folder / "train.log").write_text("2026-01-01 INFO begins\n2026-01-01 INFO done\n")
+    return folder
+
+
+def append_record(folder: Path, step: int, **more: Any) -> None:
+    """Another step, written as a run writes it."""
+    MetricsFile(folder / "metrics.jsonl").write(record(step) | more)
+
+
+class Client:
+    """Asks a board."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def get(self, path: str, headers: dict[str, str] | None = None, method: str = "GET") -> tuple[int, bytes, dict[str, str]]:
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=headers or {}, method=method)
+        opener = urllib.request.build_opener(_NoRedirect())
+        try:
+            with opener.open(request, timeout=20) as answer:
+                return answer.status, answer.read(), dict(answer.headers)
+        except urllib.error.HTTPError as answer:
+            with answer:
+                return answer.code, answer.read(), dict(answer.headers)
+
+    def json(self, path: str) -> Any:
+        status, content, _ = self.get(path)
+        assert status == 200, (path, status, content)
+        return json.loads(content)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *given: Any) -> None:
+        return None
+
+
+@contextmanager
+def serving(root: Path, *, host: str = "127.0.0.1", token: str | None = None) -> Iterator[tuple[Client, Board]]:
+    """A board of a folder on a free port. With another `host` it still listens on loopback, under that host's rules."""
+    with Board([LocalSource(root)]) as board:
+        server = BoardServer(("127.0.0.1", 0), board, Access(host, token))
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        try:
+            yield Client(server.port), board
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()

@@ -1,0 +1,104 @@
+"""Which folders are runs, and the state of each."""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from support.board_runs import append_record, make_run
+
+from headway.board.runs import StatusReader, find_runs, flat_values, planned_steps
+from headway.board.watch import Board, LocalSource
+
+
+def beat(folder: Path, *, pid: int, progress: float = 0.0, host: str = "", at: float = 0.0) -> None:
+    place = folder / "logs" / "heartbeat"
+    place.mkdir(parents=True, exist_ok=True)
+    now = time.time()
+    values = {
+        "rank": 0,
+        "pid": pid,
+        "host": host or socket.gethostname(),
+        "step": 3,
+        "phase": "step",
+        "progress_at": now - progress,
+        "at": now - at,
+    }
+    (place / "rank-00000.json").write_text(json.dumps(values))
+
+
+def test_runs_are_found_below_a_folder_but_not_in_checkpoints_or_behind_links(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", 1)
+    make_run(tmp_path / "deep" / "b", 1)
+    make_run(tmp_path / "a" / "checkpoints" / "step-00000001" / "odd", 1)
+    make_run(tmp_path / "elsewhere" / ".hidden", 1)
+    os.symlink(tmp_path / "a", tmp_path / "link")
+    os.symlink(tmp_path, tmp_path / "deep" / "loop")
+    assert [str(path.relative_to(tmp_path)) for path in find_runs(tmp_path)] == ["a", "deep/b"]
+    assert find_runs(tmp_path / "a") == [tmp_path / "a"]
+
+
+@pytest.mark.parametrize(
+    ("harm", "state"),
+    [("none", "done"), ("no end", "failed"), ("stopped", "stopped"), ("crash", "failed"), ("live", "live"), ("stalled", "stalled"),
+     ("killed", "failed"), ("live elsewhere", "live"), ("silent elsewhere", "failed")],
+)  # fmt: skip
+def test_the_state_of_a_run(tmp_path: Path, harm: str, state: str) -> None:
+    folder = make_run(tmp_path / "run", 5, done=harm == "none")
+    events = folder / "events.jsonl"
+    more = {"stopped": "finish", "crash": "crash"}.get(harm)
+    if more is not None:
+        events.write_text(events.read_text() + json.dumps({"time": 1.0, "event": more, "step": 5, "text": ""}) + "\n")
+    if harm in ("live", "stalled"):
+        beat(folder, pid=os.getpid(), progress=9999.0 if harm == "stalled" else 1.0)
+    elif harm == "killed":
+        beat(folder, pid=2**22 - 3)
+    elif harm.endswith("elsewhere"):
+        beat(folder, pid=1, host="another-host", at=100.0 if harm.startswith("silent") else 1.0)
+    found = StatusReader(folder, is_here=not harm.endswith("elsewhere")).read({"step": 5.0, "step_seconds": 0.2})
+    assert (found.state, found.step, found.total_steps) == (state, 5, 5)
+
+
+def test_a_stage_takes_its_state_from_the_run(tmp_path: Path) -> None:
+    home = make_run(tmp_path / "run", 5, done=False)
+    stage = make_run(home / "stages" / "01-first", 5, done=False)
+    (stage / "events.jsonl").unlink()
+    beat(home, pid=os.getpid())
+    assert StatusReader(stage).read({}).state == "live"
+    (stage / "summary.json").write_text("{}")
+    assert StatusReader(stage).read({}).state == "done"
+
+
+def test_planned_steps_and_flat_values() -> None:
+    assert planned_steps({"steps": 5}) == 5 and planned_steps({}) is None and planned_steps({"steps": None}) is None
+    assert planned_steps({"steps": 3, "stages": [{"name": "a"}, {"name": "b", "steps": 6}]}) == 9
+    assert dict(flat_values({"a": {"b": 1}, "c": [1, 2], "d": [{"e": 1}], "f": {}})) == {"a.b": 1, "c": [1, 2], "d.0.e": 1, "f": {}}
+
+
+def test_a_board_follows_new_steps_new_runs_and_removed_ones(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one", 5, done=False)
+    beat(folder, pid=os.getpid())
+    source = LocalSource(tmp_path)
+    board = Board([source])
+    board.look(source)
+    (run,) = board.runs.values()
+    assert (run.name, run.status.state, run.status.step) == ("one", "live", 5)
+    before = board.version
+    board.look(source)
+    assert board.rows(before)["runs"] == []
+    append_record(folder, 6)
+    board.look(source)
+    (row,) = board.rows(before)["runs"]
+    assert row["step"] == 6 and row["version"] > before
+    board._found_at.clear()
+    make_run(tmp_path / "two", 1)
+    board.look(source)
+    assert {run.name for run in board.runs.values()} == {"one", "two"}
+    for path in sorted((tmp_path / "two").iterdir()):
+        path.unlink()
+    board._found_at.clear()
+    board.look(source)
+    assert {run.name for run in board.runs.values()} == {"one"}
+    board.close()
