@@ -32,14 +32,19 @@ class JobOptions:
     env: list[str] = typer.Option([], "--env", metavar="NAME[=VALUE]", help="A variable for every rank; without a value, this shell's.")
 
     def environment(self) -> dict[str, str]:
-        """The variables; one that is named without a value must be set here."""
+        """The variables of --env."""
+        return self.named(self.env, "--env")
+
+    @staticmethod
+    def named(texts: Sequence[str], where: str) -> dict[str, str]:
+        """NAME and NAME=VALUE as variables; one without a value must be set in this shell."""
         found: dict[str, str] = {}
-        for text in self.env:
+        for text in texts:
             name, equals, value = text.partition("=")
-            if not name.isidentifier():
-                raise ConfigError(f"--env is {text[:80]!r}; it must be NAME or NAME=VALUE, e.g. --env NCCL_DEBUG=INFO.")
+            if not (name.isidentifier() and name.isascii()):
+                raise ConfigError(f"{where} is {text[:80]!r}; it must be NAME or NAME=VALUE, e.g. NCCL_DEBUG=INFO.")
             if not equals and name not in os.environ:
-                raise ConfigError(f"--env {name} has no value, and {name} is not set in this shell. Set it, or write --env {name}=VALUE.")
+                raise ConfigError(f"{where} names {name}, which is not set in this shell. Set it, or give --env {name}=VALUE.")
             found[name] = value if equals else os.environ[name]
         return found
 

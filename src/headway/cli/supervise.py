@@ -28,7 +28,7 @@ def supervise(
     """Run a training command to its end: after a crash or a hang it is restarted from the newest complete checkpoint."""
     from headway.launch.supervise import supervise as run_supervised
     from headway.runtime.process import headway_command
-    from headway.train.config import SuperviseConfig
+    from headway.train.launch_config import SuperviseConfig
 
     recipe = _find_recipe(arguments)
     given = {"max_restarts": max_restarts, "backoff_seconds": backoff, "hang_seconds": hang_seconds}

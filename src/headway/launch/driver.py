@@ -7,6 +7,7 @@ job is. It supervises the command of the target (restarts, back-off, resume) and
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -24,7 +25,7 @@ from headway.errors import HeadwayError
 from headway.launch.failure import STOP_SIGNALS
 from headway.launch.supervise import Supervisor, make_supervisor
 from headway.launch.targets.base import JobHandle, State, open_target, read_handle
-from headway.launch.targets.driven import KILL, STOP, DriverState, cancel_level
+from headway.launch.targets.driven import KILL, STOP, DriverState, cancel_level, recipe_words
 from headway.runtime.log import start_logging
 from headway.runtime.process import boot_id, process_start
 from headway.train.config import Recipe
@@ -41,6 +42,7 @@ class Driver:
 
     def __init__(self, handle: JobHandle) -> None:
         self.handle = handle
+        self.target = cast(Any, open_target(handle.kind))
         pid = os.getpid()
         self.state = DriverState("running", socket.gethostname(), boot_id(), pid, process_start(pid))
         self.supervisor: Supervisor | None = None
@@ -66,10 +68,14 @@ class Driver:
         return code
 
     def _make_supervisor(self) -> Supervisor:
-        target = cast(Any, open_target(self.handle.kind))
         path, *overrides = recipe_words(self.handle.arguments)
         recipe = load(Recipe, find_recipe(path), overrides)
-        return make_supervisor(target.command(self.handle), recipe.supervise, recipe, self.handle.run_dir)
+        settings = recipe.supervise
+        if not self.target.detects_hangs:
+            settings = settings.model_copy(update={"hang_seconds": math.inf})
+        supervisor = make_supervisor(self.target.command(self.handle), settings, recipe, self.handle.run_dir)
+        supervisor.saved_step = lambda: self.target.saved_step(self.handle)
+        return supervisor
 
     def _outcome(self, code: int) -> State:
         stopped = code - 128 in STOP_SIGNALS or cancel_level(self.handle.run_dir) > 0
@@ -77,7 +83,7 @@ class Driver:
 
     def _now(self) -> DriverState:
         restarts = 0 if self.supervisor is None else self.supervisor.restarts
-        return replace(self.state, attempt=restarts + 1)
+        return replace(self.state, attempt=restarts + 1, step=self.target.step(self.handle))
 
     def _watch(self) -> None:
         """Pass requests to the supervisor, and show that this process lives."""
@@ -96,12 +102,6 @@ class Driver:
     def _write(self, state: DriverState) -> None:
         with suppress(HeadwayError):  # a disk that cannot be written now ends no job
             state.write(self.handle.run_dir)
-
-
-def recipe_words(arguments: Sequence[str]) -> list[str]:
-    """The recipe and its overrides among the words after `headway train`; options follow them."""
-    end = next((at for at, word in enumerate(arguments) if word.startswith("--")), len(arguments))
-    return list(arguments[:end])
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING
 
 from headway.errors import HeadwayError, LaunchError
 from headway.launch.failure import STOP_SIGNALS, USERS_MISTAKE
+from headway.launch.hang import HangDetector, record_hang, send_signal
 from headway.runtime.deferred import Deferred
-from headway.runtime.heartbeat import STACK_SIGNAL, Beat, is_alive, read_beats, stacks_file, suspects
+from headway.runtime.heartbeat import Beat, read_beats
 from headway.runtime.process import OUTCOME_FILE, RESTARTS, SUPERVISOR, safe_environment
 from headway.runtime.progress import duration
 from headway.runtime.stop import handled_signals
@@ -39,16 +40,14 @@ from headway.train.control import read_request, remove_request
 from headway.train.stages import steps_saved
 
 if TYPE_CHECKING:
-    from headway.train.config import Recipe, SuperviseConfig
+    from headway.train.config import Recipe
+    from headway.train.launch_config import SuperviseConfig
 
 log = logging.getLogger("headway")
 
 GAVE_UP = 3
 POLL_SECONDS = 0.1
 CHECK_SECONDS = 1.0
-MAX_CHECK_SECONDS = 5.0
-"""The most that one check adds to the time without progress, however long ago the last check was."""
-STACK_SECONDS = 3.0
 MAX_BACKOFF_SECONDS = 600.0
 PRESENCE_FILE = Path("logs") / "supervisor.json"
 Report = Callable[[Event, str, int], None]
@@ -91,6 +90,7 @@ class Supervisor:
         self.hang_detector = HangDetector(policy.hang_seconds)
         self.writes = Deferred()
         self.can_write = True
+        self.saved_step: Callable[[], int] = lambda: -1 if self.run_dir is None else steps_saved(self.run_dir)
 
     def run(self) -> int:
         """Run until the command is done, stopped, or has failed too often; returns its exit code as a shell shows it."""
@@ -156,12 +156,9 @@ class Supervisor:
 
     def _count_failure(self) -> None:
         """Count a failure; a run that got further than before starts counting again."""
-        step = self._newest_step()
+        step = self.saved_step()
         self.failures = 1 if step > self.furthest else self.failures + 1
         self.furthest = max(self.furthest, step)
-
-    def _newest_step(self) -> int:
-        return -1 if self.run_dir is None else steps_saved(self.run_dir)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
@@ -184,34 +181,15 @@ class Supervisor:
 
     def _end_hung(self, beats: list[Beat]) -> None:
         assert self.run_dir is not None
-        now = time.time()
-        states = [beat.describe(now) for beat in beats]
         log.error("no progress for %s; recording the stacks of every rank, then restarting", duration(self.policy.hang_seconds))
-        written = self._record_stacks(beats)
-        blame = suspects(beats, now)
-        report = {"at": now, "ranks": states, "suspects": blame, "stacks": written}
-        self.writes.replace(self.run_dir / "logs" / f"hang-{int(now)}.json", json.dumps(report, indent=2) + "\n")
-        self.report("hang", "; ".join(states) + (f". {blame}" if blame else ""), max(beat.step for beat in beats))
+        self.report("hang", record_hang(self.run_dir, beats, self.writes), max(beat.step for beat in beats))
         self._kill(beats)
-
-    def _record_stacks(self, beats: list[Beat]) -> list[str]:
-        """Make every rank write its stacks and wait a moment; a process stopped by the kernel cannot."""
-        assert self.run_dir is not None
-        files = {beat.rank: stacks_file(self.run_dir, beat.rank) for beat in beats}
-        before = {rank: _size(path) for rank, path in files.items()}
-        for beat in beats:
-            _send(beat.pid, STACK_SIGNAL)
-        until = time.monotonic() + STACK_SECONDS
-        while time.monotonic() < until and any(_size(path) == before[rank] for rank, path in files.items()):
-            time.sleep(POLL_SECONDS)
-        time.sleep(POLL_SECONDS)  # for the last lines
-        return [str(path) for rank, path in files.items() if _size(path) > before[rank]]
 
     def _kill(self, beats: Sequence[Beat] = ()) -> None:
         """Kill the command and the ranks; the ranks by their own ids, because launchers put them into separate groups."""
         assert self.child is not None
         for beat in beats:
-            _send(beat.pid, signal.SIGKILL)
+            send_signal(beat.pid, signal.SIGKILL)
         try:
             os.killpg(self.child.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -232,35 +210,6 @@ class Supervisor:
                     self.report("save_failure", str(problem), max(self.furthest, 0))
 
 
-class HangDetector:
-    """How long the ranks of this machine have made no progress, measured by changes in their heartbeats, not by clocks.
-
-    Only checked time counts: after a pause of the whole machine, ranks first get the chance to continue.
-    """
-
-    def __init__(self, hang_seconds: float, stale: Sequence[Beat] = ()) -> None:
-        self.hang_seconds = hang_seconds
-        self._stale = {(beat.rank, beat.pid, beat.at) for beat in stale}
-        """Heartbeats of an earlier start."""
-        self._idle: dict[int, tuple[object, float]] = {}
-        self._checked_at: float | None = None
-
-    def hung(self, beats: Sequence[Beat], *, counts: bool = True) -> list[Beat]:
-        """The ranks of this machine, if one of them has made no progress for too long; other machines have their own supervisor.
-
-        While the disk cannot be written (`counts` is false), heartbeats stop too and mean nothing.
-        """
-        now = time.monotonic()
-        passed = min(now - self._checked_at, MAX_CHECK_SECONDS) if self._checked_at is not None and counts else 0.0
-        self._checked_at = now
-        here = [beat for beat in beats if beat.host == socket.gethostname() and (beat.rank, beat.pid, beat.at) not in self._stale]
-        for beat in here:
-            mark = (beat.pid, beat.step, beat.phase, beat.progress_at)
-            before, idle = self._idle.get(beat.rank, (None, 0.0))
-            self._idle[beat.rank] = (mark, idle + passed if mark == before else 0.0)
-        return here if any(self._idle[beat.rank][1] > self.hang_seconds and is_alive(beat) for beat in here) else []
-
-
 def _read_outcome(outcome: Path, code: int) -> int:
     """The exit code that the command wrote to the file, else `code`."""
     try:
@@ -268,17 +217,6 @@ def _read_outcome(outcome: Path, code: int) -> int:
     except (OSError, ValueError):
         return code
     return int(text) if text.isdecimal() else code
-
-
-def _send(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _signal_name(number: int) -> str:

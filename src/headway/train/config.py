@@ -23,11 +23,13 @@ from headway.optim.base import OptimConfig
 from headway.optim.scaler import ScalerConfig
 from headway.parallel.config import MemoryConfig, ParallelConfig
 from headway.track.base import TrackerConfig
+from headway.train.launch_config import LaunchConfig, SuperviseConfig
 
 SHARED_BY_STAGES = {
     "stages": "stages have no stages",
     "run": "all stages share the run folder",
     "device": "all stages share the device",
+    "launch": "all stages run on the same machines",
     "callbacks": "all stages share the callbacks",
 }
 
@@ -70,18 +72,6 @@ class RunConfig(Section):
     def folder(self) -> Path:
         """The run folder."""
         return self.dir / self.name
-
-
-class SuperviseConfig(Section):
-    """When a supervised run (run.supervise or `headway supervise`) restarts and gives up. The flags of `headway supervise` override it."""
-
-    max_restarts: int = setting(5, "Failures in a row without a newer checkpoint, after which the supervisor gives up.", ge=0)
-    backoff_seconds: float = setting(10.0, "Pause before a restart; it doubles with each failure in a row, up to ten minutes.", ge=0)
-    hang_seconds: float = setting(
-        900.0,
-        "A rank that makes no progress (step, validation batch, save) for this long hangs: stacks are saved and all ranks restart.",
-        gt=0,
-    )
 
 
 Content = Literal["model", "optimizer", "scheduler", "sampler", "rng"]
@@ -248,6 +238,7 @@ class Recipe(Section):
 
     run: RunConfig = setting(RunConfig, "The run folder, and how the run is started.")
     supervise: SuperviseConfig = setting(SuperviseConfig, "When a supervised run restarts and gives up.")
+    launch: LaunchConfig = setting(LaunchConfig, "Where `headway launch` starts the run.")
     model: ModelConfig = setting(ModelConfig, "Model family and shape.", on_resume="fixed")
     init: InitConfig = setting(InitConfig, "Where the initial weights come from.")
     tokenizer: Path | None = setting(

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from headway.launch import supervise
-from headway.launch.supervise import HangDetector, RestartPolicy, Supervisor
+from headway.launch.hang import HangDetector
+from headway.launch.supervise import RestartPolicy, Supervisor
 from headway.runtime.heartbeat import Beat, stacks_file
 from headway.train.control import StopRequest, request_stop
 
@@ -113,7 +114,7 @@ def test_a_hung_run_leaves_its_stacks_is_told_killed_and_started_again(tmp_path:
 
 
 def test_a_stopped_process_counts_as_hung_though_it_cannot_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.launch.supervise.STACK_SECONDS", 0.3)
+    monkeypatch.setattr("headway.launch.hang.STACK_SECONDS", 0.3)
     watching, told = supervisor(BEATING.replace("time.sleep(60)", "os.kill(os.getpid(), signal.SIGSTOP)"), tmp_path)
     assert watching.run() == 0
     assert turns(tmp_path) == 2 and told[0][0] == "hang"

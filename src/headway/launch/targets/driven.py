@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -28,6 +28,7 @@ from headway.runtime.json_file import load_json
 from headway.runtime.process import boot_id, process_start
 from headway.runtime.run_lock import refuse_live
 from headway.runtime.storage import write_atomic, writing
+from headway.train.stages import steps_saved
 
 LOG = Path("logs") / "launch.log"
 STATE = Path("logs") / "launch-state.json"
@@ -93,15 +94,26 @@ def cancel_level(run_dir: Path) -> int:
         return STOP  # someone requested something
 
 
-def start_driver(handle: JobHandle, environment: Mapping[str, str]) -> None:
-    """Write the handle and start the driver in a session of its own; returns when it has begun."""
-    run_dir = handle.run_dir
+def recipe_words(arguments: Sequence[str]) -> list[str]:
+    """The recipe and its overrides among the words after `headway train`; options follow them."""
+    end = next((at for at, word in enumerate(arguments) if word.startswith("--")), len(arguments))
+    return list(arguments[:end])
+
+
+def refuse_running(run_dir: Path) -> None:
+    """Refuse a run folder in which a job runs."""
     refuse_live(run_dir)
     if (found := read_state(run_dir)) is not None and found[0].state not in FINAL and found[0].is_alive(found[1]):
         raise LaunchError(
             f"{run_dir} is running already: process {found[0].pid} on {found[0].host} drives it. "
             f"Stop it with `headway launch cancel {run_dir}`, or choose another run.name."
         )
+
+
+def start_driver(handle: JobHandle, environment: Mapping[str, str]) -> None:
+    """Write the handle and start the driver in a session of its own; returns when it has begun."""
+    run_dir = handle.run_dir
+    refuse_running(run_dir)
     with writing(run_dir):
         (run_dir / LOG).parent.mkdir(parents=True, exist_ok=True)
     for one in (STATE, CANCEL):
@@ -125,7 +137,18 @@ def start_driver(handle: JobHandle, environment: Mapping[str, str]) -> None:
 
 
 class DrivenTarget:
-    """Status, logs and cancel of a job with a driver."""
+    """Status, logs and cancel of a job with a driver. A target adds `submit` and `command`, what the driver supervises."""
+
+    detects_hangs = True
+    """Whether the supervisor looks at heartbeats: the ranks are on this machine."""
+
+    def saved_step(self, handle: JobHandle) -> int:
+        """The step of the newest checkpoint; -1 without one."""
+        return steps_saved(handle.run_dir)
+
+    def step(self, handle: JobHandle) -> int | None:
+        """The newest step, if it is known here otherwise than by heartbeats."""
+        return None
 
     def status(self, handle: JobHandle) -> JobStatus:
         """From the driver's file and the heartbeats in the run folder."""

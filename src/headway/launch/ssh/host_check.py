@@ -1,0 +1,133 @@
+"""What an agent finds out about its host before a job starts. In: questions of the launcher; out: answers, one for each.
+
+look     the number of GPUs, and whether headway's code is the same
+check    the fast checks of `headway doctor` together with all other hosts, paths that do not exist here
+listen   node 0 listens at the address where ranks will meet
+connect  the other nodes connect to it
+port     node 0 finds a free port at that address
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from headway.diagnose.host import HostNeeds, host_facts
+from headway.diagnose.preflight import preflight
+from headway.errors import LaunchError
+from headway.launch.gpus import read_gpus, visible
+
+CONNECT_SECONDS = 10.0
+GREETING = b"headway\n"
+
+
+class PipeExchange:
+    """How hosts swap texts during `preflight`: through the launcher, to which every host has a connection."""
+
+    def __init__(
+        self, rank: int, size: int, send: Callable[[Mapping[str, Any]], None], receive: Callable[[], dict[str, Any] | None]
+    ) -> None:
+        self.rank, self.size, self._send, self._receive = rank, size, send, receive
+
+    def swap(self, text: str) -> list[str]:
+        """Give a text; returns those of all hosts, by rank."""
+        self._send({"swap": text})
+        answer = self._receive()
+        if answer is None or answer.get("do") != "swapped":
+            raise LaunchError("the launcher ended the checks")
+        return list(answer["texts"])
+
+
+class HostCheck:
+    """Answers the questions of the launcher on one host."""
+
+    def __init__(self, send: Callable[[Mapping[str, Any]], None], receive: Callable[[], dict[str, Any] | None]) -> None:
+        self._send, self._receive = send, receive
+        self._listening: socket.socket | None = None
+
+    def answer(self, question: Mapping[str, Any]) -> None:
+        """Answer one question."""
+        known = {"look": self._look, "check": self._check, "listen": self._listen, "connect": self._connect, "port": self._port}
+        if question["do"] in known:
+            self._send(known[question["do"]](question))
+
+    def _look(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        enter_folder(question["workdir"])
+        gpus = len(visible(read_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")))
+        return {"looked": {"gpus": gpus, "code": host_facts().code}}
+
+    def _check(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        exchange = PipeExchange(question["node"], question["size"], self._send, self._receive)
+        needs = HostNeeds(question["ranks"], question["gpu_ranks"])
+        checks = preflight(exchange, Path(question["run"]).expanduser(), needs, {**os.environ, **question["environment"]})
+        missing = [path for path in question["paths"] if not _is_there(path)]
+        return {"checked": {"checks": [check.to_json() for check in checks], "missing": missing}}
+
+    def _listen(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            self._listening = listen(question["host"], question["port"])
+        except OSError as error:
+            return {"listening": None, "problem": error.strerror or str(error)}
+        threading.Thread(target=_greet, args=(self._listening,), daemon=True).start()
+        return {"listening": self._listening.getsockname()[1]}
+
+    def _connect(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            with socket.create_connection((question["host"], question["port"]), CONNECT_SECONDS) as connection:
+                connection.settimeout(CONNECT_SECONDS)
+                found = connection.recv(len(GREETING))
+        except OSError as error:
+            return {"connected": False, "problem": error.strerror or str(error)}
+        return {"connected": found == GREETING, "problem": "another program answers there"}
+
+    def _port(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            with listen(question["host"], 0) as found:
+                return {"port": int(found.getsockname()[1])}
+        except OSError as error:
+            raise LaunchError(
+                f"cannot listen at {question['host']}: {error.strerror or error}. Give --master with an address of it."
+            ) from None
+
+
+def _greet(listening: socket.socket) -> None:
+    while True:
+        try:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(GREETING)
+        except OSError:
+            return
+
+
+def enter_folder(workdir: str) -> None:
+    """Make a folder the working directory; a relative one begins at the login folder."""
+    folder = Path(workdir).expanduser()
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise LaunchError(f"working directory {folder}: {error.strerror}. Make it there, or give --workdir.") from None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address of this host; port 0: any free one."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen()
+    except OSError:
+        found.close()
+        raise
+    return found
+
+
+def _is_there(path: str) -> bool:
+    full = os.path.expanduser(path)
+    return os.path.exists(full) or (glob.has_magic(full) and next(glob.iglob(full, recursive=True), None) is not None)

@@ -1,0 +1,185 @@
+"""Hosts over ssh as a target. `submit` checks every host, writes the recipe into the run folder and starts the driver.
+
+    driver ──supervises──▶ session ──ssh──▶ agent on each host ──▶ headway train --nnodes N --node-rank K --master HOST:PORT
+
+What must be on the hosts already: Python with the same headway and torch, the data, and code files that the recipe names. The recipe
+itself is sent over the connection. See docs/cluster.md.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.config.load import find_external_code, load, read_plain
+from headway.config.user_code import is_file_name
+from headway.errors import ConfigError, LaunchError
+from headway.launch.nodes import parse_master
+from headway.launch.ssh.checks import HostsFound, HostsNeed, check_hosts
+from headway.launch.ssh.connection import SshOptions, address_of, ssh_words
+from headway.launch.ssh.hosts import Host, parse_hosts
+from headway.launch.ssh.rank_agent import RECIPE
+from headway.launch.ssh.session import PROGRESS
+from headway.launch.targets.base import Job, JobHandle, Target
+from headway.launch.targets.driven import DrivenTarget, refuse_running, start_driver
+from headway.runtime.json_file import load_json
+from headway.runtime.paths import S3Path
+from headway.runtime.storage import write_atomic, writing
+from headway.text.hub import is_hub_id
+from headway.train.config import Recipe
+from headway.train.launch_config import SshConfig
+from headway.train.stages import expand, steps_saved
+
+MAX_HOSTS = 1024
+
+
+@dataclass(frozen=True)
+class SshPlan:
+    """The hosts of a job and how they are reached."""
+
+    hosts: tuple[Host, ...]
+    ssh: SshOptions
+    workdir: str
+    master: tuple[str, int]
+
+
+def plan_ssh(settings: SshConfig, hosts: Sequence[Host] | None = None) -> SshPlan:
+    """The plan that the settings describe; `hosts` (from --hosts or --hostfile) win over those of the recipe."""
+    found = list(hosts) if hosts is not None else parse_hosts(",".join(settings.hosts)) if settings.hosts else []
+    if not found:
+        raise ConfigError("no hosts are given. Use --hosts a,b or --hostfile FILE, or set launch.ssh.hosts in the recipe.")
+    if len(found) > MAX_HOSTS:
+        raise ConfigError(f"{len(found)} hosts are given; at most {MAX_HOSTS} are supported over ssh. Use a scheduler, e.g. SLURM.")
+    if settings.config is not None and not Path(settings.config).expanduser().is_file():
+        raise ConfigError(f"--ssh-config is {settings.config!r}; there is no such file.")
+    config = None if settings.config is None else str(Path(settings.config).expanduser().absolute())
+    ssh = SshOptions(settings.python or sys.executable, config)
+    workdir = settings.workdir or os.getcwd()
+    if settings.master is None:
+        master = (address_of(found[0], ssh), 0)
+    elif ":" in settings.master.rpartition("]")[2]:
+        master = parse_master(settings.master)
+    else:
+        master = (settings.master.strip("[]"), 0)
+    return SshPlan(tuple(found), ssh, workdir, master)
+
+
+class SshTarget(DrivenTarget):
+    """Ranks on hosts that ssh reaches."""
+
+    detects_hangs = False
+    """The agents do."""
+
+    def __init__(self, plan: SshPlan | None = None) -> None:
+        self.plan = plan
+
+    def submit(self, job: Job) -> JobHandle:
+        """Check the hosts and start the driver."""
+        refuse_running(Path(os.path.abspath(job.run_dir)))
+        handle = self.handle(job, self.check(job))
+        with writing(handle.run_dir):
+            handle.run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomic(handle.run_dir / RECIPE, job.recipe.read_text(encoding="utf-8"))
+        start_driver(handle, {**os.environ, **job.environment})
+        return handle
+
+    def check(self, job: Job) -> HostsFound:
+        """Check all hosts; one line for each that fails."""
+        plan = self._planned()
+        if job.setup:
+            raise LaunchError("setup lines were given; the ssh target starts no shell. Use the environment of --python.")
+        recipe = load(Recipe, job.recipe, list(job.overrides))
+        uses_gpus = False if recipe.device == "cpu" or job.gpus == "none" else True if recipe.device == "cuda" else None
+        remote = recipe.checkpoint.locations(job.run_dir)[1]
+        need = HostsNeed(
+            plan.workdir, str(job.run_dir), plan.master, tuple(needed_paths(job, recipe)),
+            tuple(job.ranks_per_node or host.slots for host in plan.hosts), uses_gpus, keeps_ranks=job.gpus in (None, "none"),
+            shares=not isinstance(remote, S3Path), environment=job.environment,
+        )  # fmt: skip
+        return check_hosts(plan.hosts, plan.ssh, need)
+
+    def handle(self, job: Job, found: HostsFound) -> JobHandle:
+        """The record of a job on these hosts."""
+        plan = self._planned()
+        run_dir = Path(os.path.abspath(job.run_dir))
+        options: dict[str, Any] = {
+            "hosts": [host.to_json() for host in plan.hosts], "ranks": list(found.ranks), "python": plan.ssh.python,
+            "config": plan.ssh.config, "workdir": plan.workdir, "run": str(job.run_dir), "master": list(plan.master),
+            "env": sorted(job.environment), "is_shared": found.is_shared,
+        }  # fmt: skip
+        arguments = (str(run_dir / RECIPE), *job.train_arguments[1:])
+        return JobHandle("ssh", run_dir, arguments, hosts=tuple(host.label for host in plan.hosts), options=options)
+
+    def command(self, handle: JobHandle) -> list[str]:
+        """What the driver supervises."""
+        return [sys.executable, "-P", "-m", "headway.launch.ssh.session", str(handle.run_dir)]
+
+    def saved_step(self, handle: JobHandle) -> int:
+        """The newest checkpoint, as the first host reports it; the run folder here may be another one."""
+        return max(steps_saved(handle.run_dir), progress(handle.run_dir, "saved"))
+
+    def step(self, handle: JobHandle) -> int | None:
+        """The newest step, as the hosts report it."""
+        found = progress(handle.run_dir, "step")
+        return found if found >= 0 else None
+
+    def _planned(self) -> SshPlan:
+        if self.plan is None:
+            raise LaunchError("the ssh target was opened without hosts. Use `headway launch ssh`, or SshTarget(plan_ssh(...)).")
+        return self.plan
+
+
+def describe_commands(handle: JobHandle, plan: SshPlan) -> list[str]:
+    """For --dry-run: how ssh would be called for each host."""
+    import shlex
+
+    from headway.launch.ssh.connection import AGENT
+
+    return [shlex.join(ssh_words(host, plan.ssh, [plan.ssh.python, "-P", "-m", AGENT])) for host in plan.hosts]
+
+
+def progress(run_dir: Path, key: str) -> int:
+    """A number of launch-progress.json; -1 if it is not there."""
+    try:
+        return int(load_json(run_dir / PROGRESS)[key])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
+
+
+def needed_paths(job: Job, recipe: Recipe) -> list[str]:
+    """Local files and folders that a recipe reads, which must be on every host."""
+    found: list[str] = []
+    for one in [stage.recipe for stage in expand(recipe)] if recipe.stages else [recipe]:
+        found += _paths_of(one)
+    for code in find_external_code(read_plain(job.recipe, list(job.overrides))):
+        if code.module is not None and is_file_name(code.module):
+            found.append(code.module)
+    inside = f"{job.run_dir}{os.sep}"  # what an earlier stage of the run writes
+    return [path for path in dict.fromkeys(found) if "://" not in path and not path.startswith(inside)]
+
+
+def _paths_of(recipe: Recipe) -> Iterator[str]:
+    for source in recipe.data.train or ():
+        yield from _local(source.path)
+    sets = recipe.data.valid.sets if recipe.data.valid is not None else None
+    if isinstance(sets, str):
+        yield from _local(sets)
+    elif sets is not None:
+        yield from (path for sources in sets.values() for source in sources for path in _local(source.path))
+    for given in (recipe.tokenizer, recipe.init.source, recipe.init.adapter, recipe.init.masks):
+        if given is not None:
+            yield from _local(str(given))
+
+
+def _local(text: str) -> list[str]:
+    """The path, unless it may be the id of a model or data set of the hub."""
+    return [] if is_hub_id(text) and not os.path.exists(text) else [text]
+
+
+def build() -> Target:
+    """The target, for the verbs that look after a job."""
+    return SshTarget()
