@@ -19,7 +19,7 @@ from headway import __version__
 from headway.diagnose.check import Check, failures
 from headway.diagnose.host import host_facts
 from headway.errors import LaunchError
-from headway.launch.ssh.connection import Connection, Message, SshOptions
+from headway.launch.ssh.connection import Connection, HostMessage, SshOptions
 from headway.launch.ssh.hosts import Host
 from headway.runtime.machine import package_version
 
@@ -65,7 +65,7 @@ class HostsFound:
 
 def check_hosts(hosts: Sequence[Host], options: SshOptions, need: HostsNeed) -> HostsFound:
     """Check all hosts; nothing stays behind there."""
-    talk = Conversation(hosts, options)
+    talk = HostQuestions(hosts, options)
     try:
         _compare_versions(talk, talk.ask({}, "hello", HELLO_SECONDS), options)
         looks = talk.ask({node: {"do": "look", "workdir": need.workdir} for node in range(len(hosts))}, "looked", CHECK_SECONDS)
@@ -91,12 +91,12 @@ def check_hosts(hosts: Sequence[Host], options: SshOptions, need: HostsNeed) -> 
         talk.close()
 
 
-class Conversation:
+class HostQuestions:
     """Questions to all hosts at once. A host that fails is in `problems`; a question ends with all answers or one line per host."""
 
     def __init__(self, hosts: Sequence[Host], options: SshOptions) -> None:
         self.hosts, self.options = hosts, options
-        self.messages: queue.Queue[Message] = queue.Queue()
+        self.messages: queue.Queue[HostMessage] = queue.Queue()
         self.problems: dict[int, str] = {}
         self.connections = [Connection(node, host, options, self.messages) for node, host in enumerate(hosts)]
 
@@ -126,7 +126,7 @@ class Conversation:
         self.refuse()
         return answers
 
-    def _take(self, message: Message, key: str, answers: dict[int, Any], swaps: dict[int, str]) -> None:
+    def _take(self, message: HostMessage, key: str, answers: dict[int, Any], swaps: dict[int, str]) -> None:
         node, content = message.node, message.content
         if message.closed is not None and node not in answers:
             connection = self.connections[node]
@@ -178,7 +178,7 @@ def explain_end(code: int, errors: Sequence[str], python: str) -> str:
     return f"the agent ended with exit code {code}: {last}"
 
 
-def _compare_versions(talk: Conversation, hellos: Mapping[int, Any], options: SshOptions) -> None:
+def _compare_versions(talk: HostQuestions, hellos: Mapping[int, Any], options: SshOptions) -> None:
     mine = _release(package_version("torch"))
     for node, hello in hellos.items():
         if hello["headway"] != __version__:
@@ -197,7 +197,7 @@ def _release(version: str | None) -> str:
     return (version or "missing").partition("+")[0]
 
 
-def _compare_code(talk: Conversation, looks: Mapping[int, Any]) -> None:
+def _compare_code(talk: HostQuestions, looks: Mapping[int, Any]) -> None:
     mine = host_facts().code
     for node, look in looks.items():
         if look["code"] != mine:
@@ -205,7 +205,7 @@ def _compare_code(talk: Conversation, looks: Mapping[int, Any]) -> None:
     talk.refuse()
 
 
-def _refuse_missing(talk: Conversation, found: Mapping[int, Any]) -> None:
+def _refuse_missing(talk: HostQuestions, found: Mapping[int, Any]) -> None:
     for node, answer in found.items():
         if answer["missing"]:
             names = ", ".join(answer["missing"][:5]) + (f" and {len(answer['missing']) - 5} more" if len(answer["missing"]) > 5 else "")
@@ -213,7 +213,7 @@ def _refuse_missing(talk: Conversation, found: Mapping[int, Any]) -> None:
     talk.refuse()
 
 
-def _refuse_failures(talk: Conversation, checks: Sequence[Check], need: HostsNeed) -> bool:
+def _refuse_failures(talk: HostQuestions, checks: Sequence[Check], need: HostsNeed) -> bool:
     """Refuse what failed; returns whether the hosts share the run folder."""
     failed = failures(checks)
     unshared = [check for check in failed if check.name == SHARED_FOLDER]
@@ -228,7 +228,7 @@ def _refuse_failures(talk: Conversation, checks: Sequence[Check], need: HostsNee
     return not unshared and len(talk.hosts) > 1
 
 
-def _check_meeting(talk: Conversation, need: HostsNeed) -> None:
+def _check_meeting(talk: HostQuestions, need: HostsNeed) -> None:
     """Whether every host reaches the first one at the address where ranks meet."""
     host, port = need.master
     answer = talk.ask({0: {"do": "listen", "host": host, "port": port}}, "listening", CHECK_SECONDS)[0]

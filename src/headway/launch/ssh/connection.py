@@ -58,7 +58,7 @@ class SshOptions:
 
 
 @dataclass(frozen=True)
-class Message:
+class HostMessage:
     """What came from a host: an object of its agent, a line of something else, or (`closed`) the end of the connection."""
 
     node: int
@@ -108,7 +108,7 @@ def address_of(host: Host, options: SshOptions) -> str:
 class Connection:
     """An agent on one host. Everything that comes from it goes into `messages`, which all connections of a job share."""
 
-    def __init__(self, node: int, host: Host, options: SshOptions, messages: queue.Queue[Message]) -> None:
+    def __init__(self, node: int, host: Host, options: SshOptions, messages: queue.Queue[HostMessage]) -> None:
         self.node, self.host = node, host
         self.errors: deque[str] = deque(maxlen=50)
         self._messages = messages
@@ -149,10 +149,10 @@ class Connection:
                 *lines, buffered = (buffered + chunk).split(b"\n")
                 buffered = buffered[:MAX_LINE_BYTES]
                 for line in lines:
-                    self._messages.put(Message(self.node, parse_message(line)))
+                    self._messages.put(HostMessage(self.node, parse_message(line)))
         code = self.process.wait()
         self._reading_errors.join(END_SECONDS)
-        self._messages.put(Message(self.node, {}, closed=code))
+        self._messages.put(HostMessage(self.node, {}, closed=code))
 
     def _read_errors(self, stream: IO[bytes]) -> None:
         with stream:
@@ -160,7 +160,7 @@ class Connection:
                 text = line[:MAX_LINE_BYTES].decode(errors="replace").rstrip()
                 if text:
                     self.errors.append(text)
-                    self._messages.put(Message(self.node, {"error": text}))
+                    self._messages.put(HostMessage(self.node, {"error": text}))
 
     def end_input(self) -> None:
         """End the stream to the agent, which then ends its ranks and itself."""

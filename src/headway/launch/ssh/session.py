@@ -24,7 +24,7 @@ from headway.config.load import load
 from headway.errors import HeadwayError
 from headway.launch.failure import STOP_SIGNALS, USERS_MISTAKE
 from headway.launch.ssh.checks import HELLO_SECONDS, explain_end
-from headway.launch.ssh.connection import Connection, Message, SshOptions
+from headway.launch.ssh.connection import Connection, HostMessage, SshOptions
 from headway.launch.ssh.hosts import Host
 from headway.launch.targets.base import JobHandle, read_handle
 from headway.launch.targets.driven import recipe_words
@@ -49,7 +49,7 @@ KILL_SECONDS = 10.0
 LOST = 1
 
 
-class Session:
+class SshSession:
     """The agents of all hosts during one start of the job."""
 
     def __init__(self, handle: JobHandle, environment: Mapping[str, str]) -> None:
@@ -58,7 +58,7 @@ class Session:
         self.hosts = [Host(**one) for one in options["hosts"]]
         self.recipe_file = Path(handle.arguments[0])
         self.recipe = load(Recipe, self.recipe_file, recipe_words(handle.arguments)[1:])
-        self.messages: queue.Queue[Message] = queue.Queue()
+        self.messages: queue.Queue[HostMessage] = queue.Queue()
         self.ssh = SshOptions(options["python"], options["config"])
         self.connections: list[Connection] = []
         self.codes: dict[int, int] = {}
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str]) -> int:
     end_with_supervisor()
     logging_ = start_logging(level=os.environ.get("LOG_LEVEL", "INFO").upper())
     try:
-        return Session(read_handle(Path(arguments[0])), os.environ).run()
+        return SshSession(read_handle(Path(arguments[0])), os.environ).run()
     except HeadwayError as problem:
         log.error("%s", problem)
         return problem.exit_code
