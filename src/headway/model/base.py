@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from headway.model.config import ModelConfig
     from headway.model.head_gates import GateDraw
     from headway.model.kv_cache import KVCache
+    from headway.model.projector import MediaTensors
 
 DecodeStep = Callable[[Tensor, Tensor], Tensor]
 """(token [B], position [B]) -> logits, fp32 [B,V]."""
@@ -55,6 +56,8 @@ class LayerSplit:
     """Dropout on [B,t,D]: the same elements as on one rank."""
     heads: slice
     """The KV heads of this rank."""
+    own_tokens: Callable[[Tensor], Tensor]
+    """[B,T] of all tokens -> [B,t] of this rank's tokens."""
     is_first: bool
     """All ranks compute the same loss; what it says of the head gates counts on this one."""
     vocab: VocabShard
@@ -176,8 +179,10 @@ class Model(nn.Module, ABC):
         after the last of them comes out, or the output where that is the model's last."""
         raise ConfigError(f"parallel.pipeline is above 1; {type(self).__name__} cannot be divided into stages. Use pipeline 1.")
 
-    def prefill(self, tokens: Tensor, position: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Hidden states [B,T,D] of tokens [B,T], each row one document; they continue what the cache holds and are added to it."""
+    def prefill(self, tokens: Tensor, position: Tensor, cache: KVCache | None = None, media: MediaTensors | None = None) -> Tensor:
+        """Hidden states [B,T,D] of tokens [B,T], each row one document; they continue what the cache holds and are added to it.
+
+        `media` replaces the embeddings of its positions, for a model with media inputs."""
         raise ConfigError(f"{type(self).__name__} cannot generate text.")
 
     def decoder(self, cache: KVCache, compiler: Compiler | None = None) -> DecodeStep:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from headway.config.section import Section, setting
+from headway.model.media_shape import MediaShape
 from headway.model.presets import PRESETS
 
 MAX_ELEMENTS = 1 << 40
@@ -80,6 +81,7 @@ class ModelConfig(Section):
     head_gates: HeadGatesConfig | None = setting(
         None, "Gates that let KV heads stream; objective head_sparsity and init.masks add them. null with init.from drops them."
     )
+    media: MediaShape | None = setting(None, "Media inputs of the model, written by the run: set `multimodal` instead.")
     init_std: float = setting(0.02, "Standard deviation of initial weights; divided by sqrt(2 * num_layers) for output projections.", gt=0)
 
     @model_validator(mode="before")
@@ -91,6 +93,21 @@ class ModelConfig(Section):
                 raise ValueError(f"preset is {name!r}; it must be one of {', '.join(PRESETS)}")
             return {**PRESETS[name], **data}
         return data
+
+    @field_validator("media", mode="before")
+    @classmethod
+    def _media_from_values(cls, given: Any) -> Any:
+        try:
+            return MediaShape.parse(given) if isinstance(given, dict) else given
+        except (TypeError, KeyError) as problem:
+            raise ValueError(f"does not describe media inputs: {problem}") from None
+
+    @field_validator("media")
+    @classmethod
+    def _media_fits(cls, given: MediaShape | None) -> MediaShape | None:
+        if given is not None and (problem := given.problem()):
+            raise ValueError(problem)
+        return given
 
     @field_validator("no_rope_layers", "window_layers", mode="before")
     @classmethod

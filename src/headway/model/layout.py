@@ -4,7 +4,7 @@
     column        0     q, k, v, gate, up and their biases: each rank computes some of the outputs
     row           1     o, down: each rank sums over some of the inputs
     vocab         0     embedding and head: each rank has some of the tokens
-    replicated    -     norms, biases added after a sum
+    replicated    -     norms, biases added after a sum, everything of media inputs
 
 Imports without torch.
 """
@@ -58,6 +58,8 @@ def param_specs(config: ModelConfig) -> list[ParamSpec]:
     """Every parameter of the model, in the order the forward meets them."""
     tied = HEAD if config.tie_embeddings else None
     specs = [ParamSpec(GATES, (config.num_layers, config.kv_heads), "replicated", "first")] if config.head_gates else []
+    media = {} if config.media is None else config.media.parameters(config.hidden_size)
+    specs += [ParamSpec(name, shape, "replicated", "first") for name, shape in media.items()]
     specs += [ParamSpec(EMBEDDING, (config.vocab, config.hidden_size), "vocab", "first", tied_to=tied)]
     for layer in range(config.num_layers):
         specs += _block(config, layer)

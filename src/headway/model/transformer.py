@@ -28,6 +28,7 @@ from headway.model.base import AttentionCore, Compiler, DecodeStep, LayerSplit, 
 from headway.model.head_gates import HeadGates
 from headway.model.layers import Attention, FeedForward, build_norm, dropout
 from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
+from headway.model.projector import MediaEmbedder, MediaTensors, build_aligner
 from headway.model.rope import Rotation
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ class Transformer(Model):
         self.config = config
         # First: forward needs them before anything else, and their gradients are complete only when all others are.
         self.head_gates = HeadGates(config) if config.head_gates is not None else None
+        self.aligner = None if config.media is None else build_aligner(config.media)
+        self.projector = None if config.media is None else MediaEmbedder(config.media, config.hidden_size)
         self.model = Trunk(config)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab, bias=False)
         self.rotation = Rotation(config)
@@ -136,12 +139,13 @@ class Transformer(Model):
     def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
         """Head gates are sampled with the noise of a seed; without one they are settled."""
         mask, draw = self._mask(batch, seed)
-        return self._output(self(batch.tokens, batch.position, mask), draw)
+        media = MediaTensors.of(batch, self.config.media)
+        return self._output(self(batch.tokens, batch.position, mask, media=media), draw)
 
     def forward_stage(self, batch: Batch, stream: Tensor | None, layers: range, seed: int | None = None) -> Tensor | ModelOut:
         """Every stage draws the gates of all layers, from the same seed."""
         mask, draw = self._mask(batch, seed)
-        x = self.embed(batch.tokens) if stream is None else stream
+        x = self.embed(batch.tokens, MediaTensors.of(batch, self.config.media)) if stream is None else stream
         cos, sin = self.rotation(batch.position)
         for layer in layers:
             x = self.model.layers[str(layer)](x, cos, sin, mask)
@@ -164,6 +168,8 @@ class Transformer(Model):
                 del self.model.layers[str(layer)]
         if not first and not (last and self.config.tie_embeddings):
             del self.model.embed_tokens
+        if not first:
+            self.aligner = self.projector = None
         if not last:
             del self.model.norm
             self.lm_head = None
@@ -199,16 +205,26 @@ class Transformer(Model):
             return self.model.embed_tokens.weight
         return self.lm_head.effective if isinstance(self.lm_head, AdaptedLinear) else self.lm_head.weight
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The stream at the bottom, [B,T,D]."""
+    def embed(self, tokens: Tensor, media: MediaTensors | None = None) -> Tensor:
+        """The stream at the bottom, [B,T,D]; media replace the embeddings of their positions."""
         x = self.model.embed_tokens(tokens)
         share = self.config.embed_grad_scale
-        return x if share == 1.0 else x * share + x.detach() * (1 - share)
+        x = x if share == 1.0 else x * share + x.detach() * (1 - share)
+        if media is None or self.projector is None:
+            return x
+        return self.projector(x, media, self.aligner)
 
-    def forward(self, tokens: Tensor, position: Tensor, mask: AttentionMask | None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        mask: AttentionMask | None,
+        cache: KVCache | None = None,
+        media: MediaTensors | None = None,
+    ) -> Tensor:
         """Hidden [B,T,D] after the final norm. Tokens that continue what a cache holds need no mask: each row is one document."""
         assert cache is None or (mask is None) == (not cache.is_empty)
-        x = self.embed(tokens)
+        x = self.embed(tokens, media)
         cos, sin = self.rotation(position)
         for layer, block in enumerate(self.blocks().values()):
             if cache is None:
@@ -235,16 +251,18 @@ class Transformer(Model):
     def split_layers(self, split: LayerSplit) -> None:
         """The embedding's exchange is in its module."""
         self._vocab = split.vocab
+        if self.projector is not None:
+            self.projector.own_tokens = split.own_tokens
         if self.head_gates is not None:
             self.head_gates.heads, self.head_gates.counts = split.heads, split.is_first
         for block in self.blocks().values():
             block.enter, block.leave, block.drop = split.enter, split.leave, split.drop
 
-    def prefill(self, tokens: Tensor, position: Tensor, cache: KVCache | None = None) -> Tensor:
+    def prefill(self, tokens: Tensor, position: Tensor, cache: KVCache | None = None, media: MediaTensors | None = None) -> Tensor:
         """Rows that continue what a cache holds need no mask: each is one document."""
         rows, length = tokens.shape
         mask = causal_mask(rows, length, tokens.device) if cache is None or cache.is_empty else None
-        return self(tokens, position, mask, cache)
+        return self(tokens, position, mask, cache, media)
 
     def decoder(self, cache: KVCache, compiler: Compiler | None = None) -> DecodeStep:
         """A step reads and writes the cache; its caller advances the cache."""

@@ -85,6 +85,7 @@ class GroupRule(Section):
 
     match: tuple[str, ...] = setting(..., "Patterns of parameter names, as in `freeze`.", min_length=1)
     lr: float | None = setting(None, "Peak learning rate of the group.", ge=0, le=1e30)
+    lr_factor: float | None = setting(None, "Peak learning rate of the group as a multiple of optim.lr; instead of lr.", ge=0, le=1e9)
     betas: tuple[float, float] | None = setting(None, "Adam's betas of the group.")
     eps: float | None = setting(None, "Adam's epsilon of the group.", gt=0)
     weight_decay: float | None = setting(None, "Weight decay of the group.", ge=0)
@@ -118,6 +119,8 @@ class OptimConfig(KindConfig):
     @model_validator(mode="after")
     def _groups_fit(self) -> Self:
         for index, rule in enumerate(self.groups):
+            if rule.lr is not None and rule.lr_factor is not None:
+                raise ValueError(f"groups.{index} has lr={rule.lr:g} and lr_factor={rule.lr_factor:g}, which mean the same. Remove one")
             if ignored := next((name for name in self.HAS_NO if getattr(rule, name) is not None), None):
                 raise ValueError(f"groups.{index}.{ignored} is {getattr(rule, ignored)}, which {self.kind} does not have. Remove it")
         return self

@@ -23,6 +23,7 @@ from math import prod
 
 from headway.errors import ConfigError
 from headway.model.layout import GATES
+from headway.model.media_shape import ALIGNER, PROJECTOR
 from headway.objective.base import ParameterRule
 from headway.optim.base import GroupRule, Hyper, OptimConfig
 
@@ -31,7 +32,7 @@ OBJECTIVE = "objective."
 ADAPTER = ".lora_"
 """Part of the name of every adapter parameter, after the path of its linear."""
 _LAYERS = re.compile(r"layers\.(\d+)(?:-(\d+))?")
-NAMED = ("weights", "gates", "objective", "adapter", "embeddings", "matrices", "norms", "biases")
+NAMED = ("weights", "gates", "objective", "adapter", "projector", "embeddings", "matrices", "norms", "biases")
 _LAYER_OF = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -48,6 +49,7 @@ def matching(pattern: str, shapes: Shapes) -> set[str]:
         "weights": weights,
         "objective": own,
         "adapter": {n for n in weights if ADAPTER in n},
+        "projector": {n for n in weights if n.startswith(PROJECTOR)},
         "gates": gates,
         "matrices": {n for n in weights if len(shapes[n]) >= 2},
         "embeddings": {n for n in weights if "embed_tokens" in n or n.startswith("lm_head")},
@@ -98,7 +100,8 @@ def count(patterns: Sequence[str], shapes: Shapes) -> list[Count]:
 
 
 def trainable(shapes: Shapes, freeze: Sequence[str], train: Sequence[str]) -> set[str]:
-    """The names that train: all but the frozen ones, or only those of `train`. With adapters: adapters, gates, the objective, `train`."""
+    """The names that train: all but the frozen ones, or only those of `train`. With adapters: adapters, gates, the objective, the projector
+    of media, `train`. What comes from phase 1 (aligner.*) never trains."""
     if freeze and train:
         raise ConfigError("freeze and train are both set; they are opposites. Keep one of them.")
     updates = matching("adapter", shapes)
@@ -108,9 +111,11 @@ def trainable(shapes: Shapes, freeze: Sequence[str], train: Sequence[str]) -> se
         both = sorted(name for name in extra - updates if name.rpartition(".")[0] in adapted)
         if both:
             raise ConfigError(f"train is {list(train)}; it matches {both[0]}, whose layer has an adapter. Train one of the two.")
-        names = (updates | extra | matching("objective", shapes) | matching("gates", shapes)) - select(freeze, shapes, "freeze")
+        beside = (matching(name, shapes) for name in ("objective", "gates", "projector"))
+        names = updates.union(extra, *beside) - select(freeze, shapes, "freeze")
     else:
         names = select(train, shapes, "train") if train else set(shapes) - select(freeze, shapes, "freeze")
+    names = {name for name in names if not name.startswith(ALIGNER)}
     if not names:
         raise ConfigError(f"freeze is {list(freeze)}; no parameter is left to train. Freeze less.")
     return names
@@ -196,7 +201,8 @@ def _apply(group: ParamGroup, config: OptimConfig, step: int, total_steps: int) 
         for key, value in (("betas", rule.betas), ("eps", rule.eps), ("maximize", rule.maximize), ("weight_decay", rule.weight_decay))
         if value is not None
     }
-    if rule.lr is not None:
+    peak = rule.lr if rule.lr_factor is None else config.lr * rule.lr_factor
+    if peak is not None:
         # the group's peak follows the same schedule
-        changes["lr"] = config.model_copy(update={"lr": rule.lr}).hyper(step, total_steps).lr
+        changes["lr"] = config.model_copy(update={"lr": peak}).hyper(step, total_steps).lr
     return replace(hyper, **changes)  # pyright: ignore[reportArgumentType]

@@ -30,12 +30,14 @@ from headway.data.batch import Batch
 from headway.errors import ParallelError
 from headway.kernels.attention import AttentionMask
 from headway.model.base import AttentionCore, Model
+from headway.model.projector import SLOT
 from headway.optim.groups import is_wide
 from headway.parallel.collectives import RankGroup, RankGroups, split_context
 from headway.parallel.mesh import ring_ranks
 from headway.parallel.ring import RingCore, ring_order
 
 PER_TOKEN = ("tokens", "targets", "loss_weight", "position")
+PER_TOKEN_EXTRA = (SLOT,)
 
 
 def part_of(batch: Batch, context: RankGroup, ring: int = 1) -> Batch:
@@ -45,10 +47,13 @@ def part_of(batch: Batch, context: RankGroup, ring: int = 1) -> Batch:
     length = batch.tokens.shape[1]
     each = length // context.size
     begin = context.rank * each
-    if ring == 1:
-        return replace(batch, **{name: getattr(batch, name)[:, begin:][:, :each] for name in PER_TOKEN})
-    index = _ring_index(length, ring, batch.tokens.device)[begin : begin + each]
-    return replace(batch, **{name: getattr(batch, name).index_select(1, index) for name in PER_TOKEN})
+    index = None if ring == 1 else _ring_index(length, ring, batch.tokens.device)[begin : begin + each]
+
+    def part(column: Tensor) -> Tensor:
+        return column[:, begin:][:, :each] if index is None else column.index_select(1, index)
+
+    extra = {name: part(column) if name in PER_TOKEN_EXTRA else column for name, column in batch.extra.items()}
+    return replace(batch, **{name: part(getattr(batch, name)) for name in PER_TOKEN}, extra=extra)
 
 
 @functools.lru_cache(maxsize=4)

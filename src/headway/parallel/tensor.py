@@ -29,6 +29,7 @@ from headway.model.adapter.lora import AdaptedLinear
 from headway.model.base import LayerSplit, Model, build_model
 from headway.model.config import ModelConfig
 from headway.model.layout import GATES, ParamSpec
+from headway.model.media_shape import PROJECTOR
 from headway.optim.groups import ADAPTER
 from headway.parallel.base import LocalModel, ParamBox
 from headway.parallel.collectives import RankGroup, RankGroups, split_group
@@ -54,7 +55,10 @@ def split_model(model: Model, spec: EngineSpec) -> LocalModel:
     vocab = model.config.vocab
     rows = even_parts(vocab, group.size)[group.rank]
     shard = VocabShard(rows.start, vocab, exchange.stack, exchange.enter)
-    model.split_layers(LayerSplit(exchange.enter, exchange.leave, exchange.drop, local_heads(model.config, group), group.rank == 0, shard))
+    heads = local_heads(model.config, group)
+    model.split_layers(
+        LayerSplit(exchange.enter, exchange.leave, exchange.drop, heads, exchange.own_tokens, group.rank == 0, shard)
+    )
     return LocalModel(boxes, _sum_groups(spec.ranks, copies))
 
 
@@ -131,7 +135,7 @@ class Cut:
 
     def _is_partial(self, name: str) -> bool:
         """Whether gradients of what all ranks hold cover a part: some heads or inputs, or with sequence some tokens."""
-        on_stream = name.endswith(("layernorm.weight", "layernorm.bias", "model.norm.weight", "model.norm.bias"))
+        on_stream = name.endswith(("layernorm.weight", "layernorm.bias", "model.norm.weight", "model.norm.bias")) or name.startswith(PROJECTOR)
         return self.sequence if on_stream else True
 
 

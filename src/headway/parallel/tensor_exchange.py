@@ -45,6 +45,13 @@ class TensorExchange:
         assert isinstance(part, Tensor)
         return part.unflatten(0, (x.shape[0], -1))
 
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """[B,T] of all tokens -> [B,t] of those whose stream this rank has."""
+        if not self.sequence:
+            return x
+        each = x.numel() // self.size
+        return x.flatten()[self.rank * each :][:each].view(x.shape[0], -1)
+
     def drop(self, x: Tensor, rate: float) -> Tensor:
         """Dropout on the stream. The mask of all tokens is drawn and its part taken, so that it is that of one process."""
         if not self.sequence:

@@ -80,6 +80,7 @@ def shared_rows(kind: str) -> dict[str, Row]:
         f"{at}.schedule.zero_steps": (constant, 0, 2, group_numbers),
         f"{at}.groups.match": (chosen, groups("lr: 0.5"), ["{match: [embeddings], lr: 0.5}"], group_numbers),
         f"{at}.groups.lr": (rule, groups(), groups("lr: 0.5"), group_numbers),
+        f"{at}.groups.lr_factor": (rule, groups(), groups("lr_factor: 3"), group_numbers),
         f"{at}.groups.betas": (rule, groups(), groups("betas: [0.1, 0.1]"), refused_or_numbers),
         f"{at}.groups.eps": (rule, groups(), groups("eps: 1.0"), refused_or_numbers),
         f"{at}.groups.weight_decay": (rule, groups(), groups("weight_decay: 10"), group_numbers),

@@ -139,6 +139,7 @@ ROWS: dict[str, Row] = {
     "optim[adamw].schedule.zero_steps": ((), 0, 2, numbers),
     "optim[adamw].groups.match": ((), ["{match: [norms], lr: 0.5}"], ["{match: [embeddings], lr: 0.5}"], numbers),
     "optim[adamw].groups.lr": (RULE, ["{match: [norms]}"], ["{match: [norms], lr: 0.5}"], numbers),
+    "optim[adamw].groups.lr_factor": (RULE, ["{match: [norms]}"], ["{match: [norms], lr_factor: 50}"], numbers),
     "optim[adamw].groups.betas": (RULE, ["{match: [norms]}"], ["{match: [norms], betas: [0.1, 0.1]}"], numbers),
     "optim[adamw].groups.eps": (RULE, ["{match: [norms]}"], ["{match: [norms], eps: 1.0}"], numbers),
     "optim[adamw].groups.weight_decay": (RULE, ["{match: [norms]}"], ["{match: [norms], weight_decay: 10}"], numbers),

@@ -1,0 +1,103 @@
+"""The media inputs of a model, as data: which modalities enter, how wide their features are, how many positions an item takes.
+
+    item            one image or sound; an encoder turns it into `vectors` feature vectors of `width` numbers
+    pooled          vectors = 1: the projector makes `tokens` embeddings of the one vector
+    patches         vectors > 1: the projector makes one embedding of each vector, and tokens = vectors
+
+The shape is a field of `ModelConfig`, so a checkpoint says by itself how media enter the model. Imports without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PROJECTOR = "projector."
+"""Starts the names of everything that turns features into embeddings."""
+ALIGNER = "aligner."
+"""Starts the names of the phase-1 projections; they never train here."""
+SHARED = "shared"
+
+
+@dataclass(frozen=True)
+class MediaInput:
+    """One modality as it enters a model."""
+
+    modality: str
+    width: int
+    """Numbers of one feature vector."""
+    tokens: int
+    """Positions of one item in a row."""
+    vectors: int = 1
+    """Feature vectors of one item; 1 = pooled."""
+    encoder: str = ""
+    """What made the features: a kind or a folder. Inference reads it."""
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether one vector becomes all tokens."""
+        return self.vectors == 1
+
+
+@dataclass(frozen=True)
+class MediaShape:
+    """All media inputs of a model, and the projector's form."""
+
+    inputs: tuple[MediaInput, ...]
+    hidden: int
+    """Width between the projector's two linears."""
+    shared: bool = False
+    """One projector for all modalities."""
+    aligned: int | None = None
+    """Width after the frozen phase-1 projections; null = features enter the projector as they are."""
+    missing: bool = True
+    """A conversation has positions for every modality; those without media hold a learned embedding."""
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> MediaShape:
+        """A shape from plain values."""
+        inputs = tuple(one if isinstance(one, MediaInput) else MediaInput(**one) for one in given["inputs"])
+        return cls(**{**given, "inputs": inputs})
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """The names of the modalities, in the order of their soft tokens."""
+        return tuple(one.modality for one in self.inputs)
+
+    def of(self, modality: str) -> MediaInput:
+        """One modality."""
+        return next(one for one in self.inputs if one.modality == modality)
+
+    def problem(self) -> str | None:
+        """Why the shape cannot be built; None if it can."""
+        if not self.inputs or len(set(self.modalities)) != len(self.inputs):
+            return f"media inputs are {list(self.modalities)}; give at least one modality, each once"
+        for one in self.inputs:
+            if min(one.width, one.tokens, one.vectors, self.hidden) < 1:
+                return f"{one.modality} has width {one.width}, tokens {one.tokens}, vectors {one.vectors}; all must be at least 1"
+            if not one.is_pooled and one.tokens != one.vectors:
+                return f"{one.modality} has {one.vectors} vectors and {one.tokens} tokens; without pooling every vector is a token"
+        widths = {self.aligned or one.width for one in self.inputs}
+        if self.shared and (len(widths) > 1 or len({(one.tokens, one.is_pooled) for one in self.inputs}) > 1):
+            listed = ", ".join(f"{one.modality} {self.aligned or one.width} x {one.tokens} tokens" for one in self.inputs)
+            return f"a shared projector needs the same width and tokens for every modality, and they are {listed}"
+        return None
+
+    def parameters(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """The shape of every parameter, in the order of the forward; `hidden_size` is the language model's."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for one in self.inputs if self.aligned is not None else ():
+            at, aligned = f"{ALIGNER}{one.modality}.", self.aligned or 0
+            shapes |= {f"{at}norm.weight": (one.width,), f"{at}norm.bias": (one.width,), f"{at}fc.weight": (aligned, one.width)}
+        for one in self.inputs[:1] if self.shared else self.inputs:
+            at = f"{PROJECTOR}{SHARED if self.shared else one.modality}."
+            outputs = hidden_size * (one.tokens if one.is_pooled else 1)
+            shapes |= {
+                f"{at}missing": (one.tokens if one.is_pooled else 1, hidden_size),
+                f"{at}up.weight": (self.hidden, self.aligned or one.width),
+                f"{at}up.bias": (self.hidden,),
+                f"{at}down.weight": (outputs, self.hidden),
+                f"{at}down.bias": (outputs,),
+            }
+        return shapes
