@@ -15,6 +15,7 @@ from typing import Self
 
 from headway.data.batch import Batch, StepBatch
 from headway.data.config import DataConfig, Rampup, default_cache_dir
+from headway.data.media import MediaColumns, MediaFeatures
 from headway.data.mixture import Mixture, MixtureSource, Row
 from headway.data.packing import RowShape
 from headway.data.pairs import PairSource
@@ -51,13 +52,14 @@ class Loader:
         rampup: Rampup | None = None,
         max_rows: int | None = None,
         sum_over_ranks: SumOverRanks = list,
+        media: MediaFeatures | None = None,
     ) -> None:
         self._config, self._epochs, self._sum = config, epochs, sum_over_ranks
         self._shape = BatchShape(rows_per_step, micro_rows, rank, world, rampup, max_rows)
         self._streams = [_stream(config, source, number, seed, shuffle) for number, source in enumerate(sources)]
-        self._fill = RowLayout(
-            [stream.source for stream in self._streams], config.seq_len, config.documents_per_row, config.packing == "one_document"
-        )
+        read = [stream.source for stream in self._streams]
+        columns = None if media is None else MediaColumns(media, read, config.seq_len, config.documents_per_row)
+        self._fill = RowLayout(read, config.seq_len, config.documents_per_row, config.packing == "one_document", columns)
         self._masked = any(stream.source.masked for stream in self._streams)
         self._paired = all(isinstance(stream.source, PairSource) for stream in self._streams)
         self._sources = sources

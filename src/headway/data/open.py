@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from headway.data.config import DataConfig, SourceConfig, default_cache_dir
+from headway.data.media import MediaFeatures
 from headway.data.mixture import MixtureSource
 from headway.data.pairs import PairSource, is_preference
 from headway.data.selection import Selection, split_side
@@ -24,6 +25,7 @@ from headway.errors import ConfigError, DataError
 from headway.store.checksums import Checksums
 from headway.store.foreign.base import ForeignStore
 from headway.store.local_copy import copy_to_local
+from headway.store.media_items import has_media, read_items
 from headway.store.open import detect_kind, open_source
 from headway.store.reader import Store, is_store, open_store
 from headway.store.source import DocumentRange, SourceView, TokenSource
@@ -64,6 +66,8 @@ class OpenData:
     train: tuple[MixtureSource, ...]
     valid: dict[str, tuple[MixtureSource, ...]]
     checksums: Checksums = field(default_factory=Checksums)
+    media: MediaFeatures | None = None
+    """The features of pictures and sounds in the sources; None: text alone."""
 
     @property
     def names(self) -> list[str]:
@@ -74,10 +78,15 @@ class OpenData:
         """The checksum of every source, for the checkpoint. Files of formats without checksums are read once."""
         sets = {"train": self.train, **{f"valid.{name}": many for name, many in self.valid.items()}}
         return [
-            {"set": name, "source": one.selection.source.name, "content": _content(one.selection.source, self.checksums)}
+            {"set": name, "source": one.selection.source.name, "content": self._content_of(one.selection.source)}
             for name, many in sets.items()
             for one in many
         ]
+
+
+    def _content_of(self, source: TokenSource) -> str:
+        content = _content(source, self.checksums)
+        return content if self.media is None or not has_media(source) else f"{content}-{self.media.key}"
 
 
 def _content(source: TokenSource, checksums: Checksums) -> str:
@@ -86,7 +95,7 @@ def _content(source: TokenSource, checksums: Checksums) -> str:
     if isinstance(source, SourceView):
         return f"{_content(source.source, checksums)}-{source.part_key}"
     if isinstance(source, Store):
-        return source.manifest.content
+        return f"{source.manifest.content}-{read_items(source).digest}" if has_media(source) else source.manifest.content
     if isinstance(source, ForeignStore):
         files = checksums.of_all([file for part in source.parts for file in part.files])
         return hashlib.sha256(repr((source.content_key, files)).encode()).hexdigest()
@@ -94,12 +103,19 @@ def _content(source: TokenSource, checksums: Checksums) -> str:
 
 
 def open_data(
-    config: DataConfig, stores: SourceStores | None = None, *, tokenizer: Path | None, vocab_size: int, seed: int, pairs: bool = False
+    config: DataConfig,
+    stores: SourceStores | None = None,
+    *,
+    tokenizer: Path | None,
+    vocab_size: int,
+    seed: int,
+    pairs: bool = False,
+    media: MediaFeatures | None = None,
 ) -> OpenData:
     """Open every source of a recipe from its store in `stores` (None: every path of the recipe is a store).
 
     `tokenizer`: the path of the recipe's tokenizer, if it has one. `vocab_size`: the model's. `pairs`: the objective compares pairs; then
-    every source must hold pairs, else none may.
+    every source must hold pairs, else none may. `media`: the features for stores that hold pictures and sounds.
     """
     if pairs:
         check_rows_of_pairs(config)
@@ -116,11 +132,19 @@ def open_data(
         if config.by_type and not pairs:
             opened = [typed for one, source in opened for typed in by_type(one, source)]
     from_files = [] if config.train is None else [source for _, source in opened]
+    _check_media([*from_files, *(source for many in valid.values() for _, source in many)], media)
     _check([*from_files, *(source for many in valid.values() for _, source in many)], tokenizer, vocab_size, config.tokenizer_unchecked)
     fraction = config.valid.fraction if config.valid else None
     if fraction is None:
-        return OpenData(_mixture(opened, config), {name: _mixture(many, config) for name, many in valid.items()}, checksums)
-    return OpenData(_mixture(opened, config, "train", fraction), {VALID_NAME: _mixture(opened, config, VALID_NAME, fraction)}, checksums)
+        return OpenData(_mixture(opened, config), {name: _mixture(many, config) for name, many in valid.items()}, checksums, media)
+    sides = {side: _mixture(opened, config, side, fraction) for side in ("train", VALID_NAME)}
+    return OpenData(sides["train"], {VALID_NAME: sides[VALID_NAME]}, checksums, media)
+
+
+def _check_media(sources: Sequence[TokenSource], media: MediaFeatures | None) -> None:
+    """Refuse placeholders of pictures and sounds for a model that would read them as text."""
+    if media is None and (found := next((source for source in sources if has_media(source)), None)) is not None:
+        raise ConfigError(f"data: {found.name} holds pictures or sounds, and the recipe has no `multimodal` section. Set it (docs/multimodal.md).")
 
 
 @dataclass

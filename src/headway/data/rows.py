@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.data.batch import Batch
+from headway.data.media import MediaColumns
 from headway.data.mixture import Row
 from headway.data.pairs import PAIR, PairSource
 from headway.errors import DataError
@@ -31,6 +32,8 @@ class RowLayout:
     """Padding counted."""
     one_document: bool
     """Attention and positions span the whole row, not each document."""
+    media: MediaColumns | None = None
+    """The pictures and sounds of rows; None: the model takes text alone."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,17 @@ def fill_rows(rows: Sequence[Row | None], layout: RowLayout) -> tuple[Batch, flo
 
     shape = (len(rows), layout.seq_len)
     tokens, targets, weight = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.float32)
-    for source in sorted({row.source for row in rows if row is not None}):
-        _read(layout.sources[source], _pieces(rows, source), tokens, targets, weight)
+    pieces = {source: _pieces(rows, source) for source in sorted({row.source for row in rows if row is not None})}
+    for source, found in pieces.items():
+        _read(layout.sources[source], found, tokens, targets, weight)
     position, document, bounds, single = _layout(rows, layout)
     source_of_row = np.array([0 if row is None else row.source for row in rows], np.int32)
     arrays = (tokens, targets, weight, position, document, source_of_row, bounds)
     longest = int(np.diff(bounds, axis=1).max())
     max_length = min(layout.seq_len, max(MIN_LENGTH_BOUND, 1 << (longest - 1).bit_length()))
     extra = {PAIR: torch.from_numpy(_pairs(rows, layout))} if any(isinstance(source, PairSource) for source in layout.sources) else {}
+    if layout.media is not None:
+        extra |= layout.media.columns(len(rows), pieces)
     batch = Batch(*(torch.from_numpy(array) for array in arrays), single_document=single, max_length=max_length, extra=extra)
     return batch, float(weight.sum(dtype=np.float64))
 

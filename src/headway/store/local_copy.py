@@ -13,6 +13,7 @@ from headway.runtime.temporary import clear_leftovers, temporary_name
 from headway.store.checksums import AT_ONCE_BYTES, Checksums
 from headway.store.file_lock import file_lock
 from headway.store.manifest import MANIFEST_NAME, read_manifest
+from headway.store.media_items import ITEMS_NAME
 from headway.store.reader import is_store, open_store
 
 log = logging.getLogger("headway")
@@ -41,7 +42,8 @@ def _copy(store: Path, copy: Path, size: int) -> None:
         try:
             with progress(f"copy {store.name}", total=size, unit="bytes") as advance:
                 names = [name for shard in read_manifest(store).shards for name in shard.files]
-                for name in [*names, MANIFEST_NAME]:
+                beside = [ITEMS_NAME] if (store / ITEMS_NAME).is_file() else []
+                for name in [*names, *beside, MANIFEST_NAME]:
                     shutil.copyfile(store / name, partial / name)
                     with open(partial / name, "rb") as file:
                         fsync_file(file.fileno())

@@ -31,6 +31,7 @@ def make_loader(recipe: Recipe, data: OpenData, batch: ResolvedBatch, cursor: Lo
         epochs=int(recipe.epochs) if whole and recipe.epochs is not None else None,
         rampup=recipe.batch.rampup,
         sum_over_ranks=ranks.data.sum,
+        media=data.media,
     )
 
 
@@ -52,7 +53,7 @@ def valid_batches(recipe: Recipe, data: OpenData, batch: ResolvedBatch, ranks: R
     config = recipe.data.model_copy(update={"workers": 0, "skip_batches": ""})
     with Loader(
         config, sources=data.valid[name], rows_per_step=rows * group.size, micro_rows=rows, rank=group.rank, world=group.size,
-        seed=recipe.seed, epochs=1, shuffle=False, max_rows=recipe.eval.rows,
+        seed=recipe.seed, epochs=1, shuffle=False, max_rows=recipe.eval.rows, media=data.media,
     ) as loader:  # fmt: skip
         for step, _ in loader:
             yield from step.microbatches

@@ -1,0 +1,125 @@
+"""Media columns: every placeholder has its soft token, in any packing; features follow their hash; resumed exactly; mixed with text."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.media_store import TOKENS, make_features, make_media_store
+
+from headway.data.batch import Batch
+from headway.data.config import DataConfig
+from headway.data.loader import Loader
+from headway.data.media import MediaFeatures
+from headway.data.mixture import MixtureSource
+from headway.data.selection import Selection
+from headway.errors import ConfigError, DataError
+from headway.store.local_copy import copy_to_local
+from headway.store.media_items import ITEMS_NAME, has_media, read_items
+from headway.store.reader import Store, StoreWriter, open_store
+
+
+def loader_of(features: MediaFeatures, *stores: Store, state: Any = None, **changes: Any) -> Loader:
+    config = DataConfig.model_validate({"seq_len": 32, "window_tokens": 256, "workers": 0, "cache_dir": None, **changes})
+    mixed = [MixtureSource(Selection(store)) for store in stores]
+    return Loader(config, sources=mixed, rows_per_step=4, micro_rows=2, seed=1, epochs=1, state=state, media=features)
+
+
+def batches(loader: Loader) -> list[Batch]:
+    with loader:
+        return [micro for step, _ in loader for micro in step.microbatches]
+
+
+def check_slots(batch: Batch, features: MediaFeatures) -> None:
+    """Placeholders (ids 1 and 2) have a slot and nothing else has; the tokens of an item are consecutive."""
+    slot, tokens = batch.extra["media.slot"], batch.tokens
+    assert torch.equal((slot >= 0), (tokens == 1) | (tokens == 2))
+    begin = 0
+    for fill, (name, count) in enumerate(TOKENS.items(), 1):
+        items = batch.extra[f"media.{name}"].shape[1]
+        here = slot[tokens == fill]
+        assert bool(((here >= begin) & (here < begin + items * count)).all())
+        begin += items * count
+    for row in range(len(slot)):
+        used = slot[row][slot[row] >= 0]
+        assert len(used.unique()) == len(used)
+        assert batch.loss_weight[row][:-1][slot[row][1:] >= 0].sum() == 0
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "pad", "concat", "one_document"])
+def test_every_placeholder_has_its_soft_token(tmp_path: Path, packing: str) -> None:
+    store, features = make_media_store(tmp_path / "s", long=60), make_features()
+    read = batches(loader_of(features, store, packing=packing))
+    for batch in read:
+        check_slots(batch, features)
+    shapes = {name: column.shape for name, column in read[0].extra.items()}
+    assert all({name: column.shape for name, column in batch.extra.items()} == shapes for batch in read)
+    assert all(batch.loss_weight.sum() > 0 for batch in read)
+
+
+def test_features_and_presence_follow_the_document(tmp_path: Path) -> None:
+    store, features = make_media_store(tmp_path / "s"), make_features()
+    items, seen = read_items(store), 0
+    whole = [tuple(store.document(i).tolist()) for i in range(store.num_documents)]
+    for batch in batches(loader_of(features, store, packing="best_fit")):
+        for row in range(len(batch.tokens)):
+            bounds = batch.bounds[row].tolist()
+            for first, last in zip(bounds, bounds[1:], strict=False):
+                document = tuple(batch.tokens[row, first:last].tolist())
+                if document not in whole:
+                    continue  # padding
+                number = whole.index(document)
+                for at in range(items.first[number], items.first[number + 1]):
+                    name = list(TOKENS)[items.modality[at]]
+                    begin = 0 if name == "image" else batch.extra["media.image"].shape[1] * TOKENS["image"]
+                    item = (int(batch.extra["media.slot"][row, first + items.offset[at]]) - begin) // TOKENS[name]
+                    table: Any = features.tables[name]
+                    known = table.known.get(items.keys[at].tobytes().hex())
+                    assert bool(batch.extra[f"media.{name}.present"][row, item]) == (known is not None)
+                    expected = np.zeros(table.shape) if known is None else table.array[known]
+                    np.testing.assert_array_equal(batch.extra[f"media.{name}"][row, item].numpy(), expected)
+                    seen += known is not None
+    assert seen > 20
+
+
+def test_a_resumed_loader_gives_the_same_columns_and_ranks_share_them(tmp_path: Path) -> None:
+    store, features = make_media_store(tmp_path / "s"), make_features()
+    with loader_of(features, store) as loader:
+        next(loader)
+        state = loader.state
+        rest = [micro for step, _ in loader for micro in step.microbatches]
+    again = batches(loader_of(features, store, state=state, workers=2))
+    assert len(rest) == len(again)
+    for one, other in zip(rest, again, strict=True):
+        assert all(torch.equal(one.extra[name], other.extra[name]) for name in one.extra)
+
+
+def test_text_sources_mix_with_media(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "t", dtype="uint16", tokenizer_fingerprint="f") as writer:
+        for length in range(4, 30):
+            writer.add(np.full(length, 5))
+        writer.finish()
+    store, features = make_media_store(tmp_path / "s"), make_features()
+    read = batches(loader_of(features, store, open_store(tmp_path / "t")))
+    sources = {int(source) for batch in read for source in batch.source}
+    assert sources == {0, 1}
+    for batch in read:
+        check_slots(batch, features)
+    alone = batches(loader_of(features, open_store(tmp_path / "t")))
+    assert all((batch.extra["media.slot"] < 0).all() and batch.extra["media.image"].shape[1] == 1 for batch in alone)
+
+
+def test_a_store_without_its_items_or_with_others_is_refused(tmp_path: Path) -> None:
+    store, features = make_media_store(tmp_path / "s"), make_features()
+    copied = open_store(copy_to_local(tmp_path / "s", tmp_path / "local"))
+    assert has_media(copied) and read_items(copied).digest == read_items(store).digest
+    with pytest.raises(ConfigError, match="3 tokens for each image"):
+        loader_of(MediaFeatures(features.tables, {"image": 4, "audio": 2}), store)
+    content = (tmp_path / "s" / ITEMS_NAME).read_bytes()
+    (tmp_path / "s" / ITEMS_NAME).write_bytes(content[:-1] + b"x")
+    with pytest.raises(DataError, match="checksum"):
+        loader_of(features, store)
+    (tmp_path / "s" / ITEMS_NAME).unlink()
+    with pytest.raises(DataError, match="missing"):
+        loader_of(features, store)
