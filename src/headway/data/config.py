@@ -52,10 +52,10 @@ class SourceConfig(Section):
     repeat: int = setting(1, "How often one epoch reads this source.", ge=1)
     limit: int | None = setting(None, "Use only this many documents, the first ones. null = all.", gt=0)
     min_length: int = setting(1, "Skip documents with fewer tokens.", ge=1)
-    kind: Literal["auto", "text", "chat", "preference"] = setting(
+    kind: Literal["auto", "text", "chat", "preference", "multimodal"] = setting(
         "auto",
-        "Raw files: text; chat (conversations, trained on the answers only); preference (pairs of answers, for objective dpo); or auto: "
-        "by the keys of the records, refused where they are not clear.",
+        "Raw files: text; chat (conversations, trained on the answers only); preference (pairs of answers, for objective dpo); multimodal "
+        "(conversations with pictures and sounds, see multimodal); or auto: by the keys of the records, refused where they are not clear.",
     )
     chat_template: str = setting(
         "chatml",
@@ -303,6 +303,27 @@ class BatchConfig(Section):
         on_resume="free",
     )
     rampup: Rampup | None = setting(None, "Start with a smaller batch that grows to the full batch.", on_resume="fixed")
+    lr_scaling: Literal["none", "sqrt", "linear"] = setting(
+        "none",
+        "Multiply all learning rates by (rows of a step / reference_rows): not at all, by its square root (suits Adam), or linearly.",
+        on_resume="free",
+    )
+    reference_rows: int | None = setting(None, "With lr_scaling: the rows of a step for which the learning rates are meant.", gt=0)
+
+    @model_validator(mode="after")
+    def _has_reference(self) -> "BatchConfig":
+        if (self.lr_scaling == "none") != (self.reference_rows is None):
+            missing = "reference_rows" if self.reference_rows is None else "lr_scaling: sqrt or linear"
+            given = f"lr_scaling={self.lr_scaling}" if self.reference_rows is None else f"reference_rows={self.reference_rows}"
+            raise ValueError(f"has {given} alone; learning rates scale from a reference. Add {missing}")
+        return self
+
+    def lr_factor(self, rows: int) -> float:
+        """What learning rates are multiplied by for this many rows of a step."""
+        if self.lr_scaling == "none" or self.reference_rows is None:
+            return 1.0
+        ratio = rows / self.reference_rows
+        return ratio if self.lr_scaling == "linear" else ratio**0.5
 
     @model_validator(mode="after")
     def _one_form(self) -> "BatchConfig":

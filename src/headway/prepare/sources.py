@@ -43,6 +43,8 @@ def prepare_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None
 def _tokenized(path: str, one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Path:
     if tokenizer is None:
         raise ConfigError(f"data: {path} is raw text and needs a tokenizer. Set `tokenizer` in the recipe, or give a token store.")
+    if one.kind == "multimodal":
+        raise ConfigError(f"data: {path} has kind multimodal, and the recipe has no `multimodal` section. Set it, or another kind.")
     assert one.kind != "auto", "the kind of raw data is known before it is tokenized"
     options = BuildOptions(one.kind, text_key=one.text_key, text_template=one.template, split=one.split)
     if one.kind != "text":

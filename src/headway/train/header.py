@@ -85,6 +85,7 @@ def describe(run: Run) -> list[str]:
         + f"; {run.compute.precision} on {run.compute.name}",
         *_match_lines(run),
         f"data {_source(run)}; {run.batch.describe(run.ranks.data.size)}",
+        *_rate_lines(run),
         *run.targets.lines,
         *([run.reference.description] if run.reference is not None else []),
         *run.ranks.mesh.describe(run.recipe.parallel.strategy),
@@ -100,6 +101,17 @@ def _memory_line(run: Run) -> str:
     found = _memory(run)
     host = f"; {amount(found.host)} in host memory" if found.host else ""
     return f"estimated memory of a rank: {amount(found.total)} ({found.describe()}){host}"
+
+
+def _rate_lines(run: Run) -> list[str]:
+    """The learning rate before and after its scaling by the batch."""
+    config, optim = run.recipe.batch, run.recipe.optim
+    if config.lr_scaling == "none":
+        return []
+    return [
+        f"learning rate: {optim.lr:g} for {config.reference_rows} rows, {optim.lr * run.lr_factor:g} for {run.batch.rows} "
+        f"({config.lr_scaling} scaling, factor {run.lr_factor:.4g}, all groups)"
+    ]
 
 
 def _match_lines(run: Run) -> list[str]:

@@ -82,7 +82,7 @@ def train_step(run: Run, *, dry: bool = False) -> None:
     with record_function(TRACE_DATA):
         batch, cursor = next(loader)
     data_wait = time.perf_counter() - begun
-    numbers = hypers(run.recipe.optim, run.engine.groups, state.step, run.total_steps)
+    numbers = hypers(run.recipe.optim, run.engine.groups, state.step, run.total_steps, run.lr_factor)
     begin = meter.mark()
     with record_function(TRACE_FORWARD_BACKWARD):
         result = run.engine.forward_backward(batch, StepInfo(state.step, run.total_steps, len(run.data.names)))

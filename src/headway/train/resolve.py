@@ -80,6 +80,8 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
     """Read what a recipe names; anything missing or contradictory is a ConfigError. `given` weights override init.from."""
     for tracker in recipe.track:
         tracker.check()
+    if recipe.model.media is not None:
+        raise ConfigError("model.media is written by a run with media inputs; it is no setting. Remove it.")
     weights = _find_weights(recipe) if given is None else given
     weights = None if weights is None else weights.of_family(recipe.model.family)
     path = _find_tokenizer(recipe) or (weights.tokenizer_folder if weights else None)

@@ -132,6 +132,11 @@ class Run:
         return self.session.process
 
     @property
+    def lr_factor(self) -> float:
+        """What batch.lr_scaling multiplies all learning rates by."""
+        return self.recipe.batch.lr_factor(self.batch.rows)
+
+    @property
     def home(self) -> Path:
         """The folder users know the run by: its own, or that of the run whose stage it is."""
         return self.start.folder if self.stage is None else self.stage.run_folder
