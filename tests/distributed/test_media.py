@@ -35,7 +35,14 @@ def setup_of(parallel: dict[str, Any], *, full: bool = False, memory: dict[str, 
     config = media_config(PATCHES if full else SHAPE)
     optim = PLAIN if full else PLAIN.model_copy(update={"groups": RULES})
     return Setup(
-        parallel, micro=4, freeze=(), config=config, optim=optim, adapter=None if full else LORA, memory=memory or {}, compile_blocks=compiled
+        parallel,
+        micro=4,
+        freeze=(),
+        config=config,
+        optim=optim,
+        adapter=None if full else LORA,
+        memory=memory or {},
+        compile_blocks=compiled,
     )
 
 

@@ -83,7 +83,6 @@ class OpenData:
             for one in many
         ]
 
-
     def _content_of(self, source: TokenSource) -> str:
         content = _content(source, self.checksums)
         return content if self.media is None or not has_media(source) else f"{content}-{self.media.key}"
@@ -144,7 +143,9 @@ def open_data(
 def _check_media(sources: Sequence[TokenSource], media: MediaFeatures | None) -> None:
     """Refuse placeholders of pictures and sounds for a model that would read them as text."""
     if media is None and (found := next((source for source in sources if has_media(source)), None)) is not None:
-        raise ConfigError(f"data: {found.name} holds pictures or sounds, and the recipe has no `multimodal` section. Set it (docs/multimodal.md).")
+        raise ConfigError(
+            f"data: {found.name} holds pictures or sounds, and the recipe has no `multimodal` section. Set it (docs/multimodal.md)."
+        )
 
 
 @dataclass

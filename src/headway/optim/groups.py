@@ -184,9 +184,7 @@ def _split(name: str, names: tuple[str, ...], decaying: set[str], rule: GroupRul
     return [group for group in made if group.names]
 
 
-def hypers(
-    config: OptimConfig, groups: Sequence[ParamGroup], step: int, total_steps: int, lr_factor: float = 1.0
-) -> dict[str, Hyper]:
+def hypers(config: OptimConfig, groups: Sequence[ParamGroup], step: int, total_steps: int, lr_factor: float = 1.0) -> dict[str, Hyper]:
     """The hyperparameters of every group at one step; all learning rates are multiplied by `lr_factor` (batch.lr_scaling)."""
     parts = {part: config.part(part) for part in dict.fromkeys(group.part for group in groups)}
     found = {group.name: _apply(group, parts[group.part], step, total_steps) for group in groups}

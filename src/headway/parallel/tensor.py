@@ -56,9 +56,7 @@ def split_model(model: Model, spec: EngineSpec) -> LocalModel:
     rows = even_parts(vocab, group.size)[group.rank]
     shard = VocabShard(rows.start, vocab, exchange.stack, exchange.enter)
     heads = local_heads(model.config, group)
-    model.split_layers(
-        LayerSplit(exchange.enter, exchange.leave, exchange.drop, heads, exchange.own_tokens, group.rank == 0, shard)
-    )
+    model.split_layers(LayerSplit(exchange.enter, exchange.leave, exchange.drop, heads, exchange.own_tokens, group.rank == 0, shard))
     return LocalModel(boxes, _sum_groups(spec.ranks, copies))
 
 
@@ -135,7 +133,9 @@ class Cut:
 
     def _is_partial(self, name: str) -> bool:
         """Whether gradients of what all ranks hold cover a part: some heads or inputs, or with sequence some tokens."""
-        on_stream = name.endswith(("layernorm.weight", "layernorm.bias", "model.norm.weight", "model.norm.bias")) or name.startswith(PROJECTOR)
+        on_stream = name.endswith(("layernorm.weight", "layernorm.bias", "model.norm.weight", "model.norm.bias")) or name.startswith(
+            PROJECTOR
+        )
         return self.sequence if on_stream else True
 
 

@@ -59,9 +59,7 @@ class MediaItems:
     def most(self) -> dict[str, int]:
         """The largest number of items of each modality in one document."""
         document = np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
-        return {
-            name: int(np.bincount(document[self.modality == number], minlength=1).max()) for number, name in enumerate(self.tokens)
-        }
+        return {name: int(np.bincount(document[self.modality == number], minlength=1).max()) for number, name in enumerate(self.tokens)}
 
     def hashes(self, modality: str) -> tuple[Longs, list[str]]:
         """The items of one modality that are not absent, and their content hashes."""
@@ -109,7 +107,9 @@ def read_items(store: Store) -> MediaItems:
             raise ValueError("its sizes contradict the store")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise DataError(f"{path}: damaged or not of this store ({problem}). {again}") from None
-    counts, offset, modality = (part.astype(np.int64) for part in np.split(np.frombuffer(rest, "<i8", documents + 2 * count), [documents, documents + count]))
+    counts, offset, modality = (
+        part.astype(np.int64) for part in np.split(np.frombuffer(rest, "<i8", documents + 2 * count), [documents, documents + count])
+    )
     keys = np.frombuffer(rest, np.uint8, offset=8 * (documents + 2 * count)).reshape(count, KEY_BYTES)
     first = np.concatenate([[0], np.cumsum(counts)])
     if int(first[-1]) != count or (count and (int(modality.max()) >= len(tokens) or int(offset.min()) < 0)):

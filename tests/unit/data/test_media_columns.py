@@ -1,5 +1,6 @@
 """Media columns: every placeholder has its soft token, in any packing; features follow their hash; resumed exactly; mixed with text."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_features_and_presence_follow_the_document(tmp_path: Path) -> None:
     for batch in batches(loader_of(features, store, packing="best_fit")):
         for row in range(len(batch.tokens)):
             bounds = batch.bounds[row].tolist()
-            for first, last in zip(bounds, bounds[1:], strict=False):
+            for first, last in pairwise(bounds):
                 document = tuple(batch.tokens[row, first:last].tolist())
                 if document not in whole:
                     continue  # padding

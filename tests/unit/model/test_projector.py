@@ -92,7 +92,9 @@ def test_a_row_alone_gives_what_it_gives_among_others() -> None:
     whole = model.forward_batch(batch).hidden
     one = slice(5, 6)
     alone = replace(
-        batch, **{name: getattr(batch, name)[one] for name in TENSOR_FIELDS}, extra={name: column[one] for name, column in batch.extra.items()}
+        batch,
+        **{name: getattr(batch, name)[one] for name in TENSOR_FIELDS},
+        extra={name: column[one] for name, column in batch.extra.items()},
     )
     torch.testing.assert_close(model.forward_batch(alone).hidden, whole[one], rtol=1e-5, atol=1e-6)
 

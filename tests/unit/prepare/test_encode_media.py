@@ -86,7 +86,10 @@ def test_the_answer_is_budgeted_before_the_prompt(limit: int) -> None:
     found = document(asked(question, "a red circle"), [("image", HASH["a"])], max_length=limit)
     assert len(found.ids) == limit
     text = text_of(found)
-    assert text.startswith("<|im_start|>user\n[image]long wor") and "what is it?<|im_end|>\n<|im_start|>assistant\na red circle<|im_end|>" in text
+    assert (
+        text.startswith("<|im_start|>user\n[image]long wor")
+        and "what is it?<|im_end|>\n<|im_start|>assistant\na red circle<|im_end|>" in text
+    )
     assert byte_tokenizer().decode(found.ids[found.mask].tolist()) == "a red circle<|im_end|>"
 
 
