@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from headway.infer.load import LoadedModel
     from headway.model.head_masks.choice import MaskChoice
     from headway.parallel.collectives import RankGroup
+    from headway.runtime.executor.work import Placement
     from headway.train.config import Recipe
 
 log = logging.getLogger("headway")
@@ -52,6 +53,12 @@ TEXT_TEMPLATE = typer.Option(None, help="Build the text from several keys, e.g. 
 STORE_KIND = typer.Option(
     None, "--from", help="Format of the input if it cannot be detected: internlm, zero2all, zero2all-sft, mds, megatron."
 )
+TASKS_AT_A_TIME = typer.Option(
+    None,
+    "--workers",
+    min=1,
+    help="With --on: tasks at a time; default: one per core, of the cluster with ray; with slurm 16 array elements.",
+)
 COMPRESSION = typer.Option(None, help="To mds: zstd or zstd:LEVEL.")
 EQUAL_PER_LAYER = typer.Option(False, "--equal-per-layer", help="Keep the same number of full heads in every layer, the best of each.")
 GROUP: Any = None
@@ -71,6 +78,32 @@ class TextOptions:
         if self.split not in ("file", "line"):
             raise ConfigError(f"--split is {self.split!r}; it must be 'file' or 'line'.")
         return {"text_key": self.text_key, "template": self.template, "split": self.split}
+
+
+@dataclass(frozen=True)
+class ManyMachines:
+    """Where the tasks of a data verb run."""
+
+    on: str | None = typer.Option(
+        None,
+        metavar="KIND",
+        help="Run as tasks on: local (processes of this machine), ray[://HOST:PORT] (without an address a cluster of this machine), "
+        "slurm[:partition=P,mem=8G,...] (array jobs). The output is the same; run again after a stop, the command continues.",
+    )
+    work_dir: Path | None = typer.Option(
+        None, help="With --on: a folder that all machines share, for results of tasks; default: OUT.work next to the output."
+    )
+    task_size: str = typer.Option("32MB", help="With --on: input bytes of one task.")
+
+    def placement(self, workers: int | None) -> Placement | None:
+        """The options as one value; None without --on, where the others have no meaning."""
+        from headway.runtime.executor.work import Placement
+        from headway.text.sample import parse_bytes
+
+        if self.on is None:
+            refuse_flags("a run without --on", {"--work-dir": self.work_dir, "--task-size": None if self.task_size == "32MB" else ""})
+            return None
+        return Placement(self.on, workers, self.work_dir, parse_bytes(self.task_size, "--task-size"))
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,29 @@
-"""`headway data clean | sample | self-instruct` and `headway download`: raw text before it becomes tokens."""
+"""`headway data clean | dedup | sample | self-instruct` and `headway download`: raw text before it becomes tokens."""
+
+from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import typer
 
-from headway.cli._options import GROUP, JSON, TextOptions
+from headway.cli._options import GROUP, JSON, TASKS_AT_A_TIME, ManyMachines, TextOptions, refuse_flags
 from headway.cli._output import print_json, print_table
 from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.runtime.executor.work import Placement
+    from headway.text.clean import CleanRules
+
+
+SIMILARITY = typer.Option(0.8, help="Share of common character n-grams above which two documents are near duplicates.")
+MAX_MEMORY = typer.Option(
+    "4GB",
+    help="Memory of the near-duplicate index; when it is full, the oldest documents are forgotten. With --on: an upper bound "
+    "for each task, and nothing is forgotten.",
+)
 
 
 def clean(
@@ -25,9 +39,11 @@ def clean(
     max_repeated_lines: float = typer.Option(0.5, help="Maximum share of characters in lines that repeat an earlier line."),
     min_line_length: float = typer.Option(0.0, help="Minimum mean length of lines."),
     duplicates: str = typer.Option("near", help="keep: keep duplicates; exact: drop exact ones; near: drop near ones too."),
-    similarity: float = typer.Option(0.8, help="Share of common character n-grams above which two documents are near duplicates."),
-    max_memory: str = typer.Option("4GB", help="Memory of the near-duplicate index; when it is full, the oldest documents are forgotten."),
+    similarity: float = SIMILARITY,
+    max_memory: str = MAX_MEMORY,
     text: TextOptions = GROUP,
+    many: ManyMachines = GROUP,
+    workers: int = TASKS_AT_A_TIME,
     simplified: bool = typer.Option(
         False, "--simplified", help="Convert Chinese text to simplified characters first (OpenCC: pip install 'headway[zh]')."
     ),
@@ -35,18 +51,60 @@ def clean(
     json: bool = JSON,
 ) -> None:
     """Drop bad and duplicate documents and report what was dropped and why. With --template, the text is written under the key text."""
-    from headway.text.clean import CleanRules, clean_files, simplifier
+    from headway.text.clean import CleanRules
     from headway.text.sample import parse_bytes
 
-    if len(paths) < 2:
-        raise ConfigError("give at least one source and, last, the output: headway data clean SRC... DST.jsonl")
-    reading = text.arguments()
     rules = CleanRules(
         min_characters, max_characters, min_letters, max_digits, max_signs, max_controls, max_repeated_lines, min_line_length,
         duplicates, similarity, seed, parse_bytes(max_memory, "--max-memory"),  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
-    convert = simplifier("--simplified") if simplified else None
-    report = clean_files(paths[:-1], Path(paths[-1]), rules, convert=convert, **reading)
+    _clean(paths, rules, text, _placement(many, workers), simplified, json)
+
+
+def dedup(
+    paths: list[str] = typer.Argument(
+        ..., metavar="SRC... DST", help="Raw files, folders or globs, and last the output: .jsonl or .parquet."
+    ),
+    duplicates: str = typer.Option("near", help="exact: drop exact duplicates; near: drop near ones too."),
+    similarity: float = SIMILARITY,
+    max_memory: str = MAX_MEMORY,
+    text: TextOptions = GROUP,
+    many: ManyMachines = GROUP,
+    workers: int = TASKS_AT_A_TIME,
+    seed: int = typer.Option(0, help="Seed of the near-duplicate hashes."),
+    json: bool = JSON,
+) -> None:
+    """Drop duplicate and blank documents, and nothing else. Of documents that are alike the first stays."""
+    from headway.text.clean import ONLY_DUPLICATES
+    from headway.text.sample import parse_bytes
+
+    if duplicates not in ("exact", "near"):
+        raise ConfigError(f"--duplicates is {duplicates!r}; it must be exact or near.")
+    found = {"duplicates": duplicates, "similarity": similarity, "seed": seed}
+    rules = replace(ONLY_DUPLICATES, **found, max_memory_bytes=parse_bytes(max_memory, "--max-memory"))
+    _clean(paths, rules, text, _placement(many, workers), False, json)
+
+
+def _placement(many: ManyMachines, workers: int | None) -> Placement | None:
+    placement = many.placement(workers)
+    if placement is None:
+        refuse_flags("a run without --on", {"--workers": workers})
+    return placement
+
+
+def _clean(paths: list[str], rules: CleanRules, text: TextOptions, placement: Placement | None, simplified: bool, json: bool) -> None:
+    """Clean files and print what was dropped."""
+    from headway.text.clean import clean_files, simplifier
+    from headway.text.tasks.clean import clean_files_on
+    from headway.text.tasks.parts import Reading
+
+    if len(paths) < 2:
+        raise ConfigError("give at least one source and, last, the output: headway data clean SRC... DST.jsonl")
+    reading, out = text.arguments(), Path(paths[-1])
+    if placement is None:
+        report = clean_files(paths[:-1], out, rules, convert=simplifier("--simplified") if simplified else None, **reading)
+    else:
+        report = clean_files_on(paths[:-1], out, rules, placement, Reading(**reading), simplified=simplified)
     if json:
         print_json({"out": paths[-1], **report.to_dict()})
         return
@@ -55,7 +113,10 @@ def clean(
     removed = [(why, n, report.removed_bytes[why], report.examples[why][0]) for why, n in report.removed_documents.most_common()]
     print_table(("reason", "documents", "bytes", "first"), removed)
     if report.forgotten_documents:
-        typer.echo(f"\nThe index was full: {report.forgotten_documents} documents were forgotten before the end. Raise --max-memory.")
+        typer.echo(
+            f"\nThe index was full: {report.forgotten_documents} documents were forgotten before the end. Raise --max-memory, or use --on "
+            "local, which forgets nothing."
+        )
 
 
 def sample(
@@ -142,4 +203,4 @@ def download(
         typer.echo(str(folder))
 
 
-VERBS = {"data clean": clean, "data sample": sample, "data self-instruct": self_instruct, "download": download}
+VERBS = {"data clean": clean, "data dedup": dedup, "data sample": sample, "data self-instruct": self_instruct, "download": download}

@@ -65,6 +65,10 @@ class CleanRules:
             raise ConfigError(f"max_characters is {self.max_characters}, less than min_characters={self.min_characters}.")
 
 
+ONLY_DUPLICATES = CleanRules(min_characters=0, min_letters=0, max_digits=1, max_signs=1, max_controls=1, max_repeated_lines=1)
+"""Rules that only blank documents and duplicates break (`headway data dedup`)."""
+
+
 @dataclass
 class CleanReport:
     """Counts of all, kept and removed documents, by reason, with the places of a few examples."""
@@ -86,6 +90,11 @@ class CleanReport:
         }
         totals = {"documents": self.documents, "bytes": self.bytes, "kept_documents": self.kept_documents, "kept_bytes": self.kept_bytes}
         return {**totals, "removed": reasons, "forgotten_documents": self.forgotten_documents}
+
+    def refuse_empty(self, out: Path) -> None:
+        """Refuse an output without documents."""
+        if not self.kept_documents:
+            raise DataError(f"{out}: no document passed the rules ({', '.join(self.removed_documents)}); nothing was written.")
 
 
 def clean(documents: Iterable[Document], rules: CleanRules, report: CleanReport) -> Iterator[Document]:
@@ -128,8 +137,7 @@ def clean_files(
     convert: Callable[[str], str] | None = None,
 ) -> CleanReport:
     """Clean files into one new file. Records keep all their keys; a template's text goes under `text`. `convert` rewrites texts first."""
-    if out.resolve() in {path.resolve() for path in expand(sources)}:
-        raise ConfigError(f"{out} is one of the sources; choose another output.")
+    refuse_source(out, expand(sources))
     report = CleanReport()
     documents = read_documents(sources, text_key=text_key, template=template, split=split, keep_record=True)
     if convert is not None:
@@ -138,12 +146,22 @@ def clean_files(
     with progress("clean", unit="bytes") as advance, record_file(out) as write:
         seen = 0
         for document in clean(documents, rules, report):
-            write({**(document.record or {"source": document.source}), key: document.text})
+            write(cleaned_record(document, key))
             advance(report.bytes - seen)
             seen = report.bytes
-        if not report.kept_documents:
-            raise DataError(f"{out}: no document passed the rules ({', '.join(report.removed_documents)}); nothing was written.")
+        report.refuse_empty(out)
     return report
+
+
+def cleaned_record(document: Document, key: str) -> dict[str, Any]:
+    """What is written for a document that stays: its whole record, with the text under `key`."""
+    return {**(document.record or {"source": document.source}), key: document.text}
+
+
+def refuse_source(out: Path, files: Sequence[Path]) -> None:
+    """Refuse to write over an input."""
+    if out.resolve() in {path.resolve() for path in files}:
+        raise ConfigError(f"{out} is one of the sources; choose another output.")
 
 
 def broken_rule(text: str, rules: CleanRules) -> str | None:

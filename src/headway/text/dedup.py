@@ -5,7 +5,9 @@ three words). The share of equal entries in two signatures estimates the share o
 
     text -> runs -> one 64-bit hash each -> the smallest hash of each of 128 bins = signature -> bands of entries -> lookup keys
 
-Candidates that share a key are compared by signature. When the index is full, its older half is discarded; `forgotten` counts it.
+A text is compared with the texts kept before it among the first 16 texts of each of its keys. That depends on the order of the texts
+alone, so `text/tasks/dedup.py` finds the same duplicates on many machines. When the index is full, its older half is discarded;
+`forgotten` counts it.
 """
 
 from __future__ import annotations
@@ -72,9 +74,12 @@ def _table() -> npt.NDArray[np.uint8]:
 Hashes = npt.NDArray[np.uint64]
 
 BINS = 128
+KEY_BYTES = 12
+NOT_KEPT = -1
 HAN_RUN, OTHER_RUN = 5, 16
 BUFFERED_DOCUMENTS = 1 << 15
-MAX_CANDIDATES = 16
+FIRST_OF_KEY = 16
+"""Texts of a key that later ones are compared with: those that come first, kept or not, so that a text's work has an upper bound."""
 WANTED_RECALL = 0.94
 _SPACES = re.compile(r"\s+")
 _BASE = 0x9E3779B97F4A7C15
@@ -96,15 +101,17 @@ class SeenHashes:
             self._settle()
 
     def find(self, keys: Hashes) -> list[int]:
-        """The numbers that were added with any of these hashes, at most a few for each."""
-        found: list[int] = []
-        for key in keys.tolist():
-            found += self.recent.get(key, ())
+        """The numbers that were added with any of these hashes."""
+        return [number for numbers in self.find_each(keys) for number in numbers]
+
+    def find_each(self, keys: Hashes) -> list[list[int]]:
+        """For each hash the numbers that were added with it."""
+        found = [list(self.recent.get(key, ())) for key in keys.tolist()]
         for hashes, numbers in self.runs:
             first = np.searchsorted(hashes, keys, "left")
-            last = np.minimum(np.searchsorted(hashes, keys, "right"), first + MAX_CANDIDATES)
+            last = np.searchsorted(hashes, keys, "right")
             for at in np.flatnonzero(last > first).tolist():
-                found += numbers[first[at] : last[at]].tolist()
+                found[at] += numbers[first[at] : last[at]].tolist()
         return found
 
     def _settle(self) -> None:
@@ -118,6 +125,11 @@ class SeenHashes:
         self.runs.append(run)
 
 
+def text_hash(text: str) -> int:
+    """64 bits that identical texts share."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
 class ExactDuplicates:
     """Detects texts identical to an earlier one."""
 
@@ -126,7 +138,7 @@ class ExactDuplicates:
 
     def is_new(self, text: str) -> bool:
         """Whether a text is new; remembers it."""
-        key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        key = text_hash(text)
         if self._seen.find(np.array([key], np.uint64)):
             return False
         self._seen.add(key, 0)
@@ -141,28 +153,31 @@ class NearDuplicates:
             raise ConfigError(f"similarity is {similarity}; it must be between 0.5 and 1.")
         self.similarity = similarity
         self.rows = max(rows for rows in (1, 2, 4, 8) if 1 - (1 - similarity**rows) ** (BINS // rows) >= WANTED_RECALL)
-        per_document = BINS + 12 * (BINS // self.rows)
-        self.capacity = None if max_memory_bytes is None else max(BUFFERED_DOCUMENTS, max_memory_bytes // (2 * per_document))
+        per_document = BINS + KEY_BYTES * self.bands
+        self.capacity_bytes = None if max_memory_bytes is None else max(BUFFERED_DOCUMENTS * per_document, max_memory_bytes // 2)
         self.forgotten = 0
         random = np.random.default_rng(derive(seed, "near duplicates"))
         self._salt = random.integers(1, 1 << 63, dtype=np.uint64)
         self._probes = random.integers(0, BINS, (64, BINS))
         self._older: _Index | None = None
-        self._newer = _Index(BINS // self.rows)
+        self._newer = _Index(self.bands)
+
+    @property
+    def bands(self) -> int:
+        """Lookup keys of a text."""
+        return BINS // self.rows
 
     def is_new(self, text: str) -> bool:
         """Whether no earlier text is similar; remembers the text if so."""
         signature = self.signature(text)
-        keys = self._keys(signature)
+        keys = self.band_keys(signature)
         entries = signature.astype(np.uint8)
-        for index in (self._newer, self._older):
-            if index is not None and index.holds(entries, keys, self.similarity):
-                return False
-        if self.capacity is not None and self._newer.size >= self.capacity:
+        is_new = not any(index is not None and index.holds(entries, keys, self.similarity) for index in (self._newer, self._older))
+        if self.capacity_bytes is not None and self._newer.bytes >= self.capacity_bytes:
             self.forgotten += 0 if self._older is None else self._older.size
-            self._older, self._newer = self._newer, _Index(BINS // self.rows)
-        self._newer.add(entries, keys)
-        return True
+            self._older, self._newer = self._newer, _Index(self.bands)
+        self._newer.add(entries if is_new else None, keys)
+        return is_new
 
     def signature(self, text: str) -> Hashes:
         """128 numbers; the share that two texts have in common estimates the share of common runs."""
@@ -184,7 +199,7 @@ class NearDuplicates:
             return filled
         return least
 
-    def _keys(self, signature: Hashes) -> Hashes:
+    def band_keys(self, signature: Hashes) -> Hashes:
         """One key per band: texts that agree on all entries of a band share it."""
         bands = signature.reshape(-1, self.rows)
         keys = np.arange(len(bands), dtype=np.uint64)
@@ -193,28 +208,41 @@ class NearDuplicates:
         return keys
 
 
+def are_similar(equal: npt.NDArray[np.float64], similarity: float) -> npt.NDArray[np.bool_]:
+    """Whether pairs of texts are near duplicates, by the shares of equal entries (8 bits each) in their signatures."""
+    # Of entries that differ, one in 256 agrees in its 8 bits.
+    return (equal - 1 / 256) / (1 - 1 / 256) >= similarity
+
+
 class _Index:
-    """Signatures (8 bits of each entry) and the lookup of their keys."""
+    """Signatures (8 bits of each entry) of the texts that were kept, and the lookup of the keys of all texts."""
 
     def __init__(self, bands: int) -> None:
         self.size = 0
+        self._num_keys = 0
         self._entries = np.empty((1024, BINS), np.uint8)
         self._keys = SeenHashes(BUFFERED_DOCUMENTS * bands)
 
-    def holds(self, entries: npt.NDArray[np.uint8], keys: Hashes, similarity: float) -> bool:
-        candidates = list(dict.fromkeys(self._keys.find(keys)))
-        if not candidates:
-            return False
-        equal = (self._entries[candidates] == entries).mean(axis=1)
-        # Of entries that differ, one in 256 agrees in its 8 bits.
-        return bool(((equal - 1 / 256) / (1 - 1 / 256)).max() >= similarity)
+    @property
+    def bytes(self) -> int:
+        return self.size * BINS + self._num_keys * KEY_BYTES
 
-    def add(self, entries: npt.NDArray[np.uint8], keys: Hashes) -> None:
+    def holds(self, entries: npt.NDArray[np.uint8], keys: Hashes, similarity: float) -> bool:
+        candidates = [number for number in dict.fromkeys(self._keys.find(keys)) if number != NOT_KEPT]
+        return bool(candidates) and bool(are_similar((self._entries[candidates] == entries).mean(axis=1), similarity).any())
+
+    def add(self, entries: npt.NDArray[np.uint8] | None, keys: Hashes) -> None:
+        """Remember a text; one that was not kept (None) only takes its place among the first of its keys."""
+        number = NOT_KEPT if entries is None else self.size
+        for key, numbers in zip(keys.tolist(), self._keys.find_each(keys), strict=True):
+            if len(numbers) < FIRST_OF_KEY:
+                self._keys.add(key, number)
+                self._num_keys += 1
+        if entries is None:
+            return
         if self.size == len(self._entries):
             self._entries = np.concatenate([self._entries, np.empty_like(self._entries)])
         self._entries[self.size] = entries
-        for key in keys.tolist():
-            self._keys.add(key, self.size)
         self.size += 1
 
 

@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 from headway.errors import DataError
 from headway.runtime.optional import need
+from headway.text.section import FileSection
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -43,11 +44,15 @@ class RawFile:
     name: str
     open_stored: Callable[[], io.BufferedReader]
     path: Path | None = None
+    section: FileSection | None = None
+    """Only these lines of a file that is not compressed."""
+    row_groups: tuple[int, int] | None = None
+    """Only these row groups of a Parquet file: the first, and the one after the last."""
 
     @staticmethod
-    def at(path: Path) -> RawFile:
-        """A file on disk."""
-        return RawFile(str(path), lambda: open(path, "rb"), path)
+    def at(path: Path, name: str | None = None) -> RawFile:
+        """A file on disk; `name`: what it is called in messages and documents."""
+        return RawFile(str(path) if name is None else name, lambda: open(path, "rb"), path)
 
     @property
     def suffix(self) -> str:
@@ -60,6 +65,10 @@ class RawFile:
     @contextmanager
     def open(self) -> Iterator[io.BufferedIOBase]:
         """The decompressed bytes; damage and read errors are DataErrors that name the file."""
+        if self.section is not None:
+            with reading(self.name), self.section.open() as stream:
+                yield stream
+            return
         with reading(self.name), self.open_stored() as stored, decompressed(stored, self.name) as stream:
             yield stream
 
@@ -102,7 +111,7 @@ def _damage() -> tuple[type[Exception], ...]:
 def decompressed(stored: io.BufferedReader, name: str) -> Iterator[io.BufferedIOBase]:
     """Decompress by content; a name with the suffix of another compression is an error."""
     head = stored.peek(6)
-    found = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
+    found = compression_of(head)
     promised = COMPRESSION_SUFFIXES.get(Path(name.lower()).suffix)
     if promised is not None and not head:
         raise DataError(f"{name}: the file is empty; {promised} data is expected.")
@@ -118,6 +127,11 @@ def decompressed(stored: io.BufferedReader, name: str) -> Iterator[io.BufferedIO
         yield stream
     finally:
         stream.close()
+
+
+def compression_of(head: bytes) -> str | None:
+    """The compression of data that begins with these bytes."""
+    return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
 
 
 def _gzip(stored: io.BufferedReader) -> io.BufferedIOBase:
@@ -165,7 +179,7 @@ class _ZstdFrames(io.RawIOBase):
 def lines(raw: RawFile) -> Iterator[tuple[int, str]]:
     """The lines of a file, numbered from 1, without line ends; invalid UTF-8 is an error with file and line."""
     with raw.open() as stream:
-        for number, line in enumerate(stream, 1):
+        for number, line in enumerate(stream, 1 if raw.section is None else raw.section.first_line):
             yield number, decode(line, raw.name, number).rstrip("\r\n")
 
 

@@ -39,7 +39,7 @@ def read_documents(
     text_of = TextOf(text_key, template)
     keys = None if keep_record else text_of.keys()
     for path in expand(paths):
-        yield from _not_empty(_documents(path, text_of, split, keys), path)
+        yield from not_empty(documents_of(RawFile.at(path), text_of, split, keys), path)
 
 
 def read_blocks(
@@ -57,13 +57,13 @@ def read_blocks(
     text_of = TextOf(text_key, template)
     keys = None if keep_record else text_of.keys()
     for path in expand(paths):
-        yield from _not_empty(_in_blocks(path, text_of, split, keys), path)
+        yield from not_empty(blocks_of(RawFile.at(path), text_of, split, keys), path)
 
 
 def read_records(paths: Sequence[Path | str] | Path | str) -> Iterator[Record]:
     """Every record of some files, folders or globs, unchanged; text files hold no records."""
     for path in expand(paths):
-        yield from _not_empty(_records(path), path)
+        yield from not_empty(records_of(RawFile.at(path)), path)
 
 
 def read_anything(paths: Sequence[Path | str] | Path | str) -> Iterator[Record | RawFile]:
@@ -76,22 +76,30 @@ def read_anything(paths: Sequence[Path | str] | Path | str) -> Iterator[Record |
                 yield from _read(kind, raw, None)
 
 
-def _not_empty(items: Iterator[T], path: Path) -> Iterator[T]:
+def not_empty(items: Iterator[T], path: Path | str) -> Iterator[T]:
+    """The items; none at all is an error."""
     empty = True
     for item in items:
         empty = False
         yield item
     if empty:
-        raise DataError(f"{path}: no documents; the file is empty.")
+        raise no_documents(path)
 
 
-def _documents(path: Path, text_of: TextOf, split: TextSplit, keys: list[str] | None) -> Iterator[Document]:
-    for kind, raw in _data_files(RawFile.at(path)):
+def no_documents(path: Path | str) -> DataError:
+    """What is wrong with a file without documents."""
+    return DataError(f"{path}: no documents; the file is empty.")
+
+
+def documents_of(file: RawFile, text_of: TextOf, split: TextSplit, keys: list[str] | None) -> Iterator[Document]:
+    """The documents of one file, or of the part of it that `file` states."""
+    for kind, raw in _data_files(file):
         yield from read_text(raw, split) if kind == "txt" else map(text_of, _read(kind, raw, keys))
 
 
-def _in_blocks(path: Path, text_of: TextOf, split: TextSplit, keys: list[str] | None) -> Iterator[tuple[Document, Iterator[str]]]:
-    for kind, raw in _data_files(RawFile.at(path)):
+def blocks_of(file: RawFile, text_of: TextOf, split: TextSplit, keys: list[str] | None) -> Iterator[tuple[Document, Iterator[str]]]:
+    """The documents of one file, each with its text in blocks."""
+    for kind, raw in _data_files(file):
         if kind == "txt" and split == "file":
             blocks = text_blocks(raw)
             if (begin := next(blocks, None)) is not None:
@@ -101,8 +109,9 @@ def _in_blocks(path: Path, text_of: TextOf, split: TextSplit, keys: list[str] | 
             yield from ((document, iter([document.text])) for document in found)
 
 
-def _records(path: Path) -> Iterator[Record]:
-    for kind, raw in _data_files(RawFile.at(path)):
+def records_of(file: RawFile) -> Iterator[Record]:
+    """The records of one file, or of the part of it that `file` states."""
+    for kind, raw in _data_files(file):
         if kind == "txt":
             raise DataError(f"{raw.name}: a text file holds no records; give json, jsonl, csv or parquet.")
         yield from _read(kind, raw, None)

@@ -6,7 +6,7 @@ import gzip
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -23,23 +23,49 @@ NEEDS = {".jsonl.zst": "zstandard", ".parquet": "pyarrow"}
 Write = Callable[[dict[str, Any]], None]
 
 
-@contextmanager
-def record_file(path: Path) -> Iterator[Write]:
-    """Gives a function that writes one record; the file appears when the block ends without an error."""
+def output_kind(path: Path) -> str:
+    """The suffix that says how records are written; refuses a name or a place that cannot be."""
     kind = next((suffix for suffix in WRITABLE if path.name.endswith(suffix)), None)
     if kind is None:
         raise ConfigError(f"{path}: the output must be named {', '.join(WRITABLE)}.")
     if kind in NEEDS:
         need(NEEDS[kind], str(path))
     refuse_device(path)
+    return kind
+
+
+@contextmanager
+def record_file(path: Path) -> Iterator[Write]:
+    """Gives a function that writes one record; the file appears when the block ends without an error."""
+    with _new_file(path) as (file, kind), _parquet(file, path) if kind == ".parquet" else _lines(file, kind) as write:
+        yield write
+
+
+@contextmanager
+def line_file(path: Path) -> Iterator[Callable[[bytes], object]]:
+    """Like `record_file`, for lines that are JSON already: the same bytes as if their records had been written."""
+    with _new_file(path) as (file, kind):
+        if kind == ".jsonl":
+            yield file.write
+        elif kind == ".parquet":
+            with _parquet(file, path) as write:
+                yield lambda lines: [write(json.loads(line)) for line in lines.splitlines()]
+        else:
+            with _text(file, kind) as text:
+                # Line by line: how a compressor cuts its blocks may depend on what is written at once.
+                yield lambda lines: [text.write(line) for line in lines.decode().splitlines(keepends=True)]
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[tuple[IO[bytes], str]]:
+    kind = output_kind(path)
     temporary = temporary_name(path)
     with writing(path, error=DataError):
         path.parent.mkdir(parents=True, exist_ok=True)
         clear_leftovers(path)
         try:
             with open(temporary, "xb") as file:
-                with _parquet(file, path) if kind == ".parquet" else _lines(file, kind) as write:
-                    yield write
+                yield file, kind
                 file.flush()
                 fsync_file(file.fileno())
             os.replace(temporary, path)
@@ -50,15 +76,21 @@ def record_file(path: Path) -> Iterator[Write]:
 
 @contextmanager
 def _lines(file: IO[bytes], kind: str) -> Iterator[Write]:
+    with _text(file, kind) as text:
+        yield lambda record: _write_line(text, record)
+
+
+@contextmanager
+def _text(file: IO[bytes], kind: str) -> Iterator[io.TextIOWrapper]:
     packed: Any = file
     if kind.endswith(".gz"):
-        packed = gzip.GzipFile(fileobj=file, mode="wb", mtime=0)
+        packed = gzip.GzipFile("", mode="wb", fileobj=file, mtime=0)  # without the temporary name, so that equal records give equal bytes
     elif kind.endswith(".zst"):
         import zstandard
 
         packed = zstandard.ZstdCompressor().stream_writer(file, closefd=False)
     text = io.TextIOWrapper(packed, encoding="utf-8", newline="\n", write_through=False)
-    yield lambda record: _write_line(text, record)
+    yield text
     text.flush()
     if packed is file:
         text.detach()
@@ -67,7 +99,12 @@ def _lines(file: IO[bytes], kind: str) -> Iterator[Write]:
 
 
 def _write_line(text: io.TextIOWrapper, record: dict[str, Any]) -> None:
-    text.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+    text.write(json_line(record))
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """A record as a line of a .jsonl file."""
+    return json.dumps(record, ensure_ascii=False, default=str) + "\n"
 
 
 @contextmanager

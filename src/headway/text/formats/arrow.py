@@ -35,7 +35,10 @@ def read_parquet(raw: RawFile, keys: Sequence[str] | None = None) -> Iterator[Re
         names: list[str] = file.schema_arrow.names
         columns = list(dict.fromkeys(keys)) if keys is not None and set(keys) <= set(names) else None
         rows = FEW_ROWS if any(_holds_bytes(column.type) for column in file.schema_arrow) else BATCH_ROWS
-        yield from _records(raw, file.iter_batches(rows, columns=columns, use_threads=False))
+        first, last = raw.row_groups or (0, file.num_row_groups)
+        before = sum(file.metadata.row_group(group).num_rows for group in range(first))
+        batches = file.iter_batches(rows, row_groups=range(first, last), columns=columns, use_threads=False)
+        yield from _records(raw, batches, before)
 
 
 def _holds_bytes(kind: Any) -> bool:
@@ -57,8 +60,7 @@ def _readable(raw: RawFile, form: str) -> Iterator[None]:
         raise DataError(f"{raw.name}: not a readable {form} file: {first_line(error, 1000)}. Fetch or write it again.") from None
 
 
-def _records(raw: RawFile, batches: Iterator[Any]) -> Iterator[Record]:
-    number = 0
+def _records(raw: RawFile, batches: Iterator[Any], number: int = 0) -> Iterator[Record]:
     for batch in batches:
         # Damaged offsets inside a batch would be followed blindly; this check makes them an error.
         batch.validate(full=True)

@@ -1,0 +1,129 @@
+"""`--on ray`: tasks of a Ray cluster. Without an address, a cluster of this machine alone for the time of the command.
+
+    ray                   starts one here: loopback only, without its dashboard
+    ray://HOST:PORT       connects as a Ray client (usually port 10001)
+    ray:HOST:PORT         joins from a machine of the cluster (usually port 6379); ray:auto finds it
+
+Ray moves small values only: a task's arguments and its outcome. Data is in the work folder. Usage statistics are off.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from headway.errors import ConfigError, LaunchError, first_line
+from headway.runtime.executor.task import TaskOutcome, WorkTask, as_json, check_worker, inspect_worker, place_token, run_task, versions
+from headway.runtime.machine import usable_cores
+from headway.runtime.optional import need
+
+LOOPBACK = "127.0.0.1"
+OBJECT_STORE_BYTES = 80 << 20
+"""The least that Ray accepts; nothing large goes through it."""
+POLL_SECONDS = 1.0
+CHECK_SECONDS = 120.0
+VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+def build(place: str, workers: int | None) -> RayExecutor:
+    """The executor of `--on ray`."""
+    need("ray", "--on ray")
+    address = f"ray:{place}" if place.startswith("//") else place
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if address not in ("", "auto") and (not host or not colon or not port.isdigit()):
+        raise ConfigError(f"--on is 'ray:{place}'; it must be ray, ray://HOST:PORT or ray:HOST:PORT.")
+    return RayExecutor(address or None, workers)
+
+
+class RayExecutor:
+    """The workers of a Ray cluster."""
+
+    def __init__(self, address: str | None, workers: int | None) -> None:
+        self.address, self.workers = address, workers
+        self._limit = 1
+        self._nodes = 1
+
+    def start(self, work: Path) -> None:
+        """Connect and look at every machine of the cluster."""
+        os.environ.update({name: value for name, value in VARIABLES.items() if name not in os.environ})
+        import ray
+
+        given: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        if self.address is None:
+            given |= {"num_cpus": self.workers or usable_cores(), "include_dashboard": False, "_node_ip_address": LOOPBACK}
+            given |= {"object_store_memory": OBJECT_STORE_BYTES}
+        else:
+            given |= {"address": self.address}
+        try:
+            ray.init(**given)
+        except (OSError, RuntimeError, ValueError, TimeoutError) as problem:
+            where = (
+                "a Ray cluster on this machine cannot be started" if self.address is None else f"no Ray cluster answers at {self.address}"
+            )
+            raise LaunchError(f"--on ray: {where}: {first_line(problem)}.") from None
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+        self._nodes = len(nodes)
+        self._limit = self.workers or int(sum(node["Resources"]["CPU"] for node in nodes))
+        if not self._limit:
+            raise LaunchError(f"--on ray: the cluster at {self.address} has no CPUs for tasks.")
+        self._check(work, [node["NodeID"] for node in nodes])
+
+    def _check(self, work: Path, nodes: Sequence[str]) -> None:
+        """Every machine must see the work folder and have this machine's versions."""
+        import ray
+        from ray.exceptions import RayError
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        token = secrets.token_hex(16)
+        place_token(work, token)
+        look = ray.remote(num_cpus=0)(inspect_worker)
+        asked = [look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(str(work)) for node in nodes]
+        try:
+            found = ray.get(asked, timeout=CHECK_SECONDS)
+        except RayError as problem:
+            raise LaunchError(
+                f"--on ray: a machine of the cluster did not answer a first task: {first_line(problem)}. headway must be installed on each."
+            ) from None
+        for one in found:
+            check_worker(one, work, token, versions())
+
+    def run(self, work: Path, tasks: Sequence[WorkTask]) -> Generator[TaskOutcome, None, None]:
+        """Run every task once."""
+        import ray
+        from ray.exceptions import RayError
+
+        # Lost tasks are counted and done again by the work folder, which says so.
+        remote = ray.remote(num_cpus=1, max_retries=0)(run_task)
+        running: dict[Any, int] = {}
+        waiting = iter(enumerate(tasks))
+        try:
+            while True:
+                while len(running) < self._limit and (following := next(waiting, None)) is not None:
+                    running[remote.remote(str(work), as_json(following[1]))] = following[0]
+                if not running:
+                    return
+                for reference in ray.wait(list(running), num_returns=1, timeout=POLL_SECONDS)[0]:
+                    index = running.pop(reference)
+                    try:
+                        yield TaskOutcome(index, **ray.get(reference))
+                    except RayError as problem:
+                        yield TaskOutcome(index, "lost", message=f"a Ray worker was lost ({type(problem).__name__})")
+        finally:
+            for reference in running:
+                with suppress(RayError, RuntimeError, ConnectionError):  # the cluster may be gone
+                    ray.cancel(reference, force=True)
+
+    def describe(self) -> str:
+        """Where the tasks run."""
+        where = "this machine" if self.address is None else self.address
+        return f"a Ray cluster ({where}, {self._nodes} nodes), {self._limit} tasks at a time"
+
+    def close(self) -> None:
+        """Disconnect; a cluster that was started here ends."""
+        import ray
+
+        ray.shutdown()

@@ -1,0 +1,169 @@
+"""The work folder of one command: tasks in, results out, in order. What has finished stays until the command has succeeded.
+
+    OUT.work/token          written by the driver, read by every worker: the folder is shared
+    OUT.work/done/NAME/     the results of tasks; a command that is run again uses them
+    OUT.work/lock.json      one driver at a time
+
+Invariant: results depend on the tasks alone, not on the executor, on lost workers, or on how often the driver was started again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from headway.errors import ConfigError, DataError, Interrupted, LaunchError, Terminated
+from headway.runtime.executor.base import Executor, executor_for
+from headway.runtime.executor.task import DONE, TaskOutcome, WorkTask, place_token
+from headway.runtime.progress import progress
+from headway.runtime.run_lock import RunLock, read_holder
+from headway.runtime.stop import handled_signals
+from headway.runtime.storage import check_writable, remove_folder, write_atomic, writing
+
+log = logging.getLogger("headway")
+
+ATTEMPTS = 4
+TAKEOVER_SECONDS = 10.0
+TASK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a data verb runs its tasks."""
+
+    on: str = "local"
+    workers: int | None = None
+    """Tasks at a time; None: what the kind of executor has."""
+    work_dir: Path | None = None
+    """A folder that all machines share; None: OUT.work next to the output."""
+    task_bytes: int = TASK_BYTES
+    """Input bytes of a task."""
+
+    def __post_init__(self) -> None:
+        if self.task_bytes < 1:
+            raise ConfigError(f"--task-size is {self.task_bytes}; it must be more than 0.")
+
+
+class WorkFolder:
+    """Runs stages of tasks in one folder."""
+
+    def __init__(self, path: Path, executor: Executor) -> None:
+        self.path, self.executor = path, executor
+
+    def run(self, label: str, tasks: Sequence[WorkTask]) -> list[dict[str, Any]]:
+        """The results of all tasks, in their order. Of several failures the first task's is raised, as on one machine."""
+        open_tasks = {number for number, task in enumerate(tasks) if not task.is_done(self.path)}
+        lost = Counter[int]()
+        failed: dict[int, TaskOutcome] = {}
+        with progress(label, total=sum(task.size for task in tasks), unit="bytes") as advance:
+            advance(sum(task.size for number, task in enumerate(tasks) if number not in open_tasks))
+            while open_tasks:
+                given = sorted(open_tasks)
+                outcomes = self.executor.run(self.path, [tasks[number] for number in given])
+                try:
+                    for outcome in outcomes:
+                        number = given[outcome.index]
+                        if outcome.state == "lost":
+                            self._count_loss(label, lost, number, outcome)
+                            continue
+                        open_tasks.discard(number)
+                        if outcome.state == "done":
+                            advance(tasks[number].size)
+                            continue
+                        failed[number] = outcome
+                        # Later tasks need not run; an earlier one may still fail, and its error is the one to report.
+                        open_tasks = {one for one in open_tasks if one < min(failed)}
+                        if not open_tasks:
+                            break
+                finally:
+                    outcomes.close()
+        if failed:
+            raise failed[min(failed)].error()
+        return [task.result(self.path) for task in tasks]
+
+    def _count_loss(self, label: str, lost: Counter[int], number: int, outcome: TaskOutcome) -> None:
+        lost[number] += 1
+        if lost[number] >= ATTEMPTS:
+            raise LaunchError(
+                f"{label}: task {number} was lost {ATTEMPTS} times ({outcome.message}). Finished tasks are kept in {self.path}; run this "
+                "again with a smaller --task-size or --max-memory, or with more memory for each worker."
+            )
+        log.warning("%s: %s; task %d is done again", label, outcome.message, number)
+
+    def share(self, name: str, values: Any) -> str:
+        """Write values that many tasks read; returns the name of the file, which states its content."""
+        content = json.dumps({"values": values})
+        file = f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
+        if not (self.path / file).is_file():
+            write_atomic(self.path / file, content)
+        return file
+
+
+@contextmanager
+def work_folder(out: Path, placement: Placement) -> Iterator[WorkFolder]:
+    """The work folder of a command that writes `out`; removed if the block ends without an error, else kept for the next attempt."""
+    path = (placement.work_dir / f"{out.name}.work" if placement.work_dir is not None else out.with_name(f"{out.name}.work")).absolute()
+    executor = executor_for(placement.on, placement.workers)
+    check_writable(path)
+    is_new = not path.exists()
+    lock = RunLock(path, TAKEOVER_SECONDS)
+    _take(lock, path)
+    try:
+        with _signals(path), writing(path, error=DataError):
+            (path / DONE).mkdir(exist_ok=True)
+            place_token(path, secrets.token_hex(16))
+            try:
+                executor.start(path)
+                log.info("runs on %s; work folder %s", executor.describe(), path)
+                yield WorkFolder(path, executor)
+            finally:
+                executor.close()
+    except BaseException:
+        lock.release()
+        if is_new and not any((path / DONE).glob("[!.]*")):
+            remove_folder(path)
+        raise
+    lock.release()
+    remove_folder(path)
+
+
+def _take(lock: RunLock, path: Path) -> None:
+    try:
+        lock.take()
+    except ConfigError:
+        found = read_holder(lock.path)
+        if found is None or found[0] is None:
+            raise
+        raise ConfigError(
+            f"{path} is in use by {found[0].describe()}, which makes the same output. Wait for it, stop it, or choose another output."
+        ) from None
+
+
+@contextmanager
+def _signals(path: Path) -> Iterator[None]:
+    """A stop signal ends the block with a line that says how to continue."""
+    message = f"stopped; finished tasks are kept in {path}. Run the same command again to continue, or remove that folder."
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(message) if number == signal.SIGINT else Terminated(message, 128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before: Mapping[int, Any] = {number: signal.signal(number, stop) for number in handled_signals()} if is_main else {}
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        raise stopped if isinstance(stopped, Interrupted) else Interrupted(message) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
