@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import typer
 
+from headway.cli._documents import print_document
 from headway.cli._options import COMPRESSION, INPUTS, JSON, MORE_INPUTS, RECORD_KEYS, STORE_KIND, refuse_flags
 from headway.cli._output import print_json, print_table
 from headway.cli.data_media import MultimodalChecks, validate_multimodal
 from headway.errors import ConfigError
-
-if TYPE_CHECKING:
-    from headway.prepare.inspect import DocumentPreview
 
 BAR_WIDTH = 40
 TEMPLATES = "chatml, llama3, qwen, alpaca, internlm, internlm_alpaca, zero2all, tokenizer (the tokenizer's own) or a .jinja file"
@@ -183,26 +181,7 @@ def inspect(
         print_table(("type", "documents", "tokens"), [(name or "(none)", one.documents, one.tokens) for name, one in found.types.items()])
     if loaded is not None and found.kind != "raw" and samples:
         for sample in preview_documents(path, loaded, samples, kind=chosen):
-            _print_sample(sample, bool(found.masked))
-
-
-def _print_sample(sample: DocumentPreview, masked: bool) -> None:
-    """Loss targets are green on a terminal, and between ⟦ ⟧ elsewhere; other text is dim."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    shown = Text()
-    for run in sample.runs:
-        if not masked:
-            shown.append(run.text)
-        elif run.target:
-            shown.append(run.text if console.is_terminal else f"⟦{run.text}⟧", style="green")
-        else:
-            shown.append(run.text, style="dim")
-    rest = f", the first {sample.shown} shown" if sample.shown < sample.tokens else ""
-    console.print(f"\n— document {sample.document}: {sample.tokens} tokens{rest}")
-    console.print(shown, soft_wrap=True)
+            print_document(sample, bool(found.masked))
 
 
 def merge(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headway.cli._options import GROUP, JSON, RankOptions, command_line
+from headway.cli._complete import complete_recipe
+from headway.cli._options import GROUP, JSON, RECIPE, RankOptions, command_line, read_recipe
 from headway.cli._output import exit_with, print_json, print_table
 from headway.errors import ConfigError
 
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
     from headway.diagnose.rank_report import RanksReport
     from headway.launch.launcher import LaunchOptions
     from headway.parallel.collectives import RankGroup
+    from headway.workflows.doctor_data import SourceSamples
+
+DATA = typer.Argument(
+    ...,
+    metavar="RECIPE|FILE [section.key=value]...",
+    help="A recipe and overrides, or data (raw files or a token store) with tokenizer=PATH or init.from=MODEL.",
+    autocompletion=complete_recipe,
+)
 
 
 @dataclass(frozen=True)
@@ -139,6 +148,76 @@ def show_ranks(report: "RanksReport", json: bool, *, is_first: bool) -> None:
     show_checks(report.checks, json, {"bandwidth": report.to_json()["bandwidth"]})
 
 
+def data(
+    arguments: list[str] = DATA,
+    samples: int = typer.Option(3, help="Documents of each source to show with their loss mask; 0 = none.", min=0, max=1000),
+    document: list[int] = typer.Option([], help="Show this document of the first source; may be repeated."),
+    max_tokens: int = typer.Option(400, help="Tokens of a document to show.", min=1),
+    json: bool = JSON,
+) -> None:
+    """Check your data as training reads it: loss mask, stop tokens, packing, accumulation, round trip, copies.
+
+    Targets are green on a terminal and between ⟦ ⟧ elsewhere; other text is input only. The exit code is 1 if a check fails.
+    """
+    from headway.cli._documents import print_document
+    from headway.workflows.doctor_data import SampleOptions, check_data
+
+    if any(number < 0 for number in document):
+        raise ConfigError(f"--document is {min(document)}; documents are counted from 0.")
+    recipe = read_recipe(_as_data(arguments), makes_tokenizer=True)
+    found = check_data(recipe, SampleOptions(samples, max_tokens, tuple(document)))
+    if not json:
+        for one in found:
+            for source in one.samples:
+                typer.echo(f"\n{source.source}:" if one.stage is None else f"\n{one.stage}: {source.source}:")
+                for shown in source.documents:
+                    print_document(shown, source.masked)
+        typer.echo()
+    show_checks(
+        [check if one.stage is None else check.on(one.stage) for one in found for check in one.checks],
+        json,
+        {"samples": [_sample_json(one.stage, source) for one in found for source in one.samples]},
+    )
+
+
+def _as_data(arguments: list[str]) -> list[str]:
+    """A data file or store in the place of a recipe becomes data.train of a run without a recipe."""
+    from headway.config.shipped import recipe_names
+
+    first, *rest = arguments
+    if "=" in first or first in recipe_names() or Path(first).suffix in (".yaml", ".yml"):
+        return arguments
+    folders = {name.partition("/")[0] for name in recipe_names()}
+    if not Path(first).exists() and (first.partition("/")[0] in folders or not set("/.") & set(first)):
+        return arguments  # the name of a recipe, perhaps misspelt
+    return [f"data.train={first}", *rest]
+
+
+def _sample_json(stage: str | None, source: "SourceSamples") -> dict[str, Any]:
+    documents = [{**one._asdict(), "runs": [run._asdict() for run in one.runs]} for one in source.documents]
+    return {"stage": stage, "source": source.source, "masked": source.masked, "documents": documents}
+
+
+def recipe(
+    arguments: list[str] = RECIPE,
+    gpu: str | None = typer.Option(None, help="GPU it will run on, as in `headway plan`: h200, a100, 4090, ...; default: this machine."),
+    world: int | None = typer.Option(None, help="Number of GPUs it will run on.", min=1),
+    step: bool = typer.Option(False, "--step", help="Also build the model here and train one step, as `headway train --dry-run` does."),
+    json: bool = JSON,
+) -> None:
+    """Check a recipe: all that training refuses, memory, and settings that make no sense together; exit code 1 if a check fails."""
+    from headway.plan.hardware import find_gpu
+    from headway.workflows.doctor_recipe import RecipeTarget, check_recipe, check_step
+
+    if world is not None and gpu is None:
+        raise ConfigError(f"--world is {world} without --gpu. Give the kind of GPU too, such as --gpu h100.")
+    found = read_recipe(arguments, makes_tokenizer=True)
+    checks = check_recipe(found, RecipeTarget(None if gpu is None else find_gpu(gpu), world))
+    if step and not any(check.state == "fail" for check in checks):
+        checks.append(check_step(found))
+    show_checks(checks, json)
+
+
 def show_checks(checks: "Sequence[Check]", json: bool, more: dict[str, Any] | None = None) -> None:
     """Print checks as a table or JSON; exit code 1 if one failed."""
     failed = any(check.state == "fail" for check in checks)
@@ -150,4 +229,4 @@ def show_checks(checks: "Sequence[Check]", json: bool, more: dict[str, Any] | No
         raise typer.Exit(1)
 
 
-VERBS = {"doctor": doctor}
+VERBS = {"doctor": doctor, "doctor data": data, "doctor recipe": recipe}

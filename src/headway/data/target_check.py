@@ -41,9 +41,14 @@ def check_targets(data: OpenData, tokenizer: Tokenizer | None, end_ids: frozense
         for one in mixture:
             source = one.selection.source
             if source.masked and id(source) not in found:
-                stops = stop_ids(source, tokenizer) or usual_end(source, tokenizer) or end_ids | _end_of(tokenizer)
+                stops = all_stops(source, tokenizer, end_ids)
                 found[id(source)] = (_check(one.selection, stops, tokenizer), stops)
     return TargetReport(tuple(line for line, _ in found.values()), end_ids.union(*(stops for _, stops in found.values())))
+
+
+def all_stops(source: TokenSource, tokenizer: Tokenizer | None, end_ids: frozenset[int] = frozenset()) -> frozenset[int]:
+    """The ids that end an answer: by the store's chat template, else by its samples, else those that end a text."""
+    return stop_ids(source, tokenizer) or usual_end(source, tokenizer) or end_ids | _end_of(tokenizer)
 
 
 def stop_ids(source: TokenSource, tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -97,8 +102,22 @@ def _end_of(tokenizer: Tokenizer | None) -> frozenset[int]:
     return frozenset() if tokenizer is None or tokenizer.eos_id is None else frozenset([tokenizer.eos_id])
 
 
-def _check(selection: Selection, stops: frozenset[int], tokenizer: Tokenizer | None) -> str:
-    source, known = selection.source, _origin(selection.source)[0] is not None
+@dataclass(frozen=True)
+class TargetCounts:
+    """What the samples of a masked source teach."""
+
+    samples: int
+    targets: int
+    """Tokens that are learned."""
+    without: int
+    """Samples without a target."""
+    first_without: int | None
+    ending: int
+    """Samples in which a stop token is a target."""
+
+
+def count_targets(selection: Selection, stops: frozenset[int]) -> TargetCounts:
+    """Read every sample of a masked source."""
     samples = targets = without = ending = 0
     first: int | None = None
     for numbers, has_target, has_stop, count in _chunks(selection, stops):
@@ -106,13 +125,25 @@ def _check(selection: Selection, stops: frozenset[int], tokenizer: Tokenizer | N
             first = int(numbers[np.argmin(has_target)])
         samples, targets = samples + len(numbers), targets + count
         without, ending = without + int((~has_target).sum()), ending + int(has_stop.sum())
+    return TargetCounts(samples, targets, without, first, ending)
+
+
+def holds_conversations(source: TokenSource) -> bool:
+    """Whether headway made the store from conversations or pairs, so that its template is known."""
+    return _origin(source)[0] is not None
+
+
+def _check(selection: Selection, stops: frozenset[int], tokenizer: Tokenizer | None) -> str:
+    source, known = selection.source, holds_conversations(selection.source)
+    found = count_targets(selection, stops)
+    samples, targets, without, first, ending = found.samples, found.targets, found.without, found.first_without, found.ending
     what = "answers" if isinstance(source, PairSource) else "samples"
     if without and (known or without == samples):
         raise DataError(
             f"{source.name}: {without} of {samples} {what} have no target to learn from (the first: document {first}). "
             "Tokenize them again with `headway data tokenize`, which skips such records."
         )
-    spelled = " or ".join(f"{_spelling(stop, tokenizer)} (id {stop})" for stop in sorted(stops))
+    spelled = spell_stops(stops, tokenizer)
     if known and stops and not ending:
         raise DataError(
             f"{source.name}: the stop token {spelled} is a target in none of {samples} {what}, so the model would not learn to stop. "
@@ -122,6 +153,11 @@ def _check(selection: Selection, stops: frozenset[int], tokenizer: Tokenizer | N
     stopped = f"the stop token {spelled} is a target in {ending}" if stops else "the stop token is unknown"
     truncated = f" ({samples - ending} are truncated before it)" if stops and known and ending < samples else ""
     return f"targets of {source.name}: {every}, {targets} tokens in all; {stopped}{truncated}{_skipped_pairs(selection)}"
+
+
+def spell_stops(stops: frozenset[int], tokenizer: Tokenizer | None) -> str:
+    """Stop tokens as text with their ids."""
+    return " or ".join(f"{_spelling(stop, tokenizer)} (id {stop})" for stop in sorted(stops))
 
 
 def _skipped_pairs(selection: Selection) -> str:

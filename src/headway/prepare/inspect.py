@@ -107,10 +107,11 @@ def preview_documents(
     """Previews of some documents, spread over the store."""
     source = open_source(path, kind)
     for i in np.unique(np.linspace(0, source.num_documents - 1, count).astype(np.int64)).tolist():
-        yield _preview(source, i, tokenizer, max_tokens)
+        yield preview_document(source, i, tokenizer, max_tokens)
 
 
-def _preview(source: TokenSource, i: int, tokenizer: Tokenizer, max_tokens: int) -> DocumentPreview:
+def preview_document(source: TokenSource, i: int, tokenizer: Tokenizer, max_tokens: int) -> DocumentPreview:
+    """The beginning of one document."""
     length = int(source.lengths(i, i + 1)[0])
     shown = min(length, max_tokens)
     ids, mask = source.tokens(i, 0, shown), source.mask(i, 0, shown)

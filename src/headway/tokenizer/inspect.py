@@ -86,10 +86,10 @@ def inspect(tokenizer: Tokenizer, texts: Mapping[str, Iterable[tuple[str, str]]]
     lost: list[str] = []
     compression: dict[str, Compression] = {}
     for name, samples in SAMPLES.items():
-        compression[name] = _measure(tokenizer, ((repr(text[:40]), text) for text in samples), lost)
-    _measure(tokenizer, ((repr(text), text) for text in HARD_TEXTS), lost)
+        compression[name] = measure(tokenizer, ((repr(text[:40]), text) for text in samples), lost)
+    measure(tokenizer, ((repr(text), text) for text in HARD_TEXTS), lost)
     for name, given in (texts or {}).items():
-        compression[name] = _measure(tokenizer, given, lost)
+        compression[name] = measure(tokenizer, given, lost)
     return TokenizerReport(
         tokenizer.vocab_size,
         tokenizer.model_vocab_size,
@@ -112,7 +112,8 @@ def longest_tokens(tokenizer: Tokenizer, count: int = LONGEST) -> list[tuple[int
     return [(number, tokenizer.decode([number])) for _, number in sorted(sizes)[:count]]
 
 
-def _measure(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]], lost: list[str]) -> Compression:
+def measure(tokenizer: Tokenizer, texts: Iterable[tuple[str, str]], lost: list[str]) -> Compression:
+    """How texts compress; the locations of those that decoding does not give back are appended to `lost`."""
     count = size = characters = tokens = 0
     for batch in _batches(texts):
         encoded = tokenizer.encode_batch([text for _, text in batch])

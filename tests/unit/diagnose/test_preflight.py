@@ -78,10 +78,11 @@ def test_a_folder_that_one_host_cannot_write_fails_there(tmp_path: Path) -> None
 def test_a_file_that_is_not_replaced_at_once_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow_replace(source: Path, target: Path) -> None:
         Path(target).unlink(missing_ok=True)
-        time.sleep(0.01)
+        time.sleep(0.05)
         Path(source).rename(target)
 
     monkeypatch.setattr(module.os, "replace", slow_replace)
+    monkeypatch.setattr(module, "RENAME_SECONDS", 0.4)
     found = next(check for check in on_hosts(2, lambda node: tmp_path)[0] if check.name == "atomic rename")
     assert found.state == "fail" and "missing for a moment" in found.detail
 

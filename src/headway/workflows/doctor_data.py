@@ -1,0 +1,141 @@
+"""`headway doctor data`: a recipe comes in; what its data teaches goes out, as checks and as documents with their loss mask.
+
+Reads and tokenizes what `headway train` would (raw files go into the same cache), trains nothing, makes no run folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from headway.data.config import DataConfig, SourceConfig
+from headway.data.open import OpenData, open_data
+from headway.data.pairs import PairSource
+from headway.diagnose.check import Check
+from headway.diagnose.data_checks import DataContext, data_checks
+from headway.diagnose.equality import equality_checks
+from headway.parallel.collectives import RankGroup
+from headway.prepare.detect import format_of, local_path
+from headway.prepare.inspect import DocumentPreview, preview_document
+from headway.prepare.sources import prepare_sources
+from headway.text.read import read_documents, read_records
+from headway.tokenizer.inspect import HARD_TEXTS, measure, texts_in
+from headway.tokenizer.load import Tokenizer
+from headway.train.config import Recipe
+from headway.train.resolve import Resolved, resolve
+from headway.train.staged_run import check_stages
+from headway.train.stages import expand
+
+ROUND_TRIP_TEXTS = 2000
+MOST_CHARACTERS = 1 << 16
+NAMED_LOST = 5
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Which documents are shown."""
+
+    documents: int = 3
+    max_tokens: int = 400
+    wanted: tuple[int, ...] = ()
+    """Numbers of documents of the first source; empty: some spread over each source."""
+
+
+@dataclass(frozen=True)
+class SourceSamples:
+    """Documents of one source with their loss masks."""
+
+    source: str
+    masked: bool
+    documents: tuple[DocumentPreview, ...]
+
+
+@dataclass(frozen=True)
+class DataCheckup:
+    """What was found in the data of a recipe, or of one of its stages."""
+
+    stage: str | None
+    checks: tuple[Check, ...]
+    samples: tuple[SourceSamples, ...] = field(default_factory=tuple)
+
+
+def resolve_all(recipe: Recipe) -> list[tuple[str | None, Resolved]]:
+    """The recipe as training would see it; one of each stage, on the model that the stage before it will leave."""
+    if not recipe.stages:
+        return [(None, resolve(recipe))]
+    return [(stage.name, resolved) for stage, resolved in check_stages(expand(recipe), [], recipe.run.folder, RankGroup())]
+
+
+def check_data(recipe: Recipe, options: SampleOptions = SampleOptions()) -> list[DataCheckup]:
+    """Check the data of a recipe; stages one by one."""
+    return [check_resolved(stage, resolved, options) for stage, resolved in resolve_all(recipe)]
+
+
+def check_resolved(stage: str | None, resolved: Resolved, options: SampleOptions) -> DataCheckup:
+    """Check the data of one resolved recipe."""
+    recipe, data = resolved.recipe, open_resolved(resolved)
+    end_ids = resolved.weights.end_ids if resolved.weights else frozenset[int]()
+    checks = data_checks(DataContext(recipe.data, data, resolved.tokenizer, end_ids))
+    checks += round_trip_checks(recipe.data, resolved.tokenizer)
+    checks += equality_checks(recipe.data, data.train, resolved.model, recipe.seed)
+    return DataCheckup(stage, tuple(checks), tuple(take_samples(data, resolved.tokenizer, options)))
+
+
+def open_resolved(resolved: Resolved) -> OpenData:
+    """The data that a run would open; raw files are tokenized into the cache."""
+    recipe, path, pairs = resolved.recipe, resolved.tokenizer_path, resolved.recipe.objective.PAIRS
+    stores = prepare_sources(recipe.data, path, pairs=pairs)
+    return open_data(recipe.data, stores, tokenizer=path, vocab_size=resolved.model.vocab, seed=recipe.seed, pairs=pairs)
+
+
+def take_samples(data: OpenData, tokenizer: Tokenizer | None, options: SampleOptions) -> Iterator[SourceSamples]:
+    """Documents to show; none without a tokenizer."""
+    for number, one in enumerate(data.train if tokenizer is not None and options.documents else ()):
+        source = one.selection.source
+        shown = source.store if isinstance(source, PairSource) else source
+        if options.wanted:
+            chosen = [document for document in options.wanted if document < shown.num_documents] if number == 0 else []
+        else:
+            chosen = np.unique(np.linspace(0, shown.num_documents - 1, options.documents).astype(np.int64)).tolist()
+        assert tokenizer is not None
+        documents = tuple(preview_document(shown, document, tokenizer, options.max_tokens) for document in chosen)
+        if documents:
+            yield SourceSamples(source.name, source.masked, documents)
+
+
+def round_trip_checks(config: DataConfig, tokenizer: Tokenizer | None) -> list[Check]:
+    """Whether decoding gives back texts byte for byte: known hard ones, and the user's own where the data is raw."""
+    if tokenizer is None:
+        return []
+    hard: list[str] = []
+    measure(tokenizer, ((repr(text), text) for text in HARD_TEXTS), hard)
+    checks = [_round_trip("hard texts", f"{len(HARD_TEXTS)} texts that tokenizers are known to lose", hard)]
+    for one in config.train or ():
+        path = local_path(one.path, config.cache_dir)
+        if one.format is None and format_of(path) == "raw":
+            lost: list[str] = []
+            found = measure(tokenizer, islice(_texts(path, one), ROUND_TRIP_TEXTS), lost)
+            checks.append(_round_trip(one.path, f"{found.texts} texts, {found.bytes_per_token:.2f} bytes per token", lost))
+    return checks
+
+
+def _round_trip(name: str, detail: str, lost: list[str]) -> Check:
+    if not lost:
+        return Check(f"round trip of {name}", "ok", f"{detail}; all come back byte for byte")
+    named = ", ".join(lost[:NAMED_LOST]) + (f" and {len(lost) - NAMED_LOST} more" if len(lost) > NAMED_LOST else "")
+    remedy = "Such texts come back changed: use a tokenizer without normalisation (byte-level), if they matter to you."
+    return Check(f"round trip of {name}", "warn", f"{detail}; {len(lost)} come back changed: {named}", remedy)
+
+
+def _texts(path: str, one: SourceConfig) -> Iterator[tuple[str, str]]:
+    """(place, text) of what the tokenizer will see; of records every text in them."""
+    if one.kind in ("chat", "preference"):
+        for record in read_records([path]):
+            for text in texts_in(dict(record.data)):
+                yield record.place, text[:MOST_CHARACTERS]
+        return
+    for document in read_documents([path], text_key=one.text_key, template=one.template, split=one.split):
+        yield document.place, document.text[:MOST_CHARACTERS]
