@@ -179,7 +179,7 @@ def _open_image(data: bytes, name: str, limits: MediaLimits) -> Any:
 
     try:
         image = Image.open(io.BytesIO(data), formats=IMAGE_KINDS)
-        check_pixels(name, *image.size, limits)
+        check_pixels(name, image.width, image.height, limits)
         image.load()
         image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16 bits; Pillow would clip at 255

@@ -20,19 +20,23 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 STORED_BYTES = 65535
 
 
-def write_png(pixels: NDArray[np.uint8]) -> bytes:
-    """The bytes of a PNG file."""
+def write_png(pixels: NDArray[np.uint8], *, compressed: bool = False) -> bytes:
+    """The bytes of a PNG file; compressed ones are smaller and depend on the version of zlib."""
     height, width, _ = pixels.shape
     rows = np.zeros((height, 1 + 3 * width), np.uint8)  # the first byte of a row is its filter: none
     rows[:, 1:] = pixels.reshape(height, 3 * width)
     raw = rows.tobytes()
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = zlib.compress(raw) if compressed else _stored(raw)
+    return SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", body) + _chunk(b"IEND", b"")
+
+
+def _stored(raw: bytes) -> bytes:
     body = bytearray(b"\x78\x01")
     for at in range(0, len(raw), STORED_BYTES):
         part = raw[at : at + STORED_BYTES]
         body += struct.pack("<BHH", at + len(part) == len(raw), len(part), len(part) ^ 0xFFFF) + part
-    body += struct.pack(">I", zlib.adler32(raw))
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", bytes(body)) + _chunk(b"IEND", b"")
+    return bytes(body) + struct.pack(">I", zlib.adler32(raw))
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:

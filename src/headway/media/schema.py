@@ -78,12 +78,13 @@ def _check_schema(rules: Any, where: str, depth: int) -> None:
         raise ConfigError(f"{where} must be an object of rules.")
     if depth > MOST_DEPTH:
         raise ConfigError(f"{where} is more than {MOST_DEPTH} levels deep.")
-    for key, value in cast(dict[str, Any], rules).items():
+    for key, given in cast(dict[str, Any], rules).items():
+        value: Any = given
         if key in SILENT:
             continue
         if key not in SHAPES:
             raise ConfigError(f"{where}: {key!r} is not supported; supported are {', '.join(SHAPES)}.")
-        if not isinstance(value, SHAPES[key]) or (type(value) is bool and key not in TRUTHS):
+        if not isinstance(value, SHAPES[key]) or (type(given) is bool and key not in TRUTHS):
             raise ConfigError(f"{where}.{key} is of type {type(value).__name__}, which that rule cannot have.")
         if key == "type" and (not value or any(not isinstance(one, str) or one not in TYPES for one in _listed(value))):
             raise ConfigError(f"{where}.type is {str(value)[:60]!r}; it must be one or more of {', '.join(TYPES)}.")
