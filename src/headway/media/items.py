@@ -73,6 +73,8 @@ class MediaRef:
     def __post_init__(self) -> None:
         if (self.path is None) == (self.data is None):
             raise ConfigError(f"a {self.modality} needs either a path or bytes.")
+        if self.path is not None:
+            object.__setattr__(self, "path", Path(self.path))
         if not self.name:
             object.__setattr__(self, "name", str(self.path) if self.path is not None else f"{self.modality} bytes")
 
