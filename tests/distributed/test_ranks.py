@@ -55,7 +55,7 @@ class Traced:
     """A hook that writes down when each exchange starts, and sleeps in the exchange as a slow link would."""
 
     def __init__(self, inner: Any, events: list[tuple[str, float]], seconds: float) -> None:
-        from headway.parallel.collectives import Background
+        from headway.parallel.background import Background
 
         self.inner, self.events, self.seconds, self.background = inner, events, seconds, Background(torch.device("cpu"))
 

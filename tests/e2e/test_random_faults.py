@@ -8,11 +8,14 @@ import errno
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support import crash
+from support.drill import STEPS as SMALL_STEPS
+from support.drill import finish, small
 from support.runs import assert_same_run, headway, make_stores, write_recipe
 
 CASES = int(os.environ.get("HEADWAY_FAULTS", "4"))
@@ -20,6 +23,7 @@ FIRST = int(os.environ.get("HEADWAY_FAULT_SEED", "0"))
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EMFILE)
 STEPS = 12
 LAST = ["checkpoint.every=3", f"steps={STEPS}"]
+SPLIT = ("parallel.tensor=2", "parallel.pipeline=2", "model.num_layers=2", "model.num_kv_heads=2")
 
 
 @contextmanager
@@ -37,6 +41,11 @@ def faults(folder: Path, seed: int, rate: float) -> Iterator[None]:
         yield
     finally:
         crash.watch = None
+
+
+def rank_faults(folder: Path, seed: int, rate: float, rank: int) -> AbstractContextManager[None]:
+    """The faults of one rank."""
+    return faults(folder, seed + rank, rate)
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +78,27 @@ def test_where_every_call_fails_the_start_is_refused_in_one_line(whole: tuple[Pa
         done = headway("train", str(recipe), *LAST)
     assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(1800)
+def test_faults_on_the_ranks_of_tensor_2_and_pipeline_2_lose_nothing(whole: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    # Every rank has faults of its own; the first that fails ends the start, as the launcher would.
+    recipe = write_recipe(tmp_path, whole[1], name="faults")
+    undisturbed = small(recipe, "undisturbed", *SPLIT)
+    assert finish(undisturbed, 4) == [0] * 4
+    failed = 0
+    for seed in range(FIRST, FIRST + CASES):
+        plan, rng = small(recipe, f"disturbed-{seed}", *SPLIT), random.Random(f"rates-{seed}")
+        for start in range(3):
+            rate = rng.choice((0.002, 0.01, 0.03))
+            around = partial(rank_faults, plan.run.folder, 1000 * seed + 10 * start, rate)
+            codes = finish(plan, 4, around=around)
+            failed += codes != [0] * 4
+            for report in plan.run.folder.parent.glob("error-*.txt"):
+                last = report.read_text().strip().splitlines()[-1]
+                assert last.startswith("headway.errors."), report.read_text()
+                report.unlink()
+        assert finish(plan, 4) == [0] * 4, f"seed {seed}"
+        assert_same_run(undisturbed.run.folder, plan.run.folder, SMALL_STEPS)
+    assert failed, "no start was disturbed"

@@ -7,7 +7,6 @@ All ranks of a group must start the same collectives in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headway.errors import LaunchError
+from headway.errors import LaunchError, first_line
 from headway.parallel.mesh import Mesh
 from headway.runtime.heartbeat import Heartbeat
 from headway.runtime.process import Process
@@ -205,7 +204,7 @@ class RankGroup:
         """The same ranks over separate gloo connections, for a thread whose collectives run at any time."""
         if self.size == 1:
             return self
-        handle = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        handle = _connect(self.rank, "world", backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         return RankGroup(self.rank, self.size, handle)  # pyright: ignore[reportArgumentType]
 
     def close(self, *, orderly: bool = True) -> None:
@@ -237,10 +236,8 @@ def start_group(process: Process, backend: Literal["gloo", "nccl"], timeout_seco
             "Start it with torchrun, or set MASTER_ADDR and MASTER_PORT."
         ) from None
     except dist.DistError as problem:
-        first = str(problem).splitlines()[0]
-        raise LaunchError(
-            f"rank {process.rank} of {process.world} could not connect to the other ranks within {timeout_seconds:.0f} s: {first}"
-        ) from None
+        waited = f"could not connect to the other ranks within {timeout_seconds:.0f} s: {first_line(problem)}"
+        raise LaunchError(f"rank {process.rank} of {process.world} {waited}") from None
     world = RankGroup(process.rank, process.world, dist.group.WORLD, heart)
     world.timeout = timedelta(seconds=timeout_seconds)
     return world
@@ -283,6 +280,14 @@ def form_groups(mesh: Mesh, world: RankGroup) -> RankGroups:
     return RankGroups(mesh, world, **shared, **{axis: _join(mesh, axis, world) for axis in LAYER_AXES})
 
 
+def _connect(rank: int, axis: str, **options: Any) -> Any:
+    """A new group of torch; a rank that is gone meanwhile is one line."""
+    try:
+        return dist.new_group(**options)
+    except dist.DistError as problem:
+        raise LaunchError(f"rank {rank} could not connect to the other ranks of the axis {axis}: {first_line(problem)}") from None
+
+
 def _join(mesh: Mesh, axis: str, world: RankGroup) -> RankGroup:
     """Make all groups of an axis; returns the one this rank is in."""
     return _join_one(mesh.groups(axis), axis, world)
@@ -291,7 +296,7 @@ def _join(mesh: Mesh, axis: str, world: RankGroup) -> RankGroup:
 def _join_one(groups: list[list[int]], axis: str, world: RankGroup) -> RankGroup:
     joined = RankGroup(heart=world.heart, axis=axis)
     for ranks in groups if len(groups[0]) > 1 else ():
-        handle = dist.new_group(ranks, timeout=world.timeout)
+        handle = _connect(world.rank, axis, ranks=ranks, timeout=world.timeout)
         if world.rank in ranks:
             joined = RankGroup(ranks.index(world.rank), len(ranks), handle, world.heart, axis)  # pyright: ignore[reportArgumentType]
     return joined
@@ -312,47 +317,6 @@ def split_group(ranks: RankGroups, axis: str, size: int) -> RankGroup:
     """Groups of `size` neighbours along an axis. All ranks of the run call this together."""
     groups = [whole[start : start + size] for whole in ranks.mesh.groups(axis) for start in range(0, len(whole), size)]
     return _join_one(groups, axis, ranks.world)
-
-
-class Background:
-    """Runs work of several operations during backward, in order: on a separate CUDA stream, or in a thread.
-
-    A hook that exchanges here must do so for every bucket of a step, because ranks must start all collectives in the same order.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.thread = None if self.stream else ThreadPoolExecutor(1, thread_name_prefix="headway-exchange")
-
-    def run(self, work: Callable[[], Any]) -> Handle:
-        """Start work after everything that was queued before."""
-        if self.stream is None:
-            assert self.thread is not None
-            return _Awaited(self.thread.submit(work))
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            work()
-            event = torch.cuda.Event()
-            event.record()
-        return _Passed(event, work)
-
-
-@dataclass
-class _Awaited:
-    future: Future[Any]
-
-    def wait(self) -> None:
-        self.future.result()
-
-
-@dataclass
-class _Passed:
-    event: torch.cuda.Event
-    work: Callable[[], Any]
-    """Keeps the tensors it uses alive: until the event has passed, the main stream must not reuse their memory."""
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
 
 
 class DifferentiableCollectives:

@@ -180,14 +180,18 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Release the lock; folders that were made for it alone are removed."""
+        """Release the lock; folders that were made for it alone are removed. A lock file that cannot be removed stays: its holder is dead
+        as soon as this process ends, and the next start takes it over."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
             found = read_holder(self.path)
             if found is not None and found[0] is not None and found[0].token == self.holder.token:
-                self.path.unlink(missing_ok=True)
+                try:
+                    self.path.unlink(missing_ok=True)
+                except OSError as problem:
+                    log.warning("%s could not be removed: %s", self.path, problem.strerror)
         for path in self._made:
             with suppress(OSError):
                 path.rmdir()

@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,3 +144,12 @@ def test_a_lock_follows_its_folder_to_the_new_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="in use"):
         RunLock(tmp_path / "run", 60).take()
     lock.release()
+
+
+def test_a_lock_that_cannot_be_removed_hides_no_error_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    lock = RunLock(tmp_path / "run", 60)
+    lock.take()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", lambda self, missing_ok=False: (_ for _ in ()).throw(OSError(116, "Stale file handle", str(self))))
+        lock.release()
+    assert "could not be removed: Stale file handle" in caplog.text

@@ -31,7 +31,7 @@ class Compress:
     def __init__(self, dtype: str, device: torch.device) -> None:
         import torch
 
-        from headway.parallel.collectives import Background
+        from headway.parallel.background import Background
 
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
         self.background = Background(device)

@@ -66,7 +66,7 @@ class PowerSGD:
     """Low-rank sums of gradient matrices."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        from headway.parallel.collectives import Background
+        from headway.parallel.background import Background
 
         self.config = config
         self.background = Background(device)

@@ -35,7 +35,7 @@ class ReduceScatter:
     """Every rank gets its part of the sum."""
 
     def __init__(self, device: torch.device) -> None:
-        from headway.parallel.collectives import Background
+        from headway.parallel.background import Background
 
         self.background = Background(device)
 
