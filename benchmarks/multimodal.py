@@ -163,8 +163,8 @@ def run_headway(case: Case, rows: int, device: str) -> dict[str, Any]:
         tables = MediaFeatures({name: ArrayTable(name, count) for name in WIDTHS}, dict.fromkeys(WIDTHS, TOKENS))
         source = MixtureSource(Selection(open_store(Path(folder) / "store")))
         spec = EngineSpec(
-            config, NextToken(), optim, torch.device(device), torch.bfloat16, adapter=adapter, compile_blocks=on_gpu, seq_len=case.row_tokens,
-            chunk_tokens=4096 if on_gpu else 512,
+            config, NextToken(), optim, torch.device(device), torch.bfloat16, adapter=adapter, compile_blocks=on_gpu,
+            seq_len=case.row_tokens, chunk_tokens=4096 if on_gpu else 512,
         )  # fmt: skip
         engine = assemble(spec)
         names = [name for name in engine.shapes if ADAPTER not in name]
