@@ -33,6 +33,7 @@ MAX_CLOCK_SKEW_SECONDS = 1.0
 SEE_SECONDS = 10.0
 """How long a file written on one host may take to appear on another (NFS caches what it knows about a folder)."""
 RENAME_SECONDS = 0.3
+CONTENT = "x" * 4096
 PREFIX = "headway/preflight/"
 MUST_BE_EQUAL = ("headway", "torch", "numpy")
 
@@ -203,6 +204,8 @@ def shared_folder_checks(exchange: Exchange, folder: Path, names: Sequence[str])
     try:
         place.mkdir(parents=True, exist_ok=True)
         (place / f"node-{exchange.rank}").write_text(token)
+        if exchange.rank == 0:
+            (place / "replaced").write_text(CONTENT)  # before anybody looks: NFS remembers for a while that a file was missing
     except OSError as error:
         problem = f"cannot write: {error.strerror}"
     written = exchange.swap(problem)
@@ -244,26 +247,22 @@ def _content(path: Path) -> str | None:
 def _rename_trouble(place: Path, rank: int) -> str:
     """Node 0 replaces a file again and again; the others read it and must always find a whole one."""
     target, deadline = place / "replaced", time.monotonic() + RENAME_SECONDS
-    first_seen = False
     while time.monotonic() < deadline:
         if rank == 0:
             new = place / "replaced-new"
-            new.write_text("x" * 4096)
+            new.write_text(CONTENT)
             os.replace(new, target)
             continue
         try:
             text = target.read_text()
         except FileNotFoundError:
-            if first_seen:
-                return "the file was missing for a moment"
-            continue
+            return "the file was missing for a moment"
         except OSError as error:
             if error.errno == errno.ESTALE:  # NFS: the file that was opened has been replaced; a reader opens it again
                 continue
             return f"reading failed: {error.strerror}"
-        first_seen = True
-        if text != "x" * 4096:
-            return f"{len(text)} of 4096 bytes were there"
+        if text != CONTENT:
+            return f"{len(text)} of {len(CONTENT)} bytes were there"
     return ""
 
 
