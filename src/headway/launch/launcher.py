@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.diagnose.host import HostNeeds
+from headway.diagnose.preflight import StoreExchange, preflight, require
 from headway.errors import LaunchError
 from headway.launch.external import external_launcher, master_address
 from headway.launch.failure import RankError, run_as_rank
@@ -125,13 +127,23 @@ def _check_device(device: str, gpus: str | None, choice: GpuChoice | None) -> No
         raise LaunchError(f"gpus is {gpus!r} and device is 'cpu'; they contradict each other. Leave one of them out.")
 
 
-def launch(spec: LaunchSpec, arguments: Sequence[str], logs: Path, environment: Mapping[str, str]) -> int:
+@dataclass(frozen=True)
+class RunPlace:
+    """What the nodes of a run check together before it starts: its folder, and what must be equal on all of them."""
+
+    folder: Path
+    same: Mapping[str, str] = field(default_factory=dict)
+
+
+def launch(spec: LaunchSpec, arguments: Sequence[str], logs: Path, environment: Mapping[str, str], place: RunPlace | None = None) -> int:
     """Start the ranks of this node with `python -m headway ARGUMENTS`, wait for them and return their exit code."""
     rendezvous = Rendezvous(spec.nodes, spec.num_ranks)
     if spec.nodes.num > 1:
         rendezvous.serve()
         try:
             rendezvous.gather()
+            if place is not None:
+                check_nodes(spec, rendezvous, place, environment)
         except LaunchError:
             rendezvous.leave(well=False)
             raise
@@ -151,6 +163,15 @@ def launch(spec: LaunchSpec, arguments: Sequence[str], logs: Path, environment: 
             raise cause from None
     rendezvous.leave(well=code == 0)
     return code
+
+
+def check_nodes(spec: LaunchSpec, rendezvous: Rendezvous, place: RunPlace, environment: Mapping[str, str]) -> None:
+    """The fast checks of `headway doctor` on all nodes together; a failed one stops every node with the same line."""
+    assert rendezvous.store is not None
+    chosen = {} if spec.choice is None else spec.choice.environment
+    needs = HostNeeds(spec.num_ranks, gpu_ranks=spec.choice is not None and bool(spec.choice.gpus), same=place.same)
+    exchange = StoreExchange(rendezvous.store, spec.nodes.rank, spec.nodes.num)
+    require(preflight(exchange, place.folder, needs, {**environment, **chosen}))
 
 
 def rank_environment(spec: LaunchSpec, rendezvous: Rendezvous, given: Mapping[str, str]) -> dict[str, str]:

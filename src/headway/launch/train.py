@@ -5,6 +5,7 @@ In: a recipe, the options of the command line. Out: an exit code; on the first r
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import signal
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import ConfigError, LaunchError
 from headway.launch.external import external_launcher
 from headway.launch.failure import RankError, report_crash
-from headway.launch.launcher import LaunchOptions, LaunchSpec, launch, logging_environment, plan_for_recipe
+from headway.launch.launcher import LaunchOptions, LaunchSpec, RunPlace, launch, logging_environment, plan_for_recipe
 from headway.launch.supervise import supervise
 from headway.runtime.output import OutputError
 from headway.runtime.process import from_environment, headway_command, kill_at_step, set_environment, supervisor
@@ -90,10 +91,17 @@ def _start_supervised(recipe: Recipe) -> int:
 def _launch(spec: LaunchSpec, recipe: Recipe, line: list[str]) -> int:
     """Start ranks and wait for them. A crash is reported here: only the launcher sees all ranks."""
     try:
-        return launch(spec, line, recipe.run.folder / "logs", logging_environment())
+        place = RunPlace(recipe.run.folder, {"the recipe": recipe_digest(recipe)})
+        return launch(spec, line, recipe.run.folder / "logs", logging_environment(), place)
     except RankError as error:
         report_crash(recipe, error)
         raise
+
+
+def recipe_digest(recipe: Recipe) -> str:
+    """Changes with the settings that must be equal on all nodes; folders on their disks and what only the first rank reads may differ."""
+    own = {"run": True, "log": True, "track": True, "supervise": True, "data": {"cache_dir", "stage_to"}}
+    return hashlib.sha256(recipe.model_dump_json(exclude=own).encode()).hexdigest()[:12]
 
 
 def train_here(recipe: Recipe, options: TrainOptions, show: Show) -> int:
