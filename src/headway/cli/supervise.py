@@ -55,7 +55,7 @@ def _refuse_second(recipe: Recipe, given: dict[str, Any]) -> None:
     from headway.runtime.process import from_environment
     from headway.runtime.run_lock import refuse_live
 
-    if not given["dry_run"] and given["node_rank"] == 0 and from_environment().is_first:
+    if not given["dry_run"] and not given["node_rank"] and from_environment().is_first:
         refuse_live(recipe.run.folder)
 
 

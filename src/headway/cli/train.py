@@ -21,8 +21,10 @@ def train(
     nproc: int | None = typer.Option(None, help="Ranks to start on this machine; default: one per chosen GPU, else one."),
     gpus: str | None = typer.Option(None, help=GPUS_HELP),
     nnodes: int = typer.Option(1, help="Machines of the run; start the same command on each with its own --node-rank."),
-    node_rank: int = typer.Option(0, help="The index of this machine, from 0."),
-    master: str | None = typer.Option(None, metavar="HOST:PORT", help="Where machine 0 listens; the same on all."),
+    node_rank: int | None = typer.Option(None, help="The index of this machine, from 0; default: SLURM's inside srun, else 0."),
+    master: str | None = typer.Option(
+        None, metavar="HOST:PORT", help="Where machine 0 listens; the same on all; default: from SLURM inside srun."
+    ),
     node_timeout: float = typer.Option(300.0, help="Seconds to wait for the other machines."),
     profile: bool = typer.Option(False, "--profile", help="Record some steps: a trace and a summary of each rank in the run's logs/."),
     profile_from: int | None = typer.Option(None, help="First step to record, counted from this start; default: 6."),
@@ -31,6 +33,7 @@ def train(
     json: bool = JSON,
 ) -> None:
     """Train from a recipe. Without one, data.train=FILE chooses it by what the file holds; without data too, the data is generated."""
+    from headway.launch.external import step_node
     from headway.launch.failure import run_as_rank
     from headway.launch.launcher import LaunchOptions, is_launched
     from headway.launch.nodes import parse_nodes
@@ -46,7 +49,9 @@ def train(
         exit_with(run_as_rank(lambda: train_here(read_recipe(arguments), options, print_json)))
     elif not (dry_run and not with_code and _print_foreign_code(arguments, json)):
         recipe = read_recipe(arguments, makes_tokenizer=True)
-        launching = LaunchOptions(nproc, gpus, parse_nodes(nnodes, node_rank, master, node_timeout))
+        if master is None and node_rank is None and (found := step_node(nnodes, os.environ)) is not None:
+            node_rank, master = found
+        launching = LaunchOptions(nproc, gpus, parse_nodes(nnodes, node_rank or 0, master, node_timeout))
         exit_with(start_training(recipe, arguments or [], options, launching, print_json))
 
 

@@ -84,6 +84,8 @@ class Supervisor:
         self.job = str(uuid.uuid4())
         self.environment = dict(environment)
         self.received: list[int] = []
+        self.passes_on: int | None = None
+        """The signal that the command gets for any that this process receives; None = the same one."""
         self.child: subprocess.Popen[bytes] | None = None
         self.restarts = self.failures = 0
         self.furthest = -1
@@ -163,7 +165,7 @@ class Supervisor:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
         if self.child is not None and self.child.poll() is None:
-            self.child.send_signal(number)
+            self.child.send_signal(number if self.passes_on is None else self.passes_on)
 
     def _watch(self, child: subprocess.Popen[bytes]) -> bool:
         """Wait until the command has ended; True if it hung and was killed."""

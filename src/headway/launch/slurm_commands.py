@@ -1,0 +1,153 @@
+"""The programs of SLURM, called with argument lists, and what they print as records.
+
+In: job ids. Out: `QueueEntry` for each job that squeue knows, `PastJob` for one that only the accounting knows. Formats are those of
+options that have been the same for many releases (`--format`), not of `--json`, which needs a plugin.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from headway.errors import LaunchError
+
+COMMAND_SECONDS = 60.0
+QUEUE_FORMAT = "%i|%T|%N|%S|%r"
+"""Job or element, state, nodes, start, reason. The reason comes last: a site may have one with any character."""
+UNKNOWN_JOB = "Invalid job id"
+
+WAITS = {
+    "Priority": "jobs of higher priority go first",
+    "Resources": "waits for free nodes",
+    "Dependency": "waits for the job it depends on",
+    "DependencyNeverSatisfied": "the job it depends on failed, so it will never start; cancel it",
+    "BeginTime": "was queued again and starts in about two minutes",
+    "JobHeldUser": "is held by its user; release it with scontrol release",
+    "JobHeldAdmin": "is held by an administrator",
+    "JobArrayTaskLimit": "waits for another element of its array to end",
+    "PartitionDown": "its partition is down",
+    "PartitionInactive": "its partition is inactive",
+    "PartitionNodeLimit": "asks for more nodes than its partition gives a job; it will never start",
+    "PartitionTimeLimit": "asks for more time than its partition allows; it will never start",
+    "PartitionConfig": "its partition cannot give what it asks for; it will never start",
+    "BadConstraints": "no node has what it asks for; it will never start",
+    "AccountNotAllowed": "its partition does not take jobs of this account",
+    "NodeDown": "a node it needs is down",
+    "ReqNodeNotAvail": "a node it needs is not available (down, drained or reserved)",
+    "Reservation": "waits for its reservation to begin",
+    "Licenses": "waits for a licence",
+    "QOSMaxJobsPerUserLimit": "its user has as many jobs as the QOS allows",
+    "QOSMaxGRESPerUser": "its user has as many GPUs as the QOS allows",
+    "QOSGrpGRES": "the QOS has as many GPUs in use as it may",
+    "AssocGrpGRES": "the account has as many GPUs in use as it may",
+    "AssocMaxJobsLimit": "the account has as many jobs as it may",
+    "launch_failed_requeued_held": "a node could not start it; it is held. Release it with scontrol release",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class QueueEntry:
+    """A job, or an element of an array, as squeue shows it."""
+
+    job: str
+    state: str
+    nodes: str
+    start: str
+    reason: str
+
+    @property
+    def waits_for(self) -> str:
+        """Why it is pending, in words."""
+        code = self.reason.strip("()").partition(",")[0].strip()
+        if code in ("", "None"):
+            return "was queued just now"
+        words = WAITS.get(code, f"SLURM's reason is {self.reason}")
+        when = f"; expected to start {self.start}" if self.start not in ("", "N/A", "Unknown") and code in ("Priority", "Resources") else ""
+        return words + when
+
+
+@dataclass(frozen=True)
+class PastJob:
+    """A job as the accounting shows it."""
+
+    job: str
+    state: str
+    exit_code: int
+    nodes: str
+
+
+def call(program: str, *arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program of SLURM; refused in one line where it is missing or does not answer."""
+    found = shutil.which(program)
+    if found is None:
+        raise LaunchError(f"{program} is not found. Run this on a machine of the cluster that submits jobs, with SLURM's programs on the PATH.")
+    try:
+        return subprocess.run(
+            [found, *arguments], capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False, stdin=subprocess.DEVNULL,
+            env=None if environment is None else dict(environment),
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{program} did not answer within {COMMAND_SECONDS:.0f} s. Is SLURM's controller up? Try `scontrol ping`.") from None
+
+
+def checked(program: str, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
+    """What a program prints; its refusal becomes one line."""
+    done = call(program, *arguments, environment=environment)
+    if done.returncode != 0:
+        raise LaunchError(f"{program} refused: {last_line(done.stderr or done.stdout)}")
+    return done.stdout
+
+
+def last_line(text: str) -> str:
+    """The line that says why; SLURM prints `error:` lines and often a general one after the cause."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    causes = [line.partition("error: ")[2] for line in lines if "error: " in line]
+    return "; ".join(dict.fromkeys(causes)) or (lines[-1] if lines else "it gives no reason")
+
+
+def submit(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Submit a script; returns the job id."""
+    shown = checked("sbatch", "--parsable", *arguments, environment=environment)
+    job = shown.strip().splitlines()[-1].partition(";")[0] if shown.strip() else ""
+    if not job.isdecimal():
+        raise LaunchError(f"sbatch answered {shown.strip()[:200]!r}, which holds no job id; look with squeue whether the job was queued.")
+    return job
+
+
+def queue(jobs: Sequence[str]) -> list[QueueEntry]:
+    """The jobs that squeue knows, ended ones too for as long as the controller remembers them; an array gives one entry per element."""
+    done = call("squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(jobs)}", f"--format={QUEUE_FORMAT}")
+    if done.returncode != 0 and UNKNOWN_JOB in done.stderr:
+        return []
+    if done.returncode != 0:
+        raise LaunchError(f"squeue refused: {last_line(done.stderr)}")
+    return parse_queue(done.stdout)
+
+
+def parse_queue(text: str) -> list[QueueEntry]:
+    """The lines of squeue in QUEUE_FORMAT."""
+    split = (line.strip().split("|", 4) for line in text.splitlines() if line.count("|") >= 4)
+    return [QueueEntry(*(part.strip() for part in parts)) for parts in split]
+
+
+def past(job: str) -> PastJob | None:
+    """A job in the accounting; None where the cluster keeps none, or does not know the job."""
+    if shutil.which("sacct") is None:
+        return None
+    done = call("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=JobID,State,ExitCode,NodeList")
+    return next(iter(parse_past(done.stdout)), None) if done.returncode == 0 else None
+
+
+def parse_past(text: str) -> list[PastJob]:
+    """The lines of sacct; `CANCELLED by 1000` is CANCELLED, an exit code is CODE:SIGNAL."""
+    found: list[PastJob] = []
+    for line in text.splitlines():
+        parts = line.strip().split("|")
+        if len(parts) != 4 or not parts[1]:
+            continue
+        code, _, number = parts[2].partition(":")
+        shown = 128 + int(number) if number.isdecimal() and int(number) else int(code) if code.isdecimal() else 0
+        found.append(PastJob(parts[0], parts[1].split()[0], shown, parts[3]))
+    return found

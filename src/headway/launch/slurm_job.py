@@ -1,0 +1,162 @@
+"""The first process of a SLURM job: `python -m headway.launch.slurm_job RUN --recipe FILE ... -- srun ... headway train ...`.
+
+    srun (one launcher per node) crashes or hangs      it is started again here, by the supervisor; the run resumes
+    SIGUSR1   the time limit is near (--signal=B:USR1) the ranks save and exit; the job is queued again
+    SIGTERM   preemption, or a node is taken away      the same
+    SIGINT    `headway launch cancel`                  the ranks save and exit; the job ends
+    lost node                                          SLURM ends the job and queues it again
+
+A job that gets no further is not queued again for ever: see `decide`. What happened is written to slurm_record.py's file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headway.config.load import load
+from headway.errors import HeadwayError
+from headway.launch.external import first_host
+from headway.launch.failure import USERS_MISTAKE
+from headway.launch.slurm_commands import call, last_line, queue
+from headway.launch.slurm_record import JobStart, Outcome, begin, end, fruitless
+from headway.launch.supervise import GAVE_UP, Supervisor, make_supervisor
+from headway.runtime.log import start_logging
+from headway.runtime.process import FAILURE_FILE, LAUNCHER_PID, set_environment
+from headway.train.config import Recipe
+from headway.train.stages import steps_saved
+
+log = logging.getLogger("headway")
+
+STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", LAUNCHER_PID, FAILURE_FILE)
+"""Variables of the shell that submitted the job that would describe ranks which do not exist here."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What becomes of a job whose ranks have ended."""
+
+    outcome: Outcome
+    message: str
+    is_requeued: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a start of the job achieved, in saved steps."""
+
+    before: int
+    after: int
+    fruitless: int
+    """Starts in a row before this one without a newer checkpoint."""
+
+    @property
+    def is_made(self) -> bool:
+        return self.after > self.before
+
+
+def decide(code: int, received: Sequence[int], progress: Progress, *, requeue: bool, max_restarts: int) -> Ending:
+    """Whether the job is queued again, from the exit code of its ranks and the first signal that it received."""
+    if code == 0:
+        return Ending("done", "done")
+    if signal.SIGINT in received:
+        return Ending("cancelled", "cancelled; the run was saved")
+    if code in (USERS_MISTAKE, GAVE_UP):
+        return Ending("failed", f"exit code {code}: starting again would not help")
+    if not received:
+        is_stop = code - 128 in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+        return Ending("stopped", "stopped by request") if is_stop else Ending("failed", f"exit code {code}; see the log")
+    why = "the time limit" if received[0] == signal.SIGUSR1 else "a preemption"
+    if not requeue:
+        return Ending("failed", f"stopped by {why}; launch.slurm.requeue is false. Launch the run again to resume it")
+    if progress.is_made:
+        return Ending("requeued", f"stopped by {why} after step {progress.after}; queued again", True)
+    if received[0] == signal.SIGUSR1:
+        return Ending("failed", f"{why} came before one step was saved; not queued again. Give the job more --time, or save more often")
+    if progress.fruitless >= max_restarts:
+        return Ending("failed", f"stopped by {why}; {progress.fruitless + 1} starts in a row saved nothing newer, so it is not queued again")
+    return Ending("requeued", f"stopped by {why} before a step was saved; queued again", True)
+
+
+class SlurmJob:
+    """One start of a job."""
+
+    def __init__(self, run_dir: Path, job: str, supervisor: Supervisor, *, requeue: bool, max_restarts: int) -> None:
+        self.run_dir, self.job, self.supervisor = run_dir, job, supervisor
+        self.requeue, self.max_restarts = requeue, max_restarts
+        supervisor.passes_on = signal.SIGUSR1  # srun passes it to every task; it takes SIGINT as a question and SIGTERM as an end
+
+    def run(self, hosts: str) -> int:
+        """Train until the end, a signal or too many failures; returns the exit code of the job."""
+        starts = begin(self.run_dir, self.job, hosts, steps_saved(self.run_dir))
+        before, streak = starts[-1].step, fruitless(starts)
+        if streak > self.max_restarts:
+            message = f"{streak} starts in a row saved nothing newer than step {before}; this one does not begin"
+            return self._end(starts, Ending("failed", message), GAVE_UP)
+        log.info("job %s, start %d, on %s", self.job, len(starts), hosts)
+        code = self.supervisor.run()
+        progress = Progress(before, steps_saved(self.run_dir), streak)
+        ending = decide(code, self.supervisor.received, progress, requeue=self.requeue, max_restarts=self.max_restarts)
+        if ending.is_requeued and (problem := self._why_not_requeued()) is not None:
+            ending = Ending("failed", f"{ending.message.partition(';')[0]}; {problem}")
+        return self._end(starts, ending, code)
+
+    def _why_not_requeued(self) -> str | None:
+        """Why the job cannot be queued again. One that SLURM is ending already is left to SLURM, which knows whether to queue it again."""
+        found = next(iter(queue([self.job])), None)
+        if found is not None and found.state not in ("RUNNING", "CONFIGURING"):
+            return None if found.state in ("PENDING", "REQUEUED", "COMPLETING") else f"SLURM is ending the job ({found.state.lower()})"
+        done = call("scontrol", "requeue", self.job)
+        return None if done.returncode == 0 else f"SLURM did not queue it again: {last_line(done.stderr)}"
+
+    def _end(self, starts: Sequence[JobStart], ending: Ending, code: int) -> int:
+        level = logging.INFO if ending.outcome in ("done", "requeued", "cancelled", "stopped") else logging.ERROR
+        log.log(level, "job %s: %s", self.job, ending.message)
+        after = steps_saved(self.run_dir)
+        changes = replace(starts[-1], step_after=after, outcome=ending.outcome, exit_code=code, message=ending.message)
+        end(self.run_dir, self.job, starts, changes)
+        return code
+
+
+def own_id(environment: Mapping[str, str]) -> str:
+    """This job as its user calls it: JOB, or JOB_INDEX in an array."""
+    if "SLURM_ARRAY_JOB_ID" in environment and "SLURM_ARRAY_TASK_ID" in environment:
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment["SLURM_JOB_ID"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one start of the job."""
+    at = list(arguments).index("--")
+    own, command = arguments[:at], list(arguments[at + 1 :])
+    parser = argparse.ArgumentParser(prog="headway.launch.slurm_job")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--recipe", type=Path, required=True)
+    parser.add_argument("--max-restarts", type=int, default=5)
+    parser.add_argument("--no-requeue", action="store_true")
+    given = parser.parse_args(own)
+    logging_ = start_logging(level=os.environ.get("LOG_LEVEL", "INFO").upper())
+    try:
+        for name in STALE:
+            os.environ.pop(name, None)
+        hosts = os.environ["SLURM_JOB_NODELIST"]
+        set_environment({"MASTER_ADDR": first_host(hosts)})
+        recipe = load(Recipe, given.recipe)
+        supervisor = make_supervisor(command, recipe.supervise, recipe, given.run)
+        job = SlurmJob(given.run, own_id(os.environ), supervisor, requeue=not given.no_requeue, max_restarts=given.max_restarts)
+        return job.run(hosts)
+    except HeadwayError as problem:
+        log.error("%s", problem)
+        return problem.exit_code
+    finally:
+        logging_.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
