@@ -10,6 +10,7 @@ import pytest
 from support import slurm as slurm_daemons
 from support import sshd as ssh_daemons
 from support.daemons import why_not
+from support.slurm_jobs import JobRoom
 
 
 def need(packages: Mapping[str, str]) -> None:
@@ -35,3 +36,9 @@ def ssh() -> Iterator[ssh_daemons.SshHosts]:
     need(ssh_daemons.PACKAGES)
     with ssh_daemons.ssh_hosts() as hosts:
         yield hosts
+
+
+@pytest.fixture(scope="session")
+def room(slurm: slurm_daemons.Cluster, tmp_path_factory: pytest.TempPathFactory) -> JobRoom:
+    """Data and the command line for jobs of that SLURM."""
+    return JobRoom(tmp_path_factory.mktemp("jobs"), slurm)

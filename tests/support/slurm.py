@@ -19,6 +19,7 @@ from support.daemons import Daemons, find_program, free_ports, short_folder, wai
 PACKAGES = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "srun": "slurm-wlm", "munged": "munge"}
 NODES = ("hwnode1", "hwnode2")
 DOWN_SECONDS = 10
+HOLD_SECONDS = 2.5
 KILL_SECONDS = 5
 """KillWait: between SIGTERM and SIGKILL."""
 
@@ -76,6 +77,8 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.waiting: dict[str, float] = {}
+        """Since when a job waits after it was queued again."""
         self.daemons = Daemons(folder)
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         for name in [name for name in self.environment if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF"]:
@@ -173,7 +176,10 @@ class Cluster:
             raise TimeoutError(f"{problem}: {self.job(job)}") from None
 
     def release(self, job: str) -> None:
-        """Let a requeued job start now."""
+        """Let a requeued job start now; not in the very second in which it ended, or its nodes still refuse it."""
+        if time.monotonic() - self.waiting.setdefault(job, time.monotonic()) < HOLD_SECONDS:
+            return
+        del self.waiting[job]
         try:
             self.run("scontrol", "update", f"jobid={job}", "StartTime=now")
         except AssertionError:

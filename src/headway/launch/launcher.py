@@ -16,7 +16,7 @@ from headway.diagnose.host import HostNeeds
 from headway.diagnose.preflight import StoreExchange, preflight, require
 from headway.errors import LaunchError
 from headway.launch.external import external_launcher, master_address
-from headway.launch.failure import RankError, run_as_rank
+from headway.launch.failure import STOP_SIGNALS, RankError, run_as_rank
 from headway.launch.gpus import Gpu, GpuChoice, choose_gpus, read_gpus, visible
 from headway.launch.nodes import NodeSpec, Rendezvous
 from headway.launch.ranks import RankProcesses, RankStart
@@ -161,7 +161,7 @@ def launch(spec: LaunchSpec, arguments: Sequence[str], logs: Path, environment: 
             cause = rendezvous.first_cause(error)
             rendezvous.leave(well=False)
             raise cause from None
-    rendezvous.leave(well=code == 0)
+    rendezvous.leave(well=code == 0 or code - 128 in STOP_SIGNALS)
     return code
 
 

@@ -30,6 +30,7 @@ log = logging.getLogger("headway")
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.2
+WAIT_SECONDS = 0.5
 LINGER_SECONDS = 10.0
 REPORT_SECONDS = 3.0
 BACKLOG = 4096
@@ -201,20 +202,24 @@ class Rendezvous:
         return first
 
     def leave(self, *, well: bool) -> None:
-        """End: node 0 serves until the others are done too, or have had time to read a failure."""
+        """End together: srun kills all nodes some time after the first one ends, and node 0 may still be saving.
+
+        Node 0 serves until the others are done too. After a failure nobody waits longer than the others need to read it.
+        """
         if self.store is None or self.nodes.num == 1:
             return
+        is_first = self.nodes.rank == 0
         try:
             self.store.add(PREFIX + "done", 1)
             deadline = None if well else time.monotonic() + LINGER_SECONDS
-            while self.nodes.rank == 0 and self.store.add(PREFIX + "done", 0) < self._num_arrived():
+            while self.store.add(PREFIX + "done", 0) < (self._num_arrived() if is_first else self.nodes.num):
                 if deadline is None and self.first_failure() is not None:
                     deadline = time.monotonic() + LINGER_SECONDS
                 if deadline is not None and time.monotonic() > deadline:
                     return
-                time.sleep(POLL_SECONDS)
+                time.sleep(POLL_SECONDS if is_first else WAIT_SECONDS)
         except RuntimeError:
-            return  # node 0 left first because of a failure
+            return  # node 0 has ended
 
     def _num_arrived(self) -> int:
         store = self._connected()

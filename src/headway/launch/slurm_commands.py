@@ -23,7 +23,7 @@ WAITS = {
     "Resources": "waits for free nodes",
     "Dependency": "waits for the job it depends on",
     "DependencyNeverSatisfied": "the job it depends on failed, so it will never start; cancel it",
-    "BeginTime": "was queued again and starts in about two minutes",
+    "BeginTime": "starts in about two minutes, as SLURM has it after a requeue",
     "JobHeldUser": "is held by its user; release it with scontrol release",
     "JobHeldAdmin": "is held by an administrator",
     "JobArrayTaskLimit": "waits for another element of its array to end",
@@ -58,6 +58,16 @@ class QueueEntry:
     reason: str
 
     @property
+    def is_running(self) -> bool:
+        """Whether it has processes that can save."""
+        return self.state in ("RUNNING", "SUSPENDED", "STOPPED")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is anything to cancel."""
+        return self.is_running or self.state in ("PENDING", "CONFIGURING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+
+    @property
     def waits_for(self) -> str:
         """Why it is pending, in words."""
         code = self.reason.strip("()").partition(",")[0].strip()
@@ -82,14 +92,14 @@ def call(program: str, *arguments: str, environment: Mapping[str, str] | None = 
     """Run a program of SLURM; refused in one line where it is missing or does not answer."""
     found = shutil.which(program)
     if found is None:
-        raise LaunchError(f"{program} is not found. Run this on a machine of the cluster that submits jobs, with SLURM's programs on the PATH.")
+        raise LaunchError(f"{program} is not found. Run this on a machine that submits jobs, with SLURM's programs on the PATH.")
     try:
         return subprocess.run(
             [found, *arguments], capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False, stdin=subprocess.DEVNULL,
             env=None if environment is None else dict(environment),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"{program} did not answer within {COMMAND_SECONDS:.0f} s. Is SLURM's controller up? Try `scontrol ping`.") from None
+        raise LaunchError(f"{program} did not answer within {COMMAND_SECONDS:.0f} s. Ask the controller with `scontrol ping`.") from None
 
 
 def checked(program: str, *arguments: str, environment: Mapping[str, str] | None = None) -> str:

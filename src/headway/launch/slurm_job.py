@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from headway.train.stages import steps_saved
 
 log = logging.getLogger("headway")
 
+END_SECONDS = 120.0
 STALE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", LAUNCHER_PID, FAILURE_FILE)
 """Variables of the shell that submitted the job that would describe ranks which do not exist here."""
 
@@ -80,7 +82,7 @@ def decide(code: int, received: Sequence[int], progress: Progress, *, requeue: b
     if received[0] == signal.SIGUSR1:
         return Ending("failed", f"{why} came before one step was saved; not queued again. Give the job more --time, or save more often")
     if progress.fruitless >= max_restarts:
-        return Ending("failed", f"stopped by {why}; {progress.fruitless + 1} starts in a row saved nothing newer, so it is not queued again")
+        return Ending("failed", f"stopped by {why}; {progress.fruitless + 1} starts in a row saved nothing newer; not queued again")
     return Ending("requeued", f"stopped by {why} before a step was saved; queued again", True)
 
 
@@ -100,15 +102,21 @@ class SlurmJob:
             message = f"{streak} starts in a row saved nothing newer than step {before}; this one does not begin"
             return self._end(starts, Ending("failed", message), GAVE_UP)
         log.info("job %s, start %d, on %s", self.job, len(starts), hosts)
+        # The ranks see one job over all its starts: after the first they resume, whatever --resume says.
+        self.supervisor.job, self.supervisor.restarts = f"slurm-{self.job}", len(starts) - 1
         code = self.supervisor.run()
         progress = Progress(before, steps_saved(self.run_dir), streak)
         ending = decide(code, self.supervisor.received, progress, requeue=self.requeue, max_restarts=self.max_restarts)
-        if ending.is_requeued and (problem := self._why_not_requeued()) is not None:
-            ending = Ending("failed", f"{ending.message.partition(';')[0]}; {problem}")
-        return self._end(starts, ending, code)
+        if not ending.is_requeued:
+            return self._end(starts, ending, code)
+        self._end(starts, ending, code)  # before the request: SLURM ends this process as soon as it has it
+        if (problem := self._request_requeue()) is not None:
+            return self._end(starts, Ending("failed", f"{ending.message.partition(';')[0]}; {problem}"), code)
+        time.sleep(END_SECONDS)  # until SLURM ends this process: one that ends by itself now may count as failed
+        return code
 
-    def _why_not_requeued(self) -> str | None:
-        """Why the job cannot be queued again. One that SLURM is ending already is left to SLURM, which knows whether to queue it again."""
+    def _request_requeue(self) -> str | None:
+        """Queue the job again; returns why that cannot be done. One that SLURM is ending already is left to SLURM."""
         found = next(iter(queue([self.job])), None)
         if found is not None and found.state not in ("RUNNING", "CONFIGURING"):
             return None if found.state in ("PENDING", "REQUEUED", "COMPLETING") else f"SLURM is ending the job ({found.state.lower()})"

@@ -10,14 +10,18 @@ ones before it got anywhere. A damaged file counts as none.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from headway.errors import HeadwayError
 from headway.runtime.json_file import load_json
-from headway.runtime.storage import write_atomic
+from headway.runtime.storage import write_atomic, writing
+
+log = logging.getLogger("headway")
 
 FOLDER = "launch"
 Outcome = Literal["done", "failed", "cancelled", "stopped", "requeued"]
@@ -57,8 +61,14 @@ def read_starts(run_dir: Path, job: str) -> list[JobStart]:
 
 
 def write_starts(run_dir: Path, job: str, starts: Sequence[JobStart]) -> None:
-    """Replace the record."""
-    write_atomic(record_file(run_dir, job), json.dumps({"starts": [asdict(one) for one in starts]}, indent=2) + "\n")
+    """Replace the record. A disk that cannot be written ends no job."""
+    path = record_file(run_dir, job)
+    try:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps({"starts": [asdict(one) for one in starts]}, indent=2) + "\n")
+    except HeadwayError as problem:
+        log.warning("%s The job continues without its record.", problem)
 
 
 def begin(run_dir: Path, job: str, hosts: str, step: int) -> list[JobStart]:

@@ -22,6 +22,8 @@ from headway.train.slurm_config import SlurmConfig
 
 SAFE_PATH = re.compile(r"[A-Za-z0-9_./+=@,:~-]+")
 SCRIPT = "job.sh"
+WAIT_SECONDS = 60
+"""After the first launcher has ended the others have this long: it may have been killed without a word to them."""
 INDEX = "$SLURM_ARRAY_TASK_ID"
 LOG_NAME = "slurm-%j"
 ARRAY_LOG_NAME = "slurm-%A_%a"
@@ -90,19 +92,20 @@ def _command(parts: ScriptParts) -> list[str]:
     is_array = parts.num_elements is not None
     run_dir = f'"{parts.run_dir}/{INDEX}"' if is_array else str(parts.run_dir)
     recipe = f'"{launch}/recipe-{INDEX}.yaml"' if is_array else f'"${{1:-{launch}/recipe.yaml}}"'
-    log = f"{parts.run_dir}/logs/{ARRAY_LOG_NAME if is_array else LOG_NAME}.%N.log"
+    log = f"{parts.run_dir}/logs/{ARRAY_LOG_NAME if is_array else LOG_NAME}.%N.%n.log"
     own = [sys.executable, "-P", "-m", "headway.launch.slurm_job"]
     flags = [f"--max-restarts={settings.max_restarts}", *([] if settings.requeue else ["--no-requeue"])]
-    srun = ["srun", f"--nodes={settings.nodes}", f"--ntasks={settings.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-    srun += [f"--output={log}", "--open-mode=append"]
+    srun = ["srun", f"--nodes={settings.nodes}", f"--ntasks={settings.nodes}", "--ntasks-per-node=1"]
+    # not --kill-on-bad-exit: the other launchers would have no time to save and to say what happened
+    srun += ["--kill-on-bad-exit=0", f"--wait={WAIT_SECONDS}", f"--output={log}", "--open-mode=append"]
     nodes = [] if settings.nodes == 1 else ["--nnodes", str(settings.nodes)]
     train = ["-P", "-m", "headway", "train", *nodes, "--nproc", str(settings.ranks), *parts.train_words]
     return [
         "# One launcher per node. It saves and queues again before the time limit (SIGUSR1) and on preemption (SIGTERM).",
         f"recipe={recipe}",
-        f"exec {shlex.join(own)} {run_dir} --recipe \"$recipe\" {shlex.join(flags)} -- \\",
+        f'exec {shlex.join(own)} {run_dir} --recipe "$recipe" {shlex.join(flags)} -- \\',
         f"  {shlex.join([*srun, *_pyxis(parts)])} \\",
-        f"  {shlex.join([*_apptainer(parts), _python(settings), *train])} \"$recipe\"",
+        f'  {shlex.join([*_apptainer(parts), _python(settings), *train])} "$recipe"',
     ]
 
 
@@ -139,6 +142,4 @@ def check_paths(paths: Sequence[Path]) -> None:
     """Refuse folders whose names SLURM or a shell would read as something else."""
     for path in paths:
         if SAFE_PATH.fullmatch(str(path)) is None:
-            raise ConfigError(
-                f"{path}: a folder of a SLURM job may have letters, digits and ._/+=@,:~- in its name; SLURM reads others as patterns. Rename it."
-            )
+            raise ConfigError(f"{path}: the name of a SLURM job's folder may have letters, digits and ._/+=@,:~- only. Rename it.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headway.config.section import Section, setting
+from headway.train.slurm_config import SlurmConfig
 
 
 class SuperviseConfig(Section):
@@ -34,4 +35,5 @@ class SshConfig(Section):
 class LaunchConfig(Section):
     """Where `headway launch` starts the run."""
 
+    slurm: SlurmConfig = setting(SlurmConfig, "`headway launch slurm`.")
     ssh: SshConfig = setting(SshConfig, "`headway launch ssh`.")

@@ -14,8 +14,10 @@ from headway.config.section import Section, setting
 
 WORD = re.compile(r"[A-Za-z0-9_.,:+@/%*\[\]=-]+")
 TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)(?::(\d+))?(?::(\d+))?)")
-OWN_OPTIONS = ("nodes", "time", "partition", "account", "qos", "mem", "cpus-per-task", "gpus-per-node", "array", "dependency", "signal",
-               "requeue", "no-requeue", "output", "error", "open-mode", "job-name", "ntasks", "ntasks-per-node", "chdir", "wrap", "parsable")  # fmt: skip
+OWN_OPTIONS = (
+    "nodes", "time", "partition", "account", "qos", "mem", "cpus-per-task", "gpus-per-node", "array", "dependency", "signal", "requeue",
+    "no-requeue", "output", "error", "open-mode", "job-name", "ntasks", "ntasks-per-node", "chdir", "wrap", "parsable", "export",
+)  # fmt: skip
 """sbatch options that the script needs for itself or that have a setting."""
 
 
@@ -51,23 +53,34 @@ class SlurmConfig(Section):
     qos: str | None = setting(None, "Quality of service.")
     nodes: int = setting(1, "Number of nodes.", gt=0)
     gpus_per_node: int | str | None = setting(None, "GPUs of each node, e.g. 8 or h100:8; one rank for each. null = no GPUs.")
-    ranks_per_node: int | None = setting(None, "Ranks on each node; null = one for each GPU, or one.", gt=0)
-    time: str | None = setting(
-        None, "Time limit: minutes, hours:minutes:seconds or days-hours:minutes:seconds; null = the partition's. Quote it in YAML."
-    )
+    nproc: int | None = setting(None, "Ranks on each node; null = one for each GPU, or one.", gt=0)
+    time: str | None = setting(None, "Time limit: minutes, hours:minutes:seconds or days-hours:minutes:seconds; null = the partition's.")
     cpus: int | None = setting(None, "CPU cores of each node's launcher and its ranks together.", gt=0)
     mem: str | None = setting(None, "Memory of each node, e.g. 500G; 0 = all of it.")
-    setup: tuple[str, ...] = setting((), "Shell lines that run first on the first node, e.g. `module load cuda`; what they export reaches all nodes.")
+    setup: tuple[str, ...] = setting((), "Shell lines before the ranks start, e.g. `module load cuda`; what they export reaches all nodes.")
     container: str | None = setting(None, "Image that the ranks run in; headway must be installed in it.")
-    container_runtime: Literal["apptainer", "pyxis"] = setting("apptainer", "What starts the container: apptainer, or enroot by srun's pyxis options.")
-    container_mounts: tuple[str, ...] = setting((), "Further folders visible in the container, HERE or HERE:THERE; run and working folder always are.")
+    container_runtime: Literal["apptainer", "pyxis"] = setting(
+        "apptainer", "What starts the container: apptainer, or srun with pyxis (enroot)."
+    )
+    container_mounts: tuple[str, ...] = setting(
+        (), "Further folders in the container, HERE or HERE:THERE; run and working folder always are."
+    )
     python: str | None = setting(None, "Python of the ranks; null = the one that submits, and python3 in a container.")
     signal_seconds: int = setting(
-        300, "How long before the time limit the run is told to save and to queue again. SLURM may send it a minute earlier.", ge=10, le=65535
+        300,
+        "How long before the time limit the run saves and is queued again. SLURM may be a minute early.",
+        ge=10,
+        le=65535,
     )
     requeue: bool = setting(True, "Queue the job again after its time limit, a preemption or the loss of a node; the run resumes.")
     max_restarts: int = setting(5, "Starts of the job in a row without a newer checkpoint, after which it is not queued again.", ge=0)
     sbatch: tuple[str, ...] = setting((), "Further options of sbatch, KEY or KEY=VALUE, e.g. constraint=h100, exclusive, reservation=R.")
+
+    @field_validator("partition", "account", "qos", "time", "mem", mode="before")
+    @classmethod
+    def _numbers_are_words(cls, value: object) -> object:
+        """`time: 90` and `mem: 0` are numbers in YAML."""
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("partition", "account", "qos", "mem", "container", "python")
     @classmethod
@@ -109,7 +122,7 @@ class SlurmConfig(Section):
             raise ValueError(f"time is {self.time[:80]!r}; it must be minutes, hours:minutes:seconds or days-hours:minutes:seconds")
         if minutes * 60 <= self.signal_seconds:
             raise ValueError(
-                f"time is {self.time!r}, and signal_seconds is {self.signal_seconds}: the run would be told to save before it begins. "
+                f"time is {self.time!r}, and signal_seconds is {self.signal_seconds}: the signal to save would come before the run begins. "
                 "Give more time, or lower signal_seconds"
             )
         return self
@@ -117,7 +130,7 @@ class SlurmConfig(Section):
     @property
     def ranks(self) -> int:
         """Ranks on each node."""
-        return self.ranks_per_node or (1 if self.gpus_per_node is None else gpu_count(self.gpus_per_node))
+        return self.nproc or (1 if self.gpus_per_node is None else gpu_count(self.gpus_per_node))
 
 
 def gpu_count(given: int | str) -> int:

@@ -21,8 +21,8 @@ from headway.train.config import SHARED_BY_STAGES, InitConfig, Recipe
 
 FOLDER = "stages"
 MAY_CHANGE = (
-    "run.", "device:", "parallel.", "kernels.", "memory.", "checkpoint.", "log.", "track:", "deterministic:", "batch.micro_rows:",
-    "data.workers:", "data.prefetch:", "data.pin_memory:", "data.stage_to:", "data.cache_dir:",
+    "run.", "launch.", "device:", "parallel.", "kernels.", "memory.", "checkpoint.", "log.", "track:", "deterministic:",
+    "batch.micro_rows:", "data.workers:", "data.prefetch:", "data.pin_memory:", "data.stage_to:", "data.cache_dir:",
 )  # fmt: skip
 """Settings of a finished stage that may change: they decide how it is computed, not what."""
 

@@ -1,3 +1,3 @@
 """Where a job can run. `KINDS` names the modules that `headway launch` knows; each has `build() -> Target` (base.py)."""
 
-KINDS = ("local", "ssh")
+KINDS = ("local", "slurm", "ssh")
