@@ -25,7 +25,7 @@ import numpy as np
 from headway.errors import ConfigError, DataError, first_line
 from headway.media.image_header import IMAGE_KINDS, image_size
 from headway.media.png import read_plain_png
-from headway.media.sound import LogMel, read_wave, resample, trim_silence
+from headway.media.sound import LogMel, is_cut, read_wave, resample, trim_silence
 from headway.runtime.json_file import read_bounded
 from headway.runtime.optional import is_installed, need
 
@@ -273,6 +273,8 @@ def _stored_samples(ref: MediaRef, limits: MediaLimits) -> tuple[NDArray[np.floa
         if found is not None:
             return found
         need("soundfile", ref.name)
+    if is_cut(data):
+        raise DataError(f"{ref.name}: the sound is cut short.")
     import soundfile
 
     try:

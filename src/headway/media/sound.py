@@ -25,6 +25,8 @@ ZERO_CROSSINGS = 16
 CHUNK = 1 << 15
 FLOOR = 1e-10
 """Power of silence: -100 dB."""
+STREAMED = 0xFFFFFF00
+"""Sizes from here on were written by a program that did not know the length."""
 LINEAR_HZ, LOG_HZ = 200.0 / 3, 1000.0
 LOG_STEP = np.log(6.4) / 27
 
@@ -116,6 +118,22 @@ def trim_silence(samples: NDArray[np.float32], below_db: float, window: int, hop
         return samples
     loud = np.flatnonzero(power >= power.max() * 10 ** (below_db / 10))
     return samples[starts[loud[0]] : stops[loud[-1]]]
+
+
+def is_cut(data: bytes) -> bool:
+    """Whether a WAV or OGG file ends before its end. soundfile takes such a file for a shorter one."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
+        at = 12
+        while at + 8 <= len(data):
+            size = int.from_bytes(data[at + 4 : at + 8], "little")
+            if data[at : at + 4] == b"data":
+                return at + 8 + size > len(data) and size < STREAMED
+            at += 8 + size + size % 2
+        return True
+    if data[:4] == b"OggS":
+        last = data.rfind(b"OggS")
+        return not data[last + 5 : last + 6] or not data[last + 5] & 4  # the page that ends a stream is marked
+    return False
 
 
 def write_wave(samples: NDArray[np.float32], rate: int) -> bytes:

@@ -196,6 +196,17 @@ def test_the_standard_librarys_wave_equals_soundfile(subtype: str, monkeypatch: 
         decode_waveform(audio(b"fLaC"), 16_000)
 
 
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
+def test_a_sound_that_is_cut_short_is_one_line(kind: str) -> None:
+    out = io.BytesIO()
+    soundfile.write(out, RNG.standard_normal(32_000).astype(np.float32) / 4, 16_000, format=kind)
+    data = out.getvalue()
+    decode_audio(audio(data))
+    for part in (len(data) // 4, len(data) // 2, len(data) * 4 // 5):
+        with pytest.raises(DataError, match=r"^a\.wav: the sound is (cut short|damaged)"):
+            decode_audio(audio(data[:part]))
+
+
 def test_damaged_sounds_are_one_line() -> None:
     data = write_wave(tone(0.5, 16_000), 16_000)
     float_wav = io.BytesIO()
