@@ -45,7 +45,7 @@ def parse_media(record: MediaRecord, keys: KeyMap = KeyMap()) -> MediaConversati
     """The conversation of a record; marks and media must agree."""
     conversation = parse_conversation(record.record, keys)
     turns = conversation.turns
-    marks = [mark for turn in turns for text in (turn.content, turn.context) for mark in MARK.findall(text)]
+    marks = [mark for turn in turns for mark in _marks(turn, record.place)]
     if not marks and record.media:
         turns, marks = _marked(turns, record)
     waiting = {modality: list(record.of(modality)) for modality in MODALITIES}
@@ -57,6 +57,13 @@ def parse_media(record: MediaRecord, keys: KeyMap = KeyMap()) -> MediaConversati
             )
     media = tuple(waiting[OF_MARK[mark]].pop(0) for mark in marks)
     return MediaConversation(replace(conversation, turns=turns), media)
+
+
+def _marks(turn: Turn, place: str) -> list[str]:
+    found = [mark for text in (turn.content, turn.context) for mark in MARK.findall(text)]
+    if found and turn.role != "user":
+        raise DataError(f"{place}: a mark {found[0]} stands in a turn of the {turn.role}; media stand in questions of the user.")
+    return found
 
 
 def _marked(turns: tuple[Turn, ...], record: MediaRecord) -> tuple[tuple[Turn, ...], list[str]]:

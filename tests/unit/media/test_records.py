@@ -93,6 +93,7 @@ BAD = {
     "2 <image> marks in the texts, but 1 image files": {"messages": turns("<image><image>"), "images": ["a.png"]},
     "0 <audio> marks in the texts, but 1 audio files": {"messages": turns("<image>x"), "image": "a.png", "audio": "a.wav"},
     "1 <image> marks in the texts, but 0 image files": {"messages": turns("<image>x")},
+    "a mark <image> stands in a turn of the assistant": {"messages": turns("What?", "<image>"), "image": "a.png"},
     "nothing is fetched from the network": {"text": "x", "image": "https://example.com/a.png"},
     "is the address 's3://x/a.png'": {"text": "x", "image": "s3://x/a.png"},
     "not valid base64": {"text": "x", "image": "data:image/png;base64,@@@"},
