@@ -12,6 +12,7 @@ from typing import Any
 
 from headway.board.follow import last_lines
 from headway.board.runs import EVENT_TAIL_BYTES, flat_values, parse_events, read_recipe_file, read_summary_file
+from headway.board.mirror import CHECKPOINTS
 from headway.checkpoint.load import step_folders, step_of
 from headway.checkpoint.manifest import MANIFEST
 from headway.eval.report import REPORT, RESULTS
@@ -82,6 +83,8 @@ def read_log(folder: Path, size: int = LOG_BYTES) -> str:
 
 def read_checkpoints(folder: Path) -> list[dict[str, Any]]:
     """Checkpoints and snapshots, newest first: step, bytes, when, whether complete, and the links that name them."""
+    if (folder / CHECKPOINTS).is_file():  # the copy of a run elsewhere
+        return _copied_checkpoints(folder)
     place = folder / "checkpoints"
     links: dict[str, list[str]] = {}
     try:
@@ -103,6 +106,16 @@ def read_checkpoints(folder: Path) -> list[dict[str, Any]]:
         found.append({"name": path.name, "step": step_of(path), "bytes": size, "time": when, "complete": is_whole,
                       "links": sorted(links.get(path.name, []))})  # fmt: skip
     return found
+
+
+def _copied_checkpoints(folder: Path) -> list[dict[str, Any]]:
+    try:
+        found: Any = load_json(folder / CHECKPOINTS, REPORT_BYTES)
+        keys = ("name", "bytes", "time", "complete", "links")
+        rows = [{**dict(zip(keys, one, strict=True)), "step": int(str(one[0]).rpartition("-")[2])} for one in found]
+    except (OSError, ValueError, TypeError):
+        return []
+    return sorted(rows, key=lambda row: -row["step"])
 
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from headway.board.access import Access, choose_token
+from headway.board.mirror import MirrorSource
 from headway.board.server import BoardServer
 from headway.board.watch import Board, LocalSource, Source
-from headway.errors import ConfigError
+from headway.errors import ConfigError, LaunchError
+from headway.runtime.paths import S3Path, parse_path
 
 DEFAULT = "runs"
 FIRST_LOOK_SECONDS = 30.0
@@ -24,6 +26,15 @@ def open_sources(given: Sequence[str]) -> list[Source]:
 
 
 def _source(text: str, *, is_default: bool) -> Source:
+    if text.startswith("ssh://"):
+        from headway.board.ssh_files import SshAddress, SshFiles
+
+        return MirrorSource(text, SshFiles(SshAddress.parse(text)))
+    location = parse_path(text)
+    if isinstance(location, S3Path):
+        from headway.board.s3_files import S3Files
+
+        return MirrorSource(text, S3Files(location))
     path = Path(text).expanduser()
     if not path.is_dir():
         remedy = "Give the folder that holds your runs." if is_default else "Give a folder, ssh://host/path or s3://bucket/prefix."
@@ -37,6 +48,8 @@ def list_runs(sources: Sequence[Source]) -> list[dict[str, Any]]:
     try:
         for source in sources:
             source.refresh()
+            if not source.is_here and source.problem and not source.folders():
+                raise LaunchError(f"{source.label}: {source.problem.rstrip('.')}.")
             board.look(source)
         return sorted(board.rows()["runs"], key=lambda row: (-row["updated"], row["name"]))
     finally:

@@ -36,6 +36,8 @@ MAX_FOLDERS = 50_000
 SKIPPED = {"checkpoints", "final", "logs", "tensorboard", "tokenizer", "node_modules", "wandb", "mlruns", "code", "__pycache__"}
 STALL_SECONDS = 120.0
 STALL_STEPS = 20
+FRESH_SECONDS = 60.0
+"""A run elsewhere without heartbeats is live if its metrics changed within this time."""
 SUMMARY_BYTES = 4 << 20
 RECIPE_BYTES = 512 << 10
 EVENT_TAIL_BYTES = 64 << 10
@@ -159,6 +161,8 @@ class StatusReader:
             patience = max(STALL_SECONDS, STALL_STEPS * seconds if isinstance(seconds, float) else 0.0)
             return "stalled" if now - max(beat.progress_at for beat in alive) > patience else "live"
         if self.is_here and is_supervised(self.home):
+            return "live"
+        if not self.is_here and now - file_mark(self.folder / METRICS)[0] / 1e9 < FRESH_SECONDS and not is_over:
             return "live"
         kinds = [one.get("event") for one in events if one.get("event") in ("start", "finish", "crash", "hang")]
         if is_over and (not kinds or kinds[-1] == "finish"):

@@ -206,6 +206,12 @@ class S3:
         prefix = _below(location)
         return {entry["Key"].removeprefix(prefix): int(entry["Size"]) for entry in self._entries(location, prefix)}
 
+    def objects(self, location: S3Path) -> dict[str, tuple[int, float]]:
+        """Every object below a location: its size, and when it changed in seconds since 1970."""
+        prefix = _below(location)
+        found = self._entries(location, prefix)
+        return {entry["Key"].removeprefix(prefix): (int(entry["Size"]), entry["LastModified"].timestamp()) for entry in found}
+
     def _entries(self, location: S3Path, prefix: str) -> Iterator[dict[str, Any]]:
         more: dict[str, Any] = {}
         while True:

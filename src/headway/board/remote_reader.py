@@ -1,0 +1,150 @@
+"""Runs on the other machine, sent there over ssh: lists runs below one folder and reads their files. Any Python from 3.6 on will do.
+
+Requests are lines of JSON on standard input; an answer is a line of JSON with the size of what follows, then that many bytes, compressed.
+It reads files of known kinds below the folder and nothing else; a link that leads out of the folder is not followed. It writes nothing.
+"""
+
+import json
+import os
+import re
+import stat
+import sys
+import time
+import zlib
+
+SKIPPED = {"checkpoints", "final", "logs", "tensorboard", "tokenizer", "node_modules", "wandb", "mlruns", "code", "__pycache__"}
+TOP = ("recipe.yaml", "metrics.jsonl", "events.jsonl", "train.log", "summary.json", "command.txt", "environment.json", "logs/supervisor.json")
+SHOWN = (".png", ".jpg", ".jpeg", ".webp", ".tsv")
+STEP = re.compile(r"(step|snapshot)-\d{8,}$")
+MAX_DEPTH, MAX_FOLDERS, MAX_RUNS, MAX_FILES, MAX_BEATS = 6, 50000, 2000, 200, 64
+LARGEST_READ = 8 << 20
+
+
+def is_kind(path):
+    """Whether a path below a run folder may be read."""
+    name = path.rsplit("/", 1)[-1]
+    return path in TOP or name in ("report.md", "results.json") or name.endswith(SHOWN) or path.startswith("logs/heartbeat/rank-")
+
+
+def entries(folder):
+    """Names of the files and of the folders in a folder; links to folders are neither."""
+    files, folders = [], []
+    try:
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.name)
+            elif entry.is_file():
+                files.append(entry.name)
+    except OSError:
+        pass
+    return sorted(files), sorted(folders)
+
+
+def find(root):
+    """Paths of run folders below the root."""
+    found, queue, looked = [], [("", 0)], 0
+    while queue and len(found) < MAX_RUNS and looked < MAX_FOLDERS:
+        here, depth = queue.pop(0)
+        looked += 1
+        files, folders = entries(os.path.join(root, here))
+        if "metrics.jsonl" in files or ("recipe.yaml" in files and "events.jsonl" in files):
+            found.append(here)
+        if depth < MAX_DEPTH:
+            queue += [(os.path.join(here, name), depth + 1) for name in folders if name[0] != "." and name not in SKIPPED and not STEP.match(name)]
+    return found
+
+
+def shown(folder):
+    """Reports, pictures and tables below a run folder."""
+    found, queue = [], [("", 0)]
+    while queue and len(found) < MAX_FILES:
+        here, depth = queue.pop(0)
+        files, folders = entries(os.path.join(folder, here))
+        found += [os.path.join(here, name) for name in files if name in ("report.md", "results.json") or name.endswith(SHOWN)]
+        if depth < 3:
+            queue += [(os.path.join(here, name), depth + 1) for name in folders if name[0] != "." and name not in SKIPPED and name != "stages"]
+    return found[:MAX_FILES]
+
+
+def checkpoints(folder):
+    """Checkpoints of a run: name, bytes, time, whether complete, links."""
+    place, found, links = os.path.join(folder, "checkpoints"), [], {}
+    try:
+        names = list(os.scandir(place))
+    except OSError:
+        return []
+    for entry in names:
+        if entry.is_symlink():
+            links.setdefault(os.readlink(entry.path), []).append(entry.name)
+    for entry in names:
+        if entry.is_symlink() or not STEP.match(entry.name):
+            continue
+        try:
+            parts = [(one.name, one.stat(follow_symlinks=False).st_size) for one in os.scandir(entry.path)]
+            when = entry.stat().st_mtime
+        except OSError:
+            continue
+        found.append([entry.name, sum(size for _, size in parts), when, any(name == "manifest.json" for name, _ in parts), links.get(entry.name, [])])
+    return found
+
+
+class Reader:
+    """Answers requests about one folder."""
+
+    def __init__(self):
+        self.runs, self.extra, self.found_at = [], {}, 0.0
+
+    def list(self, request):
+        """Files of all runs with size, time of change and inode; folders are searched again every five seconds."""
+        root = request["root"]
+        if not os.path.isdir(root):
+            return {"error": "is not a folder there"}, b""
+        if time.time() - self.found_at > 5:
+            self.runs, self.found_at = find(root), time.time()
+            self.extra = {run: (shown(os.path.join(root, run)), checkpoints(os.path.join(root, run))) for run in self.runs}
+        answer = {}
+        for run in self.runs:
+            folder = os.path.join(root, run)
+            beats = [os.path.join("logs/heartbeat", name) for name in entries(os.path.join(folder, "logs/heartbeat"))[0] if name.startswith("rank-")]
+            files = {}
+            for path in list(TOP) + beats[:MAX_BEATS] + self.extra[run][0]:
+                try:
+                    about = os.stat(os.path.join(folder, path))
+                except OSError:
+                    continue
+                if stat.S_ISREG(about.st_mode):
+                    files[path] = [about.st_size, about.st_mtime_ns, about.st_ino]
+            answer[run] = [files, self.extra[run][1]]
+        return {"now": time.time()}, json.dumps(answer).encode()
+
+    def read(self, request):
+        """Bytes of one file."""
+        folder = os.path.join(request["root"], request["run"])
+        path = os.path.realpath(os.path.join(folder, request["path"]))
+        root = os.path.realpath(request["root"])
+        if not is_kind(request["path"]) or not (path + "/").startswith(root.rstrip("/") + "/"):
+            return {"error": "is not a file of a run"}, b""
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return {"error": "is not a file"}, b""
+            file.seek(int(request["offset"]))
+            return {}, file.read(min(int(request["size"]), LARGEST_READ))
+
+
+def main():
+    """Answer requests until standard input ends."""
+    reader, out = Reader(), sys.stdout.buffer
+    for line in sys.stdin.buffer:
+        request = json.loads(line.decode())
+        try:
+            head, content = reader.list(request) if request["do"] == "list" else reader.read(request)
+        except OSError as problem:
+            head, content = {"error": problem.strerror or str(problem)}, b""
+        packed = zlib.compress(content, 1)
+        head["size"] = len(packed)
+        out.write(json.dumps(head).encode() + b"\n" + packed)
+        out.flush()
+
+
+if __name__ == "__main__":
+    main()
