@@ -28,11 +28,10 @@ from typing import Any
 METRICS = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu_full", "memory_bytes")
 
 
-def write_runs(root: Path, runs: int, points: int) -> int:
-    """Write runs; returns the bytes of their metrics."""
+def write_runs(root: Path, runs: int, points: int) -> None:
+    """Write runs."""
     rng = random.Random(5)
     rest = [_rest(step, rng) for step in range(1, points + 1)]
-    total = 0
     for number in range(runs):
         folder = root / f"group-{number % 5}" / f"run-{number:03}"
         folder.mkdir(parents=True)
@@ -44,15 +43,15 @@ def write_runs(root: Path, runs: int, points: int) -> int:
             for step in range(1, points + 1):
                 loss = 2 + 6 / (1 + step / 2000) + rng.gauss(0, 0.05) + (5 if step % 33_333 == 0 else 0)
                 file.write(f'{{"step": {step}, "loss": {loss!r}, "grad_norm": {rng.random()!r}, {rest[step - 1]}')
-        total += (folder / "metrics.jsonl").stat().st_size
-    return total
 
 
 def _rest(step: int, rng: random.Random) -> str:
     """The fields of a record that all runs share."""
     fields: dict[str, Any] = {
-        "loss_scale": 1.0, "nll": rng.random(), "accuracy": rng.random(), "targets/web": 4096, "loss/web": rng.random(), "targets/code": 4096,
-        "loss/code": rng.random(), "accuracy/web": rng.random(), "accuracy/code": rng.random(), "lr": 1e-3 * rng.random(), "adam_beta2": 0.95,
+        "loss_scale": 1.0, "nll": rng.random(), "accuracy": rng.random(), "targets/web": 4096, "loss/web": rng.random(),
+        "targets/code": 4096,         "loss/code": rng.random(), "accuracy/web": rng.random(), "accuracy/code": rng.random(),
+        "lr": 1e-3 * rng.random(),
+        "adam_beta2": 0.95,
         "micro_num": 8, "num_consumed_tokens": 524288 * step, "num_samples_in_batch": 301, "largest_length": 4096, "largest_batch": 8,
         "smallest_batch": 3, "epoch": 0, "tokens": 524288, "inf_nan_skip_batches": 0,
     }  # fmt: skip
@@ -215,7 +214,9 @@ def main() -> None:
     try:
         runs = root / "runs"
         begun = time.monotonic()
-        size = write_runs(runs, given.runs, given.points) if not runs.exists() else sum(one.stat().st_size for one in runs.rglob("metrics.jsonl"))
+        if not runs.exists():
+            write_runs(runs, given.runs, given.points)
+        size = sum(one.stat().st_size for one in runs.rglob("metrics.jsonl"))
         print(f"wrote {size / 1e9:.2f} GB in {time.monotonic() - begun:.0f} s", file=sys.stderr)
         cache = root / "cache"
         shutil.rmtree(cache, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import struct
 import threading
 import urllib.error
 import urllib.request
@@ -48,6 +49,24 @@ def make_run(folder: Path, steps: int, *, seed: float = 0.0, done: bool = True, 
 def append_record(folder: Path, step: int, **more: Any) -> None:
     """Another step, written as a run writes it."""
     MetricsFile(folder / "metrics.jsonl").write(record(step) | more)
+
+
+def unpack(content: bytes) -> list[dict[str, Any]]:
+    """The curves of an answer, read as the page reads them."""
+    (length,) = struct.unpack_from("<I", content)
+    head, at = json.loads(content[4 : 4 + length]), 4 + length
+    assert at % 8 == 0
+
+    def take(count: int) -> tuple[float, ...]:
+        nonlocal at
+        found = struct.unpack_from(f"<{count}d", content, at)
+        at += 8 * count
+        return found
+
+    for one in head["series"]:
+        one["x"], one["y"], one["mean_x"], one["mean_y"], one["bad_x"] = (take(one[key]) for key in ("n", "n", "means", "means", "bad"))
+    assert at == len(content)
+    return head["series"]
 
 
 class Client:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.board.follow import last_lines
-from headway.board.runs import EVENT_TAIL_BYTES, flat_values, parse_events, read_recipe_file, read_summary_file
 from headway.board.mirror import CHECKPOINTS
+from headway.board.runs import EVENT_TAIL_BYTES, flat_values, parse_events, read_recipe_file, read_summary_file
 from headway.checkpoint.load import step_folders, step_of
 from headway.checkpoint.manifest import MANIFEST
 from headway.eval.report import REPORT, RESULTS

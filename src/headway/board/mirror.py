@@ -212,7 +212,7 @@ def _is_plain(path: str) -> bool:
 
 def _is_extra(path: str) -> bool:
     """Reports, pictures and tables: copied for runs somebody looks at."""
-    return "/" in path and not path.startswith("logs/") or path.endswith((".png", ".jpg", ".jpeg", ".webp", ".tsv", ".md"))
+    return ("/" in path and not path.startswith("logs/")) or path.endswith((".png", ".jpg", ".jpeg", ".webp", ".tsv", ".md"))
 
 
 def _bytes_at(path: Path, offset: int, size: int) -> bytes:

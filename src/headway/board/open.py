@@ -17,19 +17,22 @@ DEFAULT = "runs"
 FIRST_LOOK_SECONDS = 30.0
 
 
-def open_sources(given: Sequence[str]) -> list[Source]:
+def open_sources(given: Sequence[str], ssh_config: Path | None = None) -> list[Source]:
     """What each text means; a folder that does not exist is refused."""
+    if ssh_config is not None and not ssh_config.is_file():
+        raise ConfigError(f"--ssh-config is {str(ssh_config)!r}; there is no such file.")
+    config = None if ssh_config is None else str(ssh_config.absolute())
     found: list[Source] = []
     for text in list(given or ()) or [DEFAULT]:
-        found.append(_source(text, is_default=not given))
+        found.append(_source(text, config, is_default=not given))
     return found
 
 
-def _source(text: str, *, is_default: bool) -> Source:
+def _source(text: str, ssh_config: str | None, *, is_default: bool) -> Source:
     if text.startswith("ssh://"):
         from headway.board.ssh_files import SshAddress, SshFiles
 
-        return MirrorSource(text, SshFiles(SshAddress.parse(text)))
+        return MirrorSource(text, SshFiles(SshAddress.parse(text), ssh_config))
     location = parse_path(text)
     if isinstance(location, S3Path):
         from headway.board.s3_files import S3Files

@@ -13,7 +13,16 @@ import time
 import zlib
 
 SKIPPED = {"checkpoints", "final", "logs", "tensorboard", "tokenizer", "node_modules", "wandb", "mlruns", "code", "__pycache__"}
-TOP = ("recipe.yaml", "metrics.jsonl", "events.jsonl", "train.log", "summary.json", "command.txt", "environment.json", "logs/supervisor.json")
+TOP = (
+    "recipe.yaml",
+    "metrics.jsonl",
+    "events.jsonl",
+    "train.log",
+    "summary.json",
+    "command.txt",
+    "environment.json",
+    "logs/supervisor.json",
+)
 SHOWN = (".png", ".jpg", ".jpeg", ".webp", ".tsv")
 STEP = re.compile(r"(step|snapshot)-\d{8,}$")
 MAX_DEPTH, MAX_FOLDERS, MAX_RUNS, MAX_FILES, MAX_BEATS = 6, 50000, 2000, 200, 64
@@ -50,7 +59,9 @@ def find(root):
         if "metrics.jsonl" in files or ("recipe.yaml" in files and "events.jsonl" in files):
             found.append(here)
         if depth < MAX_DEPTH:
-            queue += [(os.path.join(here, name), depth + 1) for name in folders if name[0] != "." and name not in SKIPPED and not STEP.match(name)]
+            queue += [
+                (os.path.join(here, name), depth + 1) for name in folders if name[0] != "." and name not in SKIPPED and not STEP.match(name)
+            ]
     return found
 
 
@@ -62,7 +73,9 @@ def shown(folder):
         files, folders = entries(os.path.join(folder, here))
         found += [os.path.join(here, name) for name in files if name in ("report.md", "results.json") or name.endswith(SHOWN)]
         if depth < 3:
-            queue += [(os.path.join(here, name), depth + 1) for name in folders if name[0] != "." and name not in SKIPPED and name != "stages"]
+            queue += [
+                (os.path.join(here, name), depth + 1) for name in folders if name[0] != "." and name not in SKIPPED and name != "stages"
+            ]
     return found[:MAX_FILES]
 
 
@@ -84,7 +97,9 @@ def checkpoints(folder):
             when = entry.stat().st_mtime
         except OSError:
             continue
-        found.append([entry.name, sum(size for _, size in parts), when, any(name == "manifest.json" for name, _ in parts), links.get(entry.name, [])])
+        found.append(
+            [entry.name, sum(size for _, size in parts), when, any(name == "manifest.json" for name, _ in parts), links.get(entry.name, [])]
+        )
     return found
 
 
@@ -105,7 +120,11 @@ class Reader:
         answer = {}
         for run in self.runs:
             folder = os.path.join(root, run)
-            beats = [os.path.join("logs/heartbeat", name) for name in entries(os.path.join(folder, "logs/heartbeat"))[0] if name.startswith("rank-")]
+            beats = [
+                os.path.join("logs/heartbeat", name)
+                for name in entries(os.path.join(folder, "logs/heartbeat"))[0]
+                if name.startswith("rank-")
+            ]
             files = {}
             for path in list(TOP) + beats[:MAX_BEATS] + self.extra[run][0]:
                 try:
@@ -141,8 +160,7 @@ def main():
         except OSError as problem:
             head, content = {"error": problem.strerror or str(problem)}, b""
         packed = zlib.compress(content, 1)
-        head["size"] = len(packed)
-        out.write(json.dumps(head).encode() + b"\n" + packed)
+        out.write(json.dumps(dict(head, size=len(packed))).encode() + b"\n" + packed)
         out.flush()
 
 

@@ -10,11 +10,13 @@ State of a run, from its heartbeats, its events and its summary:
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,10 +135,12 @@ class StatusReader:
         step = newest.get("step")
         beats = read_beats(self.home)
         alive = [beat for beat in beats if self._is_alive(beat, now)]
-        status = RunStatus(
-            state=self._state(events, beats, alive, newest, now),
-            step=int(step) if isinstance(step, float) else None,
-            total_steps=self.total_steps() or _estimated_steps(newest),
+        state = self._state(events, beats, alive, newest, now)
+        last = int(step) if isinstance(step, float) and math.isfinite(step) else None
+        return RunStatus(
+            state=state,
+            step=last,
+            total_steps=last if state == "done" else self.total_steps() or _estimated_steps(newest),
             updated=metrics[0] / 1e9,
             started=_time(starts[-1]) if starts else None,
             phase=alive[0].phase if alive else "",
@@ -145,7 +149,6 @@ class StatusReader:
             last_event=str(events[-1].get("event", "")) if events else "",
             alerts=sum(one.get("event") not in ("start", "finish") for one in events),
         )
-        return status
 
     def _is_alive(self, beat: Beat, now: float) -> bool:
         return is_alive(beat) if self.is_here else now - beat.at < 15.0
@@ -197,9 +200,14 @@ def file_mark(path: Path) -> tuple[int, int]:
 
 
 def read_recipe_file(folder: Path) -> dict[str, Any]:
-    """The recipe of a run as plain values; empty where it cannot be read."""
+    """The recipe of a run as plain values; empty where it cannot be read. Parsed again only when it changes."""
+    return _parsed_recipe(folder / RECIPE, file_mark(folder / RECIPE))
+
+
+@lru_cache(maxsize=MAX_RUNS)
+def _parsed_recipe(path: Path, mark: tuple[int, int]) -> dict[str, Any]:
     try:
-        found = parse_yaml(read_bounded(folder / RECIPE, RECIPE_BYTES).decode(errors="replace"), RECIPE)
+        found = parse_yaml(read_bounded(path, RECIPE_BYTES).decode(errors="replace"), RECIPE)
     except (OSError, HeadwayError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -30,8 +30,7 @@ from headway.board.answers import BadRequest, answer
 from headway.board.watch import Board
 from headway.errors import LaunchError
 
-PAGES = {"/": ("board.html", "text/html; charset=utf-8")}
-TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8"}
+TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import subprocess
 import tempfile
 import threading
@@ -20,12 +19,10 @@ from urllib.parse import unquote, urlsplit
 
 from headway.board.mirror import RemoteError, RemoteFile, RemoteRun
 from headway.errors import ConfigError
+from headway.launch.ssh.connection import SshOptions, ssh_words
+from headway.launch.ssh.hosts import NAME, USER, Host
 
-COMMAND = "exec python3 -c 'import base64,sys;exec(base64.b64decode(sys.stdin.buffer.readline()))'"
-OPTIONS = (
-    "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3",
-    "-o", "ClearAllForwardings=yes", "-o", "PermitLocalCommand=no",
-)  # fmt: skip
+COMMAND = ("python3", "-c", "import base64,sys;exec(base64.b64decode(sys.stdin.buffer.readline()))")
 ANSWER_SECONDS = 60.0
 LARGEST_ANSWER = 64 << 20
 
@@ -42,7 +39,7 @@ class SshAddress:
     @classmethod
     def parse(cls, text: str) -> SshAddress:
         """The parts of an address; what is missing or could be an option of ssh is refused."""
-        form = "Write ssh://[user@]host[:port]/path."
+        form = "Write ssh://HOST/path, with USER@ before and :PORT behind the host where needed."
         try:
             parts = urlsplit(text)
             port = parts.port
@@ -51,17 +48,16 @@ class SshAddress:
         if parts.password is not None:
             raise ConfigError(f"ssh://{parts.hostname}: holds a password. Only keys are used; remove it from the address.")
         host, user, path = parts.hostname or "", parts.username, unquote(parts.path)
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]*", host) or (user is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", user)):
+        if not NAME.fullmatch(host) or (user is not None and not USER.fullmatch(user)):
             raise ConfigError(f"{text}: not the name of a host and user. {form}")
         if not path.strip("/") or "\0" in path or parts.query or parts.fragment:
             raise ConfigError(f"{text}: has no folder. {form}")
         # /~/runs is below the home folder, where ssh starts
         return cls(host, user, port, path.removeprefix("/~/") if path.startswith("/~/") else path)
 
-    def command(self) -> list[str]:
-        """The ssh process to start."""
-        port = [] if self.port is None else ["-p", str(self.port)]
-        return ["ssh", *OPTIONS, *port, "--", self.host if self.user is None else f"{self.user}@{self.host}", COMMAND]
+    def command(self, config: str | None = None) -> list[str]:
+        """The words that start ssh."""
+        return ssh_words(Host(self.host, self.user, self.port), SshOptions(COMMAND[0], config), COMMAND)
 
 
 class SshFiles:
@@ -69,8 +65,8 @@ class SshFiles:
 
     poll_seconds = 0.5
 
-    def __init__(self, address: SshAddress) -> None:
-        self.address = address
+    def __init__(self, address: SshAddress, config: str | None = None) -> None:
+        self.address, self.config = address, config
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._lock = threading.Lock()
@@ -103,11 +99,15 @@ class SshFiles:
                         continue
 
     def _start(self) -> subprocess.Popen[bytes]:
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             # its own session: a Ctrl-C for the board does not reach it before it is closed
             process = subprocess.Popen(
-                self.address.command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True
+                self.address.command(self.config),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                start_new_session=True,
             )
         except OSError as problem:
             raise RemoteError(f"ssh cannot be started: {problem.strerror}. Install an ssh client.") from None
@@ -159,5 +159,11 @@ class SshFiles:
             text = self._errors.read(4096).decode(errors="replace").strip()
         lines = [line for line in text.splitlines() if line.strip()]
         said = lines[-1][:300] if lines else "the connection ended"
-        remedy = " Load a key into ssh-agent." if "denied" in said else " Connect once with ssh to accept its key." if "host key" in said.lower() else ""
+        remedy = (
+            " Load a key into ssh-agent."
+            if "denied" in said
+            else " Connect once with ssh to accept its key."
+            if "host key" in said.lower()
+            else ""
+        )
         return said + remedy

@@ -3,37 +3,17 @@
 import json
 import os
 import socket
-import struct
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.board_runs import Client, append_record, make_run, record, serving
+from support.board_runs import Client, append_record, make_run, record, serving, unpack
 
 from headway.board import server as server_module
 from headway.board.access import Access, choose_token
 from headway.errors import ConfigError
 
 TOKEN = "a" * 40
-
-
-def unpack(content: bytes) -> list[dict[str, Any]]:
-    """As the page does it."""
-    (length,) = struct.unpack_from("<I", content)
-    head, at = json.loads(content[4 : 4 + length]), 4 + length
-    assert at % 8 == 0
-
-    def take(count: int) -> tuple[float, ...]:
-        nonlocal at
-        found = struct.unpack_from(f"<{count}d", content, at)
-        at += 8 * count
-        return found
-
-    for one in head["series"]:
-        one["x"], one["y"], one["mean_x"], one["mean_y"], one["bad_x"] = (take(one[key]) for key in ("n", "n", "means", "means", "bad"))
-    assert at == len(content)
-    return head["series"]
 
 
 def ids(client: Client) -> dict[str, str]:

@@ -4,8 +4,10 @@
 (() => {
   const LEFT = 54, RIGHT = 12, TOP = 8, BOTTOM = 24;
 
-  hw.smooth = (y, weight) => {
-    // An exponential moving average whose first values are not drawn towards zero.
+  hw.smooth = (y, given) => {
+    // An exponential moving average whose first values are not drawn towards zero. A curve of few points is smoothed over the same part of
+    // the picture as one of many, not over the same number of points: otherwise ten validations would lag far behind.
+    const weight = given ** Math.max(1, 500 / Math.max(1, y.length));
     const out = new Float64Array(y.length);
     let sum = 0, mass = 0;
     for (let i = 0; i < y.length; i++) {
@@ -30,10 +32,15 @@
     const span = high - low;
     if (!(span > 0)) return [low];
     const raw = span / Math.max(1, count), power = 10 ** Math.floor(Math.log10(raw)), rest = raw / power;
-    const step = (rest > 5 ? 10 : rest > 2 ? 5 : rest > 1 ? 2 : 1) * power;
+    const step = (rest > 5 ? 10 : rest > 2.5 ? 5 : rest > 2 ? 2.5 : rest > 1 ? 2 : 1) * power;
     const found = [];
     for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(Number((i * step).toPrecision(12)));
     return found;
+  };
+
+  hw.byteTicks = (low, high, count) => {
+    const unit = 1024 ** Math.floor(Math.log(Math.max(1, Math.abs(high))) / Math.log(1024));
+    return hw.ticks(low / unit, high / unit, count).map((one) => one * unit);
   };
 
   hw.timeTicks = (low, high, count) => {
@@ -156,7 +163,7 @@
       paint.clip();
       const bold = this.view.smoothing > 0, many = this.series.length > 12;
       for (const one of this.series) {
-        if (bold && !many) this.line(paint, scale, one, one.x, one.y, 0.22, 1);
+        if (bold && !many) this.line(paint, scale, one, one.x, one.y, 0.28, 1);
         this.line(paint, scale, one, one.boldX, one.boldY, one.dim ? 0.25 : 1, one.strong ? 2.6 : many ? 1.2 : 1.6);
         paint.globalAlpha = 1;
         paint.fillStyle = one.color;
@@ -200,7 +207,7 @@
       paint.font = "11px system-ui, sans-serif";
       paint.lineWidth = 1;
       const rows = Math.max(2, Math.floor((inner.bottom - inner.top) / 34));
-      const ys = logY ? hw.logTicks(range.low, range.high, rows) : hw.ticks(range.low, range.high, rows);
+      const ys = logY ? hw.logTicks(range.low, range.high, rows) : (this.options.unit === hw.bytes ? hw.byteTicks : hw.ticks)(range.low, range.high, rows);
       paint.textAlign = "right";
       paint.textBaseline = "middle";
       let lastY = Infinity;

@@ -45,7 +45,7 @@ hw.short = (value, digits = 3) => {
 hw.bytes = (value) => {
   if (typeof value !== "number") return "–";
   for (const [unit, mark] of [[2 ** 40, "TB"], [2 ** 30, "GB"], [2 ** 20, "MB"], [2 ** 10, "KB"]]) {
-    if (value >= unit) return `${Number((value / unit).toPrecision(3))} ${mark}`;
+    if (value >= unit) return `${Number((value / unit).toPrecision(4))} ${mark}`;
   }
   return `${value} B`;
 };

@@ -36,7 +36,7 @@
       this.tools = hw.el("div", { class: "tools" }, this.axis, hw.el("label", { class: "slider" }, "smooth", this.slider, this.smoothText), this.flips, this.reset);
       const themes = hw.el("button", { class: "toggle", title: "Light or dark", "aria-label": "Light or dark", onclick: () => this.theme(true) }, "◐");
       const menu = hw.el("button", { class: "toggle menu", "aria-label": "List of runs", onclick: () => document.body.classList.toggle("drawer") }, "☰ runs");
-      const header = hw.el("header", {}, menu, hw.el("h1", {}, this.source.isLive ? "headway" : "headway report"), this.link, hw.el("div", { class: "spring" }), this.search, themes);
+      const header = hw.el("header", {}, menu, hw.el("h1", {}, this.source.isLive ? "headway board" : "headway report"), this.link, hw.el("div", { class: "spring" }), this.search, themes);
       const main = hw.el("main", {}, hw.el("div", { class: "bar" }, this.tabs, this.tools), this.charts.node, this.panel);
       hw.fill(document.getElementById("app"), header, hw.el("div", { class: "body" }, this.sidebar.node, hw.el("div", { class: "shade", onclick: () => document.body.classList.remove("drawer") }), main));
       this.theme(false);
@@ -106,6 +106,8 @@
       if (tab === "charts") return;
       const ids = this.selected().slice(0, MOST_DETAILS), number = (this.panelNumber = (this.panelNumber || 0) + 1);
       const found = [];
+      if (!this.panel.childElementCount || this.panelTab !== tab) hw.fill(this.panel, hw.el("p", { class: "empty" }, "Loading…"));
+      this.panelTab = tab;
       for (const id of ids) {
         const run = this.runs.get(id);
         try {

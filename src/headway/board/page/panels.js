@@ -17,10 +17,12 @@
       if (heading) out.append(hw.el(`h${Math.min(6, heading[1].length + 1)}`, {}, inline(heading[2])));
       else if (image) { const address = picture(image[2]); if (address) out.append(hw.el("img", { src: address, alt: image[1], loading: "lazy" })); }
       else if (line.startsWith("|") && /^\|[\s:|-]+\|?\s*$/.test(lines[i + 1] || "")) {
-        const head = cells(line), rows = [];
-        for (i += 2; i < lines.length && lines[i].startsWith("|"); i++) rows.push(hw.el("tr", {}, cells(lines[i]).map((cell) => hw.el("td", { class: /^[-+]?[\d.,]+\s*(%|x|s|ms|k|M|GB|MB)?$/.test(cell) ? "num" : "" }, inline(cell)))));
+        const head = cells(line), body = [];
+        for (i += 2; i < lines.length && lines[i].startsWith("|"); i++) body.push(cells(lines[i]));
         i--;
-        out.append(table(head.map((one) => inline(one)), rows));
+        const numeric = head.map((_, at) => body.length > 0 && body.every((row) => !row[at] || /^[-+]?[\d.,]+(e[-+]?\d+)?\s*(%|x|s|ms|k|M|GB|MB)?( \([\d.,]+\))?$/.test(row[at])));
+        const row = (tag, values) => hw.el("tr", {}, values.map((cell, at) => hw.el(tag, { class: numeric[at] ? "num" : "" }, inline(cell))));
+        out.append(hw.el("div", { class: "scroll fit" }, hw.el("table", {}, hw.el("thead", {}, row("th", head)), hw.el("tbody", {}, body.map((values) => row("td", values))))));
       } else if (line.startsWith("    ")) {
         const block = [];
         for (; i < lines.length && (lines[i].startsWith("    ") || (!lines[i].trim() && (lines[i + 1] || "").startsWith("    "))); i++) block.push(lines[i].slice(4));

@@ -6,7 +6,7 @@
   hw.Sidebar = class {
     constructor(app) {
       this.app = app;
-      this.filter = hw.el("input", { type: "search", placeholder: "Filter runs (text or regular expression)", "aria-label": "Filter runs", value: app.store.state.filter, oninput: () => app.store.set({ filter: this.filter.value }) });
+      this.filter = hw.el("input", { type: "search", placeholder: "Filter runs", title: "Text or a regular expression", "aria-label": "Filter runs", value: app.store.state.filter, oninput: () => app.store.set({ filter: this.filter.value }) });
       this.chips = hw.el("div", { class: "chips", role: "group", "aria-label": "States" });
       this.sort = hw.el("select", { "aria-label": "Order of the runs", onchange: () => app.store.set({ sort: this.sort.value }) },
         [["updated", "newest first"], ["name", "by name"], ["loss", "by loss"], ["step", "by step"]].map(([value, text]) => hw.el("option", { value }, text)));

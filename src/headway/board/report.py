@@ -1,0 +1,128 @@
+"""Runs come in; one HTML file that opens offline goes out: the page of the board with its data in it.
+
+Its scripts and styles are the board's own, allowed by their checksums in the file's content security policy; nothing else can run in it,
+and nothing is loaded from anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from headway.board.answers import as_json, curve_arrays, curve_head, pack
+from headway.board.curves import X_AXES, Window
+from headway.board.details import read_details, read_log, read_picture
+from headway.board.index import build_index
+from headway.board.open import DEFAULT
+from headway.board.watch import Board, Source, WatchedRun
+from headway.errors import ConfigError, DataError
+from headway.runtime.storage import write_atomic
+
+POINTS = {"step": 1200, "tokens": 600, "time": 600}
+MAX_RUNS = 64
+LOG_CHARACTERS = 16_000
+PICTURES_BYTES = 64 << 20
+
+
+def write_html_report(sources: Sequence[Source], out: Path) -> dict[str, Any]:
+    """Write the report; returns what it holds."""
+    if out.is_dir():
+        raise ConfigError(f"--out is {str(out)!r}, which is a folder. Give the name of a file, such as {out / 'report.html'}.")
+    board = Board(sources)
+    try:
+        runs = _complete_runs(board)
+        if not runs:
+            given = ", ".join(source.label for source in sources)
+            raise DataError(f"{given}: no runs there. Give a run folder, such as {DEFAULT}/my-run.")
+        if len(runs) > MAX_RUNS:
+            raise ConfigError(f"{len(runs)} runs are given; a report holds at most {MAX_RUNS}. Name the run folders one by one.")
+        page = _page(_content(runs))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(out, page)
+        return {"report": str(out), "runs": [run.name for run in runs], "bytes": len(page.encode())}
+    finally:
+        board.close()
+
+
+def _complete_runs(board: Board) -> list[WatchedRun]:
+    """The runs with all their files copied and all their metrics read. A run folder itself means that run, not its stages."""
+    for source in board.sources:
+        source.refresh()
+        board.look(source)
+        if not source.is_here and source.problem and not source.folders():
+            raise DataError(f"{source.label}: {source.problem.rstrip('.')}.")
+    found: list[WatchedRun] = []
+    for source in board.sources:
+        runs = [run for run in board.runs.values() if run.source is source]
+        itself = [run for run in runs if source.is_here and run.folder == Path(source.label).expanduser()]
+        found += itself or sorted(runs, key=lambda run: run.name)
+    for run in found:
+        run.source.want(run.folder)
+    for source in board.sources:
+        source.refresh()
+    for run in found:
+        if run.curves.wants_build:
+            build_index(run.curves.path, run.curves.index.folder)
+            run.curves.built()
+        run.curves.update()
+        run.newest = run.curves.newest()
+        run.status = run.reader.read(run.newest, run.source.clock())
+    return found
+
+
+def _content(runs: Sequence[WatchedRun]) -> dict[str, Any]:
+    room = PICTURES_BYTES
+    content: dict[str, Any] = {"now": time.time(), "runs": [], "metrics": {}, "curves": {}, "details": {}, "logs": {}, "pictures": {}}
+    for run in runs:
+        details = read_details(run.folder)
+        content["runs"].append({**run.row(), "version": 1, "partial": False})
+        content["metrics"][run.id] = run.curves.names()
+        content["curves"][run.id] = {axis: _curves(run, axis) for axis in X_AXES}
+        content["details"][run.id] = details
+        content["logs"][run.id] = read_log(run.folder)[-LOG_CHARACTERS:]
+        pictures = content["pictures"][run.id] = {}
+        for path in [*details["pictures"], *(path for one in details["reports"] for path in one["pictures"])]:
+            found = read_picture(run.folder, path)
+            if found is not None and len(found[0]) <= room:
+                room -= len(found[0])
+                pictures[path] = f"data:{found[1]};base64,{base64.b64encode(found[0]).decode()}"
+    return content
+
+
+def _curves(run: WatchedRun, axis: Any) -> str:
+    """All curves of a run over one axis, packed as the server packs them."""
+    names = [name for name in run.curves.names() if name != "step"]
+    views = [run.curves.view(name, Window(axis, POINTS[axis])) for name in names]
+    heads = [{"metric": name, "partial": False, **curve_head(view)} for name, view in zip(names, views, strict=True)]
+    return base64.b64encode(pack({"series": heads}, [array for view in views for array in curve_arrays(view)])).decode()
+
+
+def _page(content: dict[str, Any]) -> str:
+    """board.html with its files and its data inside."""
+    page = files("headway.board").joinpath("page")
+    html = page.joinpath("board.html").read_text(encoding="utf-8")
+    scripts = [page.joinpath(name).read_text(encoding="utf-8") for name in re.findall(r'<script src="/([^"]+)" defer></script>', html)]
+    style = page.joinpath("board.css").read_text(encoding="utf-8")
+    script = "\n".join(scripts)
+    policy = (
+        f"default-src 'none'; script-src '{_checksum(script)}'; style-src '{_checksum(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    # < cannot end the element that holds the data, whatever a run is called
+    data = as_json(content).decode().replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
+    html = re.sub(r'<script src="/[^"]+" defer></script>\n|<link rel="icon"[^>]*>\n', "", html)
+    html = html.replace('<link rel="stylesheet" href="/board.css">', head).replace("headway board", "headway report")
+    tail = f'<script type="application/json" id="embedded">{data}</script>\n<script>{script}</script>\n</body>'
+    return html.replace("</body>", tail)
+
+
+def _checksum(text: str) -> str:
+    """As a content security policy has it."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
