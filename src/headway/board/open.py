@@ -30,14 +30,14 @@ def open_sources(given: Sequence[str], ssh_config: Path | None = None) -> list[S
 
 def _source(text: str, ssh_config: str | None, *, is_default: bool) -> Source:
     if text.startswith("ssh://"):
-        from headway.board.ssh_files import SshAddress, SshFiles
+        from headway.board.ssh_files import SshAddress, SshRuns
 
-        return MirrorSource(text, SshFiles(SshAddress.parse(text), ssh_config))
+        return MirrorSource(text, SshRuns(SshAddress.parse(text), ssh_config))
     location = parse_path(text)
     if isinstance(location, S3Path):
-        from headway.board.s3_files import S3Files
+        from headway.board.s3_files import S3Runs
 
-        return MirrorSource(text, S3Files(location))
+        return MirrorSource(text, S3Runs(location))
     path = Path(text).expanduser()
     if not path.is_dir():
         remedy = "Give the folder that holds your runs." if is_default else "Give a folder, ssh://host/path or s3://bucket/prefix."

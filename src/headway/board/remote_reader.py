@@ -103,7 +103,7 @@ def checkpoints(folder):
     return found
 
 
-class Reader:
+class RunReader:
     """Answers requests about one folder."""
 
     def __init__(self):
@@ -152,7 +152,7 @@ class Reader:
 
 def main():
     """Answer requests until standard input ends."""
-    reader, out = Reader(), sys.stdout.buffer
+    reader, out = RunReader(), sys.stdout.buffer
     for line in sys.stdin.buffer:
         request = json.loads(line.decode())
         try:

@@ -16,7 +16,7 @@ RETRY_SECONDS = 5.0
 STEP = re.compile(r"(?:checkpoints/)?(step-\d{8,})/(.+)")
 
 
-class S3Files:
+class S3Runs:
     """The runs below a prefix."""
 
     poll_seconds = 3.0

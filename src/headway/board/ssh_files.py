@@ -60,7 +60,7 @@ class SshAddress:
         return ssh_words(Host(self.host, self.user, self.port), SshOptions(COMMAND[0], config), COMMAND)
 
 
-class SshFiles:
+class SshRuns:
     """One connection; a broken one is opened again at the next question."""
 
     poll_seconds = 0.5

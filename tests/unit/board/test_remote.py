@@ -13,7 +13,7 @@ from support.board_runs import append_record, make_run
 from headway.board import mirror as mirror_module
 from headway.board.mirror import MirrorSource, RemoteError
 from headway.board.open import list_runs, open_sources
-from headway.board.ssh_files import SshAddress, SshFiles
+from headway.board.ssh_files import SshAddress, SshRuns
 from headway.board.watch import Board
 from headway.errors import ConfigError, LaunchError
 from headway.track.metrics_file import MetricsFile
@@ -80,7 +80,7 @@ def test_only_files_of_runs_are_read_there(tmp_path: Path, fake_ssh: Path) -> No
     folder = make_run(tmp_path / "there" / "one", 3)
     (tmp_path / "secret.png").write_bytes(b"secret")
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
-    remote = SshFiles(SshAddress.parse(f"ssh://host{tmp_path}/there"))
+    remote = SshRuns(SshAddress.parse(f"ssh://host{tmp_path}/there"))
     assert remote.read("one", "train.log", 0, 5) == b"2026-"
     for run, path in (
         ("one", "../../secret.png"),
@@ -96,7 +96,7 @@ def test_only_files_of_runs_are_read_there(tmp_path: Path, fake_ssh: Path) -> No
 
 def test_a_broken_connection_is_reported_and_opened_again(tmp_path: Path, fake_ssh: Path) -> None:
     make_run(tmp_path / "there" / "one", 3)
-    remote = SshFiles(SshAddress.parse(f"ssh://host{tmp_path}/there"))
+    remote = SshRuns(SshAddress.parse(f"ssh://host{tmp_path}/there"))
     source = MirrorSource("ssh://host/there", remote)
     source.refresh()
     assert source.problem == "" and list(source.runs) == ["one"]
