@@ -55,6 +55,14 @@ class SshHosts:
         user = pwd.getpwuid(os.geteuid()).pw_name
         return [f"{user}@127.0.0.1:{port}" for port in self.ports]
 
+    def start(self, port: int) -> None:
+        """Start a server, again after `kill`."""
+        sshd, pid_file = find_program("sshd"), self.folder / f"sshd-{port}.pid"
+        assert sshd is not None
+        pid_file.unlink(missing_ok=True)
+        self.daemons.start(f"sshd-{port}", [sshd, "-D", "-e", "-f", str(self.folder / f"sshd-{port}.conf")], os.environ)
+        wait_until(pid_file.exists, f"sshd on port {port}")
+
     def kill(self, port: int) -> None:
         """End one server at once; connections that stand stay open."""
         self.daemons.end(f"sshd-{port}", 9)
@@ -66,8 +74,9 @@ def ssh_hosts(count: int = 2) -> Iterator[SshHosts]:
     folder = short_folder()
     daemons = Daemons(folder)
     ports = tuple(free_ports(count))
-    keygen, sshd = find_program("ssh-keygen"), find_program("sshd")
-    assert keygen is not None and sshd is not None
+    keygen = find_program("ssh-keygen")
+    assert keygen is not None
+    hosts = SshHosts(folder, ports, daemons)
     made = not Path("/run/sshd").exists()
     try:
         if made:
@@ -79,9 +88,8 @@ def ssh_hosts(count: int = 2) -> Iterator[SshHosts]:
         (folder / "config").write_text(CLIENT.format(folder=folder))
         for port in ports:
             (folder / f"sshd-{port}.conf").write_text(SERVER.format(port=port, folder=folder))
-            daemons.start(f"sshd-{port}", [sshd, "-D", "-e", "-f", str(folder / f"sshd-{port}.conf")], os.environ)
-            wait_until((folder / f"sshd-{port}.pid").exists, f"sshd on port {port}")
-        yield SshHosts(folder, ports, daemons)
+            hosts.start(port)
+        yield hosts
     finally:
         daemons.stop()
         shutil.rmtree(folder, ignore_errors=True)

@@ -31,12 +31,12 @@ RECIPE = "supervise: {backoff_seconds: 0.0, max_restarts: 2}\n"
 WAIT = (
     "import os, signal, sys, time\nparent = os.getppid()\n"
     "signal.signal(signal.SIGINT, lambda *_: (print('saved', flush=True), sys.exit(130)))\n"
-    "print('up', flush=True)\nwhile os.getppid() == parent: time.sleep(0.02)"
+    "print('up', flush=True)\nuntil = time.time() + 60\nwhile os.getppid() == parent and time.time() < until: time.sleep(0.02)"
 )
 STUBBORN = (
     "import signal, sys, time\nseen = []\n"
     "def got(*_):\n    seen.append(1)\n    print('signal', len(seen), flush=True)\n    if len(seen) > 1: sys.exit(137)\n"
-    "signal.signal(signal.SIGINT, got)\nprint('up', flush=True)\nwhile True: time.sleep(0.02)"
+    "signal.signal(signal.SIGINT, got)\nprint('up', flush=True)\nuntil = time.time() + 60\nwhile time.time() < until: time.sleep(0.02)"
 )
 
 
@@ -146,6 +146,7 @@ def test_ctrl_c_in_the_shell_that_follows_cancels(start: Callable[[str], JobHand
 
 def test_a_driver_that_is_gone_is_unknown_not_running(start: Callable[[str], JobHandle]) -> None:
     handle = start(WAIT)
+    wait_for_line(handle, "up")
     found = read_state(handle.run_dir)
     assert found is not None
     os.kill(found[0].pid, 9)
