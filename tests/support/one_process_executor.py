@@ -3,6 +3,8 @@
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
+import pytest
+
 from headway.runtime.executor.task import TaskOutcome, WorkTask, as_json, run_task
 
 
@@ -34,3 +36,12 @@ class OneProcessExecutor:
 
     def close(self) -> None:
         pass
+
+
+def run_inside(monkeypatch: pytest.MonkeyPatch) -> OneProcessExecutor:
+    """Let every `--on` run its tasks in this process."""
+    executor = OneProcessExecutor()
+    monkeypatch.setattr("headway.runtime.executor.work.executor_for", lambda on, workers: executor)
+    monkeypatch.setattr("headway.runtime.executor.task.fsync_file", lambda descriptor: None)  # which takes most of the time of small tasks
+    monkeypatch.setattr("headway.runtime.executor.task.fsync_folder", lambda path: None)
+    return executor

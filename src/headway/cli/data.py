@@ -9,7 +9,7 @@ from typing import Literal
 import typer
 
 from headway.cli._documents import print_document
-from headway.cli._options import COMPRESSION, INPUTS, JSON, MORE_INPUTS, RECORD_KEYS, STORE_KIND, refuse_flags
+from headway.cli._options import COMPRESSION, GROUP, INPUTS, JSON, MORE_INPUTS, RECORD_KEYS, STORE_KIND, ManyMachines, refuse_flags
 from headway.cli._output import print_json, print_table
 from headway.cli.data_media import MultimodalChecks, validate_multimodal
 from headway.errors import ConfigError
@@ -44,7 +44,8 @@ def tokenize(
     seed: int = typer.Option(None, help="Chat, preference: chooses the records for validation."),
     type_name: str = typer.Option(None, "--type", help="To internlm: the data type (folder); default: en."),
     begin_id: int = typer.Option(None, help="To zero2all: the begin token; default: the token all documents start with."),
-    workers: int = typer.Option(None, min=1, help="Worker processes; default: one per core."),
+    workers: int = typer.Option(None, min=1, help="Worker processes; default: one per core. With --on: tasks at a time."),
+    many: ManyMachines = GROUP,
     shard: str = typer.Option(None, metavar="I/N", help="Text: do only part I (from 0) of N; `headway data merge` joins the parts."),
     json: bool = JSON,
 ) -> None:
@@ -72,7 +73,7 @@ def tokenize(
         None if shard is None else _parse_shard(shard), CleanRules() if clean else None,
         chat_template="chatml" if is_text or not template else template, max_length=max_length,
         too_long=too_long or "truncate_right",  # pyright: ignore[reportArgumentType] - checked there
-        valid_fraction=valid_fraction or 0.0, seed=seed or 0, drop_bad=drop_bad, keys=KeyMap.parse(keys),
+        valid_fraction=valid_fraction or 0.0, seed=seed or 0, drop_bad=drop_bad, keys=KeyMap.parse(keys), placement=many.placement(workers),
     )  # fmt: skip
     build = build_converted if is_text and to != "headway" else build_store
     report = build(_inputs([*inputs, *(more or [])], format), tokenizer, out, options)

@@ -127,14 +127,22 @@ def sample(
     out: Path = typer.Option(..., help="The output: .jsonl (also .gz, .zst) or .parquet."),
     seed: int = typer.Option(0, help="Seed of the sample."),
     text: TextOptions = GROUP,
+    many: ManyMachines = GROUP,
+    workers: int = TASKS_AT_A_TIME,
     json: bool = JSON,
 ) -> None:
     """Draw a random sample of several sources in given shares, in one pass."""
     from headway.text.sample import SourceShare, parse_bytes
     from headway.text.sample import sample as draw
+    from headway.text.tasks.parts import Reading
+    from headway.text.tasks.sample import sample_on
 
-    reading = text.arguments()
-    taken = draw([SourceShare.parse(share) for share in inputs], parse_bytes(size, "--bytes"), out, seed=seed, **reading)
+    reading, placement = text.arguments(), _placement(many, workers)
+    shares, total = [SourceShare.parse(share) for share in inputs], parse_bytes(size, "--bytes")
+    if placement is None:
+        taken = draw(shares, total, out, seed=seed, **reading)
+    else:
+        taken = sample_on(shares, total, out, placement, Reading(**reading), seed=seed)
     documents, num_bytes = sum(t.documents for t in taken), sum(t.bytes for t in taken)
     if json:
         print_json({"out": out, "documents": documents, "bytes": num_bytes, "sources": [vars(t) for t in taken]})

@@ -38,13 +38,16 @@ from headway.prepare.encode import (
     TooLong,
     describe_unread,
 )
+from headway.prepare.tasks import EncodeSettings, absolute_template, encode_on, encoder_fields, settings_for, split_on
 from headway.prepare.workers import ChunkJob, run_job
+from headway.runtime.executor.work import Placement
 from headway.runtime.machine import usable_cores
 from headway.runtime.progress import duration, quantity
 from headway.store.convert import ConvertOptions, ConvertReport, check_target, convert_built
 from headway.store.reader import StoreWriter, dtype_for, is_store, open_store
 from headway.text.clean import CleanReport, CleanRules
 from headway.text.document import TextSplit
+from headway.text.hub import local_or_hub
 from headway.text.read import expand, read_records
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.chat import find_template
@@ -100,8 +103,13 @@ class BuildOptions:
     keys: KeyMap = KeyMap()
     """Chat, preference: which key of a record is what."""
 
+    placement: Placement | None = field(default=None, repr=False)
+    """Run the work as tasks, perhaps on many machines; None: in this process and its workers. Not in the repr, which is part of keys."""
+
     def check(self) -> None:
         """Refuse impossible values."""
+        if self.placement is not None and self.shard is not None:
+            raise ConfigError(f"--shard is {self.shard[0]}/{self.shard[1]} and --on is {self.placement.on}; --on divides the work itself.")
         if self.kind not in KINDS:
             raise ConfigError(f"--kind is {self.kind!r}; it must be text, chat or preference.")
         if self.kind == "preference" and self.to != "headway":
@@ -187,7 +195,7 @@ def build_store(
         if options.to == "headway" and is_store(folder):
             raise DataError(f"{folder}: holds a finished token store already. Choose another folder or remove it first.")
     plan = _Plan(inputs, Path(tokenizer), options)
-    splits = [None] if options.valid_fraction == 0 else Split.sides(plan.files, options.valid_fraction, options.seed)
+    splits = plan.splits(Path(out))
     counts = [plan.write_as(folder, split) for folder, split in zip(folders, splits, strict=True)]
     total = sum(counts, Counter[str]())
     documents = [one["documents"] for one in counts]
@@ -256,19 +264,19 @@ class _Plan:
             return repr(("text", fingerprint, (given.text_key, given.text_template, given.split, given.append_eos, given.bos)))
         return repr((self._sources[0], fingerprint, self._template_key, self._record_encoder, given.drop_bad))
 
+    def splits(self, out: Path) -> Sequence[Split | None]:
+        """Which records go into which store."""
+        given = self.options
+        if given.valid_fraction == 0:
+            return [None]
+        if given.placement is not None:
+            return split_on(self.files, given.valid_fraction, given.seed, out, given.placement)
+        return Split.sides(self.files, given.valid_fraction, given.seed)
+
     def write(self, out: Path, split: Split | None) -> Counter[str]:
         """Build one headway store; continues an unfinished one."""
-        given, text = self.options, self.options.kind == "text"
-        small = sum(path.stat().st_size for path in self.files) <= SMALL_BYTES
-        workers = given.workers or (1 if small else usable_cores())
-        threads = given.workers is None and workers == 1
-        if text:
-            encoder, read = TextEncoder(self.tokenizer_path, *self._special_ids, threads), self._text_reader(given.clean)
-        else:
-            encoder = RecordEncoder(self.tokenizer_path, given.chat_template, self._record_encoder, given.drop_bad, threads)
-            read = RecordReader(split)
+        text = self.options.kind == "text"
         refuse_unknown(self.tokenizer, self.tokenizer_path, self._texts())
-        job = ChunkJob(self.files, read, encoder, self._build_key(split), workers, given.shard, in_one=text and given.clean is not None)
         with StoreWriter(
             out,
             dtype=dtype_for(self.tokenizer.vocab_size),
@@ -277,10 +285,41 @@ class _Plan:
             sources=self._sources,
             resume=True,
         ) as writer:
-            counts = run_job(job, writer)
+            counts = self._fill(writer, split)
         if not text:
             self._report_left_out(counts)
         return counts
+
+    def _fill(self, writer: StoreWriter, split: Split | None) -> Counter[str]:
+        given, text = self.options, self.options.kind == "text"
+        if given.placement is not None:
+            settings = settings_for(split, self._encode_settings())
+            counts, report = encode_on(self.files, settings, given.placement, writer, given.clean)
+            if report is not None:
+                vars(self.cleaned).update(vars(report))
+            return counts
+        small = sum(path.stat().st_size for path in self.files) <= SMALL_BYTES
+        workers = given.workers or (1 if small else usable_cores())
+        threads = given.workers is None and workers == 1
+        if text:
+            encoder, read = TextEncoder(self.tokenizer_path, *self._special_ids, threads), self._text_reader(given.clean)
+        else:
+            encoder = RecordEncoder(self.tokenizer_path, given.chat_template, self._record_encoder, given.drop_bad, threads)
+            read = RecordReader(split)
+        key = self._build_key(split)
+        return run_job(ChunkJob(self.files, read, encoder, key, workers, given.shard, in_one=text and given.clean is not None), writer)
+
+    def _encode_settings(self) -> EncodeSettings:
+        """What the tasks of other machines must know."""
+        given = self.options
+        path = self.tokenizer_path if self.tokenizer_path.exists() else local_or_hub(self.tokenizer_path, tokenizer=True)
+        where = EncodeSettings(given.kind, str(path.absolute()), self.tokenizer.fingerprint)
+        if given.kind == "text":
+            bos, eos = self._special_ids
+            reading = {"text_key": given.text_key, "template": given.text_template, "split": given.split}
+            return replace(where, bos_id=bos, eos_id=eos, reading=reading)
+        template, fields = absolute_template(given.chat_template), encoder_fields(self._record_encoder)
+        return replace(where, template=template, template_key=self._template_key, encoder=fields, drop_bad=given.drop_bad)
 
     def write_as(self, out: Path, split: Split | None) -> Counter[str]:
         """Build one store in the format of the options."""

@@ -23,7 +23,7 @@ from headway.errors import DataError
 from headway.prepare.parse_chat import PreferencePair, parse_conversation, parse_preference
 from headway.prepare.workers import Encoded
 from headway.runtime.seed import derive
-from headway.store.source import Flags, Ids
+from headway.store.source import Flags, Ids, Longs
 from headway.text.clean import CleanReport, CleanRules, clean
 from headway.text.document import Record, TextSplit
 from headway.text.read import read_blocks, read_documents, read_records
@@ -120,6 +120,11 @@ class Split:
     def sides(files: Sequence[Path], fraction: float, seed: int) -> list[Split]:
         """Both sides: `fraction` of all records, rounded, are for validation, and neither side is empty."""
         hashes = np.fromiter((record_hash(seed, record, number) for record, number in numbered_records(files)), np.int64)
+        return Split.of_hashes(hashes, files, fraction, seed)
+
+    @staticmethod
+    def of_hashes(hashes: Longs, files: Sequence[Path], fraction: float, seed: int) -> list[Split]:
+        """Both sides, from the hashes of all records."""
         if len(hashes) < 2:
             raise DataError(f"{files[0]}: {len(hashes)} record cannot be split into training and validation data.")
         count = min(max(1, round(len(hashes) * fraction)), len(hashes) - 1)

@@ -146,7 +146,7 @@ def _chunks(job: ChunkJob, units: Sequence[Unit], first_unit: int, first_chunk: 
             advance(unit.bytes)
             continue
         shown = 0
-        for chunk in _chunks_of(job, unit):
+        for chunk in chunks_of(job, unit):
             share = min(chunk.bytes, unit.bytes - shown)
             shown += share
             advance(share)
@@ -157,7 +157,8 @@ def _chunks(job: ChunkJob, units: Sequence[Unit], first_unit: int, first_chunk: 
         advance(unit.bytes - shown)
 
 
-def _chunks_of(job: ChunkJob, unit: Unit) -> Iterator[Chunk]:
+def chunks_of(job: ChunkJob, unit: Unit) -> Iterator[Chunk]:
+    """The chunks of one unit, in order."""
     items: list[Any] = []
     size = slice_bytes = number = 0
     for item, item_bytes in job.read(unit.files):

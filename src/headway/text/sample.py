@@ -76,7 +76,7 @@ def sample(
         kept, count, size = choose_documents(documents, wanted, derive(seed, "sample", place))
         used = sum(len(document.text.encode()) for _, document in kept)
         taken.append(SampledSource(share.path, wanted, len(kept), used, count, size))
-        _check(taken[-1], total_bytes, share.weight / whole, split)
+        check_share(taken[-1], total_bytes, share.weight / whole, split)
         chosen += [(number, place, document) for number, document in kept]
     with record_file(out) as write:
         for _, _, document in sorted(chosen, key=lambda item: item[:2]):
@@ -105,7 +105,8 @@ def choose_documents(documents: Iterable[Document], max_bytes: int, seed: int) -
     return [(-negative, document) for negative, _, document in heap], count, size
 
 
-def _check(taken: SampledSource, total_bytes: int, part: float, split: TextSplit) -> None:
+def check_share(taken: SampledSource, total_bytes: int, part: float, split: TextSplit) -> None:
+    """Refuse a source that is too small for its share, or has no document that fits."""
     if taken.available_bytes < taken.wanted_bytes:
         most = int(taken.available_bytes / part)
         raise DataError(

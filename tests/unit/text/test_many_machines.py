@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 from support.corpora import texts, write_corpus
 from support.fake_slurm import install
-from support.one_process_executor import OneProcessExecutor
+from support.one_process_executor import OneProcessExecutor, run_inside
 
 from headway.cli import main
-from headway.errors import DataError, LaunchError
+from headway.errors import ConfigError, DataError, LaunchError
 from headway.runtime.executor import slurm as slurm_kind
-from headway.runtime.executor.work import Placement
+from headway.runtime.executor.work import Placement, work_folder
 from headway.text.clean import ONLY_DUPLICATES, CleanRules, clean_files
+from headway.text.sample import SourceShare, sample
 from headway.text.tasks.clean import clean_files_on
 from headway.text.tasks.parts import Reading, cut_files
+from headway.text.tasks.sample import sample_on
 
 LINES = Reading(split="line")
 
@@ -42,11 +44,7 @@ def one_process(corpus: list[str], out: Path, rules: CleanRules) -> str:
 @pytest.fixture
 def inside(monkeypatch: pytest.MonkeyPatch) -> OneProcessExecutor:
     """Tasks run in this process."""
-    executor = OneProcessExecutor()
-    monkeypatch.setattr("headway.runtime.executor.work.executor_for", lambda on, workers: executor)
-    monkeypatch.setattr("headway.runtime.executor.task.fsync_file", lambda descriptor: None)  # which takes most of the time here
-    monkeypatch.setattr("headway.runtime.executor.task.fsync_folder", lambda path: None)
-    return executor
+    return run_inside(monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet"])
@@ -62,8 +60,16 @@ def test_tasks_write_the_bytes_and_the_report_of_one_process(
     assert sum(one.startswith("clean") for one in inside.ran) > 6
 
 
-@pytest.mark.parametrize("memory", [1, 3 << 20, None])
-@pytest.mark.parametrize("rules", [CleanRules(similarity=0.6), replace(ONLY_DUPLICATES, seed=3), CleanRules(duplicates="exact")])
+@pytest.mark.parametrize(
+    ("rules", "memory"),
+    [
+        (CleanRules(similarity=0.6), 1),
+        (CleanRules(similarity=0.6), None),
+        (replace(ONLY_DUPLICATES, seed=3), 1),
+        (replace(ONLY_DUPLICATES, seed=3), 300_000),
+        (CleanRules(duplicates="exact"), 1),
+    ],
+)
 def test_duplicates_do_not_depend_on_memory(
     tmp_path: Path, rules: CleanRules, memory: int | None, inside: OneProcessExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,10 +169,44 @@ def test_a_changed_input_or_rule_is_work_of_its_own(tmp_path: Path, inside: OneP
     assert (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
 
 
+@pytest.mark.parametrize(("size", "seed"), [(3000, 0), (60_000, 1), (150_000, 2)])
+def test_a_sample_is_the_one_of_one_process(tmp_path: Path, inside: OneProcessExecutor, size: int, seed: int) -> None:
+    for name, start in (("a", 0), ("b", 7)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts(400, start)), encoding="utf-8")
+    shares = [SourceShare(str(tmp_path / "a.jsonl"), 0.7), SourceShare(str(tmp_path / "b.jsonl"), 0.3)]
+    one = sample(shares, size, tmp_path / "one.jsonl", seed=seed)
+    many = sample_on(shares, size, tmp_path / "many.jsonl", Placement(task_bytes=20_000), Reading(), seed=seed)
+    assert many == one and (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+    with pytest.raises(DataError) as alone:
+        sample(shares, 10**9, tmp_path / "one.jsonl")
+    with pytest.raises(DataError) as together:
+        sample_on(shares, 10**9, tmp_path / "many.jsonl", Placement(task_bytes=20_000), Reading())
+    assert str(together.value) == str(alone.value)
+
+
+def test_a_folder_without_permission_is_one_line(tmp_path: Path, inside: OneProcessExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a text that is long enough"}\n', encoding="utf-8")
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    words = ["data", "clean", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--on", "local"]
+    assert main([*words, "--work-dir", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main([*words[:-2], "--task-size", "1MB"]) == 2
+    assert "--task-size has no meaning with a run without --on" in capsys.readouterr().err
+
+
+def test_two_drivers_do_not_share_a_work_folder(corpus: list[str], tmp_path: Path, inside: OneProcessExecutor) -> None:
+    with (
+        work_folder(tmp_path / "many.jsonl", Placement()),
+        pytest.raises(ConfigError, match=r"many.jsonl.work is in use by process \d+ .* which makes the same output"),
+    ):
+        clean_files_on(corpus, tmp_path / "many.jsonl", CleanRules(), Placement(), LINES)
+
+
 def test_array_jobs_write_the_bytes_of_one_process(corpus: list[str], tmp_path: Path, slurm: Path) -> None:
-    report = one_process(corpus, tmp_path / "one.jsonl", CleanRules())
+    rules = CleanRules(duplicates="keep")
+    report = one_process(corpus, tmp_path / "one.jsonl", rules)
     placement = Placement("slurm:partition=cpu,mem=8G,exclude=n1,n2", 2, task_bytes=30000)
-    assert json.dumps(clean_files_on(corpus, tmp_path / "many.jsonl", CleanRules(), placement, LINES).to_dict()) == report
+    assert json.dumps(clean_files_on(corpus, tmp_path / "many.jsonl", rules, placement, LINES).to_dict()) == report
     assert (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
     words = (slurm / "jobs" / "1" / "command").read_text(encoding="utf-8").splitlines()
     assert {"--array=0-1", "--partition=cpu", "--mem=8G", "--exclude=n1,n2"} <= set(words)
