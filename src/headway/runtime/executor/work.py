@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import secrets
 import signal
 import threading
@@ -23,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from headway.errors import ConfigError, DataError, Interrupted, LaunchError, Terminated
+from headway.errors import ConfigError, DataError, HeadwayError, Interrupted, LaunchError, Terminated
 from headway.runtime.executor.base import Executor, executor_for
 from headway.runtime.executor.task import DONE, TaskOutcome, WorkTask, place_token
 from headway.runtime.progress import progress
@@ -116,7 +117,6 @@ def work_folder(out: Path, placement: Placement) -> Iterator[WorkFolder]:
     path = (placement.work_dir / f"{out.name}.work" if placement.work_dir is not None else out.with_name(f"{out.name}.work")).absolute()
     executor = executor_for(placement.on, placement.workers)
     check_writable(path)
-    is_new = not path.exists()
     lock = RunLock(path, TAKEOVER_SECONDS)
     _take(lock, path)
     try:
@@ -129,13 +129,19 @@ def work_folder(out: Path, placement: Placement) -> Iterator[WorkFolder]:
                 yield WorkFolder(path, executor)
             finally:
                 executor.close()
-    except BaseException:
+    except BaseException as problem:
         lock.release()
-        if is_new and not any((path / DONE).glob("[!.]*")):
+        if not _has_results(path):
             remove_folder(path)
+        elif isinstance(problem, HeadwayError):
+            log.info("finished tasks are kept in %s: run the command again to continue, or remove that folder", path)
         raise
     lock.release()
     remove_folder(path)
+
+
+def _has_results(path: Path) -> bool:
+    return (path / DONE).is_dir() and any(not name.startswith(".") for name in os.listdir(path / DONE))
 
 
 def _take(lock: RunLock, path: Path) -> None:
