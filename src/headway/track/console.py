@@ -1,18 +1,20 @@
 """Console output: one line of at most 100 columns per logged step. With -v a second line shows all other metrics. Always on.
 
-On a terminal the steps are a progress bar (`bar.py`) instead; the lines then go to train.log alone.
+On a terminal the steps are a progress bar (`bar.py`) instead; the lines then go to train.log alone. With log.style internlm the line is
+InternLM's (`internlm_line.py`), on a terminal too.
 """
 
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from headway.runtime.log import FILE_ONLY, SCREEN_ONLY
 from headway.runtime.progress import duration, quantity
 from headway.runtime.status_line import StatusLine
 from headway.track.bar import ProgressBar
 from headway.track.base import Event, Value, flatten
+from headway.track.internlm_line import internlm_line
 
 COLUMNS = 100
 DATA_WAIT_SHOWN = 0.05
@@ -34,8 +36,10 @@ log = logging.getLogger("headway")
 class Console:
     """Writes steps to headway's log, which goes to the terminal and to train.log."""
 
-    def __init__(self, total_steps: int | None = None, status: StatusLine | None = None) -> None:
-        self.total_steps = total_steps
+    def __init__(
+        self, total_steps: int | None = None, status: StatusLine | None = None, style: Literal["headway", "internlm"] = "headway"
+    ) -> None:
+        self.total_steps, self.style = total_steps, style
         self.bar = None if status is None else ProgressBar(status, total_steps)
 
     def tick(self, record: Mapping[str, Any]) -> None:
@@ -50,7 +54,8 @@ class Console:
         # Validation before the first step has no training metrics.
         at_start = "validated at the start: " if valid and "loss" not in flat else ""
         if not at_start:
-            log.info("%s", step_line(step, self.total_steps, flat), extra=None if self.bar is None else FILE_ONLY)
+            line = step_line(step, self.total_steps, flat) if self.style == "headway" else internlm_line(step, flat)
+            log.info("%s", line, extra=None if self.bar is None else FILE_ONLY)
         if valid:
             line = at_start + "  ".join(f"{name} {_number(value)}" for name, value in valid.items())
             log.info("%s", line, extra=None if self.bar is None else FILE_ONLY)

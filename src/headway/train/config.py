@@ -214,6 +214,9 @@ class LogConfig(Section):
     """What is shown during training; metrics.jsonl always has every step."""
 
     every: int = setting(10, "Steps between console lines and tracker points.", gt=0)
+    style: Literal["headway", "internlm"] = setting(
+        "headway", "Form of the console lines; internlm = the key=value line of InternLM's trainer, for scripts that read it."
+    )
     slow_ratio: float | None = setting(
         1.2, "Every 50 steps, report ranks that take longer than the mean of all ranks by this factor; null = do not compare ranks.", gt=1
     )

@@ -176,7 +176,8 @@ class Run:
         if self.process.is_first:
             name = self.recipe.run.name if self.stage is None else self.stage.run_name
             further = (one.build(self.start.folder, name) for one in self.recipe.track)
-            self.console = Console(self.total_steps, StatusLine.on_terminal())
+            style = self.recipe.log.style
+            self.console = Console(self.total_steps, None if style == "internlm" else StatusLine.on_terminal(), style)
             self.trackers = [self.console, *(one for one in further if one is not None)]
             for tracker in self.trackers:
                 if isinstance(tracker, MayFail):

@@ -172,6 +172,7 @@ ROWS: dict[str, Row] = {
     "eval.at_start": ((*STORES, "data.valid.fraction=0.2"), False, True, lambda o: ["valid_at_start" in r for r in observed(o).records]),
     "eval.rows": ((*STORES, "data.valid.fraction=0.4"), 2, 8, valid),
     "log.every": ((), 10, 1, log_lines),
+    "log.style": ((), "headway", "internlm", lambda o: load(Recipe, None, list(o)).log.style),
     "log.slow_ratio": ((), 1.2, None, lambda o: load(Recipe, None, list(o)).log.slow_ratio),
     "track[tensorboard].kind": ((), [], ["{kind: tensorboard}"], files("tensorboard/*")),
     "callbacks": ((), [], ["support.my_lab.told:Told"], files("told.txt")),
