@@ -46,7 +46,6 @@ def test_a_slow_rank_is_named_once_without_a_profile(
     owner: type, method: str, said: str | None, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_stores(tmp_path)
-    monkeypatch.setattr("headway.diagnose.slow_ranks.COMPARE_EVERY", 6)
     monkeypatch.setattr("headway.diagnose.slow_ranks.SlowRule", lambda ratio: SlowRule(ratio, min_seconds=0.15))
     slowed(owner, method, monkeypatch)
     settings = [
@@ -56,6 +55,7 @@ def test_a_slow_rank_is_named_once_without_a_profile(
         "eval.every=null",
         "checkpoint.at_end=false",
         "log.slow_ratio=1.3",
+        "log.slow_every=6",
     ]
     recipe = load(Recipe, None, [*settings, *more])
     start_processes(lambda: train(recipe), 2)

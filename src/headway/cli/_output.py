@@ -25,7 +25,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: st
 
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max((cell_len(row[at]) for row in cells), default=0) for at in range(len(columns))]
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)  # cells such as [model] are text
     gaps = 2 * (len(columns) - 1)
     natural = gaps + sum(max(width, cell_len(name)) for width, name in zip(widths, columns, strict=True))
     whole = natural <= console.width or (not console.is_terminal and "COLUMNS" not in os.environ)

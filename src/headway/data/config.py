@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from headway.config.section import Section, setting
+from headway.data.rampup import Rampup
 from headway.errors import ConfigError
 from headway.runtime.paths import cache_home
 from headway.text.record_keys import KeyMap
@@ -263,14 +264,6 @@ def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
-class Rampup(Section):
-    """A growing batch: `start` rows, then `add` more rows after every `every` batches, up to the full batch."""
-
-    start: int = setting(..., "Rows of the first batches.", gt=0)
-    add: int = setting(..., "Rows added each time.", gt=0)
-    every: int = setting(..., "Batches between two additions.", gt=0)
-
-
 @dataclass(frozen=True)
 class ResolvedBatch:
     """The batch in numbers."""
@@ -366,8 +359,8 @@ class BatchConfig(Section):
         micro_rows = given or max(n for n in range(1, min(DEFAULT_ROWS, each) + 1) if each % n == 0)
         if self.tokens is None and self.rows is None and given is None:
             micro_rows = DEFAULT_ROWS
-        if self.rampup is not None and self.rampup.start > rows:
-            raise ConfigError(f"batch.rampup.start is {self.rampup.start}; it must not exceed the full batch of {rows} rows.")
+        if self.rampup is not None and (first := self.rampup.over(ranks).start) > rows:
+            raise ConfigError(f"batch.rampup.start is {first} rows; it must not exceed the full batch of {rows} rows.")
         if rows * seq_len > MAX_STEP_TOKENS:
             raise ConfigError(f"batch is {rows} rows of {seq_len} tokens in one step; the maximum is {MAX_STEP_TOKENS:,} tokens. Lower it.")
         return ResolvedBatch(rows, micro_rows, each // micro_rows, rows * seq_len)
@@ -382,19 +375,3 @@ class BatchConfig(Section):
         raise ConfigError(
             f"batch.{key} is {value}; it must be a multiple of {' * '.join(parts)}, which is {step}. Try {' or '.join(map(str, near))}."
         )
-
-
-def batch_rows(rows: int, rampup: Rampup | None, batch: int) -> int:
-    """Rows of batch number `batch` (from 0)."""
-    return rows if rampup is None else min(rows, rampup.start + rampup.add * (batch // rampup.every))
-
-
-def rows_before(rows: int, rampup: Rampup | None, batch: int) -> int:
-    """Rows of all batches before number `batch`."""
-    if rampup is None:
-        return rows * batch
-    growing = max(0, -(-(rows - rampup.start) // rampup.add)) * rampup.every
-    grown = min(batch, growing)
-    whole, rest = divmod(grown, rampup.every)
-    before = rampup.every * (whole * rampup.start + rampup.add * (whole * (whole - 1) // 2)) + rest * (rampup.start + rampup.add * whole)
-    return before + rows * (batch - grown)

@@ -14,11 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 from headway.data.batch import Batch, StepBatch
-from headway.data.config import DataConfig, Rampup, default_cache_dir
+from headway.data.config import DataConfig, default_cache_dir
 from headway.data.media import MediaColumns, MediaFeatures
 from headway.data.mixture import Mixture, MixtureSource, Row
 from headway.data.packing import RowShape
 from headway.data.pairs import PairSource
+from headway.data.rampup import Rampup
 from headway.data.row_stream import RowStream, Windows
 from headway.data.rows import RowLayout, fill_rows
 from headway.data.step_plan import BatchShape, LoaderState, PlannedStep, StepPlanner

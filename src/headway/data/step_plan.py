@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headway.data.batch import StepStats
-from headway.data.config import DataConfig, Rampup, batch_rows, rows_before
+from headway.data.config import DataConfig
 from headway.data.mixture import Mixture, MixtureState, Row
+from headway.data.rampup import Rampup, batch_rows, rows_before
 from headway.data.row_stream import Cursor
 from headway.errors import CheckpointError, ConfigError
 

@@ -126,15 +126,16 @@ def write_report(times: Mapping[str, Sequence[float]], outliers: Sequence[Outlie
 class SlowRankReporter:
     """Reports a rank when it becomes slow, not again while it stays slow."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = COMPARE_EVERY) -> None:
+        self.every = every
         self._slow: frozenset[int] = frozenset()
 
     def after_step(self, step: int, ratio: float | None, world: RankGroup, take_times: Callable[[], RankTimes]) -> list[str]:
-        """Every COMPARE_EVERY steps, exchange the times of all ranks; returns a text for each rank that has become slow.
+        """Every `every` steps, exchange the times of all ranks; returns a text for each rank that has become slow.
 
         All ranks call it together. The times are measured already, so that nothing waits for the device.
         """
-        if ratio is None or world.size == 1 or step % COMPARE_EVERY:
+        if ratio is None or world.size == 1 or step % self.every:
             return []
         found = slow_in_training(world.gather(replace(take_times(), host=socket.gethostname())), SlowRule(ratio))
         new = [text for rank, text in found.items() if rank not in self._slow]

@@ -2,7 +2,7 @@
 
 tflops=190.99,step=2,loss=11.49,tgs (tokens/gpu/second)=4300.69,lr=8e-07,loss_scale=65536.0,grad_norm=61.57,micro_num=4,...
 
-Names and order are InternLM's, so that scripts that read its logs go on reading. `step` counts from 0, as there. A field the run
+Names and order are InternLM's, so that scripts that read its logs keep working. `step` counts from 0, as there. A field the run
 does not have (beta2 of an optimizer without one) is None.
 """
 

@@ -29,7 +29,7 @@ def make_loader(recipe: Recipe, data: OpenData, batch: ResolvedBatch, cursor: Lo
         seed=recipe.seed,
         state=cursor,
         epochs=int(recipe.epochs) if whole and recipe.epochs is not None else None,
-        rampup=recipe.batch.rampup,
+        rampup=None if recipe.batch.rampup is None else recipe.batch.rampup.over(ranks.data.size),
         sum_over_ranks=ranks.data.sum,
         media=data.media,
     )

@@ -217,8 +217,11 @@ class LogConfig(Section):
     style: Literal["headway", "internlm"] = setting(
         "headway", "Form of the console lines; internlm = the key=value line of InternLM's trainer, for scripts that read it."
     )
+    slow_every: int = setting(50, "Steps between two comparisons of ranks.", gt=0)
     slow_ratio: float | None = setting(
-        1.2, "Every 50 steps, report ranks that take longer than the mean of all ranks by this factor; null = do not compare ranks.", gt=1
+        1.2,
+        "Every slow_every steps, report ranks that take longer than the mean of all ranks by this factor; null = do not compare ranks.",
+        gt=1,
     )
 
 

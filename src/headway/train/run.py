@@ -123,6 +123,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.state)
+        self.slow_ranks.every = self.recipe.log.slow_every
         self.writes.report = self._emit_save_failure
         self.saver.saved_step = self.saver.started_step = self.state.step
         self.saver.on_failure(self._emit_save_failure)

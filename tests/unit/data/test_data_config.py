@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from headway.config.load import validate
 from headway.config.section import differences
-from headway.data.config import BatchConfig, DataConfig, Rampup, batch_rows, rows_before, skipped_batches
+from headway.data.config import BatchConfig, DataConfig, skipped_batches
+from headway.data.rampup import Rampup, batch_rows, rows_before
 from headway.errors import ConfigError
 
 

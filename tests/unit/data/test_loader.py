@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data.batch import TENSOR_FIELDS, Batch
-from headway.data.config import DataConfig, Rampup
+from headway.data.config import DataConfig
 from headway.data.loader import Loader, LoaderState
 from headway.data.mixture import MixtureSource
+from headway.data.rampup import Rampup
 from headway.data.selection import Selection
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.runtime.storage import read_sealed

@@ -58,7 +58,7 @@ def never_is_null(path: str) -> Rule:
 
 
 def rampup(draft: ImportDraft, key: str, value: Any) -> None:
-    """`a b c` in microbatches of one rank; headway counts rows over all ranks."""
+    """`a b c` in microbatches of one rank."""
     if not str(value).strip():
         draft.tell(key, value, "automatic", note="not used")
         return
@@ -66,8 +66,8 @@ def rampup(draft: ImportDraft, key: str, value: Any) -> None:
     rows = integer("data.micro_bsz", draft.value("data.micro_bsz", default=1))
     if len(parts) != 3:
         raise ConfigError(f"{key} is {value!r}; it must be three numbers: start, increment and interval.")
-    form = f"batch.rampup: {{start: {rows * parts[0]} * RANKS, add: {rows * parts[1]} * RANKS, every: {parts[2]}}}"
-    draft.tell(key, value, "missing", form, "rows are counted over all ranks, whose number is not in the file")
+    start, add, every = parts
+    draft.write(key, value, "batch.rampup", {"start": rows * start, "add": rows * add, "every": every, "per_rank": True})
 
 
 def zero1(draft: ImportDraft, key: str, value: Any) -> None:
@@ -199,7 +199,7 @@ RULES: dict[str, Rule] = {
     "data.use_packed_dataset": automatic("data.packing counts"),
     "data.fixed_random_dataset_seqlen": automatic("generated data fills its rows"),
     "data.diag_outlier_ratio": sets("log.slow_ratio", number),
-    "data.empty_cache_and_diag_interval": automatic("ranks are compared every 50 steps"),
+    "data.empty_cache_and_diag_interval": sets("log.slow_every", integer, "ranks are compared; the cache of CUDA is never emptied"),
     "ckpt.enable_save_ckpt": saving,
     "ckpt.save_ckpt_folder": save_folder,
     "ckpt.load_ckpt_folder": load_folder,
@@ -253,7 +253,7 @@ RULES: dict[str, Rule] = {
     "model.embed_grad_scale": sets("model.embed_grad_scale", number),
     "model.rope_base": sets("model.rope_theta", number),
     "model.use_flash_attn": automatic("kernels.attention: auto"),
-    "model.apply_post_layer_norm": missing("InternLM accepts and ignores it"),
+    "model.apply_post_layer_norm": automatic("InternLM accepts and ignores it"),
     "model.drop_rate": sets("model.dropout", number),
     "model.embed_split_hidden": OF_AXES,
     "model.parallel_output": OF_AXES,
@@ -293,7 +293,7 @@ def defaults(draft: ImportDraft) -> dict[str, Any]:
 
 def finish(draft: ImportDraft) -> None:
     """The shape of the model, which InternLM gives as a ratio; weights bring their own."""
-    draft.default("track", [{"kind": "tensorboard"}])
+    draft.set("track", [{"kind": "tensorboard"}, *(draft.get("track") or ())])
     if draft.value("ckpt.enable_save_ckpt") is False:
         draft.set("checkpoint", {"every": None, "at_end": False})
     draft.set("optim.decay", ["*"])
