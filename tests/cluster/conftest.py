@@ -39,6 +39,9 @@ def ssh() -> Iterator[ssh_daemons.SshHosts]:
 
 
 @pytest.fixture(scope="session")
-def room(slurm: slurm_daemons.Cluster, tmp_path_factory: pytest.TempPathFactory) -> JobRoom:
+def room(slurm: slurm_daemons.Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobRoom]:
     """Data and the command line for jobs of that SLURM."""
-    return JobRoom(tmp_path_factory.mktemp("jobs"), slurm)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield JobRoom(tmp_path_factory.mktemp("jobs"), slurm)

@@ -1,25 +1,22 @@
 """Small runs as jobs of a SLURM cluster: submit them with the command line, watch them, compare them with a run outside."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from headway.runtime.heartbeat import read_beats
 from support.daemons import wait_until
-from support.runs import make_stores, write_recipe
+from support.runs import headway, make_stores, write_recipe
 from support.slurm import Cluster
 
 
 class JobRoom:
-    """A folder with two stores and recipes, and the command line with SLURM's programs."""
+    """A folder with two stores and recipes, and the command line; SLURM_CONF must be set in this process."""
 
     def __init__(self, folder: Path, cluster: Cluster) -> None:
         self.folder, self.cluster = folder, cluster
         self.stores = make_stores(folder)
-        self.environment = {**cluster.environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def recipe(self, name: str, steps: int = 120, more: str = "") -> Path:
         """A recipe that saves only when it is told to, unless `more` says otherwise."""
@@ -31,18 +28,9 @@ class JobRoom:
     def run_dir(self, name: str) -> Path:
         return self.folder / "runs" / name
 
-    def headway(self, *arguments: str, code: int | None = 0, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def headway(self, *arguments: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
         """Run the command line and check its exit code."""
-        command = [sys.executable, "-P", "-m", "headway", *arguments]
-        done = subprocess.run(
-            command,
-            env=environment or self.environment,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = headway(*arguments)
         assert code is None or done.returncode == code, f"headway {' '.join(arguments)}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done
 
@@ -54,7 +42,7 @@ class JobRoom:
     def status(self, run: Path) -> dict[str, Any]:
         return json.loads(self.headway("launch", "status", str(run), "--json", code=None).stdout)
 
-    def wait_step(self, run: Path, step: int, seconds: float = 60.0) -> float:
+    def wait_step(self, run: Path, step: int, seconds: float = 240.0) -> float:
         """Wait until every rank of a run is at a step."""
 
         def reached() -> bool:
@@ -70,11 +58,25 @@ class JobRoom:
         """What a job has printed, for a failure's message and for claims about it."""
         return "".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in sorted((run / "logs").glob("slurm-*")))
 
-    def finish(self, job: str, run: Path, *wanted: str, seconds: float = 120.0) -> None:
+    def finish(self, job: str, run: Path, *wanted: str, seconds: float = 300.0) -> None:
         """Wait for the end of a job, which must be as wanted (COMPLETED if nothing is said)."""
         wanted = wanted or ("COMPLETED",)
         self.cluster.wait_state(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", seconds=seconds)
         assert self.cluster.state(job) in wanted, f"job {job} is {self.cluster.state(job)}\n{self.printed(run)}"
+
+    def launchers(self, job: str, node: str) -> list[int]:
+        """The processes that srun started on a node."""
+        found = []
+        for pid in self.cluster.job_processes(node):
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            is_rank = any(one.startswith(b"HEADWAY_LAUNCHER_PID=") for one in variables)
+            if b"train" in words and b"slurm_job" not in b" ".join(words) and not is_rank and f"SLURM_JOB_ID={job}".encode() in variables:
+                found.append(pid)
+        return found
 
     def starts(self, run: Path, job: str) -> list[dict[str, Any]]:
         """The record that a job left."""
@@ -83,5 +85,5 @@ class JobRoom:
     def outside(self, name: str, steps: int, more: str = "") -> Path:
         """The same recipe, trained on two ranks of this machine without a stop."""
         recipe = self.recipe(name, steps, more)
-        self.headway("train", str(recipe), "--nproc", "2", environment={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+        self.headway("train", str(recipe), "--nproc", "2")
         return self.run_dir(name)
