@@ -116,7 +116,9 @@ def test_a_job_that_gets_nowhere_is_not_started_for_ever(slurm: Cluster, room: J
     job = room.submit(room.recipe("stuck", LONG), "launch.slurm.max_restarts=1")["ids"]["job"]
     run = room.run_dir("stuck")
     for start in (1, 2):
-        wait_until(lambda start=start: (run / "launch" / f"slurm-{job}.json").exists() and len(room.starts(run, job)) == start, "start", 240)
+        wait_until(
+            lambda start=start: (run / "launch" / f"slurm-{job}.json").exists() and len(room.starts(run, job)) == start, "start", 240
+        )
         os.kill(room.cluster.job_processes("hwnode1")[0], 0)
         slurm.run("scontrol", "requeue", job)
         slurm.wait_state(job, "PENDING", seconds=120)
