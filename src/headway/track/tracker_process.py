@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from typing import IO, Any, cast
 
 from headway.config.kinds import kind_config
 from headway.errors import first_line
+from headway.runtime.stop import SIGNALS
 from headway.track.service import ServiceClient, ServiceConfig, TrackedRun
 
 LAST_SECONDS = 30.0
@@ -27,6 +29,7 @@ LAST_SECONDS = 30.0
 
 def main() -> None:
     """Serve one run."""
+    ignore_stop_signals()
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what the package prints is not an answer
     lines: queue.Queue[bytes | None] = queue.Queue()
@@ -48,6 +51,12 @@ def main() -> None:
             raise
         if message["do"] in ("finish", "lost"):
             return
+
+
+def ignore_stop_signals() -> None:
+    """SLURM sends the signal to save to every process of a job; this one ends when training says so, or when stdin ends."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def open_client(message: dict[str, Any]) -> ServiceClient:

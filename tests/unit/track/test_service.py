@@ -5,6 +5,7 @@ The packages are stand-ins that write down every call; tests/e2e/test_tracker_pa
 
 import json
 import os
+import signal
 import textwrap
 import time
 from pathlib import Path
@@ -86,6 +87,20 @@ def test_numbers_events_and_the_id_arrive_and_a_resumed_run_continues_its_id(cal
     ]
     assert found == expected[0] + expected[1]
     assert "may print anything" in (tmp_path / "run" / "logs" / "tracker-trackio.log").read_text()
+
+
+def test_a_signal_to_every_process_of_a_job_does_not_end_the_tracker(calls: Path, tmp_path: Path) -> None:
+    one = tracker(tmp_path / "run")
+    one.log(7, RECORD)
+    end = time.monotonic() + 30
+    while time.monotonic() < end and not (calls.exists() and len(read(calls)) == 2):
+        time.sleep(0.02)
+    assert one._child is not None
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        os.kill(one._child.pid, number)
+    one.log(8, RECORD | {"step": 8})
+    one.close()
+    assert [call[0] for call in read(calls)] == ["init", "log", "log", "finish"]
 
 
 @pytest.mark.parametrize(
