@@ -11,6 +11,7 @@ import pytest
 from support.fields import setting_paths
 from support.observe import observed, root
 from support.rows import all_rows
+from support.rows.aligner import encoded_by
 
 from headway.train.config import Recipe
 
@@ -20,6 +21,8 @@ TABLE = all_rows()
 def as_override(path: str, value: Any) -> str:
     """`optim[adamw].lr`, 1e-3 -> `optim.lr=0.001`; a list stands for the whole list that holds the setting."""
     key = path.split("[")[0] + (path.split("]")[1] if "]" in path else "")
+    if path.startswith("model.aligner.encoders["):
+        key = f"model.aligner.encoders.{encoded_by(path.split('[')[1].split(']')[0])}{path.split(']')[1]}"
     if isinstance(value, list) and (".groups." in path or path.startswith(("data.train.", "track[", "stages."))):
         key = key.split(".")[0] if path.startswith(("track", "stages")) else ".".join(key.split(".")[:2])
         return f"{key}=[{', '.join(value)}]"

@@ -126,4 +126,22 @@ def masks_show(
         typer.echo(f"wrote {out}")
 
 
-VERBS = {"export hf": hf, "masks export": masks_export, "masks show": masks_show}
+def aligner(
+    model: Path = typer.Option(..., help="A run of recipe multimodal/align, a checkpoint of it, or an aligner.pt or aligner.safetensors."),
+    out: Path = typer.Option(
+        ..., help="A file ending in .safetensors, or in .pt for PurrSight; or a folder: the heads and the trained encoders."
+    ),
+    json: bool = JSON,
+) -> None:
+    """Write the heads and scales of an aligner under PurrSight's names; to a folder, also the encoders that were trained."""
+    from headway.export.aligner import export_aligner
+
+    result = export_aligner(model, out)
+    if json:
+        print_json(result)
+    else:
+        widths = ", ".join(f"{name} {width}" for name, width in result["widths"].items())
+        typer.echo(f"wrote {out}: {widths} -> {result['dim']} dimensions")
+
+
+VERBS = {"export hf": hf, "export aligner": aligner, "masks export": masks_export, "masks show": masks_show}

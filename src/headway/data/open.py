@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -133,11 +133,19 @@ def open_data(
     from_files = [] if config.train is None else [source for _, source in opened]
     _check_media([*from_files, *(source for many in valid.values() for _, source in many)], media)
     _check([*from_files, *(source for many in valid.values() for _, source in many)], tokenizer, vocab_size, config.tokenizer_unchecked)
+    return replace(with_valid(config, opened, valid, checksums), media=media)
+
+
+Opened = Sequence[tuple[SourceConfig, TokenSource]]
+
+
+def with_valid(config: DataConfig, opened: Opened, valid: Mapping[str, Opened], checksums: Checksums) -> OpenData:
+    """The mixtures of opened sources: the validation sets, or the share of the training documents that is held out."""
     fraction = config.valid.fraction if config.valid else None
     if fraction is None:
-        return OpenData(_mixture(opened, config), {name: _mixture(many, config) for name, many in valid.items()}, checksums, media)
+        return OpenData(_mixture(opened, config), {name: _mixture(many, config) for name, many in valid.items()}, checksums)
     sides = {side: _mixture(opened, config, side, fraction) for side in ("train", VALID_NAME)}
-    return OpenData(sides["train"], {VALID_NAME: sides[VALID_NAME]}, checksums, media)
+    return OpenData(sides["train"], {VALID_NAME: sides[VALID_NAME]}, checksums)
 
 
 def _check_media(sources: Sequence[TokenSource], media: MediaFeatures | None) -> None:

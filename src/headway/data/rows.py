@@ -14,6 +14,7 @@ from headway.data.batch import Batch
 from headway.data.media import MediaColumns
 from headway.data.mixture import Row
 from headway.data.pairs import PAIR, PairSource
+from headway.data.samples import SampleSource, sample_columns
 from headway.errors import DataError
 from headway.store.reader import ranges
 from headway.store.source import Flags, Ids, Longs, TokenSource
@@ -65,6 +66,8 @@ def fill_rows(rows: Sequence[Row | None], layout: RowLayout) -> tuple[Batch, flo
     extra = {PAIR: torch.from_numpy(_pairs(rows, layout))} if any(isinstance(source, PairSource) for source in layout.sources) else {}
     if layout.media is not None:
         extra |= layout.media.columns(len(rows), pieces)
+    if any(isinstance(source, SampleSource) for source in layout.sources):
+        extra = sample_columns(rows, layout.sources)
     batch = Batch(*(torch.from_numpy(array) for array in arrays), single_document=single, max_length=max_length, extra=extra)
     return batch, float(weight.sum(dtype=np.float64))
 

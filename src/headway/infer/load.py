@@ -234,6 +234,8 @@ def _checkpoint(folder: AnyPath) -> StoredModel:
     if not isinstance(shape, dict):
         raise CheckpointError(f"{folder}: its manifest does not say what shape the model has. Use another checkpoint.")
     config = as_stored(validate(ModelConfig, shape))
+    if config.aligner is not None:
+        raise ConfigError(f"{folder}: is an aligner, not a language model. Use `headway eval retrieval` or `headway export aligner`.")
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for spec in param_specs(config):

@@ -95,12 +95,27 @@ class LMHead:
 
 
 @dataclass(frozen=True)
+class Embeddings:
+    """One vector per row and modality, of a model that aligns modalities."""
+
+    names: tuple[str, ...]
+    """The modalities."""
+    values: Tensor
+    """fp32 [B, modalities, D], of length 1; zero where there is nothing"""
+    present: Tensor
+    """bool [B, modalities]"""
+
+
+@dataclass(frozen=True)
 class ModelOut:
     """The result of one forward pass."""
 
     head: LMHead
+    """Of a model without a vocabulary: hidden states and an empty weight."""
     gates: GateDraw | None = None
     """The head gates as this pass used them, where the model has any."""
+    embeddings: Embeddings | None = None
+    """The vectors of a model that aligns modalities."""
 
     @property
     def hidden(self) -> Tensor:
@@ -109,7 +124,7 @@ class ModelOut:
 
 
 class Model(nn.Module, ABC):
-    """A language model.
+    """A language model, or an aligner of modalities, which has no vocabulary and generates nothing.
 
     Parameters outside `blocks()` are used through a call of the module that owns them, or after the last block: engines bring
     parameters up to date in hooks on these modules.
@@ -197,6 +212,10 @@ def build_model(config: ModelConfig) -> Model:
     """The model of a config, its parameters uninitialized. A family module of a user's may bring its own with `build(config) -> Model`."""
     from headway.model.transformer import Transformer
 
+    if config.aligner is not None:
+        from headway.model.aligner import Aligner
+
+        return Aligner(config)
     if "." in config.family and not config.family.startswith(STORED):
         build = vars(family_of(config.family)).get("build")
         if build is not None:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from headway.config.section import Section, setting
+from headway.model.aligner_config import AlignerConfig
 from headway.model.media_shape import MediaShape
 from headway.model.presets import PRESETS
 
@@ -82,6 +83,9 @@ class ModelConfig(Section):
         None, "Gates that let KV heads stream; objective head_sparsity and init.masks add them. null with init.from drops them."
     )
     media: MediaShape | None = setting(None, "Media inputs of the model, written by the run: set `multimodal` instead.")
+    aligner: AlignerConfig | None = setting(
+        None, "Align encoders of text, image and audio instead of training a language model; objective contrastive needs it."
+    )
     init_std: float = setting(0.02, "Standard deviation of initial weights; divided by sqrt(2 * num_layers) for output projections.", gt=0)
 
     @model_validator(mode="before")
@@ -148,6 +152,19 @@ class ModelConfig(Section):
         if self.head_gates is not None and self.sliding_window is not None:
             raise ValueError(f"head_gates is given with sliding_window={self.sliding_window}; gates need heads that see the full context")
         return self
+
+    @model_validator(mode="after")
+    def _aligner_alone(self) -> "ModelConfig":
+        fields = () if self.aligner is None else set(type(self).model_fields) - {"aligner", "vocab_size"}
+        given = sorted(name for name in fields if getattr(self, name) != type(self).model_fields[name].default)
+        if given:
+            raise ValueError(f"has aligner and {given[0]}, which is for language models. Remove one of them")
+        return self
+
+    @property
+    def title(self) -> str:
+        """What the model is, in one word."""
+        return "aligner" if self.aligner is not None else self.family
 
     @property
     def kv_heads(self) -> int:

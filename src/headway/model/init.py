@@ -30,6 +30,10 @@ def initial_value(name: str, shape: Sequence[int], config: ModelConfig, seed: in
 
     Matrices that add to the stream shrink with depth, so that it does not grow.
     """
+    if config.aligner is not None:
+        from headway.model.aligner import aligner_value
+
+        return aligner_value(name, tuple(shape), config, seed)
     if name.endswith("bias"):
         return torch.zeros(*shape, device="cpu")
     if name.endswith("norm.weight"):

@@ -55,6 +55,8 @@ class StepInfo:
     training: bool = True
     survey: Tensor | None = None
     """What `StepObjective.survey` returned for all microbatches and ranks; None if this microbatch is the whole step."""
+    survey_start: int = 0
+    """Where this microbatch's rows begin in it."""
 
 
 class Collectives(Protocol):

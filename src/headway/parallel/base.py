@@ -175,6 +175,12 @@ class BaseEngine(ABC):
         with self.with_averages():
             return self.passes.evaluate(batches, at)
 
+    def objective_values(self) -> dict[str, Tensor]:
+        """The objective's own parameters, which are whole on every rank."""
+        self.flush()
+        with self.with_averages():
+            return {name: parameter_at(home).detach().clone() for name, home in self.homes.items() if name.startswith(OBJECTIVE)}
+
     @contextmanager
     def with_averages(self) -> Iterator[None]:
         """The model computes with averaged weights inside, and with those that train afterwards; nothing changes for other optimizers."""

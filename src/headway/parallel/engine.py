@@ -157,6 +157,10 @@ class Engine(Protocol):
         """The model's whole parameters at full precision, by name; all ranks call it together."""
         ...
 
+    def objective_values(self) -> dict[str, Tensor]:
+        """The objective's own parameters, by the names that checkpoints use."""
+        ...
+
     def flush(self) -> None:
         """Wait until all parameters are current."""
         ...

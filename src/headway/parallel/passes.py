@@ -45,7 +45,7 @@ class Passes:
             out = self._forward(micro, at, number)
             if index == 0:  # before this, parameters may have been waited for
                 window.append(DeviceTimestamp.now(self.spec.device))
-            outcome = self.objective.loss(out, micro, at, self.exchange)
+            outcome = self.objective.loss(out, micro, self._placed(at, index, last + 1), self.exchange)
             if self.waits_in_layers and index == 0:
                 window.append(DeviceTimestamp.now(self.spec.device))
             share = outcome.share(totals)
@@ -76,8 +76,10 @@ class Passes:
         self.model.begin_step()
         sums: MetricSums = {}
         moved, at = self._surveyed(batches, at, 0)
-        for micro in moved:
-            add_metrics(sums, self.objective.loss(self.model.forward_batch(micro), micro, at, self.exchange).metrics)
+        count = len(moved) if isinstance(moved, list) else 0
+        for index, micro in enumerate(moved):
+            placed = self._placed(at, index, count)
+            add_metrics(sums, self.objective.loss(self.model.forward_batch(micro), micro, placed, self.exchange).metrics)
         return self.over_ranks(StepResult(torch.zeros((), device=self.spec.device), sums)).metrics
 
     def _reseed(self, at: StepInfo, microbatch: int) -> None:
@@ -108,6 +110,13 @@ class Passes:
             self._reseed(at, first + index)
             seen.append(self.objective.survey(self._forward(micro, at, first + index), micro))
         return batches, replace(at, survey=self.exchange.gather(torch.cat(seen)))
+
+    def _placed(self, at: StepInfo, index: int, count: int) -> StepInfo:
+        """The step as one of this rank's `count` microbatches sees it: it knows where its rows are in the survey."""
+        if at.survey is None:
+            return at
+        rows = len(at.survey) // (count * self.ranks.reduce.size)
+        return replace(at, survey_start=(self.ranks.reduce.rank * count + index) * rows)
 
     def _forward(self, batch: Batch, at: StepInfo, microbatch: int) -> ModelOut:
         """One pass. What the model samples itself is the same on all ranks that share a microbatch; in evaluation it samples nothing."""

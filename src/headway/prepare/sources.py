@@ -45,6 +45,8 @@ def _tokenized(path: str, one: SourceConfig, config: DataConfig, tokenizer: Path
         raise ConfigError(f"data: {path} is raw text and needs a tokenizer. Set `tokenizer` in the recipe, or give a token store.")
     if one.kind == "multimodal":
         raise ConfigError(f"data: {path} has kind multimodal, and the recipe has no `multimodal` section. Set it, or another kind.")
+    if one.kind == "captions":
+        raise ConfigError(f"data: {path} has kind captions, which objective contrastive reads (model.aligner). Set another kind.")
     assert one.kind != "auto", "the kind of raw data is known before it is tokenized"
     options = BuildOptions(one.kind, text_key=one.text_key, text_template=one.template, split=one.split)
     if one.kind != "text":

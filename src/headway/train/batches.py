@@ -7,13 +7,29 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from headway.data.loader import Loader, LoaderState
+from headway.data.open import open_data
+from headway.prepare.sources import prepare_sources
 
 if TYPE_CHECKING:
+    import torch
+
     from headway.data.batch import Batch
     from headway.data.config import ResolvedBatch
     from headway.data.open import OpenData
     from headway.parallel.collectives import RankGroups
     from headway.train.config import Recipe
+    from headway.train.resolve import Resolved
+
+
+def open_run_data(resolved: Resolved, device: torch.device | None = None) -> OpenData:
+    """The open data of a run; what is not a store yet is made now. `device`: where frozen encoders of media run."""
+    recipe, tokenizer, pairs = resolved.recipe, resolved.tokenizer_path, resolved.recipe.objective.PAIRS
+    if resolved.model.aligner is not None:
+        from headway.train.alignment import open_samples
+
+        return open_samples(recipe, resolved.model.aligner, device)
+    stores = prepare_sources(recipe.data, tokenizer, pairs=pairs)
+    return open_data(recipe.data, stores, tokenizer=tokenizer, vocab_size=resolved.model.vocab, seed=recipe.seed, pairs=pairs)
 
 
 def make_loader(recipe: Recipe, data: OpenData, batch: ResolvedBatch, cursor: LoaderState | None, ranks: RankGroups) -> Loader:

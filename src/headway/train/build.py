@@ -14,7 +14,7 @@ from headway.checkpoint.save import Writers
 from headway.checkpoint.saver import Saver
 from headway.data.batch import StepBatch
 from headway.data.config import ResolvedBatch
-from headway.data.open import OpenData, open_data
+from headway.data.open import OpenData
 from headway.data.target_check import check_targets
 from headway.errors import CheckpointError, ConfigError
 from headway.model.adapter.lora import with_updates
@@ -26,12 +26,12 @@ from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import RankGroups, form_groups
 from headway.parallel.engine import Engine, EngineSpec
-from headway.prepare.sources import prepare_sources
 from headway.runtime.device import Compute, choose_compute, set_arithmetic
 from headway.runtime.machine import usable_cores
 from headway.runtime.process import Process
 from headway.runtime.s3 import StoreDown
-from headway.train.batches import count_steps, make_loader
+from headway.train.alignment import first_heads, sample_flops
+from headway.train.batches import count_steps, make_loader, open_run_data
 from headway.train.config import Recipe
 from headway.train.dpo_reference import make_reference
 from headway.train.health import Healer, LossMonitor, with_healed
@@ -59,9 +59,7 @@ def build(resolved: Resolved, start: Start, session: Session | None = None, stag
     compute = choose_compute(recipe.device, recipe.precision, process.local_rank)
     set_arithmetic(tf32=recipe.kernels.tf32, deterministic=recipe.deterministic)
     batch = recipe.batch.resolve(recipe.data.seq_len, ranks.data.size)
-    tokenizer, pairs = resolved.tokenizer_path, recipe.objective.PAIRS
-    stores = prepare_sources(recipe.data, tokenizer, pairs=pairs)
-    data = open_data(recipe.data, stores, tokenizer=tokenizer, vocab_size=model.vocab, seed=recipe.seed, pairs=pairs)
+    data = open_run_data(resolved, compute.device)
     targets = check_targets(data, resolved.tokenizer, resolved.weights.end_ids if resolved.weights else frozenset())
     spec = engine_spec(recipe, model, compute, ranks)
     reference = make_reference(resolved, data, spec, batch.micro_rows)
@@ -137,9 +135,11 @@ def make_meter(recipe: Recipe, compute: Compute, state: TrainState, micro_rows: 
     """The meter of a run, at the run's current state."""
     seq_len, engine = recipe.data.seq_len, state.engine
     training = [name for group in engine.groups for name in group.names]
+    flops = sample_flops(state.model) if state.model.aligner is not None else None
+    flops = flops or token_flops(state.model, seq_len, shapes=engine.shapes, training=training)
     setup = MeterSetup(
         model=state.model,
-        flops=token_flops(state.model, seq_len, shapes=engine.shapes, training=training),
+        flops=flops,
         seq_len=seq_len,
         micro_rows=micro_rows,
         device=compute.device,
@@ -215,6 +215,8 @@ def fill(engine: Engine, resolved: Resolved) -> None:
     missing = engine.fill((name, value) for name, value in values if name != GATES or keeps_gates or resolved.weights is None)
     if GATES in missing:
         engine.fill([(GATES, initial_value(GATES, engine.shapes[GATES], resolved.model, resolved.recipe.seed))])
+    if resolved.model.aligner is not None:
+        engine.fill(first_heads(resolved.model.aligner, resolved.recipe.objective, engine.shapes))
     if resolved.log_alpha is not None:
         engine.fill([(GATES, torch.tensor(resolved.log_alpha, device="cpu"))])
 

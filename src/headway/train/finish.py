@@ -5,19 +5,24 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from headway.checkpoint.save import step_folder
-from headway.errors import ConfigError
+from headway.errors import CheckpointError, ConfigError
 from headway.export.adapter import FOLDER, write_adapter
-from headway.export.huggingface import export_huggingface
+from headway.export.huggingface import atomic_folder, export_huggingface
 from headway.infer.load import FINAL
 from headway.model.adapter.lora import merged
 from headway.model.layout import GATES
-from headway.optim.groups import ADAPTER
+from headway.model.loading.aligner_file import write_aligner_folder
+from headway.objective.contrastive import LOG_SCALE
+from headway.objective.contrastive import Config as ContrastiveConfig
+from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.runtime.process import leave_outcome
+from headway.runtime.storage import writing
 from headway.track.console import DATA_WAIT_SHOWN
 from headway.track.events import clear_crash_report
 from headway.train.control import exit_code
@@ -80,6 +85,8 @@ def write_final(run: Run) -> str | None:
         return str(target)
     if target.exists():
         shutil.rmtree(target)
+    if run.model.aligner is not None:
+        return write_final_aligner(run, target)
     dtype = "bfloat16" if run.compute.precision in ("bf16", "fp8") else "float32"
     adapter, weights, trained = run.recipe.adapter, run.engine.weights(), dict[str, Tensor]()
     if adapter is not None:
@@ -91,6 +98,16 @@ def write_final(run: Run) -> str | None:
     except ConfigError as reason:
         log.warning("no %s: %s", target, reason)
         return None
+    return str(target)
+
+
+def write_final_aligner(run: Run, target: Path) -> str:
+    """Export an aligner: heads under PurrSight's names, and the towers."""
+    aligner, objective = run.model.aligner, run.recipe.objective
+    assert aligner is not None and isinstance(objective, ContrastiveConfig)
+    weights, scales = {name: value.detach().to("cpu", copy=True) for name, value in run.engine.weights()}, run.engine.objective_values()
+    with writing(target, error=CheckpointError), atomic_folder(target) as folder:
+        write_aligner_folder(folder, aligner, weights, objective.scales_of(aligner.modalities, scales.get(f"{OBJECTIVE}{LOG_SCALE}")))
     return str(target)
 
 

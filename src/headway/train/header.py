@@ -33,18 +33,25 @@ def header(run: Run) -> list[tuple[str, str]]:
     layout = run.ranks.mesh.describe(run.recipe.parallel.strategy) or ["one process"]
     return [
         ("run", f"{run.start.folder}{began}"),
-        ("model", f"{run.model.family}{f' from {source}' if source else ''}: {quantity(trained + frozen)} parameters, {what}"),
+        ("model", f"{run.model.title}{f' from {source}' if source else ''}: {quantity(trained + frozen)} parameters, {what}"),
         *[("adapter", line.removeprefix("adapter ")) for line in _match_lines(run) if line.startswith("adapter ")],
         ("data", f"{_source(run)}: {_amount(run)}"),
-        ("length", f"{run.total_steps:,} steps of {run.batch.rows} rows x {run.recipe.data.seq_len} tokens{_epochs(run)}"),
+        ("length", f"{run.total_steps:,} steps of {_row_size(run)}{_epochs(run)}"),
         ("layout", f"{layout[0]}, {run.compute.precision} on {run.compute.name}"),
-        ("memory", f"about {amount(_memory(run).total)} per rank"),
+        *([("memory", f"about {amount(_memory(run).total)} per rank")] if run.model.aligner is None else []),
         ("results", "metrics.jsonl, train.log, checkpoints/" + (", final/" if run.recipe.checkpoint.at_end else "")),
     ]
 
 
+def _row_size(run: Run) -> str:
+    return f"{run.batch.rows} samples" if run.model.aligner is not None else f"{run.batch.rows} rows x {run.recipe.data.seq_len} tokens"
+
+
 def tokens_line(run: Run) -> str:
     """How much data there is and how much of it the run reads."""
+    if run.model.aligner is not None:
+        samples = sum(one.selection.num_documents for one in run.data.train)
+        return f"samples: {quantity(samples)}; {run.total_steps} steps read up to {quantity(run.total_steps * run.batch.rows)}"
     return f"tokens: {_amount(run)}; {run.total_steps} steps read up to {quantity(run.total_steps * run.batch.tokens)}{_epochs(run)}"
 
 
@@ -52,11 +59,15 @@ def _amount(run: Run) -> str:
     if run.recipe.data.train is None:
         return "as many as the steps need"
     chosen = [one.selection for one in run.data.train]
+    if run.model.aligner is not None:
+        return f"{quantity(sum(one.num_documents for one in chosen))} samples"
     return f"{quantity(sum(one.num_documents for one in chosen))} documents, {quantity(sum(one.num_tokens for one in chosen))} tokens"
 
 
 def _epochs(run: Run) -> str:
     tokens = sum(one.selection.num_tokens * one.repeat for one in run.data.train)
+    if run.model.aligner is not None:
+        tokens *= run.recipe.data.seq_len  # a sample is one token of a row
     if run.recipe.data.train is None or not tokens or any(one.weight is not None for one in run.data.train):
         return ""
     return f", about {run.total_steps * run.batch.tokens / tokens:.2g} epochs"
@@ -80,7 +91,7 @@ def describe(run: Run) -> list[str]:
     state = "begins" if run.start.checkpoint is None else f"resumes {run.start.checkpoint.path} at step {run.state.step}"
     return [
         f"run {run.start.folder} {state}; {run.total_steps} steps",
-        f"model {run.model.family}: {trained + frozen:,} parameters, {trained:,} train"
+        f"model {run.model.title}: {trained + frozen:,} parameters, {trained:,} train"
         + (f", {frozen:,} frozen" if frozen else "")
         + f"; {run.compute.precision} on {run.compute.name}",
         *_match_lines(run),
@@ -89,7 +100,7 @@ def describe(run: Run) -> list[str]:
         *run.targets.lines,
         *([run.reference.description] if run.reference is not None else []),
         *run.ranks.mesh.describe(run.recipe.parallel.strategy),
-        _memory_line(run),
+        *([_memory_line(run)] if run.model.aligner is None else []),
     ]
 
 

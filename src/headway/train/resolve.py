@@ -20,11 +20,13 @@ from headway.model.families.base import family_of
 from headway.model.head_masks.file import find_masks, read_masks, read_table
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.layout import DECIDED
+from headway.objective.contrastive import Config as ContrastiveConfig
 from headway.prepare.detect import with_kinds
 from headway.runtime.process import from_environment
 from headway.runtime.s3 import StoreDown
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.tokenizer.load import Tokenizer, load_tokenizer
+from headway.train.alignment import resolve_aligner
 from headway.train.config import Recipe
 
 log = logging.getLogger("headway")
@@ -82,6 +84,9 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
         tracker.check()
     if recipe.model.media is not None:
         raise ConfigError("model.media is written by a run with media inputs; it is no setting. Remove it.")
+    if recipe.model.aligner is not None or isinstance(recipe.objective, ContrastiveConfig):
+        aligned = resolve_aligner(recipe)
+        return Resolved(aligned, aligned.model, None, None, None)
     weights = _find_weights(recipe) if given is None else given
     weights = None if weights is None else weights.of_family(recipe.model.family)
     path = _find_tokenizer(recipe) or (weights.tokenizer_folder if weights else None)

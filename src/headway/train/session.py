@@ -190,6 +190,8 @@ def _try(resolved: Resolved, resume: str, session: Session) -> dict[str, Any]:
 def _explain_out_of_memory(resolved: Resolved, process: Process, run: Run | None = None) -> AbstractContextManager[None]:
     """Turn running out of memory into one error that says what needs memory and what would need less."""
     recipe = resolved.recipe
+    if resolved.model.aligner is not None:
+        return nullcontext()  # the estimate is that of a language model
 
     def compute() -> Compute:
         return choose_compute(recipe.device, recipe.precision, process.local_rank)
@@ -204,6 +206,8 @@ def _explain_out_of_memory(resolved: Resolved, process: Process, run: Run | None
 
 def why_not_exported(run: Run) -> str | None:
     """Why the model cannot be exported as a Hugging Face folder; None where it can."""
+    if run.model.aligner is not None:
+        return None
     try:
         published(run.model)
     except ConfigError as reason:

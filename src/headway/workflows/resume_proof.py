@@ -211,15 +211,11 @@ def _certificate(reader: Reader, resolved: Resolved) -> dict[str, Any]:
 def next_batch(resolved: Resolved, cursor: dict[str, Any]) -> dict[str, list[int]]:
     """The documents of the batch that a cursor points at."""
     from headway.data.loader import LoaderState
-    from headway.data.open import open_data
     from headway.parallel.collectives import RankGroups
-    from headway.prepare.sources import prepare_sources
-    from headway.train.batches import make_loader
+    from headway.train.batches import make_loader, open_run_data
 
     config = resolved.recipe.model_copy(update={"data": resolved.recipe.data.model_copy(update={"workers": 0})})
-    tokenizer, pairs = resolved.tokenizer_path, config.objective.PAIRS
-    stores = prepare_sources(config.data, tokenizer, pairs=pairs)
-    data = open_data(config.data, stores, tokenizer=tokenizer, vocab_size=resolved.model.vocab, seed=config.seed, pairs=pairs)
+    data = open_run_data(resolved)
     state = LoaderState.from_json(cursor)
     batch = config.batch.resolve(config.data.seq_len, 1)
     with make_loader(config, data, batch, state, RankGroups()) as loader:

