@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from headway.model.aligner import Aligner
-    from headway.model.encoders.base import EncoderConfig, MediaEncoder
+    from headway.model.encoders.base import EncoderConfig, FrozenMediaEncoder
     from headway.prepare.media_inputs import Array, MediaInputSpec
 
 FINAL = "final"
@@ -70,11 +70,11 @@ def _objective_of(path: Path, config: AlignerConfig) -> ContrastiveConfig:
 
 
 @lru_cache(maxsize=8)
-def _built(kind: type[EncoderConfig], settings: str, modality: str) -> MediaEncoder:
+def _built(kind: type[EncoderConfig], settings: str, modality: str) -> FrozenMediaEncoder:
     return kind.model_validate_json(settings).build(modality)
 
 
-def frozen_encoder(config: EncoderConfig, modality: str) -> MediaEncoder:
+def frozen_encoder(config: EncoderConfig, modality: str) -> FrozenMediaEncoder:
     """The frozen encoder of a config, loaded once."""
     return _built(type(config), config.model_dump_json(), modality)
 
@@ -95,7 +95,7 @@ def row_makers(aligner: AlignerConfig, device: torch.device | None = None) -> li
 
 @dataclass
 class AlignedEncoder:
-    """One modality of an aligner, frozen: a `MediaEncoder` whose vectors lie in the common space (`aligned`), or those before the head."""
+    """One modality of an aligner, frozen: a `FrozenMediaEncoder` whose vectors lie in the common space (`aligned`), or those before the head."""
 
     modality: str
     model: Aligner

