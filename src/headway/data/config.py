@@ -17,15 +17,8 @@ Packing = Literal["best_fit", "concat", "pad", "one_document"]
 SUFFIX = re.compile(r"^(?P<path>.+?)(?:@(?P<weight>\d+(?:\.\d*)?(?:e-?\d+)?)|#(?P<repeat>\d+))?$")
 FOR_TEXT = ("text_key", "template", "split")
 FOR_RECORDS = ("chat_template", "keys", "drop_bad")
-"""Settings of a source that apply to raw text, and to raw chat and preference data."""
-NOT_FOR = {
-    "text": FOR_RECORDS,
-    "chat": FOR_TEXT,
-    "preference": FOR_TEXT,
-    "multimodal": FOR_TEXT,
-    "captions": (*FOR_TEXT, "chat_template", "keys", "format"),
-}
-"""Settings that would be ignored for a kind."""
+NOT_FOR = {"auto": (), "text": FOR_RECORDS, "captions": (*FOR_TEXT, "chat_template", "keys", "format")}
+"""Settings of a source for raw text, for raw chat and preference data, and what would be ignored for a kind (FOR_TEXT for all others)."""
 MAX_STEP_TOKENS = 1 << 28
 DEFAULT_ROWS = 8
 
@@ -64,8 +57,7 @@ class SourceConfig(Section):
     kind: Literal["auto", "text", "chat", "preference", "multimodal", "captions"] = setting(
         "auto",
         "Raw files: text; chat (conversations, trained on the answers only); preference (pairs of answers, for objective dpo); multimodal "
-        "(conversations with pictures and sounds, see multimodal); captions (texts with pictures or sounds, for objective contrastive); "
-        "or auto: by the keys of the records, refused where they are not clear.",
+        "(conversations with media, see multimodal); captions (for objective contrastive); or auto: by the keys, refused if not clear.",
     )
     chat_template: str = setting(
         "chatml",
@@ -76,9 +68,7 @@ class SourceConfig(Section):
         None, "Raw chat and preference data: the keys of a record, e.g. {prompt: question, response: answer}. See docs/data.md."
     )
     drop_bad: bool = setting(
-        False,
-        "Raw chat, preference and captions data: skip records and files that cannot be read and log their number. false = such a record "
-        "is an error.",
+        False, "Raw records of any kind: skip those that cannot be read and log their number. false = such a record is an error."
     )
     text_key: str = setting("text", "Raw text: the key of a record that holds the text.", min_length=1)
     template: str | None = setting(None, "Raw text: build the text from several keys, e.g. '{title}\\n{content}'. Overrides text_key.")
@@ -110,9 +100,8 @@ class SourceConfig(Section):
                 f"has weight={self.weight:g} and repeat={self.repeat}; a source is mixed by weight or by repeat. Set one of them"
             )
         given = self.raw_settings
-        for name in NOT_FOR.get(self.kind, ()):
-            if name in given:
-                raise ValueError(f"has kind={self.kind} and {name}={getattr(self, name)}, which does not apply to that kind. Remove it")
+        for name in [name for name in NOT_FOR.get(self.kind, FOR_TEXT) if name in given]:
+            raise ValueError(f"has kind={self.kind} and {name}={getattr(self, name)}, which does not apply to that kind. Remove it")
         for_text, for_records = ([name for name in names if name in given] for names in (FOR_TEXT, FOR_RECORDS))
         if for_text and for_records:
             raise ValueError(f"has {for_text[0]}, which is for text, and {for_records[0]}, which is for chat and preference. Remove one")

@@ -95,7 +95,7 @@ def row_makers(aligner: AlignerConfig, device: torch.device | None = None) -> li
 
 @dataclass
 class AlignedEncoder:
-    """One modality of an aligner, frozen: a `FrozenMediaEncoder` whose vectors lie in the common space (`aligned`), or those before the head."""
+    """One modality of an aligner as a frozen encoder: vectors of the common space (`aligned`), or those before the head."""
 
     modality: str
     model: Aligner

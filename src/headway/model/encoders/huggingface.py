@@ -1,6 +1,6 @@
 """Encoders of a Hugging Face folder, through transformers: CLIP, SigLIP, DINOv2, ViT, Whisper, CLAP, BERT and what AutoModel knows.
 
-In: config.json, weights, preprocessor_config.json or a tokenizer; out: an `FrozenMediaEncoder`. Sizes, mean and standard deviation come from the
+In: config.json, weights, preprocessor_config.json or a tokenizer; out: a frozen encoder. Sizes, mean and standard deviation come from the
 folder's own files. Code of a folder is never run.
 """
 

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a frozen encoder. In: the settings of `huggingface.py`; out: an `FrozenMediaEncoder`; mistakes are one line each.
+"""A Hugging Face folder as a frozen encoder. In: the settings of `huggingface.py`; out: a frozen encoder; mistakes are one line each.
 
 image   pixels, normalized as preprocessor_config.json says      -> the vision part
 audio   samples -> the folder's feature extractor, one by one    -> the audio part
