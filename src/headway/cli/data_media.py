@@ -32,7 +32,7 @@ def validate_multimodal(paths: list[str], checks: MultimodalChecks, json: bool) 
     from headway.prepare.validate_media import ValidateMediaOptions, validate_media
 
     schema = None if checks.schema is None else load_schema(checks.schema)
-    report = validate_media(paths, ValidateMediaOptions(MediaOptions(checks.media_dir), checks.keys, schema))
+    report = validate_media(paths, ValidateMediaOptions(MediaOptions(checks.media_dir, video_frames=0), checks.keys, schema))
     if json:
         counts = {
             name: getattr(report, name) for name in ("files", "records", "good", "bad_records", "captions", "conversations", "text_only")

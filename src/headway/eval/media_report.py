@@ -78,10 +78,17 @@ def same_answer(answer: str, expected: str) -> bool:
     return answer.casefold().split() == expected.casefold().split()
 
 
-def write_picture_report(path: Path, report: PictureReport) -> None:
-    """Write the report as one HTML file; the first 200 rows of each table are shown."""
+def check_report_path(path: Path) -> None:
+    """Refuse a file that could not be written, before work begins."""
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: its folder does not exist.")
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a folder. Give the name of an .html file.")
+
+
+def write_picture_report(path: Path, report: PictureReport) -> None:
+    """Write the report as one HTML file; the first 200 rows of each table are shown."""
+    check_report_path(path)
     body = [f"<h1>{_text(report.title)}</h1>", _figures(report.figures)]
     if report.answers:
         body += ["<h2>Answers</h2>", _table(("media", "question", "answer"), [_answer(row) for row in report.answers[:MOST_ROWS]])]

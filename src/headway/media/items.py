@@ -69,6 +69,8 @@ class MediaRef:
     path: Path | None = None
     data: bytes | None = field(default=None, repr=False)
     name: str = ""
+    part: str = ""
+    """Of a video: `frame 2/4` is a picture of it, `sound` its sound; empty: the whole file."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.data is None):
@@ -93,19 +95,22 @@ class MediaRef:
 
     def read(self, limits: MediaLimits = LIMITS) -> bytes:
         """All bytes of a file that is not above its limit."""
-        if self.size() > limits.bytes_of(self.modality):
-            raise DataError(f"{self.name}: {self.size()} bytes; {self.modality} files have at most {limits.bytes_of(self.modality)}.")
+        kind: Modality = "video" if self.part else self.modality
+        most = limits.bytes_of(kind)
+        if self.size() > most:
+            raise DataError(f"{self.name}: {self.size()} bytes; {kind} files have at most {most}.")
         if self.data is not None:
             return self.data
         assert self.path is not None
         try:
-            return read_bounded(self.path, limits.bytes_of(self.modality))
+            return read_bounded(self.path, most)
         except OSError as error:
             raise DataError(f"{self.name}: cannot be read: {error.strerror}.") from None
 
     def content_hash(self, limits: MediaLimits = LIMITS) -> str:
         """The name of the content: sha256 of the bytes, the same for equal files wherever they lie."""
-        return hashlib.sha256(self.modality.encode() + b"\0" + self.read(limits)).hexdigest()
+        kind = f"{self.modality} {self.part}" if self.part else self.modality
+        return hashlib.sha256(kind.encode() + b"\0" + self.read(limits)).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,10 @@ class AudioSpec:
 
 def decode_image(ref: MediaRef, spec: ImageSpec = ImageSpec(), limits: MediaLimits = LIMITS) -> NDArray[np.uint8]:
     """The pixels of a picture, `[3, size, size]`; its EXIF orientation is applied."""
+    if ref.part:
+        from headway.media.video import decode_frame
+
+        return decode_frame(ref, spec, limits)
     data = ref.read(limits)
     kind, width, height = image_size(data, ref.name)
     check_pixels(ref.name, width, height, limits)
@@ -264,7 +273,7 @@ def read_samples(ref: MediaRef, limits: MediaLimits = LIMITS) -> tuple[NDArray[n
 def _stored_samples(ref: MediaRef, limits: MediaLimits) -> tuple[NDArray[np.float32], int]:
     """`[samples, channels]` and the rate. Without soundfile, PCM WAV files are read by the standard library."""
     data = ref.read(limits)
-    if data[4:8] == b"ftyp":  # .m4a: AAC inside MP4, which soundfile cannot read
+    if ref.part or data[4:8] == b"ftyp":  # a video, or .m4a: AAC inside MP4, which soundfile cannot read
         from headway.media.video import read_track
 
         return read_track(data, ref.name, limits)

@@ -8,6 +8,7 @@
 
 FILE is a path (relative to the record's file, or to `folder`), a data: URI, or bytes ({"bytes", "path"}, as Parquet files of Hugging Face
 hold them). Addresses of the network are refused. Content lists become texts with the marks <image>, <audio> and <video>.
+A video stands for some of its pictures and its sound (`spread_videos`).
 Invariant: every media value of a record becomes a `MediaRef` or an error that names file and line; nothing is decoded here.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -28,8 +29,10 @@ from headway.text.document import Record
 from headway.text.record_keys import ANSWERS, LISTS, QUESTIONS, is_empty
 
 MARKS: dict[Modality, str] = {"image": "<image>", "audio": "<audio>", "video": "<video>"}
+VIDEO_MARK = re.compile(MARKS["video"])
 CAPTIONS = ("text", "caption", "txt")
 FILE_NAMES = ("file_name", "filename")
+VIDEO_FRAMES = 4
 PART_TYPES: dict[str, Modality] = {
     **dict.fromkeys(("image", "image_url", "input_image"), "image"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
@@ -47,6 +50,9 @@ class MediaOptions:
 
     folder: Path | None = None
     limits: MediaLimits = LIMITS
+    video_frames: int = VIDEO_FRAMES
+    """A video in a conversation becomes this many pictures and its sound, a captioned one its middle picture and its sound; 0: it stays
+    a video."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,9 @@ def parse_media_record(record: Record, options: MediaOptions = MediaOptions()) -
             data[key] = [reader.rewrite(turn, f"{key}[{number}]") for number, turn in enumerate(cast(list[Any], data[key]))]
     media = reader.ordered()
     found = MediaRecord(replace(record, data=data), media, None, frozenset(reader.in_parts))
+    if options.video_frames and found.of("video"):
+        found = spread_videos(found, options.video_frames if is_conversation(data) else 1, options.limits)
+        media = found.media
     if is_conversation(data):
         return found
     caption = _caption(data, record.place)
@@ -129,6 +138,50 @@ def _caption(data: Mapping[str, Any], place: str) -> str | None:
             raise DataError(f"{place}: {key} is empty.")
         return value
     return None
+
+
+def spread_videos(found: MediaRecord, frames: int, limits: MediaLimits = LIMITS) -> MediaRecord:
+    """A record whose videos have become pictures and sounds; so have their marks."""
+    from headway.media.video import parts_of
+
+    videos = found.of("video")
+    others = [ref for ref in found.media if ref.modality != "video"]
+    marks = sum(text.count(MARKS["video"]) for text in _texts(found.record.data))
+    if marks and others:
+        raise DataError(f"{found.place}: <video> stands beside other media; put the video into a record of its own.")
+    if marks not in (0, len(videos)):
+        raise DataError(f"{found.place}: {marks} <video> marks in the texts, but {len(videos)} video files; write one mark for each file.")
+    parts = [parts_of(video, frames, limits) for video in videos]
+    media = [*others, *(part for many in parts for part in many)]
+    data: dict[str, Any] = dict(found.record.data)
+    if marks:
+        written = iter("".join(MARKS[part.modality] for part in many) for many in parts)
+        data = _rewritten(data, lambda text: VIDEO_MARK.sub(lambda _: next(written), text))
+    ordered = tuple(ref for modality in MODALITIES for ref in media if ref.modality == modality)
+    return replace(found, record=replace(found.record, data=data), media=ordered)
+
+
+def _texts(data: Mapping[str, Any]) -> list[str]:
+    """The texts of a record in which marks may stand."""
+    found: list[str] = []
+    _rewritten(data, lambda text: found.append(text) or text)
+    return found
+
+
+def _rewritten(data: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """A record with other texts: those of its turns, or of its question."""
+    made = {key: change(value) if key in QUESTIONS and isinstance(value, str) else value for key, value in data.items()}
+    for key in LISTS:
+        if isinstance(data.get(key), list):
+            made[key] = [_turn(turn, change) for turn in cast(list[Any], data[key])]
+    return made
+
+
+def _turn(turn: Any, change: Callable[[str], str]) -> Any:
+    if not isinstance(turn, dict):
+        return turn
+    given = cast(dict[str, Any], turn)
+    return {key: change(value) if key in ("content", "value") and isinstance(value, str) else value for key, value in given.items()}
 
 
 class _Reader:

@@ -2,6 +2,8 @@
 
     decode_video(ref, VideoSpec())    uint8 [16, 3, 224, 224]  and  float32 [64, 256], or None where there is no sound
 
+    parts_of(ref, 4)                  references to four pictures and the sound, which models read like any other picture and sound
+
 Packets are counted before anything is decoded; then every frame is decoded in order and the wanted ones are kept.
 Invariant: the container is chosen by the file's first bytes. FFmpeg never guesses it: a playlist would make it open other files.
 """
@@ -24,6 +26,7 @@ from headway.runtime.optional import need
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+FRAME, SOUND = "frame ", "sound"
 MATROSKA = b"\x1a\x45\xdf\xa3"
 
 
@@ -100,7 +103,16 @@ def _opened(data: bytes, name: str) -> Iterator[Any]:
 
 def _frames(data: bytes, name: str, spec: VideoSpec, limits: MediaLimits) -> NDArray[np.uint8]:
     total = _count_packets(data, name, limits)
-    wanted = [int((number + 0.5) * total / spec.frames) for number in range(spec.frames)]
+    return _pick(data, name, [_place(number, spec.frames, total) for number in range(spec.frames)], spec.image, limits)
+
+
+def _place(number: int, count: int, total: int) -> int:
+    """Which of all frames is the `number`th of `count` that are spread evenly."""
+    return int((number + 0.5) * total / count)
+
+
+def _pick(data: bytes, name: str, wanted: list[int], spec: ImageSpec, limits: MediaLimits) -> NDArray[np.uint8]:
+    """The frames at these places, in rising order; beyond the last frame it is repeated."""
     kept: list[NDArray[np.uint8]] = []
     last: Any = None
     with _opened(data, name) as container:
@@ -109,15 +121,36 @@ def _frames(data: bytes, name: str, spec: VideoSpec, limits: MediaLimits) -> NDA
                 raise DataError(f"{name}: more than {limits.video_frames} frames; at most that many are decoded.")
             check_pixels(name, frame.width, frame.height, limits)
             last = frame
-            while len(kept) < spec.frames and wanted[len(kept)] <= number:
-                kept.append(kept[-1] if kept and wanted[len(kept)] == wanted[len(kept) - 1] else fit_image(frame.to_image(), spec.image))
-            if len(kept) == spec.frames:
+            while len(kept) < len(wanted) and wanted[len(kept)] <= number:
+                kept.append(kept[-1] if kept and wanted[len(kept)] == wanted[len(kept) - 1] else fit_image(frame.to_image(), spec))
+            if len(kept) == len(wanted):
                 break
         if last is None:
             raise DataError(f"{name}: no frame can be decoded.")
-        if len(kept) < spec.frames:  # some packets carry no frame
-            kept += [fit_image(last.to_image(), spec.image)] * (spec.frames - len(kept))
+        if len(kept) < len(wanted):  # some packets carry no frame
+            kept += [fit_image(last.to_image(), spec)] * (len(wanted) - len(kept))
     return np.stack(kept)
+
+
+def decode_frame(ref: MediaRef, spec: ImageSpec, limits: MediaLimits = LIMITS) -> NDArray[np.uint8]:
+    """One frame of a video, `[3, size, size]`: `frame 2/4` of a ref is the second of four that are spread evenly."""
+    number, _, count = ref.part.removeprefix(FRAME).partition("/")
+    if not (ref.part.startswith(FRAME) and number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise ConfigError(f"{ref.name}: {ref.part!r} is not a picture of a video; frame 1/4 is one.")
+    need("PIL", ref.name)
+    data = ref.read(limits)
+    return _pick(data, ref.name, [_place(int(number) - 1, int(count), _count_packets(data, ref.name, limits))], spec, limits)[0]
+
+
+def parts_of(ref: MediaRef, frames: int, limits: MediaLimits = LIMITS) -> list[MediaRef]:
+    """A video as `frames` pictures and its sound, if it has one. Only its header is read."""
+    with _opened(ref.read(limits), ref.name) as container:
+        if not container.streams.video:
+            raise DataError(f"{ref.name}: the file holds no pictures.")
+        has_sound = bool(container.streams.audio)
+    parts = [f"{FRAME}{number}/{frames}" for number in range(1, frames + 1)]
+    found = [MediaRef("image", ref.path, ref.data, f"{ref.name} ({part})", part) for part in parts]
+    return [*found, *([MediaRef("audio", ref.path, ref.data, f"{ref.name} ({SOUND})", SOUND)] if has_sound else [])]
 
 
 def _count_packets(data: bytes, name: str, limits: MediaLimits) -> int:

@@ -40,3 +40,9 @@ def test_a_table_without_rows_is_its_headings(capsys: pytest.CaptureFixture[str]
     monkeypatch.delenv("COLUMNS", raising=False)
     print_table(COLUMNS, [])
     assert capsys.readouterr().out.split() == " ".join(COLUMNS).split()
+
+
+def test_brackets_in_cells_are_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    print_table(("key", "value"), [("adapter.targets", "[q_proj, v_proj]")], title="[bold]")
+    assert "[q_proj, v_proj]" in (out := capsys.readouterr().out) and "[bold]" in out

@@ -23,7 +23,7 @@ URI = "data:image/png;base64," + base64.b64encode(PNG).decode()
 
 
 def parsed(data: dict[str, Any], folder: Path = Path("/data")) -> MediaRecord:
-    return parse_media_record(Record(data, str(folder / "a.jsonl"), 3))
+    return parse_media_record(Record(data, str(folder / "a.jsonl"), 3), MediaOptions(video_frames=0))
 
 
 def conversation(data: dict[str, Any]) -> MediaConversation:
