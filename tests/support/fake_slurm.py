@@ -46,13 +46,18 @@ for element, pid in enumerate(open("{folder}/jobs/" + job + "/pids").read().spli
 """
 SCANCEL = """#!{python}
 import os, signal, sys
-for pid in open("{folder}/jobs/" + sys.argv[1] + "/pids").read().split():
-    try:
-        os.killpg(int(pid), signal.SIGKILL)
-    except ProcessLookupError:
+name = sys.argv[1].replace("--name=", "--job-name=")
+for job in os.listdir("{folder}/jobs"):
+    folder = "{folder}/jobs/" + job
+    if name not in open(folder + "/command").read().splitlines():
+        continue
+    for pid in open(folder + "/pids").read().split():
+        try:
+            os.killpg(int(pid), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    with open(folder + "/cancelled", "w"):
         pass
-with open("{folder}/jobs/" + sys.argv[1] + "/cancelled", "w"):
-    pass
 """
 
 

@@ -9,6 +9,7 @@ Ray moves small values only: a task's arguments and its outcome. Data is in the 
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 from collections.abc import Generator, Sequence
@@ -26,7 +27,10 @@ OBJECT_STORE_BYTES = 80 << 20
 """The least that Ray accepts; nothing large goes through it."""
 POLL_SECONDS = 1.0
 CHECK_SECONDS = 120.0
-VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+"""Read by Ray when it is imported. A busy machine starts its processes slowly."""
+ONLY_HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Whatever its name says: with it Ray keeps to 127.0.0.1, where it would replace that by an address that others can reach."""
 
 
 def build(place: str, workers: int | None) -> RayExecutor:
@@ -49,9 +53,9 @@ class RayExecutor:
 
     def start(self, work: Path) -> None:
         """Connect and look at every machine of the cluster."""
-        os.environ.update({name: value for name, value in VARIABLES.items() if name not in os.environ})
-        import ray
-
+        wanted = VARIABLES if self.address is not None else VARIABLES | ONLY_HERE
+        os.environ.update({name: value for name, value in wanted.items() if name not in os.environ or name in ONLY_HERE})
+        ray = _ray()
         given: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if self.address is None:
             given |= {"num_cpus": self.workers or usable_cores(), "include_dashboard": False, "_node_ip_address": LOOPBACK}
@@ -60,11 +64,14 @@ class RayExecutor:
             given |= {"address": self.address}
         try:
             ray.init(**given)
-        except (OSError, RuntimeError, ValueError, TimeoutError) as problem:
+        except Exception as problem:  # a bare one comes from Ray when its processes do not start in time
             where = (
                 "a Ray cluster on this machine cannot be started" if self.address is None else f"no Ray cluster answers at {self.address}"
             )
             raise LaunchError(f"--on ray: {where}: {first_line(problem)}.") from None
+        if self.address is None and (here := ray.util.get_node_ip_address()) != LOOPBACK:
+            ray.shutdown()
+            raise LaunchError(f"--on ray: Ray listens on {here} instead of {LOOPBACK}: it was imported before. Use a new process.")
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
         self._nodes = len(nodes)
         self._limit = self.workers or int(sum(node["Resources"]["CPU"] for node in nodes))
@@ -74,17 +81,14 @@ class RayExecutor:
 
     def _check(self, work: Path, nodes: Sequence[str]) -> None:
         """Every machine must see the work folder and have this machine's versions."""
-        import ray
-        from ray.exceptions import RayError
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
+        ray, on_node = _ray(), importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
         token = secrets.token_hex(16)
         place_token(work, token)
         look = ray.remote(num_cpus=0)(inspect_worker)
-        asked = [look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(str(work)) for node in nodes]
+        asked = [look.options(scheduling_strategy=on_node(node, soft=False)).remote(str(work)) for node in nodes]
         try:
             found = ray.get(asked, timeout=CHECK_SECONDS)
-        except RayError as problem:
+        except ray.exceptions.RayError as problem:
             raise LaunchError(
                 f"--on ray: a machine of the cluster did not answer a first task: {first_line(problem)}. headway must be installed on each."
             ) from None
@@ -93,9 +97,7 @@ class RayExecutor:
 
     def run(self, work: Path, tasks: Sequence[WorkTask]) -> Generator[TaskOutcome, None, None]:
         """Run every task once."""
-        import ray
-        from ray.exceptions import RayError
-
+        ray = _ray()
         # Lost tasks are counted and done again by the work folder, which says so.
         remote = ray.remote(num_cpus=1, max_retries=0)(run_task)
         running: dict[Any, int] = {}
@@ -110,11 +112,11 @@ class RayExecutor:
                     index = running.pop(reference)
                     try:
                         yield TaskOutcome(index, **ray.get(reference))
-                    except RayError as problem:
+                    except ray.exceptions.RayError as problem:
                         yield TaskOutcome(index, "lost", message=f"a Ray worker was lost ({type(problem).__name__})")
         finally:
             for reference in running:
-                with suppress(RayError, RuntimeError, ConnectionError):  # the cluster may be gone
+                with suppress(ray.exceptions.RayError, RuntimeError, ConnectionError):  # the cluster may be gone
                     ray.cancel(reference, force=True)
 
     def describe(self) -> str:
@@ -124,6 +126,9 @@ class RayExecutor:
 
     def close(self) -> None:
         """Disconnect; a cluster that was started here ends."""
-        import ray
+        _ray().shutdown()
 
-        ray.shutdown()
+
+def _ray() -> Any:
+    """The package, which is not installed everywhere."""
+    return importlib.import_module("ray")

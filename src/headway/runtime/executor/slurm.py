@@ -36,8 +36,9 @@ SETTLE_SECONDS = 10.0
 """How long after the end of an element its results may take to appear on a network file system."""
 COMMAND_SECONDS = 60.0
 SCRIPT = '#!/bin/sh\nexec "$@"\n'
+JOB_NAME = "headway-data"
 OPTION = re.compile(r"[a-z][a-z0-9-]*")
-OURS = ("array", "output", "error", "parsable", "wrap", "test-only", "wait", "dependency")
+OURS = ("array", "job-name", "output", "error", "parsable", "wrap", "test-only", "wait", "dependency")
 
 
 def build(place: str, workers: int | None) -> SlurmExecutor:
@@ -77,15 +78,14 @@ class SlurmExecutor:
         token = (work / "token").read_text(encoding="utf-8")
         content = {"work": str(work), "token": token, "versions": versions(), "elements": elements}
         write_atomic(work / "jobs" / f"{name}.json", json.dumps({**content, "tasks": [as_json(task) for task in tasks]}))
-        job = self._submit(work, name, elements)
         try:
-            yield from self._follow(work, name, job, tasks, elements)
-        finally:
-            subprocess.run(["scancel", job], capture_output=True, timeout=COMMAND_SECONDS, check=False)
+            yield from self._follow(work, name, self._submit(work, name, elements), tasks, elements)
+        finally:  # by name: a stop may come while sbatch submits, and its answer is then unknown
+            subprocess.run(["scancel", f"--name={JOB_NAME}-{name}"], capture_output=True, timeout=COMMAND_SECONDS, check=False)
 
     def _submit(self, work: Path, name: str, elements: int) -> str:
         jobs = work / "jobs"
-        command = ["sbatch", "--parsable", f"--array=0-{elements - 1}", "--ntasks=1", "--job-name=headway-data"]
+        command = ["sbatch", "--parsable", f"--array=0-{elements - 1}", "--ntasks=1", f"--job-name={JOB_NAME}-{name}"]
         command += [f"--output={jobs}/{name}-%a.log", "--open-mode=append", *(f"--{key}={value}" for key, value in self.options.items())]
         element = [self.python, "-P", "-m", "headway.runtime.executor.element", str(jobs / f"{name}.json")]
         return _call([*command, str(jobs / "element.sh"), *element]).strip().partition(";")[0]
@@ -149,11 +149,18 @@ def _queued(job: str, elements: int) -> set[int]:
 
 
 def _call(command: Sequence[str]) -> str:
+    """Run a command of SLURM to its end, also when a stop is requested meanwhile: what it does is then known."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as problem:
-        raise LaunchError(f"--on slurm: {command[0]} does not answer: {first_line(problem)}.") from None
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    except OSError as problem:
+        raise LaunchError(f"--on slurm: {command[0]} cannot be run: {first_line(problem)}.") from None
+    with child:
+        try:
+            out, errors = child.communicate(timeout=COMMAND_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            raise LaunchError(f"--on slurm: {command[0]} does not answer within {COMMAND_SECONDS:.0f} s.") from None
+    if child.returncode:
+        said = (errors.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
         raise LaunchError(f"--on slurm: {command[0]} refused: {said.rstrip('.')}.")
-    return done.stdout
+    return out
