@@ -86,7 +86,7 @@ class Server:
 
     def stop(self) -> float:
         begun = time.monotonic()
-        self.process.send_signal(signal.SIGINT)
+        self.process.send_signal(signal.SIGTERM)  # a process started in the background ignores Ctrl-C
         self.process.wait(30)
         return time.monotonic() - begun
 
@@ -222,8 +222,10 @@ def main() -> None:
         shutil.rmtree(cache, ignore_errors=True)
         result: dict[str, Any] = {"runs": given.runs, "points_each": given.points, "metrics_bytes": size}
         result["first_start"], server = measure_open(runs, cache)
+        print(json.dumps(result), file=sys.stderr)
         result["stop_seconds"] = server.stop()
         result["second_start"], server = measure_open(runs, cache)
+        print(json.dumps(result), file=sys.stderr)
         result["cache_bytes"] = sum(one.stat().st_size for one in cache.rglob("*") if one.is_file())
         folder = runs / "group-0" / "run-000"
         with open(folder / "metrics.jsonl", "rb") as file:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ import numpy as np
 MAX_COLUMNS = 4096
 """Per run. A file with more different names is not a file of metrics."""
 MAX_NAME = 300
+LARGEST_INT = 1 << 1000
+"""Any whole number below it has a float64."""
 
 
 class ColumnBuffer:
@@ -42,6 +44,7 @@ class RecordBlock:
         self.latest: dict[str, float | str | None] = {}
         """The values of the newest record, and of older ones that it lacks."""
         self.damaged = 0
+        self._adders: dict[str, tuple[Callable[[int], None], Callable[[float], None]]] = {}
 
     def add(self, lines: bytes) -> None:
         """Add complete lines. A damaged line is counted and left out."""
@@ -59,21 +62,58 @@ class RecordBlock:
                 self.damaged += 1
 
     def _add(self, record: dict[str, Any]) -> None:
-        row = self.rows
-        non_finite = record.get("non_finite")
-        columns = self.columns
-        for name, value in _flat(record, non_finite if isinstance(non_finite, dict) else None):
-            column = columns.get(name)
-            if column is None:
-                if len(columns) >= MAX_COLUMNS or len(name) > MAX_NAME:
-                    continue
-                column = columns[name] = ColumnBuffer()
-            column.rows.append(row)
-            column.values.append(value)
+        """One record. Written for speed: a board reads millions of them."""
+        adders, row = self._adders, self.rows
+        for key, value in record.items():
+            kind = type(value)
+            if kind is float or kind is int:
+                adder = adders.get(key)
+                if adder is None or (kind is int and not -LARGEST_INT < value < LARGEST_INT):
+                    self._append(key, _number(value))
+                else:
+                    adder[0](row)
+                    adder[1](value)
+            elif kind is dict:
+                if key == "time":
+                    for name, below in value.items():
+                        adder = adders.get(name)
+                        if adder is None or type(below) is not float:
+                            self._add_other(name, below, "time/", record)
+                        else:
+                            adder[0](row)
+                            adder[1](below)
+                elif key != "non_finite":
+                    for name, number in _nested(value, key, f"{key}/", f"{key}/", _non_finite(record)):
+                        self._append(name, number)
+            else:
+                self._add_other(key, value, "", record)
         self.rows = row + 1
-        for name, text in record.items():
-            if type(text) is str and len(text) <= MAX_NAME:
-                self.latest[name] = text
+
+    def _add_other(self, name: str, value: Any, where: str, record: dict[str, Any]) -> None:
+        """A value that is no float: a whole number, a text, nothing, or a value JSON cannot hold."""
+        kind = type(value)
+        if kind is int or kind is bool or kind is float:
+            self._append(name, _number(value))
+        elif kind is str:
+            if len(value) <= MAX_NAME:
+                self.latest[name] = value
+        elif value is None:
+            non_finite = _non_finite(record)
+            if non_finite is not None and where + name in non_finite:
+                self._append(name, _special(non_finite[where + name]))
+        elif kind is dict:
+            for below, number in _nested(value, name, f"{name}/", f"{where}{name}/", _non_finite(record)):
+                self._append(below, number)
+
+    def _append(self, name: str, value: float) -> None:
+        column = self.columns.get(name)
+        if column is None:
+            if len(self.columns) >= MAX_COLUMNS or len(name) > MAX_NAME:
+                return
+            column = self.columns[name] = ColumnBuffer()
+            self._adders[name] = (column.rows.append, column.values.append)
+        column.rows.append(self.rows)
+        column.values.append(value)
 
     def newest(self) -> dict[str, float | str | None]:
         """The newest value of every metric and text."""
@@ -89,18 +129,9 @@ def _parse(lines: bytes) -> list[Any] | None:
     return found
 
 
-def _flat(record: Mapping[str, Any], non_finite: Mapping[str, Any] | None) -> Iterable[tuple[str, float]]:
-    """Names and values of one record, like `track.base.flatten` without texts; the step is among them."""
-    for key, value in record.items():
-        kind = type(value)
-        if kind is float or kind is int or kind is bool:
-            yield key, _number(value)
-        elif kind is dict:
-            if key != "non_finite":
-                prefix = "" if key == "time" else f"{key}/"
-                yield from _nested(value, key, prefix, f"{key}/", non_finite)
-        elif value is None and non_finite is not None and key in non_finite:
-            yield key, _special(non_finite[key])
+def _non_finite(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    found = record.get("non_finite")
+    return found if isinstance(found, dict) else None
 
 
 def _nested(

@@ -114,6 +114,18 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     assert list(index.column("loss")[1]) == [1.0, 2.0] and index.damaged == 4
 
 
+def test_numbers_of_every_kind_become_floats() -> None:
+    block = RecordBlock()
+    block.add(
+        b'{"step": 1, "a": 1, "b": true, "s": "x", "time": {"c": 2, "d": "t", "e": {"f": 1}}}\n{"step": 2, "a": 1'
+        + b"0" * 400
+        + b', "b": 0}\n'
+    )
+    values = {name: list(column.values) for name, column in block.columns.items()}
+    assert values == {"step": [1.0, 2.0], "a": [1.0, float("inf")], "b": [1.0, 0.0], "c": [2.0], "e/f": [1.0]}
+    assert block.newest()["s"] == "x" and block.newest()["d"] == "t"
+
+
 def test_a_second_start_takes_the_sealed_index_and_reads_only_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(tmp_path / "run", 400)
     path = folder / "metrics.jsonl"

@@ -96,9 +96,10 @@
     prepare() {
       // What is drawn of each series: faint points and a bold line.
       for (const one of this.series) {
-        const raw = one.meanX && one.meanX.length ? one.meanY : one.y;
-        one.boldX = this.view.smoothing > 0 && one.meanX && one.meanX.length ? one.meanX : one.x;
-        one.boldY = this.view.smoothing > 0 ? hw.smooth(raw, this.view.smoothing) : one.y;
+        // A long curve is its lowest and highest points, which are drawn faintly, and its means, which are the line.
+        const hasMeans = one.meanX && one.meanX.length > 0, middle = hasMeans ? one.meanY : one.y;
+        one.boldX = hasMeans ? one.meanX : one.x;
+        one.boldY = this.view.smoothing > 0 ? hw.smooth(middle, this.view.smoothing) : middle;
       }
     }
 
@@ -163,7 +164,7 @@
       paint.clip();
       const bold = this.view.smoothing > 0, many = this.series.length > 12;
       for (const one of this.series) {
-        if (bold && !many) this.line(paint, scale, one, one.x, one.y, 0.28, 1);
+        if ((bold || one.boldX !== one.x) && !many) this.line(paint, scale, one, one.x, one.y, bold ? 0.28 : 0.4, 1);
         this.line(paint, scale, one, one.boldX, one.boldY, one.dim ? 0.25 : 1, one.strong ? 2.6 : many ? 1.2 : 1.6);
         paint.globalAlpha = 1;
         paint.fillStyle = one.color;
@@ -218,7 +219,7 @@
         paint.beginPath(); paint.moveTo(inner.left, py); paint.lineTo(inner.right, py); paint.stroke();
         if (lastY - py < 13) continue;
         paint.fillStyle = ink;
-        paint.fillText(this.options.unit(value), inner.left - 6, py);
+        paint.fillText(Math.abs(value) >= 1e4 && this.options.unit !== hw.bytes ? hw.short(value, 4) : this.options.unit(value), inner.left - 6, py);
         lastY = py;
       }
       const columns = Math.max(2, Math.floor((inner.right - inner.left) / 84));

@@ -172,7 +172,8 @@
       card.node.classList.toggle("partial", partial);
       card.node.title = partial ? "A first look: some of the steps. The rest is being indexed." : "";
       const unit = card.chart.options.unit;
-      card.value.textContent = series.length === 1 && series[0].n ? unit(series[0].boldY[series[0].boldY.length - 1]) : "";
+      const only = series.length === 1 ? series[0] : null, values = only && view.smoothing > 0 ? only.boldY : only && only.y;
+      card.value.textContent = values && values.length ? unit(values[values.length - 1]) : "";
       const bad = series.reduce((sum, one) => sum + one.bad.length, 0);
       hw.fill(card.legend, card.bySource ? series.map((one) => hw.el("span", { class: "key" }, hw.el("i", { style: { background: one.color } }), one.label)) : null, bad ? hw.el("span", { class: "warn" }, `▼ ${bad} not finite`) : null);
       card.node.dataset.points = String(series.reduce((sum, one) => sum + one.n, 0));

@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const text = (value) => (value === null || value === undefined ? "" : typeof value === "object" ? JSON.stringify(value) : String(value));
-  const table = (columns, rows, attributes = {}) => hw.el("div", { class: "scroll" }, hw.el("table", attributes, hw.el("thead", {}, hw.el("tr", {}, columns.map((one) => hw.el("th", {}, one)))), hw.el("tbody", {}, rows)));
+  const table = (columns, rows, attributes = {}) => hw.el("div", { class: "scroll" }, hw.el("table", attributes, hw.el("thead", {}, hw.el("tr", {}, columns.map((one) => hw.el("th", { class: one === "step" || one === "size" ? "num" : "" }, one)))), hw.el("tbody", {}, rows)));
   const swatch = (app, run) => hw.el("span", { class: "runname" }, hw.el("i", { class: "swatch", style: { background: hw.color(app.slot(run.id)) } }), run.name);
   const nothing = (words) => hw.el("p", { class: "empty" }, words);
 

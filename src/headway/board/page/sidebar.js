@@ -77,11 +77,12 @@
       row.name.textContent = run.name;
       row.name.title = `${run.source}: ${run.name}`;
       const total = run.total_steps, share = total && run.step !== null ? Math.min(1, run.step / total) : run.state === "done" ? 1 : 0;
-      const facts = [run.state, run.step === null ? "no steps yet" : `${hw.number(run.step)}${total ? ` / ${hw.number(total)}` : ""}`];
+      const facts = [run.state, run.step === null ? "no steps yet" : `${hw.number(run.step)}${total && total !== run.step ? ` / ${total >= 1e4 ? hw.short(total, 3) : hw.number(total)}` : " steps"}`];
       if (run.loss !== null && run.loss !== undefined) facts.push(`loss ${hw.number(run.loss, 4)}`);
       if (run.state === "live" && run.eta_seconds) facts.push(`${hw.seconds(run.eta_seconds)} left`);
-      if (run.alerts) facts.push(`${run.alerts} alert${run.alerts > 1 ? "s" : ""}`);
+      if (run.alerts) facts.push(`⚠ ${run.alerts}`);
       row.facts.textContent = facts.join(" · ");
+      row.facts.title = row.facts.textContent + (run.alerts ? " alerts" : "");
       row.bar.style.width = `${(100 * share).toFixed(2)}%`;
       row.bar.className = `fillbar ${run.state}`;
       return row.node;
