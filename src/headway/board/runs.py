@@ -165,7 +165,7 @@ class StatusReader:
             return "stalled" if now - max(beat.progress_at for beat in alive) > patience else "live"
         if self.is_here and is_supervised(self.home):
             return "live"
-        if not self.is_here and now - file_mark(self.folder / METRICS)[0] / 1e9 < FRESH_SECONDS and not is_over:
+        if not self.is_here and not beats and not is_over and now - file_mark(self.folder / METRICS)[0] / 1e9 < FRESH_SECONDS:
             return "live"
         kinds = [one.get("event") for one in events if one.get("event") in ("start", "finish", "crash", "hang")]
         if is_over and (not kinds or kinds[-1] == "finish"):
