@@ -70,7 +70,7 @@ def _show_plan(handle: JobHandle, plan: SshPlan, found: HostsFound, *, json: boo
                  for host, ranks, command in zip(plan.hosts, found.ranks, commands, strict=True)]  # fmt: skip
         print_json({
             "run": str(handle.run_dir), "target": "ssh", "hosts": hosts, "arguments": list(handle.arguments), "master": list(plan.master),
-            "is_shared": found.is_shared, "checks": [check.to_json() for check in found.checks],
+            "checks": [check.to_json() for check in found.checks],
         })  # fmt: skip
         return
     for check in found.checks:

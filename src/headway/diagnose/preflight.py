@@ -35,6 +35,7 @@ SEE_SECONDS = 10.0
 RENAME_SECONDS = 0.3
 CONTENT = "x" * 4096
 PREFIX = "headway/preflight/"
+SHARED_FOLDER = "shared folder"
 MUST_BE_EQUAL = ("headway", "torch", "numpy")
 
 
@@ -272,15 +273,15 @@ def _shared_folder_findings(
     remedy = "Use a folder that all hosts share (NFS, Lustre, ...) for run.dir."
     if any(written):
         detail = "; ".join(f"{name}: {text}" for name, text in zip(names, written, strict=True) if text)
-        return [Check("shared folder", "fail", f"{folder}: {detail}", "Make the folder writable on every host.")]
+        return [Check(SHARED_FOLDER, "fail", f"{folder}: {detail}", "Make the folder writable on every host.")]
     if any(seen):
         pairs = [
             f"{name} does not see what {', '.join(names[node] for node in nodes)} wrote"
             for name, nodes in zip(names, seen, strict=True)
             if nodes
         ]
-        return [Check("shared folder", "fail", f"{folder}: {'; '.join(pairs)}", remedy)]
-    checks = [Check("shared folder", "ok", f"{folder} is one folder on {len(names)} hosts")]
+        return [Check(SHARED_FOLDER, "fail", f"{folder}: {'; '.join(pairs)}", remedy)]
+    checks = [Check(SHARED_FOLDER, "ok", f"{folder} is one folder on {len(names)} hosts")]
     if any(troubles):
         detail = "; ".join(f"{name}: {text}" for name, text in zip(names, troubles, strict=True) if text)
         checks.append(Check("atomic rename", "fail", f"{folder}: {detail}", "Use another file system for run.dir; checkpoints need this."))

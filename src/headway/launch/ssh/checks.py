@@ -18,6 +18,7 @@ from typing import Any
 from headway import __version__
 from headway.diagnose.check import Check, failures
 from headway.diagnose.host import host_facts
+from headway.diagnose.preflight import SHARED_FOLDER
 from headway.errors import LaunchError
 from headway.launch.ssh.connection import Connection, HostMessage, SshOptions
 from headway.launch.ssh.hosts import Host
@@ -28,7 +29,6 @@ CHECK_SECONDS = 120.0
 BEAT_SECONDS = 5.0
 SSH_FAILED = 255
 NOT_FOUND = (126, 127)
-SHARED_FOLDER = "shared folder"
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,6 @@ class HostsNeed:
     """None: if there are any."""
     keeps_ranks: bool = True
     """False: None in `ranks` is left to `headway train --gpus`."""
-    shares: bool = True
-    """Checkpoints need one run folder on all hosts."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -59,15 +57,14 @@ class HostsFound:
 
     ranks: tuple[int | None, ...]
     checks: tuple[Check, ...]
-    """Of all hosts together; failed ones were refused."""
-    is_shared: bool
+    """Of all hosts together; none failed."""
 
 
 def check_hosts(hosts: Sequence[Host], options: SshOptions, need: HostsNeed) -> HostsFound:
     """Check all hosts; nothing stays behind there."""
     talk = HostQuestions(hosts, options)
     try:
-        _compare_versions(talk, talk.ask({}, "hello", HELLO_SECONDS), options)
+        _compare_versions(talk, talk.ask({}, "hello", HELLO_SECONDS, refuses=False), options)
         looks = talk.ask({node: {"do": "look", "workdir": need.workdir} for node in range(len(hosts))}, "looked", CHECK_SECONDS)
         _compare_code(talk, looks)
         gpus = [0 if need.uses_gpus is False else looks[node]["gpus"] for node in range(len(hosts))]
@@ -83,10 +80,10 @@ def check_hosts(hosts: Sequence[Host], options: SshOptions, need: HostsNeed) -> 
         found = talk.ask(questions, "checked", CHECK_SECONDS)
         checks = tuple(Check.from_json(one) for one in found[0]["checks"])
         _refuse_missing(talk, found)
-        is_shared = _refuse_failures(talk, checks, need)
+        _refuse_failures(checks)
         if len(hosts) > 1:
             _check_meeting(talk, need)
-        return HostsFound(ranks, checks, is_shared)
+        return HostsFound(ranks, checks)
     finally:
         talk.close()
 
@@ -100,8 +97,11 @@ class HostQuestions:
         self.problems: dict[int, str] = {}
         self.connections = [Connection(node, host, options, self.messages) for node, host in enumerate(hosts)]
 
-    def ask(self, questions: Mapping[int, Mapping[str, Any]], key: str, seconds: float) -> dict[int, Any]:
-        """Send the questions; returns the values of `key` in the answers, or raises with one line per host that gave none."""
+    def ask(self, questions: Mapping[int, Mapping[str, Any]], key: str, seconds: float, *, refuses: bool = True) -> dict[int, Any]:
+        """Send the questions; returns the values of `key` in the answers, or raises with one line per host that gave none.
+
+        Without `refuses` the caller adds its own findings to `problems` first.
+        """
         for node, question in questions.items():
             self.connections[node].send(question)
         missing = set(questions or range(len(self.hosts)))
@@ -123,7 +123,8 @@ class HostQuestions:
             except queue.Empty:
                 continue
             self._take(message, key, answers, swaps)
-        self.refuse()
+        if refuses:
+            self.refuse()
         return answers
 
     def _take(self, message: HostMessage, key: str, answers: dict[int, Any], swaps: dict[int, str]) -> None:
@@ -161,14 +162,14 @@ class HostQuestions:
 
 def explain_end(code: int, errors: Sequence[str], python: str) -> str:
     """Why a connection ended before the agent answered, with a remedy."""
-    last = errors[-1] if errors else f"exit code {code}"
+    last = errors[-1].rstrip(".") if errors else f"exit code {code}"
     everything = "\n".join(errors)
     if code == SSH_FAILED and "Permission denied" in everything:
         return f"{last}. Only keys are used: install yours there with ssh-copy-id, or load it with ssh-add."
     if code == SSH_FAILED and "Host key verification failed" in everything:
         return "its host key is not known, or has changed. Connect once by hand (ssh HOST), compare the key, and start again."
     if code == SSH_FAILED:
-        return f"ssh cannot connect: {last.rstrip('.')}. Check name, port and network, or try `ssh HOST true` by hand."
+        return f"ssh cannot connect: {last}. Check name, port and network, or try `ssh HOST true` by hand."
     if code in NOT_FOUND and "No module named" not in everything:
         return f"there is no Python at {python}. Give --python with its path on the hosts."
     if "No module named" in everything and "headway" in everything:
@@ -213,19 +214,18 @@ def _refuse_missing(talk: HostQuestions, found: Mapping[int, Any]) -> None:
     talk.refuse()
 
 
-def _refuse_failures(talk: HostQuestions, checks: Sequence[Check], need: HostsNeed) -> bool:
-    """Refuse what failed; returns whether the hosts share the run folder."""
-    failed = failures(checks)
-    unshared = [check for check in failed if check.name == SHARED_FOLDER]
-    lines = [f"{check.name}: {check.detail.rstrip('.')}. {check.remedy or ''}".strip() for check in failed if check not in unshared]
-    if unshared and need.shares:
-        detail = unshared[0].detail.rstrip(".")
-        lines.append(
-            f"{detail}. A job on several hosts needs one run folder on all of them (run.dir), or checkpoint.to=s3://BUCKET/PREFIX."
-        )
+def _refuse_failures(checks: Sequence[Check]) -> None:
+    """Refuse what failed, a line for each."""
+    lines: list[str] = []
+    for check in failures(checks):
+        remedy = check.remedy or ""
+        if check.name == SHARED_FOLDER:
+            remedy = (
+                "A job on several hosts needs one run folder on all of them, also if checkpoints go to S3: set run.dir to a shared one."
+            )
+        lines.append(f"{check.name}: {check.detail.rstrip('.')}. {remedy}".strip())
     if lines:
         raise LaunchError("\n".join(lines))
-    return not unshared and len(talk.hosts) > 1
 
 
 def _check_meeting(talk: HostQuestions, need: HostsNeed) -> None:

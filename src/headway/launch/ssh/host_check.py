@@ -37,7 +37,8 @@ class PipeExchange:
     def swap(self, text: str) -> list[str]:
         """Give a text; returns those of all hosts, by rank."""
         self._send({"swap": text})
-        answer = self._receive()
+        while (answer := self._receive()) is not None and answer.get("do") == "beat":
+            pass
         if answer is None or answer.get("do") != "swapped":
             raise LaunchError("the launcher ended the checks")
         return list(answer["texts"])

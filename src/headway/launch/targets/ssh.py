@@ -8,6 +8,7 @@ itself is sent over the connection. See docs/cluster.md.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,12 +28,13 @@ from headway.launch.ssh.session import PROGRESS
 from headway.launch.targets.base import Job, JobHandle, Target
 from headway.launch.targets.driven import DrivenTarget, refuse_running, start_driver
 from headway.runtime.json_file import load_json
-from headway.runtime.paths import S3Path
 from headway.runtime.storage import write_atomic, writing
 from headway.text.hub import is_hub_id
 from headway.train.config import Recipe
 from headway.train.launch_config import SshConfig
 from headway.train.stages import expand, steps_saved
+
+log = logging.getLogger("headway")
 
 MAX_HOSTS = 1024
 
@@ -80,7 +82,11 @@ class SshTarget(DrivenTarget):
     def submit(self, job: Job) -> JobHandle:
         """Check the hosts and start the driver."""
         refuse_running(Path(os.path.abspath(job.run_dir)))
-        handle = self.handle(job, self.check(job))
+        found = self.check(job)
+        for check in found.checks:
+            if check.state == "warn":
+                log.warning("%s: %s. %s", check.name, check.detail.rstrip("."), check.remedy or "")
+        handle = self.handle(job, found)
         with writing(handle.run_dir):
             handle.run_dir.mkdir(parents=True, exist_ok=True)
         write_atomic(handle.run_dir / RECIPE, job.recipe.read_text(encoding="utf-8"))
@@ -94,12 +100,10 @@ class SshTarget(DrivenTarget):
             raise LaunchError("setup lines were given; the ssh target starts no shell. Use the environment of --python.")
         recipe = load(Recipe, job.recipe, list(job.overrides))
         uses_gpus = False if recipe.device == "cpu" or job.gpus == "none" else True if recipe.device == "cuda" else None
-        remote = recipe.checkpoint.locations(job.run_dir)[1]
-        need = HostsNeed(
-            plan.workdir, str(job.run_dir), plan.master, tuple(needed_paths(job, recipe)),
-            tuple(job.ranks_per_node or host.slots for host in plan.hosts), uses_gpus, keeps_ranks=job.gpus in (None, "none"),
-            shares=not isinstance(remote, S3Path), environment=job.environment,
-        )  # fmt: skip
+        ranks = tuple(job.ranks_per_node or host.slots for host in plan.hosts)
+        paths = tuple(needed_paths(job, recipe))
+        leaves_ranks = job.gpus not in (None, "none")  # `headway train --gpus` starts one per chosen GPU
+        need = HostsNeed(plan.workdir, str(job.run_dir), plan.master, paths, ranks, uses_gpus, not leaves_ranks, job.environment)
         return check_hosts(plan.hosts, plan.ssh, need)
 
     def handle(self, job: Job, found: HostsFound) -> JobHandle:
@@ -109,7 +113,7 @@ class SshTarget(DrivenTarget):
         options: dict[str, Any] = {
             "hosts": [host.to_json() for host in plan.hosts], "ranks": list(found.ranks), "python": plan.ssh.python,
             "config": plan.ssh.config, "workdir": plan.workdir, "run": str(job.run_dir), "master": list(plan.master),
-            "env": sorted(job.environment), "is_shared": found.is_shared,
+            "env": sorted(job.environment),
         }  # fmt: skip
         arguments = (str(run_dir / RECIPE), *job.train_arguments[1:])
         return JobHandle("ssh", run_dir, arguments, hosts=tuple(host.label for host in plan.hosts), options=options)
