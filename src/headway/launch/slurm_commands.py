@@ -142,6 +142,13 @@ def parse_queue(text: str) -> list[QueueEntry]:
     return [QueueEntry(*(part.strip() for part in parts)) for parts in split]
 
 
+def is_preempted(job: str) -> bool:
+    """Whether SLURM takes a job's nodes away for another job: in the grace time its ranks have the signal, its first process has not."""
+    done = call("scontrol", "--oneliner", "show", "job", job)
+    times = [word.partition("=")[2] for word in done.stdout.split() if word.startswith("PreemptTime=")]
+    return any(time not in ("", "None", "Unknown", "N/A") for time in times)
+
+
 def past(job: str) -> PastJob | None:
     """A job in the accounting; None where the cluster keeps none, or does not know the job."""
     if shutil.which("sacct") is None:

@@ -2,7 +2,7 @@
 
     srun (one launcher per node) crashes or hangs      it is started again here, by the supervisor; the run resumes
     SIGUSR1   the time limit is near (--signal=B:USR1) the ranks save and exit; the job is queued again
-    SIGTERM   preemption, or a node is taken away      the same
+    SIGTERM   preemption, or a lost node               the same; where SLURM sends it to the ranks alone, too
     SIGINT    `headway launch cancel`                  the ranks save and exit; the job ends
     lost node                                          SLURM ends the job and queues it again
 
@@ -24,8 +24,8 @@ from pathlib import Path
 from headway.config.load import load
 from headway.errors import HeadwayError
 from headway.launch.external import first_host
-from headway.launch.failure import USERS_MISTAKE
-from headway.launch.slurm_commands import call, last_line, queue
+from headway.launch.failure import STOP_SIGNALS, USERS_MISTAKE
+from headway.launch.slurm_commands import call, is_preempted, last_line, queue
 from headway.launch.slurm_record import JobStart, Outcome, begin, end, fruitless
 from headway.launch.supervise import GAVE_UP, Supervisor, make_supervisor
 from headway.runtime.log import start_logging
@@ -72,9 +72,8 @@ def decide(code: int, received: Sequence[int], progress: Progress, *, requeue: b
     if code in (USERS_MISTAKE, GAVE_UP):
         return Ending("failed", f"exit code {code}: starting again would not help")
     if not received:
-        is_stop = code - 128 in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-        return Ending("stopped", "stopped by request") if is_stop else Ending("failed", f"exit code {code}; see the log")
-    why = "the time limit" if received[0] == signal.SIGUSR1 else "a preemption"
+        return Ending("stopped", "stopped by request") if code - 128 in STOP_SIGNALS else Ending("failed", f"exit code {code}; see the log")
+    why = "the time limit" if received[0] == signal.SIGUSR1 else "a preemption or a lost node"
     if not requeue:
         return Ending("failed", f"stopped by {why}; launch.slurm.requeue is false. Launch the run again to resume it")
     if progress.is_made:
@@ -106,7 +105,10 @@ class SlurmJob:
         self.supervisor.job, self.supervisor.restarts = f"slurm-{self.job}", len(starts) - 1
         code = self.supervisor.run()
         progress = Progress(before, steps_saved(self.run_dir), streak)
-        ending = decide(code, self.supervisor.received, progress, requeue=self.requeue, max_restarts=self.max_restarts)
+        received = self.supervisor.received
+        if not received and code - 128 in STOP_SIGNALS and is_preempted(self.job):
+            received = [signal.SIGTERM]
+        ending = decide(code, received, progress, requeue=self.requeue, max_restarts=self.max_restarts)
         if not ending.is_requeued:
             return self._end(starts, ending, code)
         self._end(starts, ending, code)  # before the request: SLURM ends this process as soon as it has it
