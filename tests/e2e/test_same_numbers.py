@@ -60,15 +60,23 @@ def in_wandb(run: Path, _: Path) -> Numbers:
     return {row["step"]: {name: float(v) for name, v in row.items() if name != "step" and not name.startswith("_")} for row in points}
 
 
-def in_mlflow(_: Path, store: Path) -> Numbers:
-    from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
+MLFLOW_READER = """
+import json, sys
+from mlflow import MlflowClient
+client = MlflowClient(sys.argv[1])
+(run,) = client.search_runs([client.get_experiment_by_name("headway").experiment_id])
+for name in run.data.metrics:
+    for point in client.get_metric_history(run.info.run_id, name):
+        print(json.dumps([point.step, name, point.value]))
+"""
 
-    client = MlflowClient(f"sqlite:///{store}")
-    (run,) = client.search_runs([client.get_experiment_by_name("headway").experiment_id])
+
+def in_mlflow(_: Path, store: Path) -> Numbers:
+    command = [sys.executable, "-P", "-c", MLFLOW_READER, f"sqlite:///{store}"]
     found: Numbers = {}
-    for name in run.data.metrics:
-        for point in client.get_metric_history(run.info.run_id, name):
-            found.setdefault(point.step, {})[name] = point.value
+    for line in subprocess.check_output(command, text=True).splitlines():
+        step, name, value = json.loads(line)
+        found.setdefault(step, {})[name] = value
     return found
 
 
