@@ -1,4 +1,4 @@
-"""The tables of docs/cluster.md that come from `headway plan`: python docs/_cluster_tables.py writes them; a test checks that they are true.
+"""The tables of docs/cluster.md that come from `headway plan`: python docs/_cluster_tables.py writes them, a test checks them.
 
 A table lies between `<!-- plan: NAME -->` and `<!-- end of plan -->`.
 """
@@ -30,7 +30,10 @@ RUNGS: tuple[tuple[str, str], ...] = (
     ("`parallel.context: 2`", "parallel.context=2"),
     ("`data.seq_len: 4096`", "data.seq_len=4096"),
     ("LoRA of rank 16 (`adapter`)", "adapter={kind: lora, rank: 16, alpha: 32.0, targets: [q_proj, v_proj]}"),
-    ("`parallel.strategy: fsdp`, `memory.recompute: true`, `batch.micro_rows: 1`", "parallel.strategy=fsdp memory.recompute=true batch.micro_rows=1"),
+    (
+        "`parallel.strategy: fsdp`, `memory.recompute: true`, `batch.micro_rows: 1`",
+        "parallel.strategy=fsdp memory.recompute=true batch.micro_rows=1",
+    ),
 )
 SIZES = (1, 2, 4, 8, 16)
 NETWORKS = (("400 Gbit/s InfiniBand per GPU", 400.0), ("25 Gbit/s Ethernet per GPU", 25.0), ("10 Gbit/s Ethernet per node of 8", 1.25))
