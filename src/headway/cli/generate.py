@@ -16,6 +16,7 @@ from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from headway.infer.generate import GenerateOptions
+    from headway.infer.load import LoadedModel
 
 MAX_NEW_TOKENS_HELP = "Stop after this many tokens."
 TOP_K = typer.Option(None, help="Sample from the k most likely tokens.")
@@ -37,11 +38,33 @@ class AskOptions:
     )
     system: str | None = typer.Option(None, metavar="TEXT", help="A system message before the questions.")
     chat_template: str | None = CHAT_TEMPLATE
+    image: list[Path] = typer.Option([], metavar="FILE", help="A picture the prompt is about; may be repeated.")
+    audio: list[Path] = typer.Option([], metavar="FILE", help="A sound the prompt is about; may be repeated.")
+    input: Path | None = typer.Option(
+        None, metavar="FILE", help="Records with pictures and sounds to answer, as training reads them; answers go to --output."
+    )
+    output: Path | None = typer.Option(None, metavar="FILE", help="Answers to --input: one line of JSON each. Lines that exist are kept.")
+    schema: str | None = typer.Option(None, metavar="FILE", help="JSON schema that answers are checked against, or purrsight_v3.")
+
+    @property
+    def has_media(self) -> bool:
+        """Whether pictures or sounds are given."""
+        return bool(self.image or self.audio)
 
     def prompts(self) -> list[str]:
         """The prompts, if there are no messages."""
         from headway.infer.generate import read_prompts
 
+        if (self.input is None) != (self.output is None):
+            raise ConfigError("--input and --output go together: records, and the file for their answers.")
+        if self.input is not None:
+            if self.prompt or self.prompts_file or self.messages or self.has_media:
+                raise ConfigError("--input has its own questions and media. Leave --prompt, --messages, --image and --audio out.")
+            return []
+        if self.messages is not None and self.has_media:
+            raise ConfigError("--messages with --image or --audio: put the files into the records and use --input.")
+        if self.schema is not None and not self.has_media:
+            raise ConfigError("--schema checks answers about pictures and sounds; give --image, --audio or --input.")
         found = [*self.prompt, *(read_prompts(self.prompts_file) if self.prompts_file is not None else [])]
         if self.messages is not None:
             if found:
@@ -107,6 +130,9 @@ def _generate(model: Path, ask: AskOptions, options: GenerateOptions, choice: ob
     compute = choose_compute(device, "auto")
     loaded = with_masks(load_model(model, device=compute.device, dtype=compute.dtype), choice)  # pyright: ignore[reportArgumentType]
     on_text = shown if stream else None
+    if ask.input is not None or ask.has_media or (loaded.config.media is not None and template is not None and not conversations):
+        _answer_media(loaded, ask, prompts, options, on_text, json=json)
+        return
     if template is None:
         results = infer.generate(loaded, prompts, options, on_text)
     elif conversations:
@@ -121,6 +147,44 @@ def _generate(model: Path, ask: AskOptions, options: GenerateOptions, choice: ob
     else:
         for head, result in zip(heads, results, strict=True):
             typer.echo(head + result.text)
+
+
+def _answer_media(
+    loaded: LoadedModel, ask: AskOptions, prompts: list[str], options: GenerateOptions, on_text: StreamedTexts | None, *, json: bool
+) -> None:
+    from headway.infer.media import MediaQuestion, answer_media, answer_records, template_of
+    from headway.media.items import MediaRef
+    from headway.media.schema import load_schema
+    from headway.tokenizer.chat import Turn
+
+    template = template_of(loaded, ask.chat_template)
+    schema = None if ask.schema is None else load_schema(ask.schema)
+    if ask.input is not None and ask.output is not None:
+        report = answer_records(loaded, ask.input, ask.output, template, options, schema)
+        if json:
+            print_json(asdict(report))
+            return
+        noted = [f"{report.failed} could not be read"] if report.failed else []
+        noted += [] if report.exact is None else [f"{report.exact:.1%} equal to the data's answers"]
+        noted += [] if report.valid is None else [f"{report.valid:.1%} valid by the schema"]
+        typer.echo("; ".join([f"{report.output}: {report.records} answers, {report.answered} of them new", *noted]))
+        return
+    media = (*(MediaRef("image", path) for path in ask.image), *(MediaRef("audio", path) for path in ask.audio))
+    before = () if ask.system is None else (Turn("system", ask.system),)
+    asked = [MediaQuestion((*before, Turn("user", prompt)), media) for prompt in prompts]
+    results = answer_media(loaded, asked, template, options, on_text)
+    checks = [{} if schema is None else {"valid": schema.is_valid(one.text), "problems": schema.problems(one.text)} for one in results]
+    if json:
+        found = [{**asdict(result), **check} for result, check in zip(results, checks, strict=True)]
+        files = {"images": [str(path) for path in ask.image], "audios": [str(path) for path in ask.audio]}
+        print_json({**(found[0] if len(found) == 1 else {"generations": found}), **files})
+    elif on_text is not None:
+        on_text.end()
+    else:
+        for prompt, result, check in zip(prompts, results, checks, strict=True):
+            typer.echo(f"{prompt}\n{result.text}")
+            if check and not check["valid"]:
+                typer.echo("not valid by the schema: " + "; ".join(check["problems"]), err=True)
 
 
 class StreamedTexts:

@@ -139,7 +139,9 @@ def open_data(
 Opened = Sequence[tuple[SourceConfig, TokenSource]]
 
 
-def with_valid(config: DataConfig, opened: Opened, valid: Mapping[str, Opened], checksums: Checksums) -> OpenData:
+def with_valid(
+    config: DataConfig, opened: Opened, valid: Mapping[str, Opened], checksums: Checksums, media: MediaFeatures | None = None
+) -> OpenData:
     """The mixtures of opened sources: the validation sets, or the share of the training documents that is held out."""
     fraction = config.valid.fraction if config.valid else None
     if fraction is None:
@@ -149,7 +151,9 @@ def with_valid(config: DataConfig, opened: Opened, valid: Mapping[str, Opened], 
 
 
 def _check_media(sources: Sequence[TokenSource], media: MediaFeatures | None) -> None:
-    """Refuse placeholders of pictures and sounds for a model that would read them as text."""
+    """Refuse placeholders of pictures and sounds for a model that would read them as text, and media inputs that nothing would train."""
+    if media is not None and not any(has_media(source) for source in sources):
+        raise ConfigError("multimodal is set, but no source holds pictures or sounds. Set data.train.0.kind: multimodal for those that do.")
     if media is None and (found := next((source for source in sources if has_media(source)), None)) is not None:
         raise ConfigError(
             f"data: {found.name} holds pictures or sounds, and the recipe has no `multimodal` section. Set it (docs/multimodal.md)."

@@ -23,6 +23,7 @@ from headway.model.families.base import family_of, published, published_with_cod
 from headway.model.head_masks.gates_file import write_gates
 from headway.model.layout import GATES, num_parameters, param_specs
 from headway.model.loading.huggingface import CONFIG, INDEX, WEIGHTS
+from headway.model.media_files import without_media, write_media_files
 from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.storage import fsync_file, fsync_folder, remove_folder, rename_folder, writing
@@ -52,15 +53,18 @@ def export_huggingface(
     max_shard_bytes: int = 5_000_000_000,
     remote_code: bool = False,
     end_ids: Collection[int] = (),
+    model_folder: Path | None = None,
 ) -> None:
     """Write a Hugging Face folder; an earlier export at `out` is replaced; anything else there is refused.
 
     `end_ids` end a text besides the tokenizer's own end token; generation_config.json lists them.
     With `remote_code`, a model that transformers has no class for gets its class in a file next to the weights. Head gates go
-    into files of their own (model/head_masks/gates_file.py): the weights are those of the plain model.
+    into files of their own (model/head_masks/gates_file.py), and so do media inputs (model/media_files.py; `model_folder` is where the
+    model was): the weights are those of the plain model.
     """
-    gates, config = config.head_gates, config.with_(head_gates=None)
+    gates, media, config = config.head_gates, config.media, config.with_(head_gates=None, media=None)
     found: list[torch.Tensor] = []
+    aside: dict[str, torch.Tensor] = {}
     target, settings, code = published_with_code(config) if remote_code else (*published(config), None)
     settings |= {"dtype": dtype, "torch_dtype": dtype}
     _check_target(out)
@@ -70,9 +74,12 @@ def export_huggingface(
         if code is not None:
             _write_code(code, folder)
         _write_json(folder / "generation_config.json", _generation(ids, end_ids))
-        _write_shards(target, _completed(config, target, _without_gates(weights, found)), folder, dtype, max_shard_bytes)
+        weights = without_media(_without_gates(weights, found), aside)
+        _write_shards(target, _completed(config, target, weights), folder, dtype, max_shard_bytes)
         if gates is not None:
             write_gates(folder, gates, found[0])
+        if media is not None:
+            write_media_files(folder, media, aside, model_folder)
 
 
 def _generation(ids: dict[str, int | None], end_ids: Collection[int]) -> dict[str, Any]:
@@ -89,8 +96,9 @@ def export_model(model: Path | str, out: Path, *, dtype: Dtype = "float32", remo
     """Export what `--model` names: a run, a checkpoint or another Hugging Face folder. `family` is one's own that a checkpoint names."""
     found = find_model_of_family(model, family)
     export_huggingface(
-        found.config, found.weights(), out, tokenizer=found.tokenizer_folder, dtype=dtype, remote_code=remote_code, end_ids=found.end_ids
-    )
+        found.config, found.weights(), out, tokenizer=found.tokenizer_folder, dtype=dtype, remote_code=remote_code, end_ids=found.end_ids,
+        model_folder=found.path if isinstance(found.path, Path) else None,
+    )  # fmt: skip
 
 
 def _without_gates(weights: Iterable[tuple[str, torch.Tensor]], found: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,6 +20,7 @@ from headway.infer.load import load_model
 from headway.infer.prefill import last_hidden
 from headway.model.config import ModelConfig
 from headway.model.layout import param_specs
+from headway.model.projector import MediaTensors
 from headway.runtime.paths import AnyPath, parse_path
 from headway.runtime.progress import progress
 
@@ -110,9 +111,10 @@ def _generate(path: str) -> list[int]:
     """A few greedy ids, through the ordinary prefill and decoder."""
     loaded = load_model(path)
     model = loaded.model
-    prompt = [number % loaded.config.vocab for number in range(4)]
+    media, soft = _some_media(loaded.config)
+    prompt = [number % loaded.config.vocab for number in range(4 + soft)]
     cache = loaded.new_cache(1, len(prompt) + NEW_TOKENS, [len(prompt)])
-    logits = model.logits(last_hidden(model, torch.tensor([prompt]), [len(prompt)], cache, len(prompt))).float()
+    logits = model.logits(last_hidden(model, torch.tensor([prompt]), [len(prompt)], cache, len(prompt), media)).float()
     decoder, ids = Decoder(model, cache, steps=NEW_TOKENS), list[int]()
     for at in range(NEW_TOKENS):
         if not bool(torch.isfinite(logits).all()):
@@ -122,3 +124,16 @@ def _generate(path: str) -> list[int]:
         if at + 1 < NEW_TOKENS:
             logits = decoder.step(token).float()
     return ids
+
+
+def _some_media(config: ModelConfig) -> tuple[MediaTensors | None, int]:
+    """One item of each modality with made-up features, and how many positions they take; an item more is absent."""
+    shape = config.media
+    if shape is None:
+        return None, 0
+    generator = torch.Generator().manual_seed(0)
+    features = {one.modality: torch.randn(1, 2, one.vectors, one.width, generator=generator) for one in shape.inputs}
+    soft = sum(2 * one.tokens for one in shape.inputs)
+    slot = torch.full((1, soft + 4), -1, dtype=torch.int32)
+    slot[0, 1 : soft + 1] = torch.arange(soft, dtype=torch.int32)
+    return MediaTensors(slot, features, {name: torch.tensor([[True, False]]) for name in features}), soft

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 from headway.errors import ConfigError, DataError
@@ -22,8 +23,10 @@ from headway.infer.load import LoadedModel
 from headway.infer.prefill import CHUNK_TOKENS, last_hidden
 from headway.infer.sampling import Sampling, choose
 from headway.infer.stream import TextStream
+from headway.model.projector import MediaTensors
 from headway.prepare.parse_chat import Conversation
 from headway.runtime.progress import progress
+from headway.store.media_items import MediaItem
 from headway.tokenizer.chat import Turn, answer_end, bos_ids, find_template, render_prompt
 from headway.tokenizer.load import Tokenizer
 
@@ -77,6 +80,15 @@ class Generation:
     stopped_by: StoppedBy
     """eos: an end id; stop: a stop text or id; length: max_new_tokens; context: the model's max_seq_len."""
     prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class PromptMedia:
+    """The pictures and sounds of one prompt."""
+
+    items: tuple[MediaItem, ...]
+    features: Mapping[str, np.ndarray]
+    """[vectors, width] by content hash; items without are absent."""
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -164,9 +176,15 @@ def _tokenizer(loaded: LoadedModel) -> Tokenizer:
 
 @torch.inference_mode()
 def generate_from_ids(
-    loaded: LoadedModel, prompts: Sequence[tuple[str, list[int]]], options: GenerateOptions, on_text: OnText | None = None
+    loaded: LoadedModel,
+    prompts: Sequence[tuple[str, list[int]]],
+    options: GenerateOptions,
+    on_text: OnText | None = None,
+    media: Sequence[PromptMedia] | None = None,
 ) -> list[Generation]:
-    """Continue every prompt, given with its ids. With `on_text`, one after the other, each piece of text as soon as it is known."""
+    """Continue every prompt, given with its ids. With `on_text`, one after the other, each piece of text as soon as it is known.
+
+    `media`: the pictures and sounds of every prompt, for a model that takes them."""
     tokenizer, limit = _tokenizer(loaded), loaded.config.max_seq_len
     seen: Counter[str] = Counter()
     rows: list[_Sequence] = []
@@ -176,6 +194,8 @@ def generate_from_ids(
         # The same prompt twice gives two samples: the key counts the repetitions.
         rows.append(_Sequence(tokenizer, loaded.end_ids, options, ids, key=f"{seen[prompt]}:{prompt}", room=limit - len(ids)))
         seen[prompt] += 1
+    for row, one in zip(rows, media or (), strict=media is not None):
+        row.media = one
     _report_room(rows, options, limit)
     if on_text is not None:
         for number, row in enumerate(rows):
@@ -212,6 +232,7 @@ class _Sequence:
         self.new: list[int] = []
         self.stopped_by: StoppedBy | None = None
         self.stream: TextStream | None = None
+        self.media: PromptMedia | None = None
 
     def draw(self) -> float:
         return self.options.sampling.draw(self.key, len(self.prompt) + len(self.new))
@@ -259,7 +280,8 @@ def _run(loaded: LoadedModel, rows: list[_Sequence], options: GenerateOptions) -
     tokens = torch.tensor([row.prompt + [0] * (longest - len(row.prompt)) for row in rows], device=device)
     most = max(min(options.max_new_tokens, row.room) for row in rows)
     cache = loaded.new_cache(len(rows), longest + most, lengths)
-    logits = model.logits(last_hidden(model, tokens, lengths, cache, options.chunk_tokens)).float()
+    media = _media_tensors(loaded, [row.media for row in rows], longest)
+    logits = model.logits(last_hidden(model, tokens, lengths, cache, options.chunk_tokens, media)).float()
     decoder = Decoder(model, cache, steps=most)
     while True:
         token = _next(loaded, logits, rows, options)
@@ -268,6 +290,32 @@ def _run(loaded: LoadedModel, rows: list[_Sequence], options: GenerateOptions) -
         if all(row.stopped_by is not None for row in rows):
             return
         logits = decoder.step(token)
+
+
+def _media_tensors(loaded: LoadedModel, rows: Sequence[PromptMedia | None], longest: int) -> MediaTensors | None:
+    """The media of a batch of prompts, as a training batch has them."""
+    shape = loaded.config.media
+    if shape is None or all(row is None for row in rows):
+        return None
+    slot = torch.full((len(rows), longest), -1, dtype=torch.int32)
+    features: dict[str, torch.Tensor] = {}
+    present: dict[str, torch.Tensor] = {}
+    begin = 0
+    for one in shape.inputs:
+        listed = [[item for item in (row.items if row else ()) if item.modality == one.modality] for row in rows]
+        most = max(1, *map(len, listed))
+        features[one.modality] = torch.zeros(len(rows), most, one.vectors, one.width)
+        present[one.modality] = torch.zeros(len(rows), most, dtype=torch.bool)
+        for number, (row, items) in enumerate(zip(rows, listed, strict=True)):
+            for at, item in enumerate(items):
+                slot[number, item.offset : item.offset + one.tokens] = begin + at * one.tokens + torch.arange(one.tokens, dtype=torch.int32)
+                found = None if row is None or item.content_hash is None else row.features.get(item.content_hash)
+                if found is not None:
+                    features[one.modality][number, at] = torch.from_numpy(found)
+                    present[one.modality][number, at] = True
+        begin += most * one.tokens
+    device = loaded.device
+    return MediaTensors(slot.to(device), {k: v.to(device) for k, v in features.items()}, {k: v.to(device) for k, v in present.items()})
 
 
 def _next(loaded: LoadedModel, logits: torch.Tensor, rows: list[_Sequence], options: GenerateOptions) -> torch.Tensor:

@@ -34,6 +34,7 @@ from headway.model.loading.huggingface import check_weights, has_weights, is_pre
 from headway.model.loading.internlm import is_internlm, open_internlm
 from headway.model.loading.unsupported import named_format
 from headway.model.loading.untrusted import check_finite
+from headway.model.media_files import read_media_files
 from headway.runtime.json_file import read_object
 from headway.runtime.paths import AnyPath, S3Path, parse_path
 from headway.text.hub import is_hub_id, local_or_hub
@@ -216,11 +217,15 @@ def _pretrained(folder: Path) -> StoredModel:
         check_weights(folder, config)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES) or any(folder.glob("*.tiktoken"))
     stored = read_gates(folder, config)
+    media = read_media_files(folder, config.hidden_size)
     gated = config if stored is None else config.with_(head_gates=stored.config)
+    gated = gated if media is None else gated.with_(media=media[0])
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         if stored is not None:
             yield GATES, stored.log_alpha
+        if media is not None:
+            yield from check_finite(media[1].items(), folder)
         yield from check_finite(read_weights(folder, config), folder)
 
     table = folder / MASKS_FILE

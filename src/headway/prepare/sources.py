@@ -5,6 +5,7 @@ A source of raw files becomes a store in the cache, built now if it is not there
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,16 +19,21 @@ from headway.prepare.own_format import read_own_format
 from headway.text.record_keys import KeyMap
 from headway.tokenizer.load import load_tokenizer
 
+MakeStore = Callable[[SourceConfig], SourceStore]
 
-def prepare_sources(config: DataConfig, tokenizer: Path | None, *, pairs: bool = False) -> SourceStores:
-    """The store of every source of a recipe: downloaded from the hub and tokenized where needed. `pairs`: the objective compares pairs."""
+
+def prepare_sources(config: DataConfig, tokenizer: Path | None, *, pairs: bool = False, media: MakeStore | None = None) -> SourceStores:
+    """The store of every source of a recipe: downloaded from the hub and tokenized where needed. `pairs`: the objective compares pairs.
+    `media` makes the stores of sources with pictures and sounds."""
     if pairs:
         check_rows_of_pairs(config)
-    return SourceStores.of(config, partial(prepare_source, config=config, tokenizer=tokenizer))
+    return SourceStores.of(config, partial(prepare_source, config=config, tokenizer=tokenizer, media=media))
 
 
-def prepare_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> SourceStore:
+def prepare_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None, media: MakeStore | None = None) -> SourceStore:
     """The store of one source."""
+    if one.kind == "multimodal" and media is not None:
+        return media(one)
     path = local_path(one.path, config.cache_dir)
     if one.format is not None:
         path = str(read_own_format(path, one.format, config.cache_dir))

@@ -28,8 +28,14 @@ def open_run_data(resolved: Resolved, device: torch.device | None = None) -> Ope
         from headway.train.alignment import open_samples
 
         return open_samples(recipe, resolved.model.aligner, device)
-    stores = prepare_sources(recipe.data, tokenizer, pairs=pairs)
-    return open_data(recipe.data, stores, tokenizer=tokenizer, vocab_size=resolved.model.vocab, seed=recipe.seed, pairs=pairs)
+    plan, media, stores_of = resolved.media, None, None
+    if plan is not None:
+        from headway.train.multimodal import MediaStores, media_features
+
+        stores_of, media = MediaStores(plan, recipe.data, tokenizer), media_features(recipe, plan, device)
+    stores = prepare_sources(recipe.data, tokenizer, pairs=pairs, media=stores_of)
+    vocab = resolved.model.vocab
+    return open_data(recipe.data, stores, tokenizer=tokenizer, vocab_size=vocab, seed=recipe.seed, pairs=pairs, media=media)
 
 
 def make_loader(recipe: Recipe, data: OpenData, batch: ResolvedBatch, cursor: LoaderState | None, ranks: RankGroups) -> Loader:

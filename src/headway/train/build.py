@@ -22,6 +22,7 @@ from headway.model.config import ModelConfig
 from headway.model.flops import token_flops
 from headway.model.init import initial_value
 from headway.model.layout import GATES
+from headway.model.media_shape import ALIGNER, PROJECTOR
 from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import RankGroups, form_groups
@@ -37,6 +38,7 @@ from headway.train.dpo_reference import make_reference
 from headway.train.health import Healer, LossMonitor, with_healed
 from headway.train.memory import apply_limit, check_host_memory, describe_job, fit_micro_rows
 from headway.train.meter import Meter, MeterSetup
+from headway.train.multimodal import first_media
 from headway.train.resolve import Resolved, leaves_gates
 from headway.train.run import Run, Session
 from headway.train.stages import StagePosition
@@ -212,6 +214,7 @@ def fill(engine: Engine, resolved: Resolved) -> None:
         given = {} if carried is None else carried.updates()
         values = with_updates(values, adapter, adapter.modules(resolved.model), resolved.recipe.seed, given)
     keeps_gates = GATES in engine.shapes and not leaves_gates(resolved.recipe)
+    values = _with_media(values, engine, resolved)
     missing = engine.fill((name, value) for name, value in values if name != GATES or keeps_gates or resolved.weights is None)
     if GATES in missing:
         engine.fill([(GATES, initial_value(GATES, engine.shapes[GATES], resolved.model, resolved.recipe.seed))])
@@ -219,6 +222,28 @@ def fill(engine: Engine, resolved: Resolved) -> None:
         engine.fill(first_heads(resolved.model.aligner, resolved.recipe.objective, engine.shapes))
     if resolved.log_alpha is not None:
         engine.fill([(GATES, torch.tensor(resolved.log_alpha, device="cpu"))])
+
+
+def _with_media(values: Iterable[tuple[str, Tensor]], engine: Engine, resolved: Resolved) -> Iterator[tuple[str, Tensor]]:
+    """Values with those of media inputs: a projector of the given weights only if it fits, else a new one; the heads of phase 1."""
+    wanted = {name for name in engine.shapes if name.startswith((PROJECTOR, ALIGNER))}
+    for name, value in values:
+        if not name.startswith((PROJECTOR, ALIGNER)):
+            yield name, value
+        elif name in wanted and name.startswith(PROJECTOR):
+            if tuple(value.shape) != engine.shapes[name]:
+                raise ConfigError(
+                    f"init.from: {name} has shape {list(value.shape)}, and multimodal makes it {list(engine.shapes[name])}. Use the "
+                    "settings of multimodal that it was trained with."
+                )
+            wanted.discard(name)
+            yield name, value
+    if resolved.media is not None:
+        for name, value in first_media(resolved.media, engine.shapes):
+            wanted.discard(name)
+            yield name, value
+    for name in sorted(name for name in wanted if engine.holds(name)):
+        yield name, initial_value(name, engine.shapes[name], resolved.model, resolved.recipe.seed)
 
 
 def _initial_values(engine: Engine, resolved: Resolved) -> Iterator[tuple[str, Tensor]]:

@@ -23,6 +23,7 @@ from headway.optim.base import OptimConfig
 from headway.optim.scaler import ScalerConfig
 from headway.parallel.config import MemoryConfig, ParallelConfig
 from headway.track.base import TrackerConfig
+from headway.train.multimodal_config import MultimodalConfig
 from headway.train.launch_config import LaunchConfig, SuperviseConfig
 
 SHARED_BY_STAGES = {
@@ -249,6 +250,9 @@ class Recipe(Section):
     init: InitConfig = setting(InitConfig, "Where the initial weights come from.")
     tokenizer: Path | None = setting(
         None, "Tokenizer folder, tokenizer.json, sentencepiece model, or the hub id of a model whose tokenizer is used.", on_resume="fixed"
+    )
+    multimodal: MultimodalConfig | None = setting(
+        None, "Pictures and sounds as inputs of the language model; sources with kind: multimodal hold them. null = text alone."
     )
     data: DataConfig = setting(DataConfig, "Training and validation data; without data.train, generated data.")
     objective: Annotated[ObjectiveConfig, KindIn("headway.objective", "next_token")] = setting(NextTokenConfig, "The loss.")

@@ -18,8 +18,9 @@ from headway.infer.load import FINAL
 from headway.model.adapter.lora import merged
 from headway.model.layout import GATES
 from headway.model.loading.aligner_file import write_aligner_folder
-from headway.objective.contrastive import LOG_SCALE
+from headway.model.media_files import is_media
 from headway.objective.contrastive import Config as ContrastiveConfig
+from headway.objective.contrastive import LOG_SCALE
 from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.runtime.process import leave_outcome
 from headway.runtime.storage import writing
@@ -112,10 +113,10 @@ def write_final_aligner(run: Run, target: Path) -> str:
 
 
 def _copy_trained(weights: Iterator[tuple[str, Tensor]], run: Run, trained: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Pass weights on and copy those that trained. Gates are not part of an adapter; they are exported with the model."""
+    """Pass weights on and copy those that trained. Gates and media inputs are not part of an adapter; they are exported with the model."""
     training = {name for group in run.engine.groups for name in group.names}
     for name, value in weights:
-        if (name in training or ADAPTER in name) and name != GATES:
+        if (name in training or ADAPTER in name) and name != GATES and not is_media(name):
             trained[name] = value.detach().to("cpu", copy=True)
         yield name, value
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -29,12 +29,15 @@ from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.train.alignment import resolve_aligner
 from headway.train.config import Recipe
 
+if TYPE_CHECKING:
+    from headway.train.multimodal import MediaPlan
+
 log = logging.getLogger("headway")
 
 GENERATED_VOCAB = 512
 GENERATED_STEPS = 100
-COMPUTES = tuple(sorted(set(ModelConfig.model_fields) - {"preset", "max_seq_len", "dropout", "embed_grad_scale", "init_std"}))
-"""Fields of a model's shape that decide what it computes."""
+COMPUTES = tuple(sorted(set(ModelConfig.model_fields) - {"preset", "max_seq_len", "dropout", "embed_grad_scale", "init_std", "media"}))
+"""Fields of a model's shape that decide what it computes of text."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Resolved:
     """Where the weights come from; None = random."""
     log_alpha: tuple[tuple[float, ...], ...] | None = None
     """Initial values of the head gates, from a mask file."""
+    media: MediaPlan | None = None
+    """The media inputs of the model; None = text alone."""
 
     @property
     def continued(self) -> StoredAdapter | None:
@@ -87,13 +92,16 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
     if recipe.model.aligner is not None or isinstance(recipe.objective, ContrastiveConfig):
         aligned = resolve_aligner(recipe)
         return Resolved(aligned, aligned.model, None, None, None)
+    if recipe.model.media is not None and recipe.multimodal is None:
+        raise ConfigError("model.media is written by a run with media inputs; it is no setting. Remove it, or set multimodal.")
     weights = _find_weights(recipe) if given is None else given
     weights = None if weights is None else weights.of_family(recipe.model.family)
     path = _find_tokenizer(recipe) or (weights.tokenizer_folder if weights else None)
     tokenizer = load_tokenizer(path) if path is not None else None
     model = _shape(recipe, weights, tokenizer)
     masks, log_alpha = _masks(recipe)
-    model = model.with_(head_gates=_head_gates(recipe, weights, masks))
+    media = _media(recipe, model)
+    model = model.with_(head_gates=_head_gates(recipe, weights, masks), media=None if media is None else media.shape)
     if masks is not None:
         masks.check(model, f"init.masks={recipe.init.masks}")
     family_of(model.family)
@@ -108,7 +116,20 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
     changes: dict[str, object] = {"model": model, "data": with_kinds(recipe.data, tokenizer, say)}
     if recipe.steps is None and recipe.epochs is None:
         changes |= {"steps": GENERATED_STEPS} if recipe.data.train is None else {"epochs": 1.0}
-    return Resolved(recipe.model_copy(update=changes), model, tokenizer, path, weights, log_alpha)
+    return Resolved(recipe.model_copy(update=changes), model, tokenizer, path, weights, log_alpha, media)
+
+
+def _media(recipe: Recipe, model: ModelConfig) -> MediaPlan | None:
+    """The media inputs of a recipe's model."""
+    if recipe.multimodal is None:
+        return None
+    from headway.train.multimodal import plan_media
+
+    if recipe.objective.kind != "next_token":
+        raise ConfigError(f"multimodal is given with objective.kind {recipe.objective.kind}; media are inputs of next_token. Remove one.")
+    if "." in model.family:
+        raise ConfigError(f"multimodal is given with model.family {model.family}; media are inputs of headway's own families.")
+    return plan_media(recipe.multimodal, model.hidden_size)
 
 
 def _find_weights(recipe: Recipe) -> StoredModel | None:

@@ -1,0 +1,239 @@
+"""Questions about pictures and sounds: turns and their files come in, answers go out. Encoders run when they are asked.
+
+    question -> positions for media in the chat template (prepare/encode_media.py) -> prompt ids
+    files    -> encoder of the model -> features -> media tensors of a batch of prompts
+
+The prompt is that of training: the same template, marks and positions. `answer_records` answers a file of records in order, and continues
+where it was stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headway.errors import ConfigError, DataError
+from headway.infer.generate import Generation, GenerateOptions, OnText, PromptMedia, generate_from_ids
+from headway.infer.load import LoadedModel
+from headway.media.items import MediaRef
+from headway.media.records import parse_media_record
+from headway.media.sources import read_sources
+from headway.model.media_encoders import open_encoder
+from headway.prepare.encode_media import MediaEncoder, MediaPositions, PlacedMedia, place_media
+from headway.prepare.multimodal import turns_of
+from headway.runtime.progress import progress
+from headway.text.document import Record
+from headway.text.record_keys import ANSWERS, LISTS, KeyMap
+from headway.tokenizer.chat import Turn, answer_end, find_template
+
+if TYPE_CHECKING:
+    from headway.media.schema import AnswerSchema
+
+ENCODED_AT_ONCE = 32
+ROLES = ("role", "from")
+
+
+@dataclass(frozen=True)
+class MediaQuestion:
+    """A conversation that waits for an answer, and its media."""
+
+    turns: tuple[Turn, ...]
+    media: tuple[MediaRef, ...] = ()
+    expected: str | None = None
+    """The answer of the data, where it has one."""
+
+
+def template_of(loaded: LoadedModel, given: str | None) -> str:
+    """The chat template for questions: the given one, the tokenizer's own, or ChatML, which recipes use by default."""
+    has_own = loaded.tokenizer is not None and loaded.tokenizer.chat_template is not None
+    return given or ("tokenizer" if has_own else "chatml")
+
+
+def answer_media(
+    loaded: LoadedModel,
+    questions: Sequence[MediaQuestion],
+    template: str,
+    options: GenerateOptions,
+    on_text: OnText | None = None,
+    known: Mapping[str, np.ndarray] | None = None,
+) -> list[Generation]:
+    """Answer questions about media. `known`: features by content hash; those that are missing are computed."""
+    shape, tokenizer = loaded.config.media, loaded.tokenizer
+    if shape is None:
+        raise ConfigError(f"{loaded.path}: takes text alone; --image, --audio and --input need a model trained with `multimodal`.")
+    if tokenizer is None:
+        raise ConfigError(f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there.")
+    found = find_template(template, tokenizer)
+    positions = MediaPositions({one.modality: one.tokens for one in shape.inputs}, shape.missing)
+    encoder = MediaEncoder(tokenizer, found, positions)
+    refs: dict[str, MediaRef] = {}
+    prompts: list[tuple[str, list[int]]] = []
+    items: list[PromptMedia] = []
+    for one in questions:
+        hashed = [(str(ref.modality), ref.content_hash()) for ref in one.media]
+        refs |= {name: ref for (_, name), ref in zip(hashed, one.media, strict=True)}
+        placed: PlacedMedia[str] = place_media(one.turns, hashed, positions)
+        document = encoder.prompt(placed)
+        named = json.dumps([[turn.content for turn in one.turns], [name for _, name in hashed]])
+        prompts.append((named, document.ids.tolist()))
+        items.append(PromptMedia(document.items, {}))
+    features = dict(known or {})
+    features |= encode_media(loaded, {name: ref for name, ref in refs.items() if name not in features})
+    items = [replace(one, features={item.content_hash: features[item.content_hash] for item in one.items if item.content_hash}) for one in items]
+    options = replace(options, stop_ids=(*options.stop_ids, *answer_end(found, tokenizer)))
+    return generate_from_ids(loaded, prompts, options, on_text, items)
+
+
+def encode_media(loaded: LoadedModel, refs: Mapping[str, MediaRef]) -> dict[str, np.ndarray]:
+    """The features [vectors, width] of media, by their names."""
+    assert loaded.config.media is not None
+    folder = loaded.path if isinstance(loaded.path, Path) else None
+    found: dict[str, np.ndarray] = {}
+    for one in loaded.config.media.inputs:
+        mine = [name for name, ref in refs.items() if ref.modality == one.modality]
+        if not mine:
+            continue
+        encoder = open_encoder(one.encoder, one.modality, folder).to(loaded.device)
+        if (encoder.tokens, encoder.width) != (one.vectors, one.width):
+            raise ConfigError(
+                f"{loaded.path}: was trained on {one.modality} features of {one.vectors} x {one.width}; its encoder gives "
+                f"{encoder.tokens} x {encoder.width}. Put the encoder back that it was trained with."
+            )
+        for first in range(0, len(mine), ENCODED_AT_ONCE):
+            some = mine[first : first + ENCODED_AT_ONCE]
+            made = encoder.encode(np.stack([encoder.input.read(refs[name]) for name in some]))
+            found |= dict(zip(some, made, strict=True))
+    return found
+
+
+def read_questions(path: Path | str) -> Iterator[tuple[Record, MediaQuestion]]:
+    """The records of a file as questions; the last answer of a record is what is expected of the model."""
+    for record in read_sources(path):
+        yield record, question_of(record)
+
+
+def question_of(record: Record) -> MediaQuestion:
+    """The question of a record in any shape that training reads; an answer may be missing."""
+    found = parse_media_record(_with_answer(record))
+    turns = turns_of(found, KeyMap())
+    last = max((number for number, turn in enumerate(turns) if turn.role == "assistant"), default=len(turns))
+    answer = turns[last].content if last < len(turns) else None
+    return MediaQuestion(turns[:last], found.media, None if answer == NO_ANSWER else answer)
+
+
+NO_ANSWER = "\ufffc"
+"""Stands where a record has no answer; an object replacement character is no text."""
+
+
+def _with_answer(record: Record) -> Record:
+    data: dict[str, Any] = dict(record.data)
+    listed = next((key for key in LISTS if isinstance(data.get(key), list) and data[key]), None)
+    if listed is not None:
+        last = data[listed][-1]
+        key = next((name for name in ROLES if isinstance(last, dict) and name in last), None)
+        if key is not None and last[key] in ("user", "human"):
+            text = "content" if key == "role" else "value"
+            data[listed] = [*data[listed], {key: "assistant" if key == "role" else "gpt", text: NO_ANSWER}]
+    elif not any(data.get(key) is not None for key in ANSWERS) and not any(data.get(key) for key in ("text", "caption", "txt")):
+        data["response"] = NO_ANSWER
+    return replace(record, data=data)
+
+
+@dataclass(frozen=True)
+class PredictionReport:
+    """What a batch prediction did."""
+
+    output: str
+    records: int
+    answered: int
+    """Now; the others were in the output already."""
+    exact: float | None
+    """The share of answers equal to those of the data, where it has any."""
+    valid: float | None
+    """The share of answers that follow the schema, where one is given."""
+    failed: int
+    """Records that could not be read; their lines say why."""
+
+
+def answer_records(
+    loaded: LoadedModel, path: Path, output: Path, template: str, options: GenerateOptions, schema: AnswerSchema | None = None
+) -> PredictionReport:
+    """Answer every record of a file; one line of JSON each, in order. Lines that are there already are kept, if they are of this input."""
+    done = _lines_of(output)
+    answered = 0
+    with progress(f"answer {path.name}", unit="records") as advance, open(output, "a", encoding="utf-8") as file:
+        records = enumerate(read_sources(path))
+        for (number, record), line in zip(islice(records, len(done)), list(done), strict=False):
+            if line.get("index") != number or line.get("id") != _name(record):
+                raise ConfigError(f"--output is {output}, whose line {number + 1} is of another input. Give another file, or remove it.")
+        if len(done) and sum(1 for _ in zip(done, read_sources(path), strict=False)) < len(done):
+            raise ConfigError(f"--output is {output}, which has more lines than the input. Give another file, or remove it.")
+        while chunk := list(islice(records, options.rows)):
+            for line in _answered(loaded, chunk, template, options, schema):
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                done.append(line)
+            file.flush()
+            answered += len(chunk)
+            advance(len(chunk))
+    given = [line for line in done if line.get("expected") is not None and "answer" in line]
+    checked = [line for line in done if "valid" in line]
+    return PredictionReport(
+        str(output), len(done), answered,
+        sum(line["answer"].strip() == line["expected"].strip() for line in given) / len(given) if given else None,
+        sum(line["valid"] for line in checked) / len(checked) if checked else None,
+        sum("error" in line for line in done),
+    )  # fmt: skip
+
+
+def _answered(
+    loaded: LoadedModel, chunk: Sequence[tuple[int, Record]], template: str, options: GenerateOptions, schema: AnswerSchema | None
+) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    asked: list[tuple[dict[str, Any], MediaQuestion]] = []
+    known: dict[str, np.ndarray] = {}
+    for number, record in chunk:
+        line: dict[str, Any] = {"index": number, "id": _name(record), "place": record.place}
+        lines.append(line)
+        try:
+            question = question_of(record)
+            known |= encode_media(loaded, {ref.content_hash(): ref for ref in question.media})  # one by one: a broken file is one record's
+            asked.append((line, question))
+        except DataError as problem:
+            line["error"] = str(problem)
+    answers = answer_media(loaded, [one for _, one in asked], template, options, known=known)
+    for (line, question), found in zip(asked, answers, strict=True):
+        line |= {"answer": found.text, "expected": question.expected, "stopped_by": found.stopped_by}
+        if schema is not None:
+            problems = schema.problems(found.text)
+            line |= {"valid": not problems, "problems": problems}
+    return lines
+
+
+def _name(record: Record) -> str:
+    return hashlib.sha256(json.dumps(record.data, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _lines_of(output: Path) -> list[dict[str, Any]]:
+    """The whole lines of an output; a line that a kill cut short is removed."""
+    if not output.exists():
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return []
+    content = output.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    try:
+        lines = [json.loads(line) for line in whole.decode("utf-8").splitlines() if line.strip()]
+        if not all(isinstance(line, dict) for line in lines):
+            raise ValueError("a line is no object")
+    except ValueError as problem:
+        raise ConfigError(f"--output is {output}, which holds something else than answers ({problem}). Give another file.") from None
+    if len(whole) < len(content):
+        with open(output, "r+b") as file:
+            file.truncate(len(whole))
+    return lines

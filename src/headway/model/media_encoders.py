@@ -1,0 +1,110 @@
+"""Which encoder a model with media inputs was trained on, as text, and that encoder again: `MediaInput.encoder`.
+
+    {"kind": "huggingface", "path": ..., "pool": ...}     the settings of a frozen encoder (model/encoders)
+    {"aligner": "runs/align/final"}                       the encoder of a phase-1 run: frozen, or its trained tower
+    ""                                                    features came from a table; generation needs an encoder by name
+
+A path that is not absolute is below the folder of the model, where an export puts the encoders it brings along.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.config.load import validate
+from headway.errors import ConfigError
+from headway.model.encoders import KINDS
+from headway.model.encoders.base import EncoderConfig
+from headway.model.loading.aligner_file import StoredAligner, is_aligner_folder, read_aligner_folder
+
+if TYPE_CHECKING:
+    from headway.model.encoders.base import Encoder
+
+ALIGNER_KEY = "aligner"
+PATCH_LAYER = -2
+"""The layer whose patches LLaVA takes."""
+
+
+def aligner_folder(path: Path) -> Path | None:
+    """The folder of a phase-1 run that has encoders beside its heads; None for a file of heads alone."""
+    folders = (path, path / "final", path.parent)
+    return next((one for one in folders if one.is_dir() and is_aligner_folder(one)), None)
+
+
+def encoder_text(name: str, modality: str, *, patches: bool) -> str:
+    """The encoder that a recipe names: a kind, or a Hugging Face folder or hub id."""
+    if name in KINDS:
+        given: dict[str, Any] = {"kind": name}
+    else:
+        given = {"kind": "huggingface", "path": str(Path(name).resolve()) if Path(name).is_dir() else name}
+        given |= {"pool": "none", "layer": PATCH_LAYER} if patches else {}
+    config = _config(given, modality)
+    if config.TRAINS:
+        raise ConfigError(f"multimodal.{modality}.encoder is {name}, which must be trained first (recipe multimodal/align). Give multimodal.aligner.")
+    return json.dumps(given)
+
+
+def aligned_encoder_text(folder: Path, modality: str) -> str:
+    """The encoder of a modality in a phase-1 run."""
+    stored = read_aligner_folder(folder)
+    if modality not in stored.config.encoders:
+        raise ConfigError(f"multimodal.aligner: {folder} has no encoder for {modality}; it has {', '.join(stored.config.encoders)}.")
+    return json.dumps({ALIGNER_KEY: str(folder.resolve())})
+
+
+def _config(given: dict[str, Any], modality: str) -> EncoderConfig:
+    if given.get("kind") not in KINDS:
+        raise ConfigError(f"the encoder of {modality} has kind {given.get('kind')!r}; kinds are {', '.join(KINDS)}.")
+    config: EncoderConfig = validate(import_module(f"headway.model.encoders.{given['kind']}").Config, given)
+    if modality not in config.FOR:
+        raise ConfigError(f"the encoder of {modality} has kind {config.kind}, which encodes {', '.join(config.FOR)}. Use another.")
+    return config
+
+
+def open_encoder(text: str, modality: str, model_folder: Path | None = None) -> Encoder:
+    """The encoder of a text, loaded once."""
+    if not text:
+        raise ConfigError(f"the model was trained on a table of {modality} features, so its encoder is unknown. Use a model trained on an encoder.")
+    return _opened(text, modality, model_folder)
+
+
+@lru_cache(maxsize=8)
+def _opened(text: str, modality: str, model_folder: Path | None) -> Encoder:
+    given = json.loads(text)
+    if ALIGNER_KEY not in given:
+        return _config(given, modality).build(modality)
+    folder = Path(given[ALIGNER_KEY])
+    if not folder.is_absolute() and model_folder is not None:
+        folder = model_folder / folder
+    if not is_aligner_folder(folder):
+        raise ConfigError(f"the encoder of {modality} is that of {folder}, which is not there any more. Put the folder back.")
+    stored = read_aligner_folder(folder)
+    config = stored.config.encoders[modality]
+    return _tower(stored, modality) if config.TRAINS else config.build(modality)
+
+
+def _tower(stored: StoredAligner, modality: str) -> Encoder:
+    """The trained tower of an aligner as a frozen encoder: features as its head takes them."""
+    from torch import Tensor, nn
+
+    from headway.model.encoders.frozen import FrozenModule
+
+    class OneVector(nn.Module):
+        def __init__(self, tower: nn.Module) -> None:
+            super().__init__()
+            self.tower = tower
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.tower(inputs)[:, None]
+
+    mine = {name: value for name, value in sorted(stored.weights.items()) if name.startswith(f"towers.{modality}.")}
+    digest = hashlib.sha256()
+    for name, value in mine.items():
+        digest.update(name.encode() + value.contiguous().numpy().tobytes())
+    tower = stored.load().towers[modality]
+    return FrozenModule(modality, OneVector(tower), stored.config.encoders[modality].input_of(modality), f"tower {digest.hexdigest()[:32]}")

@@ -1,0 +1,133 @@
+"""The media inputs of a model in its Hugging Face folder, in files next to the weights, which other programs ignore.
+
+    media.json                    the shape (model/media_shape.py), what encodes each modality, and the checksums of the files below
+    projector.safetensors         projector.* of the model, fp32
+    aligner.safetensors           aligner.* where the model has the heads of phase 1
+    preprocessor_config.json      how pictures and sounds become the inputs of the encoders
+    encoders/                     the phase-1 aligner whose towers encode, where they were trained by headway
+
+Invariant: a folder whose media.json names a file that is missing, changed or of another shape does not load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import CheckpointError, first_line
+from headway.model.media_encoders import ALIGNER_KEY, open_encoder
+from headway.model.media_shape import ALIGNER, PROJECTOR, MediaShape
+from headway.runtime.json_file import read_object
+from headway.runtime.storage import write_atomic
+
+if TYPE_CHECKING:
+    import torch
+
+MEDIA_FILE = "media.json"
+PREPROCESSOR_FILE = "preprocessor_config.json"
+ENCODERS_FOLDER = "encoders"
+FILES = {PROJECTOR: "projector.safetensors", ALIGNER: "aligner.safetensors"}
+VERSION = 1
+
+
+def is_media(name: str) -> bool:
+    """Whether a parameter belongs to media inputs."""
+    return name.startswith((PROJECTOR, ALIGNER))
+
+
+def without_media(weights: Iterable[tuple[str, torch.Tensor]], found: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of the language model; those of media inputs are put aside."""
+    for name, value in weights:
+        if is_media(name):
+            found[name] = value.detach().float().to("cpu", copy=True)
+        else:
+            yield name, value
+
+
+def write_media_files(folder: Path, shape: MediaShape, tensors: Mapping[str, torch.Tensor], model_folder: Path | None = None) -> None:
+    """Write the files of a model's media inputs. `model_folder`: where the model was, for encoders that lie below it."""
+    from safetensors.torch import save
+
+    described = _with_encoders(folder, shape, model_folder)
+    sums: dict[str, str] = {}
+    for prefix, name in FILES.items():
+        mine = {key: value.contiguous() for key, value in tensors.items() if key.startswith(prefix)}
+        if mine:
+            content = save(mine, metadata={"format": "pt", "written_by": "headway"})
+            write_atomic(folder / name, content)
+            sums[name] = hashlib.sha256(content).hexdigest()
+    inputs = {one.modality: _input_of(one.encoder, one.modality, folder) for one in described.inputs}
+    write_atomic(folder / PREPROCESSOR_FILE, json.dumps({"headway_media": inputs}, indent=1) + "\n")
+    write_atomic(folder / MEDIA_FILE, json.dumps({"version": VERSION, "shape": asdict(described), "files": sums}, indent=1) + "\n")
+
+
+def _with_encoders(folder: Path, shape: MediaShape, model_folder: Path | None) -> MediaShape:
+    """The shape with phase-1 encoders copied into the folder, so that it works wherever it is put."""
+    inputs = []
+    for one in shape.inputs:
+        given = json.loads(one.encoder) if one.encoder else {}
+        if ALIGNER_KEY not in given:
+            inputs.append(one)
+            continue
+        source = Path(given[ALIGNER_KEY])
+        source = source if source.is_absolute() or model_folder is None else model_folder / source
+        if not source.is_dir():
+            raise CheckpointError(f"the {one.modality} encoder of phase 1 is not at {source} any more. Put it back, and export again.")
+        if not (folder / ENCODERS_FOLDER).exists():
+            shutil.copytree(source, folder / ENCODERS_FOLDER)
+        inputs.append(replace(one, encoder=json.dumps({ALIGNER_KEY: ENCODERS_FOLDER})))
+    return replace(shape, inputs=tuple(inputs))
+
+
+def _input_of(encoder: str, modality: str, folder: Path) -> dict[str, Any]:
+    """How an item becomes an array, in plain values."""
+    if not encoder:
+        return {"encoder": None}
+    opened = open_encoder(encoder, modality, folder)
+    source: Any = opened.input
+    spec = getattr(source, "spec", source)
+    return {"encoder": json.loads(encoder), "shape": list(source.shape), "dtype": source.dtype, "vectors": opened.tokens, "width": opened.width} | {
+        "settings": json.loads(json.dumps({key: value for key, value in vars(spec).items() if not callable(value)}, default=vars))
+    }
+
+
+def read_media_files(folder: Path, hidden_size: int) -> tuple[MediaShape, dict[str, torch.Tensor]] | None:
+    """The media inputs of a folder; None where it has none."""
+    if not (folder / MEDIA_FILE).is_file():
+        return None
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    given = read_object(folder / MEDIA_FILE, CheckpointError)
+    again = "Export the model again."
+    try:
+        shape = MediaShape.parse(given["shape"])
+        sums = dict(given["files"])
+        wanted = shape.parameters(hidden_size)
+        if given["version"] != VERSION or (problem := shape.problem()):
+            raise ValueError(problem if given["version"] == VERSION else f"version {given['version']!r}")
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise CheckpointError(f"{folder / MEDIA_FILE}: does not describe media inputs ({first_line(problem)}). {again}") from None
+    tensors: dict[str, torch.Tensor] = {}
+    for name in FILES.values():
+        if name not in sums:
+            continue
+        try:
+            content = (folder / name).read_bytes()
+            if hashlib.sha256(content).hexdigest() != sums[name]:
+                raise ValueError("its checksum differs")
+            tensors |= load(content)
+        except (OSError, ValueError, SafetensorError) as problem:
+            raise CheckpointError(f"{folder / name}: damaged or missing ({first_line(problem)}). {again}") from None
+    for key, expected in wanted.items():
+        found = tuple(tensors[key].shape) if key in tensors else None
+        if found != expected:
+            raise CheckpointError(f"{folder}: {key} is {'missing' if found is None else list(found)}; {list(expected)} is expected. {again}")
+    if extra := sorted(set(tensors) - set(wanted)):
+        raise CheckpointError(f"{folder}: holds {extra[0]}, which {MEDIA_FILE} does not describe. {again}")
+    return shape, {key: tensors[key] for key in wanted}
