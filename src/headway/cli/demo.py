@@ -9,12 +9,20 @@ from headway.cli._options import JSON
 from headway.cli._output import print_json, print_table
 
 
-def demo(out: Path = typer.Option(Path("demo"), "--out", help="Folder for everything the demo makes."), json: bool = JSON) -> None:
+def demo(
+    out: Path | None = typer.Option(None, "--out", help="Folder for everything the demo makes; demo, or demo-multimodal."),
+    multimodal: bool = typer.Option(False, "--multimodal", help="Pictures and sounds instead: align encoders, then teach a model to answer."),
+    json: bool = JSON,
+) -> None:
     """The whole pipeline in small: tokenizer, data, pretraining, evaluation, fine-tuning, preference, export; on a CPU, offline."""
     from headway.runtime.log import start_logging
     from headway.runtime.storage import check_writable
     from headway.workflows.demo.run import run_demo
 
+    if multimodal:
+        _multimodal(out or Path("demo-multimodal"), json=json)
+        return
+    out = out or Path("demo")
     check_writable(out)
     with start_logging():
         summary = run_demo(out)
@@ -30,6 +38,27 @@ def demo(out: Path = typer.Option(Path("demo"), "--out", help="Folder for everyt
     typer.echo("\nTry next:")
     for line in summary["next"]:
         typer.echo(f"  {line}")
+
+
+def _multimodal(out: Path, *, json: bool) -> None:
+    from headway.runtime.log import start_logging
+    from headway.runtime.storage import check_writable
+    from headway.workflows.demo.multimodal import run_multimodal_demo
+
+    check_writable(out)
+    with start_logging():
+        summary = run_multimodal_demo(out)
+    if json:
+        print_json(summary)
+        return
+    typer.echo(f"\nThe demo took {summary['seconds']:.0f} s. Phase 1, recall@1 among {summary['heldout']} samples of held-out combinations:")
+    chance = f"{1 / summary['heldout']:.1%}"
+    print_table(["direction", "recall@1", "chance"], [(name, f"{value:.1%}", chance) for name, value in summary["recall"].items()])
+    typer.echo("\nPhase 2, right answers about held-out combinations:")
+    rows = [(question, *(f"{one[key]:.1%}" for key in ("seen", "blank", "chance"))) for question, one in summary["answers"].items()]
+    print_table(["question", "right", "media blanked", "chance"], rows)
+    image, prompt = out / "media/images/000000.png", "What colour is the shape?"
+    typer.echo(f"\nTry next:\n  headway generate --model {out / 'runs/tune'} --image {image} --prompt '{prompt}'")
 
 
 def _rows(found: dict[str, Any], out: Path) -> list[tuple[str, str, Path]]:

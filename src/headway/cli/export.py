@@ -46,6 +46,26 @@ def hf(
         typer.echo(f"wrote {out}")
 
 
+def llava(
+    model: Path = MODEL,
+    out: Path = typer.Option(..., help="The folder to write; it must not exist yet."),
+    dtype: str = typer.Option("float32", help="The dtype of the written weights: float32, bfloat16 or float16 (also fp32, bf16, fp16)."),
+    json: bool = JSON,
+) -> None:
+    """Write a folder that LlavaForConditionalGeneration loads: vision tower, projector, language model. For models of patch tokens."""
+    from headway.export.huggingface import parse_dtype
+    from headway.export.llava import export_llava
+    from headway.runtime.storage import check_writable
+
+    chosen = parse_dtype(dtype)
+    check_writable(out.parent)
+    export_llava(model, out, dtype=chosen)
+    if json:
+        print_json({"out": str(out), "dtype": chosen})
+    else:
+        typer.echo(f"wrote {out}")
+
+
 def masks_export(
     model: Path = typer.Option(..., help=GATES_HELP),
     out: Path = typer.Option(..., help="The file to write, such as masks.tsv."),
@@ -145,3 +165,4 @@ def aligner(
 
 
 VERBS = {"export hf": hf, "export aligner": aligner, "masks export": masks_export, "masks show": masks_show}
+VERBS = {"export hf": hf, "export llava": llava, "masks export": masks_export, "masks show": masks_show}
