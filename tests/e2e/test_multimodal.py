@@ -1,4 +1,4 @@
-"""Phase 2 as a user runs it: trained from tables of features, resumed bit for bit, loaded, asked, exported; LLaVA's class computes the same."""
+"""Phase 2 as a user runs it: trained from tables, resumed bit for bit, loaded, asked, exported; LLaVA's class computes the same."""
 
 import json
 import shutil
@@ -55,7 +55,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_heads(path: Path, width: int) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = {"norm.weight": (width,), "norm.bias": (width,), "proj.weight": (5, width)}
-    heads = {f"heads.{name}.{leaf}": torch.randn(*shape, generator=generator) for name in ("image", "audio") for leaf, shape in shapes.items()}
+    heads = {
+        f"heads.{name}.{leaf}": torch.randn(*shape, generator=generator) for name in ("image", "audio") for leaf, shape in shapes.items()
+    }
     write_aligner(AlignerHeads(heads, {"image": 2.66, "audio": 2.66}), path)
 
 
@@ -88,7 +90,10 @@ def test_a_stopped_run_resumes_bit_for_bit(made: Path, run: Path) -> None:
     train(recipe_of(made, "stopped"))
     whole, stopped = weights_of(run / "checkpoints/step-00000004"), weights_of(made / "runs/stopped/checkpoints/step-00000004")
     assert whole.keys() == stopped.keys() and all(torch.equal(whole[name], stopped[name]) for name in whole)
-    losses = [[json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in (run, made / "runs/stopped")]
+    losses = [
+        [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (run, made / "runs/stopped")
+    ]
     assert losses[0] == losses[1]
 
 
@@ -130,16 +135,22 @@ def test_damaged_or_foreign_files_are_refused_by_name(made: Path, run: Path, tmp
     write_heads(tmp_path / "narrow.safetensors", WIDTH - 1)
     with pytest.raises(ConfigError, match="its image head takes features of width 5; the image encoder gives 6"):
         train(recipe_of(made, "bad", f"multimodal.aligner={tmp_path}/narrow.safetensors"))
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}) + "\n")
     with pytest.raises(ConfigError, match="no source holds pictures or sounds"):
-        chat = tmp_path / "chat.jsonl"
-        chat.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}) + "\n")
         train(recipe_of(made, "bad", f"data.train=[{{path: {chat}, kind: chat}}]"))
     with pytest.raises(ConfigError, match="has kind multimodal, and the recipe has no `multimodal` section"):
-        train(load(Recipe, None, [f"tokenizer={made}/tok", f"data.train=[{{path: {made}/set/chat.jsonl, kind: multimodal}}]", f"run.dir={tmp_path}"]))
+        train(
+            load(
+                Recipe,
+                None,
+                [f"tokenizer={made}/tok", f"data.train=[{{path: {made}/set/chat.jsonl, kind: multimodal}}]", f"run.dir={tmp_path}"],
+            )
+        )
     shutil.copytree(run / "final", tmp_path / "final")
     damaged = (tmp_path / "final/projector.safetensors").read_bytes()
     (tmp_path / "final/projector.safetensors").write_bytes(damaged[:-1] + b"x")
-    with pytest.raises(CheckpointError, match="projector.safetensors: damaged"):
+    with pytest.raises(CheckpointError, match=r"projector\.safetensors: damaged"):
         load_model(tmp_path / "final")
     loaded = load_model(run)
     with pytest.raises(ConfigError, match="trained on a table of image features"):
@@ -162,7 +173,9 @@ def test_packed_rows_have_the_loss_of_unpacked_ones(made: Path) -> None:
     losses: list[float] = []
     for packing in ("best_fit", "pad"):
         sets = f"data.valid.sets={{all: {{path: {made}/set/chat.jsonl, kind: multimodal}}}}"
-        recipe = recipe_of(made, packing, f"data.packing={packing}", "steps=1", "optim.lr=0", "eval.rows=1000", sets, "checkpoint.at_end=false")
+        recipe = recipe_of(
+            made, packing, f"data.packing={packing}", "steps=1", "optim.lr=0", "eval.rows=1000", sets, "checkpoint.at_end=false"
+        )
         train(recipe)
         lines = [json.loads(line) for line in (recipe.run.folder / "metrics.jsonl").read_text().splitlines()]
         losses.append(next(line["valid"]["all"]["loss"] for line in reversed(lines) if "valid" in line))
@@ -207,11 +220,13 @@ def test_a_llava_folder_computes_the_same_logits_with_transformers(made: Path, t
     features = torch.from_numpy(encoder.encode(pixels[None]))[None]
     media = MediaTensors(slot, {"image": features}, {"image": torch.tensor([[True]])})
     with torch.no_grad():
-        ours = loaded.model.logits(loaded.model.prefill(ids.clamp(max=SMALL["vocab_size"] - 1), torch.arange(ids.shape[1])[None], None, media))
+        ours = loaded.model.logits(
+            loaded.model.prefill(ids.clamp(max=SMALL["vocab_size"] - 1), torch.arange(ids.shape[1])[None], None, media)
+        )
         values = encoder.module.pixels(torch.from_numpy(pixels[None]))  # pyright: ignore[reportAttributeAccessIssue]
         wanted = theirs(input_ids=ids, pixel_values=values).logits
     torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ConfigError, match="a picture is pooled|it takes image, audio"):
+    with pytest.raises(ConfigError, match=r"a picture is pooled|it takes image, audio"):
         export_llava(made / "again" if (made / "again").exists() else made / "runs/whole", tmp_path / "other")
 
 

@@ -11,7 +11,9 @@ from headway.cli._output import print_json, print_table
 
 def demo(
     out: Path | None = typer.Option(None, "--out", help="Folder for everything the demo makes; demo, or demo-multimodal."),
-    multimodal: bool = typer.Option(False, "--multimodal", help="Pictures and sounds instead: align encoders, then teach a model to answer."),
+    multimodal: bool = typer.Option(
+        False, "--multimodal", help="Pictures and sounds instead: align encoders, then teach a model to answer."
+    ),
     json: bool = JSON,
 ) -> None:
     """The whole pipeline in small: tokenizer, data, pretraining, evaluation, fine-tuning, preference, export; on a CPU, offline."""
@@ -51,7 +53,9 @@ def _multimodal(out: Path, *, json: bool) -> None:
     if json:
         print_json(summary)
         return
-    typer.echo(f"\nThe demo took {summary['seconds']:.0f} s. Phase 1, recall@1 among {summary['heldout']} samples of held-out combinations:")
+    typer.echo(
+        f"\nThe demo took {summary['seconds']:.0f} s. Phase 1, recall@1 among {summary['heldout']} samples of held-out combinations:"
+    )
     chance = f"{1 / summary['heldout']:.1%}"
     print_table(["direction", "recall@1", "chance"], [(name, f"{value:.1%}", chance) for name, value in summary["recall"].items()])
     typer.echo("\nPhase 2, right answers about held-out combinations:")

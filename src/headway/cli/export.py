@@ -164,5 +164,4 @@ def aligner(
         typer.echo(f"wrote {out}: {widths} -> {result['dim']} dimensions")
 
 
-VERBS = {"export hf": hf, "export aligner": aligner, "masks export": masks_export, "masks show": masks_show}
-VERBS = {"export hf": hf, "export llava": llava, "masks export": masks_export, "masks show": masks_show}
+VERBS = {"export hf": hf, "export aligner": aligner, "export llava": llava, "masks export": masks_export, "masks show": masks_show}

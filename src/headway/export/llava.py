@@ -72,7 +72,9 @@ def _checked(found: StoredModel) -> MediaInput:
     if wrong is None and settings.get("kind") != "huggingface":
         wrong = "its vision tower is no Hugging Face folder"
     if wrong is not None:
-        raise ConfigError(f"{found.path}: LLaVA has another shape: {wrong}. LLaVA takes patches of a CLIP or SigLIP folder. Use `headway export hf`.")
+        raise ConfigError(
+            f"{found.path}: LLaVA has another shape: {wrong}. LLaVA takes patches of a CLIP or SigLIP folder. Use `headway export hf`."
+        )
     return shape.inputs[0]
 
 
@@ -82,14 +84,23 @@ def _image_token(tokenizer: Tokenizer, found: StoredModel) -> int:
     if known is not None:
         return known
     if tokenizer.vocab_size >= found.config.vocab:
-        raise ConfigError(f"{found.path}: its tokenizer has no {IMAGE_MARK}, and its embedding no free row for one. Train with a tokenizer that has it.")
+        raise ConfigError(
+            f"{found.path}: its tokenizer has no {IMAGE_MARK}, and its embedding no free row for one. Train with a tokenizer that has it."
+        )
     return tokenizer.vocab_size
 
 
 def _write(folder: Path, text: Path, one: MediaInput, media: dict[str, torch.Tensor], token: int, dtype: Dtype) -> None:
     import torch
-    from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlavaConfig
-    from transformers import LlavaForConditionalGeneration
+    from transformers import (
+        AutoConfig,
+        AutoImageProcessor,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
 
     settings = json.loads(one.encoder)
     tower = Path(settings["path"])
@@ -111,7 +122,11 @@ def _write(folder: Path, text: Path, one: MediaInput, media: dict[str, torch.Ten
     _load_tower(inner.vision_tower, vision)
     linears = {"linear_1": "up", "linear_2": "down"}
     inner.multi_modal_projector.load_state_dict(
-        {f"{theirs}.{leaf}": media[f"{PROJECTOR}image.{ours}.{leaf}"].float() for theirs, ours in linears.items() for leaf in ("weight", "bias")}
+        {
+            f"{theirs}.{leaf}": media[f"{PROJECTOR}image.{ours}.{leaf}"].float()
+            for theirs, ours in linears.items()
+            for leaf in ("weight", "bias")
+        }
     )
     made.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(text, local_files_only=True)

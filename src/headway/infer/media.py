@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headway.errors import ConfigError, DataError
-from headway.infer.generate import Generation, GenerateOptions, OnText, PromptMedia, generate_from_ids
+from headway.infer.generate import GenerateOptions, Generation, OnText, PromptMedia, generate_from_ids
 from headway.infer.load import LoadedModel
 from headway.media.items import MediaRef
 from headway.media.records import parse_media_record
@@ -86,7 +86,9 @@ def answer_media(
         items.append(PromptMedia(document.items, {}))
     features = dict(known or {})
     features |= encode_media(loaded, {name: ref for name, ref in refs.items() if name not in features})
-    items = [replace(one, features={item.content_hash: features[item.content_hash] for item in one.items if item.content_hash}) for one in items]
+    items = [
+        replace(one, features={item.content_hash: features[item.content_hash] for item in one.items if item.content_hash}) for one in items
+    ]
     options = replace(options, stop_ids=(*options.stop_ids, *answer_end(found, tokenizer)))
     return generate_from_ids(loaded, prompts, options, on_text, items)
 

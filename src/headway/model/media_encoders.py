@@ -45,7 +45,9 @@ def encoder_text(name: str, modality: str, *, patches: bool) -> str:
         given |= {"pool": "none", "layer": PATCH_LAYER} if patches else {}
     config = _config(given, modality)
     if config.TRAINS:
-        raise ConfigError(f"multimodal.{modality}.encoder is {name}, which must be trained first (recipe multimodal/align). Give multimodal.aligner.")
+        raise ConfigError(
+            f"multimodal.{modality}.encoder is {name}, which must be trained first (recipe multimodal/align). Give multimodal.aligner."
+        )
     return json.dumps(given)
 
 
@@ -69,7 +71,9 @@ def _config(given: dict[str, Any], modality: str) -> EncoderConfig:
 def open_encoder(text: str, modality: str, model_folder: Path | None = None) -> Encoder:
     """The encoder of a text, loaded once."""
     if not text:
-        raise ConfigError(f"the model was trained on a table of {modality} features, so its encoder is unknown. Use a model trained on an encoder.")
+        raise ConfigError(
+            f"the model was trained on a table of {modality} features, so its encoder is unknown. Use a model trained on an encoder."
+        )
     return _opened(text, modality, model_folder)
 
 

@@ -91,9 +91,13 @@ def _input_of(encoder: str, modality: str, folder: Path) -> dict[str, Any]:
     opened = open_encoder(encoder, modality, folder)
     source: Any = opened.input
     spec = getattr(source, "spec", source)
-    return {"encoder": json.loads(encoder), "shape": list(source.shape), "dtype": source.dtype, "vectors": opened.tokens, "width": opened.width} | {
-        "settings": json.loads(json.dumps({key: value for key, value in vars(spec).items() if not callable(value)}, default=vars))
-    }
+    return {
+        "encoder": json.loads(encoder),
+        "shape": list(source.shape),
+        "dtype": source.dtype,
+        "vectors": opened.tokens,
+        "width": opened.width,
+    } | {"settings": json.loads(json.dumps({key: value for key, value in vars(spec).items() if not callable(value)}, default=vars))}
 
 
 def read_media_files(folder: Path, hidden_size: int) -> tuple[MediaShape, dict[str, torch.Tensor]] | None:
@@ -127,7 +131,9 @@ def read_media_files(folder: Path, hidden_size: int) -> tuple[MediaShape, dict[s
     for key, expected in wanted.items():
         found = tuple(tensors[key].shape) if key in tensors else None
         if found != expected:
-            raise CheckpointError(f"{folder}: {key} is {'missing' if found is None else list(found)}; {list(expected)} is expected. {again}")
+            raise CheckpointError(
+                f"{folder}: {key} is {'missing' if found is None else list(found)}; {list(expected)} is expected. {again}"
+            )
     if extra := sorted(set(tensors) - set(wanted)):
         raise CheckpointError(f"{folder}: holds {extra[0]}, which {MEDIA_FILE} does not describe. {again}")
     return shape, {key: tensors[key] for key in wanted}

@@ -106,9 +106,16 @@ def _write(path: str, folder: Path, build: MediaBuild, encoder: MediaEncoder) ->
             raise DataError(f"{path}: no record is left ({said}). Give more data or a longer data.seq_len.")
         write_items(folder, build.positions.tokens, documents)
         writer.finish()
-    said = {"bad": "bad records left out", "dropped": "too long", "prompts_truncated": "prompts shortened", "answers_truncated": "answers cut"}
+    said = {
+        "bad": "bad records left out",
+        "dropped": "too long",
+        "prompts_truncated": "prompts shortened",
+        "answers_truncated": "answers cut",
+    }
     noted = ", ".join(f"{counts[name]} {what}" for name, what in said.items() if counts[name])
-    log.log(logging.WARNING if counts["bad"] else logging.INFO, "%s: %d conversations%s", path, len(documents), f"; {noted}" if noted else "")
+    log.log(
+        logging.WARNING if counts["bad"] else logging.INFO, "%s: %d conversations%s", path, len(documents), f"; {noted}" if noted else ""
+    )
 
 
 def _documents(path: str, build: MediaBuild, encoder: MediaEncoder) -> Iterator[MediaDocument]:

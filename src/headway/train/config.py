@@ -23,8 +23,8 @@ from headway.optim.base import OptimConfig
 from headway.optim.scaler import ScalerConfig
 from headway.parallel.config import MemoryConfig, ParallelConfig
 from headway.track.base import TrackerConfig
-from headway.train.multimodal_config import MultimodalConfig
 from headway.train.launch_config import LaunchConfig, SuperviseConfig
+from headway.train.multimodal_config import MultimodalConfig
 
 SHARED_BY_STAGES = {
     "stages": "stages have no stages",

@@ -19,8 +19,8 @@ from headway.model.adapter.lora import merged
 from headway.model.layout import GATES
 from headway.model.loading.aligner_file import write_aligner_folder
 from headway.model.media_files import is_media
-from headway.objective.contrastive import Config as ContrastiveConfig
 from headway.objective.contrastive import LOG_SCALE
+from headway.objective.contrastive import Config as ContrastiveConfig
 from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.runtime.process import leave_outcome
 from headway.runtime.storage import writing

@@ -63,7 +63,8 @@ def plan_media(config: MultimodalConfig, hidden_size: int) -> MediaPlan:
         if one.features is not None:
             tables[name] = open_table(one.features)
             if len(tables[name].shape) != 2:
-                raise ConfigError(f"multimodal.{name}.features: {one.features} has rows of shape {list(tables[name].shape)}; [vectors, width] is expected.")
+                shape = list(tables[name].shape)
+                raise ConfigError(f"multimodal.{name}.features: {one.features} has rows of {shape}; [vectors, width] is expected.")
             vectors, width = tables[name].shape
         else:
             encoder = open_encoder(text, name)
@@ -116,9 +117,7 @@ class MediaStores:
             raise ConfigError(f"data: {one.path} needs a tokenizer. Set `tokenizer` in the recipe.")
         path = local_path(one.path, self.config.cache_dir)
         fits = self.config.packing in ("best_fit", "pad")
-        build = MediaBuild(
-            self.plan.positions, one.chat_template, KeyMap.of(one.keys), self.config.seq_len if fits else None, one.drop_bad
-        )
+        build = MediaBuild(self.plan.positions, one.chat_template, KeyMap.of(one.keys), self.config.seq_len if fits else None, one.drop_bad)
         return SourceStore(one, media_store(path, self.tokenizer, build, self.config.cache_dir or default_cache_dir()), name=one.path)
 
 

@@ -87,8 +87,6 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
     """Read what a recipe names; anything missing or contradictory is a ConfigError. `given` weights override init.from."""
     for tracker in recipe.track:
         tracker.check()
-    if recipe.model.media is not None:
-        raise ConfigError("model.media is written by a run with media inputs; it is no setting. Remove it.")
     if recipe.model.aligner is not None or isinstance(recipe.objective, ContrastiveConfig):
         aligned = resolve_aligner(recipe)
         return Resolved(aligned, aligned.model, None, None, None)

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import numpy as np
+
 from support.observe import Row, numbers, refused, root
 
 NAMES = ("image", "audio")

@@ -144,7 +144,9 @@ def _ask(out: Path) -> dict[str, Any]:
     for name, asked in (("seen", questions), ("blank", blank)):
         answers = answer_media(loaded, asked, "chatml", options)
         for question in ASKED:
-            right = [a.text.strip() == q.expected for a, q in zip(answers, asked, strict=True) if _unmarked(q.turns[-1].content) == question]
+            right = [
+                a.text.strip() == q.expected for a, q in zip(answers, asked, strict=True) if _unmarked(q.turns[-1].content) == question
+            ]
             shares.setdefault(question, {"chance": 1 / len(ANSWERS[question])})[name] = sum(right) / len(right)
     return {"answers": shares}
 
