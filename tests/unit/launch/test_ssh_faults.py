@@ -96,12 +96,12 @@ def test_the_plan_refuses_what_is_missing(tmp_path: Path) -> None:
 def test_local_paths_of_a_recipe_must_be_on_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("from headway import Callback\n\nclass Mine(Callback):\n    pass\n")
-    sources = "data: {train: ['d/a@0.5', 'd/b'], valid: v}"
+    sources = "data: {train: ['./d/a@0.5', './d/b@0.5', org/set@0.5], valid: v}"
     text = "{tokenizer: toks/t.json, init: {from: s3://b/x, masks: m.tsv}, callbacks: ['./mine.py:Mine'], " + sources + "}"
     (tmp_path / "r.yaml").write_text(text)
     recipe = Recipe.load(tmp_path / "r.yaml", ["steps=2"])
     found = needed_paths(Job(tmp_path / "r.yaml", Path("runs/r"), ("steps=2",)), recipe)
-    assert sorted(found) == ["./mine.py", "d/a", "d/b", "m.tsv", "toks/t.json", "v"]
+    assert sorted(found) == ["./d/a", "./d/b", "./mine.py", "m.tsv", "toks/t.json", "v"]
 
 
 CHILD = (
@@ -197,6 +197,8 @@ def test_what_an_earlier_session_left_is_ended_first(tmp_path: Path, monkeypatch
     monkeypatch.setattr(rank_agent, "SAVE_SECONDS", 0.3)
     words = [sys.executable, "-S", "-c", "import time; time.sleep(60)", "headway", "train", "runs/x/launch-recipe.yaml"]
     with subprocess.Popen(words) as child:
+        while not Path(f"/proc/{child.pid}/cmdline").read_bytes():  # for a moment after the start
+            time.sleep(0.01)
         gone = Holder(**{**asdict(this_process()), "pid": 2**22, "started": "1"})
         (tmp_path / "r.json").write_text(json.dumps({**asdict(gone), "child": child.pid}))
         end_earlier(tmp_path / "r.json")
