@@ -18,6 +18,7 @@ from headway.track.internlm_line import internlm_line
 
 COLUMNS = 100
 DATA_WAIT_SHOWN = 0.05
+RETRIEVAL = "/recall_at_1"
 SHOWN = (
     "loss",
     "lr",
@@ -51,6 +52,8 @@ class Console:
         """Show one step; validation results get a separate line."""
         flat = flatten(metrics)
         valid = {name: value for name, value in flat.items() if name.startswith("valid")}
+        if any(name.endswith(RETRIEVAL) for name in valid):  # dozens of numbers; metrics.jsonl and trackers have them all
+            valid = {name: value for name, value in valid.items() if name.endswith((RETRIEVAL, "/loss"))}
         # Validation before the first step has no training metrics.
         at_start = "validated at the start: " if valid and "loss" not in flat else ""
         if not at_start:
@@ -61,7 +64,7 @@ class Console:
             log.info("%s", line, extra=None if self.bar is None else FILE_ONLY)
             if self.bar is not None:
                 log.info("step %d  valid: %s", step, _short(valid), extra=SCREEN_ONLY)
-        rest = {name: value for name, value in flat.items() if name not in SHOWN and name not in valid and value is not None}
+        rest = {name: value for name, value in flat.items() if name not in SHOWN and not name.startswith("valid") and value is not None}
         if rest:
             log.debug("%s", "  " + "  ".join(f"{name} {_number(value)}" for name, value in rest.items()))
 

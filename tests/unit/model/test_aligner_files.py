@@ -1,4 +1,4 @@
-"""Files of an aligner: PurrSight's 12 tensors are read and written exactly; a file that does not fit is refused in one line, never in part."""
+"""Files of an aligner: PurrSight's 12 tensors are read and written exactly; a file that does not fit is refused, never read in part."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,11 @@ def test_an_aligner_of_purrsight_is_read_and_written_exactly(tmp_path: Path, for
     given = purrsight()
     torch.save(given if form == "bare" else {"state_dict": given, "epoch": 3, "global_step": 7}, tmp_path / "aligner.pt")
     heads = read_aligner(tmp_path / "aligner.pt")
-    assert (heads.modalities, heads.dim, sum(value.numel() for value in heads.tensors.values())) == (("text", "image", "audio"), 512, 1_743_488)
+    assert (heads.modalities, heads.dim, sum(value.numel() for value in heads.tensors.values())) == (
+        ("text", "image", "audio"),
+        512,
+        1_743_488,
+    )
     assert heads.log_scales == pytest.approx({"text": 1.0, "image": 2.66, "audio": 2.66})
     heads.require(WIDTHS, 512, "here")
     for name in ("out.pt", "out.safetensors"):
@@ -60,7 +64,8 @@ def spoil(how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "how", ["lacks", "logit_scale of image", "holds 'encoder.weight'", "a projection of shape", "different widths", "not finite", "no modality"]
+    "how",
+    ["lacks", "logit_scale of image", "holds 'encoder.weight'", "a projection of shape", "different widths", "not finite", "no modality"],
 )
 def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, how: str) -> None:
     torch.save(spoil(how), tmp_path / "aligner.pt")

@@ -113,7 +113,10 @@ def test_a_changed_file_is_read_again(data: Path) -> None:
 
 def test_conversations_videos_and_two_pictures_are_refused(data: Path) -> None:
     cases: dict[str, dict[str, Any]] = {
-        "a conversation": {"messages": [{"role": "user", "content": "<image>x"}, {"role": "assistant", "content": "y"}], "images": ["0.png"]},
+        "a conversation": {
+            "messages": [{"role": "user", "content": "<image>x"}, {"role": "assistant", "content": "y"}],
+            "images": ["0.png"],
+        },
         "two of modality image": {"text": "x", "images": ["0.png", "1.png"]},
     }
     for message, line in cases.items():

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 ALIGNER, DESCRIPTION, TOWERS = "aligner.safetensors", "aligner.json", "towers.safetensors"
 LEAVES = {"ln.weight": "norm.weight", "ln.bias": "norm.bias", "fc.weight": "proj.weight"}
-NOTES = {"format": "pt", "written_by": "headway"}
+NOTES = {"format": "pt"}
+"""One key: with two, the order in the file would change from run to run."""
 
 
 @dataclass(frozen=True)

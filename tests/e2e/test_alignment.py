@@ -1,0 +1,120 @@
+"""Aligning runs: a killed one ends bit for bit like one that was not, mistakes are one line, and held-out samples find each other."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.aligned import ENCODERS
+from support.runs import deterministic
+
+from headway.errors import ConfigError
+from headway.infer.aligner import aligned_encoders, find_aligner
+from headway.infer.load import find_model
+from headway.media.items import MediaRef
+from headway.media.synthetic import SyntheticMedia, write_media
+from headway.train import train
+from headway.train.config import Recipe
+from headway.train.resolve import resolve
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("align")
+    write_media(found / "set", SyntheticMedia(samples=24, heldout=8, image_size=16, seconds=0.2))
+    return found
+
+
+def recipe_of(folder: Path, **changes: Any) -> Recipe:
+    plain = {
+        "run": {"name": "a", "dir": str(folder / "runs")},
+        "model": {"aligner": {"encoders": ENCODERS, "dim": 8}},
+        "objective": {"kind": "contrastive"},
+        "data": {"train": [str(folder / "set" / "captions.jsonl")], "valid": {"fraction": 0.2}, "cache_dir": str(folder / "cache")},
+        "batch": {"rows": 8, "micro_rows": 4},
+        "steps": 7,
+        "eval": {"every": 3, "rows": 64},
+        "checkpoint": {"every": 2},
+        "device": "cpu",
+    }
+    return Recipe.load(plain).with_(changes)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+@contextmanager
+def dying(run: Any) -> Iterator[None]:
+    def at(step: int) -> None:
+        if step == 5:
+            raise Killed
+
+    run.on_step(at)
+    yield
+
+
+def test_a_killed_run_ends_bit_for_bit_like_an_undisturbed_one(folder: Path) -> None:
+    train(recipe_of(folder))
+    second = {"run.name": "b"}
+    with pytest.raises(Killed):
+        train(recipe_of(folder, **second), hook=dying)
+    assert not (folder / "runs" / "b" / "final").exists()
+    train(recipe_of(folder, **second))
+    one, two = (folder / "runs" / name for name in "ab")
+    assert deterministic(one / "metrics.jsonl") == deterministic(two / "metrics.jsonl")
+    for name in ("aligner.safetensors", "towers.safetensors"):
+        assert (one / "final" / name).read_bytes() == (two / "final" / name).read_bytes()
+    last = deterministic(one / "metrics.jsonl")[-1]["valid"]["valid"]
+    assert {"loss", "text_to_image/recall_at_1", "image-audio/modality_gap"} <= set(last)
+
+
+def test_its_model_is_found_and_is_no_language_model(folder: Path) -> None:
+    run = folder / "runs" / "a"
+    if not run.exists():
+        train(recipe_of(folder))
+    final, checkpoint = find_aligner(run), find_aligner(run / "checkpoints")
+    assert final.weights.keys() == checkpoint.weights.keys()
+    assert all(bool((final.weights[name] == checkpoint.weights[name]).all()) for name in final.weights)
+    assert final.log_scales == pytest.approx(checkpoint.log_scales)
+    encoder = aligned_encoders(run, ["image"])["image"]
+    picture = next((folder / "set" / "images").glob("*.png"))
+    found = encoder.encode(encoder.input.read(MediaRef("image", picture))[None])
+    assert found.shape == (1, 1, 8) and float((found**2).sum()) == pytest.approx(1, abs=1e-5)
+    shutil.copytree(run / "checkpoints", folder / "alone", dirs_exist_ok=True)
+    with pytest.raises(ConfigError, match="is an aligner, not a language model"):
+        find_model(folder / "alone")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective": {"kind": "next_token"}}, "an aligner is trained by contrastive"),
+        ({"parallel.tensor": 2}, r"parallel\.tensor is given; it does not apply to an aligner"),
+        ({"batch": {"tokens": 16}}, r"batch\.tokens is given"),
+        ({"data.seq_len": 64}, "a row of an aligner is one sample"),
+        ({"data.train": [{"path": "x.jsonl", "kind": "chat"}]}, "has kind chat; an aligner reads captions"),
+        ({"objective": {"kind": "contrastive", "pairs": ["text-video"]}}, "has 'text-video'"),
+        ({"model.aligner.weights": "nowhere.pt"}, "no such file"),
+        ({"model.aligner.encoders.image": {"kind": "huggingface", "path": "/nowhere"}}, "is not a folder"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(recipe_of(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(900)
+def test_held_out_samples_find_each_other(tmp_path: Path) -> None:
+    write_media(tmp_path / "set", SyntheticMedia(samples=1500))
+    here = {"data.train": [str(tmp_path / "set" / "captions.jsonl")], "data.cache_dir": str(tmp_path / "cache")}
+    train(Recipe.load("multimodal/align").with_({"run.dir": str(tmp_path / "runs"), **here}))
+    found = deterministic(tmp_path / "runs" / "align" / "metrics.jsonl")[-1]["valid"]["valid"]
+    count = found["text-image/samples"]
+    assert count > 100
+    assert min(found["text_to_image/recall_at_1"], found["image_to_text/recall_at_1"]) > 20 / count  # chance is 1 / count
+    assert min(found["text_to_audio/recall_at_10"], found["audio_to_text/recall_at_10"]) > 3 * 10 / found["text-audio/samples"]

