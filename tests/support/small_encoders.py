@@ -42,9 +42,9 @@ def whisper_folder(folder: Path) -> Path:
     return folder
 
 
-def image_settings(folder: Path, size: int, **changes: Any) -> None:
+def image_settings(folder: Path, side: int, **changes: Any) -> None:
     """The preprocessor_config.json of a CLIP-like folder."""
-    given = {"do_resize": True, "size": {"shortest_edge": size}, "do_center_crop": True, "crop_size": {"height": size, "width": size}}
+    given = {"do_resize": True, "size": {"shortest_edge": side}, "do_center_crop": True, "crop_size": {"height": side, "width": side}}
     given |= {"resample": 3, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
     given |= {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
     (folder / "preprocessor_config.json").write_text(json.dumps(given | changes))

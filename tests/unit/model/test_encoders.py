@@ -66,7 +66,7 @@ def test_clip_siglip_and_dinov2_folders_give_what_transformers_gives(tmp_path: P
 
 @pytest.mark.slow
 def test_text_and_audio_folders(tmp_path: Path) -> None:
-    from transformers import ClapAudioConfig, ClapAudioModel, ClapFeatureExtractor
+    from transformers import ClapConfig, ClapFeatureExtractor, ClapModel
 
     encoder: Any = Config(path=str(bert_folder(tmp_path / "bert")), pool="mean", max_tokens=8).build("text")
     read = np.stack([encoder.input.read(text) for text in ("a cat", "a red fire truck", "kitten")])
@@ -76,9 +76,17 @@ def test_text_and_audio_folders(tmp_path: Path) -> None:
     assert (sound.input.rate, sound.input.shape) == (16000, (16000,))
     check_independent(sound, inputs(sound))
     sizes = {"hidden_size": 32, "patch_embeds_hidden_size": 8, "depths": [1, 1], "num_attention_heads": [1, 2], "num_hidden_layers": 2}
-    clap = ClapAudioConfig(spec_size=64, num_mel_bins=16, window_size=4, enable_fusion=False, patch_size=4, patch_stride=[4, 4], **sizes)
+    audio = {
+        "spec_size": 64,
+        "num_mel_bins": 16,
+        "window_size": 4,
+        "enable_fusion": False,
+        "patch_size": 4,
+        "patch_stride": [4, 4],
+        **sizes,
+    }
     torch.manual_seed(0)
-    ClapAudioModel(clap).save_pretrained(tmp_path / "clap")
+    ClapModel(ClapConfig(audio_config=audio, text_config={**SMALL, "vocab_size": 12}, projection_dim=8)).save_pretrained(tmp_path / "clap")
     ClapFeatureExtractor(feature_size=16, max_length_s=1, truncation="rand_trunc", padding="pad").save_pretrained(tmp_path / "clap")
     heard: Any = Config(path=str(tmp_path / "clap"), seconds=1.0).build("audio")
     check_independent(heard, inputs(heard))
