@@ -77,6 +77,11 @@ class Server:
     def seconds(self) -> float:
         return time.monotonic() - self.begun
 
+    def cpu_seconds(self) -> float:
+        """Processor time of the server process: on a busy machine more telling than the clock."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def memory(self) -> int:
         """Resident bytes of the server process, without the processes that build indexes."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
@@ -131,17 +136,18 @@ class Viewer:
         return self.charts(runs, max(120, 24_000 // len(runs)))
 
 
-def measure_open(root: Path, cache: Path) -> tuple[dict[str, Any], Server]:
+def measure_open(root: Path, cache: Path, *, wait: bool = True) -> tuple[dict[str, Any], Server]:
     server = Server(root, cache)
     viewer = Viewer(server.port)
     listening = server.seconds()
     heads = viewer.open()
-    found = {"listening_seconds": listening, "open_seconds": server.seconds(), "points": sum(one["n"] for one in heads)}
+    found = {"listening_seconds": listening, "open_seconds": server.seconds(), "cpu_seconds": server.cpu_seconds()}
+    found |= {"load_average": os.getloadavg()[0], "points": sum(one["n"] for one in heads), "bytes_to_open": viewer.bytes}
     found["partial_curves"] = sum(one["partial"] for one in heads)
     runs = sorted({one["run"] for one in heads})
-    while any(one["partial"] for one in viewer.charts(runs, 120, ("loss",))):
+    while wait and any(one["partial"] for one in viewer.charts(runs, 120, ("loss",))):
         time.sleep(0.5)
-    found |= {"complete_seconds": server.seconds(), "bytes_to_open": viewer.bytes, "memory_bytes": server.memory()}
+    found |= {"complete_seconds": server.seconds() if wait else None, "memory_bytes": server.memory()}
     return found, server
 
 
@@ -208,6 +214,7 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=100_000)
     parser.add_argument("--viewers", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--indexed", type=Path, help="A complete cache of these runs: the first start is not waited for.")
     parser.add_argument("--folder", type=Path, help="Where the runs are, or are written and kept; default: a temporary folder.")
     given = parser.parse_args()
     root = given.folder or Path(tempfile.mkdtemp(prefix="board-"))
@@ -221,12 +228,12 @@ def main() -> None:
         cache = root / "cache"
         shutil.rmtree(cache, ignore_errors=True)
         result: dict[str, Any] = {"runs": given.runs, "points_each": given.points, "metrics_bytes": size}
-        result["first_start"], server = measure_open(runs, cache)
+        result["first_start"], server = measure_open(runs, cache, wait=given.indexed is None)
         print(json.dumps(result), file=sys.stderr)
         result["stop_seconds"] = server.stop()
-        result["second_start"], server = measure_open(runs, cache)
+        result["second_start"], server = measure_open(runs, given.indexed or cache)
         print(json.dumps(result), file=sys.stderr)
-        result["cache_bytes"] = sum(one.stat().st_size for one in cache.rglob("*") if one.is_file())
+        result["cache_bytes"] = sum(one.stat().st_size for one in cache.rglob("*") if one.is_file()) if given.indexed is None else None
         folder = runs / "group-0" / "run-000"
         with open(folder / "metrics.jsonl", "rb") as file:
             before = file.seek(0, os.SEEK_END)

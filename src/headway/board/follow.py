@@ -6,6 +6,7 @@ its inode, its size and the bytes before the place we are at say so.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -31,13 +32,22 @@ class Place:
 START = Place()
 
 
+def open_regular(path: Path) -> int:
+    """A descriptor of a regular file; a device or a pipe is an OSError, and is never waited for."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return file
+
+
 def read_at(path: Path, offset: int, size: int) -> bytes:
     """Bytes of a regular file; fewer at its end."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            return b""
-        file.seek(offset)
-        return file.read(size) or b""
+    file = open_regular(path)
+    try:
+        return os.pread(file, size, offset)
+    finally:
+        os.close(file)
 
 
 def is_same_file(path: Path, place: Place) -> bool:

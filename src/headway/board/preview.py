@@ -5,12 +5,13 @@ The numbers are those of the file, but most steps are missing. The board shows s
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from headway.board.follow import read_at
+from headway.board.follow import open_regular
 from headway.board.records import RecordBlock
 
-SAMPLES = 400
+SAMPLES = 300
 BLOCK_BYTES = 8 << 10
 LARGEST_BLOCK = 256 << 10
 
@@ -19,39 +20,37 @@ def sample_records(path: Path, samples: int = SAMPLES) -> RecordBlock:
     """About `samples` records of a file, the first and the last among them."""
     block = RecordBlock()
     try:
-        size = path.stat().st_size
-        first = read_at(path, 0, BLOCK_BYTES)
+        file = open_regular(path)
     except OSError:
         return block
-    begin = first.find(b"\n") + 1
-    stride = max(1, (size - begin) // max(1, samples))
-    lines: list[bytes] = [first[:begin]]
-    for at in range(begin, size, stride):
-        lines += _line_after(path, at)
-    lines += _last_line(path, size)
-    seen: set[bytes] = set()
-    block.add(b"".join(line for line in lines if not (line in seen or seen.add(line))))
+    try:
+        size = os.fstat(file).st_size
+        first = os.pread(file, BLOCK_BYTES, 0)
+        begin = first.find(b"\n") + 1
+        stride = max(1, (size - begin) // max(1, samples))
+        lines: list[bytes] = [first[:begin]]
+        for at in range(begin, size, stride):
+            lines += _line_after(os.pread(file, BLOCK_BYTES, at))
+        lines += _last_line(file, size)
+    except OSError:
+        return block
+    finally:
+        os.close(file)
+    block.add(b"".join(dict.fromkeys(lines)))
     return block
 
 
-def _line_after(path: Path, at: int) -> list[bytes]:
-    """The first whole line that begins at a place or behind it."""
-    try:
-        block = read_at(path, at, BLOCK_BYTES)
-    except OSError:
-        return []
+def _line_after(block: bytes) -> list[bytes]:
+    """The first whole line that begins behind the start of a block."""
     begin = block.find(b"\n") + 1
     end = block.find(b"\n", begin) + 1
     return [block[begin:end]] if begin and end else []
 
 
-def _last_line(path: Path, size: int) -> list[bytes]:
+def _last_line(file: int, size: int) -> list[bytes]:
     length = BLOCK_BYTES
     while True:
-        try:
-            block = read_at(path, max(0, size - length), length)
-        except OSError:
-            return []
+        block = os.pread(file, length, max(0, size - length))
         end = block.rfind(b"\n")
         begin = block.rfind(b"\n", 0, max(end, 0))
         if end > 0 and (begin >= 0 or length >= size):
@@ -65,8 +64,14 @@ def last_record(path: Path) -> RecordBlock:
     """The newest record of a file alone."""
     block = RecordBlock()
     try:
-        for line in _last_line(path, path.stat().st_size):
+        file = open_regular(path)
+    except OSError:
+        return block
+    try:
+        for line in _last_line(file, os.fstat(file).st_size):
             block.add(line)
     except OSError:
         pass
+    finally:
+        os.close(file)
     return block

@@ -37,6 +37,11 @@ LISTED = (
 log = logging.getLogger("headway")
 
 
+def _lower_priority() -> None:
+    """In a process that builds indexes: answers to people come first."""
+    os.nice(10)
+
+
 class Source(Protocol):
     """Where run folders are: on this machine, or copied from another."""
 
@@ -253,7 +258,7 @@ class Board:
             if self._over.is_set():
                 return
             if self._pool is None:
-                self._pool = self._stack.enter_context(worker_pool(min(BUILDERS, os.cpu_count() or 1)))
+                self._pool = self._stack.enter_context(worker_pool(min(BUILDERS, os.cpu_count() or 1), _lower_priority))
             run.building = self._pool.submit(build_index, run.curves.path, run.curves.index.folder)
 
     def want(self, ids: Iterable[str]) -> list[WatchedRun]:
