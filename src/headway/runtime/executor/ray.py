@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
+import socket
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ OBJECT_STORE_BYTES = 80 << 20
 """The least that Ray accepts; nothing large goes through it."""
 POLL_SECONDS = 1.0
 CHECK_SECONDS = 120.0
+CONNECT_SECONDS = 10.0
 VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 """Read by Ray when it is imported. A busy machine starts its processes slowly."""
 ONLY_HERE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -55,6 +57,7 @@ class RayExecutor:
         """Connect and look at every machine of the cluster."""
         wanted = VARIABLES if self.address is not None else VARIABLES | ONLY_HERE
         os.environ.update({name: value for name, value in wanted.items() if name not in os.environ or name in ONLY_HERE})
+        self._refuse_silence()
         ray = _ray()
         given: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if self.address is None:
@@ -78,6 +81,15 @@ class RayExecutor:
         if not self._limit:
             raise LaunchError(f"--on ray: the cluster at {self.address} has no CPUs for tasks.")
         self._check(work, [node["NodeID"] for node in nodes])
+
+    def _refuse_silence(self) -> None:
+        """Refuse an address where nothing listens; Ray itself would try for minutes."""
+        host, _, port = (self.address or "").removeprefix("ray://").rpartition(":")
+        if host:
+            try:
+                socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+            except (OSError, OverflowError) as problem:
+                raise LaunchError(f"--on ray: nothing answers at {host}:{port}: {first_line(problem)}.") from None
 
     def _check(self, work: Path, nodes: Sequence[str]) -> None:
         """Every machine must see the work folder and have this machine's versions."""
