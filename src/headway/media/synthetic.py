@@ -2,7 +2,7 @@
 
     OUT/images/000000.png   OUT/sounds/000000.wav
     OUT/captions.jsonl            {"text": "a red circle on the left with a low tone", "image": "images/000000.png", "audio": "sounds/..."}
-    OUT/captions_heldout.jsonl    the same for combinations of shape and colour, and of place and tone, that captions.jsonl never shows
+    OUT/captions_heldout.jsonl    the same for combinations of shape, colour and place that captions.jsonl never shows
     OUT/chat.jsonl                {"messages": [{"role": "user", "content": "<image>\\n<audio>\\nWhat colour is the shape?"}, ...],
                                    "images": [...], "audios": [...]}
     OUT/chat_heldout.jsonl
@@ -39,7 +39,8 @@ PLACES = {"in the centre": (0.5, 0.5), "on the left": (0.25, 0.5), "on the right
 TONES = {"low": (250.0, 250.0), "middle": (700.0, 700.0), "high": (2000.0, 2000.0), "rising": (350.0, 1600.0), "falling": (1600.0, 350.0)}
 """Name -> the frequency at the start and at the end."""
 HELD_OUT_EVERY = 5
-"""Of the combinations of two properties, one in five is held out; every single value is shown in training."""
+"""Of the combinations of shape, colour and place, one in five is held out. Every pair of values is shown in training, so that no value
+can be ruled out by another one."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,8 @@ def _combinations() -> tuple[list[tuple[str, str, str, str]], list[tuple[str, st
     for i, shape in enumerate(SHAPES):
         for j, colour in enumerate(COLOURS):
             for k, place in enumerate(PLACES):
-                for m, tone in enumerate(TONES):
-                    rest = (i + j) % HELD_OUT_EVERY == 0, (k + 2 * m) % HELD_OUT_EVERY == 0
-                    if rest == (False, False):
-                        shown.append((shape, colour, place, tone))
-                    elif rest == (True, True):
-                        held_out.append((shape, colour, place, tone))
+                chosen = held_out if (i + j + k) % HELD_OUT_EVERY == 0 else shown
+                chosen += [(shape, colour, place, tone) for tone in TONES]
     return shown, held_out
 
 

@@ -24,6 +24,7 @@ FILES = {
     "flare.json": "flare",
     "flare-command.txt": "flare",
     "purrsight.yaml": "purrsight",
+    "purrsight-nested.yaml": "purrsight",
     "prulong-masks.sh": "prulong",
     "prulong-sft.env": "prulong",
 }

@@ -1,4 +1,4 @@
-"""PurrSight's phase-2 YAML. The language-model part has a form here; its image and audio parts have none yet."""
+"""PurrSight's phase-2 YAML, flat or nested ({common, phase2}): a language model that sees and hears, behind the aligner of phase 1."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from headway.workflows.import_config import hugging_face
 from headway.workflows.import_config.rules import ImportDraft, Rule, automatic, integer, missing, number, sets, text, tracks, yes
 
 SYSTEM = "PurrSight"
-MODAL = missing("there are no image, audio or video inputs", "fine-tune the language model on text alone", off=())
-ELSEWHERE = automatic("options of the launch: headway train RECIPE --nproc N --nnodes N --node-rank K --master HOST:PORT, or srun")
+TOKENS = 4
+"""Soft tokens of a picture and of a sound."""
+MODALITIES = ("image", "audio")
+ENCODERS = "PurrSight's encoders (MobileNetV4 and CNN14) come from other packages; give the encoders with which the aligner was trained"
+MASTER = automatic("an option of the launch: headway train RECIPE --nnodes N --node-rank K --master HOST:PORT; SLURM finds it by itself")
 
 
 def data_folder(draft: ImportDraft, key: str, value: Any) -> None:
-    """train.jsonl and, if it is there, val.jsonl; media keys of the records are ignored on purpose."""
-    folder = text(key, value).rstrip("/")
-    source = {
-        "kind": "chat",
-        "chat_template": "tokenizer",
-        "keys": {"prompt": "instruction", "response": "response", "image": "", "audio": "", "video": ""},
-    }
-    draft.set("data.train", [{"path": f"{folder}/train.jsonl", **source}])
-    draft.tell(
-        key, value, "set", f"data.train: [{{path: {folder}/train.jsonl, kind: chat}}]", "instruction and response; media are ignored"
-    )
-    if (draft.source.parent / folder / "val.jsonl").is_file():
-        draft.set("data.valid", {"sets": {"val": [{"path": f"{folder}/val.jsonl", **source}]}})
+    """train.jsonl and, if it is there, val.jsonl; a path to a file is that file."""
+    path = text(key, value).rstrip("/")
+    train = path if path.endswith(".jsonl") else f"{path}/train.jsonl"
+    valid = train.removesuffix(train.rpartition("/")[2]) + "val.jsonl"
+    source = {"kind": "multimodal", "chat_template": "tokenizer"}
+    draft.set("data.train", [{"path": train, **source}])
+    draft.tell(key, value, "set", f"data.train: [{{path: {train}, kind: multimodal}}]", "the chat template of the model")
+    if (draft.source.parent / valid).is_file():
+        draft.set("data.valid", {"sets": {"val": [{"path": valid, **source}]}})
 
 
 def half(draft: ImportDraft, key: str, value: Any) -> None:
@@ -44,31 +43,58 @@ def per_epoch(draft: ImportDraft, key: str, value: Any) -> None:
     draft.tell(key, value, "missing", "checkpoint.every: STEPS", "checkpoints count steps, not epochs")
 
 
-RULES: dict[str, Rule] = {
+def layers(draft: ImportDraft, key: str, value: Any) -> None:
+    """The projector has two linears, there and here."""
+    if integer(key, value) == 2:
+        draft.tell(key, value, "automatic", note="the projector has two linears")
+    else:
+        draft.tell(key, value, "missing", "multimodal.hidden", "the projector has two linears; PurrSight builds no other either")
+
+
+def tokens(draft: ImportDraft, key: str, value: Any) -> None:
+    """Soft tokens of each modality."""
+    count = integer(key, value)
+    for modality in MODALITIES:
+        draft.set(f"multimodal.{modality}.tokens", count)
+    draft.tell(key, value, "set", f"multimodal.image.tokens: {count}, multimodal.audio.tokens: {count}")
+
+
+def group_rate(name: str) -> Rule:
+    """A learning rate of its own for a group of parameters; without it, a multiple of learning_rate (see finish)."""
+
+    def rule(draft: ImportDraft, key: str, value: Any) -> None:
+        rate = float(number(key, value))
+        draft.add("optim.groups", {"match": [name], "lr": rate})
+        draft.tell(key, value, "set", f"optim.groups: [{{match: [{name}], lr: {rate:g}}}]")
+
+    return rule
+
+
+def gpus(draft: ImportDraft, key: str, value: Any) -> None:
+    """The number of ranks is an option; the guide promises that the learning rate follows it."""
+    draft.tell(key, value, "automatic", note=f"headway train RECIPE --nproc {integer(key, value)}")
+
+
+FLAT: dict[str, Rule] = {
     **hugging_face.LORA,
     "lora_target_modules": targets,
     "llm_model_name": sets("init.from", text),
-    "phase2.llm_model_path": sets("init.from", text),
-    "phase1_checkpoint_path": MODAL,
-    "aligner_dim": MODAL,
-    "projector_*": MODAL,
-    "phase2.projector.*": MODAL,
-    "phase2.adapter_path": MODAL,
-    "projector_lr": missing("there is no projector", "optim.groups: [{match: [...], lr: ...}]"),
-    "lora_lr": sets("optim.lr", number, "only the adapter trains"),
+    "phase1_checkpoint_path": sets("multimodal.aligner", text, "aligner.pt of PurrSight, aligner.safetensors or a run of phase 1"),
+    "aligner_dim": automatic("read from the aligner's file, and checked"),
     "llm_hidden_dim": automatic("read from the model's config.json"),
-    "learning_rate": sets("optim.lr", number, "of the adapter; PurrSight multiplies it by 0.5 for LoRA"),
+    "projector_hidden_dim": sets("multimodal.hidden", integer),
+    "projector_num_layers": layers,
+    "projector_lr": group_rate("projector"),
+    "lora_lr": group_rate("adapter"),
+    "learning_rate": sets("optim.lr", number, "the projector learns 5 times as fast, LoRA half as fast (optim.groups)"),
     "weight_decay": sets("optim.weight_decay", number),
-    "batch_size": sets("batch.rows_per_rank", integer),
+    "batch_size": sets("batch.rows_per_rank", integer, "a row holds one conversation (data.packing: pad)"),
     "num_epochs": hugging_face.num_epochs,
-    "phase2.epochs": hugging_face.num_epochs,
     "warmup_steps": hugging_face.warmup_steps,
-    "phase2.warmup_ratio": sets("optim.schedule.warmup", number),
     "gradient_clip_val": sets("optim.clip", number),
     "gradient_accumulation_steps": sets("batch.accumulate", integer),
     "data_dir": data_folder,
-    "phase2.data_path": data_folder,
-    "max_text_length": sets("data.seq_len", integer),
+    "max_text_length": sets("data.seq_len", integer, "soft tokens are added to it"),
     "num_workers": sets("data.workers", integer),
     "pin_memory": hugging_face.pinned,
     "persistent_workers": automatic("readers live as long as the run"),
@@ -78,21 +104,48 @@ RULES: dict[str, Rule] = {
     "output_dir": hugging_face.output_folder,
     "mlflow_experiment_name": tracks("mlflow", "experiment"),
     "mlflow_tracking_uri": tracks("mlflow", "uri"),
-    "num_gpus": automatic("headway train RECIPE --nproc N"),
+    "num_gpus": gpus,
     "distributed_backend": automatic("nccl on GPUs, gloo on CPUs"),
     "device": sets("device", text),
     "seed": sets("seed", integer),
     "mixed_precision": half,
     "compile_model": sets("kernels.compile", yes),
     "gradient_checkpointing": hugging_face.recompute,
-    "cluster.timeout_minutes": automatic("the limit of the SLURM job; ranks wait parallel.timeout_seconds for each other"),
-    "cluster.enable_profiling": missing("profiling is an option of the verb", "headway train RECIPE --profile"),
-    "cluster.*": ELSEWHERE,
-    "common.*": automatic("read where phase2 repeats it"),
-    "phase2.lora.r": sets("adapter.rank", integer),
-    "phase2.lora.alpha": sets("adapter.alpha", number),
-    "phase2.lora.dropout": sets("adapter.dropout", number),
-    "phase2.lora.target_modules": targets,
+}
+NESTED: dict[str, Rule] = {
+    "llm_model_path": FLAT["llm_model_name"],
+    "adapter_path": FLAT["phase1_checkpoint_path"],
+    "aligner_path": FLAT["phase1_checkpoint_path"],
+    "data_path": data_folder,
+    "epochs": hugging_face.num_epochs,
+    "warmup_ratio": sets("optim.schedule.warmup", number),
+    "projector.hidden_dim": FLAT["projector_hidden_dim"],
+    "projector.num_tokens": tokens,
+    "projector.num_layers": layers,
+    "lora.r": sets("adapter.rank", integer),
+    "lora.alpha": sets("adapter.alpha", number),
+    "lora.dropout": sets("adapter.dropout", number),
+    "lora.target_modules": targets,
+}
+CLUSTER: dict[str, Rule] = {
+    "use_slurm": automatic("headway launch slurm RECIPE submits the job, headway train RECIPE runs it here"),
+    "slurm_job_name": automatic("the job has the name of the run"),
+    "slurm_partition": sets("launch.slurm.partition", text),
+    "slurm_time": sets("launch.slurm.time", lambda key, value: str(value)),
+    "slurm_nodes": sets("launch.slurm.nodes", integer),
+    "slurm_gpus_per_node": sets("launch.slurm.gpus_per_node", integer),
+    "slurm_cpus_per_task": sets("launch.slurm.cpus", integer),
+    "slurm_mem": sets("launch.slurm.mem", lambda key, value: str(value)),
+    "master_addr": MASTER,
+    "master_port": MASTER,
+    "timeout_minutes": automatic("launch.slurm.time limits the job; ranks wait parallel.timeout_seconds for each other"),
+    "enable_profiling": missing("profiling is an option of the verb", "headway train RECIPE --profile"),
+    "profile_steps": automatic("headway train RECIPE --profile --profile-steps N"),
+}
+RULES: dict[str, Rule] = {
+    **FLAT,
+    **{f"cluster.{name}": rule for name, rule in CLUSTER.items()},
+    **{f"{section}.{name}": rule for section in ("common", "phase2") for name, rule in (FLAT | NESTED).items()},
 }
 
 DEFAULTS: dict[str, Any] = {"learning_rate": 2e-4, "weight_decay": 0.01, "batch_size": 16, "num_epochs": 10}
@@ -100,13 +153,43 @@ DEFAULTS: dict[str, Any] = {"learning_rate": 2e-4, "weight_decay": 0.01, "batch_
 
 def defaults(draft: ImportDraft) -> dict[str, Any]:
     """PurrSight's own."""
-    return {} if any(key.startswith("phase2.") for key in draft.given) else DEFAULTS
+    return {} if any(key.startswith(("phase2.", "common.")) for key in draft.given) else DEFAULTS
 
 
 def finish(draft: ImportDraft) -> None:
-    """Its optimizer and schedule, which are not in the file."""
+    """What is in PurrSight's code and guide, and not in the file."""
+    if not any(one.outcome in ("set", "missing") for one in draft.report):
+        return  # not a file of PurrSight
     draft.set("optim.betas", [0.9, 0.999])
     draft.set("optim.schedule.kind", "cosine")
     draft.set("optim.schedule.floor", 0.0)
     draft.set("data.packing", "pad")
     draft.tell("optim", None, "assumed", "optim: {betas: [0.9, 0.999], schedule: {kind: cosine, floor: 0.0}}, data.packing: pad")
+    if draft.get("adapter") is not None:
+        draft.default("adapter.kind", "lora")
+    _finish_rates(draft)
+    for modality in MODALITIES:
+        draft.default(f"multimodal.{modality}.tokens", TOKENS)
+    draft.default("multimodal.shared", True)
+    draft.tell("multimodal", None, "assumed", "multimodal: {image, audio, shared: true}", "one projector, 4 soft tokens of each modality")
+    if draft.get("multimodal.aligner") is None:
+        draft.tell("phase1_checkpoint_path", None, "missing", "multimodal.aligner: FILE", "the file names no aligner of phase 1")
+        draft.set("multimodal.aligner", "aligner.safetensors")
+    draft.tell("encoders", None, "missing", "multimodal.image.encoder: DIR, multimodal.audio.encoder: DIR", ENCODERS)
+    if (length := draft.get("data.seq_len")) is not None:
+        draft.set("data.seq_len", length + sum(draft.get(f"multimodal.{modality}.tokens") for modality in MODALITIES))
+
+
+def _finish_rates(draft: ImportDraft) -> None:
+    """The projector at 5 times and LoRA at half of the rate; the rate follows the number of GPUs, as the guide promises."""
+    given = {name for group in draft.get("optim.groups") or () for name in group["match"]}
+    for name, factor in (("projector", 5.0), ("adapter", 0.5)):
+        if name not in given and (name == "projector" or draft.get("adapter") is not None):
+            draft.add("optim.groups", {"match": [name], "lr_factor": factor})
+    draft.tell("optim.groups", None, "assumed", "optim.groups: projector lr_factor 5, adapter lr_factor 0.5")
+    if (rows := draft.get("batch.rows_per_rank")) is not None:
+        rows *= draft.get("batch.accumulate") or 1
+        draft.set("batch.lr_scaling", "sqrt")
+        draft.set("batch.reference_rows", rows)
+        note = "the guide promises that the rate follows the number of GPUs; sqrt suits Adam"
+        draft.tell("batch.lr_scaling", None, "assumed", f"batch: {{lr_scaling: sqrt, reference_rows: {rows}}}", note)

@@ -1,0 +1,59 @@
+"""`headway eval multimodal`: answers about pictures and sounds, with a picture report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from headway.cli._options import CHAT_TEMPLATE, JSON, MODEL
+from headway.cli._output import print_json, print_table
+
+
+def multimodal(
+    model: Path = MODEL,
+    data: str = typer.Option(..., help="Records with pictures and sounds, as training reads them; their last answers are expected."),
+    limit: int = typer.Option(None, min=1, help="Only the first records, this many."),
+    blank: bool = typer.Option(False, "--blank", help="Ask again with grey pictures and silence, to see what the model takes from media."),
+    schema: str = typer.Option(None, help="Answers must follow this JSON schema: a file, or purrsight_v3."),
+    report: Path = typer.Option(None, metavar="FILE.html", help="Write pictures and sounds beside questions and answers."),
+    chat_template: str = CHAT_TEMPLATE,
+    max_new_tokens: int = typer.Option(64, min=1, help="Maximum tokens of an answer."),
+    rows: int = typer.Option(16, min=1, help="Questions that are answered at once."),
+    drop_bad: bool = typer.Option(False, "--drop-bad", help="Leave out and count records that cannot be read instead of refusing them."),
+    device: str = typer.Option("auto", help="auto, cpu, cuda or mps."),
+    json: bool = JSON,
+) -> None:
+    """Ask a model about the pictures and sounds of records, and compare its answers with theirs."""
+    from headway.eval.media_report import PictureReport, check_report_path, write_picture_report
+    from headway.eval.multimodal import MultimodalPlan, as_json, evaluate_multimodal
+    from headway.infer.generate import GenerateOptions
+    from headway.infer.load import load_model
+    from headway.infer.media import template_of
+    from headway.media.schema import load_schema
+    from headway.runtime.device import choose_compute
+
+    if report is not None:
+        check_report_path(report)
+    checks = None if schema is None else load_schema(schema)
+    compute = choose_compute(device, "auto")
+    loaded = load_model(model, device=compute.device, dtype=compute.dtype)
+    options = GenerateOptions(max_new_tokens, rows=rows)
+    scores = evaluate_multimodal(loaded, data, MultimodalPlan(template_of(loaded, chat_template), options, checks, blank, limit, drop_bad))
+    if report is not None:
+        write_picture_report(report, PictureReport(f"{model} on {data}", scores.figures(), scores.rows))
+    if json:
+        print_json({**as_json(scores), "report": report})
+        return
+    for name, value in scores.figures().items():
+        typer.echo(f"{name}: {value:.1%}" if isinstance(value, float) else f"{name}: {value}")
+    if scores.questions:
+        cells = [
+            (one.question, one.records, f"{one.right:.1%}", "" if one.blank is None else f"{one.blank:.1%}") for one in scores.questions
+        ]
+        print_table(("question", "records", "right", "with blank media"), cells)
+    if report is not None:
+        typer.echo(f"report: {report}")
+
+
+VERBS = {"eval multimodal": multimodal}
