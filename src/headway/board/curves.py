@@ -43,6 +43,8 @@ class RunCurves:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.reads_here = False
+        """Read everything in this process, whatever it takes: no other can."""
         self._index: MetricIndex | None = None
         self._preview: RecordBlock | None = None
         self._views: OrderedDict[tuple[int, str, Window], Curve] = OrderedDict()
@@ -60,7 +62,7 @@ class RunCurves:
     @property
     def wants_build(self) -> bool:
         """Whether so much is new that reading it here would make others wait."""
-        return pending_bytes(self.path, self.index.place) > INLINE_BYTES
+        return not self.reads_here and pending_bytes(self.path, self.index.place) > INLINE_BYTES
 
     @property
     def is_partial(self) -> bool:

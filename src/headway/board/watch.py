@@ -137,7 +137,6 @@ class Board:
         self.runs: dict[str, WatchedRun] = {}
         self.version = 1
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
         self._asked = time.monotonic()
         self._wake = threading.Event()
         self._over = threading.Event()
@@ -231,6 +230,10 @@ class Board:
         run.looked_at, run.mark = now, mark
         changed = False
         if run.building is not None and run.building.done():
+            problem = run.building.exception()
+            if problem is not None:  # the cache cannot be written, say: read it here, into memory
+                log.debug("%s: its index cannot be built: %s", run.folder, problem)
+                run.curves.reads_here = True
             run.building = None
             run.curves.built()
             changed = True
@@ -248,14 +251,13 @@ class Board:
                 self._mark_changed(run)
 
     def _mark_changed(self, run: WatchedRun) -> None:
-        with self.changed:
+        with self.lock:
             self.version += 1
             run.version = self.version
-            self.changed.notify_all()
 
     def _build(self, run: WatchedRun) -> None:
         with self.lock:
-            if self._over.is_set():
+            if self._over.is_set() or run.building is not None:
                 return
             if self._pool is None:
                 self._pool = self._stack.enter_context(worker_pool(min(BUILDERS, os.cpu_count() or 1), _lower_priority))
@@ -273,8 +275,7 @@ class Board:
                 run.is_wanted = True
                 run.source.want(run.folder)
                 if run.curves.wants_build:
-                    if run.building is None:
-                        self._build(run)
+                    self._build(run)
                 else:
                     run.curves.update()
         return found
@@ -286,13 +287,10 @@ class Board:
             return {
                 "version": self.version,
                 "now": time.time(),
-                "ids": list(self.runs) if changed or since == 0 or self._are_fewer(since) else None,
+                "ids": list(self.runs) if self.version > since else None,
                 "runs": changed,
                 "sources": [{"label": one.label, "problem": one.problem} for one in self.sources],
             }
-
-    def _are_fewer(self, since: int) -> bool:
-        return self.version > since
 
     def wait_until(self, is_true: Callable[[], bool], seconds: float) -> bool:
         """Wait until something holds; for verbs that print once and for tests."""

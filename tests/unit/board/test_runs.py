@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.board_runs import append_record, make_run
 
+from headway.board import curves
 from headway.board.runs import StatusReader, find_runs, flat_values, planned_steps
 from headway.board.watch import Board, LocalSource
 
@@ -75,6 +76,21 @@ def test_planned_steps_and_flat_values() -> None:
     assert planned_steps({"steps": 5}) == 5 and planned_steps({}) is None and planned_steps({"steps": None}) is None
     assert planned_steps({"steps": 3, "stages": [{"name": "a"}, {"name": "b", "steps": 6}]}) == 9
     assert dict(flat_values({"a": {"b": 1}, "c": [1, 2], "d": [{"e": 1}], "f": {}})) == {"a.b": 1, "c": [1, 2], "d.0.e": 1, "f": {}}
+
+
+@pytest.mark.slow
+def test_a_long_run_is_indexed_by_another_process_or_here_where_none_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "INLINE_BYTES", 1000)
+    make_run(tmp_path / "runs" / "one", 500)
+    for cache in ("cache", "file"):
+        if cache == "file":  # no folder can be made there
+            (tmp_path / "file").write_text("")
+            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        with Board([LocalSource(tmp_path / "runs")]) as board:
+            (run,) = board.want(list(board.runs))
+            assert run.is_indexing and run.curves.is_partial
+            assert board.wait_until(lambda run=run: not run.is_indexing, 60.0)
+            assert run.curves.index.rows == 500 and not run.curves.is_partial and run.curves.reads_here == (cache == "file")
 
 
 def test_a_board_follows_new_steps_new_runs_and_removed_ones(tmp_path: Path) -> None:
