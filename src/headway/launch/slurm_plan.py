@@ -69,10 +69,10 @@ class SubmitPlan:
 
 
 def plan_submission(job: Job, how: Submission) -> SubmitPlan:
-    """Check the recipe of a job, and plan its files; nothing is written. `job` has absolute paths nowhere yet."""
+    """Check the recipe of a job, and plan its files; nothing is written."""
     run_dir, here = Path(os.path.abspath(job.run_dir)), Path.cwd()
     check_paths([run_dir, here])
-    settings, launch = how.settings, run_dir / FOLDER
+    settings, launch = _settings(job, how.settings), run_dir / FOLDER
     recipe = load(Recipe, job.recipe, job.overrides)
     world = settings.nodes * settings.ranks
     if how.elements and how.chain:
@@ -96,6 +96,13 @@ def plan_submission(job: Job, how: Submission) -> SubmitPlan:
     parts = ScriptParts(settings, recipe.run.name, run_dir, here, tuple(words), count, how.at_once)
     files[launch / SCRIPT] = write_script(parts)
     return SubmitPlan(run_dir, launch / SCRIPT, files, jobs, tuple(elements), how.after)
+
+
+def _settings(job: Job, settings: SlurmConfig) -> SlurmConfig:
+    """The settings with what the job itself says on top."""
+    given = {"nodes": None if job.num_nodes == 1 else job.num_nodes, "nproc": job.ranks_per_node}
+    changes: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    return settings.model_copy(update={**changes, "setup": (*settings.setup, *job.setup)})
 
 
 def _check(recipe: Recipe, world: int, prefix: str) -> None:
