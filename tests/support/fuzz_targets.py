@@ -117,7 +117,9 @@ def _setting_step(rng: random.Random, folder: Path) -> tuple[str, Callable[[], A
     return repr(overrides), step
 
 
-STARTS_WORK = ("demo", "supervise", "download", "doctor", "data self-instruct", "verify resume")
+STARTS_WORK = (
+    "demo", "supervise", "download", "doctor", "data self-instruct", "verify resume", "launch local", "launch ssh", "launch slurm",
+)  # fmt: skip
 """Verbs that are tried with options of the wrong form alone: what they start is not what is tried here."""
 
 
