@@ -42,11 +42,6 @@ class FeatureRows(Protocol):
         """The numpy dtype of the features."""
         ...
 
-    @property
-    def content_key(self) -> str:
-        """Changes with the content."""
-        ...
-
     def rows(self, indices: Longs) -> np.ndarray:
         """[n, vectors, width]."""
         ...
@@ -62,11 +57,8 @@ class MediaFeatures:
 
     tables: Mapping[str, FeatureRows]
     tokens: Mapping[str, int]
-
-    @property
-    def key(self) -> str:
-        """Changes with the content of any table."""
-        return "|".join(f"{name}={table.content_key}" for name, table in self.tables.items())
+    key: str = ""
+    """Changes with the content of any table; checkpoints hold it."""
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,8 @@ def _write(folder: Path, text: Path, one: MediaInput, media: dict[str, torch.Ten
         vision_feature_layer=settings.get("layer", -1), vision_feature_select_strategy="full", projector_hidden_act="gelu",
         tie_word_embeddings=bool(language.config.tie_word_embeddings), image_seq_length=one.vectors,
     )  # fmt: skip
-    made: Any = LlavaForConditionalGeneration(config).to(torch.float32)
+    made: Any = LlavaForConditionalGeneration(config)
+    made = made.float()
     inner = made.model
     inner.language_model.load_state_dict(language.model.state_dict())
     made.lm_head.load_state_dict(language.lm_head.state_dict())

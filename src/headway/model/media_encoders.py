@@ -23,7 +23,7 @@ from headway.model.encoders.base import EncoderConfig
 from headway.model.loading.aligner_file import StoredAligner, is_aligner_folder, read_aligner_folder
 
 if TYPE_CHECKING:
-    from headway.model.encoders.base import Encoder
+    from headway.model.encoders.base import FrozenMediaEncoder
 
 ALIGNER_KEY = "aligner"
 PATCH_LAYER = -2
@@ -68,7 +68,7 @@ def _config(given: dict[str, Any], modality: str) -> EncoderConfig:
     return config
 
 
-def open_encoder(text: str, modality: str, model_folder: Path | None = None) -> Encoder:
+def open_encoder(text: str, modality: str, model_folder: Path | None = None) -> FrozenMediaEncoder:
     """The encoder of a text, loaded once."""
     if not text:
         raise ConfigError(
@@ -78,7 +78,7 @@ def open_encoder(text: str, modality: str, model_folder: Path | None = None) -> 
 
 
 @lru_cache(maxsize=8)
-def _opened(text: str, modality: str, model_folder: Path | None) -> Encoder:
+def _opened(text: str, modality: str, model_folder: Path | None) -> FrozenMediaEncoder:
     given = json.loads(text)
     if ALIGNER_KEY not in given:
         return _config(given, modality).build(modality)
@@ -92,7 +92,7 @@ def _opened(text: str, modality: str, model_folder: Path | None) -> Encoder:
     return _tower(stored, modality) if config.TRAINS else config.build(modality)
 
 
-def _tower(stored: StoredAligner, modality: str) -> Encoder:
+def _tower(stored: StoredAligner, modality: str) -> FrozenMediaEncoder:
     """The trained tower of an aligner as a frozen encoder: features as its head takes them."""
     from torch import Tensor, nn
 

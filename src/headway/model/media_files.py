@@ -113,8 +113,9 @@ def read_media_files(folder: Path, hidden_size: int) -> tuple[MediaShape, dict[s
         shape = MediaShape.parse(given["shape"])
         sums = dict(given["files"])
         wanted = shape.parameters(hidden_size)
-        if given["version"] != VERSION or (problem := shape.problem()):
-            raise ValueError(problem if given["version"] == VERSION else f"version {given['version']!r}")
+        wrong = shape.problem() if given["version"] == VERSION else f"version {given['version']!r}"
+        if wrong:
+            raise ValueError(wrong)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise CheckpointError(f"{folder / MEDIA_FILE}: does not describe media inputs ({first_line(problem)}). {again}") from None
     tensors: dict[str, torch.Tensor] = {}

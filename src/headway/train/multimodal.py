@@ -136,7 +136,8 @@ def media_features(recipe: Recipe, plan: MediaPlan, device: torch.device | None 
         made = prepare_samples("media", _samples(sources, recipe), makers, cache_dir, skip_bad=skips)
         tables |= dict(zip(made.modalities, made.tables, strict=True))
     ordered = {one.modality: tables[one.modality] for one in plan.shape.inputs}
-    return MediaFeatures(ordered, {one.modality: one.tokens for one in plan.shape.inputs})
+    key = "|".join(f"{name}={table.content_key}" for name, table in ordered.items())
+    return MediaFeatures(ordered, {one.modality: one.tokens for one in plan.shape.inputs}, key)
 
 
 def multimodal_sources(recipe: Recipe) -> list[SourceConfig]:

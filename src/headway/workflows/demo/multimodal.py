@@ -25,6 +25,8 @@ from headway.runtime.storage import write_atomic
 log = logging.getLogger("headway")
 
 SUMMARY = "summary.json"
+HELD_OUT = 0.1
+"""Share of the captions that phase 1 is validated on."""
 ASKED = ("What colour is the shape?", "What shape is it?", "What kind of tone is it?", "Where is the shape?")
 TUNE = """\
 run: {{name: tune, dir: {out}/runs}}
@@ -55,7 +57,7 @@ class MediaDemo:
 
     samples: int = 1500
     heldout: int = 120
-    align_steps: int = 200
+    align_steps: int = 250
     tune_steps: int = 600
 
 
@@ -98,14 +100,14 @@ def _align(out: Path, sizes: MediaDemo) -> dict[str, Any]:
     from headway.train import train
     from headway.train.config import Recipe
 
-    heldout = {"path": str(out / "media/captions_heldout.jsonl"), "kind": "captions"}
     recipe = Recipe.load(
         "multimodal/align",
         {
             "run.dir": out / "runs",
             "run.name": "align",
             "data.train": [{"path": str(out / "media/captions.jsonl"), "kind": "captions"}],
-            "data.valid": {"sets": {"heldout": [heldout]}},
+            "model.aligner.encoders.image": {"kind": "vit", "image_size": 32, "patch": 4, "width": 64, "layers": 2},
+            "data.valid": {"fraction": HELD_OUT},
             "data.cache_dir": out / "cache",
             "steps": sizes.align_steps,
             "eval.every": None,
@@ -115,8 +117,9 @@ def _align(out: Path, sizes: MediaDemo) -> dict[str, Any]:
     )
     train(recipe)
     lines = (recipe.run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    valid = next(record["valid"]["heldout"] for record in map(json.loads, reversed(lines)) if "valid" in record)
-    return {"recall": {name.split("/")[0]: value for name, value in valid.items() if name.endswith("/recall_at_1")}, "valid": valid}
+    valid = next(record["valid"]["valid"] for record in map(json.loads, reversed(lines)) if "valid" in record)
+    recall = {name.split("/")[0]: value for name, value in valid.items() if name.endswith("/recall_at_1")}
+    return {"recall": recall, "candidates": int(valid["text-image/samples"]), "valid": valid}
 
 
 def _tune(out: Path, sizes: MediaDemo) -> dict[str, Any]:
