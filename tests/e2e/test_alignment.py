@@ -15,8 +15,11 @@ from headway.infer.aligner import aligned_encoders, find_aligner
 from headway.infer.load import find_model
 from headway.media.items import MediaRef
 from headway.media.synthetic import SyntheticMedia, write_media
+from headway.plan.hardware import GPUS
 from headway.train import train
 from headway.train.config import Recipe
+from headway.train.next_steps import next_steps
+from headway.train.planning import PlanTarget, plan_job
 from headway.train.resolve import resolve
 
 
@@ -75,6 +78,10 @@ def test_its_model_is_found_and_is_no_language_model(folder: Path) -> None:
     run = folder / "runs" / "a"
     if not run.exists():
         train(recipe_of(folder))
+    commands = [command for command, _ in next_steps({"run": str(run), "final": str(run / "final")})]
+    assert [command.split()[1:3] for command in commands] == [["eval", "retrieval"], ["export", "aligner"]]
+    with pytest.raises(ConfigError, match="plan knows language models only"):
+        plan_job(recipe_of(folder), PlanTarget(GPUS["h100"], 1))
     final, checkpoint = find_aligner(run), find_aligner(run / "checkpoints")
     assert final.weights.keys() == checkpoint.weights.keys()
     assert all(bool((final.weights[name] == checkpoint.weights[name]).all()) for name in final.weights)

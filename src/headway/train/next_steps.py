@@ -30,7 +30,10 @@ def next_steps(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     run = Path(str(summary["run"]))
     try:
-        found, recipe = find_model(run), load(Recipe, run / RECIPE)
+        recipe = load(Recipe, run / RECIPE)
+        if recipe.model.aligner is not None:
+            return [(shlex.join(words), what) for words, what in _aligned(run, recipe)]
+        found = find_model(run)
     except HeadwayError:
         return []
     listed = [*_talk(run, found, recipe), *_measure(run, found, recipe)]
@@ -38,6 +41,13 @@ def next_steps(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if (run / TENSORBOARD).is_dir() and is_installed("tensorboard"):
         listed.append((["tensorboard", "--logdir", str(run)], "the curves"))
     return [(shlex.join(words), what) for words, what in listed]
+
+
+def _aligned(run: Path, recipe: Recipe) -> list[tuple[list[str], str]]:
+    """What follows an alignment."""
+    data = [one.path for one in recipe.data.train or ()][:1]
+    measured = [(["headway", "eval", "retrieval", "--model", str(run), "--data", path], "recall of every pair") for path in data]
+    return [*measured, (["headway", "export", "aligner", "--model", str(run), "--out", f"{run}-aligner.pt"], "a file for PurrSight")]
 
 
 def _talk(run: Path, found: StoredModel, recipe: Recipe) -> list[tuple[list[str], str]]:

@@ -34,6 +34,8 @@ class PlanTarget:
 
 def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
     """The recipe on this many ranks; a layout that breaks a rule is a ParallelError with the nearest one that works."""
+    if recipe.model.aligner is not None:
+        raise ConfigError("model.aligner is given; plan knows language models only. `headway train RECIPE --dry-run` takes one step of it.")
     model = planned_model(recipe)
     layout = layout_of(recipe.parallel, target.world)
     parallel, seq_len = recipe.parallel, recipe.data.seq_len
