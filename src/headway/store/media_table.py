@@ -125,7 +125,7 @@ class MediaTable:
                 if (quick or not at_once) and self._checksums.of(self.folder / name) != file.sha256:
                     raise damaged(self.folder / name)
 
-    @cached_property
+    @property
     def content_key(self) -> str:
         """What the table holds, for cache keys: the checksum in table.json."""
         return str(json.loads(self.manifest.dump())["checksum"])

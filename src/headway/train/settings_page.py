@@ -44,8 +44,10 @@ def _below(name: str, entry: dict[str, Any], definitions: dict[str, Any], rule: 
 
 
 def _kinds(entry: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The kinds an entry, or each item of it, may be: (name, schema)."""
+    """The kinds an entry, or each item or value of it, may be: (name, schema)."""
+    values = entry.get("additionalProperties")
     options = [*entry.get("anyOf", ()), *entry.get("items", {}).get("anyOf", ())]
+    options += values.get("anyOf", ()) if isinstance(values, dict) else ()
     found = [(one["properties"]["kind"].get("const"), one) for one in options if "kind" in one.get("properties", {})]
     return [(kind, one) for kind, one in found if kind is not None]
 
