@@ -1,4 +1,4 @@
-"""`headway eval multimodal`: answers about pictures and sounds, with a picture report."""
+"""`headway eval multimodal` and `eval retrieval`: answers about pictures and sounds, and what an aligner finds, with a picture report."""
 
 from __future__ import annotations
 
@@ -56,4 +56,29 @@ def multimodal(
         typer.echo(f"report: {report}")
 
 
-VERBS = {"eval multimodal": multimodal}
+def retrieval(
+    model: Path = typer.Option(..., help="A run of phase 1 (recipe multimodal/align)."),
+    data: str = typer.Option(..., help="Records with captions, pictures and sounds."),
+    limit: int = typer.Option(None, min=2, help="Only the first records, this many."),
+    report: Path = typer.Option(None, metavar="FILE.html", help="Write queries beside what they found, with ranks."),
+    json: bool = JSON,
+) -> None:
+    """Rank texts, pictures and sounds by an aligner: recall at 1, 5 and 10, MRR and median rank of every pair."""
+    from headway.eval.media_report import PictureReport, check_report_path, write_picture_report
+    from headway.eval.retrieval import evaluate_retrieval
+
+    if report is not None:
+        check_report_path(report)
+    scores, rows = evaluate_retrieval(model, data, limit)
+    if report is not None:
+        figures = {f"{one.pair} recall@1 of {one.candidates}": one.recall_at_1 for one in scores}
+        write_picture_report(report, PictureReport(f"{model} on {data}", figures, retrievals=rows))
+    if json:
+        print_json({"pairs": [vars(one) for one in scores], "report": report})
+        return
+    names = ("recall_at_1", "recall_at_5", "recall_at_10", "mrr", "median_rank")
+    cells = [(one.pair, one.candidates, *(f"{getattr(one, name):.3f}" for name in names)) for one in scores]
+    print_table(("pair", "candidates", "recall@1", "recall@5", "recall@10", "MRR", "median rank"), cells)
+
+
+VERBS = {"eval multimodal": multimodal, "eval retrieval": retrieval}

@@ -1,94 +1,98 @@
-"""Retrieval with a trained aligner. In: an aligner and records of captions, pictures and sounds; out: recall, MRR and gaps for every pair.
+"""Retrieval with an aligner, scored. In: a run of phase 1 and captioned records; out: recall, MRR and median rank of each pair, and rows.
 
-The metrics are those of validation (objective/contrastive.py), over all samples at once.
+Each item is ranked among the items of all records that have both modalities of a pair. Candidates that are equally similar share their
+mean rank and their chance to be among the first, so that equal captions count for neither side. Training validates with the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import islice, permutations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from headway.data.config import default_cache_dir
+import numpy as np
+
 from headway.errors import ConfigError
-from headway.infer.aligner import find_aligner, row_makers
-from headway.objective.contrastive import TOP, retrieval_sums
-from headway.prepare.features import SampleSet, prepare_samples, read_samples
+from headway.eval.media_report import RetrievalRow
+from headway.media.items import MediaRef
+from headway.model.loading.aligner_file import AlignerHeads, read_aligner
+from headway.model.media_encoders import aligned_encoder_text, aligner_folder, open_encoder
+from headway.prepare.features import Sample, read_samples
 
-if TYPE_CHECKING:
-    import torch
-
-    from headway.model.aligner import Aligner
-
-BATCH_SAMPLES = 256
+ENCODED_AT_ONCE = 64
+TIE = 1e-6
+EPS = 1e-6
+SHOWN = 3
+"""The best candidates of a query that a report shows."""
 
 
 @dataclass(frozen=True)
-class RetrievalPlan:
-    """What to score and how."""
+class RetrievalScores:
+    """One direction, such as text to image."""
 
-    data: str
-    limit: int | None = None
-    skip_bad: bool = False
-    cache_dir: Path | None = None
-
-
-def evaluate_retrieval(model: Path, plan: RetrievalPlan, device: torch.device) -> dict[str, Any]:
-    """Metrics of every pair of modalities, both directions."""
-    import torch
-
-    stored = find_aligner(model)
-    names = stored.config.modalities
-    cache_dir = plan.cache_dir or default_cache_dir()
-    makers = row_makers(stored.config, device)
-    samples = prepare_samples(plan.data, read_samples(plan.data, names), makers, cache_dir, skip_bad=plan.skip_bad, limit=plan.limit)
-    if not len(samples):
-        raise ConfigError(f"--data is {plan.data!r}; it holds no samples.")
-    survey = torch.cat(list(_surveyed(stored.load(device), samples, device)))
-    sums = retrieval_sums(survey, names, list(combinations(range(len(names)), 2)), slice(0, len(survey)))
-    found = {name: float(total / weight) if float(weight) else None for name, (total, weight) in sums.items()}
-    return {
-        "model": str(model),
-        "data": plan.data,
-        "samples": len(samples),
-        "skipped": [{"place": one.place, "reason": one.reason} for one in samples.bad],
-        "pairs": [_pair(found, names[a], names[b]) for a, b in combinations(range(len(names)), 2)],
-    }
+    pair: str
+    candidates: int
+    recall_at_1: float
+    recall_at_5: float
+    recall_at_10: float
+    mrr: float
+    median_rank: float
 
 
-def _pair(found: dict[str, float | None], a: str, b: str) -> dict[str, Any]:
-    pair = f"{a}-{b}"
-    count = int(found[f"{pair}/samples"] or 0)
-    ways = {}
-    for name in (f"{a}_to_{b}", f"{b}_to_{a}"):
-        ways[name] = {key: found[f"{name}/{key}"] for key in (*(f"recall_at_{k}" for k in TOP), "mrr", "median_rank")}
-    rest = {key: found[f"{pair}/{key}"] for key in ("positive_similarity", "negative_similarity", "modality_gap")}
-    return {"pair": pair, "samples": count, "chance_at_1": 1 / count if count else None, **ways, **rest}
+def evaluate_retrieval(model: Path, data: str, limit: int | None = None) -> tuple[list[RetrievalScores], list[RetrievalRow]]:
+    """The scores of every direction, and the queries of all of them."""
+    folder = aligner_folder(model)
+    if folder is None:
+        raise ConfigError(f"{model}: is not a run of phase 1 with its encoders (recipe multimodal/align).")
+    heads = read_aligner(folder)
+    names = [name for name in ("text", "image", "audio") if f"heads.{name}.proj.weight" in heads.tensors]
+    samples = list(islice(read_samples(data, names), limit))
+    scores: list[RetrievalScores] = []
+    rows: list[RetrievalRow] = []
+    vectors = {name: _vectors(folder, heads, name, samples) for name in names}
+    for first, second in permutations(names, 2):
+        both = [number for number, one in enumerate(samples) if first in one.items and second in one.items]
+        if len(both) < 2:
+            continue
+        similarity = np.stack([vectors[first][n] for n in both]) @ np.stack([vectors[second][n] for n in both]).T
+        own = np.diagonal(similarity)[:, None]
+        higher, equal = (similarity > own + TIE).sum(1), (abs(similarity - own) <= TIE).sum(1)
+        ranks = higher + (equal + 1) / 2
+        scores.append(_scores(f"{first}_to_{second}", higher, equal, ranks))
+        for at, number in enumerate(both):
+            best = np.argsort(-similarity[at], kind="stable")[:SHOWN]
+            found = tuple((_item(samples[both[int(one)]], second), float(similarity[at, one])) for one in best)
+            rows.append(RetrievalRow(_item(samples[number], first), _item(samples[number], second), int(np.ceil(ranks[at])), found))
+    if not scores:
+        raise ConfigError(f"{data}: fewer than two records have two of {', '.join(names)}; nothing can be ranked.")
+    return scores, rows
 
 
-def _surveyed(model: Aligner, samples: SampleSet, device: torch.device) -> Iterator[torch.Tensor]:
-    """Vectors of all samples, in the form of a survey."""
-    import torch
+def _scores(pair: str, higher: np.ndarray, equal: np.ndarray, ranks: np.ndarray) -> RetrievalScores:
+    def recall(k: int) -> float:
+        return float(np.clip((k - higher) / equal, 0, 1).mean())
 
-    from headway.data.samples import columns_of
-
-    for start in range(0, len(samples), BATCH_SAMPLES):
-        media, present = columns_of(samples.rows[start : start + BATCH_SAMPLES], samples.tables)
-        there = torch.from_numpy(present).to(device)
-        given = {name: torch.from_numpy(values).to(device) for name, values in zip(samples.modalities, media, strict=True)}
-        with torch.no_grad():
-            values = model(given, there.T)
-        yield torch.cat([values.flatten(1), there.T.float(), torch.ones(len(values), 1, device=device)], dim=1)
+    median = float(np.sort(ranks)[(len(ranks) - 1) // 2])
+    return RetrievalScores(pair, len(ranks), recall(1), recall(5), recall(10), float((1 / ranks).mean()), median)
 
 
-def table_rows(result: dict[str, Any]) -> tuple[list[str], Sequence[list[str]]]:
-    """Header and rows of a table: one line per direction."""
-    header = ["direction", "samples", "chance@1", *(f"recall@{k}" for k in TOP), "MRR", "median rank", "gap"]
-    rows = []
-    for pair in result["pairs"]:
-        for name, way in ((key, value) for key, value in pair.items() if isinstance(value, dict)):
-            numbers = [pair["chance_at_1"], *(way[f"recall_at_{k}"] for k in TOP), way["mrr"], way["median_rank"], pair["modality_gap"]]
-            rows.append([name.replace("_", " "), str(pair["samples"]), *("none" if one is None else f"{one:.3f}" for one in numbers)])
-    return header, rows
+def _item(sample: Sample, name: str) -> MediaRef | str:
+    return sample.items[name]
+
+
+def _vectors(folder: Path, heads: AlignerHeads, name: str, samples: list[Sample]) -> dict[int, np.ndarray]:
+    """The unit vectors of one modality, by sample."""
+    there = [number for number, one in enumerate(samples) if name in one.items]
+    if not there:
+        return {}
+    encoder = open_encoder(aligned_encoder_text(folder, name), name)
+    weight, bias, proj = (heads.tensors[f"heads.{name}.{leaf}"].numpy() for leaf in ("norm.weight", "norm.bias", "proj.weight"))
+    found: dict[int, np.ndarray] = {}
+    for start in range(0, len(there), ENCODED_AT_ONCE):
+        some = there[start : start + ENCODED_AT_ONCE]
+        features = encoder.encode(np.stack([encoder.input.read(samples[number].items[name]) for number in some])).reshape(len(some), -1)
+        centred = features - features.mean(1, keepdims=True)
+        normed = centred / np.sqrt((centred**2).mean(1, keepdims=True) + EPS) * weight + bias
+        values = normed @ proj.T
+        found |= dict(zip(some, values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12), strict=True))
+    return found
