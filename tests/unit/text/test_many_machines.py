@@ -170,7 +170,10 @@ def test_a_changed_input_or_rule_is_work_of_its_own(tmp_path: Path, inside: OneP
 
 
 @pytest.mark.parametrize(("size", "seed"), [(3000, 0), (60_000, 1), (150_000, 2)])
-def test_a_sample_is_the_one_of_one_process(tmp_path: Path, inside: OneProcessExecutor, size: int, seed: int) -> None:
+def test_a_sample_is_the_one_of_one_process(
+    tmp_path: Path, inside: OneProcessExecutor, size: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.text.tasks.sample.OPEN_FILES", 3)
     for name, start in (("a", 0), ("b", 7)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts(400, start)), encoding="utf-8")
     shares = [SourceShare(str(tmp_path / "a.jsonl"), 0.7), SourceShare(str(tmp_path / "b.jsonl"), 0.3)]

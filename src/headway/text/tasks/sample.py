@@ -42,6 +42,7 @@ from headway.text.write import json_line, line_file, output_kind
 SIZES, NUMBERS, LENGTHS, CHOSEN = "sizes.npy", "numbers.npy", "lengths.npy", "chosen.jsonl"
 HIGHEST = 1 << 63
 BUCKET_BITS = 14
+OPEN_FILES = 256
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def sample_on(
             taken.append(report)
             chosen += [(source.place, file) for file in files]
         with line_file(out) as write:
-            for line in _merged(chosen):
+            for _, _, line in _by_number(chosen):
                 write(line)
     return taken
 
@@ -118,8 +119,20 @@ def _sample_source(work: WorkFolder, source: _Source, reading: Reading, check: A
     count, used = sum(result["documents"] for result in found), sum(result["bytes"] for result in found)
     return (
         SampledSource(source.share.path, source.wanted, count, used, documents, available),
-        [Path(result["folder"]) / CHOSEN for result in found],
+        _joined(work, name, [Path(result["folder"]) / CHOSEN for result in found]),
     )
+
+
+def _joined(work: WorkFolder, name: str, files: list[Path]) -> list[Path]:
+    """As many files as can be open at once: where there are more, some are merged into one first."""
+    merged = 0
+    while len(files) > OPEN_FILES:
+        target = work.path / f"chosen{name}-{merged:06d}.jsonl"
+        merged += 1
+        with open(target, "wb") as file:
+            file.writelines(b"%d %s" % (number, line) for number, _, line in _by_number([(0, path) for path in files[:OPEN_FILES]]))
+        files = [*files[OPEN_FILES:], target]
+    return files
 
 
 def _below(folder: Path, limit: int) -> int:
@@ -162,8 +175,8 @@ def _first_number(folders: Sequence[Path], low: int) -> int:
     return min(found)
 
 
-def _merged(chosen: Sequence[tuple[int, Path]]) -> Iterator[bytes]:
-    """The lines of all chosen documents, by their numbers, then by their source."""
+def _by_number(chosen: Sequence[tuple[int, Path]]) -> Iterator[tuple[int, int, bytes]]:
+    """The lines of some files as (number, source, line), by number, then by source."""
 
     def read(source: int, path: Path) -> Iterator[tuple[int, int, bytes]]:
         with open(path, "rb") as file:
@@ -171,8 +184,7 @@ def _merged(chosen: Sequence[tuple[int, Path]]) -> Iterator[bytes]:
                 number, _, rest = line.partition(b" ")
                 yield int(number), source, rest
 
-    for _, _, line in heapq.merge(*(read(source, path) for source, path in chosen), key=lambda one: one[:2]):
-        yield line
+    return heapq.merge(*(read(source, path) for source, path in chosen), key=lambda one: one[:2])
 
 
 def count_part(arguments: Mapping[str, Any], work: Path, folder: Path) -> dict[str, Any]:
