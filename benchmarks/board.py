@@ -133,7 +133,7 @@ class Viewer:
             self.get(name)
         runs = [run["id"] for run in self.state()]
         self.get("/api/metrics?" + "&".join(f"run={run}" for run in runs))
-        return self.charts(runs, max(120, 24_000 // len(runs)))
+        return self.charts(runs, max(120, min(2000, 24_000 // len(runs))))
 
 
 def measure_open(root: Path, cache: Path, *, wait: bool = True) -> tuple[dict[str, Any], Server]:

@@ -82,7 +82,7 @@
     events(app, found) {
       const rows = found.flatMap(({ run, details }) => details.events.map((event) => ({ run, event }))).sort((a, b) => (b.event.time || 0) - (a.event.time || 0)).slice(0, 500);
       if (!rows.length) return nothing("No events yet.");
-      return table(["time", "run", "event", "step", ""], rows.map(({ run, event }) => hw.el("tr", { class: `event ${event.event}` }, hw.el("td", { class: "nowrap" }, hw.when(event.time)), hw.el("td", {}, swatch(app, run)), hw.el("td", {}, hw.el("span", { class: "badge" }, event.event)), hw.el("td", { class: "num" }, text(event.step)), hw.el("td", { class: "pre" }, event.text))));
+      return table(["time", "run", "event", "step", ""], rows.map(({ run, event }) => hw.el("tr", { class: `event ${event.event}` }, hw.el("td", { class: "nowrap" }, hw.when(event.time)), hw.el("td", {}, swatch(app, run)), hw.el("td", {}, hw.el("span", { class: "badge" }, event.event)), hw.el("td", { class: "num" }, hw.number(event.step)), hw.el("td", { class: "pre" }, event.text))));
     },
 
     checkpoints(app, found) {
