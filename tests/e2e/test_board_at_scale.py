@@ -25,4 +25,5 @@ def test_a_board_of_long_runs_opens_follows_and_stays_small(tmp_path: Path) -> N
     assert found["live_seconds"] < 2.0
     many = found["many"]
     assert many["slowest_poll_seconds"] < 2.0 and many["polls"] > 200
-    assert many["memory_last_third_bytes"] < 1.05 * many["memory_first_third_bytes"]
+    # the allocator settles in the first seconds; a leak of one view per poll would be ten times this
+    assert many["memory_last_third_bytes"] < many["memory_first_third_bytes"] + (12 << 20)

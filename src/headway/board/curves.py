@@ -148,6 +148,8 @@ class RunCurves:
         curve = downsample(x, y, window.points, window.start, window.end)
         if not is_partial:
             with self._lock:
+                if self._views and next(reversed(self._views))[0] != key[0]:
+                    self._views.clear()  # nobody asks for curves of an older state again
                 self._views[key] = curve
                 while len(self._views) > KEPT_VIEWS:
                     self._views.popitem(last=False)
