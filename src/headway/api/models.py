@@ -222,8 +222,10 @@ def tokenize(
     source = validate(SourceConfig, {"path": inputs[0], **{name: value for name, value in given.items() if value is not None}})
     found = with_kind(source, inputs[0], load_tokenizer(tokenizer))
     assert found.kind != "auto"
-    if found.kind == "captions":
-        raise ConfigError("kind is 'captions', which is not tokenized: objective contrastive reads the files themselves.")
+    if found.kind == "captions" or found.kind == "multimodal":
+        raise ConfigError(
+            f"kind is {found.kind!r}; records with media are read by training itself (docs/multimodal.md). Give them as data.train."
+        )
     if found.kind == "text":
         if valid_fraction or max_length is not None:
             raise ConfigError("valid_fraction and max_length apply to chat and preference data. Leave them out.")
