@@ -2,6 +2,7 @@
 
     python benchmarks/many_machines.py make CORPUS --bytes 500MB TEXT...     varied text from real files, with exact and near duplicates
     python benchmarks/many_machines.py show CORPUS --tokenizer T --out OUT [--on ray --workers 4] [--kill]
+    python benchmarks/many_machines.py memory FOLDER --documents 1048576 --max-memory 16MB        one task that looks for near duplicates
 
 `show` prints one JSON line: seconds of each verb, the peak memory of each process, how many tasks were done again, digests of the output.
 """
@@ -148,6 +149,42 @@ def show(arguments: argparse.Namespace) -> None:
     print(json.dumps(found))
 
 
+def memory(arguments: argparse.Namespace) -> None:
+    """Peak memory of one reduce task over random band keys of many documents; one in fifty keys is shared by several."""
+    import numpy as np
+
+    from headway.runtime.storage import write_sealed
+    from headway.text.tasks import dedup
+    from headway.text.tasks.signatures import RUN_DOCUMENTS
+
+    work, runs, bands = arguments.folder, arguments.documents // RUN_DOCUMENTS, 16
+    random_ = np.random.default_rng(0)
+    for run in range(runs):
+        folder = work / "done" / f"map-{run}"
+        folder.mkdir(parents=True)
+        keys = random_.integers(0, 1 << 63, RUN_DOCUMENTS * bands, dtype=np.uint64) * np.uint64(2)
+        shared = len(keys) // 50
+        keys[:shared] = random_.integers(0, 1 << 20, shared, dtype=np.uint64) << np.uint64(44)
+        order = np.argsort(keys)
+        np.save(folder / "keys-0000.npy", keys[order])
+        np.save(folder / "keys-rows-0000.npy", (order // bands).astype(np.uint32))
+        np.save(folder / "entries-0000.npy", random_.integers(0, 256, (RUN_DOCUMENTS, 128), dtype=np.uint8))
+    (work / "runs.json").write_text(json.dumps({"values": [[f"map-{run}", 0, RUN_DOCUMENTS] for run in range(runs)]}))
+    write_sealed(work / "alive.bin", np.packbits(np.ones(runs * RUN_DOCUMENTS, np.bool_)).tobytes())
+    batch = dedup.records_at_once(parse_bytes(arguments.max_memory, "--max-memory"))
+    ranges = -(-runs * RUN_DOCUMENTS * bands // batch)
+    given = {"runs": "runs.json", "alive": "alive.bin", "similarity": 0.8, "batch": batch, "low": 0, "high": (1 << 64) // ranges}
+    child = os.fork()  # its peak begins with the memory it has in use, not with what making the files took
+    if child == 0:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = peaks_below(os.getpid())[os.getpid()][1] >> 20
+        (work / "out").mkdir()
+        dedup.near_range(given, work, work / "out")
+        print(json.dumps({"ranges": ranges, "before_mb": before, "peak_mb": peaks_below(os.getpid())[os.getpid()][1] >> 20}), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
@@ -165,6 +202,11 @@ def main() -> None:
     showing.add_argument("--task-size", default="4MB")
     showing.add_argument("--kill", action="store_true")
     showing.set_defaults(run=show)
+    remembering = verbs.add_parser("memory")
+    remembering.add_argument("folder", type=Path)
+    remembering.add_argument("--documents", type=int, default=1 << 20)
+    remembering.add_argument("--max-memory", default="16MB")
+    remembering.set_defaults(run=memory)
     arguments = parser.parse_args()
     arguments.run(arguments)
 

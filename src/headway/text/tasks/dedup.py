@@ -80,7 +80,7 @@ def find_duplicates(work: WorkFolder, results: Sequence[Mapping[str, Any]], rule
     if rules.duplicates == "keep" or not total:
         return Verdict(fate, results)
     given = {"runs": work.share("runs", [[Path(folder).name, *rest] for folder, *rest in runs])}
-    given |= {"batch": _records_at_once(rules.max_memory_bytes)}
+    given |= {"batch": records_at_once(rules.max_memory_bytes)}
     for result in _reduce(work, "exact", exact_range, given, total):
         fate[np.load(Path(result["folder"]) / "rows.npy")] = DUPLICATE
     if rules.duplicates == "exact":
@@ -94,7 +94,8 @@ def find_duplicates(work: WorkFolder, results: Sequence[Mapping[str, Any]], rule
     return Verdict(fate, results)
 
 
-def _records_at_once(max_memory_bytes: int | None) -> int:
+def records_at_once(max_memory_bytes: int | None) -> int:
+    """How many hashes a reduce task holds."""
     return RANGE_RECORDS if max_memory_bytes is None else max(LEAST_RECORDS, min(RANGE_RECORDS, max_memory_bytes // RECORD_BYTES))
 
 
