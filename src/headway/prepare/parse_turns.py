@@ -272,7 +272,7 @@ def text_of(content: Any, where: str) -> str:
             kind = cast(dict[str, Any], part).get("type", "text") if isinstance(part, dict) else type(part).__name__
             text = cast(dict[str, Any], part).get("text", cast(dict[str, Any], part).get("value")) if isinstance(part, dict) else part
             if kind not in ("text", "str") or not isinstance(text, str):
-                raise DataError(f"{where}: a part of type {kind!r}; chat data holds text only.")
+                raise DataError(f"{where}: a part of type {kind!r}; chat data holds text only. Media need kind: multimodal.")
             parts.append(text)
         content = "".join(parts)
     if not isinstance(content, str):

@@ -139,7 +139,9 @@ def _refusal(key: str, keys: str) -> str:
     if key in PAIR:
         return f"{key} is not part of a conversation: set kind: preference (--kind preference), or ignore it with --keys {key}=."
     if key in MEDIA:
-        return f"{key} is not text, and chat data holds text only; ignore it with --keys {key}=."
+        return (
+            f"{key} is not text, and chat data holds text only: set kind: multimodal (--kind multimodal), or ignore it with --keys {key}=."
+        )
     remedy = "name the keys, as in --keys prompt=KEY,response=KEY (in a recipe keys: {prompt: KEY, ...})"
     return f"{key} carries content that is not read in a record with the keys {keys}; {remedy}, or ignore it with --keys {key}=."
 
