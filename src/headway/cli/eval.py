@@ -288,28 +288,4 @@ def parse_numbers(flag: str, text: str) -> tuple[float, ...]:
         raise ConfigError(f"{flag} is {text!r}; write numbers, comma separated.") from None
 
 
-def retrieval(
-    model: Path = typer.Option(..., help="A run of recipe multimodal/align, its final/ or a checkpoint."),
-    data: str = typer.Option(
-        ..., "--data", "--input", help="Captions with pictures or sounds: JSONL, a folder, Parquet or WebDataset tars."
-    ),
-    max_samples: int | None = typer.Option(None, help="Score only the first samples, this many."),
-    drop_bad: bool = typer.Option(False, "--drop-bad", help="Skip files that cannot be read, and list them; by default they are an error."),
-    device: str = typer.Option("auto", help="auto, cpu, cuda or mps."),
-    cache_dir: Path | None = typer.Option(None, help="Folder of the cached features; default: as in training."),
-    json: bool = JSON,
-) -> None:
-    """Find texts, pictures and sounds by each other: recall@1/5/10, MRR, median rank and modality gap of every pair."""
-    from headway.eval.retrieval import RetrievalPlan, evaluate_retrieval, table_rows
-    from headway.runtime.device import choose_compute
-
-    chosen = choose_compute(device, "fp32", 0).device
-    result = evaluate_retrieval(model, RetrievalPlan(data, max_samples, drop_bad, cache_dir), chosen)
-    if json:
-        print_json(result)
-        return
-    header, rows = table_rows(result)
-    print_table(header, rows)
-
-
-VERBS = {"eval compare": compare, "eval harness": harness, "eval long": long, "eval ppl": ppl, "eval retrieval": retrieval}
+VERBS = {"eval compare": compare, "eval harness": harness, "eval long": long, "eval ppl": ppl}

@@ -74,11 +74,11 @@ def retrieval(
         figures = {f"{one.pair} recall@1 of {one.candidates}": one.recall_at_1 for one in scores}
         write_picture_report(report, PictureReport(f"{model} on {data}", figures, retrievals=rows))
     if json:
-        print_json({"pairs": [vars(one) for one in scores], "report": report})
+        print_json({"pairs": [{**vars(one), "chance_at_1": one.chance} for one in scores], "report": report})
         return
-    names = ("recall_at_1", "recall_at_5", "recall_at_10", "mrr", "median_rank")
+    names = ("chance", "recall_at_1", "recall_at_5", "recall_at_10", "mrr", "median_rank", "modality_gap")
     cells = [(one.pair, one.candidates, *(f"{getattr(one, name):.3f}" for name in names)) for one in scores]
-    print_table(("pair", "candidates", "recall@1", "recall@5", "recall@10", "MRR", "median rank"), cells)
+    print_table(("pair", "candidates", "chance", "recall@1", "recall@5", "recall@10", "MRR", "median rank", "modality gap"), cells)
 
 
 VERBS = {"eval multimodal": multimodal, "eval retrieval": retrieval}

@@ -37,6 +37,13 @@ class RetrievalScores:
     recall_at_10: float
     mrr: float
     median_rank: float
+    modality_gap: float
+    """Distance between the mean vectors of the two modalities."""
+
+    @property
+    def chance(self) -> float:
+        """Recall at 1 of a guess."""
+        return 1 / self.candidates
 
 
 def evaluate_retrieval(model: Path, data: str, limit: int | None = None) -> tuple[list[RetrievalScores], list[RetrievalRow]]:
@@ -54,11 +61,12 @@ def evaluate_retrieval(model: Path, data: str, limit: int | None = None) -> tupl
         both = [number for number, one in enumerate(samples) if first in one.items and second in one.items]
         if len(both) < 2:
             continue
-        similarity = np.stack([vectors[first][n] for n in both]) @ np.stack([vectors[second][n] for n in both]).T
+        queries, keys = (np.stack([vectors[name][n] for n in both]) for name in (first, second))
+        similarity, gap = queries @ keys.T, float(np.linalg.norm(queries.mean(0) - keys.mean(0)))
         own = np.diagonal(similarity)[:, None]
         higher, equal = (similarity > own + TIE).sum(1), (abs(similarity - own) <= TIE).sum(1)
         ranks = higher + (equal + 1) / 2
-        scores.append(_scores(f"{first}_to_{second}", higher, equal, ranks))
+        scores.append(_scores(f"{first}_to_{second}", higher, equal, ranks, gap))
         for at, number in enumerate(both):
             best = np.argsort(-similarity[at], kind="stable")[:SHOWN]
             found = tuple((_item(samples[both[int(one)]], second), float(similarity[at, one])) for one in best)
@@ -68,12 +76,12 @@ def evaluate_retrieval(model: Path, data: str, limit: int | None = None) -> tupl
     return scores, rows
 
 
-def _scores(pair: str, higher: np.ndarray, equal: np.ndarray, ranks: np.ndarray) -> RetrievalScores:
+def _scores(pair: str, higher: np.ndarray, equal: np.ndarray, ranks: np.ndarray, gap: float) -> RetrievalScores:
     def recall(k: int) -> float:
         return float(np.clip((k - higher) / equal, 0, 1).mean())
 
     median = float(np.sort(ranks)[(len(ranks) - 1) // 2])
-    return RetrievalScores(pair, len(ranks), recall(1), recall(5), recall(10), float((1 / ranks).mean()), median)
+    return RetrievalScores(pair, len(ranks), recall(1), recall(5), recall(10), float((1 / ranks).mean()), median, gap)
 
 
 def _item(sample: Sample, name: str) -> MediaRef | str:

@@ -36,6 +36,7 @@ def test_ranks_are_those_of_a_hand_count(tmp_path: Path, monkeypatch: pytest.Mon
     # a is first; b shares the first two places with c; c is behind a and shares the last two with b
     assert first.candidates == 3 and first.recall_at_1 == pytest.approx((1 + 0.5 + 0) / 3)
     assert first.mrr == pytest.approx((1 + 1 / 1.5 + 1 / 2.5) / 3) and first.median_rank == 1.5 and first.recall_at_5 == 1.0
+    assert first.chance == pytest.approx(1 / 3) and first.modality_gap == pytest.approx(np.hypot(0.6 - 1 / 3, 1.6 / 3 - 2 / 3))
     assert [row.rank for row in rows[:3]] == [1, 2, 3] and rows[2].found[0][0].name.endswith("a.png")
 
 
