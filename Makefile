@@ -42,14 +42,16 @@ test: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 slow: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow and not drill"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow and not drill and not cluster"
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:xdist
 
 # HEADWAY_CLUSTER_OPTIONAL=1 (set by .ci/run) skips where root or a package is missing; else that is an error.
+CLUSTER ?= cluster and not drill
+
 test-cluster: setup
-	$(BIN)/python -m pytest -m "cluster and not drill" -rs tests/cluster
+	$(BIN)/python -m pytest -m "$(CLUSTER)" -rs tests/cluster
 
 drill-cluster: setup
 	$(BIN)/python -m pytest -m cluster -rs tests/cluster

@@ -159,6 +159,7 @@ def test_a_killed_rank_and_a_lost_connection_cost_nothing(jobs: Jobs, uninterrup
     jobs.all_gone()
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_on_all_hosts_and_the_next_job_continues(jobs: Jobs, uninterrupted: dict[str, bytes]) -> None:
     shell = jobs.start()
     jobs.saved(20)

@@ -91,7 +91,9 @@ TWO: list[tuple[dict[str, Any], dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(1, ONE), (2, TWO)], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [pytest.param(1, ONE, id="one rank"), pytest.param(2, TWO, id="two ranks", marks=pytest.mark.slow)]
+)
 def test_every_layout_trains_like_plain_autograd(ranks: int, cases: list[Any]) -> None:
     expected, weights, valid = plain()
     for results in run_ranks(functools.partial(trained, cases), ranks):

@@ -79,6 +79,7 @@ def test_two_ranks_train_like_one_in_every_layout() -> None:
             check(got, full, f"{case}, {'all weights' if full else 'projector and LoRA'}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [{"recompute": 1}, {"recompute": "selective"}, {"offload": ["activations"]}, {"offload": ["optimizer"]}])
 def test_memory_modes_change_nothing(memory: dict[str, Any]) -> None:
     check(trained(setup_of({}, memory=memory), RankGroup()), False, str(memory))

@@ -53,10 +53,8 @@ def _multimodal(out: Path, *, json: bool) -> None:
     if json:
         print_json(summary)
         return
-    typer.echo(
-        f"\nThe demo took {summary['seconds']:.0f} s. Phase 1, recall@1 among {summary['heldout']} samples of held-out combinations:"
-    )
-    chance = f"{1 / summary['heldout']:.1%}"
+    typer.echo(f"\nThe demo took {summary['seconds']:.0f} s. Phase 1, recall@1 among {summary['candidates']} held-out samples:")
+    chance = f"{1 / summary['candidates']:.1%}"
     print_table(["direction", "recall@1", "chance"], [(name, f"{value:.1%}", chance) for name, value in summary["recall"].items()])
     typer.echo("\nPhase 2, right answers about held-out combinations:")
     rows = [(question, *(f"{one[key]:.1%}" for key in ("seen", "blank", "chance"))) for question, one in summary["answers"].items()]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from headway.errors import ConfigError
 from headway.launch.slurm_record import FOLDER
+from headway.runtime.process import headway_command
 from headway.train.slurm_config import SlurmConfig
 
 SAFE_PATH = re.compile(r"[A-Za-z0-9_./+=@,:~-]+")
@@ -99,7 +100,7 @@ def _command(parts: ScriptParts) -> list[str]:
     # not --kill-on-bad-exit: the other launchers would have no time to save and to say what happened
     srun += ["--kill-on-bad-exit=0", f"--wait={WAIT_SECONDS}", f"--output={log}", "--open-mode=append"]
     nodes = [] if settings.nodes == 1 else ["--nnodes", str(settings.nodes)]
-    train = ["-P", "-m", "headway", "train", *nodes, "--nproc", str(settings.ranks), *parts.train_words]
+    _, *train = headway_command(["train", *nodes, "--nproc", str(settings.ranks), *parts.train_words])
     return [
         "# One launcher per node. It saves and queues again before the time limit (SIGUSR1) and on preemption (SIGTERM).",
         f"recipe={recipe}",

@@ -2,7 +2,7 @@
 
     OUT/images/000000.png   OUT/sounds/000000.wav
     OUT/captions.jsonl            {"text": "a red circle on the left with a low tone", "image": "images/000000.png", "audio": "sounds/..."}
-    OUT/captions_heldout.jsonl    the same for combinations of shape, colour and place that captions.jsonl never shows
+    OUT/captions_heldout.jsonl    the same for combinations of shape, colour, place and tone that captions.jsonl never shows
     OUT/chat.jsonl                {"messages": [{"role": "user", "content": "<image>\\n<audio>\\nWhat colour is the shape?"}, ...],
                                    "images": [...], "audios": [...]}
     OUT/chat_heldout.jsonl
@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,9 +39,9 @@ PLACES = {"in the centre": (0.5, 0.5), "on the left": (0.25, 0.5), "on the right
           "at the bottom": (0.5, 0.75)}  # fmt: skip
 TONES = {"low": (250.0, 250.0), "middle": (700.0, 700.0), "high": (2000.0, 2000.0), "rising": (350.0, 1600.0), "falling": (1600.0, 350.0)}
 """Name -> the frequency at the start and at the end."""
-HELD_OUT_EVERY = 5
-"""Of the combinations of shape, colour and place, one in five is held out. Every pair of values is shown in training, so that no value
-can be ruled out by another one."""
+HELD_OUT = 0.2
+"""This share of the combinations of shape, colour, place and tone is held out, chosen at random: few enough that no value, and no two
+values, rule out another."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,11 @@ def scenes(spec: SyntheticMedia) -> tuple[list[Scene], list[Scene]]:
 
 
 def _combinations() -> tuple[list[tuple[str, str, str, str]], list[tuple[str, str, str, str]]]:
-    shown: list[tuple[str, str, str, str]] = []
-    held_out: list[tuple[str, str, str, str]] = []
-    for i, shape in enumerate(SHAPES):
-        for j, colour in enumerate(COLOURS):
-            for k, place in enumerate(PLACES):
-                chosen = held_out if (i + j + k) % HELD_OUT_EVERY == 0 else shown
-                chosen += [(shape, colour, place, tone) for tone in TONES]
-    return shown, held_out
+    """Those of training and those held out, the same for every seed."""
+    every = list(product(SHAPES, COLOURS, PLACES, TONES))
+    order = np.random.Generator(np.random.PCG64(0)).permutation(len(every))
+    held_out = set(order[: round(HELD_OUT * len(every))].tolist())
+    return [one for n, one in enumerate(every) if n not in held_out], [one for n, one in enumerate(every) if n in held_out]
 
 
 def _scene(index: int, combinations: list[tuple[str, str, str, str]], missing: float, rng: np.random.Generator) -> Scene:

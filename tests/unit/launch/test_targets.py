@@ -119,6 +119,7 @@ def test_a_job_is_followed_restarted_and_done(start: Callable[[str], JobHandle])
     assert tail(handle.run_dir / driven.LOG, 100) == ["new"], "lines of the earlier job"
 
 
+@pytest.mark.slow
 def test_the_first_cancel_saves_and_the_second_kills(start: Callable[[str], JobHandle]) -> None:
     handle, target = start(STUBBORN), DrivenTarget()
     wait_for_line(handle, "up")
@@ -132,6 +133,7 @@ def test_the_first_cancel_saves_and_the_second_kills(start: Callable[[str], JobH
     assert "signal 2" in tail(handle.run_dir / driven.LOG, 100)
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_shell_that_follows_cancels(start: Callable[[str], JobHandle], tmp_path: Path) -> None:
     handle = start(WAIT)
     wait_for_line(handle, "up")

@@ -30,7 +30,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_other_ones(tmp_path: Pat
 
 def test_held_out_combinations_are_never_shown_but_every_pair_of_values_is() -> None:
     train, held_out = scenes(SyntheticMedia(samples=3000, heldout=500))
-    assert not {(s.shape, s.colour, s.place) for s in train} & {(s.shape, s.colour, s.place) for s in held_out}
+    assert not {(s.shape, s.colour, s.place, s.tone) for s in train} & {(s.shape, s.colour, s.place, s.tone) for s in held_out}
     for names in combinations(("shape", "colour", "place", "tone"), 2):
         pairs = [{tuple(getattr(s, name) for name in names) for s in many} for many in (train, held_out)]
         assert pairs[1] <= pairs[0], f"a value rules out another one: {names}"

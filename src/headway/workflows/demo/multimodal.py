@@ -1,11 +1,11 @@
 """Phase 1 and phase 2 in small, on a generated set and a CPU: align encoders, teach a language model to see and hear, ask it.
 
-    pictures and tones -> align (contrastive) -> recall on held-out combinations
+    pictures and tones -> align (contrastive) -> recall on held-out samples
                        -> tune (soft tokens into a small language model) -> answers about held-out combinations
                                                                          -> the same questions with the media blanked: chance
 
-Every part leaves its result in the demo's folder and is not repeated; a second call only reports. Invariant: no combination of shape and
-colour, or of place and tone, in the held-out files is in the files that train.
+Every part leaves its result in the demo's folder and is not repeated; a second call only reports. Invariant: no combination of shape,
+colour, place and tone in the held-out files is in the files that train.
 """
 
 from __future__ import annotations
