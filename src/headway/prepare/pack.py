@@ -24,6 +24,7 @@ from headway.errors import ConfigError, DataError
 from headway.runtime.progress import progress, quantity
 from headway.store.convert import check_target
 from headway.store.foreign.mds_writer import MdsTokenWriter
+from headway.store.media_items import refuse_media
 from headway.store.open import open_source
 from headway.store.reader import StoreWriter, dtype_for
 from headway.store.source import Flags, Ids, Longs, TokenSource
@@ -171,6 +172,7 @@ def pack(source: Path | str, out: Path, options: PackOptions) -> PackReport:
     """Pack a store into the new store `out`."""
     check_target(Path(out), options.to)
     opened = open_source(source)
+    refuse_media(opened, "data pack")
     report = PackReport(options.pack_length, documents=opened.num_documents)
     typed = any(opened.count_types())
     with (

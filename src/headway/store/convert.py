@@ -20,6 +20,7 @@ from headway.store.foreign.base import ForeignStore, ForeignWriter
 from headway.store.foreign.internlm import InternlmWriter
 from headway.store.foreign.mds_writer import MdsTokenWriter
 from headway.store.foreign.zero2all import SftPairWriter, Zero2allWriter
+from headway.store.media_items import refuse_media
 from headway.store.open import StoreKind, open_source
 from headway.store.reader import StoreWriter, dtype_for
 from headway.store.source import TokenDocument, TokenSource, iter_documents
@@ -79,6 +80,7 @@ def convert(
     """Write the store at `path` to the folder `out` in format `to`. A tokenizer gives its fingerprint, if all ids are in its range."""
     target = check_target(Path(out), to, options)
     source = open_source(path, options.kind, rebuild_index=options.rebuild_index, begin_id=options.begin_id)
+    refuse_media(source, "data convert")
     folder = Path(out)
     kind = source.kind if isinstance(source, ForeignStore) else "headway"
     begins = 0

@@ -92,6 +92,14 @@ def has_media(source: TokenSource) -> bool:
     return isinstance(source, Store) and any(one.startswith(MEDIA_MARK) for one in source.manifest.sources[:2])
 
 
+def refuse_media(source: TokenSource, what: str) -> None:
+    """A verb that copies tokens alone would lose the pictures and sounds."""
+    if has_media(source):
+        raise DataError(
+            f"{source.name}: holds pictures or sounds, which {what} would lose. Give the records to training: docs/multimodal.md."
+        )
+
+
 def read_items(store: Store) -> MediaItems:
     """The items of a store that holds media."""
     path, again = store.folder / ITEMS_NAME, "Build the store again."

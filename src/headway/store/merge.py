@@ -13,6 +13,7 @@ import numpy as np
 from headway.errors import DataError
 from headway.runtime.progress import progress
 from headway.runtime.storage import check_writable
+from headway.store.media_items import refuse_media
 from headway.store.reader import Store, StoreWriter, open_store
 
 COPY_DOCUMENTS = 4096
@@ -25,6 +26,8 @@ def merge(stores: Sequence[Path], out: Path) -> Store:
     if not opened:
         raise DataError("merge: no store is given. Give at least one.")
     first = opened[0]
+    for store in opened:
+        refuse_media(store, "data merge")
     for other in opened[1:]:
         for what in ("tokenizer", "masked", "spans"):
             expected, found = getattr(first.manifest, what), getattr(other.manifest, what)

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.media_store import make_media_store
 
 from headway.errors import DataError
+from headway.prepare.pack import PackOptions, pack
+from headway.store.convert import convert
 from headway.store.media_table import MediaTableWriter, build_table, is_table, open_table
+from headway.store.merge import merge
 
 
 def keys(first: int, last: int) -> list[str]:
@@ -137,3 +141,16 @@ def test_two_builders_are_kept_apart_and_damage_is_built_again(tmp_path: Path) -
     assert (tmp_path / "builds").read_text() == "xx"
     with pytest.raises(DataError, match="holds a table of"):
         build_table(tmp_path / "t", (2, 3), "float32", "other", lambda _: None)
+
+
+def test_verbs_that_copy_tokens_alone_refuse_a_store_with_media(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    make_media_store(store, 4)
+    for verb, call in (
+        ("data merge", lambda: merge([store], tmp_path / "out")),
+        ("data convert", lambda: convert(store, tmp_path / "out", "mds")),
+        ("data pack", lambda: pack(store, tmp_path / "out", PackOptions(32))),
+    ):
+        with pytest.raises(DataError, match=rf"holds pictures or sounds, which {verb} would lose"):
+            call()
+    assert not (tmp_path / "out").exists()
