@@ -9,6 +9,7 @@ A package lists the kinds it ships in `KINDS`.
 import difflib
 import importlib
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar, cast
 
@@ -57,11 +58,11 @@ def kind_module(package: str, kind: str) -> ModuleType:
     )
 
 
-def kind_config(package: str, kind: str) -> type[KindConfig]:
+def kind_config(package: str, kind: str, base: type[KindConfig] = KindConfig) -> type[KindConfig]:
     """The config class of a kind."""
     found = getattr(kind_module(package, kind), "Config", None)
-    if not (isinstance(found, type) and issubclass(found, KindConfig)):
-        raise ConfigError(f"{kind} has no class Config derived from headway.config.kinds.KindConfig; a kind's module needs one.")
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(f"{kind} has no class Config derived from {base.__module__}.{base.__qualname__}; a kind's module needs one.")
     return found
 
 
@@ -73,12 +74,12 @@ class KindIn:
     default: str | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            self.validate, serialization=core_schema.plain_serializer_function_ser_schema(lambda value: value.model_dump(mode="json"))
-        )
+        plain = core_schema.plain_serializer_function_ser_schema(lambda value: value.model_dump(mode="json"))
+        return core_schema.no_info_plain_validator_function(partial(self.validate, base=source), serialization=plain)
 
-    def validate(self, value: Any) -> KindConfig:
-        if isinstance(value, KindConfig):
+    def validate(self, value: Any, base: type[KindConfig] = KindConfig) -> KindConfig:
+        """The settings of a kind, whose class derives from `base`."""
+        if isinstance(value, base):
             return value
         if isinstance(value, str):
             value = {"kind": value}
@@ -89,7 +90,7 @@ class KindIn:
         if not isinstance(kind, str):
             raise ValueError(f"needs a key `kind`, one of {', '.join(kind_names(self.package))}")
         try:
-            return kind_config(self.package, kind).model_validate_json(to_json({**given, "kind": kind}))
+            return kind_config(self.package, kind, base).model_validate_json(to_json({**given, "kind": kind}))
         except ValidationError as error:
             raise NestedErrors(error.errors()) from None
         except ConfigError as error:

@@ -30,7 +30,7 @@ class Config(OptimConfig):
 
     kind: str = setting("adafactor", "adafactor.", on_resume="fixed")
     lr: float = setting(1e-2, "Peak learning rate, relative to the size of each parameter (see scale_by_rms).", ge=0, le=1e30)
-    weight_decay: float = setting(0.0, "Decoupled weight decay.", ge=0)
+    weight_decay: float = setting(0.0, "Decoupled weight decay.", ge=0, le=1000)
     beta2_decay: float = setting(-0.8, "The second moment's decay rate is 1 - t^beta2_decay over updates t.", le=0)
     eps: float | None = setting(None, "Smallest root of the second moment; null = that of fp32, 1.2e-7.", gt=0, le=1e15)
     eps_scale: float = setting(1e-3, "Smallest size of a parameter that its steps are scaled by.", gt=0, le=1e30)

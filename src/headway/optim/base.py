@@ -85,10 +85,10 @@ class GroupRule(Section):
 
     match: tuple[str, ...] = setting(..., "Patterns of parameter names, as in `freeze`.", min_length=1)
     lr: float | None = setting(None, "Peak learning rate of the group.", ge=0, le=1e30)
-    lr_factor: float | None = setting(None, "Peak learning rate of the group as a multiple of optim.lr; instead of lr.", ge=0, le=1e9)
+    lr_factor: float | None = setting(None, "Peak learning rate of the group as a multiple of optim.lr; instead of lr.", ge=0, le=1000)
     betas: tuple[float, float] | None = setting(None, "Adam's betas of the group.")
     eps: float | None = setting(None, "Adam's epsilon of the group.", gt=0)
-    weight_decay: float | None = setting(None, "Weight decay of the group.", ge=0)
+    weight_decay: float | None = setting(None, "Weight decay of the group.", ge=0, le=1000)
     maximize: bool | None = setting(None, "Ascend instead of descend.")
 
 
@@ -108,7 +108,7 @@ class OptimConfig(KindConfig):
     """Settings of a group that mean nothing to this optimizer and are refused."""
 
     lr: float = setting(3e-4, "Peak learning rate.", ge=0, le=1e30)
-    weight_decay: float = setting(0.1, "Decoupled weight decay.", ge=0)
+    weight_decay: float = setting(0.1, "Decoupled weight decay.", ge=0, le=1000)
     decay: tuple[str, ...] = setting(
         ("matrices",), "Which parameters decay: patterns as in `freeze`; `matrices` are all of two dimensions."
     )

@@ -28,7 +28,7 @@ class Config(OptimConfig):
 
     kind: str = setting("lion", "lion.", on_resume="fixed")
     lr: float = setting(3e-5, "Peak learning rate; about a tenth of AdamW's.", ge=0, le=1e30)
-    weight_decay: float = setting(1.0, "Decoupled weight decay; about ten times AdamW's.", ge=0)
+    weight_decay: float = setting(1.0, "Decoupled weight decay; about ten times AdamW's.", ge=0, le=1000)
     betas: tuple[float, float] = setting((0.9, 0.99), "Share of the momentum in the step, and decay rate of the momentum.")
     state_dtype: Literal["fp32", "bf16"] = setting("fp32", "How momentum is stored between updates: 4 or 2 bytes per parameter.")
 

@@ -32,7 +32,7 @@ class AdamWPart(Section):
         ("embeddings",), "Matrices that AdamW updates, as patterns of `freeze`; parameters of one dimension always belong to AdamW."
     )
     lr: float | None = setting(None, "Peak learning rate; null = optim.lr.", ge=0, le=1e30)
-    weight_decay: float | None = setting(None, "Decoupled weight decay; null = optim.weight_decay.", ge=0)
+    weight_decay: float | None = setting(None, "Decoupled weight decay; null = optim.weight_decay.", ge=0, le=1000)
     betas: tuple[float, float] = setting((0.9, 0.95), "Decay rates of the first and second moment.")
     eps: float = setting(1e-8, "Added to the root of the second moment.", gt=0)
     state_dtype: Literal["fp32", "bf16", "8bit"] = setting("fp32", "How AdamW's moments are stored between updates.")

@@ -46,7 +46,8 @@ def broken_rules(case: LayoutCase) -> Iterator[str]:
 
 def nearest(degree: int, *must_divide: int) -> int:
     """The largest degree up to the given one that divides all of these numbers."""
-    return next(n for n in range(degree, 0, -1) if all(number % n == 0 for number in must_divide))
+    most = min(degree, *(number for number in must_divide if number), degree)
+    return next(n for n in range(most, 0, -1) if all(number % n == 0 for number in must_divide))
 
 
 def _pipeline(case: LayoutCase) -> Iterator[str]:
@@ -85,7 +86,8 @@ def _tensor(case: LayoutCase) -> Iterator[str]:
         return list(broken_tensor(layout, shape))
 
     for rule in broken(parallel.tensor):
-        fitting = next(n for n in range(parallel.tensor, 0, -1) if not broken(n))
+        most = min(parallel.tensor, case.model.num_heads)  # it divides them
+        fitting = next(n for n in range(most, 0, -1) if not broken(n))
         yield f"{rule}. Use {fitting}."
 
 

@@ -32,6 +32,8 @@ def detect_kind(path: Path | str) -> StoreKind:
     """The format of the data at a path; unknown data is an error that lists the known formats."""
     where = Path(path)
     refuse_stream(where)
+    if where.is_dir() and where.resolve().parent == where.resolve():
+        raise DataError(f"{path}: is the whole file system. Give a folder of data.")
     found = _of_folder(where) if where.is_dir() else _of_file(where) if where.is_file() else None
     if found is not None:
         return found
