@@ -50,8 +50,8 @@ class Config(ObjectiveConfig):
     sinks: int | None = setting(None, "First tokens a streaming head sees; 0 = local; null = model.head_gates.sinks (128).", ge=0)
     mask_lr: float = setting(1.0, "Peak learning rate of the gates; it follows optim.schedule.", ge=0, le=1e30)
     reg_lr: float = setting(1.0, "Peak learning rate of the lambdas; it follows optim.schedule.", ge=0, le=1e30)
-    mask_weight_decay: float = setting(0.1, "Weight decay of log_alpha; it bounds |log_alpha| by 1 / this.", ge=0)
-    reg_weight_decay: float = setting(0.1, "Weight decay of the lambdas; it bounds them by 1 / this.", ge=0)
+    mask_weight_decay: float = setting(0.1, "Weight decay of log_alpha; it bounds |log_alpha| by 1 / this.", ge=0, le=1000)
+    reg_weight_decay: float = setting(0.1, "Weight decay of the lambdas; it bounds them by 1 / this.", ge=0, le=1000)
 
     mask_betas: tuple[float, float] = setting((0.7, 0.95), "Adam betas of the gates; more momentum makes the sparsity oscillate.")
     reg_betas: tuple[float, float] = setting(
