@@ -74,7 +74,7 @@ def dedup(
     seed: int = typer.Option(0, help="Seed of the near-duplicate hashes."),
     json: bool = JSON,
 ) -> None:
-    """Drop duplicate and blank documents, and nothing else. Of documents that are alike the first stays."""
+    """Drop duplicate and blank documents, and nothing else. The first of similar documents is kept."""
     from headway.text.clean import ONLY_DUPLICATES
     from headway.text.sample import parse_bytes
 

@@ -17,10 +17,10 @@ from headway.eval.media_report import RetrievalRow
 from headway.media.items import MediaRef
 from headway.model.loading.aligner_file import AlignerHeads, read_aligner
 from headway.model.media_encoders import aligned_encoder_text, aligner_folder, open_encoder
+from headway.objective.contrastive import places_of
 from headway.prepare.features import Sample, read_samples
 
 ENCODED_AT_ONCE = 64
-TIE = 1e-6
 EPS = 1e-6
 SHOWN = 3
 """The best candidates of a query that a report shows."""
@@ -48,6 +48,8 @@ class RetrievalScores:
 
 def evaluate_retrieval(model: Path, data: str, limit: int | None = None) -> tuple[list[RetrievalScores], list[RetrievalRow]]:
     """The scores of every direction, and the queries of all of them."""
+    import torch
+
     folder = aligner_folder(model)
     if folder is None:
         raise ConfigError(f"{model}: is not a run of phase 1 with its encoders (recipe multimodal/align).")
@@ -63,8 +65,8 @@ def evaluate_retrieval(model: Path, data: str, limit: int | None = None) -> tupl
             continue
         queries, keys = (np.stack([vectors[name][n] for n in both]) for name in (first, second))
         similarity, gap = queries @ keys.T, float(np.linalg.norm(queries.mean(0) - keys.mean(0)))
-        own = np.diagonal(similarity)[:, None]
-        higher, equal = (similarity > own + TIE).sum(1), (abs(similarity - own) <= TIE).sum(1)
+        given = (torch.from_numpy(one) for one in (queries, keys, np.ones(len(both), np.bool_)))
+        higher, equal = (one.numpy() for one in places_of(*given))
         ranks = higher + (equal + 1) / 2
         scores.append(_scores(f"{first}_to_{second}", higher, equal, ranks, gap))
         for at, number in enumerate(both):

@@ -6,6 +6,7 @@ Invariant: an item's vector does not depend on the other items of its microbatch
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from math import sqrt
 
@@ -55,14 +56,14 @@ class Positions(nn.Module):
         return x + self.weight.to(x.dtype)
 
 
-class Tower(nn.Module):
+class Tower(nn.Module, ABC):
     """An encoder that trains. `layers` are its blocks; the modules before and after them are called one by one."""
 
     layers: nn.ModuleDict
 
+    @abstractmethod
     def forward(self, inputs: Tensor) -> Tensor:
         """[N, *input shape] -> [N, D]."""
-        raise NotImplementedError
 
     def blocks(self) -> Mapping[str, nn.Module]:
         """The layers by the prefix of their names."""
