@@ -4,12 +4,18 @@ calls it between `Attention.project` and `Attention.output` (see transformer.py)
 Shapes: B rows, T tokens, D width, H query heads, KV key and value heads, hd head width.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headway.model.config import ModelConfig
 from headway.model.rope import rotate
+
+if TYPE_CHECKING:
+    from headway.model.config import ModelConfig
 
 
 class RMSNorm(nn.Module):
@@ -94,11 +100,12 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU with separate gate and up projections."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, size: int | None = None) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.ffn_size, bias=config.ffn_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.ffn_size, bias=config.ffn_bias)
-        self.down_proj = nn.Linear(config.ffn_size, config.hidden_size, bias=config.ffn_bias)
+        size = config.ffn_size if size is None else size
+        self.gate_proj = nn.Linear(config.hidden_size, size, bias=config.ffn_bias)
+        self.up_proj = nn.Linear(config.hidden_size, size, bias=config.ffn_bias)
+        self.down_proj = nn.Linear(size, config.hidden_size, bias=config.ffn_bias)
         self.joined: tuple[Tensor, Tensor | None] | None = None
         """Weight and bias of gate and up in one tensor each, after `fuse`."""
 
@@ -112,6 +119,11 @@ class FeedForward(nn.Module):
             gate, up = F.linear(x, *self.joined).chunk(2, dim=-1)
             return self.down_proj(F.silu(gate) * up)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def build_mlp(config: ModelConfig, layer: int) -> FeedForward:
+    """The feed-forward of one layer."""
+    return FeedForward(config)
 
 
 def join_linears(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None] | None:

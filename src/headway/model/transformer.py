@@ -26,7 +26,7 @@ from headway.kernels.head_mix import mix_heads
 from headway.model.adapter.lora import AdaptedLinear
 from headway.model.base import AttentionCore, Compiler, DecodeStep, LayerSplit, LMHead, Model, ModelOut
 from headway.model.head_gates import HeadGates
-from headway.model.layers import Attention, FeedForward, build_norm, dropout
+from headway.model.layers import Attention, build_mlp, build_norm, dropout
 from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
 from headway.model.projector import MediaEmbedder, MediaTensors, build_aligner
 from headway.model.rope import Rotation
@@ -73,7 +73,7 @@ class Block(nn.Module):
         self.input_layernorm = build_norm(config)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = build_norm(config)
-        self.mlp = FeedForward(config)
+        self.mlp = build_mlp(config, layer)
         self.dropout = config.dropout
         self.window = config.window_of(layer)
         self.core: AttentionCore = attend if config.head_gates is None else GatedCore(layer)
