@@ -8,17 +8,17 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 
 from headway.errors import ConfigError, DataError
 from headway.infer.decode import Decoder
+from headway.infer.engine.request import PromptMedia
 from headway.infer.load import LoadedModel
 from headway.infer.prefill import CHUNK_TOKENS, last_hidden
 from headway.infer.sampling import Sampling, choose
@@ -26,7 +26,6 @@ from headway.infer.stream import TextStream
 from headway.model.projector import MediaTensors
 from headway.prepare.parse_chat import Conversation
 from headway.runtime.progress import progress
-from headway.store.media_items import MediaItem
 from headway.tokenizer.chat import Turn, answer_end, bos_ids, find_template, render_prompt
 from headway.tokenizer.load import Tokenizer
 
@@ -80,15 +79,6 @@ class Generation:
     stopped_by: StoppedBy
     """eos: an end id; stop: a stop text or id; length: max_new_tokens; context: the model's max_seq_len."""
     prompt_tokens: int
-
-
-@dataclass(frozen=True)
-class PromptMedia:
-    """The pictures and sounds of one prompt."""
-
-    items: tuple[MediaItem, ...]
-    features: Mapping[str, np.ndarray]
-    """[vectors, width] by content hash; items without are absent."""
 
 
 def read_prompts(path: Path) -> list[str]:

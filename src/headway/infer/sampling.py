@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from headway.errors import ConfigError
 from headway.runtime.device import wide
 from headway.runtime.seed import derive
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,16 @@ class Sampling:
     top_p: float | None = None
     """Sample among the fewest likeliest tokens that together have this probability."""
     seed: int = 0
+    min_p: float | None = None
+    """Sample among the tokens with at least this share of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Scores of tokens that occurred, in the prompt too, are divided by this where positive and multiplied where negative."""
+    presence_penalty: float = 0.0
+    """Subtracted from the score of every token that was generated."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the score of a token for each time it was generated."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, number that is added to its score)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -35,6 +47,20 @@ class Sampling:
             raise ConfigError(f"--top-k is {self.top_k}; it must be 1 or more. Leave it out to sample among all tokens.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p is {self.top_p}; it must be above 0 and at most 1.")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p is {self.min_p}; it must be between 0 and 1.")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ConfigError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0 and finite. 1 changes nothing.")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be finite.")
+        if any(token < 0 or math.isnan(bias) for token, bias in self.logit_bias):
+            raise ConfigError("logit_bias has an id below 0 or a bias that is no number.")
+
+    @property
+    def changes_scores(self) -> bool:
+        """Scores depend on the tokens before, or on a bias."""
+        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
     def draw(self, key: str, position: int) -> float:
         """The number in [0, 1) with which the token at a position of a sequence is chosen."""
@@ -43,6 +69,8 @@ class Sampling:
 
 def choose(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> torch.Tensor:
     """The next token of each row, int64 [B], of logits [B,V]."""
+    import torch
+
     if sampling.temperature == 0:
         return logits.argmax(-1)
     # Double, so that the running sum over a large vocabulary gives the same choice on every device.

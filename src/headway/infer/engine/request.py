@@ -1,0 +1,173 @@
+"""What goes into the inference engine and what comes out: requests, events, options and counters. Imports no torch, so that a process
+without a device can make and read them.
+
+    EngineRequest (ids, limits, sampling) -> InferenceEngine -> EngineEvent (new ids, and at the end why it ended)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from headway.errors import ConfigError, HeadwayError
+from headway.infer.sampling import Sampling
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from headway.store.media_items import MediaItem
+
+StopReason = Literal["eos", "stop", "length", "context", "cancelled", "error"]
+"""eos: an end id; stop: one of stop_ids or a stop text; length: max_new_tokens; context: the model's max_seq_len."""
+
+
+class RequestTooLarge(ConfigError):
+    """A request that can never fit: its prompt leaves no room in the model's context or in the cache."""
+
+
+class QueueFull(HeadwayError):
+    """As many requests wait as may wait; the same request may succeed later."""
+
+
+@dataclass(frozen=True)
+class PromptMedia:
+    """The pictures and sounds of one prompt."""
+
+    items: tuple[MediaItem, ...]
+    features: Mapping[str, np.ndarray]
+    """[vectors, width] by content hash; items without are absent."""
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One prompt and how it is continued."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    key: str = ""
+    """`sampling.seed` and this decide every draw, whatever else runs."""
+    stop_ids: frozenset[int] = frozenset()
+    """The request ends after one of these."""
+    ignore_eos: bool = False
+    """The model's own end ids do not end it."""
+    adapter: str | None = None
+    """The name of a loaded adapter."""
+    logprobs: int | None = None
+    """n: log-probabilities of the chosen token and of the n likeliest; 0: of the chosen one only."""
+    prompt_logprobs: bool = False
+    """Log-probabilities of the prompt's tokens too, in the first event."""
+    constraint: str | None = None
+    """A grammar; the engine's constraint factory reads it."""
+    media: PromptMedia | None = None
+    embed: bool = False
+    """No generation: the only event has the mean of the hidden states."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ConfigError("prompt is empty; it must have at least one token.")
+        if self.max_new_tokens < 1 and not (self.embed or self.prompt_logprobs):
+            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model found a token, before temperature and penalties."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """(id, log-probability) of the likeliest tokens, likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEvent:
+    """What a request has gained since its last event."""
+
+    request: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finished: StopReason | None = None
+    embedding: tuple[float, ...] | None = None
+    cached_tokens: int = 0
+    """Tokens of the prompt that the prefix cache had; in the first event."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """Of every token of the prompt; None for the first one, which nothing precedes. In the first event."""
+    error: str | None = None
+    """One line, where `finished` is "error"."""
+
+
+class TokenConstraint(Protocol):
+    """Which tokens may follow. The engine asks before each token of a row, and reports the token that was chosen."""
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        """Set the bits of allowed tokens in a zeroed int32 [ceil(vocab / 32)]: token t is bit t % 32 of mask[t // 32]."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """The row's next token."""
+        ...
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing may follow: the text is complete. The request then ends with "stop"."""
+        ...
+
+
+ConstraintFactory = Callable[[str], TokenConstraint]
+"""`EngineRequest.constraint` -> a fresh constraint; raises ConfigError where it cannot be read."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How much the engine keeps and does at once."""
+
+    cache_bytes: int | None = None
+    """Bytes of keys and values that are never exceeded; None: what `max_running` requests of full length need, at most a share of the
+    free memory."""
+    max_running: int = 64
+    """Requests that are computed at once."""
+    max_waiting: int = 1024
+    """Requests that may wait; more are refused with QueueFull."""
+    prefill_tokens: int = 8192
+    """Prompt tokens of one round."""
+    max_context: int | None = None
+    """Tokens of a request, prompt included; None: the model's max_seq_len."""
+    page_tokens: int = 64
+    """Positions of one page."""
+    prefix_reuse: bool = True
+    """Requests that begin with the same tokens compute them once."""
+    record: bool | Literal["auto"] = "auto"
+    """Record decoding steps as CUDA graphs; auto: on CUDA."""
+    compile_blocks: bool | Literal["auto"] = False
+    """Compile the blocks of decoding steps: faster steps after a minute of compiling; auto: on CUDA."""
+    lag: bool | Literal["auto"] = "auto"
+    """Start a step before the tokens of the last one are read; auto: on CUDA."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "prefill_tokens", "page_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the engine was made, and what it holds now."""
+
+    running: int
+    waiting: int
+    cache_bytes_used: int
+    cache_bytes_budget: int
+    prompt_tokens: int
+    """Prompt tokens that were computed."""
+    cached_tokens: int
+    """Prompt tokens that the prefix cache had."""
+    generated_tokens: int
+    finished: int
+    """Requests that ended, for whatever reason."""
+    preempted: int
+    """How often a request gave its memory back and was computed again."""
+    steps: int
+    first_token_seconds: tuple[float, ...] = ()
+    """From submission to the first token, of the requests whose first token came since `stats` was last called."""
