@@ -11,7 +11,15 @@ import torch
 
 from headway.errors import ConfigError
 from headway.infer.decode import Decoder
-from headway.infer.engine.request import ConstraintFactory, EngineEvent, EngineOptions, EngineRequest, EngineStats, QueueFull, RequestTooLarge
+from headway.infer.engine.request import (
+    ConstraintFactory,
+    EngineEvent,
+    EngineOptions,
+    EngineRequest,
+    EngineStats,
+    QueueFull,
+    RequestTooLarge,
+)
 from headway.infer.load import LoadedModel
 from headway.infer.prefill import last_hidden
 from headway.infer.sampling import choose
