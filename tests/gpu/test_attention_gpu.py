@@ -5,7 +5,7 @@ import torch
 
 from headway.data.batch import Batch
 from headway.errors import ConfigError
-from headway.kernels.attention import AttentionMask, attend, causal_mask, choose, mask_of, working_backends
+from headway.kernels.attention import PLAIN, AttentionMask, ScoreRule, attend, causal_mask, choose, mask_of, working_backends
 from headway.model.config import ModelConfig
 from headway.model.init import initialize
 from headway.model.kv_cache import KVCache
@@ -34,8 +34,9 @@ def inputs(heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> list[to
 
 
 def compare(
-    shape: tuple[int, int, int], rows: list[list[int]], window: int | None, backend: str, dtype: torch.dtype, tolerance: float
-) -> None:
+    shape: tuple[int, int, int], rows: list[list[int]], window: int | None, backend: str, dtype: torch.dtype, tolerance: float,
+    rule: ScoreRule = PLAIN,
+) -> None:  # fmt: skip
     """Output and gradients of a backend against the fp32 reference on the same values; padding is left out where plain causal is used."""
     plain = rows is ALONE
     counted = torch.ones(3, T, 1, 1, device="cuda")
@@ -45,8 +46,8 @@ def compare(
     weight = torch.randn(3, T, shape[0], shape[2], generator=torch.Generator().manual_seed(1)).cuda() * counted
     found = inputs(*shape, dtype)
     expected = [x.detach().float().requires_grad_() for x in found]
-    o = attend(*found, mask(rows, single_document=plain), window=window, backend=backend)
-    r = attend(*expected, mask(rows), window=window, backend="reference")
+    o = attend(*found, mask(rows, single_document=plain), window=window, backend=backend, rule=rule)
+    r = attend(*expected, mask(rows), window=window, backend="reference", rule=rule)
     (o.float() * weight).sum().backward()
     (r * weight).sum().backward()
     assert ((o.float() - r) * counted).abs().max() < tolerance
@@ -68,6 +69,20 @@ def test_sdpa_agrees_with_the_reference(shape: tuple[int, int, int], rows: list[
     compare(shape, rows, None, "sdpa", torch.bfloat16, 2e-2)
     compare(shape, rows, None, "sdpa", torch.float32, 1e-4)
     compare(shape, PACKED, 64, "sdpa", torch.float32, 1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 2e-3)])
+@pytest.mark.parametrize("window", [None, 1, 65])
+@pytest.mark.parametrize("shape", [(8, 2, 64), (4, 4, 128), (4, 1, 256), (4, 2, 96)])
+def test_flex_soft_caps_as_the_reference(shape: tuple[int, int, int], window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+    compare(shape, PACKED, window, "flex", dtype, tolerance, ScoreRule(softcap=2.0))
+
+
+def test_flex_pads_lengths_that_fill_no_block() -> None:
+    q, k, v = (x[:, :301].detach() for x in inputs(8, 2, 64, torch.bfloat16))
+    found = attend(q, k, v, causal_mask(3, 301, "cuda"), rule=ScoreRule(softcap=2.0))
+    expected = attend(q, k, v, causal_mask(3, 301, "cuda"), rule=ScoreRule(softcap=2.0), backend="reference")
+    assert (found.float() - expected.float()).abs().max() < 2e-2
 
 
 def test_auto_takes_varlen_for_packed_16_bit_rows_and_sdpa_otherwise() -> None:

@@ -30,6 +30,8 @@ def test_the_kernel_equals_the_reference(name: str, dtype: torch.dtype, toleranc
     for head_size, groups in ((64, 4), (128, 1), (24, 3)):
         gap, same = gaps(name, head_size, groups, "cuda", dtype)
         assert gap < tolerance and same, (head_size, groups, gap)
+        gap, same = gaps(name, head_size, groups, "cuda", dtype, softcap=0.5)
+        assert gap < tolerance and same, ("softcap", head_size, groups, gap)
     gap, same = gaps(name, 64, 4, "cuda", dtype, shared=True)
     assert gap < tolerance and same, ("one position for all rows", gap)
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from headway.kernels.attention import ScoreRule
 from headway.kernels.decode_attention import DecodePlan, decode_attention, decode_reference
 
 REGIONS = {
@@ -27,13 +28,21 @@ def case(name: str, head_size: int, groups: int, device: str = "cpu", dtype: tor
 
 
 def gaps(
-    name: str, head_size: int, groups: int, device: str = "cpu", dtype: torch.dtype = torch.float32, *, shared: bool = False
+    name: str,
+    head_size: int,
+    groups: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    shared: bool = False,
+    softcap: float | None = None,
 ) -> tuple[float, bool]:
     """How far the kernel is from the reference, and whether both kept the same; `shared`: all rows stand at one position, kept once."""
     q, k, v, keys, values, position, plan = case(name, head_size, groups, device, dtype)
     if shared:
         position = torch.arange(3, 60, 9, device=device)[2:3].expand(len(position))
     kept_k, kept_v = keys.clone(), values.clone()
-    expected = decode_reference(q, k, v, kept_k, kept_v, position, plan)
-    found = decode_attention(q, k, v, keys, values, position, plan)
+    rule = ScoreRule(softcap)
+    expected = decode_reference(q, k, v, kept_k, kept_v, position, plan, rule)
+    found = decode_attention(q, k, v, keys, values, position, plan, rule)
     return (found.float() - expected.float()).abs().max().item(), torch.equal(keys, kept_k) and torch.equal(values, kept_v)

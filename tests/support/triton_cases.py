@@ -49,6 +49,8 @@ def decode_attention() -> None:
             assert gap < 1e-5 and same, (name, head_size, groups, gap, same)
     gap, same = gaps("mixed", 16, 1, shared=True)
     assert gap < 1e-5 and same, ("shared", gap, same)
+    gap, same = gaps("mixed", 24, 3, softcap=0.5)
+    assert gap < 1e-5 and same, ("softcap", gap, same)
 
 
 def softmax_gradient() -> None:

@@ -8,6 +8,10 @@ Shapes: B rows, T tokens, H query heads, KV key and value heads, hd head width. 
     sdpa        CUDA            causal SDPA over whole rows where each holds one document, else SDPA with a dense mask
     varlen      CUDA, 16 bit    FlashAttention over all documents of all rows at once, with or without a window
     fa4         Hopper, 16 bit  FlashAttention-4 for all of these, where the package is installed
+    flex        CUDA            soft-capped scores, by torch's flex_attention (flex.py)
+
+A score is q k / sqrt(hd). A model with another scale multiplies its queries (`Attention.project`), so no kernel has to know it; what else
+happens to scores is a `ScoreRule`, a constant of the layer.
 
 A row of one document followed by padding needs no document mask: the padding comes later, so nothing before it can see it. The
 results of the padding are meaningless and carry no loss.
@@ -19,7 +23,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,13 +32,31 @@ from torch import Tensor
 
 from headway.errors import ConfigError
 from headway.kernels import flash4
+from headway.kernels.flex import attend_flex
 
 if TYPE_CHECKING:
     from headway.data.batch import Batch
     from headway.kernels.head_mix import HeadMix
 
-BACKENDS = ("reference", "sdpa", "varlen", "fa4")
+BACKENDS = ("reference", "sdpa", "varlen", "fa4", "flex")
+CAPPING = ("reference", "sdpa", "flex")
+"""Backends that can soft-cap scores."""
 HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """What happens to the scores of a layer before the softmax."""
+
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap)."""
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """The scores under the rule, where they exist as a tensor."""
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+
+PLAIN = ScoreRule()
 
 
 @dataclass(frozen=True)
@@ -55,6 +77,8 @@ class AttentionMask:
     """`bounds` as Python numbers, without the padding, if the host knows them."""
     mix: HeadMix | None = None
     """The head gates of this pass, if the model has any."""
+    blocks: dict[int | None, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Block masks of flex_attention by window, so that all layers share them."""
 
     def on_host(self) -> tuple[tuple[int, ...], ...]:
         """The bounds of every row's documents as Python numbers; waits for the device if the host does not know them."""
@@ -94,27 +118,33 @@ def bounds_on_host(bounds: Tensor, length: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(dict.fromkeys([*row, length])) for row in bounds.tolist())
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None, backend: str = "auto") -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None, backend: str = "auto", rule: ScoreRule = PLAIN
+) -> Tensor:
     """Attention of each token to itself and to the tokens before it in its document, at most `window` including itself."""
     if backend == "auto":
-        backend = choose(q, mask, window)
-    elif reason := why_not(backend, q.device.type, q.dtype, q.shape[-1]):
+        backend = choose(q, mask, window, rule)
+    elif reason := why_not(backend, q.device.type, q.dtype, q.shape[-1], rule):
         raise ConfigError(f"attention backend is {backend!r}, but {reason}. Use auto.")
+    if backend == "flex":
+        return attend_flex(q, k, v, mask, window, rule.softcap)
     if backend == "fa4":
         return _fa4(q, k, v, mask, window)
     if backend == "varlen":
         return _varlen(q, k, v, mask, window)
     if backend == "reference":
-        return reference(q, k, v, visible(mask, window))
-    if mask.single_document and window is None:
+        return reference(q, k, v, visible(mask, window), rule)
+    if mask.single_document and window is None and rule == PLAIN:
         return _causal(q, k, v)
     if mask.host_bounds is not None and q.device.type == "cpu":
-        return _per_document(q, k, v, mask, window)
-    return dense(q, k, v, visible(mask, window))
+        return _per_document(q, k, v, mask, window, rule)
+    return dense(q, k, v, visible(mask, window), rule)
 
 
-def choose(q: Tensor, mask: AttentionMask, window: int | None) -> str:
+def choose(q: Tensor, mask: AttentionMask, window: int | None, rule: ScoreRule = PLAIN) -> str:
     """The fastest exact backend for this case."""
+    if rule.softcap is not None:
+        return "flex" if q.device.type == "cuda" else "sdpa"
     if q.device.type == "cuda" and not why_not("fa4", "cuda", q.dtype, q.shape[-1]):
         return "fa4"
     if q.device.type != "cuda" or (mask.single_document and window is None):
@@ -122,14 +152,18 @@ def choose(q: Tensor, mask: AttentionMask, window: int | None) -> str:
     return "sdpa" if why_not("varlen", "cuda", q.dtype, q.shape[-1]) else "varlen"
 
 
-def why_not(backend: str, device_type: str, dtype: torch.dtype, head_dim: int) -> str:
+def why_not(backend: str, device_type: str, dtype: torch.dtype, head_dim: int, rule: ScoreRule = PLAIN) -> str:
     """Why a backend cannot compute a case; empty if it can."""
     if backend not in BACKENDS:
         return f"there are only {', '.join(BACKENDS)}"
-    if backend not in ("varlen", "fa4"):
+    if rule.softcap is not None and backend not in CAPPING:
+        return f"{backend} cannot soft-cap scores and the model's attention_softcap is {rule.softcap}"
+    if backend in ("reference", "sdpa"):
         return ""
     if device_type != "cuda":
         return f"{backend} runs on CUDA and the tensors are on {device_type}"
+    if backend == "flex":
+        return ""
     if dtype not in HALF:
         return f"{backend} computes in bfloat16 or float16 and the tensors are {str(dtype).removeprefix('torch.')}"
     if head_dim % 8 or head_dim > 256:
@@ -174,22 +208,28 @@ def band(length: int, window: int | None, device: torch.device | str) -> Tensor:
     return seen if window is None else seen & (distance < window)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, rule: ScoreRule = PLAIN) -> Tensor:
     """Attention in plain fp32 torch under a dense mask [B,T,S]."""
     groups = q.shape[2] // k.shape[2]
     k32, v32 = (x.float().repeat_interleave(groups, dim=2) for x in (k, v))
-    scores = torch.einsum("bthd,bshd->bhts", q.float(), k32) * q.shape[-1] ** -0.5
+    scores = rule(torch.einsum("bthd,bshd->bhts", q.float(), k32) * q.shape[-1] ** -0.5)
     weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
     return torch.einsum("bhts,bshd->bthd", weights, v32).to(q.dtype)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """SDPA under a dense mask [B,T,S]; the query heads of one group are folded into the query tokens, so keys are never copied."""
+def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, rule: ScoreRule = PLAIN) -> Tensor:
+    """SDPA under a dense mask [B,T,S], plain torch where scores follow a rule; the query heads of one group are folded into the query
+    tokens, so keys are never copied."""
     B, T, H, hd = q.shape
     KV = k.shape[2]
     folded = q.view(B, T, KV, H // KV, hd).permute(0, 2, 3, 1, 4).reshape(B, KV, H // KV * T, hd)
     seen = seen[:, None].repeat(1, 1, H // KV, 1)
-    o = F.scaled_dot_product_attention(folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen)
+    keys, values = k.transpose(1, 2), v.transpose(1, 2)
+    if rule == PLAIN:
+        o = F.scaled_dot_product_attention(folded, keys, values, attn_mask=seen)
+    else:
+        scores = rule(torch.matmul(folded * hd**-0.5, keys.transpose(2, 3)).float())
+        o = torch.matmul(scores.masked_fill(~seen, -torch.inf).softmax(-1).to(q.dtype), values)
     return o.view(B, KV, H // KV, T, hd).permute(0, 3, 1, 2, 4).reshape(B, T, H, hd)
 
 
@@ -198,16 +238,16 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 
-def _per_document(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None) -> Tensor:
+def _per_document(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None, rule: ScoreRule) -> Tensor:
     assert mask.host_bounds is not None
     pieces: list[Tensor] = []
     for row, bounds in enumerate(mask.host_bounds):
         for start, stop in itertools.pairwise(bounds):
             one_q, one_k, one_v = (x[row : row + 1, start:stop] for x in (q, k, v))
-            if window is None or stop - start <= window:
+            if rule == PLAIN and (window is None or stop - start <= window):
                 pieces.append(_causal(one_q, one_k, one_v))
             else:
-                pieces.append(dense(one_q, one_k, one_v, band(stop - start, window, q.device)[None]))
+                pieces.append(dense(one_q, one_k, one_v, band(stop - start, window, q.device)[None], rule))
     return torch.cat(pieces, dim=1).view(q.shape)
 
 
@@ -240,9 +280,9 @@ QUERY_BLOCK = 1024
 """Queries that share one dense mask."""
 
 
-def attend_chunk(q: Tensor, k: Tensor, v: Tensor, *, start: int | None, position: Tensor) -> Tensor:
+def attend_chunk(q: Tensor, k: Tensor, v: Tensor, *, start: int | None, position: Tensor, rule: ScoreRule = PLAIN) -> Tensor:
     """o [B,T,H,hd] of q [B,T,H,hd] at positions [B,T] and k, v [B,S,KV,hd]; `start` where every row's chunk begins there and ends at S."""
-    if start is not None and not why_not("varlen", q.device.type, q.dtype, q.shape[-1]):
+    if start is not None and not why_not("varlen", q.device.type, q.dtype, q.shape[-1], rule):
         return _flash_chunk(q, k, v)
     slot = torch.arange(k.shape[1], device=q.device)
     blocks: list[Tensor] = []
@@ -250,7 +290,7 @@ def attend_chunk(q: Tensor, k: Tensor, v: Tensor, *, start: int | None, position
         end = min(begin + QUERY_BLOCK, q.shape[1])
         stop = k.shape[1] if start is None else start + end
         seen = slot[:stop] <= position[:, begin:end, None]
-        blocks.append(dense(q[:, begin:end], k[:, :stop], v[:, :stop], seen))
+        blocks.append(dense(q[:, begin:end], k[:, :stop], v[:, :stop], seen, rule))
     return torch.cat(blocks, dim=1)
 
 

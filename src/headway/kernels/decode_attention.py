@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
+from headway.kernels.attention import PLAIN, ScoreRule
+
 WANTED_PROGRAMS = 4096
 """Stretches are cut so that about this many programs exist: many rounds on a large GPU, so that the last one, half empty, costs little."""
 STRETCH_STEP = 128
@@ -71,12 +73,13 @@ def decode_attention(
     values: torch.Tensor,
     position: torch.Tensor,
     plan: DecodePlan,
+    rule: ScoreRule = PLAIN,
 ) -> torch.Tensor:
     """o [B,H,hd] of q [B,H,hd] at positions [B]; k and v [B,KV,hd] are kept in the flat buffers."""
     from headway.kernels.decode_attention_triton import attend, combine
 
     position = position.contiguous()  # rows that share one may be a view that does not step
-    attend(q, k, v, keys, values, position, plan)
+    attend(q, k, v, keys, values, position, plan, rule)
     return combine(q, position, plan)
 
 
@@ -88,6 +91,7 @@ def decode_reference(
     values: torch.Tensor,
     position: torch.Tensor,
     plan: DecodePlan,
+    rule: ScoreRule = PLAIN,
 ) -> torch.Tensor:
     """The same in plain torch, one row and head at a time."""
     rows, num_heads, hd = q.shape
@@ -106,6 +110,6 @@ def decode_reference(
             region_k[row, slot], region_v[row, slot] = k[row, head], v[row, head]
             seen = [s for s in range(min(p + 1, slots)) if s >= sinks or p - s < reach]
             query_heads = slice(head * groups, (head + 1) * groups)
-            scores = q[row, query_heads].float() @ region_k[row, seen].float().T * hd**-0.5
+            scores = rule(q[row, query_heads].float() @ region_k[row, seen].float().T * hd**-0.5)
             o[row, query_heads] = (scores.softmax(-1) @ region_v[row, seen].float()).to(q.dtype)
     return o

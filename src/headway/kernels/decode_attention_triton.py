@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
+    from headway.kernels.attention import ScoreRule
     from headway.kernels.decode_attention import DecodePlan
 
 BLOCK, WARPS, STAGES = 64, 2, 3
@@ -18,9 +19,17 @@ SHARED_BYTES = 96 * 1024
 
 
 @triton.jit
+def _ruled(scores, SOFTCAP: tl.constexpr):  # pyright: ignore
+    if SOFTCAP > 0:
+        scores = SOFTCAP * (2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1)  # softcap * tanh(score / softcap)
+    return scores
+
+
+@triton.jit
 def attend_stretch(
     q, k, v, keys, values, position, items, partial, lses, q_row, k_row, v_row, num_items, stretch, scale,
     G: tl.constexpr, GP: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip # pyright: ignore
     item, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     entry = items + item * 6
@@ -52,7 +61,7 @@ def attend_stretch(
             new_v = tl.load(v + row * v_row + head * HD + d, mask=is_width, other=0.0)
             tl.store(my_keys + new * HD + d, new_k, mask=is_width)
             tl.store(my_values + new * HD + d, new_v, mask=is_width)
-            highest = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
+            highest = _ruled(tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale, SOFTCAP)
             total = tl.full([GP], 1.0, tl.float32)
             acc = tl.zeros([GP, HP], tl.float32) + new_v.to(tl.float32)[None, :]
         stop = tl.minimum(start + stretch, filled)
@@ -63,7 +72,7 @@ def attend_stretch(
             inside = (s < stop)[:, None] & is_width[None, :]
             block_k = tl.load(my_keys + place, mask=inside, other=0.0)
             block_v = tl.load(my_values + place, mask=inside, other=0.0)
-            scores = tl.dot(queries, tl.trans(block_k), input_precision=PRECISION) * scale
+            scores = _ruled(tl.dot(queries, tl.trans(block_k), input_precision=PRECISION) * scale, SOFTCAP)
             scores = tl.where(seen[None, :], scores, -float("inf"))
             new_highest = tl.maximum(highest, tl.max(scores, 1))
             # a block in which nothing is seen keeps exp(-inf - -inf) out of the sum
@@ -110,6 +119,7 @@ def attend(
     values: torch.Tensor,
     position: torch.Tensor,
     plan: DecodePlan,
+    rule: ScoreRule,
 ) -> None:
     """Keep the new token and fill `plan.partial` and `plan.lses`."""
     rows, num_heads, hd = q.shape
@@ -122,7 +132,8 @@ def attend(
         q, k, v, keys, values, position, plan.items, plan.partial, plan.lses,
         q.stride(0), k.stride(0), v.stride(0), items, plan.stretch, hd**-0.5,
         G=groups, GP=max(16, _power(groups)), HD=hd, HP=max(16, _power(hd)), BLOCK=block,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SOFTCAP=rule.softcap or 0.0,
+        num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
 
 

@@ -77,6 +77,7 @@ class ModelConfig(Section):
     tie_embeddings: bool = setting(True, "Share one matrix between input embedding and output head.")
     sliding_window: int | None = setting(None, "Tokens a query sees, including itself; null = all.", gt=0)
     window_layers: tuple[int, ...] | None = setting(None, "Layers the sliding window applies to; null = all.")
+    attention_softcap: float | None = setting(None, "Attention scores s become softcap * tanh(s / softcap); null = unchanged.", gt=0)
     dropout: float = setting(0.0, "Dropout on the output of attention and feed-forward.", ge=0, lt=1)
     embed_grad_scale: float = setting(1.0, "The embedding's gradient is multiplied by this.", ge=0)
     head_gates: HeadGatesConfig | None = setting(
@@ -151,6 +152,8 @@ class ModelConfig(Section):
             raise ValueError("window_layers is given without sliding_window; give sliding_window too")
         if self.head_gates is not None and self.sliding_window is not None:
             raise ValueError(f"head_gates is given with sliding_window={self.sliding_window}; gates need heads that see the full context")
+        if self.head_gates is not None and self.attention_softcap is not None:
+            raise ValueError(f"head_gates is given with attention_softcap={self.attention_softcap}; gated heads have no soft-capping")
         return self
 
     @model_validator(mode="after")

@@ -172,7 +172,8 @@ class KVCache:
         if group.capacity == self.capacity:
             at.write(group, chunk)
             keys, values = at.read(group, chunk.start + chunk.q.shape[1], chunk.rows)
-            return attend_chunk(chunk.q, keys, values, start=chunk.start if chunk.aligned else None, position=chunk.position)
+            start = chunk.start if chunk.aligned else None
+            return attend_chunk(chunk.q, keys, values, start=start, position=chunk.position, rule=at.rule)
         o = attend_ring(at, group, chunk)
         at.write(group, chunk)
         return o

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headway.kernels.attention import dense
+from headway.kernels.attention import ScoreRule, dense
 from headway.kernels.decode_attention import DecodePlan, decode_attention
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks
@@ -111,6 +111,7 @@ class LayerCache:
 
     def __init__(self, config: ModelConfig, groups: list[CachedHeads], rows: int, device: torch.device | str, dtype: torch.dtype) -> None:
         self.groups, self.rows, self.kv_heads, self.head_size = groups, rows, config.kv_heads, config.head_size
+        self.rule = ScoreRule(config.attention_softcap)
         sizes = [len(group.heads) * rows * group.capacity * config.head_size for group in groups]
         # Zeros, not uninitialised memory: an entry that no query sees still meets a weight of 0, and 0 times NaN is NaN.
         self.keys, self.values = (torch.zeros(sum(sizes), device=device, dtype=dtype) for _ in range(2))
@@ -174,7 +175,7 @@ class LayerCache:
             seen = index <= position[:, None]
             if group.reach is not None:
                 seen &= (index >= group.sinks) | (position[:, None] - index < group.reach)
-            result = dense(one_q, *self.read(group, len(index), rows), seen[:, None])
+            result = dense(one_q, *self.read(group, len(index), rows), seen[:, None], self.rule)
             by_kv_head(o, self.kv_heads)[:, :, list(group.heads)] = by_kv_head(result, len(group.heads))
         return o
 
@@ -188,7 +189,7 @@ class LayerCache:
             return self._step_cuda(whole[0], whole[1], whole[2], at, None)[rows.index]
         if self._plan is None:
             self._plan = DecodePlan.of(self._regions(), self.rows, q.shape[2] // self.kv_heads, self.head_size, q.device)
-        return decode_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, position, self._plan)[:, None]
+        return decode_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, position, self._plan, self.rule)[:, None]
 
     def _regions(self) -> list[tuple[int, int, int, int, int]]:
         """(begin in the buffer, head, sinks, window, reach) of every KV head."""
@@ -226,7 +227,7 @@ def attend_ring(at: LayerCache, group: CachedHeads, chunk: CacheChunk) -> torch.
             is_sink = key < group.sinks
             near |= is_sink if group.reach is None else is_sink & (distance < group.reach)
         seen = (distance >= 0) & (key >= 0) & near
-        results.append(dense(chunk.q[:, begin:end], k, v, seen))
+        results.append(dense(chunk.q[:, begin:end], k, v, seen, at.rule))
     return torch.cat(results, dim=1)
 
 

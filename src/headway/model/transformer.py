@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from headway.kernels.attention import AttentionMask, attend, causal_mask, mask_of
+from headway.kernels.attention import PLAIN, AttentionMask, ScoreRule, attend, causal_mask, mask_of
 from headway.kernels.head_mix import mix_heads
 from headway.model.adapter.lora import AdaptedLinear
 from headway.model.base import AttentionCore, Compiler, DecodeStep, LayerSplit, LMHead, Model, ModelOut
@@ -56,7 +56,7 @@ class GatedCore:
         return mix_heads(q, k, v, mask, mask.mix, self.layer, full=full, backend=STREAMING[self.backend])
 
 
-STREAMING = {"auto": "auto", "reference": "reference", "sdpa": "blocks", "varlen": "pieces", "fa4": "pieces"}
+STREAMING = {"auto": "auto", "reference": "reference", "sdpa": "blocks", "varlen": "pieces", "fa4": "pieces", "flex": "auto"}
 """The backend of streaming attention that goes with one of full attention."""
 
 
@@ -76,14 +76,18 @@ class Block(nn.Module):
         self.mlp = build_mlp(config, layer)
         self.dropout = config.dropout
         self.window = config.window_of(layer)
-        self.core: AttentionCore = attend if config.head_gates is None else GatedCore(layer)
+        self.rule = ScoreRule(config.attention_softcap)
+        self.core: AttentionCore = GatedCore(layer) if config.head_gates is not None else self._core("auto")
         self.enter: Callable[[Tensor], Tensor] = unchanged
         self.leave: Callable[[Tensor], Tensor] = unchanged
         self.drop: Callable[[Tensor, float], Tensor] = dropout
 
     def use_attention(self, backend: str) -> None:
         """Compute attention with one backend in all cases."""
-        self.core = replace(self.core, backend=backend) if isinstance(self.core, GatedCore) else partial(attend, backend=backend)
+        self.core = replace(self.core, backend=backend) if isinstance(self.core, GatedCore) else self._core(backend)
+
+    def _core(self, backend: str) -> AttentionCore:
+        return partial(attend, backend=backend, **({} if self.rule == PLAIN else {"rule": self.rule}))
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Everything up to the attention core: q [B,T,H,hd], k and v [B,T,KV,hd]."""

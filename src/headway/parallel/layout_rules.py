@@ -118,6 +118,8 @@ def _ring(case: LayoutCase, is_set: str, ring: int) -> Iterator[str]:
         yield f"{beyond}; head gates have none. {whole}"
     if any(model.window_of(layer) is not None for layer in range(model.num_layers)):
         yield f"{beyond}; sliding windows have none. {whole}"
+    if model.attention_softcap is not None:
+        yield f"{beyond}; soft-capped attention (model.attention_softcap) has none. {whole}"
     pieces = 2 * context
     if case.seq_len % pieces:
         near = case.seq_len // pieces * pieces or pieces

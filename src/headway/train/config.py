@@ -150,9 +150,10 @@ class InitConfig(Section):
 class KernelConfig(Section):
     """How operations are computed. Changes speed, not the model."""
 
-    attention: Literal["auto", "reference", "sdpa", "varlen", "fa4"] = setting(
+    attention: Literal["auto", "reference", "sdpa", "varlen", "fa4", "flex"] = setting(
         "auto",
-        "Attention kernel; auto chooses by device and mask: fa4 if installed, otherwise cuDNN for whole rows and varlen for documents.",
+        "Attention kernel; auto chooses by device and mask: fa4 if installed, otherwise cuDNN for whole rows and varlen for documents; "
+        "flex for soft-capped scores.",
     )
     compile: Literal["auto"] | bool = setting("auto", "Compile the halves of each block; auto = on CUDA.")
     tf32: bool = setting(True, "Allow TF32 in fp32 matrix multiplications on CUDA.")

@@ -1,6 +1,5 @@
 """The inference engine: a request becomes the same alone and among others, and memory is returned."""
 
-
 import pytest
 from support.byte_model import CONFIG, write_model
 

@@ -5,7 +5,7 @@ import torch
 
 from headway.data.batch import Batch
 from headway.errors import ConfigError
-from headway.kernels.attention import AttentionMask, attend, causal_mask, choose, mask_of, working_backends
+from headway.kernels.attention import PLAIN, AttentionMask, ScoreRule, attend, causal_mask, choose, mask_of, working_backends
 
 T = 24
 ROWS = [[5, 1, 12, 6], [24], [10, 14]]
@@ -37,7 +37,9 @@ def inputs(rows: int, heads: int, kv_heads: int, seed: int = 0) -> list[torch.Te
     return [torch.randn(rows, T, h, 16, generator=generator).requires_grad_() for h in (heads, kv_heads, kv_heads)]
 
 
-def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: list[list[int]], window: int | None) -> torch.Tensor:
+def by_hand(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: list[list[int]], window: int | None, softcap: float | None = None
+) -> torch.Tensor:
     """One query token and head at a time, from the definition."""
     out = torch.zeros_like(q)
     group = q.shape[2] // k.shape[2]
@@ -48,6 +50,7 @@ def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: list[list[i
                 first = start if window is None else max(start, at - window + 1)
                 for head in range(q.shape[2]):
                     scores = k[row, first : at + 1, head // group] @ q[row, at, head] / q.shape[-1] ** 0.5
+                    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
                     out[row, at, head] = scores.softmax(0) @ v[row, first : at + 1, head // group]
             start += length
     return out
@@ -65,13 +68,31 @@ def test_kernels_follow_the_definition(backend: str, window: int | None, kv_head
     assert (found - expected).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
 @pytest.mark.parametrize("window", [None, 4])
-def test_gradients_agree_with_the_reference(window: int | None) -> None:
+def test_soft_capped_scores_follow_the_definition(backend: str, window: int | None) -> None:
+    q, k, v = inputs(3, 4, 2)
+    found = attend(q, k, v, packed(ROWS, T), window=window, backend=backend, rule=ScoreRule(softcap=0.7))
+    with torch.no_grad():
+        assert (found - by_hand(q, k, v, ROWS, window, 0.7)).abs().max() < 1e-5
+        assert (found - by_hand(q, k, v, ROWS, window)).abs().max() > 1e-2
+        alone = attend(q, k, v, causal_mask(3, T), rule=ScoreRule(softcap=0.7))
+        assert (alone - by_hand(q, k, v, [[T]] * 3, None, 0.7)).abs().max() < 1e-5
+
+
+def test_a_kernel_that_cannot_cap_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"varlen cannot soft-cap scores and the model's attention_softcap is 50\.0"):
+        attend(*inputs(3, 4, 2), packed(ROWS, T), backend="varlen", rule=ScoreRule(softcap=50.0))
+
+
+@pytest.mark.parametrize("rule", [PLAIN, ScoreRule(softcap=0.7)])
+@pytest.mark.parametrize("window", [None, 4])
+def test_gradients_agree_with_the_reference(window: int | None, rule: ScoreRule) -> None:
     mask = packed(ROWS, T)
     found, expected = inputs(3, 4, 2), inputs(3, 4, 2)
     weight = torch.randn(3, T, 4, 16, generator=torch.Generator().manual_seed(9))
-    (attend(*found, mask, window=window) * weight).sum().backward()
-    (attend(*expected, mask, window=window, backend="reference") * weight).sum().backward()
+    (attend(*found, mask, window=window, rule=rule) * weight).sum().backward()
+    (attend(*expected, mask, window=window, backend="reference", rule=rule) * weight).sum().backward()
     for a, b in zip(found, expected, strict=True):
         assert a.grad is not None and b.grad is not None
         assert (a.grad - b.grad).abs().max() < 1e-5
@@ -137,5 +158,6 @@ def test_the_doctor_sees_which_backends_work_here() -> None:
         ("sdpa", True),
         ("varlen", False),
         ("fa4", False),
+        ("flex", False),
     ]
     assert choose(inputs(3, 4, 2)[0], packed(ROWS, T), 4) == "sdpa"

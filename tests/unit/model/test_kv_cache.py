@@ -6,6 +6,7 @@ from support.head_masks import masked_forward
 
 from headway.errors import ConfigError
 from headway.infer.prefill import chunks, last_hidden
+from headway.kernels.attention import ScoreRule
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initialize
@@ -121,10 +122,10 @@ def test_a_streaming_prefill_never_allocates_the_past(monkeypatch: pytest.Monkey
     longest = 0
     plain = module.dense
 
-    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
         nonlocal longest
         longest = max(longest, k.shape[1])
-        return plain(q, k, v, seen)
+        return plain(q, k, v, seen, rule)
 
     monkeypatch.setattr(module, "dense", watched)
     model, given = build(), masks("all streaming")

@@ -1,0 +1,73 @@
+"""Soft-capped attention on CUDA: torch's flex_attention, compiled, which computes cap * tanh(score / cap) inside its kernels.
+
+q [B,T,H,hd], k and v [B,T,KV,hd] come in, o [B,T,H,hd] goes out. Blocks of 128 x 128 tokens that no document and no window reaches are
+skipped, so work grows with the documents and windows, not with T * T. All layers of a pass with the same window share one block mask.
+
+A length that is no multiple of a block is padded to the next power of two: so prompts of any length need few compiled kernels. The padding
+comes last, where nothing sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from headway.kernels.attention import AttentionMask
+
+BLOCK = 128
+
+
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None, softcap: float | None) -> Tensor:
+    """Attention inside documents with soft-capped scores."""
+    length = q.shape[1]
+    padded = padded_length(length)
+    seen = mask.blocks.get(window)
+    if seen is None:
+        seen = mask.blocks[window] = _block_mask(mask.document, padded, window)
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padded - length)) if padded > length else x for x in (q, k, v))
+    o = _kernel()(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+        score_mod=None if softcap is None else _capping(softcap), block_mask=seen, enable_gqa=q.shape[2] != k.shape[2],
+    )  # fmt: skip
+    return o.transpose(1, 2)[:, :length]
+
+
+def padded_length(length: int) -> int:
+    """The length that is computed for one that was given."""
+    return length if length % BLOCK == 0 else max(BLOCK, 1 << (length - 1).bit_length())
+
+
+@cache
+def _capping(softcap: float) -> Callable[..., Tensor]:
+    """One function per cap: a new one would be compiled again."""
+
+    def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+def _block_mask(document: Tensor, length: int, window: int | None) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    document = F.pad(document, (0, length - document.shape[1]), value=-1)
+    reach = length if window is None else window
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (document[row, query] == document[row, key]) & (query >= key) & (query - key < reach)
+
+    # Compiled, it never holds the mask of single tokens.
+    return create_block_mask(visible, document.shape[0], None, length, length, device=document.device, BLOCK_SIZE=BLOCK, _compile=True)
+
+
+@cache
+def _kernel() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
