@@ -27,9 +27,8 @@ def _ruled(scores, SOFTCAP: tl.constexpr):  # pyright: ignore
 
 @triton.jit
 def attend_stretch(
-    q, k, v, keys, values, position, items, partial, lses, q_row, k_row, v_row, num_items, stretch, scale,
-    G: tl.constexpr, GP: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    q, k, v, keys, values, position, items, partial, lses, q_row, k_row, v_row, num_items, stretch, scale, G: tl.constexpr,
+    GP: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip # pyright: ignore
     item, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     entry = items + item * 6
