@@ -1,0 +1,127 @@
+"""The chat page's files: whole, self-contained, and safe against what a model or an imported file says. Its modules run in node."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chat_double import PAGE
+
+NODE = shutil.which("node")
+SCRIPTS = sorted(PAGE.glob("*.js"))
+needs_node = pytest.mark.skipif(NODE is None, reason="needs node")
+
+
+def test_the_page_is_made_of_its_own_files_and_names_no_other_host() -> None:
+    page = (PAGE / "index.html").read_text(encoding="utf-8")
+    named = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert named and all(one.startswith("static/") and (PAGE / one.removeprefix("static/")).is_file() for one in named)
+    assert "<script>" not in page and "<style" not in page and not re.search(r"\son\w+=|\sstyle=", page), "the policy allows files alone"
+    for file in (*SCRIPTS, *PAGE.glob("*.css")):
+        text = file.read_text(encoding="utf-8")
+        assert text.count("\n") <= 400, file.name
+        hosts = [one for one in re.findall(r"(?:https?:)?//[\w.-]+\.\w{2,}[^\s\"'`)]*", text) if not one.startswith("http://www.w3.org/")]
+        assert not [one for one in hosts if one.startswith("http")], f"{file.name}: {hosts}"
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), file.name
+        for other in re.findall(r'from "\./([^"]+)"', text):
+            assert (PAGE / other).is_file(), f"{file.name} imports {other}"
+
+
+def test_both_languages_say_everything_that_the_page_says() -> None:
+    text = (PAGE / "words.js").read_text(encoding="utf-8")
+    english, chinese = (
+        dict(re.findall(r'(\w+): "((?:[^"\\]|\\.)*)"', text[text.index(f"const {name} ") :].split("\n};")[0])) for name in ("EN", "ZH")
+    )
+    assert english.keys() == chinese.keys()
+    for key, words in english.items():
+        assert set(re.findall(r"\{\w+\}", words)) == set(re.findall(r"\{\w+\}", chinese[key])), key
+    used = {key for file in SCRIPTS for key in re.findall(r'say\("(\w+)"', file.read_text(encoding="utf-8"))}
+    assert used <= english.keys(), used - english.keys()
+
+
+def in_node(folder: Path, script: str, given: Any = None) -> Any:
+    """What a module beside this file prints as JSON; it can import the page's files."""
+    assert NODE is not None
+    for file in (*SCRIPTS, Path(__file__).parent / script):
+        shutil.copy(file, folder / file.name)
+    (folder / "package.json").write_text('{"type": "module"}')
+    (folder / "given.json").write_text(json.dumps(given), encoding="utf-8")
+    done = subprocess.run([NODE, script], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@needs_node
+def test_versions_of_questions_and_answers_keep_what_followed(tmp_path: Path) -> None:
+    seen = in_node(tmp_path, "page_branches.js")
+    assert seen["plain"] == "q1|a1|q2|a2" and seen["regenerated"] == "q1|a1b", "a new answer has no continuation yet"
+    assert seen["back"] == "q1|a1|q2|a2" and seen["edited"] == "q1|a1|q2b|a2b" and seen["unedited"] == "q1|a1|q2|a2"
+    assert seen["dog"] == "Be brief.|q1|a1|q2|a2|q3|dog 3|q4", "a model that joined later takes the first one's answers before it"
+    assert seen["copied"] and seen["read"] and seen["mediaRead"] == 1
+    assert seen["hostile"][:5] == [[], [], [], [], []] and seen["hostile"][5] == [0, 0, 0] and seen["hostile"][6] == []
+    assert seen["circle"] == 1
+    assert seen["kept"] == [None, None, None, ["a"], 0, ["t"]]
+    assert [part["type"] for part in seen["media"]] == ["image_url", "input_audio", "text"]
+    assert seen["media"][1]["input_audio"] == {"data": "BB==", "format": "mp3"}
+    turns, depth = seen["deep"]
+    assert turns == 1500 and depth < 12, "JSON readers refuse deep nesting"
+
+
+INLINE = {
+    "a **b** *c* `d` ~~e~~ ***f***": "a <strong:b> <em:c> <code:d> <del:e> <both:f>",
+    "snake_case_name 2*3*4 __init__": "snake_case_name 2<em:3>4 <strong:init>",
+    "**not closed": "**not closed",
+    "`` a`b ``": "<code:a`b>",
+    r"\*plain\*": "*plain*",
+    "[x](https://e.org/a_(b))": "<link https://e.org/a_(b):x>",
+    "see https://e.org/a. ok": "see <link https://e.org/a:https://e.org/a>. ok",
+    "（https://e.org/中）": "（<link https://e.org/%E4%B8%AD:https://e.org/中>）",
+    "[x](javascript:alert(1))": "[x](javascript:alert(1))",
+    "[x](  JaVaScRiPt:alert(1))": "[x](  JaVaScRiPt:alert(1))",
+    "[x](data:text/html;base64,AA)": "[x](data:text/html;base64,AA)",
+    "![p](https://e.org/p.png)": "<link https://e.org/p.png:p>",
+    "<img src=x onerror=alert(1)>": "<img src=x onerror=alert(1)>",
+    "a\nb": "a<break:>b",
+}
+BLOCKS: dict[str, list[list[Any]]] = {
+    "# T\n\ntext\nmore\n\n---": [["heading", "T"], ["paragraph", "text\nmore"], ["rule", None]],
+    "- a\n- b\n  - c\n\ntext": [["list", 2], ["paragraph", "text"]],
+    "1. a\n\n2. b": [["list", 2]],
+    "text\n- a": [["paragraph", "text"], ["list", 1]],
+    "```py\n<script>\n# no\n```\nx": [["code", "<script>\n# no"], ["paragraph", "x"]],
+    "```\nopen": [["code", "open"]],
+    "a | b\n--|--\n1 | 2": [["table", 1]],
+    "> q\n> r": [["quote", None]],
+    "<script>alert(1)</script>": [["paragraph", "<script>alert(1)</script>"]],
+}
+ADDRESSES = {
+    "https://e.org/": "https://e.org/",
+    "javascript:alert(1)": None,
+    " https://e.org": None,
+    "//e.org": None,
+    "data:text/html,x": None,
+    "file:///etc": None,
+    "http://[": None,
+}
+
+
+@needs_node
+def test_markdown_is_read_and_nothing_in_it_becomes_more_than_text(tmp_path: Path) -> None:
+    lists = {"inline": [*INLINE], "blocks": [*BLOCKS], "addresses": [*ADDRESSES]}
+    seen = in_node(tmp_path, "page_markdown.js", lists)
+    assert seen["inline"] == INLINE and seen["blocks"] == BLOCKS and seen["addresses"] == ADDRESSES
+    assert [(one["thoughts"], one["rest"]) for one in seen["thoughts"]] == [("a", ""), ("a", "b"), (None, "b <think>")]
+    assert "lost" not in seen, seen["lost"]
+    assert seen["milliseconds"] < 8000, "a hostile answer must not freeze the page"
+
+
+@needs_node
+def test_streams_are_read_whatever_their_pieces_and_old_turns_are_left_out_when_the_context_is_full(tmp_path: Path) -> None:
+    seen = in_node(tmp_path, "page_stream.js")
+    assert seen["events"] == ['{"a":"你"}', "1\n2", "[DONE]"] and seen["cuts"]
+    assert seen["fits"] == [{"leftOut": 2}, {"text": "hi"}, {"finish": "stop"}] and seen["asked"] == [0, 1, 2]
+    assert seen["never"] == ["too long"], "the question alone is too long"
+    assert "connection ended" in seen["cutOff"][-1] and "does not answer" in seen["offline"][-1]
