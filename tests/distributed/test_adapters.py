@@ -10,6 +10,7 @@ from support.ranks import run_ranks
 
 from headway.model.adapter.config import AdapterConfig
 from headway.model.adapter.lora import merged
+from headway.model.adapter.packed_base import plain_values
 from headway.model.layout import num_parameters
 from headway.optim.groups import ADAPTER
 from headway.optim.scaler import ScalerConfig
@@ -17,6 +18,8 @@ from headway.parallel.collectives import RankGroup
 
 STEPS, MICRO = 6, 4
 DORA = AdapterConfig(kind="dora", rank=4, alpha=8.0, dropout=0.1)
+QLORA = AdapterConfig(rank=4, alpha=8.0, dropout=0.1, targets=("q_proj", "v_proj", "down_proj"), base="nf4")
+QDORA = AdapterConfig(kind="dora", rank=4, alpha=8.0, base="int8")
 LORA = AdapterConfig(rank=4, alpha=8.0, dropout=0.1, targets=("q_proj", "v_proj", "down_proj"))
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"zero1": {"size": 1}},
@@ -31,7 +34,7 @@ def trained(setup: Setup, group: RankGroup) -> Seen:
     engine = make_engine(group, setup)
     seen = train_steps(engine, group, MICRO, 0, STEPS)
     assert setup.adapter is not None
-    values = {name: value.clone() for name, value in engine.weights()}
+    values = {name: value.clone() for name, value in plain_values(engine.weights(), setup.adapter.layouts(setup.config))}
     whole = merged(values.items(), setup.adapter, setup.adapter.modules(setup.config))
     return seen, {**dict(whole), **{name: value for name, value in values.items() if ADAPTER in name}}
 
@@ -50,6 +53,8 @@ def alone(adapter: AdapterConfig, dtype: torch.dtype) -> Seen:
         ("zero1.5", 4, LORA, torch.float32),
         ("fsdp", 2, LORA, torch.float32),
         ("fsdp", 2, DORA, torch.bfloat16),
+        ("fsdp", 2, QLORA, torch.bfloat16),
+        ("zero1", 2, QDORA, torch.float32),
     ],
     ids=str,
 )

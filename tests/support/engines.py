@@ -7,10 +7,13 @@ from typing import Any
 import torch
 
 from headway.data.batch import TENSOR_FIELDS, StepBatch, StepStats
+from headway.kernels.packed_layout import plain_name
 from headway.model.adapter.config import AdapterConfig
 from headway.model.adapter.lora import with_updates
+from headway.model.adapter.packed_base import packed_values
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
+from headway.model.layout import param_specs
 from headway.objective.base import StepInfo
 from headway.objective.next_token import Config as NextToken
 from headway.optim.adamw import Config as AdamW
@@ -70,9 +73,14 @@ def make_engine(group: RankGroup, setup: Setup) -> Any:
         fp8=setup.fp8,
     )
     engine = assemble(spec)
-    names = [name for name in engine.shapes if not name.startswith(OBJECTIVE) and ADAPTER not in name]
-    values: Any = ((name, initial_value(name, engine.shapes[name], setup.config, 1)) for name in names)
-    engine.fill(values if setup.adapter is None else with_updates(values, setup.adapter, setup.adapter.modules(setup.config), 1, {}))
+    names = [plain_name(name) for name in engine.shapes if not name.startswith(OBJECTIVE) and ADAPTER not in name]
+    known = {one.name: one.shape for one in param_specs(setup.config)}
+    values: Any = ((name, initial_value(name, known.get(name) or engine.shapes[name], setup.config, 1)) for name in names)
+    if setup.adapter is not None:
+        layouts = setup.adapter.layouts(setup.config)
+        values = packed_values(values, layouts, spec.device)
+        values = with_updates(values, setup.adapter, setup.adapter.modules(setup.config), 1, {}, layouts=layouts)
+    engine.fill(values)
     return engine
 
 

@@ -13,6 +13,9 @@ import torch
 
 from headway.kernels.adamw import AdamWHyper, AdamWTensors, _fused, adamw_step_reference
 from headway.kernels.cross_entropy import Shaping, softmax_gradient_cuda, softmax_gradient_reference
+from headway.kernels.packed_layout import FORMS, PackedLayout
+from headway.kernels.packed_weight import pack, unpack_reference
+from headway.kernels.packed_weight_triton import unpack as unpack_cuda
 from headway.kernels.streaming_pieces import merge_cuda, merge_reference
 from headway.kernels.vocab_loss import partial_scores_cuda, partial_scores_reference, write_gradient_cuda, write_gradient_reference
 from support.decode_case import REGIONS, gaps
@@ -104,7 +107,27 @@ def merge() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-CASES: dict[str, Callable[[], None]] = {case.__name__: case for case in (adamw, decode_attention, softmax_gradient, vocab_loss, merge)}
+def unpack() -> None:
+    """Both forms, sizes that are no multiple of a block, an odd number of elements, several programs, fp32 and bf16.
+
+    The interpreter rounds to bf16 towards zero.
+    """
+    for form in FORMS:
+        for shape, dtype in (
+            ((7, 9), torch.float32),
+            ((70, 100), torch.bfloat16),
+            ((33, 129), torch.float32),
+            ((16, 1030), torch.bfloat16),
+        ):
+            packed = pack(torch.randn(shape, generator=torch.Generator().manual_seed(3)), form)
+            layout = PackedLayout(form, *shape)
+            ours, theirs = unpack_cuda(packed, layout, dtype), unpack_reference(packed, layout, dtype)
+            torch.testing.assert_close(ours, theirs, rtol=0.0 if dtype == torch.float32 else 2**-7, atol=0.0)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    case.__name__: case for case in (adamw, decode_attention, softmax_gradient, vocab_loss, merge, unpack)
+}
 
 
 def main() -> None:

@@ -19,11 +19,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.checkpoint.load import locate, open_checkpoint, step_folders
+from headway.checkpoint.load import Reader, locate, open_checkpoint, step_folders
 from headway.checkpoint.manifest import MANIFEST
 from headway.config.load import validate
 from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.infer.stored_adapter import StoredAdapter, base_model_of, is_adapter, stored_adapter
+from headway.kernels.packed_layout import packed_name
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.model.families.base import as_stored, trusting
@@ -250,16 +251,33 @@ def _checkpoint(folder: AnyPath) -> StoredModel:
     form: Any = reader.scalars.get("adapter")
     if not isinstance(form, dict):
         return found
-    adapter = validate(AdapterConfig, form["config"])
-    names = adapter.shapes(config)
-    adapter = StoredAdapter(
-        adapter,
-        form["base"],
-        weights,
-        lambda: {name: reader.weight(name) for name in names},
-        lambda: [spec.name for spec in param_specs(config) if spec.name != GATES and "master" in reader.roles(spec.name)],
-    )
+    adapter = _adapter_of(reader, validate(AdapterConfig, form["config"]), form["base"], config)
     return replace(found, weights=lambda: adapter.merged(config), adapter=adapter)
+
+
+def _adapter_of(reader: Reader, config: AdapterConfig, base: str | None, model: ModelConfig) -> StoredAdapter:
+    """The adapter of a checkpoint; matrices of its base may be stored quantised."""
+    names, layouts = config.shapes(model), config.layouts(model)
+
+    def stored() -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in param_specs(model):
+            layout = layouts.get(spec.name)
+            name = spec.name if layout is None else packed_name(spec.name, layout.form)
+            yield name, reader.weight(name)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        from headway.model.adapter.packed_base import plain_values
+
+        return plain_values(stored(), layouts)
+
+    def trained() -> list[str]:
+        kept = [spec.name for spec in param_specs(model) if spec.name != GATES and spec.name not in layouts]
+        return [name for name in kept if "master" in reader.roles(name)]
+
+    def updates() -> dict[str, torch.Tensor]:
+        return {name: reader.weight(name) for name in names}
+
+    return StoredAdapter(config, base, weights if layouts else stored, updates, trained, stored if layouts else None)
 
 
 def load_model(path: AnyPath | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:

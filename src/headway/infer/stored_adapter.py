@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.errors import ConfigError
+from headway.kernels.packed_layout import PackedForm
 from headway.model.adapter.config import AdapterConfig
 from headway.model.adapter.peft import PeftAdapter, base_of, is_adapter, read_adapter
 from headway.model.config import ModelConfig
@@ -31,8 +32,15 @@ class StoredAdapter:
     updates: Callable[[], Mapping[str, torch.Tensor]]
     full_weights: Callable[[], list[str]]
     """Names of the base's parameters that were trained too."""
+    stored_base: Callable[[], Values] | None = None
+    """The base as it was trained over, quantised matrices as bytes; None: the base is not stored quantised."""
     patterned: bool = False
     """Its linears have different ranks or alphas. Such an adapter is merged, never trained further."""
+
+    def base_in(self, form: PackedForm | None) -> Values:
+        """The base for a run that stores it in a form: the stored bytes where they are of this form, else floats."""
+        same = self.stored_base is not None and form == self.config.base
+        return self.stored_base() if same and self.stored_base is not None else self.base_weights()
 
     def merged(self, model: ModelConfig) -> Values:
         """Every parameter of the model with the adapter merged into it."""
@@ -54,7 +62,9 @@ def stored_adapter(folder: Path, model: ModelConfig, base: str, base_weights: Ca
         for name, value in base_weights():
             yield name, whole.get(name, value)
 
-    return StoredAdapter(opened().config, base, replaced, lambda: opened().updates, lambda: sorted(opened().whole), opened().patterned)
+    return StoredAdapter(
+        opened().config, base, replaced, lambda: opened().updates, lambda: sorted(opened().whole), None, opened().patterned
+    )
 
 
 def base_model_of(folder: Path) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.config import ModelConfig
 from headway.model.layout import EMBEDDING, GATES, HEAD, param_specs
 
@@ -50,7 +51,10 @@ def token_flops(
     config: ModelConfig, seq_len: int, *, shapes: Mapping[str, tuple[int, ...]] | None = None, training: Collection[str] | None = None
 ) -> TokenFlops:
     """What one token needs. `shapes`: every parameter, adapters too; the model's own if not given. `training`: all if not given."""
-    shapes = {spec.name: spec.shape for spec in param_specs(config)} if shapes is None else shapes
+    known = {spec.name: spec.shape for spec in param_specs(config)}
+    shapes = (
+        known if shapes is None else {plain_name(n): shape if form_of(n) is None else known[plain_name(n)] for n, shape in shapes.items()}
+    )
     training = set(shapes) if training is None else set(training) & {name for name in shapes if _is_of_model(name)}
     first = min((_depth(name, config) for name in training), default=(config.num_layers, CORE))
     matrices = 0

@@ -22,6 +22,7 @@ from functools import partial
 from math import prod
 
 from headway.errors import ConfigError
+from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.layout import GATES
 from headway.model.media_shape import ALIGNER, PROJECTOR
 from headway.objective.base import ParameterRule
@@ -104,9 +105,17 @@ def trainable(shapes: Shapes, freeze: Sequence[str], train: Sequence[str]) -> se
     of media, `train`. What comes from phase 1 (aligner.*) never trains."""
     if freeze and train:
         raise ConfigError("freeze and train are both set; they are opposites. Keep one of them.")
+    packed = {plain_name(name) for name in shapes if form_of(name) is not None}
+    shapes = {plain_name(name): (1, *shape) if form_of(name) is not None else shape for name, shape in shapes.items()}
     updates = matching("adapter", shapes)
     if updates:
         extra = select(train, shapes, "train")
+        quantised = sorted(extra & packed)
+        if quantised:
+            raise ConfigError(
+                f"train is {list(train)}; it matches {quantised[0]}, which adapter.base stores quantised, and quantised weights cannot "
+                "train. Remove it from train, or set adapter.base to null."
+            )
         adapted = {name.partition(ADAPTER)[0] for name in updates}
         both = sorted(name for name in extra - updates if name.rpartition(".")[0] in adapted)
         if both:

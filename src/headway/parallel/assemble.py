@@ -14,7 +14,7 @@ import torch
 
 from headway.errors import ConfigError, ParallelError
 from headway.kernels.fp8 import MULTIPLE, Scaling, convert
-from headway.model.adapter.lora import adapt
+from headway.model.adapter.lora import adapt, pack_linears
 from headway.model.base import Model, build_model, compile_method
 from headway.model.layout import GATES
 from headway.objective.base import Objective
@@ -55,6 +55,7 @@ def meta_model(spec: EngineSpec) -> Model:
             convert_to_fp8(model, spec.fp8)
         if spec.adapter is not None:
             adapt(model, spec.adapter, spec.adapter.modules(spec.model))
+            pack_linears(model, spec.adapter.layouts(spec.model))
             model.is_random = model.is_random or spec.adapter.dropout > 0
     return model
 

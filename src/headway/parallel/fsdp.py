@@ -85,10 +85,13 @@ class FsdpEngine(BaseEngine):
         self.passes.waits_in_layers = True
         group_of = {name: group.name for group in groups for name in group.names}
         for name, (owner, leaf) in self.homes.items():
+            held = parameter_at((owner, leaf))
             if name in group_of or is_wide(name):
-                parameter_at((owner, leaf)).requires_grad_(name in group_of)
+                held.requires_grad_(name in group_of)
+            elif not held.is_floating_point():
+                continue  # bytes of a quantised matrix
             else:  # in the compute dtype only: what does not train needs no master
-                owner._parameters[leaf] = nn.Parameter(parameter_at((owner, leaf)).detach().to(spec.dtype), requires_grad=False)
+                owner._parameters[leaf] = nn.Parameter(held.detach().to(spec.dtype), requires_grad=False)
         shard_model(model, spec)
         if GATES in group_of:  # before the hook with which FSDP2 looks for inputs that need a gradient
             next(iter(model.blocks().values())).register_forward_pre_hook(needs_gradient, prepend=True)

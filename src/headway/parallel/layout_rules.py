@@ -126,4 +126,13 @@ def _ring(case: LayoutCase, is_set: str, ring: int) -> Iterator[str]:
         yield f"{beyond} of two pieces per rank: data.seq_len={case.seq_len} must be a multiple of {pieces}. Use {near}, for example."
 
 
-RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (_pipeline, _tensor, _context)
+def _packed(case: LayoutCase) -> Iterator[str]:
+    """A part of a quantised matrix is not the quantised part: scales cover elements of several ranks."""
+    if case.adapter is not None and case.adapter.base is not None and case.parallel.tensor > 1:
+        yield (
+            f"parallel.tensor is {case.parallel.tensor} and adapter.base is {case.adapter.base}, whose matrices are quantised whole. "
+            "Use tensor 1 and strategy fsdp to spread the weights over ranks, or set adapter.base to null."
+        )
+
+
+RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (_pipeline, _tensor, _context, _packed)

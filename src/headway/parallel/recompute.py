@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from headway.kernels.packed_weight import PRODUCT
+
 
 def recompute_method(block: nn.Module, method: str, *, is_random: bool, compiled: bool) -> None:
     """Recompute one method of a block selectively; called before the method is compiled."""
@@ -54,7 +56,7 @@ def recompute_whole(block: nn.Module, *, is_random: bool) -> None:
 def _kept() -> frozenset[Any]:
     """Operations whose results are worth more than their bytes."""
     aten = torch.ops.aten
-    return frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default))
+    return frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default, PRODUCT))
 
 
 def _policy(compiled: bool, _context: object, operation: Any, *_inputs: object, **_options: object) -> CheckpointPolicy:

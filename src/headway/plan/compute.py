@@ -75,6 +75,11 @@ def _layer(job: PlanJob, window: int | None, recompute: str, trains: bool) -> Pa
         # A and B on every linear: little arithmetic, but each result passes through memory once more, forward and backward
         extra = 2 * job.compute_bytes * tokens * (query + 2 * key + 2 * width + 3 * ffn) / (gpu.bandwidth * ELEMENTWISE)
         forward, inputs, weights = forward + extra, inputs + extra, weights + extra / 2
+    if job.counts.layers[0].packed:
+        # matrices are written out before each product: bytes in, floats out
+        each = job.counts.layers[0]
+        written = (each.packed_bytes + job.compute_bytes * each.packed) / (gpu.bandwidth * ELEMENTWISE)
+        forward, inputs = forward + written, inputs + written
     if recompute == "whole":
         inputs += forward
     elif recompute == "selective":

@@ -169,6 +169,8 @@ class PlanJob:
             model=self.model,
             trained=count.trained,
             frozen=count.frozen,
+            packed=count.packed,
+            packed_bytes=count.packed_bytes,
             rows=self.rows,
             seq_len=self.seq_len,
             accumulate=self.accumulate,

@@ -83,6 +83,9 @@ class MemoryJob:
     """Blocks times microbatches whose activations a pipeline rank holds at once; None = every block of the model, once."""
     streams: int = 0
     """Hidden states that a pipeline rank keeps to send or has received, one of each for a microbatch in flight."""
+    packed: int = 0
+    """Of the frozen parameters: stored quantised."""
+    packed_bytes: int = 0
     has_head: bool = True
     """The last pipeline stage is here."""
     bucket_bytes: int = 32 << 20
@@ -171,13 +174,14 @@ def page_locked(size: int) -> int:
 
 def _weights(job: MemoryJob) -> int:
     """What the model computes with."""
-    count = job.trained + job.frozen
+    count = job.trained + job.frozen - job.packed
     if not job.fsdp:
-        return job.compute_bytes * count
+        return job.compute_bytes * count + job.packed_bytes
     model = job.model
     ends = model.vocab * model.hidden_size * (1 if model.tie_embeddings else 2) // job.tensor
     block = (count - ends) // max(1, model.num_layers)
-    return job.compute_bytes * (ends + 2 * block) + 4 * job.frozen // job.shards
+    gathered = 2 * job.packed_bytes // max(1, model.num_layers)
+    return job.compute_bytes * (ends + 2 * block) + gathered + (4 * (job.frozen - job.packed) + job.packed_bytes) // job.shards
 
 
 def _gradients(job: MemoryJob) -> int:
@@ -267,9 +271,11 @@ def _head_gradient(job: MemoryJob) -> int:
 
 
 def _buffers(job: MemoryJob) -> int:
-    """Work space of libraries; buckets of gradients and parameters, and hidden states between stages, on their way."""
+    """Work space of libraries; a matrix in floats; buckets of gradients and parameters, and hidden states between stages, on their way."""
     on_the_way = 2 * job.bucket_bytes if job.shards > 1 and not job.fsdp else 0
-    messages = int(job.streams * job.tokens * _stream(job) * job.compute_bytes)
+    # the largest quantised matrix is written out for its product
+    matrix = job.compute_bytes * job.model.hidden_size * job.model.ffn_size if job.packed else 0
+    messages = matrix + int(job.streams * job.tokens * _stream(job) * job.compute_bytes)
     return messages + (WORKSPACE + on_the_way if job.on_cuda else 0)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.config import ModelConfig
 from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
 
@@ -22,9 +23,14 @@ class ParamCount:
 
     trained: int = 0
     frozen: int = 0
+    packed: int = 0
+    """Of those that do not train: stored quantised."""
+    packed_bytes: int = 0
 
     def __add__(self, other: ParamCount) -> ParamCount:
-        return ParamCount(self.trained + other.trained, self.frozen + other.frozen)
+        return ParamCount(
+            self.trained + other.trained, self.frozen + other.frozen, self.packed + other.packed, self.packed_bytes + other.packed_bytes
+        )
 
     @property
     def total(self) -> int:
@@ -57,13 +63,17 @@ class ModelCounts:
 
 
 def count_parameters(model: ModelConfig, shapes: Shapes, training: Collection[str], tensor: int = 1) -> ModelCounts:
-    """Counts of one tensor rank. `shapes` has adapters too."""
+    """Counts of one tensor rank. `shapes` has adapters too, and the bytes of what is stored quantised."""
     specs = {spec.name: spec for spec in param_specs(model)}
     layers = [ParamCount() for _ in range(model.num_layers)]
     ends = {"embedding": ParamCount(), "head": ParamCount(), "norm": ParamCount(), "other": ParamCount()}
     for name, shape in shapes.items():
-        size = _local_size(name, shape, specs, model, tensor)
-        one = ParamCount(size, 0) if name in training else ParamCount(0, size)
+        if form_of(name) is not None:
+            size = specs[plain_name(name)].size
+            one = ParamCount(0, size, size, prod(shape))
+        else:
+            size = _local_size(name, shape, specs, model, tensor)
+            one = ParamCount(size, 0) if name in training else ParamCount(0, size)
         parts = name.split(".")
         if parts[:2] == ["model", "layers"]:
             layers[int(parts[2])] += one

@@ -88,7 +88,8 @@ def data_traffic(job: PlanJob, stages: list[PassSeconds], rank: int) -> AxisTraf
     mine = [stages[stage] for stage in job.stages_of(rank)]
     forward, backward = sum(one.forward for one in mine), sum(one.backward for one in mine)
     if layout.strategy == "fsdp" and layout.shards > 1:
-        return _fsdp(job, count.trained, count.total, forward, backward)
+        gathered = count.total - count.packed + count.packed_bytes // job.compute_bytes
+        return _fsdp(job, count.trained, gathered, forward, backward)
     if job.software.exchange == "broadcast":
         return _broadcast(job, count.trained, forward, backward)
     return _shards(job, count.trained, forward, backward)

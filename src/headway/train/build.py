@@ -17,11 +17,13 @@ from headway.data.config import ResolvedBatch
 from headway.data.open import OpenData
 from headway.data.target_check import check_targets
 from headway.errors import CheckpointError, ConfigError
+from headway.kernels.packed_layout import plain_name
 from headway.model.adapter.lora import with_updates
+from headway.model.adapter.packed_base import packed_values
 from headway.model.config import ModelConfig
 from headway.model.flops import token_flops
 from headway.model.init import initial_value
-from headway.model.layout import GATES
+from headway.model.layout import GATES, param_specs
 from headway.model.media_shape import ALIGNER, PROJECTOR
 from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.parallel.assemble import assemble
@@ -77,7 +79,7 @@ def build(resolved: Resolved, start: Start, session: Session | None = None, stag
         apply_limit(recipe, describe_job(recipe, model, compute, batch, process.world), compute.device)
     loss_monitor = LossMonitor(recipe.heal, compute.device)
     state = TrainState(engine, model, adapter=recipe.adapter, adapter_base=resolved.base, loss_monitor=loss_monitor)
-    bring_to_start(state, start, resolved, data)
+    bring_to_start(state, start, resolved, data, compute.device)
     loader = make_loader(recipe, data, batch, state.cursor, ranks)
     state.cursor, total_steps = loader.state, count_steps(recipe, loader, batch)
     return Run(
@@ -118,14 +120,14 @@ def fit_batch(resolved: Resolved, compute: Compute, batch: ResolvedBatch, spec: 
     return replace(batch, micro_rows=rows, accumulate=batch.micro_rows * batch.accumulate // rows)
 
 
-def bring_to_start(state: TrainState, start: Start, resolved: Resolved, data: OpenData) -> None:
+def bring_to_start(state: TrainState, start: Start, resolved: Resolved, data: OpenData, device: torch.device) -> None:
     """Give a state its first values."""
     state.data, state.accepts_other_data = data.contents(), resolved.recipe.data.accept_changed
     if start.checkpoint is not None:
         state.restore(start.checkpoint)
         return
     try:
-        fill(state.engine, resolved)
+        fill(state.engine, resolved, device)
         apply_init_content(resolved.recipe, state)
     except StoreDown:
         raise  # a later start may reach the store
@@ -202,17 +204,19 @@ def engine_spec(recipe: Recipe, model: ModelConfig, compute: Compute, ranks: Ran
     )
 
 
-def fill(engine: Engine, resolved: Resolved) -> None:
-    """Give every parameter of a new run its first value."""
+def fill(engine: Engine, resolved: Resolved, device: torch.device) -> None:
+    """Give every parameter of a new run its first value; what is stored quantised is quantised on the device."""
     adapter, carried = resolved.recipe.adapter, resolved.continued
     values: Iterable[tuple[str, Tensor]]
     if carried is not None:
-        values = carried.base_weights()
+        values = carried.base_weights() if adapter is None else carried.base_in(adapter.base)
     else:
         values = _initial_values(engine, resolved) if resolved.weights is None else resolved.weights.weights()
     if adapter is not None:
         given = {} if carried is None else carried.updates()
-        values = with_updates(values, adapter, adapter.modules(resolved.model), resolved.recipe.seed, given)
+        layouts = adapter.layouts(resolved.model)
+        values = packed_values(values, layouts, device)
+        values = with_updates(values, adapter, adapter.modules(resolved.model), resolved.recipe.seed, given, layouts=layouts)
     keeps_gates = GATES in engine.shapes and not leaves_gates(resolved.recipe)
     values = _with_media(values, engine, resolved)
     missing = engine.fill((name, value) for name, value in values if name != GATES or keeps_gates or resolved.weights is None)
@@ -249,8 +253,11 @@ def _with_media(values: Iterable[tuple[str, Tensor]], engine: Engine, resolved: 
 def _initial_values(engine: Engine, resolved: Resolved) -> Iterator[tuple[str, Tensor]]:
     """Initial values in the order of the model, drawn a few at a time in threads: one thread is slow for large models."""
 
+    known = {spec.name: spec.shape for spec in param_specs(resolved.model)}
+
     def draw(name: str) -> tuple[str, Tensor]:
-        return name, initial_value(name, engine.shapes[name], resolved.model, resolved.recipe.seed)
+        plain = plain_name(name)  # what is stored quantised is drawn as any other
+        return plain, initial_value(plain, known.get(plain, engine.shapes[name]), resolved.model, resolved.recipe.seed)
 
     names = [name for name in engine.shapes if engine.holds(name) and not name.startswith(OBJECTIVE) and ADAPTER not in name]
     size = min(16, usable_cores())

@@ -16,6 +16,7 @@ from headway.export.adapter import FOLDER, write_adapter
 from headway.export.huggingface import atomic_folder, export_huggingface
 from headway.infer.load import FINAL
 from headway.model.adapter.lora import merged
+from headway.model.adapter.packed_base import plain_values
 from headway.model.layout import GATES
 from headway.model.loading.aligner_file import write_aligner_folder
 from headway.model.media_files import is_media
@@ -91,7 +92,8 @@ def write_final(run: Run) -> str | None:
     dtype = "bfloat16" if run.compute.precision in ("bf16", "fp8") else "float32"
     adapter, weights, trained = run.recipe.adapter, run.engine.weights(), dict[str, Tensor]()
     if adapter is not None:
-        weights = merged(_copy_trained(weights, run, trained), adapter, adapter.modules(run.model))
+        plain = plain_values(_copy_trained(weights, run, trained), adapter.layouts(run.model))
+        weights = merged(plain, adapter, adapter.modules(run.model))
     try:
         export_huggingface(run.model, weights, target, tokenizer=run.tokenizer_path, dtype=dtype, end_ids=run.targets.end_ids)
         if adapter is not None:

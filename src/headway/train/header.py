@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from math import prod
 
+from headway.kernels.packed_layout import form_of, plain_name
+from headway.model.layout import param_specs
 from headway.optim.groups import count
 from headway.plan.memory import Estimate, amount, estimate
 from headway.runtime.log import FILE_ONLY, SCREEN_ONLY
@@ -80,7 +82,8 @@ def _source(run: Run) -> str:
 def _sizes(run: Run) -> tuple[int, int]:
     """Parameters that train and parameters that do not."""
     training = {name for group in run.engine.groups for name in group.names}
-    sizes = {name: prod(shape) for name, shape in run.engine.shapes.items()}
+    known = {spec.name: spec.size for spec in param_specs(run.model)} if run.model.aligner is None else {}
+    sizes = {name: prod(shape) if form_of(name) is None else known[plain_name(name)] for name, shape in run.engine.shapes.items()}
     trained = sum(size for name, size in sizes.items() if name in training)
     return trained, sum(sizes.values()) - trained
 
@@ -138,5 +141,6 @@ def _match_lines(run: Run) -> list[str]:
         linears = len(recipe.adapter.modules(run.model))
         lines.append(
             f"adapter {recipe.adapter.kind} of rank {recipe.adapter.rank} on {linears} linear layers: {matched.parameters:,} parameters"
+            + (f"; the layers' matrices are stored in {recipe.adapter.base}" if recipe.adapter.base is not None else "")
         )
     return lines

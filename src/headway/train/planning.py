@@ -40,9 +40,7 @@ def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
     layout = layout_of(recipe.parallel, target.world)
     parallel, seq_len = recipe.parallel, recipe.data.seq_len
     _check_rows(recipe, model)
-    shapes = {spec.name: spec.shape for spec in param_specs(model)}
-    if recipe.adapter is not None:
-        shapes |= recipe.adapter.shapes(model)
+    shapes = {spec.name: spec.shape for spec in param_specs(model)} if recipe.adapter is None else recipe.adapter.all_shapes(model)
     training = trainable(shapes, recipe.freeze, recipe.train)
     job = PlanJob(
         model=model,

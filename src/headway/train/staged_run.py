@@ -129,9 +129,7 @@ def resolve_stage(stage: Stage, previous: StoredModel | None) -> Resolved:
 def check_stage(stage: Stage, resolved: Resolved, world: RankGroup) -> None:
     """Open what a stage reads, match its patterns and check its batch, so that its errors are found before the first stage trains."""
     recipe, model = resolved.recipe, resolved.model
-    shapes = {spec.name: spec.shape for spec in param_specs(model)}
-    if recipe.adapter is not None:
-        shapes |= recipe.adapter.shapes(model)
+    shapes = {spec.name: spec.shape for spec in param_specs(model)} if recipe.adapter is None else recipe.adapter.all_shapes(model)
     try:
         recipe.batch.resolve(recipe.data.seq_len, recipe.parallel.mesh(world.rank, world.size).data)
         module = recipe.objective.build().module

@@ -109,6 +109,8 @@ class TrainState:
         form: Any = reader.scalars.get("adapter")
         saved = None if form is None else AdapterConfig.model_validate_json(json.dumps(form["config"]))
         same = saved == self.adapter or (saved is not None and self.adapter is not None and saved.same_form(self.adapter, self.model))
+        if saved is not None and self.adapter is not None and saved.base != self.adapter.base:
+            raise CheckpointError(f"{reader.path}: its adapter.base is {saved.base}, and the recipe's is {self.adapter.base}.")
         if not same:
             raise CheckpointError(f"{reader.path}: its adapter ({'none' if saved is None else saved.kind}) is not the recipe's.")
         if form is not None:

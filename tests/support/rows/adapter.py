@@ -26,5 +26,6 @@ ROWS: dict[str, Row] = {
     "adapter.alpha": (LORA, 32.0, 1.0, numbers),
     "adapter.rslora": (LORA, False, True, numbers),
     "adapter.dropout": (LORA, 0.0, 0.5, numbers),
+    "adapter.base": (LORA, None, "nf4", engine(shapes)),
     "adapter.targets": (LORA, ["all"], ["q_proj"], engine(shapes)),
 }

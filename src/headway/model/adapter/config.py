@@ -9,6 +9,7 @@ from typing import Literal
 
 from headway.config.section import Section, setting
 from headway.errors import ConfigError
+from headway.kernels.packed_layout import PackedForm, PackedLayout, packed_name
 from headway.model.config import ModelConfig
 from headway.model.layout import HEAD, param_specs
 
@@ -30,6 +31,9 @@ class AdapterConfig(Section):
         (EVERY,),
         "Linears to adapt: all (those of the layers), names such as q_proj or lm_head, or shell patterns over paths.",
         min_length=1,
+    )
+    base: PackedForm | None = setting(
+        None, "How the frozen linears of the layers are stored: nf4 (4 bits, as QLoRA) or int8; null = in the compute precision."
     )
 
     @property
@@ -67,6 +71,21 @@ class AdapterConfig(Section):
             of: dict[str, tuple[int, ...]] = dict(zip(PARTS, ((self.rank, inputs), (outputs, self.rank), (outputs,)), strict=True))
             found |= {f"{path}.{part}": of[part] for part in self.parts}
         return found
+
+    def layouts(self, model: ModelConfig) -> dict[str, PackedLayout]:
+        """The weights that are stored quantised, by their plain names: those of all linears of the layers, adapted or not."""
+        if self.base is None:
+            return {}
+        return {f"{path}.weight": PackedLayout(self.base, *shape) for path, shape in linears(model).items() if path != HEAD_MODULE}
+
+    def all_shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every parameter as it is stored: the model's, quantised ones as bytes, and the adapter's."""
+        layouts = self.layouts(model)
+        found: dict[str, tuple[int, ...]] = {}
+        for spec in param_specs(model):
+            layout = layouts.get(spec.name)
+            found |= {spec.name: spec.shape} if layout is None else {packed_name(spec.name, layout.form): (layout.nbytes,)}
+        return found | self.shapes(model)
 
     def same_form(self, other: AdapterConfig, model: ModelConfig) -> bool:
         """Whether tensors of one may be used with the other; dropout may differ."""

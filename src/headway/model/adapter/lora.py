@@ -3,6 +3,7 @@
     lora    y = W x + bias + s B A drop(x)
     dora    y = W x + bias + (r - 1) W drop(x) + r s B A drop(x),    r = magnitude / |rows of W + s B A|
 
+W may be stored quantised (`base`): the product then reads its bytes (kernels/packed_weight.py), and W is the dequantised matrix everywhere.
 The length of the rows is a constant in backward. Parameters keep the linear's own names; those of the update follow them.
 Streams may come in any order: a linear waits until its update is complete.
 
@@ -17,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headway.kernels.packed_layout import PackedForm, PackedLayout, form_of, packed_name, plain_name
+from headway.kernels.packed_weight import packed_linear, packed_matrix, unpack
 from headway.model.adapter.config import PARTS, AdapterConfig
 from headway.runtime.seed import derive
 
@@ -30,6 +33,8 @@ class AdaptedLinear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, *, bias: bool, config: AdapterConfig) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.scale, self.dropout = config.scale, config.dropout
+        self.layout: PackedLayout | None = None
+        """How the weight is stored; None: as a plain matrix."""
         self.lora_A = nn.Linear(inputs, config.rank, bias=False)
         self.lora_B = nn.Linear(config.rank, outputs, bias=False)
         magnitude = nn.Parameter(torch.ones(outputs)) if config.kind == "dora" else None
@@ -46,16 +51,21 @@ class AdaptedLinear(nn.Linear):
         update = self.lora_B(self.lora_A(dropped)) * self.scale
         bias = self.bias if self.adds_bias else None
         if self.lora_magnitude_vector is None:
-            return F.linear(x, self.weight, bias) + update
-        base = F.linear(x, self.weight)
+            return self._base(x, bias) + update
+        base = self._base(x)
         ratio = self._ratio(x.dtype)
-        with_dropout = F.linear(dropped, self.weight) if self.dropout and self.training else base
+        with_dropout = self._base(dropped) if self.dropout and self.training else base
         y = base + (ratio - 1) * with_dropout + ratio * update
         return y if bias is None else y + bias
 
+    def _base(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.layout is None:
+            return F.linear(x, self.weight, bias)
+        return packed_linear(x, packed_parameter(self, self.layout), self.layout, bias)
+
     @property
     def effective(self) -> Tensor:
-        """[O,I]: the equal plain matrix, differentiable, without dropout."""
+        """[O,I]: the equal plain matrix, differentiable, without dropout; of a linear whose weight is a plain matrix."""
         whole = self.weight + self.scale * (self.lora_B.weight @ self.lora_A.weight)
         return whole if self.lora_magnitude_vector is None else self._ratio(whole.dtype)[:, None] * whole
 
@@ -63,9 +73,9 @@ class AdaptedLinear(nn.Linear):
         magnitude = self.lora_magnitude_vector
         assert isinstance(magnitude, Tensor)
         with torch.no_grad():
-            length = torch.linalg.vector_norm(
-                self.weight + self.scale * (self.lora_B.weight @ self.lora_A.weight), dim=1, dtype=torch.float32
-            )
+            layout = self.layout
+            weight = self.weight if layout is None else packed_matrix(packed_parameter(self, layout), layout, dtype)
+            length = torch.linalg.vector_norm(weight + self.scale * (self.lora_B.weight @ self.lora_A.weight), dim=1, dtype=torch.float32)
             if self.over_inputs is not None:
                 length = self.over_inputs(length.square()).sqrt()
         return (magnitude.float() / length).to(dtype)
@@ -80,18 +90,74 @@ def adapt(model: nn.Module, config: AdapterConfig, modules: list[str]) -> None:
         setattr(owner, leaf, AdaptedLinear(old.in_features, old.out_features, bias=old.bias is not None, config=config))
 
 
+class PackedLinear(nn.Linear):
+    """A frozen linear without an update, whose weight is stored quantised."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, form: PackedForm) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.layout = store_packed(self, form)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return packed_linear(input, packed_parameter(self, self.layout), self.layout, self.bias)
+
+
+def store_packed(linear: nn.Linear, form: PackedForm) -> PackedLayout:
+    """Replace a linear's weight by a parameter for its bytes, whose values are not set."""
+    layout = PackedLayout(form, linear.out_features, linear.in_features)
+    values = torch.empty(layout.nbytes, dtype=torch.uint8, device=linear.weight.device)
+    del linear.weight
+    linear.register_parameter(packed_name("weight", form), nn.Parameter(values, requires_grad=False))
+    return layout
+
+
+def packed_parameter(linear: nn.Linear, layout: PackedLayout) -> Tensor:
+    """The bytes of a linear's weight."""
+    return getattr(linear, packed_name("weight", layout.form))
+
+
+def pack_linears(model: nn.Module, layouts: Mapping[str, PackedLayout]) -> None:
+    """Let linears hold their weights quantised, after `adapt`; those that a part of a model does not have are passed over."""
+    for name, layout in layouts.items():
+        above, _, leaf = name.removesuffix(".weight").rpartition(".")
+        owner = model.get_submodule(above)
+        old = owner.get_submodule(leaf)
+        assert isinstance(old, nn.Linear)
+        if isinstance(old, AdaptedLinear):
+            old.layout = store_packed(old, layout.form)
+        else:
+            setattr(owner, leaf, PackedLinear(old.in_features, old.out_features, bias=old.bias is not None, form=layout.form))
+
+
 def with_updates(
-    base: Values, config: AdapterConfig, modules: Iterable[str], seed: int, given: Mapping[str, Tensor]
+    base: Values,
+    config: AdapterConfig,
+    modules: Iterable[str],
+    seed: int,
+    given: Mapping[str, Tensor],
+    *,
+    layouts: Mapping[str, PackedLayout] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The base weights, each adapted one followed by its update: the given tensors, or an initial update that changes nothing."""
+    """The base weights, each adapted one followed by its update: the given tensors, or an initial update that changes nothing.
+
+    `layouts`: of those base weights that come as bytes, by their plain names.
+    """
     adapted = set(modules)
     for name, value in base:
         yield name, value
-        path = name.removesuffix(".weight")
-        if name.endswith(".weight") and path in adapted:
+        plain = plain_name(name)
+        path = plain.removesuffix(".weight")
+        if plain.endswith(".weight") and path in adapted:
+            layout = None if layouts is None or form_of(name) is None else layouts[plain]
             for part in config.parts:
                 here = f"{path}.{part}"
-                yield here, given[here] if here in given else _initial(here, part, value, config, seed)
+                yield here, given[here] if here in given else _initial(here, part, _matrix(value, part, layout), config, seed)
+
+
+def _matrix(value: Tensor, part: str, layout: PackedLayout | None) -> Tensor:
+    """A base weight, from which a part of its update is made; A and B need nothing but its shape."""
+    if layout is None:
+        return value
+    return unpack(value, layout, torch.float32) if part == MAGNITUDE else torch.empty(layout.outputs, layout.inputs, device="meta")
 
 
 def _initial(name: str, part: str, weight: Tensor, config: AdapterConfig, seed: int) -> Tensor:

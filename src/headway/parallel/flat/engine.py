@@ -94,6 +94,9 @@ class FlatEngine(BaseEngine):
                 yield replace(group, names=tuple(name for name in held if kinds[name] == kind))
 
     def _dtype_of(self, name: str) -> torch.dtype:
+        held = parameter_at(self.homes[name]).dtype
+        if not held.is_floating_point:
+            return held  # bytes of a quantised matrix
         return torch.float32 if is_wide(name) else self.spec.dtype
 
     def _register_all(self) -> None:

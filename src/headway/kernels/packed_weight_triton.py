@@ -1,0 +1,59 @@
+"""The kernels of packed_weight.py for CUDA: the bytes of a matrix in, the matrix out. Imports Triton, so it is imported where they run.
+
+Each program reads some codes and writes their values; scales and tables come from the cache. Sums are not fused with products, so that
+values are those of the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headway.kernels.packed_layout import PackedLayout
+from headway.kernels.packed_weight import dynamic, levels, sections
+
+CODES = 2048
+"""Bytes of codes that one program reads."""
+
+
+@triton.jit
+def unpack_nf4(
+    groups, offset, scale_codes, codes, dynamic_values, level_values, out, elements, CODES: tl.constexpr
+):  # fmt: skip # pyright: ignore
+    first = tl.program_id(0).to(tl.int64) * CODES
+    at = first + tl.arange(0, CODES)
+    inside = 2 * at < elements
+    pair = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
+    block = at // 32
+    scale_code = tl.load(scale_codes + block, mask=inside, other=0).to(tl.int32)
+    group = tl.load(groups + block // 256, mask=inside, other=0.0)
+    scale = tl.load(dynamic_values + scale_code) * group + tl.load(offset)
+    high = tl.load(level_values + (pair >> 4)) * scale
+    low = tl.load(level_values + (pair & 15)) * scale
+    to = 2 * first + tl.arange(0, 2 * CODES)
+    tl.store(out + to, tl.interleave(high, low).to(out.dtype.element_ty), mask=to < elements)
+
+
+@triton.jit
+def unpack_int8(scales, codes, out, elements, inputs, CODES: tl.constexpr):  # fmt: skip # pyright: ignore
+    at = tl.program_id(0).to(tl.int64) * CODES + tl.arange(0, CODES)
+    inside = at < elements
+    code = tl.load(codes + at, mask=inside, other=0).to(tl.float32)
+    scale = tl.load(scales + at // inputs, mask=inside, other=0.0)
+    tl.store(out + at, (code * scale).to(out.dtype.element_ty), mask=inside)
+
+
+def unpack(packed: torch.Tensor, layout: PackedLayout, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix [O,I]."""
+    out = torch.empty(layout.outputs, layout.inputs, dtype=dtype, device=packed.device)
+    parts, elements = sections(packed, layout), layout.elements
+    if layout.form == "int8":
+        unpack_int8[(triton.cdiv(elements, CODES),)](  # pyright: ignore
+            parts[0] / 127.0, parts[1], out, elements, layout.inputs, CODES=CODES, enable_fp_fusion=False
+        )
+        return out
+    unpack_nf4[(triton.cdiv(elements, 2 * CODES),)](  # pyright: ignore
+        *parts, dynamic(packed.device), levels(packed.device), out, elements, CODES=CODES, enable_fp_fusion=False
+    )
+    return out
