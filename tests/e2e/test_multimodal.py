@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.film import film
+from support.fuzzing import run_verb
 
 from headway.config.load import load
-from headway.errors import CheckpointError, ConfigError
+from headway.errors import CheckpointError, ConfigError, DataError
 from headway.export.huggingface import export_huggingface, export_model
 from headway.infer.check_checkpoint import check_checkpoint
 from headway.infer.generate import GenerateOptions, PromptMedia, generate_from_ids
 from headway.infer.load import load_model
-from headway.infer.media import answer_media, answer_records, question_of, read_questions
+from headway.infer.media import answer_media, answer_records, place_question, question_about, question_of, read_questions
 from headway.media.items import MediaRef
 from headway.media.schema import AnswerSchema
 from headway.media.synthetic import SyntheticMedia, write_media
@@ -24,6 +26,7 @@ from headway.model.init import initial_value
 from headway.model.layout import param_specs
 from headway.model.loading.aligner_file import AlignerHeads, write_aligner
 from headway.model.media_shape import MediaInput, MediaShape
+from headway.prepare.encode_media import MediaPositions
 from headway.store.media_items import MediaItem
 from headway.store.media_table import MediaTableWriter
 from headway.text.document import Record
@@ -252,3 +255,47 @@ def test_batch_prediction_keeps_order_and_continues(made: Path, run: Path, tmp_p
     assert out.read_text() == whole and again.answered == report.records - 7
     with pytest.raises(ConfigError, match="is of another input"):
         answer_records(loaded, made / "set/chat_heldout.jsonl", out, "chatml", options)
+
+
+def random_features(loaded: Any, refs: Any) -> dict[str, np.ndarray]:
+    """In place of encoders: features that depend on the content alone."""
+    return {name: np.random.default_rng(int(name[:8], 16)).normal(size=(1, WIDTH)).astype(np.float32) for name in refs}
+
+
+def test_a_video_is_asked_about_as_training_reads_it(
+    made: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("av")
+    clip, silent, records = tmp_path / "clip.mp4", tmp_path / "silent.mp4", tmp_path / "records.jsonl"
+    clip.write_bytes(film(8))
+    silent.write_bytes(film(4, sound=False))
+    prompts = ["What is it?", "First <video> then?"]
+    asked = [question_about(prompt, [MediaRef("video", clip)]) for prompt in prompts]
+    for prompt, one in zip(prompts, asked, strict=True):
+        same = question_of(Record({"prompt": prompt, "video": "clip.mp4"}, str(records), 1))
+        assert same.turns == one.turns and [ref.content_hash() for ref in same.media] == [ref.content_hash() for ref in one.media]
+    assert [turn.content for turn in asked[1].turns] == ["First <image><image><image><image><audio> then?"]
+    monkeypatch.setattr("headway.infer.media.encode_media", random_features)
+    lines = [{"prompt": prompts[0], "video": "clip.mp4"}, {"prompt": prompts[1], "video": "silent.mp4"}, {"prompt": "<image>x"}]
+    records.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    answers = tmp_path / "answers.jsonl"
+    common = ["generate", "--model", str(run), "--chat-template", "chatml", "--max-new-tokens", "3", "--device", "cpu", "--json"]
+    assert run_verb([*common, "--input", str(records), "--output", str(answers)]) == 0
+    found = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert "1 marks <image> and 0 files" in found[2]["error"] and found[2]["error"].startswith(str(records))
+    capsys.readouterr()
+    assert run_verb([*common, "--prompt", prompts[0], "--video", str(clip)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["videos"] == [str(clip)] and said["text"] == found[0]["answer"]
+    assert run_verb([*common, "--prompt", "<video><video>", "--video", str(clip)]) == 2
+    assert "2 <video> marks in the texts, but 1 video files" in capsys.readouterr().err
+
+
+def test_a_video_with_sound_is_refused_by_a_model_that_does_not_hear(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    for name, sound in (("loud.mp4", True), ("silent.mp4", False)):
+        (tmp_path / name).write_bytes(film(4, sound=sound))
+    sees = MediaPositions({"image": 2}, missing=False)
+    place_question(question_about("What?", [MediaRef("video", tmp_path / "silent.mp4")]), sees)
+    with pytest.raises(DataError, match=r"loud\.mp4 \(sound\): is audio; the model takes image only\. Give the video without its sound"):
+        place_question(question_about("What?", [MediaRef("video", tmp_path / "loud.mp4")]), sees)

@@ -57,8 +57,10 @@ def _multimodal(out: Path, *, json: bool) -> None:
     chance = f"{1 / summary['candidates']:.1%}"
     print_table(["direction", "recall@1", "chance"], [(name, f"{value:.1%}", chance) for name, value in summary["recall"].items()])
     typer.echo("\nPhase 2, right answers about held-out combinations:")
-    rows = [(question, *(f"{one[key]:.1%}" for key in ("seen", "blank", "chance"))) for question, one in summary["answers"].items()]
-    print_table(["question", "right", "media blanked", "chance"], rows)
+    kinds = ("seen", "blank", "left_out", "chance")
+    rows = [(question, *(f"{one[key]:.1%}" for key in kinds)) for question, one in summary["answers"].items()]
+    print_table(["question", "right", "grey and silent", "media left out", "chance"], rows)
+    typer.echo(f"\nPictures and sounds beside every answer: {summary['report']}")
     image, prompt = out / "media/images/000000.png", "What colour is the shape?"
     typer.echo(f"\nTry next:\n  headway generate --model {out / 'runs/tune'} --image {image} --prompt '{prompt}'")
 

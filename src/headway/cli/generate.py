@@ -40,6 +40,9 @@ class AskOptions:
     chat_template: str | None = CHAT_TEMPLATE
     image: list[Path] = typer.Option([], metavar="FILE", help="A picture the prompt is about; may be repeated.")
     audio: list[Path] = typer.Option([], metavar="FILE", help="A sound the prompt is about; may be repeated.")
+    video: list[Path] = typer.Option(
+        [], metavar="FILE", help="A video the prompt is about: four of its pictures and its sound; may be repeated."
+    )
     input: Path | None = typer.Option(
         None, metavar="FILE", help="Records with pictures and sounds to answer, as training reads them; answers go to --output."
     )
@@ -48,8 +51,13 @@ class AskOptions:
 
     @property
     def has_media(self) -> bool:
-        """Whether pictures or sounds are given."""
-        return bool(self.image or self.audio)
+        """Whether pictures, sounds or videos are given."""
+        return bool(self.image or self.audio or self.video)
+
+    @property
+    def files(self) -> dict[str, list[Path]]:
+        """The media by modality."""
+        return {"image": self.image, "audio": self.audio, "video": self.video}
 
     def prompts(self) -> list[str]:
         """The prompts, if there are no messages."""
@@ -59,12 +67,12 @@ class AskOptions:
             raise ConfigError("--input and --output go together: records, and the file for their answers.")
         if self.input is not None:
             if self.prompt or self.prompts_file or self.messages or self.has_media:
-                raise ConfigError("--input has its own questions and media. Leave --prompt, --messages, --image and --audio out.")
+                raise ConfigError("--input has its own questions and media. Leave --prompt, --messages, --image, --audio and --video out.")
             return []
         if self.messages is not None and self.has_media:
-            raise ConfigError("--messages with --image or --audio: put the files into the records and use --input.")
+            raise ConfigError("--messages with --image, --audio or --video: put the files into the records and use --input.")
         if self.schema is not None and not self.has_media:
-            raise ConfigError("--schema checks answers about pictures and sounds; give --image, --audio or --input.")
+            raise ConfigError("--schema checks answers about pictures and sounds; give --image, --audio, --video or --input.")
         found = [*self.prompt, *(read_prompts(self.prompts_file) if self.prompts_file is not None else [])]
         if self.messages is not None:
             if found:
@@ -152,10 +160,9 @@ def _generate(model: Path, ask: AskOptions, options: GenerateOptions, choice: ob
 def _answer_media(
     loaded: LoadedModel, ask: AskOptions, prompts: list[str], options: GenerateOptions, on_text: StreamedTexts | None, *, json: bool
 ) -> None:
-    from headway.infer.media import MediaQuestion, answer_media, answer_records, template_of
-    from headway.media.items import MediaRef
+    from headway.infer.media import answer_media, answer_records, question_about, template_of
+    from headway.media.items import MODALITIES, MediaRef
     from headway.media.schema import load_schema
-    from headway.tokenizer.chat import Turn
 
     template = template_of(loaded, ask.chat_template)
     schema = None if ask.schema is None else load_schema(ask.schema)
@@ -169,14 +176,13 @@ def _answer_media(
         noted += [] if report.valid is None else [f"{report.valid:.1%} valid by the schema"]
         typer.echo("; ".join([f"{report.output}: {report.records} answers, {report.answered} of them new", *noted]))
         return
-    media = (*(MediaRef("image", path) for path in ask.image), *(MediaRef("audio", path) for path in ask.audio))
-    before = () if ask.system is None else (Turn("system", ask.system),)
-    asked = [MediaQuestion((*before, Turn("user", prompt)), media) for prompt in prompts]
+    media = [MediaRef(modality, path) for modality in MODALITIES for path in ask.files[modality]]
+    asked = [question_about(prompt, media, ask.system) for prompt in prompts]
     results = answer_media(loaded, asked, template, options, on_text)
     checks = [{} if schema is None else {"valid": schema.is_valid(one.text), "problems": schema.problems(one.text)} for one in results]
     if json:
         found = [{**asdict(result), **check} for result, check in zip(results, checks, strict=True)]
-        files = {"images": [str(path) for path in ask.image], "audios": [str(path) for path in ask.audio]}
+        files = {f"{modality}s": [str(path) for path in paths] for modality, paths in ask.files.items()}
         print_json({**(found[0] if len(found) == 1 else {"generations": found}), **files})
     elif on_text is not None:
         on_text.end()

@@ -23,8 +23,9 @@ from headway.errors import ConfigError, DataError
 from headway.infer.generate import GenerateOptions, Generation, OnText, PromptMedia, generate_from_ids
 from headway.infer.load import LoadedModel
 from headway.media.items import MediaRef
-from headway.media.records import parse_media_record
+from headway.media.records import VIDEO_FRAMES, MediaRecord, parse_media_record, spread_videos
 from headway.media.sources import read_sources
+from headway.media.video import SOUND
 from headway.model.media_encoders import open_encoder
 from headway.prepare.encode_media import MediaEncoder, MediaPositions, PlacedMedia, place_media
 from headway.prepare.multimodal import turns_of
@@ -56,6 +57,31 @@ def template_of(loaded: LoadedModel, given: str | None) -> str:
     return given or ("tokenizer" if has_own else "chatml")
 
 
+def question_about(prompt: str, media: Sequence[MediaRef], system: str | None = None) -> MediaQuestion:
+    """A prompt about files, as training would read it: a video stands for pictures and its sound, and so does its mark."""
+    messages = ([] if system is None else [{"role": "system", "content": system}]) + [{"role": "user", "content": prompt}]
+    found = MediaRecord(Record({"messages": messages}, "--prompt", None), tuple(media))
+    if found.of("video"):
+        found = spread_videos(found, VIDEO_FRAMES)
+    return MediaQuestion(tuple(Turn(one["role"], one["content"]) for one in found.record.data["messages"]), found.media)
+
+
+def place_question(question: MediaQuestion, positions: MediaPositions) -> PlacedMedia[str]:
+    """The question with a mark for every item; a kind of media that the model does not take is an error."""
+    for ref in question.media:
+        if ref.modality not in positions.tokens:
+            sound = " Give the video without its sound." if ref.part == SOUND else ""
+            raise DataError(f"{ref.name}: is {ref.modality}; the model takes {', '.join(positions.tokens)} only.{sound}")
+    return place_media(question.turns, [(str(ref.modality), ref.content_hash()) for ref in question.media], positions)
+
+
+def _positions(loaded: LoadedModel) -> MediaPositions:
+    shape = loaded.config.media
+    if shape is None:
+        raise ConfigError(f"{loaded.path}: takes text alone; --image, --audio, --video and --input need a model trained with `multimodal`.")
+    return MediaPositions({one.modality: one.tokens for one in shape.inputs}, shape.missing)
+
+
 def answer_media(
     loaded: LoadedModel,
     questions: Sequence[MediaQuestion],
@@ -65,23 +91,19 @@ def answer_media(
     known: Mapping[str, np.ndarray] | None = None,
 ) -> list[Generation]:
     """Answer questions about media. `known`: features by content hash; those that are missing are computed."""
-    shape, tokenizer = loaded.config.media, loaded.tokenizer
-    if shape is None:
-        raise ConfigError(f"{loaded.path}: takes text alone; --image, --audio and --input need a model trained with `multimodal`.")
+    positions, tokenizer = _positions(loaded), loaded.tokenizer
     if tokenizer is None:
         raise ConfigError(f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there.")
     found = find_template(template, tokenizer)
-    positions = MediaPositions({one.modality: one.tokens for one in shape.inputs}, shape.missing)
     encoder = MediaEncoder(tokenizer, found, positions)
     refs: dict[str, MediaRef] = {}
     prompts: list[tuple[str, list[int]]] = []
     items: list[PromptMedia] = []
     for one in questions:
-        hashed = [(str(ref.modality), ref.content_hash()) for ref in one.media]
-        refs |= {name: ref for (_, name), ref in zip(hashed, one.media, strict=True)}
-        placed: PlacedMedia[str] = place_media(one.turns, hashed, positions)
-        document = encoder.prompt(placed)
-        named = json.dumps([[turn.content for turn in one.turns], [name for _, name in hashed]])
+        document = encoder.prompt(place_question(one, positions))
+        hashed = {ref.content_hash(): ref for ref in one.media}
+        refs |= hashed
+        named = json.dumps([[turn.content for turn in one.turns], [ref.content_hash() for ref in one.media]])
         prompts.append((named, document.ids.tolist()))
         items.append(PromptMedia(document.items, {}))
     features = dict(known or {})
@@ -200,15 +222,18 @@ def _answered(
     lines: list[dict[str, Any]] = []
     asked: list[tuple[dict[str, Any], MediaQuestion]] = []
     known: dict[str, np.ndarray] = {}
+    positions = _positions(loaded)
     for number, record in chunk:
         line: dict[str, Any] = {"index": number, "id": _name(record), "place": record.place}
         lines.append(line)
         try:
             question = question_of(record)
+            place_question(question, positions)
             known |= encode_media(loaded, {ref.content_hash(): ref for ref in question.media})  # one by one: a broken file is one record's
             asked.append((line, question))
         except DataError as problem:
-            line["error"] = str(problem)
+            text = str(problem)
+            line["error"] = text if text.startswith(record.place) else f"{record.place}: {text}"
     answers = answer_media(loaded, [one for _, one in asked], template, options, known=known)
     for (line, question), found in zip(asked, answers, strict=True):
         line |= {"answer": found.text, "expected": question.expected, "stopped_by": found.stopped_by}

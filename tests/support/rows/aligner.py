@@ -112,6 +112,7 @@ ROWS: dict[str, Row] = {
     f"{AT}[vit].width": ((), 16, 20, aligner_shapes),
     f"{AT}[vit].layers": ((), 2, 1, aligner_shapes),
     f"{AT}[vit].heads": ((), 2, 4, aligner_numbers),
+    f"{AT}[vit].stem": ((), "patches", "convolutions", aligner_shapes),
     f"{AT}[audio_cnn].kind": ((), "audio_cnn", "nothing", refused_aligner),
     f"{AT}[audio_cnn].frames": ((), 16, 32, aligner_shapes),
     f"{AT}[audio_cnn].width": ((), 32, 64, aligner_shapes),

@@ -11,7 +11,7 @@ from support.small_encoders import bert_folder, image_settings, lite0_file, whis
 from headway.errors import HeadwayError
 from headway.model.encoders.huggingface import Config
 from headway.model.encoders.lite0_module import EfficientNetLite0, load_lite0
-from headway.model.encoders.towers import AudioTower, TextTower, VisionTower, tower_value
+from headway.model.encoders.towers import AudioTower, ConvStem, PatchStem, TextTower, VisionTower, tower_value
 from headway.runtime.optional import is_installed
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -124,8 +124,13 @@ def test_the_file_of_lite0_has_296_tensors_and_others_are_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "tower", [VisionTower(16, 8, 16, 2, 2), AudioTower(32, 2), TextTower(12, 16, 1, 2)], ids=lambda one: type(one).__name__
-)
+    "tower",
+    [
+        VisionTower(16, PatchStem(8, 16), 8, 16, 2, 2), VisionTower(16, ConvStem(4, 20), 4, 20, 2, 2), AudioTower(32, 2),
+        TextTower(12, 16, 1, 2),
+    ],
+    ids=lambda one: f"{type(one).__name__} {type(getattr(one, 'patches', None)).__name__}",
+)  # fmt: skip
 def test_towers_start_well_and_know_nothing_of_other_items(tower: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in tower.named_parameters():

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from math import sqrt
+from itertools import pairwise
+from math import gcd, sqrt
 
 import torch
 import torch.nn.functional as F
@@ -81,22 +82,62 @@ class Cast(nn.Module):
         return self.linear(x.to(self.linear.weight.dtype))
 
 
-class VisionTower(Tower):
-    """Patches of a picture through a transformer; the mean of all patches comes out."""
+class PatchStem(Cast):
+    """Cuts a picture into patches that do not overlap; one linear layer makes a vector of each."""
 
-    def __init__(self, size: int, patch: int, width: int, layers: int, heads: int) -> None:
-        super().__init__()
+    def __init__(self, patch: int, width: int) -> None:
+        super().__init__(3 * patch * patch, width)
         self.patch = patch
-        self.patches = Cast(3 * patch * patch, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3, H, W] -> [N, T, D]."""
+        n, c, h, w = x.shape
+        p = self.patch
+        return super().forward(x.view(n, c, h // p, p, w // p, p).permute(0, 2, 4, 1, 3, 5).reshape(n, (h // p) * (w // p), c * p * p))
+
+
+class HalvingConv(nn.Module):
+    """A convolution that halves height and width, and a norm over groups of channels of one picture."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(gcd(8, outputs), outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.norm(self.conv(x)), approximate="tanh")
+
+
+class ConvStem(nn.Module):
+    """Overlapping convolutions, each of which halves the picture, up to one vector per patch: edges that cross patches stay visible."""
+
+    def __init__(self, patch: int, width: int) -> None:
+        super().__init__()
+        count = patch.bit_length() - 1
+        channels = [3, *(max(16, width >> (count - 1 - n)) for n in range(count))]
+        self.convs = nn.ModuleList(HalvingConv(*pair) for pair in pairwise(channels))
+        self.linear = nn.Linear(channels[-1], width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3, H, W] -> [N, T, D]."""
+        x = x.to(self.linear.weight.dtype)
+        for conv in self.convs:
+            x = conv(x)
+        return self.linear(x.flatten(2).transpose(1, 2))
+
+
+class VisionTower(Tower):
+    """Patches of a picture through a transformer; the mean of all patches comes out. `patches` makes a vector of each patch."""
+
+    def __init__(self, size: int, patches: PatchStem | ConvStem, patch: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.patches = patches
         self.positions = Positions((size // patch) ** 2, width)
         self.layers = nn.ModuleDict({str(n): TowerLayer(width, heads) for n in range(layers)})
         self.norm = nn.LayerNorm(width)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        n, c, h, w = inputs.shape
-        p = self.patch
-        cut = inputs.view(n, c, h // p, p, w // p, p).permute(0, 2, 4, 1, 3, 5).reshape(n, (h // p) * (w // p), c * p * p)
-        x = self.positions(self.patches((cut.float() - PIXEL_MEAN) / PIXEL_STD))
+        x = self.positions(self.patches((inputs.float() - PIXEL_MEAN) / PIXEL_STD))
         for layer in self.layers.values():
             x = layer(x)
         return self.norm(x).mean(1)

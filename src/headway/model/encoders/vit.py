@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -26,11 +26,18 @@ class Config(EncoderConfig):
     width: int = setting(128, "Width of the stream.", gt=0)
     layers: int = setting(4, "Number of layers.", gt=0, le=1000)
     heads: int = setting(4, "Attention heads.", gt=0)
+    stem: Literal["patches", "convolutions"] = setting(
+        "patches",
+        "What makes a vector of each patch: one linear layer, or overlapping convolutions, which tell small shapes apart sooner.",
+        on_resume="fixed",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Config:
         if self.image_size % self.patch:
             raise ValueError(f"has patch={self.patch}; it must divide image_size={self.image_size}")
+        if self.stem == "convolutions" and (self.patch < 2 or self.patch & (self.patch - 1)):
+            raise ValueError(f"has patch={self.patch}; with stem: convolutions it must be a power of two: each one halves the picture")
         if self.width % self.heads:
             raise ValueError(f"has heads={self.heads}; it must divide width={self.width}")
         return self
@@ -45,6 +52,7 @@ class Config(EncoderConfig):
 
     def tower(self) -> Tower:
         """The module."""
-        from headway.model.encoders.towers import VisionTower
+        from headway.model.encoders.towers import ConvStem, PatchStem, VisionTower
 
-        return VisionTower(self.image_size, self.patch, self.width, self.layers, self.heads)
+        stem = (ConvStem if self.stem == "convolutions" else PatchStem)(self.patch, self.width)
+        return VisionTower(self.image_size, stem, self.patch, self.width, self.layers, self.heads)

@@ -13,21 +13,26 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.media.synthetic import ANSWERS, SyntheticMedia, write_media
 from headway.prepare.encode_media import MARK
 from headway.runtime.storage import write_atomic
+
+if TYPE_CHECKING:
+    from headway.infer.media import MediaQuestion
 
 log = logging.getLogger("headway")
 
 SUMMARY = "summary.json"
 HELD_OUT = 0.1
 """Share of the captions that phase 1 is validated on."""
-ASKED = ("What colour is the shape?", "What shape is it?", "What kind of tone is it?", "Where is the shape?")
+REPORT = "report.html"
+FIGURES = ("seen", "blank", "left_out", "chance")
+"""Shares of right answers: with the media, with grey pictures and silence, with none at all, by guessing."""
 TUNE = """\
 run: {{name: tune, dir: {out}/runs}}
 model: {{hidden_size: 128, num_layers: 2, num_heads: 4, ffn_size: 344, max_seq_len: 128}}
@@ -55,9 +60,9 @@ device: cpu
 class MediaDemo:
     """The sizes of the demo."""
 
-    samples: int = 1500
+    samples: int = 3000
     heldout: int = 120
-    align_steps: int = 250
+    align_steps: int = 400
     tune_steps: int = 600
 
 
@@ -81,7 +86,9 @@ def _part(out: Path, name: str, work: Callable[[], dict[str, Any]]) -> dict[str,
         return json.loads(path.read_text(encoding="utf-8"))
     log.info("demo: %s", name)
     out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
     result = work()
+    result[f"{name}_seconds"] = round(time.monotonic() - began, 1)
     write_atomic(path, json.dumps(result) + "\n")
     return result
 
@@ -106,7 +113,7 @@ def _align(out: Path, sizes: MediaDemo) -> dict[str, Any]:
             "run.dir": out / "runs",
             "run.name": "align",
             "data.train": [{"path": str(out / "media/captions.jsonl"), "kind": "captions"}],
-            "model.aligner.encoders.image": {"kind": "vit", "image_size": 32, "patch": 4, "width": 64, "layers": 2},
+            "model.aligner.encoders.image": {"kind": "vit", "image_size": 32, "patch": 4, "width": 64, "layers": 2, "stem": "convolutions"},
             "data.valid": {"fraction": HELD_OUT},
             "data.cache_dir": out / "cache",
             "steps": sizes.align_steps,
@@ -134,25 +141,41 @@ def _tune(out: Path, sizes: MediaDemo) -> dict[str, Any]:
 
 
 def _ask(out: Path) -> dict[str, Any]:
-    """The share of right answers by question, with media and without."""
+    """The share of right answers by question, with the media, with grey pictures and silence instead, and without any; and a report."""
+    from headway.eval.media_report import PictureReport, write_picture_report
+    from headway.eval.multimodal import MultimodalPlan, evaluate_multimodal
     from headway.infer.generate import GenerateOptions
     from headway.infer.load import load_model
     from headway.infer.media import answer_media, read_questions
 
-    loaded = load_model(out / "runs/tune")
-    questions = [one for _, one in read_questions(out / "media/chat_heldout.jsonl")]
-    blank = [replace(one, media=(), turns=tuple(replace(turn, content=_unmarked(turn.content)) for turn in one.turns)) for one in questions]
+    loaded, path = load_model(out / "runs/tune"), out / "media/chat_heldout.jsonl"
     options = GenerateOptions(max_new_tokens=12, rows=64)
-    shares: dict[str, dict[str, float]] = {}
-    for name, asked in (("seen", questions), ("blank", blank)):
-        answers = answer_media(loaded, asked, "chatml", options)
-        for question in ASKED:
-            right = [
-                a.text.strip() == q.expected for a, q in zip(answers, asked, strict=True) if _unmarked(q.turns[-1].content) == question
-            ]
-            shares.setdefault(question, {"chance": 1 / len(ANSWERS[question])})[name] = sum(right) / len(right)
-    return {"answers": shares}
+    scores = evaluate_multimodal(loaded, path, MultimodalPlan("chatml", options, blank=True))
+    bare = [without_media(one) for _, one in read_questions(path)]
+    answers = [found.text for found in answer_media(loaded, bare, "chatml", options)]
+    left_out = right_by_question([(one.turns[-1].content, one.expected or "", text) for one, text in zip(bare, answers, strict=True)])
+    shares = {
+        one.question: {
+            "chance": 1 / len(ANSWERS[one.question]), "seen": one.right, "blank": one.blank, "left_out": left_out[one.question],
+            "asked": one.records,
+        }
+        for one in scores.questions
+    }  # fmt: skip
+    figures = {f"{question} {name.replace('_', ' ')}": one[name] for question, one in shares.items() for name in FIGURES}
+    write_picture_report(out / REPORT, PictureReport("Answers about held-out combinations", figures, scores.rows))
+    return {"answers": shares, "report": str(out / REPORT)}
 
 
-def _unmarked(text: str) -> str:
-    return MARK.sub("", text).strip()
+def without_media(question: MediaQuestion) -> MediaQuestion:
+    """The same question with neither media nor marks."""
+    return replace(question, media=(), turns=tuple(replace(turn, content=MARK.sub("", turn.content).strip()) for turn in question.turns))
+
+
+def right_by_question(asked: Sequence[tuple[str, str, str]]) -> dict[str, float]:
+    """The share of right answers to each question; in: question, expected answer, answer."""
+    from headway.eval.media_report import same_answer
+
+    found: dict[str, list[bool]] = {}
+    for question, expected, answer in asked:
+        found.setdefault(question, []).append(same_answer(answer, expected))
+    return {question: sum(right) / len(right) for question, right in found.items()}
