@@ -25,6 +25,8 @@ ZERO_CROSSINGS = 16
 CHUNK = 1 << 15
 FLOOR = 1e-10
 """Power of silence: -100 dB."""
+FRAMES_AT_ONCE = 8
+"""Of a product with the mel filters. Small products stay on one thread: with two the BLAS waited eight times as long as it computed."""
 STREAMED = 0xFFFFFF00
 """Sizes from here on were written by a program that did not know the length."""
 LINEAR_HZ, LOG_HZ = 200.0 / 3, 1000.0
@@ -60,7 +62,9 @@ class LogMel:
         windows = np.lib.stride_tricks.sliding_window_view(padded, self.n_fft)[first * self.hop :: self.hop][:kept]
         hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(self.n_fft) / self.n_fft)
         power = np.abs(np.fft.rfft(windows * hann, axis=1)) ** 2
-        return (10 * np.log10(np.maximum(power @ mel_filters(self), FLOOR))).T.astype(np.float32)
+        filters = mel_filters(self)
+        energy = np.concatenate([power[at : at + FRAMES_AT_ONCE] @ filters for at in range(0, kept, FRAMES_AT_ONCE)])
+        return (10 * np.log10(np.maximum(energy, FLOOR))).T.astype(np.float32)
 
 
 @lru_cache(maxsize=16)

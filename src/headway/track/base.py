@@ -44,6 +44,15 @@ class MayFail(Protocol):
         ...
 
 
+@runtime_checkable
+class KeepsFiles(Protocol):
+    """A tracker that keeps files of a finished run beside its curves."""
+
+    def keep_files(self, folder: Path) -> None:
+        """Queue the files of a run folder. The run has finished; nothing in the folder changes any more."""
+        ...
+
+
 class TrackerConfig(KindConfig):
     """Base of every tracker's settings."""
 

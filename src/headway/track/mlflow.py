@@ -1,14 +1,19 @@
-"""MLflow: metrics, the recipe as parameters, and events as tags, on a tracking server. Passwords come from the environment."""
+"""MLflow: metrics, the recipe as parameters, events as tags, and the files of a finished run as artifacts, on a tracking server.
+
+Passwords come from the environment.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from headway.config.section import setting
 from headway.errors import ConfigError
 from headway.runtime.web import has_secret, without_password
+from headway.track.curve import CURVE
 from headway.track.service import ServiceClient, ServiceConfig, TrackedRun
 
 URI = "MLFLOW_TRACKING_URI"
@@ -26,6 +31,12 @@ class Config(ServiceConfig):
         None, "Address of the tracking server; null = the environment variable MLFLOW_TRACKING_URI.", on_resume="free"
     )
     experiment: str = setting("headway", "Experiment of the run; made if it does not exist.", on_resume="free", min_length=1)
+    artifacts: bool = setting(
+        True, "Upload the training curve, reports, the recipe and the final metrics when the run has finished.", on_resume="free"
+    )
+    weights: bool = setting(
+        False, "Upload final/, too. It must arrive within timeout_seconds, or the tracker is dropped.", on_resume="free"
+    )
 
     def check(self) -> None:
         """Refuse a missing package, a missing address, and a password in the recipe."""
@@ -38,6 +49,17 @@ class Config(ServiceConfig):
     def target(self) -> str:
         """Server and experiment."""
         return f"mlflow:{self.uri or URI}/{self.experiment}"
+
+    def files_of(self, run_dir: Path) -> list[tuple[Path, str]]:
+        """What is there of a finished run, by the folder of its artifacts."""
+        found: list[tuple[Path, str]] = []
+        if self.artifacts:
+            named = ((CURVE, "plots"), ("recipe.yaml", "config"), ("environment.json", "config"), ("summary.json", "metrics"))
+            found += [(run_dir / name, place) for name, place in named]
+            found += [(path, "reports") for path in sorted(run_dir.glob("*.html"))]
+        if self.weights:
+            found.append((run_dir / "final", "model"))
+        return [(path, place) for path, place in found if path.exists()]
 
     def open(self, run: TrackedRun) -> ServiceClient:
         """Begin the run, or continue it under its id."""
@@ -68,6 +90,11 @@ class ServerRun:
     def event(self, name: str, text: str, step: int) -> None:
         """The last event of each kind is a tag."""
         self.client.set_tag(self.id, f"headway.event.{name}", f"step {step}: {text}"[:LONGEST])
+
+    def keep(self, path: Path, folder: str) -> None:
+        """Upload a file or a folder as artifacts."""
+        upload = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
+        upload(self.id, str(path), folder)
 
     def finish(self, *, ok: bool) -> None:
         """Say how it ended."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, ClassVar, Protocol, cast
+from typing import IO, Any, ClassVar, Protocol, cast, runtime_checkable
 
 from headway.config.section import setting
 from headway.config.yaml_reader import parse_yaml
@@ -69,6 +69,15 @@ class ServiceClient(Protocol):
         ...
 
 
+@runtime_checkable
+class FileClient(Protocol):
+    """A client that keeps files, too."""
+
+    def keep(self, path: Path, folder: str) -> None:
+        """Upload a file, or a folder with all its files, to a folder of the service's run."""
+        ...
+
+
 class ServiceConfig(TrackerConfig):
     """Base of the trackers that need a package."""
 
@@ -99,6 +108,10 @@ class ServiceConfig(TrackerConfig):
         """Environment variables of the package's process, besides those of this one."""
         return {}
 
+    def files_of(self, run_dir: Path) -> list[tuple[Path, str]]:
+        """What of a finished run the service keeps, and the folder it gets there; the client is a FileClient if there is any."""
+        return []
+
     def open(self, run: TrackedRun) -> ServiceClient:
         """Begin or continue a run; called in the package's process."""
         raise ConfigError(f"{type(self).__module__} defines no Config.open(run); a tracker of a service needs one.")
@@ -109,7 +122,7 @@ class _DroppedError(Exception):
 
 
 class Service:
-    """Sends records from a queue in a thread. Implements Tracker and MayFail."""
+    """Sends records from a queue in a thread. Implements Tracker, MayFail and KeepsFiles."""
 
     ids_lock: ClassVar[threading.Lock] = threading.Lock()
     """Several trackers of a run share trackers.json."""
@@ -142,6 +155,11 @@ class Service:
     def event(self, name: Event, text: str, step: int) -> None:
         """Queue an event."""
         self._put({"do": "event", "name": name, "text": text, "step": step})
+
+    def keep_files(self, folder: Path) -> None:
+        """Queue the files that the service keeps."""
+        for path, place in self.config.files_of(folder):
+            self._put({"do": "keep", "path": str(path), "folder": place})
 
     def close(self) -> None:
         """Wait for what is queued, at most `timeout_seconds`; then the process is gone."""
@@ -234,6 +252,8 @@ class Service:
             raise _DroppedError(f"its process ended with exit code {child.wait()}; see {place}")
         if "failed" in answer:
             raise _DroppedError(f"{answer['failed']}; see {place}")
+        if answer.get("warning"):
+            log.warning("%s: %s", self.config.kind, answer["warning"])
         return answer
 
     def _opening(self) -> dict[str, Any]:

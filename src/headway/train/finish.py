@@ -25,7 +25,9 @@ from headway.objective.contrastive import Config as ContrastiveConfig
 from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.runtime.process import leave_outcome
 from headway.runtime.storage import writing
+from headway.track.base import KeepsFiles
 from headway.track.console import DATA_WAIT_SHOWN
+from headway.track.curve import write_curve
 from headway.track.events import clear_crash_report
 from headway.train.control import exit_code
 from headway.train.early_stopping import restore_best, stopped_early
@@ -60,6 +62,10 @@ def finish(run: Run, stopped_by: str | None) -> dict[str, Any]:
     summary |= _export(run) if run.recipe.checkpoint.at_end else {"final": None, "checkpoint": None}
     if run.process.is_first:
         write_json(folder / SUMMARY, summary)
+        write_curve(folder / METRICS, f"{run.recipe.run.name}, {run.state.step} steps")
+        for tracker in run.trackers:
+            if isinstance(tracker, KeepsFiles):
+                tracker.keep_files(folder)
     if (summary["data_wait_share"] or 0) > DATA_WAIT_SHOWN:
         log.warning(
             "training waited for data %.0f %% of the time; raise data.workers or data.prefetch, or set data.stage_to",
