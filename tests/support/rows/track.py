@@ -29,7 +29,9 @@ ROWS: dict[str, Row] = {
     **rows(
         "wandb", project=("a", "b"), entity=("null", "lab"), mode=("offline", "online"), group=("null", "g"), tags=("[]", "[x]"), **SECONDS
     ),
-    **rows("mlflow", uri=("null", "http://host:5000"), experiment=("a", "b"), artifacts=("true", "false"), weights=("false", "true"), **SECONDS),
+    **rows(
+        "mlflow", uri=("null", "http://host:5000"), experiment=("a", "b"), artifacts=("true", "false"), weights=("false", "true"), **SECONDS
+    ),
     **rows("swanlab", project=("a", "b"), workspace=("null", "lab"), mode=("offline", "online"), **SECONDS),
     **rows("trackio", project=("a", "b"), folder=("null", "there"), space=("null", "me/curves"), **SECONDS),
 }
