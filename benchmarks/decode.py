@@ -20,6 +20,7 @@ import torch
 
 from headway.infer.decode import Decoder
 from headway.infer.prefill import CHUNK_TOKENS, chunks
+from headway.model.base import compile_any_length
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks, num_full_heads, random_masks
 from headway.model.kv_cache import KVCache
@@ -100,8 +101,8 @@ def measure(model: Transformer, context: int, rows: int, sparsity: float, device
     began = time.perf_counter()
     with torch.inference_mode():
         seconds, num_bytes = time_decode(model, context, rows, masks, device, options)
-        # The first prefill under new masks loads kernels; the second one counts.
-        prefill = min(time_prefill(model, context, masks, device) for _ in range(2)) if options.prefill else None
+        # The first prefill under new masks loads kernels; the best counts.
+        prefill = min(time_prefill(model, context, masks, device) for _ in range(3)) if options.prefill else None
     weights = sum(parameter.nbytes for parameter in model.parameters())
     return {
         "context": context,
@@ -132,6 +133,9 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build(options.shape, device)
+    if device == "cuda" and not options.eager:
+        model.fuse_projections()
+        model.compile_prefill(compile_any_length)
     if options.prefill:
         with torch.inference_mode():
             time_prefill(model, min(2 * CHUNK_TOKENS, 2048 if device == "cpu" else 1 << 20), None, device)  # warm-up

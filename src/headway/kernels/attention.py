@@ -283,7 +283,9 @@ QUERY_BLOCK = 1024
 def attend_chunk(q: Tensor, k: Tensor, v: Tensor, *, start: int | None, position: Tensor, rule: ScoreRule = PLAIN) -> Tensor:
     """o [B,T,H,hd] of q [B,T,H,hd] at positions [B,T] and k, v [B,S,KV,hd]; `start` where every row's chunk begins there and ends at S."""
     if start is not None and not why_not("varlen", q.device.type, q.dtype, q.shape[-1], rule):
-        return _flash_chunk(q, k, v)
+        from headway.kernels.past_attention import attend_past
+
+        return attend_past(q, k, v)
     slot = torch.arange(k.shape[1], device=q.device)
     blocks: list[Tensor] = []
     for begin in range(0, q.shape[1], QUERY_BLOCK):
@@ -292,15 +294,3 @@ def attend_chunk(q: Tensor, k: Tensor, v: Tensor, *, start: int | None, position
         seen = slot[:stop] <= position[:, begin:end, None]
         blocks.append(dense(q[:, begin:end], k[:, :stop], v[:, :stop], seen, rule))
     return torch.cat(blocks, dim=1)
-
-
-def _flash_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One call per row: a row's keys are one stretch of the cache, all rows' are not, and packing them would copy the whole past."""
-    kernel = varlen_kernel(q.shape[2] != k.shape[2])
-    tokens, total = q.shape[1], k.shape[1]
-    of_queries, of_keys = (torch.tensor([0, length], dtype=torch.int32, device=q.device) for length in (tokens, total))
-    o = torch.empty_like(q)
-    for row in range(q.shape[0]):
-        # Where there are more keys than queries the causal edge ends at the last of both.
-        o[row] = kernel(q[row], k[row], v[row], of_queries, of_keys, tokens, total, window_size=(-1, 0))
-    return o

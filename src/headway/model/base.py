@@ -200,6 +200,9 @@ class Model(nn.Module, ABC):
         `media` replaces the embeddings of its positions, for a model with media inputs."""
         raise ConfigError(f"{type(self).__name__} cannot generate text.")
 
+    def compile_prefill(self, compiler: Compiler) -> None:
+        """Make `prefill` faster by compiling what traces as one graph, for any number of tokens; takes seconds at the first call."""
+
     def decoder(self, cache: KVCache, compiler: Compiler | None = None) -> DecodeStep:
         """One decoding step over a filled cache. `compiler` is applied to what traces as one graph; the model itself stays eager."""
         raise ConfigError(f"{type(self).__name__} cannot generate text.")
@@ -233,3 +236,15 @@ def compile_method(method: Callable[..., Any], options: dict[str, Any] | None = 
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MAX_VARIANTS)
     return torch.compile(method, fullgraph=True, dynamic=False, options=options)
+
+
+def compile_any_length(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a block as one graph for every number of tokens (dimension 1 of its tensors)."""
+    compiled = torch.compile(method, fullgraph=True)
+
+    def call(*tensors: Tensor) -> Any:
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+        return compiled(*tensors)
+
+    return call

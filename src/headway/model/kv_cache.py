@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 
 from headway.kernels.attention import attend_chunk
+from headway.kernels.cached_chunk import ChunkPlan, attend_streaming, store
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.kv_layer import CacheChunk, CachedHeads, CacheRows, LayerCache, attend_ring, by_kv_head, group_heads, select_heads_of
@@ -72,6 +73,7 @@ class KVCache:
         self._is_active = torch.ones(rows, dtype=torch.int64, device=device)
         self._rows: CacheRows | None = None
         self._prompt = None if prompt_lengths is None else _Prompt.of(prompt_lengths, device)
+        self._chunk_plan: ChunkPlan | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -104,6 +106,7 @@ class KVCache:
         chosen = copy(self)
         chosen._rows = CacheRows.of(rows, self.lengths.device)
         chosen._active = list(rows)
+        chosen._chunk_plan = None
         chosen._prompt = None if prompt_lengths is None else _Prompt.of(prompt_lengths, self.lengths.device)
         return chosen
 
@@ -141,6 +144,8 @@ class KVCache:
         at = self.layers[layer]
         if tokens == 1 and self._prompt is None and start > 0:
             return self._step(at, q, k, v, position[:, 0])
+        if q.is_cuda:
+            return self._attend_cuda(at, q, k, v, position, whole)
         limit = None if self._prompt is None else self._prompt.limit
         aligned = self._prompt is not None or len({self.host_lengths[row] for row in self._active}) == 1
         o = torch.empty_like(q)
@@ -178,8 +183,50 @@ class KVCache:
         at.write(group, chunk)
         return o
 
+    def _attend_cuda(
+        self, at: LayerCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, whole: PrefillAttention | None
+    ) -> torch.Tensor:
+        """Several tokens in each row of the batch. Rings are read before the new tokens overwrite them."""
+        start, tokens = self.start, q.shape[1]
+        direct = [group for group in at.groups if start == 0 and whole is not None and (group.complete or tokens <= group.capacity)]
+        streaming = [group for group in at.groups if group.capacity < self.capacity and group not in direct]
+        flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+        o = torch.empty_like(flat[0], memory_format=torch.contiguous_format)
+        plan = self._plan_chunk(tokens)
+        attend_streaming(*flat, at.keys, at.values, o, at.region_table(streaming), plan, at.rule)
+        store(flat[1], flat[2], at.keys, at.values, at.region_table(at.groups), plan)
+        o = o.view(q.shape)
+        for group in at.groups:
+            if group in streaming:
+                continue
+            some_q = at.select_heads(q, group)
+            if group in direct:
+                assert whole is not None
+                result = whole(some_q, at.select_heads(k, group), at.select_heads(v, group))
+            else:
+                keys, values = at.read(group, start + tokens, self._rows)
+                aligned = self._prompt is not None or len({self.host_lengths[row] for row in self._active}) == 1
+                result = attend_chunk(some_q, keys, values, start=start if aligned else None, position=position, rule=at.rule)
+            if len(at.groups) == 1:
+                return result
+            at.put_heads(o, result, group)
+        return o
+
+    def _plan_chunk(self, tokens: int) -> ChunkPlan:
+        """Where the next tokens of the batch belong; the same for every layer."""
+        if self._chunk_plan is None:
+            rows = range(len(self.host_lengths)) if self._rows is None else self._rows.numbers
+            if self._prompt is None:
+                placed = [(self.host_lengths[row], self.capacity) for row in rows]
+            else:
+                placed = [(self._prompt.read, length) for length in self._prompt.lengths]
+            sequences = [(n * tokens, tokens, *one, row) for n, (row, one) in enumerate(zip(rows, placed, strict=True))]
+            self._chunk_plan = ChunkPlan.of(sequences, self.lengths.device)
+        return self._chunk_plan
+
     def advance(self, tokens: int) -> None:
         """Every layer has seen `tokens` more tokens in each row that takes part."""
+        self._chunk_plan = None
         rows = self._rows
         if self._prompt is None:
             for row in self._active:

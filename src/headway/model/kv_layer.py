@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from headway.kernels.attention import ScoreRule, dense
+from headway.kernels.cached_chunk import FAR, HeadRegion, region_table
 from headway.kernels.decode_attention import DecodePlan, decode_attention
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks
@@ -118,6 +119,8 @@ class LayerCache:
         self._begin = {group: sum(sizes[:index]) for index, group in enumerate(groups)}
         self._all_rows = torch.arange(rows, device=device)[:, None]
         self._plan: DecodePlan | None = None
+        self._head_index: dict[CachedHeads, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[tuple[CachedHeads, ...], torch.Tensor] = {}
 
     def views(self, group: CachedHeads) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a group, [heads, all rows, capacity, hd]."""
@@ -190,6 +193,45 @@ class LayerCache:
         if self._plan is None:
             self._plan = DecodePlan.of(self._regions(), self.rows, q.shape[2] // self.kv_heads, self.head_size, q.device)
         return decode_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, position, self._plan, self.rule)[:, None]
+
+    def region_table(self, groups: Sequence[CachedHeads]) -> torch.Tensor:
+        """Where the heads of some groups keep their positions, on the device."""
+        found = self._tables.get(tuple(groups))
+        if found is None:
+            size = self.rows * self.head_size
+            regions = [
+                HeadRegion(
+                    self._begin[group] + index * size * group.capacity, head, group.sinks, group.window, group.window, group.reach or FAR
+                )
+                for group in groups
+                for index, head in enumerate(group.heads)
+            ]
+            found = self._tables[tuple(groups)] = region_table(regions, self.head_size, self.keys.device)
+        return found
+
+    def select_heads(self, x: torch.Tensor, group: CachedHeads) -> torch.Tensor:
+        """`select_heads_of` with indices that lie on the device."""
+        if len(group.heads) == self.kv_heads:
+            return x
+        return x.index_select(2, self._heads(group, x.shape[2]))
+
+    def put_heads(self, o: torch.Tensor, result: torch.Tensor, group: CachedHeads) -> None:
+        """Write a group's result [B,T,heads,hd] to its place in o [B,T,H,hd]."""
+        o.index_copy_(2, self._heads(group, o.shape[2]), result.to(o.dtype))
+
+    def _heads(self, group: CachedHeads, total: int) -> torch.Tensor:
+        """Which of `total` query or KV heads belong to a group."""
+        if group not in self._head_index:
+            kv = torch.tensor(group.heads, device=self.keys.device)
+            self._head_index[group] = (kv, kv)
+        kv, queries = self._head_index[group]
+        if total == self.kv_heads:
+            return kv
+        per_head = total // self.kv_heads
+        if len(queries) != len(kv) * per_head:
+            queries = (kv[:, None] * per_head + torch.arange(per_head, device=kv.device)).flatten()
+            self._head_index[group] = (kv, queries)
+        return queries
 
     def _regions(self) -> list[tuple[int, int, int, int, int]]:
         """(begin in the buffer, head, sinks, window, reach) of every KV head."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +137,8 @@ class Transformer(Model):
         self.rotation = Rotation(config)
         self.is_random = config.dropout > 0
         self._vocab: VocabShard | None = None
+        self._prefill_halves: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        """Compiled halves of every block, for many tokens that go into a cache."""
         self._log_alpha: Tensor | None = None
         """The head gates on the host, as of the beginning of the step."""
 
@@ -235,7 +237,10 @@ class Transformer(Model):
                 assert mask is not None
                 x = block(x, cos, sin, mask)
             else:
-                x = _cached(block, layer, x, (cos, sin), position, mask, cache)
+                before, after = self._prefill_halves.get(layer, (block.before, block.after))
+                q, k, v = before(x, cos, sin)
+                whole = None if mask is None else partial(block.core, mask=mask, window=block.window)
+                x = after(x, cache.attend(layer, q, k, v, position, whole))
         if cache is not None:
             cache.advance(tokens.shape[1])
         return self.model.norm(x)
@@ -268,6 +273,11 @@ class Transformer(Model):
         mask = causal_mask(rows, length, tokens.device) if cache is None or cache.is_empty else None
         return self(tokens, position, mask, cache, media)
 
+    def compile_prefill(self, compiler: Compiler) -> None:
+        """Once: forwards into a cache run compiled halves, of any number of tokens. Training and single steps stay as they are."""
+        if not self._prefill_halves:
+            self._prefill_halves = {n: (compiler(one.before), compiler(one.after)) for n, one in enumerate(self.blocks().values())}
+
     def decoder(self, cache: KVCache, compiler: Compiler | None = None) -> DecodeStep:
         """A step reads and writes the cache; its caller advances the cache."""
         halves = [(block.before, block.after) for block in self.blocks().values()]
@@ -290,17 +300,3 @@ class Transformer(Model):
         for block in self.blocks().values():
             block.self_attn.fuse()
             block.mlp.fuse()
-
-
-def _cached(
-    block: Block,
-    layer: int,
-    x: Tensor,
-    turn: tuple[Tensor, Tensor],
-    position: Tensor,
-    mask: AttentionMask | None,
-    cache: KVCache,
-) -> Tensor:
-    q, k, v = block.before(x, *turn)
-    whole = None if mask is None else lambda q, k, v: block.core(q, k, v, mask, window=block.window)
-    return block.after(x, cache.attend(layer, q, k, v, position, whole))
