@@ -1,6 +1,6 @@
-"""Several new tokens of each row on their way into a cache whose KV heads keep different amounts: attention of streaming heads, and storing.
+"""Several new tokens of each row on their way into a cache whose KV heads keep different amounts: streaming attention, and storing.
 
-Shapes: N new tokens of n sequences, one behind the other; H query heads, KV key and value heads, G query heads of one KV head, hd head width.
+Shapes: N new tokens of n sequences, one behind the other; H query heads, KV key and value heads, hd head width.
 
 A KV head's region of the flat cache is [rows, sinks + ring, hd]. Position p of a row lies at index p below `sinks` and in a ring behind:
 
@@ -56,7 +56,7 @@ class ChunkPlan:
     """Where the packed new tokens of one forward belong, as tensors on the device; made once for all layers."""
 
     sequences: Tensor
-    """int32 [n, 5]: first packed token, number of tokens, position of the first, end (positions from here on are padding), row of the cache"""
+    """int32 [n, 5]: first packed token, number of tokens, position of the first, position where padding begins, row of the cache"""
     blocks: Tensor
     """int32 [blocks, 2]: sequence, first token in it"""
 

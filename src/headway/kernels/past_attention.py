@@ -1,4 +1,4 @@
-"""Causal attention of new tokens behind a stored past, on CUDA: q [B,T,H,hd] of the last T of S positions, k and v [B,S,KV,hd] of all of them.
+"""Causal attention of new tokens behind a stored past, on CUDA: q [B,T,H,hd] of the last T of S positions, k and v [B,S,KV,hd] of all.
 
             past             new
 new tokens  all visible      causal
