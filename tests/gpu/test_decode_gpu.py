@@ -3,12 +3,14 @@
 import pytest
 import torch
 from support.cache_rows import largest_gap, make_sequences, serve
+from support.chunk_case import SEQUENCES, SHAPES, gap
 from support.decode_case import REGIONS, case, gaps
 
 from headway.infer.decode import Decoder
 from headway.infer.prefill import chunks
-from headway.kernels.attention import causal_mask
+from headway.kernels.attention import attend_chunk, causal_mask
 from headway.kernels.decode_attention import decode_attention
+from headway.kernels.past_attention import attend_past, flash, has_cudnn, two_parts
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initialize
@@ -34,6 +36,24 @@ def test_the_kernel_equals_the_reference(name: str, dtype: torch.dtype, toleranc
         assert gap < tolerance and same, ("softcap", head_size, groups, gap)
     gap, same = gaps(name, 64, 4, "cuda", dtype, shared=True)
     assert gap < tolerance and same, ("one position for all rows", gap)
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_streaming_heads_read_and_keep_a_chunk_as_the_references_do(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    for shape in [*SHAPES, (128, 2, None)]:
+        far, same = gap(SEQUENCES[name], shape, "cuda", dtype)
+        assert far < tolerance and same, (shape, far)
+
+
+def test_every_way_behind_a_past_agrees_with_the_dense_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, heads, 64, generator=generator).to("cuda", torch.bfloat16) for n, heads in ((300, 8), (1100, 2), (1100, 2)))
+    position = torch.arange(800, 1100, device="cuda").expand(2, -1)
+    right = attend_chunk(q.float(), k.float(), v.float(), start=800, position=position)
+    assert has_cudnn(torch.bfloat16, 64)
+    for found in (two_parts(q, k, v), flash(q, k, v), attend_past(q, k, v)):
+        assert (found.float() - right).abs().max() < 2e-2
 
 
 def build(dtype: torch.dtype) -> Transformer:

@@ -18,6 +18,7 @@ from headway.kernels.packed_weight import pack, unpack_reference
 from headway.kernels.packed_weight_triton import unpack as unpack_cuda
 from headway.kernels.streaming_pieces import merge_cuda, merge_reference
 from headway.kernels.vocab_loss import partial_scores_cuda, partial_scores_reference, write_gradient_cuda, write_gradient_reference
+from support.chunk_case import SEQUENCES, SHAPES, gap
 from support.decode_case import REGIONS, gaps
 
 
@@ -54,6 +55,14 @@ def decode_attention() -> None:
     assert gap < 1e-5 and same, ("shared", gap, same)
     gap, same = gaps("mixed", 24, 3, softcap=0.5)
     assert gap < 1e-5 and same, ("softcap", gap, same)
+
+
+def cached_chunk() -> None:
+    """New tokens at the beginning, behind a short and a long past, in rows of different lengths, with sinks, reach and soft-capping."""
+    for name, sequences in SEQUENCES.items():
+        for shape in SHAPES:
+            far, same = gap(sequences, shape)
+            assert far < 2e-5 and same, (name, shape, far, same)
 
 
 def softmax_gradient() -> None:
@@ -125,9 +134,8 @@ def unpack() -> None:
             torch.testing.assert_close(ours, theirs, rtol=0.0 if dtype == torch.float32 else 2**-7, atol=0.0)
 
 
-CASES: dict[str, Callable[[], None]] = {
-    case.__name__: case for case in (adamw, decode_attention, softmax_gradient, vocab_loss, merge, unpack)
-}
+RUN = (adamw, decode_attention, cached_chunk, softmax_gradient, vocab_loss, merge, unpack)
+CASES: dict[str, Callable[[], None]] = {case.__name__: case for case in RUN}
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from headway.kernels.attention import PLAIN, ScoreRule
 
-BLOCK = 128
+BLOCK = 64
 """New tokens of one program."""
 FAR = 1 << 30
 """A reach that never ends."""

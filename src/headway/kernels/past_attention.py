@@ -30,7 +30,7 @@ def attend_past(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash4.causal(q, k, v, None)
     if k.shape[1] - q.shape[1] >= MIN_PAST and has_cudnn(q.dtype, q.shape[-1]):
         return two_parts(q, k, v)
-    return _flash(q, k, v)
+    return flash(q, k, v)
 
 
 def two_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -66,7 +66,8 @@ def has_cudnn(dtype: torch.dtype, head_size: int) -> bool:
     return bool((o.float() - right).abs().max() < 2e-2) and bool((lse - scores.logsumexp(-1)).abs().max() < 2e-2)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlashAttention-2, row by row."""
     kernel = varlen_kernel(q.shape[2] != k.shape[2])
     tokens, total = q.shape[1], k.shape[1]
     starts = F.pad(torch.tensor([[tokens], [total]], dtype=torch.int32).pin_memory(), (1, 0)).to(q.device, non_blocking=True)

@@ -193,8 +193,9 @@ class KVCache:
         flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
         o = torch.empty_like(flat[0], memory_format=torch.contiguous_format)
         plan = self._plan_chunk(tokens)
-        attend_streaming(*flat, at.keys, at.values, o, at.region_table(streaming), plan, at.rule)
-        store(flat[1], flat[2], at.keys, at.values, at.region_table(at.groups), plan)
+        for group in streaming:
+            attend_streaming(*flat, at.keys, at.values, o, at.region_table(group), plan, at.rule)
+        store(flat[1], flat[2], at.keys, at.values, at.region_table(), plan)
         o = o.view(q.shape)
         for group in at.groups:
             if group in streaming:

@@ -120,7 +120,11 @@ class LayerCache:
         self._all_rows = torch.arange(rows, device=device)[:, None]
         self._plan: DecodePlan | None = None
         self._head_index: dict[CachedHeads, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._tables: dict[tuple[CachedHeads, ...], torch.Tensor] = {}
+        self._table: torch.Tensor | None = None
+        if self.keys.is_cuda:
+            self.region_table()
+            for group in groups:
+                self._heads(group, config.num_heads)
 
     def views(self, group: CachedHeads) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a group, [heads, all rows, capacity, hd]."""
@@ -194,20 +198,20 @@ class LayerCache:
             self._plan = DecodePlan.of(self._regions(), self.rows, q.shape[2] // self.kv_heads, self.head_size, q.device)
         return decode_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, position, self._plan, self.rule)[:, None]
 
-    def region_table(self, groups: Sequence[CachedHeads]) -> torch.Tensor:
-        """Where the heads of some groups keep their positions, on the device."""
-        found = self._tables.get(tuple(groups))
-        if found is None:
+    def region_table(self, group: CachedHeads | None = None) -> torch.Tensor:
+        """Where the heads of one group, or of all, keep their positions, on the device."""
+        if self._table is None:  # made once: a copy to the device waits for it
             size = self.rows * self.head_size
             regions = [
-                HeadRegion(
-                    self._begin[group] + index * size * group.capacity, head, group.sinks, group.window, group.window, group.reach or FAR
-                )
-                for group in groups
-                for index, head in enumerate(group.heads)
+                HeadRegion(self._begin[one] + index * size * one.capacity, head, one.sinks, one.window, one.window, one.reach or FAR)
+                for one in self.groups
+                for index, head in enumerate(one.heads)
             ]
-            found = self._tables[tuple(groups)] = region_table(regions, self.head_size, self.keys.device)
-        return found
+            self._table = region_table(regions, self.head_size, self.keys.device)
+        if group is None:
+            return self._table
+        first = sum(len(one.heads) for one in self.groups[: self.groups.index(group)])
+        return self._table[first : first + len(group.heads)]
 
     def select_heads(self, x: torch.Tensor, group: CachedHeads) -> torch.Tensor:
         """`select_heads_of` with indices that lie on the device."""

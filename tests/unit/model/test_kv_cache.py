@@ -7,6 +7,7 @@ from support.head_masks import masked_forward
 from headway.errors import ConfigError
 from headway.infer.prefill import chunks, last_hidden
 from headway.kernels.attention import ScoreRule
+from headway.kernels.cached_chunk import attend_streaming_reference, store_reference
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initialize
@@ -54,6 +55,26 @@ def test_chunked_prefill_and_decode_equal_the_masked_forward(split: str, window:
     for at in range(T - 20, T):
         found.append(model(tokens[:, at : at + 1], torch.full((2, 1), at), None, cache))
     assert (torch.cat(found, 1) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(("window", "sinks", "chunk"), [(9, 3, 7), (8, 0, 16), (64, 16, 40)])
+def test_the_way_of_cuda_through_a_chunk_equals_the_plain_one(
+    split: str, window: int, sinks: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens, lengths = build(), ids(2), [T, T - 20]
+    given = masks(split, window, sinks)
+    caches = [new_cache(model, 2, T, masks=given, prompt_lengths=lengths) for _ in range(2)]
+    expected = list(chunks(model, tokens, caches[0], chunk))
+    monkeypatch.setattr("headway.model.kv_cache.attend_streaming", attend_streaming_reference)
+    monkeypatch.setattr("headway.model.kv_cache.store", store_reference)
+    cuda = caches[1]
+    monkeypatch.setattr(cuda, "attend", lambda layer, *given: cuda._attend_cuda(cuda.layers[layer], *given))
+    found = list(chunks(model, tokens, cuda, chunk))
+    for row, length in enumerate(lengths):
+        assert (torch.cat(found, 1)[row, :length] - torch.cat(expected, 1)[row, :length]).abs().max() < 1e-5
+    for one, other in zip(cuda.layers, caches[0].layers, strict=True):
+        assert torch.allclose(one.keys, other.keys, atol=1e-5) and torch.allclose(one.values, other.values, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 64])
