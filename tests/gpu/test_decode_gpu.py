@@ -48,7 +48,9 @@ def test_streaming_heads_read_and_keep_a_chunk_as_the_references_do(name: str, d
 
 def test_every_way_behind_a_past_agrees_with_the_dense_one() -> None:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, n, heads, 64, generator=generator).to("cuda", torch.bfloat16) for n, heads in ((300, 8), (1100, 2), (1100, 2)))
+    q, k, v = (
+        torch.randn(2, n, heads, 64, generator=generator).to("cuda", torch.bfloat16) for n, heads in ((300, 8), (1100, 2), (1100, 2))
+    )
     position = torch.arange(800, 1100, device="cuda").expand(2, -1)
     right = attend_chunk(q.float(), k.float(), v.float(), start=800, position=position)
     assert has_cudnn(torch.bfloat16, 64)
