@@ -34,26 +34,76 @@ def ruled(products, scale, SOFTCAP: tl.constexpr):  # pyright: ignore
 
 
 @triton.jit
-def softmax_step(scores, block_v, highest, total, acc, PRECISION: tl.constexpr):  # pyright: ignore
-    """One more block of scores (in powers of two, -inf where a key is not seen) and values."""
+def add_block(queries, block_k, block_v, seen, scale, highest, total, acc, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr):  # pyright: ignore
+    """A running softmax with one more block of keys and values; `seen` is None where every query sees all of them."""
+    scores = ruled(tl.dot(queries, tl.trans(block_k), input_precision=PRECISION), scale, SOFTCAP)
+    if seen is not None:
+        scores = tl.where(seen, scores, -float("inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     # a block in which a query sees nothing keeps exp(-inf - -inf) out of the sum
     base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
     weights = tl.exp2(scores - base[:, None])
     rescale = tl.exp2(highest - base)
     total = total * rescale + tl.sum(weights, 1)
-    acc = acc * rescale[:, None]
-    acc = tl.dot(weights.to(block_v.dtype), block_v, acc, input_precision=PRECISION)
+    acc = tl.dot(weights.to(block_v.dtype), block_v, acc * rescale[:, None], input_precision=PRECISION)
     return new_highest, total, acc
 
 
 @triton.jit
-def new_block(new_k, new_v, k_token, v_token, j, last, d, HD: tl.constexpr):  # pyright: ignore
-    """Keys and values of new positions j below `last`."""
-    inside = (j < last)[:, None] & (d < HD)[None, :]
-    place = j.to(tl.int64)[:, None]
-    block_k = tl.load(new_k + place * k_token + d[None, :], mask=inside, other=0.0)
-    return block_k, tl.load(new_v + place * v_token + d[None, :], mask=inside, other=0.0)
+def add_sinks(
+    queries, at, d, n, old_k, old_v, new_k, new_v, k_token, v_token, start, stop, reach, scale, highest, total, acc,
+    HD: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip # pyright: ignore
+    """The sinks before `stop`: those before `start` are stored, the others new."""
+    for first in range(0, stop, N):
+        j = first + n
+        is_old = (j < start)[:, None]
+        inside = (j < stop)[:, None] & (d < HD)[None, :]
+        wide_j = j.to(tl.int64)[:, None]
+        block_k = tl.load(tl.where(is_old, old_k + wide_j * HD, new_k + wide_j * k_token) + d[None, :], mask=inside, other=0.0)
+        block_v = tl.load(tl.where(is_old, old_v + wide_j * HD, new_v + wide_j * v_token) + d[None, :], mask=inside, other=0.0)
+        distance = at[:, None] - j[None, :]
+        seen = (j < stop)[None, :] & (distance >= 0) & (distance < reach)
+        highest, total, acc = add_block(queries, block_k, block_v, seen, scale, highest, total, acc, PRECISION, SOFTCAP)
+    return highest, total, acc
+
+
+@triton.jit
+def add_stored(
+    queries, at, d, n, old_k, old_v, near, stop, sinks, window, ring, scale, highest, total, acc,
+    HD: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip # pyright: ignore
+    """The stored positions near .. stop - 1 behind the sinks."""
+    for first in range(near, stop, N):
+        j = first + n
+        inside = (j < stop)[:, None] & (d < HD)[None, :]
+        place = (sinks + (j - sinks) % ring)[:, None] * HD + d[None, :]
+        block_k = tl.load(old_k + place, mask=inside, other=0.0)
+        block_v = tl.load(old_v + place, mask=inside, other=0.0)
+        seen = (j < stop)[None, :] & (at[:, None] - j[None, :] < window)
+        highest, total, acc = add_block(queries, block_k, block_v, seen, scale, highest, total, acc, PRECISION, SOFTCAP)
+    return highest, total, acc
+
+
+@triton.jit
+def add_new(
+    queries, at, d, n, new_k, new_v, k_token, v_token, begin, stop, last, window, scale, highest, total, acc,
+    MASKED: tl.constexpr, HD: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip # pyright: ignore
+    """The new positions from `begin` to `stop`, none of them `last` or behind; not MASKED: every query sees all."""
+    for first in range(begin, stop, N):
+        j = first + n
+        inside = (j < last)[:, None] & (d < HD)[None, :]
+        wide_j = j.to(tl.int64)[:, None]
+        block_k = tl.load(new_k + wide_j * k_token + d[None, :], mask=inside, other=0.0)
+        block_v = tl.load(new_v + wide_j * v_token + d[None, :], mask=inside, other=0.0)
+        if MASKED:
+            distance = at[:, None] - j[None, :]
+            seen = (distance >= 0) & (distance < window)
+            highest, total, acc = add_block(queries, block_k, block_v, seen, scale, highest, total, acc, PRECISION, SOFTCAP)
+        else:
+            highest, total, acc = add_block(queries, block_k, block_v, None, scale, highest, total, acc, PRECISION, SOFTCAP)
+    return highest, total, acc
 
 
 @triton.jit
@@ -68,7 +118,6 @@ def attend_blocks(
     window = tl.load(entry + 3).to(tl.int32)
     ring = tl.load(entry + 4).to(tl.int32)
     reach = tl.load(entry + 5).to(tl.int32)
-    query_head = head * G + tl.program_id(1) % G
     offset = tl.load(blocks + tl.program_id(0) * 2 + 1)
     sequence = sequences + tl.load(blocks + tl.program_id(0) * 2) * 5
     token = tl.load(sequence).to(tl.int64)
@@ -76,73 +125,42 @@ def attend_blocks(
     start = tl.load(sequence + 2)
     row = tl.load(sequence + 4).to(tl.int64)
 
-    m = offset + tl.arange(0, M)
-    d = tl.arange(0, HP)
-    n = tl.arange(0, N)
-    is_width = d < HD
-    is_query = (m < count)[:, None] & is_width[None, :]
-    queries = tl.load(q + (token + m)[:, None] * q_token + query_head * HD + d[None, :], mask=is_query, other=0.0)
-    at = start + m
-    last = start + tl.minimum(offset + M, count)  # behind the last query
+    m, d, n = offset + tl.arange(0, M), tl.arange(0, HP), tl.arange(0, N)
+    at, last = start + m, start + tl.minimum(offset + M, count)  # `last` is behind the last query
+    is_query = (m < count)[:, None] & (d < HD)[None, :]
+    place = (head * G + tl.program_id(1) % G) * HD + d[None, :]
+    queries = tl.load(q + (token + m)[:, None] * q_token + place, mask=is_query, other=0.0)
     # Addresses of position 0 in the cache and among the new tokens, where it may lie before their beginning.
-    old_k = keys + (begin + row * (sinks + ring)) * HD
-    old_v = values + (begin + row * (sinks + ring)) * HD
-    new_k = k + (token - start) * k_token + head * HD
-    new_v = v + (token - start) * v_token + head * HD
-    highest = tl.full([M], -float("inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, HP], tl.float32)
+    old_k, old_v = keys + (begin + row * (sinks + ring)) * HD, values + (begin + row * (sinks + ring)) * HD
+    new_k, new_v = k + (token - start) * k_token + head * HD, v + (token - start) * v_token + head * HD
+    highest, total, acc = tl.full([M], -float("inf"), tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, HP], tl.float32)
 
-    sink_end = tl.minimum(sinks, last)
-    for first in range(0, sink_end, N):
-        j = first + n
-        is_old = (j < start)[:, None]
-        inside = (j < sink_end)[:, None] & is_width[None, :]
-        wide_j = j.to(tl.int64)[:, None]
-        block_k = tl.load(tl.where(is_old, old_k + wide_j * HD, new_k + wide_j * k_token) + d[None, :], mask=inside, other=0.0)
-        block_v = tl.load(tl.where(is_old, old_v + wide_j * HD, new_v + wide_j * v_token) + d[None, :], mask=inside, other=0.0)
-        distance = at[:, None] - j[None, :]
-        seen = (j < sink_end)[None, :] & (distance >= 0) & (distance < reach)
-        scores = tl.where(seen, ruled(tl.dot(queries, tl.trans(block_k), input_precision=PRECISION), scale, SOFTCAP), -float("inf"))
-        highest, total, acc = softmax_step(scores, block_v, highest, total, acc, PRECISION)
-
+    highest, total, acc = add_sinks(
+        queries, at, d, n, old_k, old_v, new_k, new_v, k_token, v_token, start, tl.minimum(sinks, last), reach, scale,
+        highest, total, acc, HD, N, PRECISION, SOFTCAP,
+    )  # fmt: skip
     near = tl.maximum(sinks, start + offset - window + 1)  # what the first query of the block still sees
-    for first in range(near, tl.minimum(start, last), N):
-        j = first + n
-        inside = (j < start)[:, None] & is_width[None, :]
-        place = (sinks + (j - sinks) % ring)[:, None] * HD + d[None, :]
-        block_k = tl.load(old_k + place, mask=inside, other=0.0)
-        block_v = tl.load(old_v + place, mask=inside, other=0.0)
-        seen = (j < start)[None, :] & (at[:, None] - j[None, :] < window)
-        scores = tl.where(seen, ruled(tl.dot(queries, tl.trans(block_k), input_precision=PRECISION), scale, SOFTCAP), -float("inf"))
-        highest, total, acc = softmax_step(scores, block_v, highest, total, acc, PRECISION)
-
+    highest, total, acc = add_stored(
+        queries, at, d, n, old_k, old_v, near, start, sinks, window, ring, scale, highest, total, acc, HD, N, PRECISION, SOFTCAP
+    )
     # The new keys: a lower edge and an upper edge on which some queries see some keys, and a middle that all of them see.
     lower = tl.maximum(near, start)
     middle = lower + (tl.maximum(last - window - lower, 0) + N - 1) // N * N
     upper = middle + tl.maximum(start + offset + 1 - middle, 0) // N * N
-    for first in range(lower, tl.minimum(middle, last), N):
-        j = first + n
-        block_k, block_v = new_block(new_k, new_v, k_token, v_token, j, last, d, HD)
-        distance = at[:, None] - j[None, :]
-        products = tl.dot(queries, tl.trans(block_k), input_precision=PRECISION)
-        scores = tl.where((distance >= 0) & (distance < window), ruled(products, scale, SOFTCAP), -float("inf"))
-        highest, total, acc = softmax_step(scores, block_v, highest, total, acc, PRECISION)
-    for first in range(middle, upper, N):
-        block_k, block_v = new_block(new_k, new_v, k_token, v_token, first + n, last, d, HD)
-        scores = ruled(tl.dot(queries, tl.trans(block_k), input_precision=PRECISION), scale, SOFTCAP)
-        highest, total, acc = softmax_step(scores, block_v, highest, total, acc, PRECISION)
-    for first in range(upper, last, N):
-        j = first + n
-        block_k, block_v = new_block(new_k, new_v, k_token, v_token, j, last, d, HD)
-        distance = at[:, None] - j[None, :]
-        products = tl.dot(queries, tl.trans(block_k), input_precision=PRECISION)
-        scores = tl.where((distance >= 0) & (distance < window), ruled(products, scale, SOFTCAP), -float("inf"))
-        highest, total, acc = softmax_step(scores, block_v, highest, total, acc, PRECISION)
-
+    highest, total, acc = add_new(
+        queries, at, d, n, new_k, new_v, k_token, v_token, lower, tl.minimum(middle, last), last, window, scale, highest, total, acc,
+        True, HD, N, PRECISION, SOFTCAP,
+    )  # fmt: skip
+    highest, total, acc = add_new(
+        queries, at, d, n, new_k, new_v, k_token, v_token, middle, upper, last, window, scale, highest, total, acc,
+        False, HD, N, PRECISION, SOFTCAP,
+    )  # fmt: skip
+    highest, total, acc = add_new(
+        queries, at, d, n, new_k, new_v, k_token, v_token, upper, last, last, window, scale, highest, total, acc,
+        True, HD, N, PRECISION, SOFTCAP,
+    )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    place = o + (token + m)[:, None] * o_token + query_head * HD + d[None, :]
-    tl.store(place, acc.to(o.dtype.element_ty), mask=is_query)
+    tl.store(o + (token + m)[:, None] * o_token + place, acc.to(o.dtype.element_ty), mask=is_query)
 
 
 @triton.jit
