@@ -36,6 +36,7 @@ from headway.tokenizer.chat import Turn, answer_end, find_template
 
 if TYPE_CHECKING:
     from headway.media.schema import AnswerSchema
+    from headway.model.encoders.base import FrozenMediaEncoder
 
 ENCODED_AT_ONCE = 32
 ROLES = ("role", "from")
@@ -115,8 +116,10 @@ def answer_media(
     return generate_from_ids(loaded, prompts, options, on_text, items)
 
 
-def encode_media(loaded: LoadedModel, refs: Mapping[str, MediaRef]) -> dict[str, np.ndarray]:
-    """The features [vectors, width] of media, by their names."""
+def encode_media(
+    loaded: LoadedModel, refs: Mapping[str, MediaRef], opened: dict[str, FrozenMediaEncoder] | None = None
+) -> dict[str, np.ndarray]:
+    """The features [vectors, width] of media, by their names. `opened` keeps encoders for the next call."""
     assert loaded.config.media is not None
     folder = loaded.path if isinstance(loaded.path, Path) else None
     found: dict[str, np.ndarray] = {}
@@ -124,7 +127,11 @@ def encode_media(loaded: LoadedModel, refs: Mapping[str, MediaRef]) -> dict[str,
         mine = [name for name, ref in refs.items() if ref.modality == one.modality]
         if not mine:
             continue
-        encoder = open_encoder(one.encoder, one.modality, folder).to(loaded.device)
+        encoder = None if opened is None else opened.get(one.modality)
+        if encoder is None:
+            encoder = open_encoder(one.encoder, one.modality, folder).to(loaded.device)
+            if opened is not None:
+                opened[one.modality] = encoder
         if (encoder.tokens, encoder.width) != (one.vectors, one.width):
             raise ConfigError(
                 f"{loaded.path}: was trained on {one.modality} features of {one.vectors} x {one.width}; its encoder gives "

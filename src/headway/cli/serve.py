@@ -1,0 +1,223 @@
+"""`headway serve`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from headway.cli._options import EQUAL_PER_LAYER, GROUP, JSON, ComputeOptions
+from headway.cli._output import print_json
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.infer.engine.request import EngineOptions
+    from headway.model.head_masks.choice import MaskChoice
+    from headway.serve.engine_setup import EngineSetup
+    from headway.serve.limits import ServeLimits
+
+TOKEN_VARIABLE = "HEADWAY_SERVE_TOKEN"
+NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._:/-]{0,99})=(.+)", re.DOTALL)
+PARTS_OF_RUNS = ("final", "checkpoints", "model", "adapter")
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@dataclass(frozen=True)
+class ServedModels:
+    """What is served."""
+
+    model: list[str] = typer.Option(
+        ..., metavar="[NAME=]MODEL", help="A run, checkpoint or Hugging Face folder, or a hub id; repeat it for several models."
+    )
+    adapter: list[str] = typer.Option(
+        [], metavar="[MODEL:]NAME=PATH", help="A LoRA adapter, served as a model of its own; may be repeated. MODEL: of several, which."
+    )
+    masks: list[str] = typer.Option(
+        [], metavar="[NAME=]own|none|FILE", help="Head masks of all models, or of the one named; a head at 0 keeps only sinks and a window."
+    )
+    equal_per_layer: bool = EQUAL_PER_LAYER
+    stream_window: int | None = typer.Option(None, help="Newest tokens a streaming head keeps; default: from the masks, else 1024.")
+    stream_sinks: int | None = typer.Option(None, help="First tokens a streaming head keeps; default: from the masks, else 128.")
+    chat_template: str | None = typer.Option(
+        None, help="Chat template of conversations: a name or a .jinja file; default: the tokenizer's own."
+    )
+
+    def setups(self, options: EngineOptions, compute: ComputeOptions) -> tuple[EngineSetup, ...]:
+        """One engine per model."""
+        from headway.serve.engine_setup import EngineSetup
+
+        paths = dict(split_model(one) for one in self.model)
+        if len(paths) < len(self.model):
+            raise ConfigError("--model: two models have the same name. Name them: --model a=PATH --model b=PATH.")
+        adapters: dict[str, dict[str, str]] = {name: {} for name in paths}
+        for one in self.adapter:
+            base, name, path = split_adapter(one, tuple(paths))
+            if name in paths or any(name in known for known in adapters.values()):
+                raise ConfigError(f"--adapter {one}: the name {name!r} is taken. Choose another.")
+            adapters[base][name] = path
+        masks = self._masks(tuple(paths))
+        return tuple(
+            EngineSetup(name, path, options, adapters[name], masks[name], compute.device, compute.precision) for name, path in paths.items()
+        )
+
+    def _masks(self, names: Sequence[str]) -> dict[str, MaskChoice]:
+        from headway.model.head_masks.choice import MaskChoice
+
+        found: dict[str, str | None] = dict.fromkeys(names)
+        for one in self.masks:
+            named = NAMED.fullmatch(one)
+            if named is not None and named[1] in found:
+                found[named[1]] = named[2]
+            else:
+                found = {name: given if given is not None else one for name, given in found.items()}
+        return {name: MaskChoice(one, self.equal_per_layer, self.stream_window, self.stream_sinks) for name, one in found.items()}
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """How much an engine keeps and does at once."""
+
+    cache_gib: float | None = typer.Option(None, help="GiB of keys and values per model, never exceeded; default: from the free memory.")
+    max_running: int = typer.Option(64, help="Requests that are computed at once, per model.", min=1)
+    max_waiting: int = typer.Option(1024, help="Requests that may wait, per model; more get 429.", min=0)
+    max_context: int | None = typer.Option(None, help="Tokens of a request, prompt included; default: the model's.", min=2)
+    prefill_tokens: int = typer.Option(8192, help="Prompt tokens that are computed between two steps of decoding.", min=1)
+    prefix_reuse: bool = typer.Option(True, help="Compute what prompts begin with only once.")
+
+    def options(self) -> EngineOptions:
+        """As the engine takes them."""
+        from headway.infer.engine.request import EngineOptions
+
+        if self.cache_gib is not None and not self.cache_gib > 0:
+            raise ConfigError(f"--cache-gib is {self.cache_gib}; it must be above 0.")
+        return EngineOptions(
+            cache_bytes=None if self.cache_gib is None else int(self.cache_gib * GIB),
+            max_running=self.max_running,
+            max_waiting=self.max_waiting,
+            max_context=self.max_context,
+            prefill_tokens=self.prefill_tokens,
+            prefix_reuse=self.prefix_reuse,
+        )
+
+
+@dataclass(frozen=True)
+class LimitFlags:
+    """What one client may ask."""
+
+    max_tokens: int | None = typer.Option(None, help="New tokens of an answer; default: as many as the context has room for.", min=1)
+    max_n: int = typer.Option(16, help="Answers of one request (n).", min=1, max=256)
+    max_body_mib: float = typer.Option(32.0, help="MiB of a request's body.")
+    request_seconds: float = typer.Option(600.0, help="Seconds an answer may take.")
+    stalled_seconds: float = typer.Option(30.0, help="Seconds a client may take no bytes of its answer before it is cut.")
+    requests_per_minute: float | None = typer.Option(
+        None, help="Requests of one client address; 0: no limit. Default: 600, and no limit on loopback.", min=0
+    )
+    max_connections: int = typer.Option(1024, help="Open connections.", min=1)
+    drain_seconds: float = typer.Option(30.0, help="After SIGTERM: seconds that running requests have to end.", min=0)
+
+    def limits(self, *, is_loopback: bool) -> ServeLimits:
+        """As the server takes them."""
+        from headway.serve.limits import ServeLimits
+
+        rate = self.requests_per_minute
+        return ServeLimits(
+            body_bytes=int(self.max_body_mib * MIB),
+            max_n=self.max_n,
+            max_tokens=self.max_tokens,
+            request_seconds=self.request_seconds,
+            stalled_seconds=self.stalled_seconds,
+            requests_per_minute=(0.0 if is_loopback else 600.0) if rate is None else rate,
+            connections=self.max_connections,
+            drain_seconds=self.drain_seconds,
+        )
+
+
+def serve(
+    models: ServedModels = GROUP,
+    host: str = typer.Option("127.0.0.1", help=f"Address to listen on. Any other than loopback needs a token ({TOKEN_VARIABLE})."),
+    port: int = typer.Option(8000, help="Port to listen on; 0: any free one.", min=0, max=65535),
+    token_file: Path | None = typer.Option(None, help=f"A file that holds the token; default: the variable {TOKEN_VARIABLE}."),
+    allow_host: list[str] = typer.Option([], help="Another name under which clients reach this machine; may be repeated."),
+    engine: EngineFlags = GROUP,
+    limits: LimitFlags = GROUP,
+    compute: ComputeOptions = GROUP,
+    json: bool = JSON,
+) -> None:
+    """Serve models over HTTP: OpenAI's API for programs, and a chat page for people."""
+    from headway.runtime.optional import need
+    from headway.runtime.web_access import is_loopback
+
+    for package in ("starlette", "uvicorn"):
+        need(package, "headway serve")
+    compute.check()
+    loopback = is_loopback(host)
+    token = read_token(token_file)
+    if token is None and not loopback:
+        raise ConfigError(
+            f"--host is {host!r}, which other machines reach, and no token is set. Set {TOKEN_VARIABLE} or --token-file, for example to "
+            "the output of `openssl rand -hex 24`."
+        )
+    checked = limits.limits(is_loopback=loopback)
+    setups = models.setups(engine.options(), compute)
+    from headway.serve.server import ServeOptions
+    from headway.serve.server import serve as run
+
+    def started(facts: dict[str, object]) -> None:
+        if json:
+            print_json(facts)
+            return
+        typer.echo(f"serving {', '.join(map(str, facts['models']))}: {facts['url']}")  # pyright: ignore[reportArgumentType]
+        typer.echo(f"OpenAI's API: {facts['url']}v1; Ctrl-C ends it", err=True)
+
+    options = ServeOptions(setups, host, port, token, tuple(allow_host), models.chat_template, checked)
+    code = run(options, started)
+    if code:
+        raise typer.Exit(code)
+
+
+def split_model(given: str) -> tuple[str, str]:
+    """The name and the path of --model; without a name it is that of the folder or hub id."""
+    named = NAMED.fullmatch(given)
+    if named is not None and not Path(given).exists():
+        return named[1], named[2]
+    path = Path(given)
+    if not path.exists() and not given.startswith("s3://"):
+        return given[:100], given
+    parts = [part for part in Path(os.path.abspath(path)).parts if part not in PARTS_OF_RUNS and not part.startswith("step-")]
+    return re.sub(r"[^A-Za-z0-9._-]", "-", parts[-1] if len(parts) > 1 else given), given
+
+
+def split_adapter(given: str, models: Sequence[str]) -> tuple[str, str, str]:
+    """The model, the name and the path of --adapter."""
+    named = NAMED.fullmatch(given)
+    if named is None:
+        raise ConfigError(f"--adapter is {given!r}; it must be NAME=PATH.")
+    name, path = named[1], named[2]
+    base = next((one for one in models if name.startswith(f"{one}:")), None)
+    if base is not None:
+        return base, name[len(base) + 1 :], path
+    if len(models) > 1:
+        raise ConfigError(f"--adapter is {given!r}; of several models it must be MODEL:NAME=PATH, MODEL one of {', '.join(models)}.")
+    return models[0], name, path
+
+
+def read_token(file: Path | None) -> str | None:
+    """The token of the server, from a file or the environment."""
+    from headway.runtime.json_file import read_bounded
+    from headway.runtime.web_access import check_token
+
+    if file is not None:
+        try:
+            return check_token(read_bounded(file, 4096).decode("ascii", "replace").strip(), f"--token-file {file}")
+        except OSError as problem:
+            raise ConfigError(f"--token-file is {str(file)!r}; it cannot be read: {problem.strerror}.") from None
+    given = os.environ.get(TOKEN_VARIABLE, "").strip()
+    return check_token(given, TOKEN_VARIABLE) if given else None
+
+
+VERBS = {"serve": serve}

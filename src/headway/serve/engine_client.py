@@ -1,0 +1,353 @@
+"""The HTTP process's side of an engine process: requests go out, what arrives for each is kept until its reader takes it.
+
+    EngineClient.submit(request, mailbox) -> RequestStream        mailbox.wait() returns when something arrived for any of its streams
+
+Readers are woken at most EVENTS_PER_SECOND times a second, all streams together: with many streams, tokens that arrived in between go out
+together. The first token and the end of a request wake their reader at once. A stream holds ids only, so a reader that does not read costs
+a few bytes per token, and no more than the request may generate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headway.errors import ConfigError, HeadwayError
+from headway.infer.engine.request import EngineRequest, StopReason
+from headway.media.items import MediaRef
+from headway.runtime.process import start_module
+from headway.serve.api_errors import ApiError
+from headway.serve.engine_setup import EngineFacts, EngineSetup
+from headway.serve.frames import FrameReader, pack, widen_pipe
+
+EVENTS_PER_SECOND = 6000.0
+LONGEST_WAIT_SECONDS = 0.05
+"""A stream never waits longer for text that is there."""
+READ_BYTES = 1 << 20
+CLOSE_SECONDS = 5.0
+log = logging.getLogger("headway")
+
+
+class Mailbox:
+    """Wakes one reader of one or several streams."""
+
+    __slots__ = ("_waiter", "is_expired", "is_gone", "is_set")
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+        self.is_set = False
+        self.is_gone = False
+        """The client closed its connection."""
+        self.is_expired = False
+        """The request took longer than it may."""
+
+    def wake(self) -> None:
+        """Something arrived."""
+        self.is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def leave(self) -> None:
+        """The client is gone."""
+        self.is_gone = True
+        self.wake()
+
+    def expire(self) -> None:
+        """The time is over."""
+        self.is_expired = True
+        self.wake()
+
+    async def wait(self) -> None:
+        """Return when something has arrived since the last call."""
+        if not self.is_set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self.is_set = False
+
+
+class RequestStream:
+    """What has arrived for one request and was not taken yet."""
+
+    __slots__ = (
+        "cached", "embedding", "error", "finished", "first_at", "generated", "has_begun", "is_accepted", "is_lazy", "logprobs", "mailbox",
+        "number", "prompt_logprobs", "prompt_tokens", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, number: int, mailbox: Mailbox, prompt_tokens: int, is_lazy: bool) -> None:
+        self.number, self.mailbox, self.prompt_tokens, self.is_lazy = number, mailbox, prompt_tokens, is_lazy
+        """is_lazy: only the end wakes the reader."""
+        self.tokens: list[int] = []
+        self.logprobs: list[Any] = []
+        self.prompt_logprobs: list[Any] | None = None
+        self.embedding: Sequence[float] | None = None
+        self.finished: StopReason | None = None
+        self.error: ApiError | None = None
+        self.cached = 0
+        self.generated = 0
+        self.is_accepted = False
+        self.has_begun = False
+        self.first_at: float | None = None
+
+    def take(self) -> tuple[list[int], list[Any]]:
+        """The tokens that arrived, and their log-probabilities where they were asked for."""
+        tokens, logprobs = self.tokens, self.logprobs
+        self.tokens, self.logprobs = [], []
+        return tokens, logprobs
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing more will arrive."""
+        return self.finished is not None or self.error is not None
+
+    def fail(self, problem: ApiError) -> None:
+        """End it with an error."""
+        if not self.is_done:
+            self.error = problem
+            self.mailbox.wake()
+
+
+class EngineClient:
+    """One engine process."""
+
+    def __init__(self, setup: EngineSetup, on_lost: Callable[[str], None]) -> None:
+        self.setup, self.on_lost = setup, on_lost
+        self.facts: EngineFacts | None = None
+        self.stats: dict[str, Any] = {}
+        self.generated_tokens = 0
+        self.heard_at = time.monotonic()
+        self.is_alive = False
+        self._streams: dict[int, RequestStream] = {}
+        self._numbers = itertools.count(1)
+        self._late: set[RequestStream] = set()
+        self._flushed_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._commands: list[Any] = []
+        self._unsent = bytearray()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready: asyncio.Future[EngineFacts] | None = None
+        self._reader = FrameReader()
+        self._descriptors: tuple[int, int] | None = None
+        self.first_token_seconds: Callable[[float], object] = lambda seconds: None
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that are not finished."""
+        return len(self._streams)
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> EngineFacts:
+        """Start the process and wait until its model is loaded; a model that cannot be loaded raises its HeadwayError."""
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        with os.fdopen(os.dup(2), "wb") as errors:
+            self._process = start_module("headway.serve.engine_process", {}, errors)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        writing, reading = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self._descriptors = reading, writing
+        for descriptor in self._descriptors:
+            os.set_blocking(descriptor, False)
+            widen_pipe(descriptor)
+        self._reader = FrameReader()
+        loop.add_reader(reading, self._read)
+        self._write(pack(self.setup))
+        self.facts = await self._ready
+        self.is_alive = True
+        return self.facts
+
+    def submit(self, request: EngineRequest, mailbox: Mailbox, media: Sequence[MediaRef] = (), *, is_lazy: bool = False) -> RequestStream:
+        """Send a request."""
+        if not self.is_alive:
+            raise ApiError(503, f"The engine of model {self.setup.name!r} is not running.", code="engine_unavailable", retry_seconds=5)
+        stream = RequestStream(next(self._numbers), mailbox, len(request.prompt), is_lazy)
+        self._streams[stream.number] = stream
+        self._command(("submit", stream.number, request, tuple(media)))
+        return stream
+
+    def cancel(self, stream: RequestStream) -> None:
+        """End a request whose answer nobody waits for."""
+        if self._streams.pop(stream.number, None) is not None:
+            self._late.discard(stream)
+            self._command(("cancel", stream.number))
+
+    async def close(self) -> None:
+        """End the process: it leaves when its stdin ends, and is killed if it takes too long."""
+        self.is_alive = False
+        process = self._process
+        if process is None:
+            return
+        self._detach()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _detach(self) -> None:
+        if self._descriptors is None or self._process is None:
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._descriptors[0])
+        loop.remove_writer(self._descriptors[1])
+        self._descriptors = None
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:
+                    continue  # the other end is gone
+
+    def _command(self, command: Any) -> None:
+        if not self._commands:
+            asyncio.get_running_loop().call_soon(self._send_commands)
+        self._commands.append(command)
+
+    def _send_commands(self) -> None:
+        commands, self._commands = self._commands, []
+        if self._descriptors is not None:
+            self._write(pack(commands))
+
+    def _write(self, data: bytes) -> None:
+        assert self._descriptors is not None
+        was_empty = not self._unsent
+        self._unsent += data
+        if was_empty:
+            self._write_some()
+
+    def _write_some(self) -> None:
+        if self._descriptors is None:
+            return
+        loop, writing = asyncio.get_running_loop(), self._descriptors[1]
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(writing, memoryview(self._unsent)[:READ_BYTES])]
+        except BlockingIOError:
+            loop.add_writer(writing, self._write_some)
+            return
+        except OSError:
+            self._unsent.clear()  # the process is gone; the reader notices and says so
+        loop.remove_writer(writing)
+
+    def _read(self) -> None:
+        assert self._descriptors is not None
+        try:
+            data = os.read(self._descriptors[0], READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lost()
+            return
+        self.heard_at = time.monotonic()
+        for message in self._reader.feed(data):
+            self._take(message)
+        self._flush()
+
+    def _take(self, message: Any) -> None:
+        kind = message[0]
+        if kind == "events":
+            self._events(message[1])
+        elif kind == "stats":
+            self.stats = message[1]
+        elif kind == "accepted":
+            if (stream := self._streams.get(message[1])) is not None:
+                stream.is_accepted = True
+                stream.mailbox.wake()
+        elif kind == "refused":
+            if (stream := self._streams.pop(message[1], None)) is not None:
+                code = "queue_full" if message[2] == 429 else None
+                stream.fail(ApiError(message[2], message[3], code=code, retry_seconds=1 if message[2] == 429 else None))
+        elif self._ready is not None and not self._ready.done():
+            if kind == "ready":
+                self._ready.set_result(message[1])
+            else:
+                self._ready.set_exception(ConfigError(message[2]) if message[1] == 2 else HeadwayError(message[2]))
+
+    def _events(self, events: Sequence[tuple[Any, ...]]) -> None:
+        streams = self._streams
+        for number, tokens, logprobs, finished, cached, more in events:
+            self.generated_tokens += len(tokens)
+            stream = streams.get(number)
+            if stream is None:  # cancelled
+                continue
+            stream.tokens += tokens
+            stream.generated += len(tokens)
+            if logprobs is not None:
+                stream.logprobs += logprobs
+            if more is not None:
+                self._more(stream, more)
+            if not stream.has_begun and (tokens or finished):
+                stream.has_begun, stream.cached, stream.first_at = True, cached, self.heard_at
+                if not stream.is_lazy:
+                    stream.mailbox.wake()
+            if finished is not None:
+                stream.finished = finished
+                del streams[number]
+                self._late.discard(stream)
+                stream.mailbox.wake()
+            elif not stream.is_lazy:
+                self._late.add(stream)
+
+    @staticmethod
+    def _more(stream: RequestStream, more: dict[str, Any]) -> None:
+        stream.embedding = more.get("embedding")
+        stream.prompt_logprobs = more.get("prompt_logprobs", stream.prompt_logprobs)
+        if more.get("error") is not None:
+            stream.error = ApiError(500, f"The engine could not answer: {more['error']}", code="engine_error")
+
+    def _flush(self) -> None:
+        """Wake the readers of what arrived, now or when it is their time."""
+        if not self._late or self._timer is not None:
+            return
+        wait = self._flushed_at + min(LONGEST_WAIT_SECONDS, len(self._streams) / EVENTS_PER_SECOND) - time.monotonic()
+        if wait <= 0:
+            self._wake()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(wait, self._wake)
+
+    def _wake(self) -> None:
+        self._timer, self._flushed_at = None, time.monotonic()
+        late, self._late = self._late, set()
+        for stream in late:
+            stream.mailbox.wake()
+
+    def _lost(self) -> None:
+        """The process ended by itself."""
+        process = self._process
+        assert process is not None
+        self.is_alive = False
+        self._detach()
+        self._unsent.clear()
+        try:
+            code = process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        streams, self._streams = list(self._streams.values()), {}
+        self._late.clear()
+        for stream in streams:
+            stream.fail(ApiError(503, f"The engine of model {self.setup.name!r} {how} while it computed this answer.", code="engine_died"))
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(HeadwayError(f"{self.setup.path}: the engine process {how} while it loaded the model."))
+        else:
+            self.on_lost(how)

@@ -1,0 +1,53 @@
+"""Messages between the HTTP process and an engine process over pipes: each is its length and a pickled value.
+
+Both ends are processes of one server, started by it; nothing that a client sends is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+LENGTH = struct.Struct("<Q")
+PIPE_BYTES = 1 << 20
+"""What a pipe may hold, so that an engine does not wait for an HTTP process that is busy for a moment."""
+
+
+def pack(message: Any) -> bytes:
+    """A message as bytes."""
+    body = pickle.dumps(message, protocol=5)
+    return LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Bytes as they arrive become messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """The messages that are complete now."""
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        while len(buffer) - at >= LENGTH.size:
+            (size,) = LENGTH.unpack_from(buffer, at)
+            end = at + LENGTH.size + size
+            if len(buffer) < end:
+                break
+            yield pickle.loads(memoryview(buffer)[at + LENGTH.size : end])
+            at = end
+        if at:
+            del buffer[:at]
+
+
+def widen_pipe(descriptor: int) -> None:
+    """Give a pipe more room, where the system has that."""
+    try:
+        import fcntl
+
+        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    except (ImportError, AttributeError, OSError):
+        return  # a smaller pipe is only slower

@@ -1,0 +1,33 @@
+"""The files of the chat page, from the package. Nothing is loaded from elsewhere: the content security policy allows this server alone."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; media-src 'self' data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+PAGE_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+@cache
+def page_files() -> dict[str, tuple[bytes, str]]:
+    """Name -> content and type."""
+    folder = files("headway.serve").joinpath("page")
+    if not folder.is_dir():
+        return {}
+    suffixes = {file.name: file.name[file.name.rfind(".") :] for file in folder.iterdir()}
+    return {name: (folder.joinpath(name).read_bytes(), TYPES[suffix]) for name, suffix in suffixes.items() if suffix in TYPES}

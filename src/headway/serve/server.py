@@ -1,0 +1,248 @@
+"""A server from start to end: options come in, requests are answered until a signal, and an exit code goes out.
+
+    bind the port -> start one engine process per model -> listen -> SIGTERM or Ctrl-C: new requests get 503, running ones end -> exit 0
+
+A second signal ends everything at once. An engine process that dies is started again once in RESTART_SECONDS; dying again ends the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from headway.errors import HeadwayError, LaunchError
+from headway.runtime.web_access import Access
+from headway.serve.api_errors import ApiError
+from headway.serve.app import build_app
+from headway.serve.connections import bounded_protocol
+from headway.serve.engine_client import EngineClient
+from headway.serve.engine_setup import EngineSetup
+from headway.serve.limits import ServeLimits
+from headway.serve.serve_state import ServeState
+from headway.serve.served_model import ServedModel
+
+RESTART_SECONDS = 600.0
+LOOK_SECONDS = 1.0
+LAST_BYTES_SECONDS = 2.0
+"""For the errors of requests that are cut off at the end."""
+KEEP_ALIVE_SECONDS = 30
+HEAD_BYTES = 32 << 10
+log = logging.getLogger("headway")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What a server is started with."""
+
+    models: tuple[EngineSetup, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None
+    allow_hosts: tuple[str, ...] = ()
+    chat_template: str | None = None
+    limits: ServeLimits = field(default_factory=ServeLimits)
+
+
+def serve(options: ServeOptions, started: Callable[[dict[str, Any]], None]) -> int:
+    """Serve until a signal; the exit code."""
+    listening = _bind(options.host, options.port)
+    try:
+        return asyncio.run(ModelServer(options, listening, started).run())
+    finally:
+        listening.close()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Take the port before models are loaded, so that a port in use is found at once."""
+    name = host.strip("[]")
+    found = socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((name, port))
+    except OSError as problem:
+        found.close()
+        raise LaunchError(f"cannot listen on {host}:{port}: {problem.strerror}. Choose another --port (0: any free one).") from None
+    return found
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals are the server's own business."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class ModelServer:
+    """The parts of a running server."""
+
+    def __init__(self, options: ServeOptions, listening: socket.socket, started: Callable[[dict[str, Any]], None]) -> None:
+        self.options, self.listening, self.started = options, listening, started
+        self.clients = [EngineClient(setup, partial(self._engine_lost, number)) for number, setup in enumerate(options.models)]
+        self.state: ServeState | None = None
+        self.http: _Uvicorn | None = None
+        self.problem: str | None = None
+        self._restarted = [float("-inf")] * len(self.clients)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._signals = 0
+        self._last_signal = signal.SIGTERM
+        self._stop = asyncio.Event()
+        self._now = asyncio.Event()
+        """Set by the second signal."""
+
+    async def run(self) -> int:
+        """Load, serve, stop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled, number)
+        try:
+            if not await self._load():
+                return 128 + self._last_signal
+            await self._listen()
+            return await self._until_stopped()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            if self._now.is_set():
+                for client in self.clients:
+                    client.kill()
+            await asyncio.gather(*(client.close() for client in self.clients))
+
+    async def _load(self) -> bool:
+        """Start the engines; False if a signal came first."""
+        loading = asyncio.gather(*(client.start() for client in self.clients))
+        stopped = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not loading.done():
+            loading.cancel()
+            self._now.set()
+            return False
+        facts = loading.result()
+        options = self.options
+        access = Access(options.host, options.token, options.allow_hosts, what="server", verb="serve")
+        models = [ServedModel(client, one, options.chat_template, options.limits) for client, one in zip(self.clients, facts, strict=True)]
+        self.state = ServeState(models, access, options.limits)
+        return True
+
+    async def _listen(self) -> None:
+        assert self.state is not None
+        for name in ("uvicorn.error", "uvicorn.access"):
+            logging.getLogger(name).setLevel(logging.CRITICAL if name.endswith("access") else logging.ERROR)
+        config = uvicorn.Config(
+            build_app(self.state),  # pyright: ignore[reportArgumentType]
+            http=bounded_protocol(self.options.limits.connections),
+            loop="none",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            h11_max_incomplete_event_size=HEAD_BYTES,
+        )
+        self.http = _Uvicorn(config)
+        self.state.connections = self.http.server_state.connections
+        self._spawn(self.http.serve(sockets=[self.listening]))
+        while not self.http.started:
+            await asyncio.sleep(0.01)
+        self._spawn(self._look())
+        gc.collect()
+        gc.freeze()  # what is here now stays; collections look at requests alone
+        port = self.listening.getsockname()[1]
+        names = list(self.state.models)
+        self.started({"url": _url(self.options.host, port), "host": self.options.host, "port": port, "models": names})
+
+    async def _until_stopped(self) -> int:
+        """Wait for a signal, let running requests end, and say with which code to exit."""
+        assert self.state is not None and self.http is not None
+        await self._stop.wait()
+        self.state.is_draining = True
+        if self.problem is None and self.state.active and not self._now.is_set():
+            log.info("stopping: %d running requests may end within %g s", len(self.state.active), self.options.limits.drain_seconds)
+        deadline = time.monotonic() + (self.options.limits.drain_seconds if self.problem is None else 0)
+        while self.state.active and not self._now.is_set() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        if self.state.active and not self._now.is_set():
+            await self._cut_off()
+        self.http.force_exit = bool(self.state.active) or self._now.is_set()
+        self.http.should_exit = True
+        if self.problem is not None:
+            raise HeadwayError(self.problem)
+        if self._now.is_set():
+            log.info("stopped at once")
+            return 128 + self._last_signal
+        while self.http.servers and any(server.is_serving() for server in self.http.servers):
+            await asyncio.sleep(0.02)
+        return 0
+
+    async def _cut_off(self) -> None:
+        assert self.state is not None
+        for request in list(self.state.active):
+            for stream in request.streams:
+                stream.fail(ApiError(503, "The server stopped before this answer was complete.", code="stopping"))
+        end = time.monotonic() + LAST_BYTES_SECONDS
+        while self.state.active and time.monotonic() < end and not self._now.is_set():
+            await asyncio.sleep(0.02)
+
+    async def _look(self) -> None:
+        assert self.state is not None
+        while True:
+            self.state.look()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _signalled(self, number: int) -> None:
+        self._signals += 1
+        self._last_signal = signal.Signals(number)
+        if self._signals > 1:
+            self._now.set()
+        self._stop.set()
+
+    def _engine_lost(self, number: int, how: str) -> None:
+        """An engine process ended: start it again, or end the server if that did not help."""
+        name = self.clients[number].setup.name
+        if self._stop.is_set():
+            return
+        if time.monotonic() - self._restarted[number] < RESTART_SECONDS:
+            self._give_up(f"the engine of model {name!r} {how} again. See its log above; where it was killed, lower --cache-gib.")
+            return
+        self._restarted[number] = time.monotonic()
+        log.error("the engine of model %r %s; its requests got an error. It is started again.", name, how)
+        self._spawn(self._restart(number))
+
+    async def _restart(self, number: int) -> None:
+        client = self.clients[number]
+        assert self.state is not None
+        try:
+            await client.start()
+        except HeadwayError as problem:
+            self._give_up(f"the engine of model {client.setup.name!r} cannot be started again: {problem}")
+            return
+        self.state.metrics.restarts[client.setup.name] += 1
+        log.info("the engine of model %r runs again", client.setup.name)
+
+    def _give_up(self, problem: str) -> None:
+        self.problem = problem
+        self._stop.set()
+
+
+def _url(host: str, port: int) -> str:
+    shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}/"
