@@ -8,7 +8,8 @@ import pytest
 SRC = Path(__file__).parents[2] / "src" / "headway"
 ORDER = [
     "errors", "config", "runtime", "text", "media", "tokenizer", "store", "data", "prepare", "kernels", "model", "objective", "optim",
-    "parallel", "checkpoint", "infer", "eval", "export", "track", "plan", "diagnose", "train", "launch", "serve", "board", "workflows", "api", "cli",
+    "parallel", "checkpoint", "infer", "eval", "export", "track", "plan", "diagnose", "train", "launch", "serve", "board",
+    "workflows", "api", "cli",
 ]  # fmt: skip
 
 

@@ -37,6 +37,8 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/model
 OPEN_PATHS = ("/health",)
 """Answered without a token: a load balancer asks for it."""
 MAX_TARGET = 8192
+DISCARDED_BYTES = 16 << 20
+"""Of a body that is too large, so many more are read and dropped: a client that still sends would not see its answer."""
 HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin"}
 RAW_HEADERS = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
 log = logging.getLogger("headway")
@@ -271,23 +273,23 @@ class Api:
         """The body of a request, within its limits of bytes and seconds."""
         most = self.state.limits.body_bytes
         given = request.headers.get("content-length", "0")
-        if given.isdecimal() and int(given[:20]) > most:
-            raise _too_large(most)
-        body = bytearray()
+        body, size = bytearray(), 0
+        is_large = given.isdecimal() and int(given[:20]) > most
         try:
             async with asyncio.timeout(self.state.limits.body_seconds):
                 async for part in request.stream():
-                    body += part
-                    if len(body) > most:
-                        raise _too_large(most)
+                    size += len(part)
+                    is_large = is_large or size > most
+                    if size > most + DISCARDED_BYTES:
+                        break
+                    if not is_large:
+                        body += part
         except TimeoutError:
             raise ApiError(408, f"The body did not arrive within {self.state.limits.body_seconds:g} s.", code="timeout") from None
+        if is_large:
+            raise ApiError(413, f"The body has more than {most} bytes, which is this server's limit.", code="request_too_large")
         if not body:
             raise bad_field("body", "is empty; it must be a JSON object.")
         if request.headers.get("content-encoding", "identity") != "identity":
             raise ApiError(415, "The body is compressed; send it as it is.")
         return bytes(body)
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"The body has more than {most} bytes, which is this server's limit.", code="request_too_large")

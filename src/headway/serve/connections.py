@@ -23,8 +23,8 @@ TOO_MANY = (
 ).encode() + REFUSAL
 
 
-def bounded_protocol(most: int) -> type[H11Protocol]:
-    """The protocol of a server with at most this many connections."""
+def bounded_protocol(most: int, stalled_seconds: float) -> type[H11Protocol]:
+    """The protocol of a server with at most this many connections, whose clients take bytes at least so often."""
 
     class BoundedProtocol(H11Protocol):
         """One connection."""
@@ -53,6 +53,11 @@ def bounded_protocol(most: int) -> type[H11Protocol]:
             """Forget the connection."""
             self._stop_clock()
             super().connection_lost(exc)
+
+        def timeout_keep_alive_handler(self) -> None:
+            """Close an idle connection; one whose client never takes the rest of its answer is cut."""
+            super().timeout_keep_alive_handler()
+            self._head = self.loop.call_later(stalled_seconds, self.transport.abort)
 
         def _expect_head(self) -> None:
             self._head = self.loop.call_later(HEAD_SECONDS, self.transport.abort)

@@ -27,6 +27,7 @@ from headway.serve.api_errors import ApiError
 from headway.serve.engine_setup import EngineFacts, EngineSetup
 from headway.serve.frames import FrameReader, pack, widen_pipe
 
+ENGINE_MODULE = "headway.serve.engine_process"
 EVENTS_PER_SECOND = 6000.0
 LONGEST_WAIT_SECONDS = 0.05
 """A stream never waits longer for text that is there."""
@@ -154,7 +155,7 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
         with os.fdopen(os.dup(2), "wb") as errors:
-            self._process = start_module("headway.serve.engine_process", {}, errors)
+            self._process = start_module(ENGINE_MODULE, {}, errors)
         assert self._process.stdin is not None and self._process.stdout is not None
         writing, reading = self._process.stdin.fileno(), self._process.stdout.fileno()
         self._descriptors = reading, writing

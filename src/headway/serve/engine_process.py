@@ -18,26 +18,45 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.errors import HeadwayError, first_line
-from headway.infer.engine.request import EngineEvent, EngineRequest, PromptMedia, QueueFull, TokenLogprobs
+from headway.infer.engine.request import EngineEvent, EngineRequest, EngineStats, PromptMedia, QueueFull, TokenLogprobs
 from headway.media.items import MediaRef
 from headway.runtime.stop import SIGNALS
 from headway.serve.engine_setup import EngineFacts, EngineSetup
 from headway.serve.frames import FrameReader, pack, widen_pipe
 
 if TYPE_CHECKING:
-    from headway.infer.engine.engine import InferenceEngine
     from headway.infer.load import LoadedModel
 
 STATS_SECONDS = 0.5
 READ_BYTES = 1 << 20
 log = logging.getLogger("headway")
+Encode = Callable[[EngineRequest, Sequence[MediaRef]], EngineRequest]
+"""Puts the features of media into a request."""
 
 
-def main() -> int:
-    """Serve one model until stdin ends."""
+class ServableEngine(Protocol):
+    """What the loop needs of an engine."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def submit(self, request: EngineRequest) -> int: ...
+
+    def cancel(self, request: int) -> None: ...
+
+    def step(self) -> list[EngineEvent]: ...
+
+    def stats(self) -> EngineStats: ...
+
+
+OpenedEngine = tuple[ServableEngine, EngineFacts, Encode]
+
+
+def main(opening: Callable[[EngineSetup], OpenedEngine] | None = None) -> int:
+    """Serve one model until stdin ends. `opening` loads it; `open_engine` by default."""
     for number in SIGNALS:  # the HTTP process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     channel = EngineChannel(os.dup(0), os.dup(1))
@@ -46,7 +65,7 @@ def main() -> int:
     if found is None:
         return 0
     try:
-        engine, facts, encode = open_engine(found)
+        engine, facts, encode = (opening or open_engine)(found)
     except HeadwayError as problem:
         channel.send([("failed", problem.exit_code, str(problem))])
         return 0
@@ -59,7 +78,7 @@ def main() -> int:
     return 0
 
 
-def open_engine(setup: EngineSetup) -> tuple[InferenceEngine, EngineFacts, Callable[[EngineRequest, Sequence[MediaRef]], EngineRequest]]:
+def open_engine(setup: EngineSetup) -> OpenedEngine:
     """Load a model. Returns its engine, what clients may know of it, and what puts media into a request."""
     from headway.infer.engine.engine import InferenceEngine
     from headway.infer.load import load_model
@@ -150,9 +169,7 @@ class EngineChannel:
 class EngineLoop:
     """Receives commands, steps the engine, sends what it made."""
 
-    def __init__(
-        self, engine: InferenceEngine, channel: EngineChannel, encode: Callable[[EngineRequest, Sequence[MediaRef]], EngineRequest]
-    ) -> None:
+    def __init__(self, engine: ServableEngine, channel: EngineChannel, encode: Encode) -> None:
         self.engine, self.channel, self.encode = engine, channel, encode
         self._theirs: dict[int, int] = {}
         """Number in the engine -> the client's number."""

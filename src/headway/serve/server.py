@@ -38,6 +38,8 @@ LAST_BYTES_SECONDS = 2.0
 """For the errors of requests that are cut off at the end."""
 KEEP_ALIVE_SECONDS = 30
 HEAD_BYTES = 32 << 10
+SEND_BYTES = 256 << 10
+"""What the system keeps of an answer for a client that does not read it."""
 log = logging.getLogger("headway")
 
 
@@ -66,8 +68,10 @@ def serve(options: ServeOptions, started: Callable[[dict[str, Any]], None]) -> i
 def _bind(host: str, port: int) -> socket.socket:
     """Take the port before models are loaded, so that a port in use is found at once."""
     name = host.strip("[]")
-    found = socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET)
+    # asyncio sends small packets at once (TCP_NODELAY) only where the protocol is named; else every answer waits 40 ms
+    found = socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
     try:
         found.bind((name, port))
     except OSError as problem:
@@ -142,7 +146,7 @@ class ModelServer:
             logging.getLogger(name).setLevel(logging.CRITICAL if name.endswith("access") else logging.ERROR)
         config = uvicorn.Config(
             build_app(self.state),  # pyright: ignore[reportArgumentType]
-            http=bounded_protocol(self.options.limits.connections),
+            http=bounded_protocol(self.options.limits.connections, self.options.limits.stalled_seconds),
             loop="none",
             ws="none",
             lifespan="off",

@@ -1,0 +1,130 @@
+"""An engine process without torch: it answers with text that the prompt itself names. `python -m support.stand_in_engine`.
+
+"... [[hello]] ..."     the answer is `hello`; without brackets, the prompt itself
+"[sleep]"               one token every 20 ms
+"[die]"                 the process ends at once
+"[wait]"                no token ever comes
+"""
+
+import os
+import re
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.errors import ConfigError
+from headway.infer.engine.request import EngineEvent, EngineRequest, EngineStats, QueueFull, TokenLogprobs
+from headway.serve.engine_process import main
+from headway.serve.engine_setup import EngineFacts, EngineSetup
+from headway.tokenizer.chat_template import BUILT_IN
+from support.chat_tokenizer import byte_tokenizer
+
+CONTEXT, WIDTH = 4096, 4
+NAMED = re.compile(r"\[\[(.*)\]\]", re.DOTALL)
+SLEEP_SECONDS = 0.02
+
+
+@dataclass
+class Answering:
+    """One request."""
+
+    number: int
+    request: EngineRequest
+    text: str
+    left: deque[int] = field(default_factory=deque)
+    made: int = 0
+
+
+class StandInEngine:
+    """Gives every running request one token per step."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self.tokenizer, self.options = tokenizer(), setup.options
+        self.waiting: deque[Answering] = deque()
+        self.running: dict[int, Answering] = {}
+        self.next = 0
+        self.generated = 0
+        self.ended: list[EngineEvent] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running or self.ended)
+
+    def submit(self, request: EngineRequest) -> int:
+        if len(self.waiting) >= max(1, self.options.max_waiting):
+            raise QueueFull(f"{len(self.waiting)} requests are waiting; no more are taken now. Try again later.")
+        if request.constraint is not None and "refuse me" in request.constraint:
+            raise ConfigError("the grammar is refused.")
+        text = self.tokenizer.decode(request.prompt)
+        said = found[1] if (found := NAMED.search(text)) else text
+        answer = Answering(self.next, request, text, deque(self.tokenizer.encode((request.adapter or "") + said)))
+        self.waiting.append(answer)
+        self.next += 1
+        return answer.number
+
+    def cancel(self, request: int) -> None:
+        if self.running.pop(request, None) is not None or any(one.number == request for one in self.waiting):
+            self.waiting = deque(one for one in self.waiting if one.number != request)
+            self.ended.append(EngineEvent(request, (), finished="cancelled"))
+
+    def step(self) -> list[EngineEvent]:
+        while self.waiting and len(self.running) < self.options.max_running:
+            one = self.waiting.popleft()
+            self.running[one.number] = one
+        events, self.ended = self.ended, []
+        for one in list(self.running.values()):
+            if "[die]" in one.text:
+                os._exit(3)
+            if "[wait]" not in one.text:
+                events.append(self.token(one))
+        if any(mark in one.text for one in self.running.values() for mark in ("[sleep]", "[wait]")):
+            time.sleep(SLEEP_SECONDS)
+        return events
+
+    def token(self, one: Answering) -> EngineEvent:
+        request = one.request
+        if request.embed:
+            del self.running[one.number]
+            return EngineEvent(one.number, (), finished="eos", embedding=(float(len(request.prompt)), 1.0, 2.0, 3.0))
+        prompt = None
+        if request.prompt_logprobs and not one.made:
+            prompt = (None, *(TokenLogprobs(token, -2.0, ((token, -2.0),)) for token in request.prompt[1:]))
+        eos = self.tokenizer.eos_id
+        assert eos is not None
+        tokens = (one.left.popleft() if one.left else eos,) if request.max_new_tokens else ()
+        one.made += 1
+        self.generated += len(tokens)
+        finished = "length" if one.made >= request.max_new_tokens else None
+        finished = "eos" if eos in tokens else "stop" if request.stop_ids & {*tokens} else finished
+        if finished is not None:
+            del self.running[one.number]
+        logprobs = (
+            None if request.logprobs is None else tuple(TokenLogprobs(t, -0.5, ((t, -0.5), (7, -1.5))[: request.logprobs]) for t in tokens)
+        )
+        return EngineEvent(one.number, tokens, logprobs, finished, cached_tokens=3, prompt_logprobs=prompt)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(len(self.running), len(self.waiting), 100, 1000, 0, 0, self.generated, 0, 0, 0)
+
+
+def tokenizer() -> Any:
+    """One id per byte, with ChatML."""
+    found = byte_tokenizer()
+    return found.with_chat_template(BUILT_IN["chatml"].export(found))
+
+
+def opening(setup: EngineSetup) -> Any:
+    """What `open_engine` returns for a real model."""
+    if setup.path == "broken":
+        raise ConfigError("model is 'broken', which is not a folder.")
+    found = tokenizer()
+    given = found if setup.path != "no-template" else found.with_chat_template(None)
+    facts = EngineFacts(
+        setup.name, given, CONTEXT, 320, WIDTH, frozenset([found.eos_id]), "cpu", "float32", 0, tuple(setup.adapters), constraints=True
+    )
+    return StandInEngine(setup), facts, lambda request, refs: request
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(opening))

@@ -1,0 +1,157 @@
+"""A server that starts, loses its engine, is overrun and stops; the engine is a stand-in."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+
+import httpx
+import pytest
+from support.serving import STAND_IN, TESTS, RunningServer, serving
+
+from headway.cli import main
+
+pytestmark = pytest.mark.slow
+
+MODEL = ("--model", "m=stand-in")
+SLOW = {"model": "m", "prompt": "[sleep][[" + "x" * 40 + "]]", "max_tokens": 1000}
+
+
+def started_in_thread(server: RunningServer, body: dict[str, object]) -> tuple[threading.Thread, list[httpx.Response]]:
+    found: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: found.append(server.client().post("/v1/completions", json=body)))
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not server.client().get("/api/live").json()["running"] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return thread, found
+
+
+def test_sigterm_lets_running_requests_end_and_takes_no_new_ones() -> None:
+    with serving(*MODEL) as server:
+        thread, found = started_in_thread(server, SLOW)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        refused = server.client().post("/v1/completions", json=SLOW)
+        assert refused.status_code == 503 and refused.headers["Retry-After"] and "stopping" in refused.json()["error"]["message"]
+        assert server.client().get("/health").status_code == 503
+        thread.join()
+        assert found[0].json()["choices"][0]["text"] == "x" * 40
+        assert server.wait() == 0
+
+
+def test_requests_that_do_not_end_in_time_are_cut_off_and_a_second_signal_ends_at_once() -> None:
+    with serving(*MODEL, "--drain-seconds", "0.3") as server:
+        thread, found = started_in_thread(server, {"model": "m", "prompt": "[wait]"})
+        server.process.send_signal(signal.SIGTERM)
+        thread.join()
+        assert found[0].status_code == 503 and "stopped before" in found[0].json()["error"]["message"]
+        assert server.wait() == 0
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with serving(*MODEL) as server:
+        body = json.dumps({"model": "m", "prompt": "[wait]"})
+        with closing(socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))) as connection:
+            connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+            while not server.client().get("/api/live").json()["running"]:
+                time.sleep(0.02)
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+            assert server.process.poll() is None
+            server.process.send_signal(signal.SIGINT)
+            assert server.wait(5) == 130
+
+
+def test_an_engine_that_dies_is_started_again_once_and_its_requests_get_an_error() -> None:
+    with serving(*MODEL) as server:
+        thread, found = started_in_thread(server, SLOW)
+        died = server.client().post("/v1/completions", json={"model": "m", "prompt": "[die]"})
+        thread.join()
+        for answer in (died, found[0]):
+            assert answer.status_code == 503 and "ended with exit code 3" in answer.json()["error"]["message"]
+        seen: set[int] = set()
+        while 200 not in seen or server.client().get("/health").status_code != 200:
+            seen.add(server.client().get("/health").status_code)
+        assert seen == {200, 503}
+        answer = server.client().post("/v1/completions", json={"model": "m", "prompt": "[[again]]"})
+        assert answer.json()["choices"][0]["text"] == "again"
+        assert 'headway_engine_restarts_total{model="m"} 1' in server.client().get("/metrics").text
+        server.client().post("/v1/completions", json={"model": "m", "prompt": "[die]"})
+        assert server.wait() == 1
+        assert server.log().splitlines()[-1] == (
+            "error: the engine of model 'm' ended with exit code 3 again. See its log above; where it was killed, lower --cache-gib."
+        )
+
+
+def test_an_error_in_a_stream_is_its_last_event() -> None:
+    with serving(*MODEL) as server, server.client().stream("POST", "/v1/completions", json={**SLOW, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        os.kill(int(subprocess.check_output(["pgrep", "-P", str(server.process.pid)])), signal.SIGKILL)
+        last = [line for line in lines if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["message"].count("SIGKILL") == 1
+
+
+def test_a_client_that_takes_no_bytes_is_cut_and_connections_are_bounded() -> None:
+    limits = ("--stalled-seconds", "0.5", "--max-connections", "3", "--max-running", "1")
+    with serving(*MODEL, *limits) as server:
+        # logprobs make an answer that fills the buffers of both ends
+        body = json.dumps({"model": "m", "prompt": "[[" + "x" * 2000 + "]]", "max_tokens": 2000, "n": 16, "logprobs": 5, "stream": True})
+        port = int(server.url.rsplit(":", 1)[1])
+        with closing(socket.socket()) as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect(("127.0.0.1", port))
+            reader.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+            deadline = time.monotonic() + 20
+            while "slow_readers_cut_total 1" not in server.client().get("/metrics").text and time.monotonic() < deadline:
+                time.sleep(0.1)
+        assert "slow_readers_cut_total 1" in server.client().get("/metrics").text
+        held = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+        time.sleep(0.1)
+        assert b"503 Service Unavailable" in held[-1].recv(1000)
+        for one in held:
+            one.close()
+
+
+def test_another_address_needs_a_token() -> None:
+    token = "a" * 20
+    with serving(*MODEL, "--host", "0.0.0.0", environment={"HEADWAY_SERVE_TOKEN": token}) as server:
+        url = f"http://127.0.0.1:{server.url.rsplit(':', 1)[1]}"
+        with httpx.Client(base_url=url) as client:
+            refused = client.get("/v1/models")
+            assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+            assert client.get("/v1/models", headers={"Authorization": "Bearer " + "b" * 20}).status_code == 401
+            assert client.get("/v1/models", headers={"Authorization": f"Bearer {token}"}).status_code == 200
+            assert client.get("/").status_code == 200 and client.get("/health").status_code == 200
+            assert client.get("/metrics").status_code == 401
+            moved = client.get(f"/?token={token}")
+            assert moved.status_code == 303 and "HttpOnly" in moved.headers["Set-Cookie"]
+            client.cookies.set("headway-serve", token)
+            assert client.get("/v1/models").status_code == 200
+        assert token not in server.log()
+
+
+def test_mistakes_end_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        cases = {
+            (*MODEL, "--port", str(taken.getsockname()[1])): "Choose another --port",
+            (*MODEL, "--host", "0.0.0.0"): "no token is set. Set HEADWAY_SERVE_TOKEN or --token-file",
+            (*MODEL, "--token-file", "nowhere"): "cannot be read",
+            (*MODEL, *MODEL): "two models have the same name",
+            (*MODEL, "--adapter", "m=x"): "is taken",
+            (*MODEL, "--cache-gib", "-1"): "above 0",
+            (*MODEL, "--request-seconds", "0"): "above 0",
+        }
+        for options, expected in cases.items():
+            assert main(["serve", *options]) == 2
+            errors = capfd.readouterr().err
+            assert errors.count("\n") == 1 and expected in errors, errors
+    command = [sys.executable, "-c", STAND_IN, "serve", "--port", "0", "--model", "a=broken"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(TESTS)}, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: model is 'broken', which is not a folder.\n")

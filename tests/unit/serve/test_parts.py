@@ -1,0 +1,158 @@
+"""The parts of a server that need no process: tool calls in text, grammars, rates, names of models, frames."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from support.chat_tokenizer import byte_tokenizer
+
+from headway.cli.serve import ServedModels, split_adapter, split_model
+from headway.errors import ConfigError
+from headway.serve.api_errors import ApiError
+from headway.serve.constraints import call_grammar, constraint_factory, schema_grammar
+from headway.serve.frames import FrameReader, pack
+from headway.serve.limits import RateLimit
+from headway.serve.metrics import Histogram
+from headway.serve.tool_calls import ToolCallReader, tool_format
+from headway.tokenizer.chat_template import BUILT_IN
+
+ANSWERS = {
+    "a <b> c\n\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": \"<tool\"}}\n</tool_call>": ("a <b> c", ["f"]),
+    "<tool_call>{\"name\": \"f\", \"parameters\": {}}</tool_call>\n<tool_call>{\"name\": \"g\", \"arguments\": \"{}\"}</tool_call>\n":
+        ("", ["f", "g"]),
+    "<tool_call>not json</tool_call> tail": ("<tool_call>not json</tool_call> tail", []),
+    "<tool_call>{\"name\": \"f\", \"arguments\": {}}": ("", ["f"]),
+    "<tool_call>{\"name\": \"f\", \"argum": ("<tool_call>{\"name\": \"f\", \"argum", []),
+    "ends with <tool": ("ends with <tool", []),
+    "lines\n\n": ("lines\n\n", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_calls_in_tags_are_found_however_the_text_is_cut(answer: str) -> None:
+    for seed in range(20):
+        rng, reader, at = random.Random(seed), ToolCallReader("tags"), 0
+        said, names = "", []
+        while at < len(answer):
+            size = rng.randint(1, 9)
+            text, calls = reader.add(answer[at : at + size])
+            said, names, at = said + text, names + [call.name for call in calls], at + size
+        text, calls = reader.finish()
+        assert (said + text, names + [call.name for call in calls]) == ANSWERS[answer], seed
+
+
+def test_an_answer_that_is_a_call_as_a_whole() -> None:
+    for text, expected in {
+        '{"name": "f", "parameters": {"a": 1}}': ("", ["f"]),
+        '[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]': ("", ["f", "g"]),
+        '{"name": 3}': ('{"name": 3}', []),
+        "Hello {": ("Hello {", []),
+        "": ("", []),
+    }.items():
+        reader = ToolCallReader("whole")
+        pieces = [reader.add(character) for character in text] + [reader.finish()]
+        assert ("".join(said for said, _ in pieces), [call.name for _, calls in pieces for call in calls]) == expected
+
+
+def test_the_format_of_calls_is_that_of_the_template() -> None:
+    tokenizer = byte_tokenizer()
+    found = {name: tool_format(BUILT_IN[name].export(tokenizer) or "") for name in ("chatml", "qwen", "llama3", "alpaca")}
+    assert found == {"chatml": "tags", "qwen": "tags", "llama3": "whole", "alpaca": None}
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}, {"type": "function", "function": {"name": "now"}}]
+
+
+def generated(grammar: str, seed: int) -> str:
+    """A text of tokens drawn at random among those that a grammar allows."""
+    tokenizer, vocab = byte_tokenizer(), 320
+    assert tokenizer.eos_id is not None
+    factory = constraint_factory(tokenizer, vocab, frozenset([tokenizer.eos_id]))
+    assert factory is not None
+    constraint, rng, made = factory(grammar), np.random.default_rng(seed), []
+    while not constraint.is_finished:
+        mask = np.zeros(vocab // 32, np.int32)
+        constraint.fill_mask(mask)
+        token = int(rng.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))))
+        if token == tokenizer.eos_id:
+            break
+        constraint.accept(token)
+        made.append(token)
+        assert len(made) < 500
+    return tokenizer.decode(made)
+
+
+def test_random_tokens_under_a_schema_are_a_valid_object() -> None:
+    pytest.importorskip("llguidance")
+    for seed in range(5):
+        found = json.loads(generated(schema_grammar(SCHEMA), seed))
+        assert found["city"] in ("Oslo", "Rome") and 1 <= found["days"] <= 9 and len(found) == 2
+    found = json.loads(generated(call_grammar("whole", TOOLS, "weather"), 0))
+    assert found["name"] == "weather" and set(found["parameters"]) == {"city", "days"}
+    tagged = generated(call_grammar("tags", TOOLS, None), 1)
+    reader = ToolCallReader("tags")
+    calls = reader.add(tagged)[1]
+    assert len(calls) == 1 and calls[0].name in ("weather", "now")
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "nope"}, {"$ref": "#/x"}, {"type": "string", "pattern": "((("}, {"$ref": "http://a.b/c"}, {"x": "y" * 300_000}]
+)
+def test_a_schema_that_cannot_be_used_is_refused(schema: dict[str, object]) -> None:
+    pytest.importorskip("llguidance")
+    with pytest.raises(ApiError, match="response_format") as caught:
+        schema_grammar(schema)
+    assert caught.value.status == 400 and "\n" not in str(caught.value)
+
+
+def test_a_client_above_its_rate_waits() -> None:
+    rate = RateLimit(60)
+    for _ in range(60):
+        rate.take("a", 100.0)
+    with pytest.raises(ApiError) as caught:
+        rate.take("a", 100.5)
+    assert caught.value.status == 429 and caught.value.headers() == {"Retry-After": "2"}
+    rate.take("b", 100.5)
+    rate.take("a", 101.1)
+    RateLimit(0).take("a")
+
+
+def test_frames_survive_any_cut() -> None:
+    messages = [("events", [(1, (2, 3), None, None, 0, None)]), "x" * 5000, {"a": 1}]
+    data = b"".join(map(pack, messages))
+    for size in (1, 7, 64, len(data)):
+        reader = FrameReader()
+        assert [one for at in range(0, len(data), size) for one in reader.feed(data[at : at + size])] == messages
+
+
+def test_a_histogram_counts_what_is_below_each_bound() -> None:
+    found = Histogram((0.1, 1.0))
+    for value in (0.05, 0.1, 0.5, 9.0):
+        found.add(value)
+    assert [line.split()[-1] for line in found.lines("x", 'm="a"')] == ["2", "3", "4", "9.650000", "4"]
+
+
+def test_names_of_models_and_adapters(tmp_path) -> None:
+    (tmp_path / "runs" / "my run" / "final").mkdir(parents=True)
+    assert split_model(str(tmp_path / "runs" / "my run" / "final"))[0] == "my-run"
+    assert split_model("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")
+    assert split_model("small=Qwen/Qwen3-0.6B") == ("small", "Qwen/Qwen3-0.6B")
+    assert split_adapter("law=/x/y", ["a"]) == ("a", "law", "/x/y")
+    assert split_adapter("b:law=/x/y", ["a", "b"]) == ("b", "law", "/x/y")
+    for given, models in (("law", ["a"]), ("law=/x", ["a", "b"])):
+        with pytest.raises(ConfigError):
+            split_adapter(given, models)
+
+
+def test_masks_of_all_models_or_of_one() -> None:
+    chosen = ServedModels(
+        ["a", "b"], masks=["b=masks.tsv", "none"], adapter=[], equal_per_layer=False, stream_window=None, stream_sinks=None
+    )
+    assert {name: choice.masks for name, choice in chosen._masks(["a", "b"]).items()} == {"a": "none", "b": "masks.tsv"}
