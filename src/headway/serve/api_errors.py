@@ -1,4 +1,4 @@
-"""What a client is told when a request fails: a status and OpenAI's error object. Never a traceback.
+"""What a client gets when a request fails: a status and OpenAI's error object. Never a traceback.
 
 {"error": {"message": "...", "type": "invalid_request_error", "param": "max_tokens", "code": null}}
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from headway.infer.engine.request import EngineRequest
 from headway.infer.engine.text import RequestText
@@ -36,16 +36,10 @@ class ClientGone(Exception):
     """The client closed its connection; nobody waits for an answer."""
 
 
-class Ended(Protocol):
-    """Receives a request that has ended."""
-
-    def __call__(self, request: ServedRequest) -> None: ...
-
-
 class ServedRequest:
     """A request while it is answered. A context: at its end nothing is left in the engine."""
 
-    def __init__(self, model: ServedModel, metrics: ServeMetrics, seconds: float, ended: Ended) -> None:
+    def __init__(self, model: ServedModel, metrics: ServeMetrics, seconds: float, ended: Callable[[ServedRequest], object]) -> None:
         self.model, self.metrics, self._ended = model, metrics, ended
         self.started = time.monotonic()
         self.mailbox = Mailbox()
