@@ -235,6 +235,39 @@ def more_tensor_trials() -> list[LayoutTrial]:
     ]
 
 
+def expert_trials() -> list[LayoutTrial]:
+    """Mixtures of experts on every axis they have."""
+    balanced = {"num": 4, "per_token": 2, "ffn_size": 24, "shared_ffn_size": 16, "aux_loss": 0.1, "z_loss": 1e-2}
+    mixture = PLAIN.with_(experts=balanced)
+    step = PLAIN.with_(experts={**balanced, "aux_scope": "step", "aux_layers": "pooled", "normalize": False})
+    biased = PLAIN.with_(experts={**balanced, "aux_loss": 0.0, "bias_rate": 0.02, "router": "sigmoid", "first_dense": 1})
+    tensor = {"tensor": 2}
+    return [
+        trial("experts, ddp, loss of each row", 2, {"zero1": {"size": 1}}, config=mixture, micro=4),
+        trial("experts, zero1, loss of the step", 2, {}, config=step, micro=4),
+        trial("experts, fsdp, bias without a loss", 2, {"strategy": "fsdp"}, config=biased),
+        trial("experts, tensor, loss of each row", 2, tensor, config=mixture),
+        trial("experts, tensor, no sequence, bias", 2, {**tensor, "sequence": False}, config=biased),
+        trial("experts, lora, recomputed, offloaded", 2, tensor, config=mixture, adapter=LORA,
+              memory={"recompute": 1.0, "offload": ["activations", "optimizer"]}),
+        trial("experts, fsdp, selective recompute", 2, {"strategy": "fsdp"}, config=step, memory={"recompute": "selective"}),
+    ]  # fmt: skip
+
+
+def more_expert_trials() -> list[LayoutTrial]:
+    """Axes together, for drills."""
+    experts = {"num": 6, "per_token": 3, "ffn_size": 24, "aux_loss": 0.1, "aux_scope": "step", "bias_rate": 0.01}
+    mixture = PLAIN.with_(experts=experts, tie_embeddings=False)
+    return [
+        trial("experts, tensor x zero1", 4, {"tensor": 2}, config=mixture, micro=4),
+        trial("experts, tensor x fsdp", 4, {"tensor": 2, "strategy": "fsdp"}, config=mixture, micro=4),
+        trial("experts, fsdp of 2, twice", 4, {"strategy": "fsdp", "fsdp": {"size": 2}}, config=mixture, micro=8),
+        trial("experts, tensor, compiled", 2, {"tensor": 2}, config=mixture, compile_blocks=True),
+        trial("experts, dpo", 2, {"tensor": 2}, config=mixture, pairs=True),
+        trial("experts, gates", 2, {"tensor": 2}, config=GATED.with_(experts=experts), objective=SPARSITY),
+    ]
+
+
 def compiled_tensor_trials() -> list[LayoutTrial]:
     """Compiled halves of blocks, whose graphs contain the exchanges."""
     return [

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from headway.errors import CheckpointError, ConfigError
 from headway.export.streamed import LENGTH_BYTES, WIDTHS, StreamedFile
 from headway.infer.load import check_vocabulary, find_model_of_family
-from headway.model.families.base import family_of, published, published_with_code
+from headway.model.families.base import family_of, pieces_of, published, published_with_code
 from headway.model.head_masks.gates_file import write_gates
 from headway.model.layout import GATES, num_parameters, param_specs
 from headway.model.loading.huggingface import CONFIG, INDEX, WEIGHTS
@@ -147,17 +147,31 @@ def _write_shards(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor
 
 def _planned(config: ModelConfig, dtype: Dtype, limit: int) -> list[dict[str, tuple[int, ...]]]:
     """The tensors of each file, under the family's names: as many as fit into a limit, in the order of the model."""
-    family = family_of(config.family)
     files: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
-    for spec in param_specs(config):
-        more = WIDTHS[dtype] * spec.size
+    for name, shape in _their_shapes(config).items():
+        more = WIDTHS[dtype] * prod(shape)
         if files[-1] and size + more > limit:
             files.append({})
             size = 0
-        files[-1][family.to_theirs(spec.name)] = spec.shape
+        files[-1][name] = shape
         size += more
     return files
+
+
+def _their_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the family, in the order of the model."""
+    family = family_of(config.family)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for spec in param_specs(config):
+        pieces = pieces_of(family, spec, config)
+        for piece in pieces:
+            shape = spec.shape[1:] if len(pieces) > 1 else spec.shape
+            if piece.dim is not None:
+                before = shapes.get(piece.name, shape)[piece.dim] if piece.name in shapes else 0
+                shape = tuple(max(before, piece.stop) if dim == piece.dim else n for dim, n in enumerate(shape))
+            shapes[piece.name] = shape
+    return shapes
 
 
 def _completed(config: ModelConfig, target: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -173,14 +187,27 @@ def _completed(config: ModelConfig, target: ModelConfig, weights: Iterable[tuple
 
 
 def _checked(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights under the family's names, every parameter once in its shape."""
-    family = family_of(config.family)
-    shapes = {spec.name: spec.shape for spec in param_specs(config)}
+    """The weights under the family's names, every parameter once in its shape; what is one tensor of theirs waits for its other parts."""
+    import torch
+
+    family, theirs = family_of(config.family), _their_shapes(config)
+    specs = {spec.name: spec for spec in param_specs(config)}
+    waiting: dict[str, dict[int, torch.Tensor]] = {}
     for name, value in weights:
-        shape = shapes.pop(name, None)
-        assert shape == tuple(value.shape), f"{name} has shape {tuple(value.shape)}; the config makes it {shape}"
-        yield family.to_theirs(name), value
-    assert not shapes, f"{next(iter(shapes))} was not given"
+        spec = specs.pop(name, None)
+        shape = None if spec is None else spec.shape
+        assert spec is not None and shape == tuple(value.shape), f"{name} has shape {tuple(value.shape)}; the config makes it {shape}"
+        pieces = pieces_of(family, spec, config)
+        for piece, part in zip(pieces, value if len(pieces) > 1 else (value,), strict=True):
+            if piece.dim is None:
+                yield piece.name, part
+                continue
+            parts = waiting.setdefault(piece.name, {})
+            parts[piece.start] = part
+            if sum(one.shape[piece.dim] for one in parts.values()) == theirs[piece.name][piece.dim]:
+                yield piece.name, torch.cat([parts[start] for start in sorted(parts)], dim=piece.dim)
+                del waiting[piece.name]
+    assert not specs, f"{next(iter(specs))} was not given"
 
 
 def converted(name: str, value: torch.Tensor, dtype: Dtype) -> torch.Tensor:

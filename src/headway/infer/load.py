@@ -325,12 +325,13 @@ def build_frozen_model(config: ModelConfig, weights: Iterable[tuple[str, torch.T
     """
     import torch
 
-    from headway.model.base import build_model
+    from headway.model.base import build_model, keep_wide
 
     config = config.with_(head_gates=None)
     with torch.device("meta"):
         model = build_model(config)
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    keep_wide(model)
     parameters = dict(model.named_parameters())
     for name, value in weights:
         if name != GATES:

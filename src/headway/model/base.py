@@ -23,7 +23,7 @@ from headway.errors import ConfigError
 from headway.kernels.cross_entropy import NLL, Shaping, WeightGradBuffer, linear_nll, linear_scores
 from headway.kernels.vocab_loss import VocabShard
 from headway.model.families.base import STORED, family_of
-from headway.model.layout import ParamSpec
+from headway.model.layout import ROUTER_BIAS, ParamSpec
 
 if TYPE_CHECKING:
     from headway.data.batch import Batch
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from headway.model.config import ModelConfig
     from headway.model.head_gates import GateDraw
     from headway.model.kv_cache import KVCache
+    from headway.model.moe import Routing
     from headway.model.projector import MediaTensors
 
 DecodeStep = Callable[[Tensor, Tensor], Tensor]
@@ -116,6 +117,8 @@ class ModelOut:
     """The head gates as this pass used them, where the model has any."""
     embeddings: Embeddings | None = None
     """The vectors of a model that aligns modalities."""
+    routing: Routing | None = None
+    """What the routers of all mixtures of experts did, [layers,B,...], where the model has any."""
 
     @property
     def hidden(self) -> Tensor:
@@ -148,6 +151,10 @@ class Model(nn.Module, ABC):
 
     def begin_step(self) -> None:
         """Called once before the passes of a step: read from the device what the host must know during them."""
+
+    def balance(self, load: Tensor, keep: Tensor) -> None:
+        """Called after an update with the load of the experts of all mixtures over the whole step, [layers,E]; `keep` is 0 if the update
+        was skipped, else 1. A model that balances experts without a loss changes its biases."""
 
     @abstractmethod
     def blocks(self) -> Mapping[str, nn.Module]:
@@ -224,6 +231,13 @@ def build_model(config: ModelConfig) -> Model:
         if build is not None:
             return build(config)
     return Transformer(config)
+
+
+def keep_wide(model: nn.Module) -> None:
+    """Give the balancing biases of routers back the fp32 that `model.to(dtype)` took: they move by less than bf16 can tell apart."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(ROUTER_BIAS):
+            parameter.data = parameter.data.float()
 
 
 MAX_VARIANTS = 64

@@ -7,6 +7,7 @@ from pydantic import field_validator, model_validator
 
 from headway.config.section import Section, setting
 from headway.model.aligner_config import AlignerConfig
+from headway.model.experts_config import ExpertsConfig
 from headway.model.media_shape import MediaShape
 from headway.model.presets import PRESETS
 
@@ -78,6 +79,7 @@ class ModelConfig(Section):
     sliding_window: int | None = setting(None, "Tokens a query sees, including itself; null = all.", gt=0)
     window_layers: tuple[int, ...] | None = setting(None, "Layers the sliding window applies to; null = all.")
     attention_softcap: float | None = setting(None, "Attention scores s become softcap * tanh(s / softcap); null = unchanged.", gt=0)
+    experts: ExpertsConfig | None = setting(None, "Mixtures of experts in place of feed-forward layers; null = none.")
     dropout: float = setting(0.0, "Dropout on the output of attention and feed-forward.", ge=0, lt=1)
     embed_grad_scale: float = setting(1.0, "The embedding's gradient is multiplied by this.", ge=0)
     head_gates: HeadGatesConfig | None = setting(
@@ -131,7 +133,8 @@ class ModelConfig(Section):
     def _fits(self) -> "ModelConfig":
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads is {self.num_heads}; it must divide hidden_size={self.hidden_size}, or give head_dim")
-        widest = max(self.hidden_size, self.ffn_size, self.vocab_size or 0, self.num_heads * self.head_size)
+        ffn = max(self.ffn_size, 0 if self.experts is None else self.expert_size * self.experts.num, getattr(self.experts, "shared_ffn_size", 0))
+        widest = max(self.hidden_size, ffn, self.vocab_size or 0, self.num_heads * self.head_size)
         if self.hidden_size * widest > MAX_ELEMENTS or self.num_layers > MAX_LAYERS:
             raise ValueError(
                 f"hidden_size is {self.hidden_size}, its widest matrix {widest}, num_layers {self.num_layers}; "
@@ -150,6 +153,10 @@ class ModelConfig(Section):
                 raise ValueError(f"{key} holds {too_high[0]}; layers go from 0 to {self.num_layers - 1}")
         if self.window_layers is not None and self.sliding_window is None:
             raise ValueError("window_layers is given without sliding_window; give sliding_window too")
+        if self.experts is not None and "num_layers" in self.model_fields_set and not any(map(self.is_mixture, range(self.num_layers))):
+            raise ValueError(f"experts leaves none of the num_layers={self.num_layers} layers a mixture; lower first_dense or every")
+        if self.experts is not None and self.ffn_bias:
+            raise ValueError("experts is given with ffn_bias=true; experts have no biases. Use ffn_bias false")
         if self.head_gates is not None and self.sliding_window is not None:
             raise ValueError(f"head_gates is given with sliding_window={self.sliding_window}; gates need heads that see the full context")
         if self.head_gates is not None and self.attention_softcap is not None:
@@ -184,6 +191,16 @@ class ModelConfig(Section):
         """Rows of the embedding; known once the tokenizer is."""
         assert self.vocab_size is not None, "vocab_size is resolved before a model is built"
         return self.vocab_size
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether a layer's feed-forward is a mixture of experts."""
+        return self.experts is not None and self.experts.is_mixture(layer)
+
+    @property
+    def expert_size(self) -> int:
+        """Inner width of one expert."""
+        assert self.experts is not None, "only a mixture has experts"
+        return self.ffn_size if self.experts.ffn_size is None else self.experts.ffn_size
 
     def window_of(self, layer: int) -> int | None:
         """The sliding window of one layer, or None for full causal attention."""

@@ -1,6 +1,6 @@
 """How much arithmetic a token of training needs: the shapes of all parameters and the names of those that train come in, FLOPs go out.
 
-forward               2 a weight of every matrix the token passes
+forward               2 a weight of every matrix the token passes; of stacked experts, those it is routed to
 gradient of inputs    2 a weight, for the matrices behind the first parameter that trains; nothing before it needs one
 gradient of weights   2 a weight, for the matrices that train
 
@@ -16,12 +16,12 @@ from math import prod
 
 from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.config import ModelConfig
-from headway.model.layout import EMBEDDING, GATES, HEAD, param_specs
+from headway.model.layout import EMBEDDING, GATES, HEAD, active_share, param_specs
 
 CORE = 3
 SLOTS = {
     "input_layernorm": 0, "q_proj": 1, "k_proj": 1, "v_proj": 1, "q_norm": 2, "k_norm": 2, "o_proj": 4, "post_attention_layernorm": 5,
-    "gate_proj": 6, "up_proj": 6, "down_proj": 7,
+    "gate": 6, "gate_proj": 6, "up_proj": 6, "down_proj": 7,
 }  # fmt: skip
 """Where in its block the forward meets a parameter; attention itself is at CORE."""
 Depth = tuple[int, int]
@@ -57,15 +57,15 @@ def token_flops(
     )
     training = set(shapes) if training is None else set(training) & {name for name in shapes if _is_of_model(name)}
     first = min((_depth(name, config) for name in training), default=(config.num_layers, CORE))
-    matrices = 0
+    matrices = 0.0
     for name, shape in shapes.items():
         is_head = name == HEAD or (name == EMBEDDING and config.tie_embeddings)
-        if len(shape) != 2 or name == GATES or not _is_of_model(name) or (name == EMBEDDING and not is_head):
+        if len(shape) < 2 or name == GATES or not _is_of_model(name) or (name == EMBEDDING and not is_head):
             continue
         depth = (config.num_layers, 1) if is_head else _depth(name, config)
         # What goes into B comes from A, which trains.
         needs_inputs = first < depth or (name.endswith("lora_B.weight") and name.replace("lora_B", "lora_A") in training)
-        matrices += prod(shape) * (2 + 2 * needs_inputs + 2 * (name in training))
+        matrices += active_share(config, shape) * prod(shape) * (2 + 2 * needs_inputs + 2 * (name in training))
     passed = sum(first < (layer, CORE) for layer in range(config.num_layers))
     attention = 4 * (config.num_layers + 2 * passed) * config.num_heads * config.head_size * seq_len
     return TokenFlops(matrices, attention)

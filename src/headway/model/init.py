@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headway.model.layout import DECIDED, GATES
+from headway.model.layout import DECIDED, GATES, ROUTER_BIAS
 from headway.model.media_shape import PROJECTOR
 from headway.runtime.seed import derive
 
@@ -48,5 +48,7 @@ def initial_value(name: str, shape: Sequence[int], config: ModelConfig, seed: in
     if name.startswith(PROJECTOR) and name.endswith("weight"):
         bound = shape[1] ** -0.5  # as torch initializes a linear: features have any scale
         return torch.empty(*shape, device="cpu").uniform_(-bound, bound, generator=generator)
+    if name.endswith(ROUTER_BIAS):
+        return torch.zeros(*shape, device="cpu")
     std = config.init_std / (2 * config.num_layers) ** 0.5 if name.endswith(TO_THE_STREAM) else config.init_std
     return torch.empty(*shape, device="cpu").normal_(0.0, std, generator=generator)

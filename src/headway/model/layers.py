@@ -16,6 +16,7 @@ from headway.model.rope import rotate
 
 if TYPE_CHECKING:
     from headway.model.config import ModelConfig
+    from headway.model.moe import MixtureOfExperts
 
 
 class RMSNorm(nn.Module):
@@ -121,8 +122,12 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def build_mlp(config: ModelConfig, layer: int) -> FeedForward:
+def build_mlp(config: ModelConfig, layer: int) -> FeedForward | MixtureOfExperts:
     """The feed-forward of one layer."""
+    if config.is_mixture(layer):
+        from headway.model.moe import MixtureOfExperts
+
+        return MixtureOfExperts(config)
     return FeedForward(config)
 
 

@@ -3,8 +3,9 @@
     split        dim    parameters
     column        0     q, k, v, gate, up and their biases: each rank computes some of the outputs
     row           1     o, down: each rank sums over some of the inputs
+    (of stacked experts, [experts, out, in], each dim is one higher: a rank has a part of every expert)
     vocab         0     embedding and head: each rank has some of the tokens
-    replicated    -     norms, biases added after a sum, everything of media inputs
+    replicated    -     norms, routers, biases added after a sum, everything of media inputs
 
 Imports without torch.
 """
@@ -24,6 +25,10 @@ GATES = "head_gates.log_alpha"
 """Gates stay whole and fp32 on every rank, for any dtype of the weights."""
 DECIDED = 10.0
 """log_alpha of a gate that is decided: +10 full, -10 streaming."""
+STACKED = 3
+"""Dims of a matrix that is stacked over experts."""
+ROUTER_BIAS = "e_score_correction_bias"
+"""Last part of the name of the bias by which a router balances experts without a loss; fp32 and whole on every rank, never trained."""
 SPLIT_DIM: dict[Split, int | None] = {"column": 0, "row": 1, "vocab": 0, "replicated": None}
 
 
@@ -46,7 +51,8 @@ class ParamSpec:
     @property
     def split_dim(self) -> int | None:
         """The dim along which it may be split."""
-        return SPLIT_DIM[self.split]
+        dim = SPLIT_DIM[self.split]
+        return dim + 1 if dim is not None and len(self.shape) == STACKED else dim
 
     @property
     def size(self) -> int:
@@ -80,9 +86,27 @@ def _block(config: ModelConfig, layer: int) -> list[ParamSpec]:
             specs.append(ParamSpec(f"{at}self_attn.{name}.weight", (head,), "replicated", layer))
     specs += _linear(at + "self_attn.o_proj", (width, queries), "row", layer, bias=config.output_bias, unit=head)
     specs += _norm(config, at + "post_attention_layernorm", layer)
+    return specs + (_mixture if config.is_mixture(layer) else _feed_forward)(config, at + "mlp.", layer, ffn)
+
+
+def _feed_forward(config: ModelConfig, at: str, layer: int, ffn: int) -> list[ParamSpec]:
+    width, specs = config.hidden_size, list[ParamSpec]()
     for name in ("gate_proj", "up_proj"):
-        specs += _linear(f"{at}mlp.{name}", (ffn, width), "column", layer, bias=config.ffn_bias)
-    return specs + _linear(at + "mlp.down_proj", (width, ffn), "row", layer, bias=config.ffn_bias)
+        specs += _linear(at + name, (ffn, width), "column", layer, bias=config.ffn_bias)
+    return specs + _linear(at + "down_proj", (width, ffn), "row", layer, bias=config.ffn_bias)
+
+
+def _mixture(config: ModelConfig, at: str, layer: int, _ffn: int) -> list[ParamSpec]:
+    assert config.experts is not None
+    num, width, ffn = config.experts.num, config.hidden_size, config.expert_size
+    specs = [ParamSpec(at + "gate.weight", (num, width), "replicated", layer)]
+    if config.experts.bias_rate is not None:
+        specs.append(ParamSpec(f"{at}gate.{ROUTER_BIAS}", (num,), "replicated", layer))
+    for name in ("gate_proj", "up_proj"):
+        specs.append(ParamSpec(f"{at}experts.{name}.weight", (num, ffn, width), "column", layer))
+    specs.append(ParamSpec(at + "experts.down_proj.weight", (num, width, ffn), "row", layer))
+    shared = config.experts.shared_ffn_size
+    return specs + (_feed_forward(config, at + "shared_experts.", layer, shared) if shared else [])
 
 
 def _norm(config: ModelConfig, name: str, stage: Stage) -> list[ParamSpec]:
@@ -102,3 +126,13 @@ def _linear(name: str, shape: tuple[int, int], split: Split, stage: Stage, *, bi
 def num_parameters(config: ModelConfig) -> int:
     """All parameters, a tied matrix counted once."""
     return sum(spec.size for spec in param_specs(config))
+
+
+def active_share(config: ModelConfig, shape: tuple[int, ...]) -> float:
+    """The part of a parameter that one token passes: a few of stacked experts, all of everything else."""
+    return 1.0 if config.experts is None or len(shape) != STACKED else config.experts.per_token / config.experts.num
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """The parameters that one token passes, a tied matrix counted once."""
+    return round(sum(spec.size * active_share(config, spec.shape) for spec in param_specs(config)))

@@ -26,8 +26,9 @@ from headway.kernels.head_mix import mix_heads
 from headway.model.adapter.lora import AdaptedLinear
 from headway.model.base import AttentionCore, Compiler, DecodeStep, LayerSplit, LMHead, Model, ModelOut
 from headway.model.head_gates import HeadGates
-from headway.model.layers import Attention, build_mlp, build_norm, dropout
+from headway.model.layers import Attention, FeedForward, build_mlp, build_norm, dropout
 from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
+from headway.model.moe import Routing, counted_tokens, stack_routings
 from headway.model.projector import MediaEmbedder, MediaTensors, build_aligner
 from headway.model.rope import Rotation
 
@@ -93,14 +94,23 @@ class Block(nn.Module):
         """Everything up to the attention core: q [B,T,H,hd], k and v [B,T,KV,hd]."""
         return self.self_attn.project(self.enter(self.input_layernorm(x)), cos, sin)
 
-    def after(self, x: Tensor, o: Tensor) -> Tensor:
-        """Everything after the attention core, from the block's input and o [B,T,H,hd]."""
+    def after(self, x: Tensor, o: Tensor, counted: Tensor | None = None) -> Tensor | tuple[Tensor, Routing]:
+        """Everything after the attention core, from the block's input and o [B,T,H,hd]. A mixture that is given the tokens that count,
+        [B,T], also says what its router did with them."""
         x = x + self._dropped(self.leave(self.self_attn.output(o)))
-        return x + self._dropped(self.leave(self.mlp(self.enter(self.post_attention_layernorm(x)))))
+        normed = self.enter(self.post_attention_layernorm(x))
+        if counted is None or isinstance(self.mlp, FeedForward):
+            return x + self._dropped(self.leave(self.mlp(normed)))
+        out, routing = self.mlp.route(normed, counted)
+        assert routing is not None
+        return x + self._dropped(self.leave(out)), routing
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask, counted: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Routing]:
         q, k, v = self.before(x, cos, sin)
-        return self.after(x, self.core(q, k, v, mask, window=self.window))
+        o = self.core(q, k, v, mask, window=self.window)
+        return self.after(x, o) if counted is None or isinstance(self.mlp, FeedForward) else self.after(x, o, counted)
 
     def _dropped(self, x: Tensor) -> Tensor:
         return self.drop(x, self.dropout) if self.dropout and self.training else x
@@ -139,6 +149,8 @@ class Transformer(Model):
         self._vocab: VocabShard | None = None
         self._prefill_halves: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         """Compiled halves of every block, for many tokens that go into a cache."""
+        self._counts_routing = True
+        """Whether gradients of what routers did count on this rank; ranks that share the layers compute the same."""
         self._log_alpha: Tensor | None = None
         """The head gates on the host, as of the beginning of the step."""
 
@@ -146,7 +158,9 @@ class Transformer(Model):
         """Head gates are sampled with the noise of a seed; without one they are settled."""
         mask, draw = self._mask(batch, seed)
         media = MediaTensors.of(batch, self.config.media)
-        return self._output(self(batch.tokens, batch.position, mask, media=media), draw)
+        counted = None if self.config.experts is None else counted_tokens(batch)
+        found = self(batch.tokens, batch.position, mask, media=media, counted=counted)
+        return self._output(found, draw) if isinstance(found, Tensor) else self._output(found[0], draw, found[1])
 
     def forward_stage(self, batch: Batch, stream: Tensor | None, layers: range, seed: int | None = None) -> Tensor | ModelOut:
         """Every stage draws the gates of all layers, from the same seed."""
@@ -164,8 +178,10 @@ class Transformer(Model):
         draw = self.head_gates.draw(self._log_alpha, seed)
         return replace(mask, mix=draw.mix), draw
 
-    def _output(self, hidden: Tensor, draw: GateDraw | None) -> ModelOut:
-        return ModelOut(LMHead(hidden, self.head_weight, self.chunk_tokens, self.head_grad_buffer, self._vocab), draw)
+    def _output(self, hidden: Tensor, draw: GateDraw | None, routing: Routing | None = None) -> ModelOut:
+        if routing is not None and not self._counts_routing:
+            routing = routing._replace(probability=routing.probability.detach(), z=routing.z.detach())
+        return ModelOut(LMHead(hidden, self.head_weight, self.chunk_tokens, self.head_grad_buffer, self._vocab), draw, routing=routing)
 
     def keep_layers(self, layers: Collection[int], *, first: bool, last: bool) -> None:
         """The layers are keyed by their numbers, so those that stay keep their names."""
@@ -183,6 +199,12 @@ class Transformer(Model):
     def begin_step(self) -> None:
         """Copy the head gates to the host. That waits for the last update, so it is done once per step."""
         self._log_alpha = None if self.head_gates is None else self.head_gates()
+
+    def balance(self, load: Tensor, keep: Tensor) -> None:
+        """Move the routers' biases against the load of each mixture."""
+        mixtures = [block.mlp for block in self.blocks().values() if not isinstance(block.mlp, FeedForward)]
+        for mlp, of_layer in zip(mixtures, load, strict=True):
+            mlp.balance(of_layer, keep)
 
     def blocks(self) -> Mapping[str, Block]:
         """The layers, by their parameters' prefix."""
@@ -227,15 +249,22 @@ class Transformer(Model):
         mask: AttentionMask | None,
         cache: KVCache | None = None,
         media: MediaTensors | None = None,
-    ) -> Tensor:
-        """Hidden [B,T,D] after the final norm. Tokens that continue what a cache holds need no mask: each row is one document."""
+        counted: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Routing]:
+        """Hidden [B,T,D] after the final norm. Tokens that continue what a cache holds need no mask: each row is one document.
+
+        With `counted` tokens [B,T], also what the routers of all mixtures did with them: [layers,B,...]."""
         assert cache is None or (mask is None) == (not cache.is_empty)
         x = self.embed(tokens, media)
         cos, sin = self.rotation(position)
+        routings: list[Routing] = []
         for layer, block in enumerate(self.blocks().values()):
             if cache is None:
                 assert mask is not None
-                x = block(x, cos, sin, mask)
+                x = block(x, cos, sin, mask) if counted is None else block(x, cos, sin, mask, counted)
+                if not isinstance(x, Tensor):
+                    x, routing = x
+                    routings.append(routing)
             else:
                 before, after = self._prefill_halves.get(layer, (block.before, block.after))
                 q, k, v = before(x, cos, sin)
@@ -243,7 +272,8 @@ class Transformer(Model):
                 x = after(x, cache.attend(layer, q, k, v, position, whole))
         if cache is not None:
             cache.advance(tokens.shape[1])
-        return self.model.norm(x)
+        hidden = self.model.norm(x)
+        return (hidden, stack_routings(routings)) if routings else hidden
 
     def use_attention(self, backend: str) -> None:
         """Compute attention with one backend in every layer."""
@@ -262,6 +292,7 @@ class Transformer(Model):
         self._vocab = split.vocab
         if self.projector is not None:
             self.projector.own_tokens = split.own_tokens
+        self._counts_routing = split.is_first
         if self.head_gates is not None:
             self.head_gates.heads, self.head_gates.counts = split.heads, split.is_first
         for block in self.blocks().values():

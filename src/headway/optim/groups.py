@@ -23,7 +23,7 @@ from math import prod
 
 from headway.errors import ConfigError
 from headway.kernels.packed_layout import form_of, plain_name
-from headway.model.layout import GATES
+from headway.model.layout import GATES, ROUTER_BIAS
 from headway.model.media_shape import ALIGNER, PROJECTOR
 from headway.objective.base import ParameterRule
 from headway.optim.base import GroupRule, Hyper, OptimConfig
@@ -102,7 +102,7 @@ def count(patterns: Sequence[str], shapes: Shapes) -> list[Count]:
 
 def trainable(shapes: Shapes, freeze: Sequence[str], train: Sequence[str]) -> set[str]:
     """The names that train: all but the frozen ones, or only those of `train`. With adapters: adapters, gates, the objective, the projector
-    of media, `train`. What comes from phase 1 (aligner.*) never trains."""
+    of media, `train`. What comes from phase 1 (aligner.*) never trains, nor does a router's balancing bias."""
     if freeze and train:
         raise ConfigError("freeze and train are both set; they are opposites. Keep one of them.")
     packed = {plain_name(name) for name in shapes if form_of(name) is not None}
@@ -124,7 +124,7 @@ def trainable(shapes: Shapes, freeze: Sequence[str], train: Sequence[str]) -> se
         names = updates.union(extra, *beside) - select(freeze, shapes, "freeze")
     else:
         names = select(train, shapes, "train") if train else set(shapes) - select(freeze, shapes, "freeze")
-    names = {name for name in names if not name.startswith(ALIGNER)}
+    names = {name for name in names if not name.startswith(ALIGNER) and not name.endswith(ROUTER_BIAS)}
     if not names:
         raise ConfigError(f"freeze is {list(freeze)}; no parameter is left to train. Freeze less.")
     return names
@@ -145,7 +145,7 @@ class ParamGroup:
 
 def is_wide(name: str) -> bool:
     """Whether a parameter is always fp32 and, with fsdp, whole on every rank."""
-    return name.startswith(OBJECTIVE) or name == GATES
+    return name.startswith(OBJECTIVE) or name == GATES or name.endswith(ROUTER_BIAS)
 
 
 def make_groups(config: OptimConfig, shapes: Shapes, training: set[str], rules: Sequence[ParameterRule] = ()) -> list[ParamGroup]:

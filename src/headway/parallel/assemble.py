@@ -17,6 +17,7 @@ from headway.kernels.fp8 import MULTIPLE, Scaling, convert
 from headway.model.adapter.lora import adapt, pack_linears
 from headway.model.base import Model, build_model, compile_method
 from headway.model.layout import GATES
+from headway.objective.balance import with_balance
 from headway.objective.base import Objective
 from headway.optim.groups import OBJECTIVE, ParamGroup, make_groups, trainable
 from headway.parallel.base import needs_gradient
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 def assemble(spec: EngineSpec) -> FlatEngine | FsdpEngine:
     """Make the engine of this rank; its parameters are still zero."""
     spec.parallel.check(spec.ranks.mesh, str(spec.dtype).removeprefix("torch."))
-    model, objective = meta_model(spec), spec.objective.build()
+    model, objective = meta_model(spec), with_balance(spec.objective.build(), spec.model)
     groups = group_parameters(model, objective, spec)
     part = keep_stages(model, objective, groups, spec)
     local = replace(split_model(model, spec), part=part)
@@ -52,6 +53,8 @@ def meta_model(spec: EngineSpec) -> Model:
     with torch.device("meta"):
         model = build_model(spec.model)
         if spec.fp8 is not None:
+            if spec.model.experts is not None:
+                raise ConfigError("precision is 'fp8' and model.experts is given; experts compute in bf16. Use precision bf16.")
             convert_to_fp8(model, spec.fp8)
         if spec.adapter is not None:
             adapt(model, spec.adapter, spec.adapter.modules(spec.model))

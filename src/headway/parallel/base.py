@@ -207,6 +207,8 @@ class BaseEngine(ABC):
         norm, guard, overflow = clip_guard(square.sqrt().float().to(device), self.spec.optim.clip, scale, skip)
         self._step(hypers, guard)
         self.skipped += guard.found_inf
+        if self.passes.expert_load is not None:
+            self.model.balance(self.passes.expert_load, 1 - guard.found_inf)
         if self.scaler is not None:
             self.scaler.update(overflow)
         return Update(norm, guard.found_inf, scale)

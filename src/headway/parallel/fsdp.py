@@ -273,10 +273,11 @@ def shard_model(model: Model, spec: EngineSpec) -> None:
     param_dtype = None if spec.dtype == torch.float32 else spec.dtype
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=DTYPES[spec.parallel.reduce_dtype], cast_forward_inputs=False)
     mesh = _device_mesh(spec.ranks, spec.device.type)
+    whole = {parameter for name, parameter in model.named_parameters() if is_wide(name)} or None
+    again = spec.parallel.fsdp.reshard_after_forward
     for block in model.blocks().values():
-        fully_shard(block, mesh=mesh, reshard_after_forward=spec.parallel.fsdp.reshard_after_forward, mp_policy=policy)
-    whole = {parameter for name, parameter in model.named_parameters() if is_wide(name)}
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole or None)
+        fully_shard(block, mesh=mesh, reshard_after_forward=again, mp_policy=policy, ignored_params=whole)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=whole)
     model.to_empty(device=spec.device)
     with torch.no_grad():
         for parameter in model.parameters():

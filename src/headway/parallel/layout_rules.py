@@ -77,6 +77,14 @@ def _pipeline(case: LayoutCase) -> Iterator[str]:
         )
 
 
+def _experts(case: LayoutCase) -> Iterator[str]:
+    if case.model.experts is None:
+        return
+    for axis, size in (("pipeline", case.parallel.pipeline), ("context", case.parallel.context)):
+        if size > 1:
+            yield f"parallel.{axis} is {size} and model.experts is given; mixtures of experts have no {axis} axis. Use {axis} 1."
+
+
 def _tensor(case: LayoutCase) -> Iterator[str]:
     parallel = case.parallel
     shape = LayoutShape(case.model, case.seq_len)
@@ -135,4 +143,4 @@ def _packed(case: LayoutCase) -> Iterator[str]:
         )
 
 
-RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (_pipeline, _tensor, _context, _packed)
+RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (_experts, _pipeline, _tensor, _context, _packed)

@@ -85,6 +85,7 @@ def broken_sizes(layout: Layout, case: LayoutShape) -> Iterator[str]:
     """Every rule that a layout breaks, as a sentence without its remedy."""
     yield from _sizes(layout)
     yield from broken_tensor(layout, case)
+    yield from _experts(layout, case)
     yield from _pipeline(layout, case)
     yield from _context(layout, case)
 
@@ -106,7 +107,7 @@ def broken_tensor(layout: Layout, case: LayoutShape) -> Iterator[str]:
     if size == 1:
         return
     is_set = f"parallel.tensor is {size}; it must divide"
-    for name, value in (("num_heads", model.num_heads), ("ffn_size", model.ffn_size)):
+    for name, value in (("num_heads", model.num_heads), *_widths(model)):
         if value % size:
             yield f"{is_set} model.{name}={value}"
     if model.kv_heads % size and size % model.kv_heads:
@@ -116,6 +117,23 @@ def broken_tensor(layout: Layout, case: LayoutShape) -> Iterator[str]:
         yield f"{is_set} data.seq_len={case.seq_len}{of}, since parallel.sequence splits tokens (false does not)"
     if (model.vocab_size or size) < size:
         yield f"parallel.tensor is {size}; every rank needs a row of model.vocab_size={model.vocab_size}"
+
+
+def _widths(model: ModelConfig) -> Iterator[tuple[str, int]]:
+    """The inner widths of feed-forward layers and experts, by setting."""
+    experts, layers = model.experts, range(model.num_layers)
+    if not all(map(model.is_mixture, layers)) or experts is None:
+        yield "ffn_size", model.ffn_size
+    if experts is not None:
+        yield "experts.ffn_size", model.expert_size
+        yield "experts.shared_ffn_size", experts.shared_ffn_size
+
+
+def _experts(layout: Layout, case: LayoutShape) -> Iterator[str]:
+    if case.model.experts is not None:
+        for axis, size in (("pipeline", layout.pipeline), ("context", layout.context)):
+            if size > 1:
+                yield f"parallel.{axis} is {size} and model.experts is given; mixtures of experts have no {axis} axis"
 
 
 def _pipeline(layout: Layout, case: LayoutShape) -> Iterator[str]:

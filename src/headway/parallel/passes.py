@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headway.data.batch import Batch, StepBatch
 from headway.model.base import Model, ModelOut
+from headway.objective.balance import LOAD, StepBalanced
 from headway.objective.base import MetricSums, Objective, StepInfo, StepObjective
 from headway.parallel.collectives import DifferentiableCollectives
 from headway.parallel.context import part_of
@@ -28,6 +29,8 @@ class Passes:
         model.chunk_tokens = spec.chunk_tokens
         self.waits_in_layers = self.ranks.context.size * self.ranks.tensor.size > 1
         """Whether ranks exchange something inside each layer, so that all of them take as long as the slowest."""
+        self.expert_load: Tensor | None = None
+        """Tokens of each expert in the last step over all ranks, [mixtures, E], where the model has experts."""
 
     def backward(self, batch: StepBatch, at: StepInfo, scale: Tensor | None, before_last: Callable[[], None]) -> StepResult:
         """Back-propagate every microbatch's share of the step's loss, times `scale`; the result is still this rank's part."""
@@ -35,7 +38,8 @@ class Passes:
         loss = torch.zeros((), dtype=torch.float32, device=self.spec.device)
         sums: MetricSums = {}
         last = len(batch.microbatches) - 1
-        totals = {**batch.totals, "microbatches": float(len(batch.microbatches) * self.ranks.reduce.size)}
+        totals = {**batch.totals, "tokens": float(batch.stats.tokens), "step": 1.0}
+        totals["microbatches"] = float(len(batch.microbatches) * self.ranks.reduce.size)
         self.model.begin_step()
         microbatches, at = self._surveyed(batch.microbatches, at, batch.first_microbatch)
         window: list[DeviceTimestamp] = []
@@ -100,7 +104,7 @@ class Passes:
     def _surveyed(self, batches: Iterable[Batch], at: StepInfo, first: int) -> tuple[Iterable[Batch], StepInfo]:
         """Microbatches on the device. Where a loss couples the rows of a whole step, a pass without gradients comes first."""
         moved = map(self._moved, batches)
-        if not isinstance(self.objective, StepObjective):
+        if not isinstance(self.objective, StepObjective) or (not at.training and isinstance(self.objective, StepBalanced)):
             return moved, at
         batches = list(moved)
         if len(batches) * self.ranks.reduce.size == 1:
@@ -126,6 +130,11 @@ class Passes:
     @torch.no_grad()
     def over_ranks(self, result: StepResult) -> StepResult:
         """Add loss and metric sums over all ranks, in one exchange."""
+        result = self._summed(result)
+        self.expert_load = result.metrics[LOAD][0] if LOAD in result.metrics else None
+        return result
+
+    def _summed(self, result: StepResult) -> StepResult:
         if self.ranks.reduce.size == 1:
             return result
         tensors = [result.loss] + [part for pair in result.metrics.values() for part in pair]

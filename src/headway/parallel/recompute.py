@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from headway.kernels.grouped import GROUPED
 from headway.kernels.packed_weight import PRODUCT
 
 
@@ -56,7 +57,8 @@ def recompute_whole(block: nn.Module, *, is_random: bool) -> None:
 def _kept() -> frozenset[Any]:
     """Operations whose results are worth more than their bytes."""
     aten = torch.ops.aten
-    return frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default, PRODUCT))
+    plain = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default)
+    return frozenset((*plain, aten._grouped_mm.default, GROUPED, PRODUCT))
 
 
 def _policy(compiled: bool, _context: object, operation: Any, *_inputs: object, **_options: object) -> CheckpointPolicy:

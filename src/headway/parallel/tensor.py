@@ -26,7 +26,7 @@ from headway.kernels.fp8 import MULTIPLE, Fp8Linear, LinearSplit
 from headway.kernels.vocab_loss import VocabShard
 from headway.model.adapter.config import PARTS
 from headway.model.adapter.lora import AdaptedLinear
-from headway.model.base import LayerSplit, Model, build_model
+from headway.model.base import LayerSplit, Model, build_model, keep_wide
 from headway.model.config import ModelConfig
 from headway.model.layout import GATES, ParamSpec
 from headway.model.media_shape import PROJECTOR
@@ -68,6 +68,7 @@ def build_frozen_part(spec: EngineSpec, weights: Iterable[tuple[str, Tensor]]) -
         model = build_model(spec.model)
     boxes = split_model(model, spec).boxes
     model = model.to(spec.dtype).to_empty(device=spec.device).eval().requires_grad_(False)
+    keep_wide(model)
     parameters = dict(model.named_parameters())
     for name, value in weights:
         if name != GATES:

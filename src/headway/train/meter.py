@@ -19,6 +19,7 @@ from headway.data.batch import StepBatch
 from headway.diagnose.slow_ranks import RankTimes
 from headway.model.config import ModelConfig
 from headway.model.flops import TokenFlops
+from headway.objective.balance import LOAD, load_metrics, load_ratios
 from headway.objective.base import MetricSums
 from headway.parallel.engine import DeviceTimestamp, StepResult, Update
 from headway.runtime.machine import gpu_load, peak_flops, resident_bytes
@@ -69,10 +70,11 @@ class MeterSetup:
 
 @dataclass(frozen=True)
 class MetricLayout:
-    """A metric in the flat tensor of a step: a sum and a weight, or one of each per source."""
+    """A metric in the flat tensor of a step: a sum and a weight, or one of each per source or expert."""
 
     name: str
     num_sources: int | None = None
+    shape: tuple[int, ...] = ()
 
 
 @dataclass
@@ -230,6 +232,7 @@ def short_names(paths: tuple[str, ...]) -> tuple[str, ...]:
 def means(sums: MetricSums) -> dict[str, Any]:
     """Metric sums of a validation as means; `nll` becomes `loss`, `perplexity` and `tokens`."""
     result: dict[str, Any] = {name: float(total) / max(float(weight), 1.0) for name, (total, weight) in sums.items() if total.dim() == 0}
+    result |= load_metrics(sums)
     if "nll" in result:
         result["loss"] = result.pop("nll")
         result["perplexity"] = math.exp(min(result["loss"], 700.0))
@@ -242,7 +245,7 @@ def _flatten(result: StepResult, update: Update) -> tuple[list[MetricLayout], li
     tensors = [result.loss, update.norm, update.skipped, update.loss_scale, verdict]
     metrics: list[MetricLayout] = []
     for name, (total, weight) in result.metrics.items():
-        metrics.append(MetricLayout(name, total.numel() if total.dim() else None))
+        metrics.append(MetricLayout(name, total.numel() if total.dim() else None, tuple(total.shape)))
         tensors += [total, weight]
     return metrics, tensors
 
@@ -256,6 +259,10 @@ def _divide(pending: Pending, source_names: tuple[str, ...]) -> dict[str, Any]:
         sums, weights = list(islice(values, size)), list(islice(values, size))
         if metric.num_sources is None:
             record[metric.name] = sums[0] / weights[0] if weights[0] else None
+            continue
+        if metric.name == LOAD:
+            width = metric.shape[1]
+            record |= load_ratios([sums[start : start + width] for start in range(0, size, width)])
             continue
         prefix = metric.name.removesuffix("/source").replace("nll", "loss")
         for source, total, weight in zip(source_names[:size], sums, weights, strict=True):

@@ -23,7 +23,7 @@ WRITABLE = {"llama": {}, "mistral": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"
 
 
 def test_the_shipped_families_are_the_files_of_the_folder() -> None:
-    assert family_names() == ["internlm", "llama", "mistral", "qwen2", "qwen3", "smollm3", "z2all"]
+    assert family_names() == ["internlm", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "z2all"]
 
 
 @pytest.mark.parametrize("name", WRITABLE)
@@ -149,7 +149,7 @@ def test_an_unknown_family_is_an_error_with_a_hint() -> None:
         family_of("mistrall")
     with pytest.raises(ConfigError, match="there is no module of that name"):
         family_of("no_such_lab.model")
-    with pytest.raises(ConfigError, match="model_type is 'gpt2'; headway reads internlm, llama, mistral, qwen2, qwen3, smollm3, z2all"):
+    with pytest.raises(ConfigError, match="model_type is 'gpt2'; headway reads internlm, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, smollm3, z2all"):
         family_for({"model_type": "gpt2"})
 
 

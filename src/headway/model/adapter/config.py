@@ -11,7 +11,7 @@ from headway.config.section import Section, setting
 from headway.errors import ConfigError
 from headway.kernels.packed_layout import PackedForm, PackedLayout, packed_name
 from headway.model.config import ModelConfig
-from headway.model.layout import HEAD, param_specs
+from headway.model.layout import HEAD, STACKED, ParamSpec, param_specs
 
 EVERY = "all"
 HEAD_MODULE = HEAD.removesuffix(".weight")
@@ -100,6 +100,11 @@ def linears(model: ModelConfig) -> dict[str, tuple[int, int]]:
     return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in found.items()}
 
 
+def stacked(model: ModelConfig) -> list[ParamSpec]:
+    """The matrices of experts."""
+    return [spec for spec in param_specs(model) if len(spec.shape) == STACKED]
+
+
 def _matches(target: str, path: str) -> bool:
     if target == EVERY:
         return path != HEAD_MODULE
@@ -109,6 +114,8 @@ def _matches(target: str, path: str) -> bool:
 def _why(target: str, model: ModelConfig, paths: dict[str, tuple[int, int]]) -> str:
     if target == HEAD_MODULE and model.tie_embeddings:
         return ": the head is the embedding (model.tie_embeddings). Remove it."
+    if any(fnmatchcase(spec.name.removesuffix(".weight"), target) or spec.name.endswith(f".{target}.weight") for spec in stacked(model)):
+        return ": experts have no adapters. Remove it; attention and shared experts can have them."
     leaves = list(dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths))
     near = difflib.get_close_matches(target, [*leaves, *paths], n=2)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""

@@ -35,7 +35,8 @@ def understood(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
     """Every setting of a config.json, with the family's defaults for absent ones. One error names all keys that are refused."""
     known = {**DEFAULTS, **defaults}
     read = known.keys() | set(REQUIRED)
-    strange = [key for key, value in given.items() if (key in ONLY or key not in read) and not harmless(key, value, given)]
+    fixed = ONLY.keys() - defaults.keys()  # what a family reads itself may have any value
+    strange = [key for key, value in given.items() if (key in fixed or key not in read) and not harmless(key, value, given)]
     computed = [f"{key} is {_shown(given[key])} (headway computes only {ONLY[key][0]!r})" for key in strange if key in ONLY]
     unknown = [f"{key} is {_shown(given[key])}" for key in strange if key not in ONLY]
     wrong = ((key, misfit(key, given[key])) for key in given if key in read and given[key] is not None)
@@ -127,6 +128,12 @@ def _listed(keys: tuple[str, ...]) -> str:
     return ", ".join(keys) if keys else "no further keys"
 
 
+def default_theta(settings: dict[str, Any], theta: float) -> None:
+    """Set the rotary base of a family whose default is not 10,000, where a file does not say it."""
+    if settings["rope_theta"] is None and "rope_theta" not in (settings["rope_parameters"] or {}):
+        settings["rope_theta"] = theta
+
+
 def settings_of(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
     """The part of config.json that every family writes, readable by transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters)."""
     rope: dict[str, Any] = {"rope_type": "default"}
@@ -169,7 +176,7 @@ def settings_of(config: ModelConfig, model_type: str, architecture: str) -> dict
 
 def require(config: ModelConfig, family: str, **needed: Any) -> None:
     """Refuse to write a config that a family's config.json cannot express."""
-    for key, value in {"norm": "rmsnorm", "no_rope_layers": (), **needed}.items():
+    for key, value in {"norm": "rmsnorm", "no_rope_layers": (), "experts": None, **needed}.items():
         given = getattr(config, key)
         if given != value:
             shown = list(given) if isinstance(given, tuple) else given

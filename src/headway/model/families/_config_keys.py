@@ -52,7 +52,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "attention_dropout", "attention_probs_dropout_prob", "hidden_dropout", "hidden_dropout_prob", "residual_dropout", "resid_pdrop",
         "embd_pdrop", "embed_dropout", "embedding_dropout", "dropout", "dropout_rate", "classifier_dropout", "n_routed_experts",
-        "num_nextn_predict_layers", "attn_logit_softcapping", "final_logit_softcapping",
+        "num_nextn_predict_layers", "router_jitter_noise", "attn_logit_softcapping", "final_logit_softcapping",
     ), (0,)),
     "summary_first_dropout": (0, 0.1),
     **dict.fromkeys((
@@ -80,12 +80,13 @@ ELSEWHERE: dict[str, tuple[Any, ...]] = dict.fromkeys(
 # Types of the settings that are read; the code that reads them relies on it.
 WHOLE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "max_position_embeddings", "sliding_window", "max_window_layers", "no_rope_layer_interval", "multiple_of",
+    "max_position_embeddings", "sliding_window", "max_window_layers", "no_rope_layer_interval", "multiple_of", "num_experts",
+    "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
 )  # fmt: skip
-SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "bias", "use_sliding_window")
-NUMBERS = ("initializer_range", "rms_norm_eps", "rope_theta")
+SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "bias", "use_sliding_window", "norm_topk_prob")
+NUMBERS = ("initializer_range", "rms_norm_eps", "rope_theta", "router_aux_loss_coef")
 MAPPINGS = ("rope_scaling", "rope_parameters", "rotary")
-LISTS = ("layer_types", "no_rope_layers")
+LISTS = ("layer_types", "no_rope_layers", "mlp_only_layers")
 LARGEST = 1 << 40
 
 

@@ -4,19 +4,46 @@ A family is a module with the members of `Family` below. `family: llama` is head
 is a user's module of that dotted name, which may also define its own model with `build` (see model/base.py). Imports without torch.
 """
 
+from __future__ import annotations
+
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from headway.config.user_code import import_user_module
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
+from headway.model.layout import ParamSpec
 
 PACKAGE = "headway.model.families"
 STORED = "stored:"
 MEMBERS = ("MODEL_TYPE", "ARCHITECTURE", "read", "published", "write", "to_theirs", "to_ours")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of theirs that holds one of our parameters: all of it, one expert of it, or together with others."""
+
+    name: str
+    """Their name."""
+    dim: int | None = None
+    """Our parameter is a part of their tensor along this dim, from `start` to `stop`; None: their tensor holds nothing else."""
+    start: int = 0
+    stop: int = 0
+
+
+def pieces_of(family: Family, spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None = None) -> tuple[Piece, ...]:
+    """The tensors of theirs that hold a parameter; several are stacked, one for each expert.
+
+    A family whose tensors are not ours one by one defines `pieces(spec, config, stored)`: the pieces of a parameter, or none if it is stored
+    as it is. `stored` has the names of a folder, for families that know several forms; None asks for the form that is exported.
+    """
+    split = vars(family).get("pieces")
+    found: tuple[Piece, ...] = split(spec, config, stored) if split is not None else ()
+    return found or (Piece(family.to_theirs(spec.name)),)
 
 
 class Family(Protocol):

@@ -23,7 +23,9 @@ def read(given: Mapping[str, Any]) -> ModelConfig:
 
 
 def published(config: ModelConfig) -> ModelConfig:
-    """The same model in a family transformers has: layers that do not rotate make it a SmolLM 3."""
+    """The same model in a family transformers has: layers that do not rotate make it a SmolLM 3, experts a Mixtral."""
+    if config.experts is not None:
+        return config.with_(family="mixtral")
     return config.with_(family="smollm3") if config.no_rope_layers else config
 
 

@@ -24,7 +24,10 @@ DEFAULTS = {
 
 to_theirs = shared.same_name
 to_ours = shared.ours_or_none
-published = shared.as_it_is
+
+def published(config: ModelConfig) -> ModelConfig:
+    """The same model in a family transformers has: experts make it a Qwen 3 MoE."""
+    return config if config.experts is None else config.with_(family="qwen3_moe")
 
 
 def read(given: Mapping[str, Any]) -> ModelConfig:

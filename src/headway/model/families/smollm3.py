@@ -33,8 +33,7 @@ published = shared.as_it_is
 def read(given: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a SmolLM 3 config.json."""
     settings = shared.understood({key: value for key, value in given.items() if key not in UNREAD}, DEFAULTS)
-    if settings["rope_theta"] is None and "rope_theta" not in (settings["rope_parameters"] or {}):
-        settings["rope_theta"] = THETA
+    shared.default_theta(settings, THETA)
     rotates = _rotates(settings)
     if settings["layer_types"] is None:
         sliding = settings["use_sliding_window"] and settings["sliding_window"] is not None

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import CheckpointError, ConfigError, first_line
-from headway.model.families.base import family_for, family_of
+from headway.model.families.base import Piece, family_for, family_of, pieces_of
 from headway.model.layout import HEAD, param_specs
 from headway.model.loading.unsupported import named_format, pointer, quantised
 from headway.model.loading.untrusted import open_pickled, zero2all_file
@@ -29,8 +29,10 @@ SUFFIX = ".safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
 MAX_MESSAGE = 1000
 FILE_NAME = re.compile(r"[^/\x00-\x1f][^\x00-\x1f]{0,254}")
-Locations = dict[str, tuple[str, str]]
-"""Our name -> (file, their name)."""
+Place = tuple[str, Piece]
+"""A file, and what of it belongs to a parameter."""
+Locations = dict[str, tuple[Place, ...]]
+"""Our name -> where it is; several places are stacked, one for each expert."""
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
@@ -73,7 +75,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     """Compare names and shapes of all tensors with the config, from the headers of safetensors files; pickles are checked when read."""
     with ExitStack() as opened:
         where = _locations(folder, config)
-        if all(file.endswith(SUFFIX) for file, _ in where.values()):
+        if all(file.endswith(SUFFIX) for places in where.values() for file, _ in places):
             _check_shapes(folder, config, where, _opened(folder, where, opened))
 
 
@@ -86,7 +88,7 @@ def read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
         files = _opened(folder, where, opened)
         _check_shapes(folder, config, where, files)
         for spec in param_specs(config):
-            _, theirs = where[spec.name]
+            theirs = where[spec.name][0][1].name
             value = _read(folder, files, where[spec.name])
             if spec.tied_to in where and not torch.equal(value, _read(folder, files, where[spec.tied_to])):
                 raise CheckpointError(
@@ -97,7 +99,7 @@ def read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
 
 def _opened(folder: Path, where: Locations, opened: ExitStack) -> dict[str, Any]:
     """All files with tensors, open."""
-    return {name: _open(folder / name, opened) for name in sorted({file for file, _ in where.values()})}
+    return {name: _open(folder / name, opened) for name in sorted({file for places in where.values() for file, _ in places})}
 
 
 def _open(path: Path, opened: ExitStack) -> Any:
@@ -115,22 +117,33 @@ def _open(path: Path, opened: ExitStack) -> Any:
 
 def _check_shapes(folder: Path, config: ModelConfig, where: Locations, files: dict[str, Any]) -> None:
     for spec in param_specs(config):
-        file, theirs = where[spec.name]
-        shape, dtype = _shape_and_dtype(folder, files, where[spec.name])
-        if shape != spec.shape:
-            raise CheckpointError(f"{folder / file}: {theirs} has shape {list(shape)}; {CONFIG} makes it {list(spec.shape)}.")
-        if dtype not in FLOATS:
-            raise CheckpointError(
-                f"{folder / file}: {theirs} is of type {dtype}; headway reads weights of 16, 32 or 64 bits. "
-                "Give the model they were quantised from."
-            )
+        places = where[spec.name]
+        wanted = spec.shape[1:] if len(places) > 1 else spec.shape
+        for file, piece in places:
+            whole, dtype = _shape_and_dtype(folder, files, (file, piece))
+            shape = part_shape(whole, piece)
+            if shape != wanted:
+                of = "" if piece.dim is None else f" of which {spec.name} is {list(shape)}"
+                raise CheckpointError(f"{folder / file}: {piece.name} has shape {list(whole)}{of}; {CONFIG} makes it {list(wanted)}.")
+            if dtype not in FLOATS:
+                raise CheckpointError(
+                    f"{folder / file}: {piece.name} is of type {dtype}; headway reads weights of 16, 32 or 64 bits. "
+                    "Give the model they were quantised from."
+                )
 
 
-def _shape_and_dtype(folder: Path, files: dict[str, Any], location: tuple[str, str]) -> tuple[tuple[int, ...], str]:
+def part_shape(whole: tuple[int, ...], piece: Piece) -> tuple[int, ...]:
+    """The shape of a piece of their tensor."""
+    if piece.dim is None:
+        return whole
+    return tuple(max(0, min(piece.stop, n) - piece.start) if dim == piece.dim else n for dim, n in enumerate(whole))
+
+
+def _shape_and_dtype(folder: Path, files: dict[str, Any], place: Place) -> tuple[tuple[int, ...], str]:
     """Shape and type of a tensor without reading it."""
     from safetensors import SafetensorError
 
-    file, name = location
+    file, name = place[0], place[1].name
     try:
         if isinstance(files[file], _Pickled):
             value = files[file].get_tensor(name)
@@ -141,12 +154,24 @@ def _shape_and_dtype(folder: Path, files: dict[str, Any], location: tuple[str, s
         raise CheckpointError(f"{folder / file}: holds no {name}: {first_line(error)}. Download the model again.") from None
 
 
-def _read(folder: Path, files: dict[str, Any], location: tuple[str, str]) -> torch.Tensor:
+def _read(folder: Path, files: dict[str, Any], places: tuple[Place, ...]) -> torch.Tensor:
+    import torch
+
+    parts = [_read_piece(folder, files, place) for place in places]
+    return parts[0] if len(parts) == 1 else torch.stack(parts)
+
+
+def _read_piece(folder: Path, files: dict[str, Any], place: Place) -> torch.Tensor:
     from safetensors import SafetensorError
 
-    file, name = location
+    file, name = place[0], place[1].name
+    dim, start, stop = place[1].dim, place[1].start, place[1].stop
     try:
-        return files[file].get_tensor(name)
+        if dim is None:
+            return files[file].get_tensor(name)
+        if isinstance(files[file], _Pickled):
+            return files[file].get_tensor(name).narrow(dim, start, stop - start)
+        return files[file].get_slice(name)[(*(slice(None) for _ in range(dim)), slice(start, stop))]
     except (SafetensorError, KeyError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{folder / file}: {name} cannot be read: {first_line(error)}. Download the model again.") from None
 
@@ -180,10 +205,16 @@ def _locations(folder: Path, config: ModelConfig) -> Locations:
     """Where every parameter is stored; missing and unknown ones are errors."""
     family = family_of(config.family)
     found: Locations = {}
-    for theirs, file in _tensors(folder).items():
+    stored, used = _tensors(folder), set[str]()
+    for spec in param_specs(config):
+        pieces = pieces_of(family, spec, config, stored)
+        if (len(pieces) > 1 or pieces[0].dim is not None) and all(piece.name in stored for piece in pieces):
+            found[spec.name] = tuple((stored[piece.name], piece) for piece in pieces)
+            used |= {piece.name for piece in pieces}
+    for theirs, file in stored.items():
         ours = family.to_ours(theirs)
-        if ours is not None:
-            found[ours] = (file, theirs)
+        if ours is not None and theirs not in used:
+            found[ours] = ((file, Piece(theirs)),)
     wanted = {spec.name for spec in param_specs(config)}
     missing = sorted(wanted - found.keys())
     if missing:

@@ -1,0 +1,49 @@
+"""The `model.experts` section: how a layer's feed-forward becomes a mixture of experts. Imports without torch."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from headway.config.section import Section, setting
+
+MAX_EXPERTS = 4096
+
+
+class ExpertsConfig(Section):
+    """A mixture of experts in place of the feed-forward. Every token passes `per_token` of `num` experts; none is dropped."""
+
+    num: int = setting(8, "Experts of a layer.", ge=2, le=MAX_EXPERTS)
+    per_token: int = setting(2, "Experts that a token passes.", ge=1)
+    ffn_size: int | None = setting(None, "Inner width of one expert; null = model.ffn_size.", gt=0)
+    shared_ffn_size: int = setting(0, "Inner width of the shared expert that every token passes besides; 0 = none.", ge=0)
+    normalize: bool = setting(True, "Divide the weights of a token's experts by their sum.")
+    router: Literal["softmax", "sigmoid"] = setting("softmax", "How the router's logits become scores.")
+    first_dense: int = setting(0, "The first layers that keep an ordinary feed-forward.", ge=0)
+    every: int = setting(1, "After those, every n-th layer is a mixture; 1 = all of them.", ge=1)
+    aux_loss: float = setting(0.01, "Weight of the load-balancing loss; 0 = none.", ge=0, on_resume="free")
+    aux_scope: Literal["row", "step"] = setting(
+        "row",
+        "Over which tokens the load is balanced: each row by itself, or all tokens of a step over all ranks. With more than one "
+        "microbatch or rank, step needs a pass without gradients first.",
+        on_resume="free",
+    )
+    aux_layers: Literal["each", "pooled"] = setting(
+        "each", "each: the mean of every layer's balancing loss; pooled: all layers counted together, as transformers does.", on_resume="free"
+    )
+    z_loss: float = setting(0.0, "Weight of the squared log-partition of the router's logits, which keeps them small.", ge=0, on_resume="free")
+    bias_rate: float | None = setting(
+        None,
+        "Balance without a loss: a bias of each expert, used to choose experts only, moves by this much per step against its load; "
+        "null = no bias.",
+        ge=0,
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ExpertsConfig":
+        if self.per_token > self.num:
+            raise ValueError(f"per_token is {self.per_token}; it must not exceed num={self.num}")
+        return self
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return layer >= self.first_dense and (layer - self.first_dense + 1) % self.every == 0

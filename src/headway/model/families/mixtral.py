@@ -1,0 +1,60 @@
+"""Mixtral: Mistral with a mixture of experts in every layer, whose weights are normalised."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from headway.model.config import ModelConfig
+from headway.model.families import _config_json as shared
+from headway.model.families._experts import expert_pieces, read_experts, written_experts
+from headway.model.families.base import Piece
+from headway.model.layout import ParamSpec
+
+MODEL_TYPE = "mixtral"
+ARCHITECTURE = "MixtralForCausalLM"
+DEFAULTS = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.001,
+}
+THETA = 1e6
+NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+OURS, THEIRS = ".mlp.", ".block_sparse_moe."
+
+published = shared.as_it_is
+
+
+def to_theirs(name: str) -> str:
+    """Their name of one of our parameters."""
+    return name.replace(OURS, THEIRS)
+
+
+def to_ours(name: str) -> str | None:
+    """Our name of one of their tensors."""
+    return shared.ours_or_none(name.replace(THEIRS, OURS))
+
+
+def pieces(spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None) -> tuple[Piece, ...]:
+    """The tensors of the experts."""
+    return expert_pieces(spec, config, stored, at=f"{THEIRS}experts.", names=NAMES)
+
+
+def read(given: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Mixtral config.json."""
+    settings = shared.understood(given, DEFAULTS)
+    shared.default_theta(settings, THETA)
+    experts = read_experts(settings, num="num_local_experts")
+    return shared.model_config("mixtral", settings, sliding_window=settings["sliding_window"], experts=experts)
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """The Mixtral config.json of a ModelConfig."""
+    shared.require(config, "mixtral", experts=config.experts, qk_norm=False, qkv_bias=False, output_bias=False, ffn_bias=False)
+    if any(config.window_of(layer) != config.sliding_window for layer in range(config.num_layers)):
+        shared.require(config, "mixtral", window_layers=None)
+    experts = written_experts(config, "mixtral", num="num_local_experts", normalize=True, first_dense=0, every=1)
+    settings = {**shared.settings_of(config, MODEL_TYPE, ARCHITECTURE), "sliding_window": config.sliding_window, **experts}
+    return {**settings, "intermediate_size": config.expert_size}

@@ -1,0 +1,73 @@
+"""Qwen 3 with mixtures of experts: some layers may keep an ordinary feed-forward."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from headway.errors import ConfigError
+from headway.model.config import ModelConfig
+from headway.model.families import _config_json as shared
+from headway.model.families._experts import expert_pieces, one_name, read_experts, written_experts
+from headway.model.families.base import Piece
+from headway.model.layout import ParamSpec
+
+MODEL_TYPE = "qwen3_moe"
+ARCHITECTURE = "Qwen3MoeForCausalLM"
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": None,
+    "layer_types": None,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "router_aux_loss_coef": 0.001,
+}
+
+to_theirs = shared.same_name
+to_ours = shared.ours_or_none
+published = shared.as_it_is
+
+
+def pieces(spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None) -> tuple[Piece, ...]:
+    """The tensors of the experts."""
+    return expert_pieces(spec, config, stored)
+
+
+def read(given: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Qwen 3 MoE config.json."""
+    settings = shared.understood(one_name(given), DEFAULTS)
+    bias, dense, step = settings["attention_bias"], settings["mlp_only_layers"] or [], settings["decoder_sparse_step"]
+    if dense and (dense != list(range(len(dense))) or step != 1):
+        raise ConfigError(f"mlp_only_layers is {dense} and decoder_sparse_step is {step}; headway reads the first layers, and step 1.")
+    experts = read_experts(
+        settings, ffn_size=settings["moe_intermediate_size"], normalize=settings["norm_topk_prob"], first_dense=len(dense), every=step
+    )
+    windows = {"sliding_window": settings["sliding_window"] if settings["use_sliding_window"] else None}
+    return shared.model_config("qwen3_moe", settings, qk_norm=True, qkv_bias=bias, output_bias=bias, experts=experts, **windows)
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """The Qwen 3 MoE config.json of a ModelConfig."""
+    shared.require(config, "qwen3_moe", experts=config.experts, qk_norm=True, ffn_bias=False, window_layers=None)
+    shared.require_one_bias(config, "qwen3_moe")
+    experts = written_experts(config, "qwen3_moe")
+    assert config.experts is not None
+    if config.experts.first_dense and config.experts.every > 1:
+        raise ConfigError("model.experts has first_dense and every; the config.json of a Hugging Face qwen3_moe model has one of them.")
+    return {
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
+        "attention_bias": config.qkv_bias,
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        **experts,
+        "moe_intermediate_size": config.expert_size,
+        "norm_topk_prob": config.experts.normalize,
+        "decoder_sparse_step": config.experts.every,
+        "mlp_only_layers": list(range(config.experts.first_dense)),
+    }
