@@ -1,0 +1,170 @@
+"""Mixtures of experts: equal to experts computed one by one, balanced by losses that no layout changes, and compiled without recompiling."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.batches import make_batch
+from support.engines import CONFIG, Setup, make_engine, share_of_step
+
+from headway.errors import ConfigError
+from headway.kernels.grouped import grouped_inputs, grouped_linear, grouped_weights
+from headway.model.adapter.config import AdapterConfig
+from headway.model.config import ModelConfig
+from headway.model.flops import token_flops
+from headway.model.layout import active_parameters, num_parameters, param_specs
+from headway.model.moe import MixtureOfExperts, dispatch
+from headway.model.transformer import Transformer, counted_tokens
+from headway.objective.balance import LOAD, load_ratios
+from headway.objective.base import StepInfo
+from headway.optim.groups import hypers
+from headway.parallel.collectives import RankGroup
+
+EXPERTS = {"num": 5, "per_token": 2, "ffn_size": 24}
+MIXTURE = CONFIG.with_(dropout=0.0, init_std=0.3, experts=EXPERTS)
+
+
+def mixture(**changes: Any) -> MixtureOfExperts:
+    torch.manual_seed(0)
+    made = MixtureOfExperts(MIXTURE.with_(experts={**EXPERTS, **changes}))
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def one_by_one(of: MixtureOfExperts, x: torch.Tensor) -> torch.Tensor:
+    """Every token through every expert, weighted by 0 where it is not chosen."""
+    logits = F.linear(x, of.gate.weight)
+    scores = logits.softmax(-1) if of.config.router == "softmax" else logits.sigmoid()
+    bias = 0 if of.gate.e_score_correction_bias is None else of.gate.e_score_correction_bias
+    chosen = (scores + bias).topk(of.config.per_token).indices
+    weights = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
+    weights = weights / weights.sum(-1, keepdim=True) if of.config.normalize else weights
+    gate, up, down = (getattr(of.experts, name).weight for name in ("gate_proj", "up_proj", "down_proj"))
+    inner = F.silu(torch.einsum("btd,efd->btef", x, gate)) * torch.einsum("btd,efd->btef", x, up)
+    out = torch.einsum("btef,edf,bte->btd", inner, down, weights)
+    return out if of.shared_experts is None else out + of.shared_experts(x)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"normalize": False}, {"router": "sigmoid", "bias_rate": 0.1}, {"shared_ffn_size": 8, "per_token": 1}, {"per_token": 5}]
+)
+def test_a_mixture_equals_experts_computed_one_by_one(changes: dict[str, Any]) -> None:
+    of = mixture(**changes)
+    x = torch.randn(2, 7, 32, requires_grad=True)
+    got, right = of(x), one_by_one(of, x)
+    torch.testing.assert_close(got, right, atol=2e-5, rtol=1e-4)
+    upstream = torch.randn_like(got)
+    wanted = [x, *(parameter for parameter in of.parameters() if parameter.requires_grad)]
+    for a, b in zip(torch.autograd.grad(got, wanted, upstream), torch.autograd.grad(right, wanted, upstream), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+def test_grouped_products_leave_out_experts_without_tokens() -> None:
+    x, dy, weight = torch.randn(6, 4), torch.randn(6, 3), torch.randn(3, 3, 4)
+    ends = torch.tensor([0, 6, 6], dtype=torch.int32)
+    torch.testing.assert_close(grouped_linear(x, weight, ends), x @ weight[1].T)
+    torch.testing.assert_close(grouped_inputs(dy, weight, ends), dy @ weight[1])
+    found = grouped_weights(dy, x, ends, weight)
+    torch.testing.assert_close(found[1], dy.T @ x)
+    assert not found[0].any() and not found[2].any()
+
+
+def test_dispatch_sorts_slots_by_expert_and_keeps_their_order() -> None:
+    chosen = torch.tensor([[2, 0], [0, 1], [2, 1]])
+    plan = dispatch(chosen, torch.tensor([2.0, 2.0, 2.0]))
+    assert plan.order.tolist() == [1, 2, 3, 5, 0, 4]
+    assert plan.ends.tolist() == [2, 4, 6]
+    assert torch.equal(plan.order[plan.places], torch.arange(6))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.drill)])
+def test_compiled_halves_equal_eager_ones_and_never_compile_again_for_other_tokens(backend: str) -> None:
+    of = mixture(z_loss=0.1)
+    compiled = torch.compile(of.route, fullgraph=True, dynamic=False, backend=backend)
+    counted = torch.ones(2, 7)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(2, 7, 32, requires_grad=True)
+        with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+            got, routing = compiled(x, counted)
+        right, plain = of.route(x, counted)
+        torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-4)
+        assert routing is not None and plain is not None
+        torch.testing.assert_close(routing.load, plain.load)
+        wanted = [x, *of.parameters()]
+        for a, b in zip(torch.autograd.grad(got.sum(), wanted), torch.autograd.grad(right.sum(), wanted), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("scope", ["row", "step"])
+@pytest.mark.parametrize("layers", ["each", "pooled"])
+def test_microbatches_do_not_change_the_losses_of_a_step(scope: str, layers: str) -> None:
+    config = MIXTURE.with_(experts={**EXPERTS, "aux_loss": 0.3, "z_loss": 0.1, "aux_scope": scope, "aux_layers": layers})
+    found = []
+    for micro in (1, 4, 8):
+        engine = make_engine(RankGroup(), Setup(micro=micro, config=config, freeze=()))
+        result = engine.forward_backward(share_of_step(0, micro, 0, 1), StepInfo(0, 2))
+        norm = engine.update(hypers(engine.spec.optim, engine.groups, 0, 2)).norm
+        load, (aux, weight) = result.metrics[LOAD][0], result.metrics["aux_loss"]
+        found.append([float(result.loss), float(norm), float(aux / weight), *load.flatten().tolist()])
+    assert found[1] == pytest.approx(found[0], rel=1e-5) and found[2] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_padding_counts_nowhere() -> None:
+    batch = make_batch([[3, 2], [5, 3]], seq_len=8, vocab=64)
+    batch = replace(batch, tokens=batch.tokens * torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0], [1] * 8]))
+    assert counted_tokens(batch).tolist() == [[1, 1, 1, 1, 1, 0, 0, 0], [1] * 8]
+
+
+def test_the_bias_moves_against_the_load_and_not_in_a_skipped_step() -> None:
+    of = mixture(bias_rate=0.5)
+    bias = of.gate.e_score_correction_bias
+    assert bias is not None and not bias.requires_grad
+    bias.zero_()
+    of.balance(torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0]), torch.tensor(0.0))
+    assert not bias.any()
+    of.balance(torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0]), torch.tensor(1.0))
+    assert bias.tolist() == [0.5, 0.0, -0.5, -0.5, 0.5]
+
+
+def test_load_is_reported_relative_to_the_mean() -> None:
+    found = load_ratios([[1.0, 3.0], [2.0, 2.0]])
+    assert found == {
+        "expert_load_max": 1.5, "expert_load_min": 0.5, "dropped_tokens": 0.0, "expert_share/0.0": 0.25, "expert_share/0.1": 0.75,
+        "expert_share/1.0": 0.5, "expert_share/1.1": 0.5,
+    }  # fmt: skip
+    assert len(load_ratios([[1.0] * 257])) == 3 and load_ratios([[0.0, 0.0]]) == {}
+
+
+def test_arithmetic_counts_active_parameters_and_memory_all() -> None:
+    config = MIXTURE.with_(experts={**EXPERTS, "first_dense": 1, "shared_ffn_size": 16, "bias_rate": 0.0}, tie_embeddings=False)
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert {spec.name: spec.shape for spec in param_specs(config)} == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    experts = sum(spec.size for spec in param_specs(config) if ".experts." in spec.name)
+    assert experts == 3 * 5 * 24 * 32
+    assert num_parameters(config) - active_parameters(config) == experts * 3 // 5
+    dense = config.with_(experts={**EXPERTS, "per_token": 5, "first_dense": 1, "shared_ffn_size": 16, "bias_rate": 0.0})
+    assert token_flops(dense, 8).matrices - token_flops(config, 8).matrices == pytest.approx(6 * experts * 3 / 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"experts": {"num": 4, "per_token": 5}}, "per_token is 5"),
+        ({"experts": {"num": 4, "first_dense": 2}, "num_layers": 2}, "none of the num_layers=2"),
+        ({"experts": {"num": 4}, "ffn_bias": True}, "experts have no biases"),
+    ],
+)
+def test_mixtures_that_make_no_sense_are_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        ModelConfig(**changes)
+
+
+def test_experts_have_no_adapters() -> None:
+    assert all("experts" not in path for path in AdapterConfig().modules(MIXTURE))
+    with pytest.raises(ConfigError, match="experts have no adapters"):
+        AdapterConfig(targets=("gate_proj",)).modules(MIXTURE)
