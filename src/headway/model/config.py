@@ -133,7 +133,9 @@ class ModelConfig(Section):
     def _fits(self) -> "ModelConfig":
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads is {self.num_heads}; it must divide hidden_size={self.hidden_size}, or give head_dim")
-        ffn = max(self.ffn_size, 0 if self.experts is None else self.expert_size * self.experts.num, getattr(self.experts, "shared_ffn_size", 0))
+        ffn = max(
+            self.ffn_size, 0 if self.experts is None else self.expert_size * self.experts.num, getattr(self.experts, "shared_ffn_size", 0)
+        )
         widest = max(self.hidden_size, ffn, self.vocab_size or 0, self.num_heads * self.head_size)
         if self.hidden_size * widest > MAX_ELEMENTS or self.num_layers > MAX_LAYERS:
             raise ValueError(

@@ -28,9 +28,13 @@ class ExpertsConfig(Section):
         on_resume="free",
     )
     aux_layers: Literal["each", "pooled"] = setting(
-        "each", "each: the mean of every layer's balancing loss; pooled: all layers counted together, as transformers does.", on_resume="free"
+        "each",
+        "each: the mean of every layer's balancing loss; pooled: all layers counted together, as transformers does.",
+        on_resume="free",
     )
-    z_loss: float = setting(0.0, "Weight of the squared log-partition of the router's logits, which keeps them small.", ge=0, on_resume="free")
+    z_loss: float = setting(
+        0.0, "Weight of the squared log-partition of the router's logits, which keeps them small.", ge=0, on_resume="free"
+    )
     bias_rate: float | None = setting(
         None,
         "Balance without a loss: a bias of each expert, used to choose experts only, moves by this much per step against its load; "

@@ -113,7 +113,9 @@ def load_ratios(load: list[list[float]]) -> dict[str, float]:
         return {}
     found = {"expert_load_max": max(map(max, ratios)), "expert_load_min": min(map(min, ratios)), "dropped_tokens": 0.0}
     if sum(map(len, ratios)) <= MAX_SHARES:
-        found |= {f"expert_share/{mixture}.{expert}": one / len(row) for mixture, row in enumerate(ratios) for expert, one in enumerate(row)}
+        found |= {
+            f"expert_share/{mixture}.{expert}": one / len(row) for mixture, row in enumerate(ratios) for expert, one in enumerate(row)
+        }
     return found
 
 

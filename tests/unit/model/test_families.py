@@ -149,7 +149,9 @@ def test_an_unknown_family_is_an_error_with_a_hint() -> None:
         family_of("mistrall")
     with pytest.raises(ConfigError, match="there is no module of that name"):
         family_of("no_such_lab.model")
-    with pytest.raises(ConfigError, match="model_type is 'gpt2'; headway reads internlm, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, smollm3, z2all"):
+    with pytest.raises(
+        ConfigError, match="model_type is 'gpt2'; headway reads internlm, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, smollm3, z2all"
+    ):
         family_for({"model_type": "gpt2"})
 
 

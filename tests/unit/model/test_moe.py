@@ -1,4 +1,4 @@
-"""Mixtures of experts: equal to experts computed one by one, balanced by losses that no layout changes, and compiled without recompiling."""
+"""Mixtures of experts: equal to experts computed one by one, balanced by losses that no layout changes, and compiled once."""
 
 from dataclasses import replace
 from typing import Any

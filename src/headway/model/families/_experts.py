@@ -1,8 +1,8 @@
 """What the families with mixtures of experts share: names of their experts' tensors, and the keys of their config.json.
 
-    ours    model.layers.0.mlp.experts.gate_proj.weight    [experts, out, in]
-    theirs  model.layers.0.mlp.experts.3.gate_proj.weight  [out, in], one for each expert: the form that is exported
-    fused   model.layers.0.mlp.experts.gate_up_proj        [experts, 2 out, in], gate before up; down_proj [experts, out, in]: read too
+ours    model.layers.0.mlp.experts.gate_proj.weight    [experts, out, in]
+theirs  model.layers.0.mlp.experts.3.gate_proj.weight  [out, in], one for each expert: the form that is exported
+fused   model.layers.0.mlp.experts.gate_up_proj        [experts, 2 out, in], gate before up; down_proj [experts, out, in]: read too
 """
 
 from collections.abc import Collection, Mapping
@@ -20,7 +20,7 @@ PLAIN_NAMES = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "dow
 def expert_pieces(
     spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None, *, at: str = EXPERTS, names: Mapping[str, str] = PLAIN_NAMES
 ) -> tuple[Piece, ...]:
-    """The pieces of a stacked parameter, in the form a folder has; none for other parameters. `at` and `names`: as the family calls them."""
+    """The pieces of a stacked parameter, as a folder has it; none for other parameters. `at` and `names`: as the family calls them."""
     if len(spec.shape) != STACKED:
         return ()
     before, leaf = spec.name.removesuffix(".weight").split(EXPERTS)

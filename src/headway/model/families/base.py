@@ -38,7 +38,7 @@ class Piece:
 def pieces_of(family: Family, spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None = None) -> tuple[Piece, ...]:
     """The tensors of theirs that hold a parameter; several are stacked, one for each expert.
 
-    A family whose tensors are not ours one by one defines `pieces(spec, config, stored)`: the pieces of a parameter, or none if it is stored
+    A family whose tensors are not ours one by one defines `pieces(spec, config, stored)`: the pieces of a parameter, or none if it is kept
     as it is. `stored` has the names of a folder, for families that know several forms; None asks for the form that is exported.
     """
     split = vars(family).get("pieces")

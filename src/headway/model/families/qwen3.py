@@ -25,6 +25,7 @@ DEFAULTS = {
 to_theirs = shared.same_name
 to_ours = shared.ours_or_none
 
+
 def published(config: ModelConfig) -> ModelConfig:
     """The same model in a family transformers has: experts make it a Qwen 3 MoE."""
     return config if config.experts is None else config.with_(family="qwen3_moe")
