@@ -15,8 +15,8 @@ from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.model.flops import token_flops
 from headway.model.layout import active_parameters, num_parameters, param_specs
-from headway.model.moe import MixtureOfExperts, dispatch
-from headway.model.transformer import Transformer, counted_tokens
+from headway.model.moe import MixtureOfExperts, counted_tokens, dispatch
+from headway.model.transformer import Transformer
 from headway.objective.balance import LOAD, load_ratios
 from headway.objective.base import StepInfo
 from headway.optim.groups import hypers
