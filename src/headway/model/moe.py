@@ -39,7 +39,7 @@ class Routing(NamedTuple):
     """[B]: entropy of a token's scores; no gradient"""
 
 
-class Plan(NamedTuple):
+class Dispatch(NamedTuple):
     """The order in which experts see tokens. A slot is one (token, choice) pair: slot n*k + j is the j-th expert of token n."""
 
     order: Tensor
@@ -85,7 +85,7 @@ class Experts(nn.Module):
         self.up_proj = ExpertLinear(num, width, inner)
         self.down_proj = ExpertLinear(num, inner, width)
 
-    def forward(self, x: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
         """[N,D]: the weighted sum of the experts of each token x [N,D], with weights fp32 [N,k]."""
         return expert_products(x, weights, plan, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
 
@@ -148,15 +148,15 @@ def _summary(logits: Tensor, scores: Tensor, taken: Tensor, counted: Tensor) -> 
     return Routing((taken * weight).sum(-2), (shares * weight).sum(-2), (z * counted).sum(-1), (entropy * counted).sum(-1))
 
 
-def dispatch(chosen: Tensor, load: Tensor) -> Plan:
+def dispatch(chosen: Tensor, load: Tensor) -> Dispatch:
     """Sort the slots of chosen experts [N,k] by expert; `load` [E] says how many slots each expert has."""
     flat = chosen.flatten()
     order = torch.sort(flat.to(torch.int16), stable=True).indices
     places = torch.zeros_like(order).scatter(0, order, torch.arange(len(flat), device=flat.device))
-    return Plan(order, places, load.cumsum(0).to(torch.int32))
+    return Dispatch(order, places, load.cumsum(0).to(torch.int32))
 
 
-def expert_products(x: Tensor, weights: Tensor, plan: Plan, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def expert_products(x: Tensor, weights: Tensor, plan: Dispatch, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """[N,D]: for each token x [N,D] the sum over its experts of weight * down(silu(gate x) * up x)."""
     return ExpertProducts.apply(x, weights, plan.order, plan.places, plan.ends, gate, up, down)  # pyright: ignore[reportReturnType]
 
