@@ -227,7 +227,7 @@ def test_pictures_and_sounds_go_where_a_model_takes_them(page: Page, double: Cha
     parts = double.bodies[-1]["messages"][0]["content"]
     assert parts[0] == {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
     assert parts[1] == {"type": "input_audio", "input_audio": {"data": base64.b64encode(sound.read_bytes()).decode(), "format": "wav"}}
-    assert parts[2] == {"type": "text", "text": "What is this?"}
+    assert parts[2] == {"type": "text", "text": "\nWhat is this?"}
     page.wait_for("document.querySelector('.question img').naturalWidth === 1")
     assert page.evaluate("document.querySelector('.question audio') !== null && document.querySelector('.chosen').children.length === 0")
     reload(page)

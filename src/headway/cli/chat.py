@@ -2,31 +2,107 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from headway.cli._options import CHAT_TEMPLATE, GROUP, JSON, MODEL, MaskOptions, with_masks
+from headway.cli._chat_commands import Chat
+from headway.cli._chat_screen import open_screen
+from headway.cli._options import CHAT_TEMPLATE, GROUP, JSON, REVISION, MaskOptions, at_revision, refuse_flags, with_masks
 from headway.cli._output import print_json
 from headway.cli.generate import CHUNK_TOKENS, DEVICE, MAX_NEW_TOKENS_HELP, SEED, STOP, TOP_K, TOP_P
 from headway.errors import ConfigError, HeadwayError
 
 if TYPE_CHECKING:
-    from headway.infer.chat import ChatSession
+    from headway.infer.chat import Responder
+    from headway.infer.generate import GenerateOptions
 
-HELP = """/reset         forget the conversation
-/system TEXT   set the system message (no text: remove it) and forget the conversation
-/save FILE     write the conversation to a .json file
-/exit          leave; so does Ctrl-D. Ctrl-C stops an answer."""
+TOKEN = "HEADWAY_SERVE_TOKEN"
+BLOCK = '"""'
+MOST_MODELS = 2
+
+
+@dataclass(frozen=True)
+class ChatModels:
+    """Which models answer, and where they compute."""
+
+    model: list[Path] = typer.Option(
+        [],
+        help="A run folder, a checkpoint folder, a Hugging Face folder or a hub id (ORGANISATION/NAME); given twice: two models side by "
+        "side. With --url: the name of a model there; default: its first.",
+    )
+    revision: str | None = REVISION
+    url: str | None = typer.Option(
+        None,
+        metavar="ADDRESS",
+        help=f"Talk to a running headway serve instead, e.g. http://127.0.0.1:8000; its token is read from {TOKEN}.",
+    )
+    chat_template: str | None = CHAT_TEMPLATE
+    chunk_tokens: int = CHUNK_TOKENS
+    device: str = DEVICE
+
+    def opener(self, masks: MaskOptions) -> Callable[[Sequence[str]], list[Responder]]:
+        """What opens models by their names."""
+        if self.url is not None:
+            used = {"--masks": masks.masks, "--stream-window": masks.stream_window, "--stream-sinks": masks.stream_sinks}
+            used |= {"--chat-template": self.chat_template, "--revision": self.revision}
+            refuse_flags("--url: the server has loaded its models", used)
+            return self._from_server
+        choice = masks.choice()
+        opened: dict[str, Responder] = {}
+
+        def open_one(name: str) -> Responder:
+            from headway.infer.chat_engine import EngineResponder
+            from headway.infer.load import load_model
+            from headway.runtime.device import choose_compute
+
+            if name not in opened:
+                compute = choose_compute(self.device, "auto")
+                path = at_revision(Path(name), self.revision)
+                loaded = with_masks(load_model(path, device=compute.device, dtype=compute.dtype), choice)
+                opened[name] = EngineResponder(loaded, self.chat_template, name)
+            return opened[name]
+
+        def open_models(names: Sequence[str]) -> list[Responder]:
+            found = [open_one(name) for name in names]
+            for name in opened.keys() - set(names):  # its memory is needed
+                del opened[name]
+            return found
+
+        return open_models
+
+    def _from_server(self, names: Sequence[str]) -> list[Responder]:
+        from headway.infer.chat_server import ChatServer, ServerResponder
+
+        assert self.url is not None
+        server = ChatServer(self.url, os.environ.get(TOKEN))
+        known = server.models()
+        if not known:
+            raise ConfigError(f"--url is {self.url}, which has no model.")
+        unknown = next((name for name in names if name not in known), None)
+        if unknown is not None:
+            raise ConfigError(f"--model is {unknown!r}; {self.url} has {', '.join(known)}.")
+        return [ServerResponder(server, name) for name in names or known[:1]]
+
+    def names(self) -> list[str]:
+        """The models, checked."""
+        if not self.model and self.url is None:
+            raise ConfigError("--model is missing: a run folder, a checkpoint folder, a Hugging Face folder or a hub id. Or give --url.")
+        if len(self.model) > MOST_MODELS:
+            raise ConfigError(f"--model is given {len(self.model)} times; one model, or two side by side, can be talked to.")
+        return [str(one) for one in self.model]
 
 
 def chat(
-    model: Path = MODEL,
+    models: ChatModels = GROUP,
     system: str | None = typer.Option(None, metavar="TEXT", help="A system message before the conversation."),
-    chat_template: str | None = CHAT_TEMPLATE,
     max_new_tokens: int = typer.Option(1024, help=MAX_NEW_TOKENS_HELP),
     temperature: float = typer.Option(0.7, help="0 takes the most likely token each time; above 0 samples."),
     top_k: int | None = TOP_K,
@@ -34,39 +110,41 @@ def chat(
     stop: list[str] = STOP,
     seed: int = SEED,
     masks: MaskOptions = GROUP,
-    chunk_tokens: int = CHUNK_TOKENS,
-    device: str = DEVICE,
+    markdown: bool = typer.Option(True, "--markdown/--no-markdown", help="On a terminal, draw Markdown instead of its signs."),
     json: bool = JSON,
 ) -> None:
     """Talk to a model in the terminal; lines of standard input are the questions. With --json the conversation is printed at the end."""
     from headway.infer.chat import ChatSession
     from headway.infer.generate import GenerateOptions
-    from headway.infer.load import load_model
     from headway.infer.sampling import Sampling
-    from headway.runtime.device import choose_compute
 
-    choice = masks.choice()
-    options = GenerateOptions(max_new_tokens, tuple(stop), sampling=Sampling(temperature, top_k, top_p, seed), chunk_tokens=chunk_tokens)
-    compute = choose_compute(device, "auto")
-    loaded = with_masks(load_model(model, device=compute.device, dtype=compute.dtype), choice)
-    session = ChatSession(loaded, chat_template, options, system)
+    names, open_models = models.names(), models.opener(masks)
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    options: GenerateOptions = GenerateOptions(max_new_tokens, tuple(stop), sampling=sampling, chunk_tokens=models.chunk_tokens)
+    sessions = [ChatSession(one, None, options, system) for one in open_models(names)]
     is_person = sys.stdin is not None and sys.stdin.isatty()
+    screen = open_screen(is_quiet=json, draws_markdown=markdown)
+    talk = Chat(sessions, screen, open_models, _edited if is_person else None)
     if is_person:
-        typer.echo(f"{model}: say something. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.", err=True)
+        named = " and ".join(session.responder.name for session in sessions)
+        hint = f"{named}: say something. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."
+        typer.echo(textwrap.fill(hint, max(20, shutil.get_terminal_size().columns - 1), break_long_words=False), err=True)
     for line in _lines(is_person):
         try:
-            if not _respond(session, line, is_quiet=json):
+            if not talk.respond(line):
                 break
         except HeadwayError as error:
             if not is_person:
                 raise
             typer.echo(f"error: {error}", err=True)
     if json:
-        print_json({"messages": session.messages()})
+        records = [session.record() for session in talk.sessions]
+        named = [{"model": session.responder.name, **record} for session, record in zip(talk.sessions, records, strict=True)]
+        print_json(records[0] if len(records) == 1 else {"conversations": named})
 
 
 def _lines(is_person: bool) -> Iterator[str]:
-    """What is said, line by line, until the input ends. A Ctrl-C at the prompt only drops the line."""
+    """What is said, until the input ends. A Ctrl-C at the prompt only drops the line."""
     if not is_person:
         for line in sys.stdin or ():
             yield line.rstrip("\n")
@@ -77,7 +155,7 @@ def _lines(is_person: bool) -> Iterator[str]:
         pass
     while True:
         try:
-            yield input("\n> ")
+            yield _text(input("\n> "))
         except KeyboardInterrupt:
             typer.echo("\nCtrl-D leaves.", err=True)
         except EOFError:
@@ -85,34 +163,31 @@ def _lines(is_person: bool) -> Iterator[str]:
             return
 
 
-def _respond(session: ChatSession, line: str, *, is_quiet: bool) -> bool:
-    """Answer a line, or do what a command says; False: leave."""
-    if not line.strip():
-        return True
-    if not line.startswith("/"):
-        answer = session.ask(line, (lambda _: None) if is_quiet else lambda piece: typer.echo(piece, nl=False))
-        if not is_quiet:
-            typer.echo(" [stopped]" if answer.was_interrupted else "")
-        return True
-    command, _, rest = line.partition(" ")
-    rest = rest.strip()
-    if command == "/reset":
-        session.reset()
-    elif command == "/system":
-        session.system = rest or None
-        session.reset()
-    elif command == "/save":
-        if not rest:
-            raise ConfigError("/save needs the name of a .json file.")
-        session.save(Path(rest))
-        typer.echo(f"wrote {rest}", err=True)
-    elif command == "/help":
-        typer.echo(HELP, err=True)
-    elif command in ("/exit", "/quit", "/bye"):
-        return False
-    else:
-        raise ConfigError(f"{command} is not a command; there are /reset, /system TEXT, /save FILE, /help and /exit.")
-    return True
+def _text(line: str) -> str:
+    r'''A line and those that continue it: after a \ at the end, or from """ to """.'''
+    if line.lstrip().startswith(BLOCK):
+        line = line.lstrip()[len(BLOCK) :]
+        lines = [line]
+        while not lines[-1].rstrip().endswith(BLOCK):
+            lines.append(input("… "))
+        lines[-1] = lines[-1].rstrip().removesuffix(BLOCK)
+        return " " * lines[0].startswith("/") + "\n".join(lines).strip("\n")
+    while line.endswith("\\"):
+        line = f"{line[:-1]}\n{input('… ')}"
+    return line
+
+
+def _edited(before: str) -> str:
+    """A line that a person changes in place; new lines are shown as \\n."""
+    try:
+        import readline
+    except ImportError:
+        return ""
+    readline.set_startup_hook(lambda: readline.insert_text(before.replace("\n", "\\n")))
+    try:
+        return input("edit> ").replace("\\n", "\n")
+    finally:
+        readline.set_startup_hook(None)
 
 
 VERBS = {"chat": chat}

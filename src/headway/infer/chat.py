@@ -1,20 +1,51 @@
-"""A conversation with a model: what a person says comes in, the answer goes out piece by piece, and both become turns."""
+"""A conversation with a model: what a person says comes in, the answer goes out piece by piece, and both become turns.
+
+    ChatSession (turns, media, what is left out) -> Responder (an engine in this process, or a server) -> ChatAnswer
+
+When the context is full the oldest turns are no longer sent; they stay in the conversation. The system message is always sent.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
-from headway.errors import ConfigError, HeadwayError
-from headway.infer.generate import GenerateOptions, answer_conversations
+from headway.errors import ConfigError, DataError
+from headway.infer.generate import GenerateOptions
 from headway.infer.load import LoadedModel
 from headway.infer.messages import as_messages
 from headway.infer.stream import Say
-from headway.prepare.parse_chat import Conversation
+from headway.media.items import MediaRef, Modality
+from headway.prepare.encode_media import MARK
 from headway.runtime.storage import write_atomic
-from headway.tokenizer.chat import TOKENIZER_TEMPLATE, find_template
-from headway.tokenizer.chat_template import BUILT_IN, Turn
+from headway.tokenizer.chat_template import Turn
+
+LISTED: dict[Modality, str] = {"image": "images", "audio": "audios", "video": "videos"}
+"""Keys of a saved conversation under which its media are."""
+
+
+@dataclass(frozen=True)
+class ChatStats:
+    """What an answer took."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt, computed for an earlier answer."""
+    new_tokens: int = 0
+    first_seconds: float = 0.0
+    """Until the first token."""
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """After the first token; None where there are too few to tell."""
+        spent = self.seconds - self.first_seconds
+        return (self.new_tokens - 1) / spent if self.new_tokens > 1 and spent > 0 else None
 
 
 @dataclass(frozen=True)
@@ -24,62 +55,211 @@ class ChatAnswer:
     text: str
     was_interrupted: bool = False
     """Ctrl-C ended it; what had been said stays in the conversation."""
+    left_out: int = 0
+    """Oldest questions that are no longer sent, because the context is full."""
+    stats: ChatStats = field(default=ChatStats(), compare=False)
+
+
+class ContextFull(ConfigError):
+    """A conversation is longer than the model's context, or leaves too little room for an answer."""
+
+
+class Responder(Protocol):
+    """Answers conversations."""
+
+    @property
+    def name(self) -> str:
+        """Of the model, as a person knows it."""
+        ...
+
+    @property
+    def takes(self) -> frozenset[Modality]:
+        """Media it takes."""
+        ...
+
+    def answer(
+        self,
+        turns: Sequence[Turn],
+        media: Sequence[MediaRef],
+        options: GenerateOptions,
+        say: Say,
+        *,
+        attempt: int = 0,
+        is_last_try: bool = False,
+    ) -> ChatAnswer:
+        """The next turn. Raises ContextFull before anything is said; with `is_last_try` only where there is no room at all.
+
+        `attempt` counts answers to the same conversation: each draws other tokens.
+        """
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What there is to know of it now: context, cache bytes."""
+        ...
 
 
 class ChatSession:
-    """A model, and the turns so far. Every answer is computed from the whole conversation."""
+    """A model, and the turns so far. Every answer is computed from the whole conversation, as far as the context holds it."""
 
-    def __init__(self, loaded: LoadedModel, template: str | None, options: GenerateOptions, system: str | None = None) -> None:
-        if loaded.tokenizer is None:
-            raise ConfigError(f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there.")
-        if template is None and loaded.tokenizer.chat_template is None:
-            raise ConfigError(
-                f"{loaded.path}: its tokenizer has no chat template, so it was not trained on conversations. "
-                f"Give --chat-template ({', '.join(BUILT_IN)}), or use headway generate."
-            )
-        self.loaded, self.options = loaded, options
-        self.template = template or TOKENIZER_TEMPLATE
-        find_template(self.template, loaded.tokenizer)
+    def __init__(self, source: LoadedModel | Responder, template: str | None, options: GenerateOptions, system: str | None = None) -> None:
+        from headway.infer.chat_engine import EngineResponder
+
+        self.responder: Responder = EngineResponder(source, template) if isinstance(source, LoadedModel) else source
+        self.options = options
         self.turns: list[Turn] = []
+        self.media: list[MediaRef] = []
+        """In the order of the marks <image> and <audio> in the questions."""
         self.system = system
+        self.left_out = 0
+        """First turns that are not sent."""
+        self.last: ChatAnswer | None = None
+        self._attempt = 0
 
-    def ask(self, text: str, say: Say) -> ChatAnswer:
+    def ask(self, text: str, say: Say, media: Sequence[MediaRef] = ()) -> ChatAnswer:
         """Say something and get the answer. If it cannot be answered, the conversation is as before."""
-        said: list[str] = []
+        kept = list(self.turns[:-1] if self.turns and self.turns[-1].role == "user" else self.turns)  # one that was never answered
+        marks = "".join(f"<{ref.modality}>" for ref in media)
+        asked = Turn("user", f"{marks}\n{text}" if marks else text)
+        return self._answer([*kept, asked], [*_split_media(kept, self.media)[0], *media], say, 0)
 
-        def on_text(_: int, piece: str) -> None:
-            said.append(piece)
-            say(piece)
+    def regenerate(self, say: Say) -> ChatAnswer:
+        """Answer the last question again."""
+        at = self._last_question()
+        return self._answer(self.turns[: at + 1], self.media, say, self._attempt + 1)
 
-        before, was_interrupted = list(self.turns), False
-        self.turns.append(Turn("user", text))
-        try:
-            answer_conversations(self.loaded, [Conversation(tuple(self._all()))], self.template, self.options, on_text)
-        except KeyboardInterrupt:
-            was_interrupted = True
-        except HeadwayError:
-            self.turns = before
-            raise
-        whole = "".join(said)
-        if whole:
-            self.turns.append(Turn("assistant", whole))
-        else:  # an empty turn would teach the model to be silent
-            self.turns = before
-        return ChatAnswer(whole, was_interrupted)
+    def edit(self, text: str, say: Say) -> ChatAnswer:
+        """Replace the last question, which keeps its media, and answer it."""
+        at = self._last_question()
+        marks = "".join(f"<{name}>" for name in MARK.findall(self.turns[at].content))
+        asked = Turn("user", f"{marks}\n{text}" if marks else text)
+        return self._answer([*self.turns[:at], asked], self.media, say, 0)
+
+    def last_question(self) -> str:
+        """The text of the last question, without marks of media."""
+        text = self.turns[self._last_question()].content
+        return MARK.sub("", text).lstrip("\n") if MARK.search(text) else text
 
     def reset(self) -> None:
         """Forget all turns; the system message stays."""
-        self.turns = []
+        self.turns, self.media, self.left_out, self.last = [], [], 0, None
+
+    def copy_turns(self, other: ChatSession) -> None:
+        """Take over the conversation of another session."""
+        self.turns, self.media, self.system, self.left_out = list(other.turns), list(other.media), other.system, 0
+
+    def _last_question(self) -> int:
+        found = [number for number, turn in enumerate(self.turns) if turn.role == "user"]
+        if not found:
+            raise ConfigError("nothing has been asked yet. Say something first.")
+        return found[-1]
+
+    def _answer(self, turns: list[Turn], media: list[MediaRef], say: Say, attempt: int) -> ChatAnswer:
+        first = min(self.left_out, max(0, len(turns) - 1))
+        while True:
+            sent, after = turns[first:], _next_question(turns, first)
+            try:
+                seen = _split_media(turns[:first], media)[1]
+                answer = self.responder.answer(self._with_system(sent), seen, self.options, say, attempt=attempt, is_last_try=after is None)
+                break
+            except ContextFull:
+                if after is None:
+                    raise
+                first = after
+        if answer.text:
+            self.turns, self.media, self.left_out, self._attempt = [*turns, Turn("assistant", answer.text)], list(media), first, attempt
+        # An empty turn would teach the model to be silent: without a text the conversation is as before.
+        left = sum(turn.role == "user" for turn in turns[:first])
+        self.last = ChatAnswer(answer.text, answer.was_interrupted, left, answer.stats)
+        return self.last
 
     def save(self, path: Path) -> None:
         """Write the conversation as JSON in OpenAI's shape, as `--messages` and training on chats read it."""
-        if path.suffix != ".json":
-            raise ConfigError(f"{path}: give a name that ends in .json.")
-        write_atomic(path, json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2) + "\n")
+        save_chats(path, [self])
+
+    def load(self, turns: Sequence[Turn], media: Sequence[MediaRef]) -> None:
+        """Continue a conversation that was saved."""
+        unknown = next((ref.modality for ref in media if ref.modality not in self.responder.takes), None)
+        if unknown is not None:
+            raise ConfigError(f"{self.responder.name} does not take {unknown}, and the conversation holds some.")
+        first = turns[0].content if turns and turns[0].role == "system" else None
+        self.reset()
+        self.system, self.turns, self.media = first, list(turns[1:] if first is not None else turns), list(media)
 
     def messages(self) -> list[dict[str, str]]:
         """The conversation in OpenAI's shape, the system message first."""
-        return as_messages(self._all())
+        return as_messages(self._with_system(self.turns))
 
-    def _all(self) -> list[Turn]:
-        return [*([Turn("system", self.system)] if self.system else []), *self.turns]
+    def record(self) -> dict[str, Any]:
+        """The conversation and its media as training reads them: `messages`, `images`, `audios`."""
+        listed = {LISTED[ref.modality]: [_written(one) for one in self.media if one.modality == ref.modality] for ref in self.media}
+        return {"messages": self.messages(), **listed}
+
+    def _with_system(self, turns: Sequence[Turn]) -> list[Turn]:
+        return [*([Turn("system", self.system)] if self.system else []), *turns]
+
+
+def _next_question(turns: Sequence[Turn], first: int) -> int | None:
+    """Where the conversation may begin if it must be shorter; None: only its last question is left."""
+    return next((at for at in range(first + 1, len(turns)) if turns[at].role == "user"), None)
+
+
+def _split_media(turns: Sequence[Turn], media: Sequence[MediaRef]) -> tuple[list[MediaRef], list[MediaRef]]:
+    """The media of some first turns, and those that follow."""
+    left = Counter(name for turn in turns for name in MARK.findall(turn.content))
+    inside: list[MediaRef] = []
+    after: list[MediaRef] = []
+    for ref in media:
+        (inside if left[ref.modality] > 0 else after).append(ref)
+        left[ref.modality] -= 1
+    return inside, after
+
+
+def _written(ref: MediaRef) -> str:
+    if ref.path is not None:
+        return str(ref.path.absolute())
+    kind = "image/png" if ref.modality == "image" else "audio/wav"  # readers look at the bytes
+    return f"data:{kind};base64,{base64.b64encode(ref.data or b'').decode()}"
+
+
+def save_chats(path: Path, sessions: Sequence[ChatSession]) -> None:
+    """Write conversations: one as an object, those of several models as a list with their names."""
+    if path.suffix != ".json":
+        raise ConfigError(f"{path}: give a name that ends in .json.")
+    found: Any = sessions[0].record() if len(sessions) == 1 else [{"model": one.responder.name, **one.record()} for one in sessions]
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: cannot be written: there is no folder {path.parent}.")
+    write_atomic(path, json.dumps(found, ensure_ascii=False, indent=2) + "\n")
+
+
+def read_chats(path: Path) -> list[tuple[list[Turn], list[MediaRef]]]:
+    """Conversations that were saved here or exported by the chat page, with their media."""
+    from headway.media.records import parse_media_record
+    from headway.prepare.parse_turns import TurnReader
+    from headway.runtime.json_file import load_json
+    from headway.text.document import Record
+
+    try:
+        value = load_json(path)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{path}: cannot be read: {getattr(problem, 'strerror', None) or problem}.") from None
+    if isinstance(value, dict) and isinstance(value.get("conversations"), list):
+        raise DataError(f"{path}: holds several conversations of the chat page. Export one of them there.")
+    listed: list[Any] = (
+        value if isinstance(value, list) and value and not any(isinstance(one, dict) and "role" in one for one in value) else [value]
+    )
+    found: list[tuple[list[Turn], list[MediaRef]]] = []
+    for one in listed:
+        record = one if isinstance(one, dict) else {"messages": one}
+        messages = record.get("messages")
+        if not isinstance(messages, list):
+            raise DataError(f'{path}: not a conversation; it must be {{"messages": [{{"role": "user", "content": "..."}}]}}.')
+        has_media = any(record.get(key) for key in LISTED.values()) or any(
+            isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages
+        )
+        if has_media:
+            kept = {key: record[key] for key in ("messages", *LISTED.values()) if key in record}
+            media = parse_media_record(Record(kept, str(path), 1))
+            found.append((TurnReader().turns(media.record.data["messages"], f"{path}: messages"), list(media.media)))
+        else:
+            found.append((TurnReader().turns(messages, f"{path}: messages"), []))
+    return found

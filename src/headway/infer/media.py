@@ -27,12 +27,13 @@ from headway.media.records import VIDEO_FRAMES, MediaRecord, parse_media_record,
 from headway.media.sources import read_sources
 from headway.media.video import SOUND
 from headway.model.media_encoders import open_encoder
-from headway.prepare.encode_media import MediaEncoder, MediaPositions, PlacedMedia, place_media
+from headway.prepare.encode_media import MediaDocument, MediaEncoder, MediaPositions, PlacedMedia, place_media
 from headway.prepare.multimodal import turns_of
 from headway.runtime.progress import progress
 from headway.text.document import Record
 from headway.text.record_keys import ANSWERS, LISTS, KeyMap
-from headway.tokenizer.chat import Turn, answer_end, find_template
+from headway.tokenizer.chat import ChatTemplate, Turn, answer_end, find_template
+from headway.tokenizer.load import Tokenizer
 
 if TYPE_CHECKING:
     from headway.media.schema import AnswerSchema
@@ -92,28 +93,51 @@ def answer_media(
     known: Mapping[str, np.ndarray] | None = None,
 ) -> list[Generation]:
     """Answer questions about media. `known`: features by content hash; those that are missing are computed."""
-    positions, tokenizer = _positions(loaded), loaded.tokenizer
-    if tokenizer is None:
-        raise ConfigError(f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there.")
-    found = find_template(template, tokenizer)
-    encoder = MediaEncoder(tokenizer, found, positions)
+    found = find_template(template, _tokenizer(loaded))
+    asked = media_prompts(loaded, questions, found, known)
+    options = replace(options, stop_ids=(*options.stop_ids, *answer_end(found, _tokenizer(loaded))))
+    return generate_from_ids(loaded, [(one.name, one.ids) for one in asked], options, on_text, [one.media for one in asked])
+
+
+@dataclass(frozen=True)
+class MediaPrompt:
+    """A question as the model reads it."""
+
+    name: str
+    """Of its text and media; questions that differ have different ones."""
+    ids: list[int]
+    media: PromptMedia
+
+
+def media_prompts(
+    loaded: LoadedModel, questions: Sequence[MediaQuestion], template: ChatTemplate, known: Mapping[str, np.ndarray] | None = None
+) -> list[MediaPrompt]:
+    """Questions with the features of their media. `known`: features by content hash; those that are missing are computed."""
+    positions = _positions(loaded)
+    encoder = MediaEncoder(_tokenizer(loaded), template, positions)
     refs: dict[str, MediaRef] = {}
-    prompts: list[tuple[str, list[int]]] = []
-    items: list[PromptMedia] = []
+    prompts: list[tuple[str, MediaDocument]] = []
     for one in questions:
         document = encoder.prompt(place_question(one, positions))
-        hashed = {ref.content_hash(): ref for ref in one.media}
-        refs |= hashed
+        refs |= {ref.content_hash(): ref for ref in one.media}
         named = json.dumps([[turn.content for turn in one.turns], [ref.content_hash() for ref in one.media]])
-        prompts.append((named, document.ids.tolist()))
-        items.append(PromptMedia(document.items, {}))
+        prompts.append((named, document))
     features = dict(known or {})
     features |= encode_media(loaded, {name: ref for name, ref in refs.items() if name not in features})
-    items = [
-        replace(one, features={item.content_hash: features[item.content_hash] for item in one.items if item.content_hash}) for one in items
+    return [
+        MediaPrompt(
+            named,
+            document.ids.tolist(),
+            PromptMedia(document.items, {one.content_hash: features[one.content_hash] for one in document.items if one.content_hash}),
+        )
+        for named, document in prompts
     ]
-    options = replace(options, stop_ids=(*options.stop_ids, *answer_end(found, tokenizer)))
-    return generate_from_ids(loaded, prompts, options, on_text, items)
+
+
+def _tokenizer(loaded: LoadedModel) -> Tokenizer:
+    if loaded.tokenizer is None:
+        raise ConfigError(f"{loaded.path}: holds no tokenizer. Put tokenizer.json and tokenizer_config.json there.")
+    return loaded.tokenizer
 
 
 def encode_media(

@@ -94,7 +94,7 @@ const contentOf = (prompt) => {
   const parts = prompt.media.map((one) => (one.kind === "image"
     ? { type: "image_url", image_url: { url: one.url } }
     : { type: "input_audio", input_audio: { data: one.url.slice(one.url.indexOf(",") + 1), format: formatOf(one.url) } }));
-  return prompt.text ? [...parts, { type: "text", text: prompt.text }] : parts;
+  return prompt.text ? [...parts, { type: "text", text: `\n${prompt.text}` }] : parts; // as in training: items, a new line, the question
 };
 
 // What is sent for an answer: the system message, the answered turns before it in a lane as pairs, and its question.
@@ -176,7 +176,7 @@ const partsOf = (content) => {
     const url = part?.image_url?.url ?? (sound ? `data:audio/${sound.format};base64,${sound.data}` : null);
     if (isMedia({ kind, url })) media.push({ kind, name: kind, url });
   }
-  return { text: words.join("\n"), media };
+  return { text: words.join("\n").replace(/^\n/, ""), media };
 };
 
 const fromMessages = (messages, models) => {

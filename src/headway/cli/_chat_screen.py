@@ -1,0 +1,153 @@
+"""What a chat shows: pieces of an answer come in; on a terminal Markdown goes out as it grows, elsewhere the plain text.
+
+Blocks that are complete are printed for good. Only the last one is drawn again while it grows, so answers longer than the screen work.
+Control characters of a model's text never reach a terminal.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.markdown import Markdown
+
+REDRAW_SECONDS = 0.08
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""All control characters but tab and new line; and those that change the direction of text."""
+FENCE = re.compile(r" {0,3}(```|~~~)")
+
+
+def harmless(text: str) -> str:
+    """A text that changes nothing about the terminal but what it shows."""
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+class QuietAnswer:
+    """Shows nothing."""
+
+    def begin(self, name: str | None) -> None:
+        """An answer begins; `name` where several models answer."""
+
+    def say(self, piece: str) -> None:
+        """The next piece of an answer."""
+
+    def end(self, note: str = "") -> None:
+        """The answer is complete, or not: `note` says why."""
+
+
+class PlainAnswer(QuietAnswer):
+    """Prints pieces as they come."""
+
+    def __init__(self, *, is_terminal: bool) -> None:
+        self._is_terminal = is_terminal
+
+    def begin(self, name: str | None) -> None:
+        """Which model answers."""
+        if name is not None:
+            typer.echo(f"[{name}]")
+
+    def say(self, piece: str) -> None:
+        """Print a piece."""
+        typer.echo(harmless(piece) if self._is_terminal else piece, nl=False)
+
+    def end(self, note: str = "") -> None:
+        """End the line."""
+        typer.echo(f" [{note}]" if note else "")
+
+
+class MarkdownAnswer(QuietAnswer):
+    """Draws Markdown on a terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        from rich.console import Console
+
+        self._console = console or Console(highlight=False)
+        self._live: Live | None = None
+        self._tail = ""
+        self._drawn = 0.0
+        self._is_first = True
+
+    def begin(self, name: str | None) -> None:
+        """A line with the model's name."""
+        from rich.rule import Rule
+        from rich.text import Text
+
+        if name is not None:
+            self._console.print(Rule(Text(harmless(name), overflow="ellipsis", no_wrap=True), align="left", style="dim"))
+        self._tail, self._is_first = "", True
+
+    def say(self, piece: str) -> None:
+        """Draw what there is now."""
+        self._tail += harmless(piece)
+        cut = _complete(self._tail) if "\n" in piece else 0
+        if cut:
+            self._print(self._tail[:cut])
+            self._tail = self._tail[cut:]
+        if cut or time.monotonic() - self._drawn >= REDRAW_SECONDS:
+            self._draw()
+
+    def end(self, note: str = "") -> None:
+        """Print the rest."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        self._print(self._tail)
+        self._tail = ""
+        if note:
+            self._console.print(f"[{note}]", style="dim", markup=False)
+
+    def _draw(self) -> None:
+        from rich.live import Live
+
+        self._drawn = time.monotonic()
+        if self._live is None:
+            self._live = Live(console=self._console, transient=True, auto_refresh=False, vertical_overflow="ellipsis")
+            self._live.start()
+        self._live.update(_markdown(self._tail), refresh=True)
+
+    def _print(self, text: str) -> None:
+        if not text.strip():
+            return
+        if not self._is_first:
+            self._console.print()
+        self._is_first = False
+        self._console.print(_markdown(text))
+
+
+def _complete(text: str) -> int:
+    """Where the last block begins that may still grow: after a blank line outside of code."""
+    cut = at = 0
+    fence = ""
+    for line in text.splitlines(keepends=True):
+        at += len(line)
+        found = FENCE.match(line)
+        if found is not None and fence in ("", found[1]):
+            fence = "" if fence else found[1]
+        elif not fence and line.endswith("\n") and not line.strip():
+            cut = at
+    return cut
+
+
+def _markdown(text: str) -> Markdown:
+    """Markdown in which HTML is shown as it is written; addresses of links are shown, not hidden."""
+    from markdown_it import MarkdownIt
+    from rich.markdown import Markdown
+
+    made = Markdown(text, hyperlinks=False)
+    made.parsed = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable("strikethrough").enable("table").parse(text)
+    return made
+
+
+def open_screen(*, is_quiet: bool, draws_markdown: bool) -> QuietAnswer:
+    """How answers are shown here."""
+    if is_quiet:
+        return QuietAnswer()
+    is_terminal = sys.stdout.isatty()
+    return MarkdownAnswer() if is_terminal and draws_markdown else PlainAnswer(is_terminal=is_terminal)

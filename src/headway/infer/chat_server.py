@@ -1,0 +1,230 @@
+"""Answers of a chat from a running `headway serve`, or any server with OpenAI's API: messages go over HTTP, pieces of text come back.
+
+    turns, media -> POST /v1/chat/completions (stream) -> server-sent events -> pieces of text
+
+Nothing but the Python library is needed. Redirects are not followed: the token goes to the given address alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+from headway.errors import ConfigError, HeadwayError
+from headway.infer.chat import ChatAnswer, ChatStats, ContextFull
+from headway.infer.generate import GenerateOptions
+from headway.infer.stream import Say
+from headway.media.items import MediaRef, Modality
+from headway.prepare.encode_media import MARK
+from headway.tokenizer.chat_template import Turn
+
+CONNECT_SECONDS = 20.0
+ANSWER_SECONDS = 600.0
+"""Between two pieces of an answer; a busy server lets a request wait."""
+LARGEST_BODY = 16 << 20
+SOUNDS = {b"RIFF": "wav", b"fLaC": "flac", b"OggS": "ogg"}
+
+
+class ServerError(HeadwayError):
+    """A server that does not answer, or not as expected."""
+
+    exit_code = 1
+
+
+class ChatServer:
+    """An address, and how it is asked."""
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.username is not None:
+            raise ConfigError(f"--url is {url[:200]!r}; it must be an address such as http://127.0.0.1:8000.")
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self._is_secure, self._host, self._port = parts.scheme == "https", parts.hostname, port
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._token = token
+
+    def connect(self, seconds: float = CONNECT_SECONDS) -> http.client.HTTPConnection:
+        """A connection, not open yet."""
+        kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
+        return kind(self._host, self._port, timeout=seconds)
+
+    def request(self, connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any] | None = None) -> http.client.HTTPResponse:
+        """Send a request; what is no answer is an error of one line."""
+        headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
+        data = None if body is None else json.dumps(body).encode()
+        if data is not None:
+            headers["Content-Type"] = "application/json"
+        try:
+            connection.request("GET" if data is None else "POST", self._prefix + path, data, headers)
+            answer = connection.getresponse()
+            if answer.status == 200:
+                return answer
+            said = answer.read(LARGEST_BODY)
+        except (OSError, http.client.HTTPException) as problem:
+            raise ServerError(
+                f"{self.url}: does not answer: {problem or type(problem).__name__}. Is headway serve running there?"
+            ) from None
+        raise self._refusal(answer.status, said)
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The object at an address."""
+        with closing(self.connect()) as connection:
+            answer = self.request(connection, path)
+            try:
+                found = json.loads(answer.read(LARGEST_BODY))
+            except (OSError, ValueError, http.client.HTTPException):
+                found = None
+        if not isinstance(found, dict):
+            raise ServerError(f"{self.url}{path}: is not what a server of models answers. Give the address of headway serve.")
+        return cast(dict[str, Any], found)
+
+    def models(self) -> list[str]:
+        """Names of the models."""
+        listed = self.get("/v1/models").get("data")
+        return [str(one["id"]) for one in listed if isinstance(one, dict) and "id" in one] if isinstance(listed, list) else []
+
+    def _refusal(self, status: int, body: bytes) -> HeadwayError:
+        try:
+            error: Any = json.loads(body)["error"]
+        except (ValueError, TypeError, KeyError):
+            error = None
+        said = error.get("message") if isinstance(error, dict) else error
+        line = " ".join(str(said).split())[:500] if said else f"HTTP {status}"
+        if status in (401, 403):
+            hint = "HEADWAY_SERVE_TOKEN is not the server's." if self._token else "Set HEADWAY_SERVE_TOKEN to the server's token."
+            return ConfigError(f"{self.url}: needs a token. {hint}")
+        if isinstance(error, dict) and error.get("code") == "context_length_exceeded":
+            return ContextFull(line)
+        return ConfigError(f"{self.url}: {line}") if status < 500 and status != 429 else ServerError(f"{self.url}: {line}")
+
+
+class ServerResponder:
+    """One model of a server."""
+
+    def __init__(self, server: ChatServer, name: str) -> None:
+        self.server, self.name = server, name
+        self._facts = self._find_facts()
+
+    def _find_facts(self) -> dict[str, Any]:
+        try:
+            found = self.server.get("/api/info").get("models")
+        except ConfigError:  # another server with OpenAI's API
+            return {}
+        listed = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+        return next((one for one in listed if one.get("name") == self.name or self.name in (one.get("adapters") or ())), {})
+
+    @property
+    def takes(self) -> frozenset[Modality]:
+        """Media the model takes."""
+        kinds: list[tuple[Modality, str]] = [("image", "images"), ("audio", "audio")]
+        return frozenset(kind for kind, key in kinds if self._facts.get(key))
+
+    def answer(
+        self,
+        turns: Sequence[Turn],
+        media: Sequence[MediaRef],
+        options: GenerateOptions,
+        say: Say,
+        *,
+        attempt: int = 0,
+        is_last_try: bool = False,
+    ) -> ChatAnswer:
+        """The next turn."""
+        sampling = options.sampling
+        body: dict[str, Any] = {
+            "model": self.name, "messages": list(_messages(turns, media)), "max_tokens": options.max_new_tokens,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k, "seed": sampling.seed + attempt,
+            "stop": list(options.stop) or None, "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        said, usage = list[str](), dict[str, Any]()
+        begun = first = time.monotonic()
+        was_interrupted = False
+        with closing(self.server.connect(ANSWER_SECONDS)) as connection:
+            try:
+                for event in self._events(connection, {key: value for key, value in body.items() if value is not None}):
+                    usage = event.get("usage") or usage
+                    piece = _piece(event)
+                    if piece:
+                        first = first if said else time.monotonic()
+                        said.append(piece)
+                        say(piece)
+            except KeyboardInterrupt:
+                was_interrupted = True
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        stats = ChatStats(
+            usage.get("prompt_tokens") or 0, cached, usage.get("completion_tokens") or len(said), first - begun, time.monotonic() - begun
+        )
+        return ChatAnswer("".join(said), was_interrupted, stats=stats)
+
+    def _events(self, connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        answer = self.server.request(connection, "/v1/chat/completions", body)
+        is_complete = False
+        try:
+            while line := answer.readline(LARGEST_BODY):
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                found = json.loads(data)
+                if found.get("error"):
+                    raise ServerError(f"{self.server.url}: {str(found['error'].get('message', found['error']))[:500]}")
+                is_complete = is_complete or any(one.get("finish_reason") for one in found.get("choices") or ())
+                yield found
+        except (OSError, ValueError, AttributeError, http.client.HTTPException):
+            is_complete = False
+        if not is_complete:
+            raise ServerError(f"{self.server.url}: the connection ended before the answer was complete. Ask again.")
+
+    def describe(self) -> dict[str, Any]:
+        """Context of the model, cache of the server."""
+        found: dict[str, Any] = {"context": self._facts.get("context_length")}
+        try:
+            live = self.server.get("/api/live")
+        except HeadwayError:
+            return found
+        return found | {key: live[key] for key in ("cache_bytes", "cache_budget_bytes") if key in live}
+
+
+def _piece(event: Mapping[str, Any]) -> str:
+    choices = event.get("choices") or ()
+    content = (choices[0].get("delta") or {}).get("content") if choices else None
+    return content if isinstance(content, str) else ""
+
+
+def _messages(turns: Sequence[Turn], media: Sequence[MediaRef]) -> Iterator[dict[str, Any]]:
+    """Turns in OpenAI's shape; marks of media become parts."""
+    waiting = {kind: iter([ref for ref in media if ref.modality == kind]) for kind in ("image", "audio", "video")}
+    for turn in turns:
+        if not media or not MARK.search(turn.content):
+            yield {"role": turn.role, "content": turn.content}
+            continue
+        parts: list[dict[str, Any]] = []
+        for number, text in enumerate(MARK.split(turn.content)):  # text, kind, text, kind, ...
+            if number % 2:
+                parts.append(_part(next(waiting[text])))
+            elif text:
+                parts.append({"type": "text", "text": text})
+        yield {"role": turn.role, "content": parts}
+
+
+def _part(ref: MediaRef) -> dict[str, Any]:
+    data = ref.read()
+    written = base64.b64encode(data).decode()
+    if ref.modality == "image":
+        kind = "jpeg" if data.startswith(b"\xff\xd8") else "webp" if data[8:12] == b"WEBP" else "png"
+        return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{written}"}}
+    return {
+        "type": "input_audio",
+        "input_audio": {"data": written, "format": SOUNDS.get(data[:4], "m4a" if data[4:8] == b"ftyp" else "mp3")},
+    }

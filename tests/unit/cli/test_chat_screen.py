@@ -1,0 +1,66 @@
+"""Answers on a terminal: Markdown is drawn block by block, fits narrow screens, and a model's control characters never reach it."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from headway.cli import chat as verb
+from headway.cli._chat_commands import COMMANDS, _help
+from headway.cli._chat_screen import MarkdownAnswer, PlainAnswer, _complete, harmless
+
+TEXT = "# Title\n\nSome **bold** text with <b>tags</b>.\n\n```py\nx = 1\n\ny = 2\n```\n\n- one\n- two [link](https://e.org)\n"
+
+
+def drawn(text: str, width: int, size: int = 3) -> str:
+    file = io.StringIO()
+    screen = MarkdownAnswer(Console(file=file, width=width, height=12, force_terminal=False, highlight=False))
+    screen.begin(None)
+    for at in range(0, len(text), size):
+        screen.say(text[at : at + size])
+    screen.end()
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("width", [20, 40, 100])
+def test_markdown_is_drawn_whole_at_any_width_however_it_arrives(width: int) -> None:
+    whole = drawn(TEXT, width, len(TEXT))
+    assert drawn(TEXT, width, 1) == whole == drawn(TEXT, width, 7)
+    assert all(len(line) <= width for line in whole.splitlines())
+    for word in ("Title", "bold", "<b>tags</b>", "x = 1", "y = 2", "one", "https://e.org"):
+        assert word in whole
+    assert "**" not in whole and "```" not in whole
+
+
+def test_blocks_end_at_blank_lines_outside_of_code() -> None:
+    assert _complete("a\n\nb") == 3 and _complete("a\nb") == 0
+    assert _complete("```\na\n\nb") == 0 and _complete("a\n\n```\nb\n\nc\n```\n\nd") == len("a\n\n```\nb\n\nc\n```\n\n")
+    assert _complete("~~~\n```\n\n") == 0, "another sign does not end the code"
+
+
+def test_control_characters_do_not_reach_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "a\x1b]0;title\x07b\x1b[2Jc\x9b1md\r\u202ee\tf\n"
+    assert "\x1b" not in drawn(evil, 80) and "\x9b" not in drawn(evil, 80)
+    assert harmless("a\tb\n你🙂") == "a\tb\n你🙂"
+    PlainAnswer(is_terminal=True).say(evil)
+    assert "\x1b" not in capsys.readouterr().out
+    PlainAnswer(is_terminal=False).say("a\x07b\u202e")
+    assert capsys.readouterr().out == "a\x07b\u202e", "a pipe gets the text as it is"
+
+
+def test_texts_of_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def typed(*lines: str) -> str:
+        left = iter(lines[1:])
+        monkeypatch.setattr("builtins.input", lambda prompt: next(left))
+        return verb._text(lines[0])
+
+    assert typed("one") == "one"
+    assert typed("one\\", "two\\", "three") == "one\ntwo\nthree"
+    assert typed('"""one', "", 'two"""') == "one\n\ntwo"
+    assert typed('"""', "/not a command", '"""') == "/not a command" or typed('"""/x', '"""') == " /x"
+
+
+@pytest.mark.parametrize("width", [24, 59, 60, 120])
+def test_the_help_fits_the_terminal(width: int) -> None:
+    text = _help(width)
+    assert all(len(line) < width for line in text.splitlines()) and all(name in text for name in COMMANDS if name != "/help")

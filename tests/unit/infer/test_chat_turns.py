@@ -1,0 +1,205 @@
+"""What a chat does with its turns: old ones are left out when the context is full; answers are made again, questions edited."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from support.byte_model import CONFIG, byte_tokenizer, write_model
+from support.chat_double import PAGE
+
+from headway.cli import main
+from headway.errors import ConfigError, DataError
+from headway.infer.chat import ChatAnswer, ChatSession, read_chats
+from headway.infer.chat_engine import EngineResponder
+from headway.infer.generate import GenerateOptions, answer_conversations
+from headway.infer.load import LoadedModel, load_model
+from headway.infer.sampling import Sampling
+from headway.prepare.parse_chat import Conversation
+from headway.tokenizer.chat_template import Turn
+
+SAMPLED = GenerateOptions(8, sampling=Sampling(1.0, seed=3))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), CONFIG.with_(max_seq_len=256), byte_tokenizer("<|im_start|>", "<|im_end|>"))
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(folder)
+
+
+@pytest.mark.parametrize("options", [GenerateOptions(12), SAMPLED, GenerateOptions(20, ("e",))])
+def test_a_chat_says_what_the_plain_conversation_gets(loaded: LoadedModel, options: GenerateOptions) -> None:
+    session, turns = ChatSession(loaded, "chatml", options, "Be brief."), [Turn("system", "Be brief.")]
+    for question in ("hi", "and", "more"):
+        turns.append(Turn("user", question))
+        alone = answer_conversations(loaded, [Conversation(tuple(turns))], "chatml", options)[0]
+        found = session.ask(question, str)
+        assert found.text == alone.text, "the turns before it lie in the engine's cache, and change nothing"
+        assert found.stats.prompt_tokens == alone.prompt_tokens and found.stats.new_tokens >= 1
+        turns.append(Turn("assistant", found.text))
+
+
+def test_when_the_context_is_full_the_oldest_turns_are_left_out_and_never_the_system_message(loaded: LoadedModel) -> None:
+    session = ChatSession(loaded, "chatml", GenerateOptions(8), "S")
+    seen: list[int] = []
+    for number in range(9):
+        seen.append(session.ask(f"question {number}", str).left_out)
+    assert seen[0] == 0 and seen[-1] > 0 and seen == sorted(seen)
+    assert len(session.turns) == 18 and session.messages()[1]["content"] == "question 0", "they stay in the conversation"
+    first = next(at for at, turn in enumerate(session.turns) if turn.content == f"question {seen[-1]}")
+    sent = [Turn("system", "S"), *session.turns[first:-1]]
+    alone = answer_conversations(loaded, [Conversation(tuple(sent))], "chatml", GenerateOptions(8))[0]
+    assert alone.text == session.turns[-1].content
+    with pytest.raises(ConfigError, match="max_seq_len=256"):
+        session.ask("long " * 100, str)
+    assert len(session.turns) == 18
+
+
+def test_an_answer_is_made_again_and_a_question_is_edited(loaded: LoadedModel) -> None:
+    session = ChatSession(loaded, "chatml", SAMPLED)
+    with pytest.raises(ConfigError, match="nothing has been asked"):
+        session.regenerate(str)
+    first = session.ask("one", str)
+    second = session.ask("two", str)
+    again = session.regenerate(str)
+    assert again.text != second.text and session.regenerate(str).text != again.text, "each draws other tokens"
+    assert [turn.content for turn in session.turns[:3]] == ["one", first.text, "two"] and len(session.turns) == 4
+    edited = session.edit("three", str)
+    other = ChatSession(loaded, "chatml", SAMPLED)
+    other.ask("one", str)
+    assert other.ask("three", str) == edited and session.turns == other.turns
+    session.turns = session.turns[:3]  # the last question was never answered
+    assert session.ask("three", str) == edited and session.turns == other.turns
+
+
+def test_conversations_are_saved_and_loaded_also_those_of_the_page(loaded: LoadedModel, tmp_path: Path) -> None:
+    session, path = ChatSession(loaded, "chatml", GenerateOptions(4), "S"), tmp_path / "talk.json"
+    session.ask("hi", str)
+    session.save(path)
+    other = ChatSession(loaded, "chatml", GenerateOptions(4))
+    other.load(*read_chats(path)[0])
+    assert other.messages() == session.messages() and other.system == "S"
+    exported = {"headway_chat": 1, "messages": session.messages(), "conversation": {"turns": {}}}
+    path.write_text(json.dumps(exported))
+    assert read_chats(path)[0][0][0] == Turn("system", "S")
+    assert '"headway_chat"' not in (PAGE / "sidebar.js").read_text() and "headway_chat: 1, messages" in (PAGE / "sidebar.js").read_text()
+    for wrong in ("[", "3", '{"messages": 5}', '{"conversations": []}'):
+        path.write_text(wrong)
+        with pytest.raises((ConfigError, DataError), match=r"talk\.json"):
+            read_chats(path)
+    picture = {"messages": [{"role": "user", "content": "<image>\nhi"}], "images": ["a.png"]}
+    path.write_text(json.dumps(picture))
+    turns, media = read_chats(path)[0]
+    assert len(media) == 1
+    with pytest.raises(ConfigError, match="does not take image"):
+        other.load(turns, media)
+
+
+def chat(arguments: list[str], lines: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    return main(["chat", "--chat-template", "chatml", "--max-new-tokens", "6", "--temperature", "0", *arguments])
+
+
+def test_two_models_answer_one_after_the_other(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "two.json"
+    lines = f"hi\n/set temperature 1\n/set seed 4\nmore\n/save {saved}\n/stats\n/model {folder}\nthird\n/load {saved}\n"
+    assert chat(["--model", str(folder), "--model", f"{folder}/"], lines, monkeypatch) == 2
+    said = capsys.readouterr()
+    assert said.out.count(f"[{folder}") == 4, "names where two answer, none where one does"
+    assert "holds 2 conversations; 1 are open" in said.err and "tokens/s" in said.err and "cache: " in said.err
+    first, second = json.loads(saved.read_text())
+    assert first["model"] == str(folder) and first["messages"] == second["messages"] and len(first["messages"]) == 4
+    assert chat(["--model", str(folder), "--model", f"{folder}/", "--json"], f"/load {saved}\n/edit hey\n", monkeypatch) == 0
+    found = json.loads(capsys.readouterr().out)["conversations"]
+    assert [one["messages"][2]["content"] for one in found] == ["hey", "hey"] and len(found[0]["messages"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("/set warmth 3", "there is no such setting"),
+        ("/set temperature", "needs a value; it is 0.0 now"),
+        ("/set temperature hot", "must be a number"),
+        ("/set top_k 0", "--top-k is 0"),
+        ("/set max_tokens 1.5", "whole number"),
+        ("/image x.png", "does not take images"),
+        ("/audio", "needs the name of a file"),
+        ("/model a b c", "names 3 models"),
+        ("/model 'a", "No closing quotation"),
+        ("/model /nowhere", "not a folder"),
+        ("/edit x", "nothing has been asked"),
+        ("/load nowhere.json", "nowhere.json: cannot be read"),
+        ("/save /nowhere/x.json", "cannot be written"),
+    ],
+)
+def test_a_mistake_in_a_command_is_one_line(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, says: str
+) -> None:
+    monkeypatch.setattr("headway.infer.load.load_model", lambda path, **_: load_model(path) if "nowhere" in str(path) else loaded)
+    assert chat(["--model", "m"], f"{line}\n", monkeypatch) == 2
+    said = capsys.readouterr().err.strip()
+    assert says in said and said.count("\n") == 0
+
+
+def test_wrong_options_are_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, says in (
+        ([], "--model is missing"),
+        (["--model", "a", "--model", "b", "--model", "c"], "given 3 times"),
+        (["--url", "ftp://x"], "it must be an address"),
+        (["--url", "http://127.0.0.1:1", "--masks", "own"], "--masks has no meaning with --url"),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+        assert main(["chat", *arguments]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_commands_change_what_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = "/system Speak.\nhi\n/set stop off\n/set top_p 0.5\n/set max_tokens 3\n/set\n/regenerate\n/show\n /slash\n/help\n"
+    assert chat(["--model", str(folder), "--stop", "zz", "--json"], lines, monkeypatch) == 0
+    said = capsys.readouterr()
+    messages = json.loads(said.out)["messages"]
+    assert [one["role"] for one in messages] == ["system", "user", "assistant", "user", "assistant"] and messages[3]["content"] == " /slash"
+    assert "max_new_tokens 3" in said.err and "top_p          0.5" in said.err and "stop           off" in said.err
+    assert "system: Speak." in said.err and "/regenerate " in said.err
+
+
+def fresh(session: ChatSession, text: str) -> ChatAnswer:
+    session.reset()
+    return session.ask(text, str)
+
+
+def test_a_second_ctrl_c_breaks_a_step_and_the_next_answer_is_right(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    import signal
+
+    responder = EngineResponder(loaded, "chatml")
+    session = ChatSession(responder, None, GenerateOptions(12))
+    asked, right = next((text, found) for text in "abcdefgh" if len((found := fresh(session, text)).text) > 4)
+    session.reset()
+    pressed = iter(range(2))
+
+    def press(piece: str) -> None:
+        for _ in pressed:
+            signal.raise_signal(signal.SIGINT)
+
+    assert session.ask(asked, press).was_interrupted
+    session.reset()
+    assert session.ask(asked, str) == right
+    once: list[str] = []
+
+    def press_once(piece: str) -> None:
+        once.append(piece)
+        if len(once) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    session.reset()
+    stopped = session.ask(asked, press_once)
+    assert stopped.was_interrupted and right.text.startswith(stopped.text) and len(stopped.text) < len(right.text)
+    session.reset()
+    assert session.ask(asked, str) == right
