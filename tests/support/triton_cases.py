@@ -20,6 +20,7 @@ from headway.kernels.streaming_pieces import merge_cuda, merge_reference
 from headway.kernels.vocab_loss import partial_scores_cuda, partial_scores_reference, write_gradient_cuda, write_gradient_reference
 from support.chunk_case import SEQUENCES, SHAPES, gap
 from support.decode_case import REGIONS, gaps
+from support.paged_case import HEADS, paged_gaps
 
 
 def adamw() -> None:
@@ -63,6 +64,14 @@ def cached_chunk() -> None:
         for shape in SHAPES:
             far, same = gap(sequences, shape)
             assert far < 2e-5 and same, (name, shape, far, same)
+
+
+def paged_attention() -> None:
+    """Pages, rings and both, head sizes that are no powers of two, grouped heads, a row that takes no part."""
+    for name in HEADS:
+        for head_size, groups in ((16, 1), (24, 3), (64, 4)):
+            gap, same = paged_gaps(name, head_size, groups)
+            assert gap < 1e-5 and same, (name, head_size, groups, gap, same)
 
 
 def softmax_gradient() -> None:
@@ -134,7 +143,7 @@ def unpack() -> None:
             torch.testing.assert_close(ours, theirs, rtol=0.0 if dtype == torch.float32 else 2**-7, atol=0.0)
 
 
-RUN = (adamw, decode_attention, cached_chunk, softmax_gradient, vocab_loss, merge, unpack)
+RUN = (adamw, decode_attention, paged_attention, cached_chunk, softmax_gradient, vocab_loss, merge, unpack)
 CASES: dict[str, Callable[[], None]] = {case.__name__: case for case in RUN}
 
 

@@ -1,0 +1,155 @@
+"""One new token in each row of a batch against all that its KV heads keep, in pages or rings.
+
+Shapes: B rows of the batch, H query heads, KV key and value heads, G query heads of one KV head, hd head width, P positions of a page.
+
+A layer's keys are one flat buffer, its values another. In it lie, for heads that keep everything, pages, and for the others rings:
+
+    pages   [page, head, P, hd]             position p of a slot is in page table[slot, p // P] at p % P
+    ring    [slot, head, sinks + ring, hd]  position p < sinks at p, others at sinks + (p - sinks) % ring; the last `window` are seen
+
+A batch row b is the sequence of slot slots[b], which has position[b] tokens before the new one; -1: the row takes no part, nothing of it
+is read or written, and its o is 0. The indices a row has filled are cut into as many equal stretches as the head has items; how long they
+are follows from the row's length, which is read on the device, so that one recorded CUDA graph serves every step:
+
+    attend    one program per row and item: softmax over the stretch for the G queries of the head -> o and log-sum-exp of the stretch
+    combine   one program per row and query head: the stretches weighted by their log-sum-exp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+WANTED_PROGRAMS = 4096
+"""Items are made so that about this many programs exist: many rounds on a large GPU, so that the last one, half empty, costs little."""
+MOST_ITEMS = 128
+"""Of one head."""
+LEAST_STRETCH = 64
+RING_STRETCH = 512
+"""A ring is short and mostly full: stretches of this length are enough of them."""
+NO_LIMIT = 1 << 30
+
+
+class HeadRegion(NamedTuple):
+    """Where one KV head of a layer keeps its positions."""
+
+    begin: int
+    """Of its first page or ring in the buffer, in heads' widths."""
+    stride: int
+    """From one page or ring to the next, in heads' widths."""
+    paged: bool
+    sinks: int
+    ring: int
+    """Indices behind the sinks; of pages: the longest sequence."""
+    window: int
+    """Positions that are seen, sinks aside."""
+    reach: int
+    """Sinks are seen only from less than this far."""
+
+
+@dataclass(frozen=True)
+class PagedPlan:
+    """How the heads of one layer are cut for batches of some size, as tensors on the device."""
+
+    items: torch.Tensor
+    """int64 [items, 10]: a HeadRegion, its KV head, number of the stretch, stretches of the head"""
+    heads: torch.Tensor
+    """int32 [KV, 4]: first item, number of items, indices, unused"""
+    max_items: int
+    page_tokens: int
+    partial: torch.Tensor
+    """fp32 [B, items, G, hd]: o of each stretch"""
+    lses: torch.Tensor
+    """fp32 [B, items, G]"""
+
+    @staticmethod
+    def of(
+        regions: Sequence[HeadRegion], rows: int, shape: tuple[int, int], page_tokens: int, workspace: PagedWorkspace
+    ) -> PagedPlan:
+        """Cut the regions of all KV heads; `shape`: (query heads of one KV head, head width)."""
+        groups, head_size = shape
+        most = max(1, min(MOST_ITEMS, WANTED_PROGRAMS // (rows * len(regions))))
+        items: list[tuple[int, ...]] = []
+        heads: list[tuple[int, int, int, int]] = []
+        for head, region in enumerate(regions):
+            indices = region.sinks + region.ring
+            count = min(most, -(-indices // (LEAST_STRETCH if region.paged else RING_STRETCH)))
+            heads.append((len(items), count, indices, 0))
+            items += [(*map(int, region), head, number, count) for number in range(count)]
+        device = workspace.device
+        partial, lses = workspace.take(rows * len(items) * groups, head_size)
+        return PagedPlan(
+            torch.tensor(items, dtype=torch.int64, device=device),
+            torch.tensor(heads, dtype=torch.int32, device=device),
+            max(count for _, count, _, _ in heads),
+            page_tokens,
+            partial.view(rows, len(items), groups, head_size),
+            lses.view(rows, len(items), groups),
+        )
+
+
+class PagedWorkspace:
+    """Memory for partial results, shared by all plans: layers and steps come one after another on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def take(self, vectors: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 [vectors, width] and [vectors]."""
+        for partial, lses in self._taken:
+            if partial.numel() >= vectors * width and lses.numel() >= vectors:
+                return partial[: vectors * width], lses[:vectors]
+        partial = torch.empty(vectors * width, dtype=torch.float32, device=self.device)
+        self._taken.append((partial, torch.empty(vectors, dtype=torch.float32, device=self.device)))
+        return self._taken[-1]
+
+
+@dataclass(frozen=True)
+class PagedStep:
+    """Where the new tokens of a batch go."""
+
+    slots: torch.Tensor
+    """int64 [B]"""
+    position: torch.Tensor
+    """int64 [B]"""
+    table: torch.Tensor
+    """int32 [slots, pages of the longest sequence]"""
+
+
+def paged_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: PagedStep, plan: PagedPlan
+) -> torch.Tensor:
+    """o [B,H,hd] of q [B,H,hd]; k and v [B,KV,hd] are kept in the flat buffers."""
+    from headway.kernels.paged_attention_triton import attend, combine
+
+    attend(q, k, v, keys, values, step, plan)
+    return combine(q, step, plan)
+
+
+def paged_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: PagedStep, plan: PagedPlan
+) -> torch.Tensor:
+    """The same in plain torch, one row and head at a time."""
+    hd, groups = q.shape[-1], q.shape[1] // k.shape[1]
+    flat_k, flat_v, o = keys.view(-1, hd), values.view(-1, hd), torch.zeros_like(q)
+    for begin, stride, paged, sinks, ring, window, reach, head, number, _ in plan.items.tolist():
+        if number:
+            continue
+        for row, (slot, p) in enumerate(zip(step.slots.tolist(), step.position.tolist(), strict=True)):
+            if p < 0:
+                continue
+            seen = [one for one in range(p + 1) if (one < sinks and p - one < reach) or (one >= sinks and p - one < window)]
+            if paged:
+                pages = step.table[slot].tolist()
+                place = [begin + pages[one // plan.page_tokens] * stride + one % plan.page_tokens for one in seen]
+            else:
+                place = [begin + slot * stride + (one if one < sinks else sinks + (one - sinks) % ring) for one in seen]
+            flat_k[place[-1]], flat_v[place[-1]] = k[row, head], v[row, head]
+            query_heads = slice(head * groups, (head + 1) * groups)
+            scores = q[row, query_heads].float() @ flat_k[place].float().T * hd**-0.5
+            o[row, query_heads] = (scores.softmax(-1) @ flat_v[place].float()).to(q.dtype)
+    return o

@@ -1,0 +1,172 @@
+"""Keys and values of many sequences within a fixed number of bytes: pages for heads that keep everything, rings for those that forget.
+
+A sequence that runs has a slot. Position p of a slot is stored, in each layer,
+
+    full heads                 in page table[slot, p // P], at p % P; the same page number in every layer
+    streaming, windowed heads  in the slot's ring: S sinks, then the last W positions and some more, so that a few can be taken back
+
+Pages may be shared by sequences with the same beginning; rings are copied. `PagePool` counts them. All memory is allocated at the start.
+
+    PagedCache    memory, tables, lengths; decode and prefill batches are made from it
+    PagedDecode   one token in each row of a batch of slots
+    PagedPrefill  pieces of several prompts, packed in one row
+
+Both batches have the methods a model calls on a KV cache: `attend`, `is_empty`, `advance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headway.kernels.paged_attention import PagedWorkspace
+from headway.model.config import ModelConfig
+from headway.model.head_masks.masks import HeadMasks
+from headway.model.kv_layer import group_heads
+from headway.model.page_pool import PagePool
+from headway.model.paged_layer import LayerPages, PrefillPiece, PrefillPlan, RingHeads
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a cache has room for, and the bytes of its parts."""
+
+    config: ModelConfig
+    masks: HeadMasks | None
+    context: int
+    """Tokens of the longest sequence."""
+    page_tokens: int
+    dtype: torch.dtype
+    spare: int = 0
+    """Positions that can be taken back from rings; at least one page's."""
+
+    def groups(self, layer: int) -> tuple[tuple[int, ...], list[RingHeads]]:
+        """The full heads of a layer, and its rings."""
+        full: tuple[int, ...] = ()
+        rings: list[RingHeads] = []
+        for group in group_heads(self.config, layer, self.context, self.masks):
+            if group.sinks == 0 and group.window == self.context:
+                full += group.heads
+            else:
+                rings.append(RingHeads(group.heads, group.sinks, group.window + max(self.spare, self.page_tokens), group.window, group.reach))
+        return full, rings
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page in all layers."""
+        heads = sum(len(self.groups(layer)[0]) for layer in range(self.config.num_layers))
+        return heads * self.page_tokens * self._entry_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of the rings of one slot in all layers."""
+        rings = [ring for layer in range(self.config.num_layers) for ring in self.groups(layer)[1]]
+        return sum(len(ring.heads) * ring.indices for ring in rings) * self._entry_bytes
+
+    @property
+    def _entry_bytes(self) -> int:
+        return 2 * self.config.head_size * self.dtype.itemsize
+
+    @property
+    def pages_per_slot(self) -> int:
+        """Of the longest sequence."""
+        return -(-self.context // self.page_tokens)
+
+
+class PagedCache:
+    """Slots, pages and rings of one model, all allocated at the start."""
+
+    def __init__(self, shape: CacheShape, *, slots: int, pages: int, kept_rings: int, device: torch.device) -> None:
+        if shape.masks is not None:
+            shape.masks.check(shape.config)
+        self.shape, self.slots, self.device = shape, slots, device
+        needs_rings = shape.ring_bytes > 0
+        self.pool = PagePool(pages, range(slots, slots + kept_rings), needs_rings=needs_rings)
+        rows = slots + kept_rings if needs_rings else 0
+        groups = [shape.groups(layer) for layer in range(shape.config.num_layers)]
+        self.layers = [LayerPages(shape.config, full, rings, (pages, shape.page_tokens), rows, device, shape.dtype) for full, rings in groups]
+        # One more slot than there are sequences, for rows of a batch that take no part: its length stays -1.
+        self.table = torch.zeros(slots + 1, shape.pages_per_slot, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self.lengths[slots] = -1
+        self.workspace = PagedWorkspace(device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all keys and values it has room for."""
+        return sum(buffer.nbytes for layer in self.layers for buffer in (layer.keys, layer.values))
+
+    @torch.inference_mode()
+    def set_pages(self, entries: Sequence[tuple[int, int, int]]) -> None:
+        """Enter (slot, number of the page in the sequence, page)."""
+        if entries:
+            at = to_device(torch.tensor(entries, dtype=torch.int64).t(), self.device)
+            self.table[at[0], at[1]] = at[2].int()
+
+    @torch.inference_mode()
+    def set_length(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Tokens that these slots hold."""
+        at = to_device(torch.tensor([list(slots), list(lengths)]), self.device)
+        self.lengths[at[0]] = at[1]
+
+    @torch.inference_mode()
+    def copy_ring(self, source: int, target: int) -> None:
+        """The rings of one slot or kept copy become those of another."""
+        for layer in self.layers:
+            layer.copy_ring(source, target)
+
+    def decode_batch(self, rows: int) -> PagedDecode:
+        """A batch of `rows` slots, entered by its caller."""
+        return PagedDecode(self, rows)
+
+    def prefill_batch(self, pieces: Sequence[PrefillPiece]) -> PagedPrefill:
+        """Pieces of several prompts, whose pages are known."""
+        return PagedPrefill(self, PrefillPlan.of(pieces, self.shape.page_tokens, self.device))
+
+
+class PagedDecode:
+    """One token in each row."""
+
+    is_empty = False
+
+    def __init__(self, cache: PagedCache, rows: int) -> None:
+        self.cache, self.rows = cache, rows
+        self.slots = torch.full((rows,), cache.slots, dtype=torch.int64, device=cache.device)
+        """[B]: the slot of each row; the last slot takes no part."""
+        self.host_slots: list[int] = []
+        self.most = 0
+        """No row has more tokens than this, the new one included; for the plain path."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, whole: object = None
+    ) -> torch.Tensor:
+        """o [B,1,H,hd] of q [B,1,H,hd] at positions [B,1]; k and v [B,1,KV,hd] are stored."""
+        return self.cache.layers[layer].step(q, k, v, position[:, 0], self)
+
+    def advance(self, tokens: int) -> None:
+        """Lengths are the caller's."""
+
+
+class PagedPrefill:
+    """Pieces of prompts, packed in one row."""
+
+    is_empty = False
+
+    def __init__(self, cache: PagedCache, plan: PrefillPlan) -> None:
+        self.cache, self.plan = cache, plan
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, whole: object = None
+    ) -> torch.Tensor:
+        """o [1,N,H,hd] of q [1,N,H,hd]; each piece sees what its slot holds and itself; k and v [1,N,KV,hd] are stored."""
+        return self.cache.layers[layer].prefill(q[0], k[0], v[0], self.plan)[None]
+
+    def advance(self, tokens: int) -> None:
+        """Lengths are the caller's."""
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small tensor on the device, without waiting for it."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

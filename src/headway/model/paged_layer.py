@@ -1,0 +1,223 @@
+"""The pages and rings of one layer, and attention over them. `paged_cache.py` counts slots, pages and lengths.
+
+Shapes: B rows of a batch, N packed prompt tokens, H query heads, KV key and value heads, F full heads, P positions of a page, hd head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from headway.kernels.attention import attend_chunk, dense, why_not
+from headway.kernels.paged_attention import NO_LIMIT, HeadRegion, PagedPlan, PagedStep, paged_attention
+from headway.kernels.streaming_pieces import flash
+from headway.model.config import ModelConfig
+from headway.model.kv_layer import by_kv_head
+from headway.model.ring_prefill import RingHeads, RingPlan, attend_windows, packed_windows
+
+if TYPE_CHECKING:
+    from headway.model.paged_cache import PagedDecode
+
+
+@dataclass(frozen=True)
+class PrefillPiece:
+    """Consecutive tokens of one prompt."""
+
+    slot: int
+    start: int
+    """Tokens of the slot before these."""
+    count: int
+    pages: Sequence[int]
+    """Of all positions up to the last of these."""
+
+    @property
+    def end(self) -> int:
+        """Tokens of the slot after these."""
+        return self.start + self.count
+
+
+@dataclass
+class PrefillPlan:
+    """Where packed tokens go and what they see; the same for every layer."""
+
+    pieces: tuple[PrefillPiece, ...]
+    spans: tuple[slice, ...]
+    """Of each piece among the packed tokens."""
+    device: torch.device
+    page: torch.Tensor
+    """int64 [N]: the page of each token"""
+    offset: torch.Tensor
+    """int64 [N]: its place there"""
+    seen: tuple[torch.Tensor, torch.Tensor] | None
+    """int64 [M] each: page and offset of every position the pieces see; None where all pieces begin their prompts."""
+    starts_q: torch.Tensor
+    starts_k: torch.Tensor
+    longest_q: int
+    longest_k: int
+    rings: dict[RingHeads, RingPlan] = field(default_factory=dict)
+
+    @staticmethod
+    def of(pieces: Sequence[PrefillPiece], page_tokens: int, device: torch.device) -> PrefillPlan:
+        """Made on the host; the device does not wait."""
+        spans: list[slice] = []
+        new: list[torch.Tensor] = []
+        whole: list[torch.Tensor] = []
+        begin = 0
+        for piece in pieces:
+            spans.append(slice(begin, begin + piece.count))
+            begin += piece.count
+            places = (torch.tensor(piece.pages)[:, None] * page_tokens + torch.arange(page_tokens)).flatten()
+            new.append(places[piece.start : piece.end])
+            whole.append(places[: piece.end])
+        fresh = all(piece.start == 0 for piece in pieces)
+        joined = torch.cat(new if fresh else new + whole)
+        starts = torch.tensor([[0, *(piece.count for piece in pieces)], [0, *(piece.end for piece in pieces)]]).cumsum(1).int()
+        if device.type == "cuda":
+            joined, starts = (x.pin_memory().to(device, non_blocking=True) for x in (joined, starts))
+        page, offset = joined // page_tokens, joined % page_tokens
+        return PrefillPlan(
+            tuple(pieces), tuple(spans), device, page[:begin], offset[:begin], None if fresh else (page[begin:], offset[begin:]),
+            starts[0], starts[1], max(piece.count for piece in pieces), max(piece.end for piece in pieces),
+        )  # fmt: skip
+
+    def ring(self, heads: RingHeads) -> RingPlan:
+        """Where these heads store the tokens."""
+        if heads not in self.rings:
+            self.rings[heads] = RingPlan.of(heads, [(one.slot, one.start, one.count) for one in self.pieces], self.device)
+        return self.rings[heads]
+
+
+class LayerPages:
+    """The buffers of one layer."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        full: tuple[int, ...],
+        rings: list[RingHeads],
+        pages: tuple[int, int],
+        rows: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """`pages`: (number, positions of each); `rows`: rings of slots and kept copies."""
+        self.full, self.rings, self.rows, self.kv_heads, self.head_size = full, rings, rows, config.kv_heads, config.head_size
+        self.num_pages, self.page_tokens = pages
+        sizes = [self.num_pages * len(full) * self.page_tokens, *(rows * len(ring.heads) * ring.indices for ring in rings)]
+        # Zeros, not uninitialised memory: an entry that no query sees still meets a weight of 0, and 0 times NaN is NaN.
+        self.keys, self.values = (torch.zeros(sum(sizes) * self.head_size, device=device, dtype=dtype) for _ in range(2))
+        self._begin = [sum(sizes[:index]) for index in range(len(sizes))]
+        self._plans: dict[int, PagedPlan] = {}
+
+    def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the full heads, [pages, F, P, hd]."""
+        shape = (self.num_pages, len(self.full), self.page_tokens, self.head_size)
+        size = self.num_pages * len(self.full) * self.page_tokens * self.head_size
+        return self.keys[:size].view(shape), self.values[:size].view(shape)
+
+    def ring(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one ring group, [rows, heads, indices, hd]."""
+        heads = self.rings[number]
+        shape = (self.rows, len(heads.heads), heads.indices, self.head_size)
+        begin, size = self._begin[number + 1] * self.head_size, self.rows * len(heads.heads) * heads.indices * self.head_size
+        return self.keys[begin : begin + size].view(shape), self.values[begin : begin + size].view(shape)
+
+    def copy_ring(self, source: int, target: int) -> None:
+        """The rings of one row become those of another."""
+        for number in range(len(self.rings)):
+            for view in self.ring(number):
+                view[target] = view[source]
+
+    def _heads(self, x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
+        """The heads [B,T,heads,hd] of x; query heads follow their KV head."""
+        return x if len(heads) == self.kv_heads else by_kv_head(x, self.kv_heads)[:, :, list(heads)].flatten(2, 3)
+
+    def _put(self, o: torch.Tensor, result: torch.Tensor, heads: tuple[int, ...]) -> None:
+        by_kv_head(o, self.kv_heads)[:, :, list(heads)] = by_kv_head(result, len(heads))
+
+    def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, batch: PagedDecode) -> torch.Tensor:
+        """One new token in each row of a batch."""
+        if q.is_cuda:
+            return self._step_cuda(q, k, v, position, batch)
+        o, table = torch.zeros_like(q), batch.cache.table
+        if self.full:
+            page, offset = table[batch.slots, position // self.page_tokens].long(), position % self.page_tokens
+            for pool, x in zip(self.pages(), (k, v), strict=True):
+                pool[page, :, offset] = self._heads(x, self.full)[:, 0]
+            pages = table[batch.slots, : -(-batch.most // self.page_tokens)]
+            keys, values = (pool[pages].transpose(2, 3).flatten(1, 2) for pool in self.pages())
+            seen = torch.arange(keys.shape[1], device=q.device) <= position[:, None]
+            self._put(o, dense(self._heads(q, self.full), keys, values, seen[:, None]), self.full)
+        for number, heads in enumerate(self.rings):
+            index = heads.index(position)
+            for view, x in zip(self.ring(number), (k, v), strict=True):
+                view[batch.slots, :, index] = self._heads(x, heads.heads)[:, 0]
+            stop = min(batch.most, heads.indices)
+            keys, values = (view[batch.slots, :, :stop].transpose(1, 2) for view in self.ring(number))
+            seen = heads.seen(heads.positions(position + 1, stop), position[:, None])
+            self._put(o, dense(self._heads(q, heads.heads), keys, values, seen[:, None]), heads.heads)
+        return o
+
+    def _step_cuda(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, batch: PagedDecode) -> torch.Tensor:
+        plan = self._plans.get(batch.rows)
+        if plan is None:
+            shape = (q.shape[2] // self.kv_heads, self.head_size)
+            plan = PagedPlan.of(self._regions(batch.cache.shape.context), batch.rows, shape, self.page_tokens, batch.cache.workspace)
+            self._plans[batch.rows] = plan
+        step = PagedStep(batch.slots, position.contiguous(), batch.cache.table)
+        return paged_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, step, plan)[:, None]
+
+    def _regions(self, context: int) -> list[HeadRegion]:
+        """Of every KV head."""
+        found: dict[int, HeadRegion] = {}
+        for index, head in enumerate(self.full):
+            stride = len(self.full) * self.page_tokens
+            found[head] = HeadRegion(index * self.page_tokens, stride, True, 0, context, NO_LIMIT, NO_LIMIT)
+        for heads, begin in zip(self.rings, self._begin[1:], strict=True):
+            for index, head in enumerate(heads.heads):
+                stride = len(heads.heads) * heads.indices
+                region = (begin + index * heads.indices, stride, False, heads.sinks, heads.ring, heads.window, heads.reach or NO_LIMIT)
+                found[head] = HeadRegion(*region)
+        return [found[head] for head in range(self.kv_heads)]
+
+    def prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
+        """o [N,H,hd] of packed pieces q [N,H,hd], k and v [N,KV,hd]. What is stored is read before it is overwritten."""
+        o = torch.empty_like(q)
+        if self.full:
+            some_q, some_k, some_v = (self._heads(x[None], self.full)[0] for x in (q, k, v))
+            for pool, x in zip(self.pages(), (some_k, some_v), strict=True):
+                pool[plan.page, :, plan.offset] = x
+            self._put(o[None], self._full_prefill(some_q, some_k, some_v, plan)[None], self.full)
+        for number, heads in enumerate(self.rings):
+            some_q, some_k, some_v = (self._heads(x[None], heads.heads)[0] for x in (q, k, v))
+            at, views = plan.ring(heads), self.ring(number)
+            if uses_flash(q) and heads.reach is None:
+                result = packed_windows(some_q, some_k, some_v, views, at, plan)
+            else:
+                result = attend_windows(some_q, some_k, some_v, views, at, plan)
+            for view, x in zip(views, (some_k, some_v), strict=True):
+                view[at.row, :, at.index] = x[at.token]
+            self._put(o[None], result[None], heads.heads)
+        return o
+
+    def _full_prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
+        if plan.seen is not None:
+            k, v = (pool[plan.seen[0], :, plan.seen[1]] for pool in self.pages())
+        if uses_flash(q):
+            return flash(q, k, v, plan.starts_q, plan.starts_k, plan.longest_q, plan.longest_k, -1, 0)[0]
+        o = torch.empty_like(q)
+        begin = 0
+        for piece, span in zip(plan.pieces, plan.spans, strict=True):
+            keys, values = (x[None, begin : begin + piece.end] for x in (k, v))
+            position = torch.arange(piece.start, piece.end, device=q.device)[None]
+            o[span] = attend_chunk(q[None, span], keys, values, start=piece.start, position=position)[0]
+            begin += piece.end
+        return o
+
+
+def uses_flash(q: torch.Tensor) -> bool:
+    """FlashAttention computes all pieces in one call."""
+    return not why_not("varlen", q.device.type, q.dtype, q.shape[-1])
