@@ -2,6 +2,7 @@
 
 import torch
 
+from headway.kernels.attention import ScoreRule
 from headway.kernels.paged_attention import NO_LIMIT, HeadRegion, PagedPlan, PagedStep, PagedWorkspace, paged_attention, paged_reference
 
 PAGE, SLOTS, PAGES, CONTEXT = 16, 5, 60, 160
@@ -14,7 +15,7 @@ HEADS: dict[str, list[tuple[int, int, int, int] | None]] = {
 """Of each KV head: None for pages, or (sinks, ring, window, reach)."""
 
 
-def case(name: str, head_size: int, groups: int, device: str = "cpu", dtype: torch.dtype = torch.float32):  # noqa: ANN201
+def case(name: str, head_size: int, groups: int, device: str = "cpu", dtype: torch.dtype = torch.float32, softcap: float | None = None):
     """A batch of six rows: one takes no part, the others stand at different positions."""
     generator = torch.Generator().manual_seed(1)
     full = [head for head, kind in enumerate(HEADS[name]) if kind is None]
@@ -34,13 +35,15 @@ def case(name: str, head_size: int, groups: int, device: str = "cpu", dtype: tor
     table = torch.cat([table, torch.zeros(1, 10, dtype=torch.int64)]).int().to(device)
     q = torch.randn(rows, 2 * groups, head_size, generator=generator).to(device, dtype)
     k, v = (torch.randn(rows, 2, head_size, generator=generator).to(device, dtype) for _ in range(2))
-    plan = PagedPlan.of(regions, rows, (groups, head_size), PAGE, PagedWorkspace(torch.device(device)))
+    plan = PagedPlan.of(regions, rows, (groups, head_size), PAGE, PagedWorkspace(torch.device(device)), ScoreRule(softcap))
     return q, k, v, keys, values, PagedStep(slots, position, table), plan
 
 
-def paged_gaps(name: str, head_size: int, groups: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[float, bool]:
+def paged_gaps(
+    name: str, head_size: int, groups: int, device: str = "cpu", dtype: torch.dtype = torch.float32, softcap: float | None = None
+) -> tuple[float, bool]:
     """How far the kernel is from the reference, and whether both kept the same."""
-    q, k, v, keys, values, step, plan = case(name, head_size, groups, device, dtype)
+    q, k, v, keys, values, step, plan = case(name, head_size, groups, device, dtype, softcap)
     kept_k, kept_v = keys.clone(), values.clone()
     expected = paged_reference(q, k, v, kept_k, kept_v, step, plan)
     found = paged_attention(q, k, v, keys, values, step, plan)

@@ -72,6 +72,8 @@ def paged_attention() -> None:
         for head_size, groups in ((16, 1), (24, 3), (64, 4)):
             gap, same = paged_gaps(name, head_size, groups)
             assert gap < 1e-5 and same, (name, head_size, groups, gap, same)
+    gap, same = paged_gaps("mixed", 16, 2, softcap=2.0)
+    assert gap < 1e-5 and same, ("softcap", gap, same)
 
 
 def softmax_gradient() -> None:

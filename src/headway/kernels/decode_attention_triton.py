@@ -19,7 +19,7 @@ SHARED_BYTES = 96 * 1024
 
 
 @triton.jit
-def _ruled(scores, SOFTCAP: tl.constexpr):  # pyright: ignore
+def ruled(scores, SOFTCAP: tl.constexpr):  # pyright: ignore
     if SOFTCAP > 0:
         scores = SOFTCAP * (2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1)  # softcap * tanh(score / softcap)
     return scores
@@ -60,7 +60,7 @@ def attend_stretch(
             new_v = tl.load(v + row * v_row + head * HD + d, mask=is_width, other=0.0)
             tl.store(my_keys + new * HD + d, new_k, mask=is_width)
             tl.store(my_values + new * HD + d, new_v, mask=is_width)
-            highest = _ruled(tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale, SOFTCAP)
+            highest = ruled(tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale, SOFTCAP)
             total = tl.full([GP], 1.0, tl.float32)
             acc = tl.zeros([GP, HP], tl.float32) + new_v.to(tl.float32)[None, :]
         stop = tl.minimum(start + stretch, filled)
@@ -71,7 +71,7 @@ def attend_stretch(
             inside = (s < stop)[:, None] & is_width[None, :]
             block_k = tl.load(my_keys + place, mask=inside, other=0.0)
             block_v = tl.load(my_values + place, mask=inside, other=0.0)
-            scores = _ruled(tl.dot(queries, tl.trans(block_k), input_precision=PRECISION) * scale, SOFTCAP)
+            scores = ruled(tl.dot(queries, tl.trans(block_k), input_precision=PRECISION) * scale, SOFTCAP)
             scores = tl.where(seen[None, :], scores, -float("inf"))
             new_highest = tl.maximum(highest, tl.max(scores, 1))
             # a block in which nothing is seen keeps exp(-inf - -inf) out of the sum

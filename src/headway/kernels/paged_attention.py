@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 import torch
 
+from headway.kernels.attention import PLAIN, ScoreRule
+
 WANTED_PROGRAMS = 4096
 """Items are made so that about this many programs exist: many rounds on a large GPU, so that the last one, half empty, costs little."""
 MOST_ITEMS = 128
@@ -64,10 +66,16 @@ class PagedPlan:
     """fp32 [B, items, G, hd]: o of each stretch"""
     lses: torch.Tensor
     """fp32 [B, items, G]"""
+    rule: ScoreRule = PLAIN
 
     @staticmethod
     def of(
-        regions: Sequence[HeadRegion], rows: int, shape: tuple[int, int], page_tokens: int, workspace: PagedWorkspace
+        regions: Sequence[HeadRegion],
+        rows: int,
+        shape: tuple[int, int],
+        page_tokens: int,
+        workspace: PagedWorkspace,
+        rule: ScoreRule = PLAIN,
     ) -> PagedPlan:
         """Cut the regions of all KV heads; `shape`: (query heads of one KV head, head width)."""
         groups, head_size = shape
@@ -88,6 +96,7 @@ class PagedPlan:
             page_tokens,
             partial.view(rows, len(items), groups, head_size),
             lses.view(rows, len(items), groups),
+            rule,
         )
 
 
@@ -150,6 +159,6 @@ def paged_reference(
                 place = [begin + slot * stride + (one if one < sinks else sinks + (one - sinks) % ring) for one in seen]
             flat_k[place[-1]], flat_v[place[-1]] = k[row, head], v[row, head]
             query_heads = slice(head * groups, (head + 1) * groups)
-            scores = q[row, query_heads].float() @ flat_k[place].float().T * hd**-0.5
+            scores = plan.rule(q[row, query_heads].float() @ flat_k[place].float().T * hd**-0.5)
             o[row, query_heads] = (scores.softmax(-1) @ flat_v[place].float()).to(q.dtype)
     return o

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from headway.kernels.decode_attention_triton import ruled
+
 if TYPE_CHECKING:
     from headway.kernels.paged_attention import PagedPlan, PagedStep
 
@@ -21,7 +23,7 @@ SHARED_BYTES = 96 * 1024
 def attend_stretch(
     q, k, v, keys, values, slots, position, table, items, partial, lses, q_row, k_row, v_row, table_row, num_items, scale,
     G: tl.constexpr, GP: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip # pyright: ignore
     item, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = tl.load(position + row).to(tl.int32)
@@ -59,7 +61,7 @@ def attend_stretch(
             place = tl.where(paged, begin + page * stride + new % PAGE, my_ring + new) * HD
             tl.store(keys + place + d, new_k, mask=is_width)
             tl.store(values + place + d, new_v, mask=is_width)
-            highest = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
+            highest = ruled(tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale, SOFTCAP)
             total = tl.full([GP], 1.0, tl.float32)
             acc = tl.zeros([GP, HP], tl.float32) + new_v.to(tl.float32)[None, :]
         stop = tl.minimum(start + stretch, filled)
@@ -75,7 +77,7 @@ def attend_stretch(
             inside = (s < stop)[:, None] & is_width[None, :]
             block_k = tl.load(keys + base + offset, mask=inside, other=0.0)
             block_v = tl.load(values + base + offset, mask=inside, other=0.0)
-            scores = tl.dot(queries, tl.trans(block_k), input_precision=PRECISION) * scale
+            scores = ruled(tl.dot(queries, tl.trans(block_k), input_precision=PRECISION) * scale, SOFTCAP)
             scores = tl.where(seen[None, :], scores, -float("inf"))
             new_highest = tl.maximum(highest, tl.max(scores, 1))
             # a block in which nothing is seen keeps exp(-inf - -inf) out of the sum
@@ -136,7 +138,8 @@ def attend(
         q, k, v, keys, values, step.slots, step.position, step.table, plan.items, plan.partial, plan.lses,
         q.stride(0), k.stride(0), v.stride(0), step.table.stride(0), items, hd**-0.5,
         G=groups, GP=max(16, _power(groups)), HD=hd, HP=max(16, _power(hd)), BLOCK=block_of(hd, q.element_size(), plan.page_tokens),
-        PAGE=plan.page_tokens, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
+        PAGE=plan.page_tokens, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SOFTCAP=plan.rule.softcap or 0.0,
+        num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
 
 

@@ -37,6 +37,16 @@ if TYPE_CHECKING:
 DecodeStep = Callable[[Tensor, Tensor], Tensor]
 """(token [B], position [B]) -> logits, fp32 [B,V]."""
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+CachedForward = Callable[..., Tensor]
+"""(tokens [B,T], position [B,T], AttentionCache, MediaTensors or None) -> hidden [B,T,D] after the final norm."""
+
+
+class AttentionCache(Protocol):
+    """What a model needs of a cache: attention of new tokens to those it holds."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, position: Tensor, whole: Any) -> Tensor:
+        """o [B,T,H,hd] of q [B,T,H,hd] at positions [B,T], over what is stored and k, v [B,T,KV,hd], which are stored."""
+        ...
 
 
 class AttentionCore(Protocol):
@@ -214,6 +224,10 @@ class Model(nn.Module, ABC):
         """One decoding step over a filled cache. `compiler` is applied to what traces as one graph; the model itself stays eager."""
         raise ConfigError(f"{type(self).__name__} cannot generate text.")
 
+    def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
+        """A forward over any cache, for prompts and for decoding; the caller counts lengths. `compiler` as for `decoder`."""
+        raise ConfigError(f"{type(self).__name__} cannot generate text.")
+
     def fuse_projections(self) -> None:
         """Merge matrix products that read the same input, for inference; results stay the same."""
 
@@ -252,13 +266,13 @@ def compile_method(method: Callable[..., Any], options: dict[str, Any] | None = 
     return torch.compile(method, fullgraph=True, dynamic=False, options=options)
 
 
-def compile_any_length(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a block as one graph for every number of tokens (dimension 1 of its tensors)."""
+def compile_any_length(method: Callable[..., Any], dim: int = 1) -> Callable[..., Any]:
+    """A method of a block as one graph for every number of tokens (dimension 1 of its tensors), or of rows (dimension 0)."""
     compiled = torch.compile(method, fullgraph=True)
 
     def call(*tensors: Tensor) -> Any:
         for tensor in tensors:
-            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
         return compiled(*tensors)
 
     return call

@@ -19,15 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 
 
-def page_names(tokens: Sequence[int], page_tokens: int, root: bytes) -> list[bytes]:
-    """The name of every whole page: a hash over the tokens of this page and all before it."""
-    names: list[bytes] = []
-    content = np.asarray(tokens, dtype=np.int64)
-    before = root
-    for end in range(page_tokens, len(tokens) + 1, page_tokens):
-        before = hashlib.blake2b(before + content[end - page_tokens : end].tobytes(), digest_size=16).digest()
-        names.append(before)
-    return names
+def extend_names(names: list[bytes], tokens: Sequence[int], page_tokens: int, pages: int, root: bytes) -> None:
+    """Add names until there are `pages`: the name of a page is a hash over its tokens and all before it."""
+    for page in range(len(names), pages):
+        content = np.array(tokens[page * page_tokens : (page + 1) * page_tokens], dtype=np.int64)
+        names.append(hashlib.blake2b((names[-1] if names else root) + content.tobytes(), digest_size=16).digest())
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,9 @@ class CacheShape:
             if group.sinks == 0 and group.window == self.context:
                 full += group.heads
             else:
-                rings.append(RingHeads(group.heads, group.sinks, group.window + max(self.spare, self.page_tokens), group.window, group.reach))
+                rings.append(
+                    RingHeads(group.heads, group.sinks, group.window + max(self.spare, self.page_tokens), group.window, group.reach)
+                )
         return full, rings
 
     @property
@@ -86,7 +88,9 @@ class PagedCache:
         self.pool = PagePool(pages, range(slots, slots + kept_rings), needs_rings=needs_rings)
         rows = slots + kept_rings if needs_rings else 0
         groups = [shape.groups(layer) for layer in range(shape.config.num_layers)]
-        self.layers = [LayerPages(shape.config, full, rings, (pages, shape.page_tokens), rows, device, shape.dtype) for full, rings in groups]
+        self.layers = [
+            LayerPages(shape.config, full, rings, (pages, shape.page_tokens), rows, device, shape.dtype) for full, rings in groups
+        ]
         # One more slot than there are sequences, for rows of a batch that take no part: its length stays -1.
         self.table = torch.zeros(slots + 1, shape.pages_per_slot, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(slots + 1, dtype=torch.int64, device=device)
@@ -104,6 +108,14 @@ class PagedCache:
         if entries:
             at = to_device(torch.tensor(entries, dtype=torch.int64).t(), self.device)
             self.table[at[0], at[1]] = at[2].int()
+
+    @torch.inference_mode()
+    def clear_page(self, page: int) -> None:
+        """Zero a page, where attention reads more of it than a sequence has written: not even a NaN of one reaches the next."""
+        if self.device.type != "cuda":
+            for layer in self.layers:
+                for pool in layer.pages():
+                    pool[page] = 0
 
     @torch.inference_mode()
     def set_length(self, slots: Sequence[int], lengths: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
 """The pages and rings of one layer, and attention over them. `paged_cache.py` counts slots, pages and lengths.
 
-Shapes: B rows of a batch, N packed prompt tokens, H query heads, KV key and value heads, F full heads, P positions of a page, hd head width.
+Shapes: B rows of a batch, N packed prompt tokens, H query heads, KV key and value heads, F full heads, P positions of a page, hd width.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headway.kernels.attention import attend_chunk, dense, why_not
+from headway.kernels.attention import ScoreRule, attend_chunk, dense, why_not
 from headway.kernels.paged_attention import NO_LIMIT, HeadRegion, PagedPlan, PagedStep, paged_attention
 from headway.kernels.streaming_pieces import flash
 from headway.model.config import ModelConfig
@@ -106,6 +106,7 @@ class LayerPages:
         """`pages`: (number, positions of each); `rows`: rings of slots and kept copies."""
         self.full, self.rings, self.rows, self.kv_heads, self.head_size = full, rings, rows, config.kv_heads, config.head_size
         self.num_pages, self.page_tokens = pages
+        self.rule = ScoreRule(config.attention_softcap)
         sizes = [self.num_pages * len(full) * self.page_tokens, *(rows * len(ring.heads) * ring.indices for ring in rings)]
         # Zeros, not uninitialised memory: an entry that no query sees still meets a weight of 0, and 0 times NaN is NaN.
         self.keys, self.values = (torch.zeros(sum(sizes) * self.head_size, device=device, dtype=dtype) for _ in range(2))
@@ -150,7 +151,7 @@ class LayerPages:
             pages = table[batch.slots, : -(-batch.most // self.page_tokens)]
             keys, values = (pool[pages].transpose(2, 3).flatten(1, 2) for pool in self.pages())
             seen = torch.arange(keys.shape[1], device=q.device) <= position[:, None]
-            self._put(o, dense(self._heads(q, self.full), keys, values, seen[:, None]), self.full)
+            self._put(o, dense(self._heads(q, self.full), keys, values, seen[:, None], self.rule), self.full)
         for number, heads in enumerate(self.rings):
             index = heads.index(position)
             for view, x in zip(self.ring(number), (k, v), strict=True):
@@ -158,14 +159,15 @@ class LayerPages:
             stop = min(batch.most, heads.indices)
             keys, values = (view[batch.slots, :, :stop].transpose(1, 2) for view in self.ring(number))
             seen = heads.seen(heads.positions(position + 1, stop), position[:, None])
-            self._put(o, dense(self._heads(q, heads.heads), keys, values, seen[:, None]), heads.heads)
+            self._put(o, dense(self._heads(q, heads.heads), keys, values, seen[:, None], self.rule), heads.heads)
         return o
 
     def _step_cuda(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, batch: PagedDecode) -> torch.Tensor:
         plan = self._plans.get(batch.rows)
         if plan is None:
             shape = (q.shape[2] // self.kv_heads, self.head_size)
-            plan = PagedPlan.of(self._regions(batch.cache.shape.context), batch.rows, shape, self.page_tokens, batch.cache.workspace)
+            regions = self._regions(batch.cache.shape.context)
+            plan = PagedPlan.of(regions, batch.rows, shape, self.page_tokens, batch.cache.workspace, self.rule)
             self._plans[batch.rows] = plan
         step = PagedStep(batch.slots, position.contiguous(), batch.cache.table)
         return paged_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, step, plan)[:, None]
@@ -194,10 +196,10 @@ class LayerPages:
         for number, heads in enumerate(self.rings):
             some_q, some_k, some_v = (self._heads(x[None], heads.heads)[0] for x in (q, k, v))
             at, views = plan.ring(heads), self.ring(number)
-            if uses_flash(q) and heads.reach is None:
+            if uses_flash(q, self.rule) and heads.reach is None:
                 result = packed_windows(some_q, some_k, some_v, views, at, plan)
             else:
-                result = attend_windows(some_q, some_k, some_v, views, at, plan)
+                result = attend_windows(some_q, some_k, some_v, views, at, plan, self.rule)
             for view, x in zip(views, (some_k, some_v), strict=True):
                 view[at.row, :, at.index] = x[at.token]
             self._put(o[None], result[None], heads.heads)
@@ -206,18 +208,18 @@ class LayerPages:
     def _full_prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
         if plan.seen is not None:
             k, v = (pool[plan.seen[0], :, plan.seen[1]] for pool in self.pages())
-        if uses_flash(q):
+        if uses_flash(q, self.rule):
             return flash(q, k, v, plan.starts_q, plan.starts_k, plan.longest_q, plan.longest_k, -1, 0)[0]
         o = torch.empty_like(q)
         begin = 0
         for piece, span in zip(plan.pieces, plan.spans, strict=True):
             keys, values = (x[None, begin : begin + piece.end] for x in (k, v))
             position = torch.arange(piece.start, piece.end, device=q.device)[None]
-            o[span] = attend_chunk(q[None, span], keys, values, start=piece.start, position=position)[0]
+            o[span] = attend_chunk(q[None, span], keys, values, start=piece.start, position=position, rule=self.rule)[0]
             begin += piece.end
         return o
 
 
-def uses_flash(q: torch.Tensor) -> bool:
+def uses_flash(q: torch.Tensor, rule: ScoreRule) -> bool:
     """FlashAttention computes all pieces in one call."""
-    return not why_not("varlen", q.device.type, q.dtype, q.shape[-1])
+    return not why_not("varlen", q.device.type, q.dtype, q.shape[-1], rule)

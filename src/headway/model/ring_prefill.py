@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from headway.kernels.attention import dense
+from headway.kernels.attention import ScoreRule, dense
 from headway.kernels.streaming_pieces import flash, merge
 
 if TYPE_CHECKING:
@@ -190,7 +190,9 @@ def packed_windows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, views: Vie
 QUERY_BLOCK = 256
 
 
-def attend_windows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, views: Views, at: RingPlan, plan: PrefillPlan) -> torch.Tensor:
+def attend_windows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, views: Views, at: RingPlan, plan: PrefillPlan, rule: ScoreRule
+) -> torch.Tensor:
     """o [N,H,hd] of packed pieces, under dense masks."""
     heads, o = at.heads, torch.empty_like(q)
     for piece, span in zip(plan.pieces, plan.spans, strict=True):
@@ -207,6 +209,6 @@ def attend_windows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, views: Vie
             values = torch.cat([old_v, v[span][lead], v[span][near]])
             key = torch.cat([old, position[lead], position[near]])
             seen = heads.seen(key[None], position[begin:end, None])
-            result = dense(q[span][None, begin:end], keys[None], values[None], seen[None])[0]
+            result = dense(q[span][None, begin:end], keys[None], values[None], seen[None], rule)[0]
             o[span][begin:end] = result
     return o

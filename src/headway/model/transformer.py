@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from headway.kernels.attention import PLAIN, AttentionMask, ScoreRule, attend, causal_mask, mask_of
 from headway.kernels.head_mix import mix_heads
 from headway.model.adapter.lora import AdaptedLinear
-from headway.model.base import AttentionCore, Compiler, DecodeStep, LayerSplit, LMHead, Model, ModelOut
+from headway.model.base import AttentionCache, AttentionCore, CachedForward, Compiler, DecodeStep, LayerSplit, LMHead, Model, ModelOut
 from headway.model.head_gates import HeadGates
 from headway.model.layers import Attention, FeedForward, build_mlp, build_norm, dropout
 from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
@@ -311,20 +311,28 @@ class Transformer(Model):
 
     def decoder(self, cache: KVCache, compiler: Compiler | None = None) -> DecodeStep:
         """A step reads and writes the cache; its caller advances the cache."""
+        forward = self.cached_forward(compiler)
+
+        def step(token: Tensor, position: Tensor) -> Tensor:
+            return self.logits(forward(token[:, None], position[:, None], cache)[:, 0]).float()
+
+        return step
+
+    def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
+        """The blocks' halves are compiled, attention between them is the cache's."""
         halves = [(block.before, block.after) for block in self.blocks().values()]
         if compiler is not None:
             halves = [(compiler(before), compiler(after)) for before, after in halves]
 
-        def step(token: Tensor, position: Tensor) -> Tensor:
-            at = position[:, None]
-            x = self.embed(token[:, None])
-            cos, sin = self.rotation(at)
+        def forward(tokens: Tensor, position: Tensor, cache: AttentionCache, media: MediaTensors | None = None) -> Tensor:
+            x = self.embed(tokens, media)
+            cos, sin = self.rotation(position)
             for layer, (before, after) in enumerate(halves):
                 q, k, v = before(x, cos, sin)
-                x = after(x, cache.attend(layer, q, k, v, at, None))
-            return self.logits(self.model.norm(x)[:, 0]).float()
+                x = after(x, cache.attend(layer, q, k, v, position, None))
+            return self.model.norm(x)
 
-        return step
+        return forward
 
     def fuse_projections(self) -> None:
         """One product for q, k and v and one for gate and up, in every layer; done once."""

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 import pytest
 
-NAMES = ("adamw", "decode_attention", "cached_chunk", "softmax_gradient", "vocab_loss", "merge", "unpack")
+NAMES = ("adamw", "decode_attention", "paged_attention", "cached_chunk", "softmax_gradient", "vocab_loss", "merge", "unpack")
 
 
 def missing() -> str:

@@ -1,4 +1,15 @@
-"""Requests come in, the tokens of all of them go out step by step. What a request becomes does not depend on the others."""
+"""Requests come in, the tokens of all of them go out round by round. What a request becomes does not depend on the others.
+
+    submit -> waiting -> admitted: a slot, pages -> prompt read in pieces, packed with others' -> one token per decoding step -> events
+
+    round     launch a decoding step, launch a prefill piece, read the tokens of the round before
+    lag       on a GPU a round is launched before the tokens of the last one are read: the device never waits for the host. A sequence
+              that turns out to have ended has then taken part in one step too many, whose token is dropped.
+    memory    fixed at the start. A request waits until its prompt fits. Where decoding runs out of pages, the youngest sequence gives
+              its pages back and is computed again later, with the same result.
+
+No threads: the caller calls `step` as long as `busy`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +20,9 @@ from pathlib import Path
 
 import torch
 
-from headway.errors import ConfigError
-from headway.infer.decode import Decoder
+from headway.errors import ConfigError, HeadwayError
+from headway.infer.engine.device import EngineDevice
+from headway.infer.engine.memory import EngineMemory, build_cache
 from headway.infer.engine.request import (
     ConstraintFactory,
     EngineEvent,
@@ -19,22 +31,17 @@ from headway.infer.engine.request import (
     EngineStats,
     QueueFull,
     RequestTooLarge,
+    StopReason,
 )
+from headway.infer.engine.results import PendingPrefill, PendingTokens, choose_tokens
+from headway.infer.engine.rounds import packed_media, plan_pieces
+from headway.infer.engine.sampler import Sampler, has_penalties
+from headway.infer.engine.sequence import EngineSequence
 from headway.infer.load import LoadedModel
-from headway.infer.prefill import last_hidden
-from headway.infer.sampling import choose
-
-
-class _Row:
-    def __init__(self, number: int, request: EngineRequest, room: int) -> None:
-        self.number, self.request, self.room = number, request, room
-        self.new: list[int] = []
-        self.row = -1
-        self.submitted = time.monotonic()
 
 
 class InferenceEngine:
-    """Continuous batching over the rows of one cache. No threads: the caller calls `step` as long as `busy`."""
+    """Continuous batching over a paged cache."""
 
     def __init__(
         self,
@@ -44,107 +51,210 @@ class InferenceEngine:
         constraints: ConstraintFactory | None = None,
     ) -> None:
         self.loaded, self.options = loaded, options
-        self._context = min(loaded.config.max_seq_len, options.max_context or loaded.config.max_seq_len)
-        self._cache = loaded.new_cache(options.max_running, self._context)
-        self._decoder = Decoder(loaded.model, self._cache, steps=1 << 30, compile_blocks=False, record=False)
-        self._waiting: deque[_Row] = deque()
-        self._running: dict[int, _Row] = {}
-        self._logits: dict[int, torch.Tensor] = {}
+        self.context = min(loaded.config.max_seq_len, options.max_context or loaded.config.max_seq_len)
+        self.vocab = loaded.config.vocab if loaded.tokenizer is None else loaded.tokenizer.vocab_size
+        self.cache = build_cache(loaded, options, self.context)
+        self._adapters, self._constraints = dict(adapters), constraints
+        self._memory = EngineMemory(self.cache, prefix_reuse=options.prefix_reuse)
+        self._device = EngineDevice(loaded, self.cache, options, self.vocab)
+        self._sampler = Sampler(self.cache.slots, loaded.config.vocab, loaded.device)
+        self._lag = loaded.device.type == "cuda" if options.lag == "auto" else options.lag
+        self._waiting: deque[EngineSequence] = deque()
+        self._running: list[EngineSequence] = []
+        """Oldest first."""
+        self._sequences: dict[int, EngineSequence] = {}
+        self._pending: list[PendingTokens | PendingPrefill] = []
+        self._events: list[EngineEvent] = []
         self._next = 0
-        self._cancelled: list[int] = []
-        self._counts = {"prompt": 0, "generated": 0, "finished": 0, "steps": 0}
+        self._prompt_tokens = self._cached_tokens = self._generated = self._finished = self._preempted = self._steps = 0
         self._first: list[float] = []
 
     @property
     def busy(self) -> bool:
-        """A request is waiting or running."""
-        return bool(self._waiting or self._running or self._cancelled)
+        """A request is waiting or running, or has an event."""
+        return bool(self._sequences or self._events)
+
+    def warm_up(self) -> None:
+        """Compile and record decoding steps now; otherwise the first requests wait for it."""
+        self._device.warm_up()
 
     def submit(self, request: EngineRequest) -> int:
         """The number of the request in events."""
-        if len(request.prompt) >= self._context:
-            raise RequestTooLarge(f"prompt has {len(request.prompt)} tokens; the context of {self._context} leaves no room after it.")
-        if max(request.prompt) >= self.loaded.config.vocab or min(request.prompt) < 0:
+        longest = len(request.prompt) if request.embed else min(len(request.prompt) + max(1, request.max_new_tokens), self.context)
+        if len(request.prompt) > self.context - (0 if request.embed or request.max_new_tokens == 0 else 1):
+            raise RequestTooLarge(
+                f"prompt has {len(request.prompt)} tokens; the model's max_seq_len={self.context} leaves no room after it. "
+                "Shorten the prompt."
+            )
+        if not self._memory.fits(longest):
+            raise RequestTooLarge(
+                f"the request may have {longest} tokens; the cache of {self.cache.num_bytes} bytes has room for "
+                f"{self.cache.pool.num_pages * self.options.page_tokens}. Ask for fewer tokens, or give the engine more memory."
+            )
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self.loaded.config.vocab:
             raise ConfigError(f"prompt has an id outside the model's vocabulary of {self.loaded.config.vocab}.")
+        if request.adapter is not None and request.adapter not in self._adapters:
+            raise ConfigError(f"adapter is {request.adapter!r}; loaded are: {', '.join(self._adapters) or 'none'}.")
+        if any(token >= self.vocab for token, _ in request.sampling.logit_bias):
+            raise ConfigError(f"logit_bias has an id outside the vocabulary of {self.vocab}.")
         if len(self._waiting) >= self.options.max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests are waiting; no more are taken now. Try again later.")
-        number, self._next = self._next, self._next + 1
-        self._waiting.append(_Row(number, request, self._context - len(request.prompt)))
-        return number
+        one = EngineSequence(self._next, request, self.context - len(request.prompt), self.loaded.end_ids)
+        if request.constraint is not None:
+            if self._constraints is None:
+                raise ConfigError("constraint is set; this engine has no constraint factory.")
+            one.constraint = self._constraints(request.constraint)
+        self._next += 1
+        self._waiting.append(one)
+        self._sequences[one.number] = one
+        return one.number
 
     def cancel(self, request: int) -> None:
         """End a request; its last event says so. One that has ended is left alone."""
-        self._cancelled.append(request)
+        one = self._sequences.get(request)
+        if one is not None:
+            if one.slot < 0:
+                self._waiting.remove(one)
+            self._end(one, "cancelled")
 
     @torch.inference_mode()
     def step(self) -> list[EngineEvent]:
-        """One round: admit, read prompts, one token for each running request."""
-        events = self._take_cancelled()
-        self._counts["steps"] += 1
-        if self._running:
-            rows = sorted(self._running.values(), key=lambda one: one.row)
-            token = torch.zeros(self.options.max_running, dtype=torch.int64, device=self.loaded.device)
-            for one in rows:
-                token[one.row] = one.new[-1]
-            logits = self._decoder.step(token, [one.row for one in rows])
-            events += [self._add(one, logits[one.row]) for one in rows]
-        while self._waiting and self._cache.num_free:
+        """One round. What is ready comes out; nothing while the first tokens are on their way."""
+        self._admit()
+        launched = [one for one in (self._launch_decode(), self._launch_prefill()) if one is not None]
+        self._steps += bool(launched)
+        if self._lag and launched:
+            launched, self._pending = self._pending, launched
+        else:
+            launched, self._pending = [*self._pending, *launched], []
+        for pending in launched:
+            self._read(pending)
+        events, self._events = self._events, []
+        return events
+
+    def _admit(self) -> None:
+        while self._waiting:
+            # Where nothing runs, nothing will be given back, and what `submit` took fits.
+            idle = not self._running and not self._pending
+            if not self._memory.admit(self._waiting[0], reserve=len(self._running)):
+                assert not idle, "submit refuses what does not fit"
+                return
             one = self._waiting.popleft()
-            one.row = self._cache.allocate()
-            prompt = list(one.request.prompt)
-            tokens = torch.tensor([prompt], device=self.loaded.device)
-            cache = self._cache.select([one.row], [len(prompt)])
-            hidden = last_hidden(self.loaded.model, tokens, [len(prompt)], cache, self.options.prefill_tokens)
-            self._counts["prompt"] += len(prompt)
-            self._running[one.number] = one
-            self._first.append(time.monotonic() - one.submitted)
-            events.append(self._add(one, self.loaded.model.logits(hidden)[0].float()))
-        return events
+            if has_penalties(one.request.sampling):
+                self._sampler.occurrences.start(one.slot, one.request.prompt, one.tokens[len(one.request.prompt) :])
+            self._running.append(one)
+            self._running.sort(key=lambda other: other.number)
+            self._cached_tokens += one.cached_tokens
 
-    def _take_cancelled(self) -> list[EngineEvent]:
-        events: list[EngineEvent] = []
-        for number in self._cancelled:
-            if number in self._running:
-                self._end(self._running[number])
-                events.append(EngineEvent(number, (), finished="cancelled"))
-            elif any(one.number == number for one in self._waiting):
-                self._waiting = deque(one for one in self._waiting if one.number != number)
-                events.append(EngineEvent(number, (), finished="cancelled"))
-        self._cancelled = []
-        return events
+    def _launch_decode(self) -> PendingTokens | None:
+        for one in [one for one in self._running if one.is_ready]:
+            self._make_room(one)
+        rows = [one for one in self._running if one.is_ready]
+        if not rows:
+            return None
+        self._memory.flush()
+        logits = self._device.decode([one.slot for one in rows], max(one.computed for one in rows) + 1)
+        for one in rows:
+            one.computed += 1
+        return choose_tokens(self._device, self._sampler, logits, rows, chosen=True)
 
-    def _add(self, one: _Row, logits: torch.Tensor) -> EngineEvent:
-        request, tokenizer = one.request, self.loaded.tokenizer
-        logits = logits.clone()
-        if tokenizer is not None:
-            logits[tokenizer.vocab_size :] = -torch.inf
-        draw = request.sampling.draw(request.key, len(request.prompt) + len(one.new))
-        token = int(choose(logits[None], request.sampling, [draw])[0])
-        one.new.append(token)
-        self._counts["generated"] += 1
-        reason = None
-        if not request.ignore_eos and token in self.loaded.end_ids:
-            reason = "eos"
-        elif token in request.stop_ids:
-            reason = "stop"
-        elif len(one.new) == request.max_new_tokens:
-            reason = "length"
-        elif len(one.new) == one.room:
-            reason = "context"
-        if reason is not None:
-            self._end(one)
-        return EngineEvent(one.number, (token,), finished=reason)
+    def _make_room(self, one: EngineSequence) -> None:
+        """A page for one more token; the youngest sequences are preempted where none is left."""
+        while one.is_ready and not self._memory.grow(one, one.computed + 1):
+            pending, self._pending = self._pending, []
+            for some in pending:
+                self._read(some)
+            if not one.ended and not self._memory.grow(one, one.computed + 1):
+                self._preempt(self._running[-1])
 
-    def _end(self, one: _Row) -> None:
-        del self._running[one.number]
-        self._cache.release(one.row)
-        self._counts["finished"] += 1
+    def _preempt(self, one: EngineSequence) -> None:
+        """Give its memory back; it waits as the first and is computed again."""
+        self._memory.release(one)
+        self._running.remove(one)
+        one.target, one.keep_at = len(one.tokens), 0
+        self._waiting.appendleft(one)
+        self._preempted += 1
+
+    def _launch_prefill(self) -> PendingPrefill | None:
+        reading = [one for one in self._running if one.is_reading and not one.ended]
+        if not reading:
+            return None
+        self._memory.flush()
+        work = plan_pieces(reading, self.options.prefill_tokens, self.cache.shape.page_tokens)
+        media = packed_media(self.loaded, work)
+        tokens = [one.tokens[piece.start : piece.end] for one, piece in work]
+        hidden = self._device.prefill([piece for _, piece in work], tokens, media)
+        self._prompt_tokens += len(hidden)
+        for one, piece in work:
+            one.computed = piece.end
+            if piece.end == one.keep_at:
+                self._memory.keep(one, piece.end)
+        complete = [one for one, _ in work if not one.is_reading]
+        if complete:
+            self.cache.set_length([one.slot for one in complete], [one.computed for one in complete])
+            for one in complete:
+                self._memory.keep(one, one.target - 1)
+        return PendingPrefill.of(self._device, self._sampler, hidden, work)
+
+    def _read(self, pending: PendingTokens | PendingPrefill) -> None:
+        for result in pending.read():
+            one = result.sequence
+            one.in_flight -= result.token is not None
+            if one.ended:
+                continue
+            reason: StopReason | None = None
+            if result.token is not None:
+                try:
+                    reason = one.add(result.token)
+                except HeadwayError as problem:  # a constraint that cannot take its own token
+                    self._end(one, "error", error=str(problem))
+                    continue
+                self._generated += 1
+            elif one.most == 0:
+                reason = "length"
+            first = not one.sent_any
+            one.sent_any = True
+            if first:
+                self._first.append(time.monotonic() - one.submitted)
+            self._events.append(
+                EngineEvent(
+                    one.number,
+                    () if result.token is None else (result.token,),
+                    None if result.logprobs is None else (result.logprobs,),
+                    reason,
+                    result.embedding,
+                    one.cached_tokens if first else 0,
+                    tuple(one.prompt_logprobs) if first and one.request.prompt_logprobs else None,
+                )
+            )
+            if reason is not None:
+                self._forget(one)
+
+    def _end(self, one: EngineSequence, reason: StopReason, error: str | None = None) -> None:
+        self._events.append(EngineEvent(one.number, (), finished=reason, error=error))
+        self._forget(one)
+
+    def _forget(self, one: EngineSequence) -> None:
+        one.ended = True
+        self._memory.release(one)
+        if one in self._running:
+            self._running.remove(one)
+        del self._sequences[one.number]
+        self._finished += 1
 
     def stats(self) -> EngineStats:
-        """Counters and what is held now."""
+        """Counters, and what is held now."""
         first, self._first = tuple(self._first), []
-        counts = self._counts
         return EngineStats(
-            len(self._running), len(self._waiting), self._cache.num_bytes, self._cache.num_bytes, counts["prompt"], 0,
-            counts["generated"], counts["finished"], 0, counts["steps"], first,
-        )  # fmt: skip
+            running=len(self._running),
+            waiting=len(self._waiting),
+            cache_bytes_used=self._memory.bytes_used(),
+            cache_bytes_budget=self.cache.num_bytes,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated,
+            finished=self._finished,
+            preempted=self._preempted,
+            steps=self._steps,
+            first_token_seconds=first,
+        )

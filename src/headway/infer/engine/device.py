@@ -1,0 +1,133 @@
+"""What the engine runs on the device: packed prompts, and decoding steps that are recorded once per batch size and replayed.
+
+    step of a bucket    slots [B] -> their last tokens and lengths -> model -> logits [B,V] -> likeliest token -> last token, length + 1
+
+Tokens and lengths stay on the device, so that the next step can start before the host has seen the tokens of this one. Rows of a bucket
+beyond the batch stand at the slot that takes no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from headway.infer.engine.request import EngineOptions
+from headway.infer.load import LoadedModel
+from headway.model.base import compile_any_length
+from headway.model.paged_cache import PagedCache, PagedDecode, to_device
+from headway.model.paged_layer import PrefillPiece
+from headway.model.projector import MediaTensors
+
+WARM_UP = 2
+
+
+def bucket_sizes(most: int) -> list[int]:
+    """Batch sizes that are recorded, up to the first that holds `most` rows."""
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 48) if size < most]
+    size = 64
+    while size < most:
+        sizes.append(size)
+        size += 32 if size < 128 else 64
+    return [*sizes, most]
+
+
+class EngineDevice:
+    """Forwards over one cache."""
+
+    def __init__(self, loaded: LoadedModel, cache: PagedCache, options: EngineOptions, vocab: int) -> None:
+        self.model, self.cache, self.vocab = loaded.model, cache, vocab
+        on_cuda = cache.device.type == "cuda"
+        self.records = on_cuda if options.record == "auto" else options.record
+        compiles = on_cuda if options.compile_blocks == "auto" else options.compile_blocks
+        if on_cuda:
+            self.model.fuse_projections()
+        self._prefill = self.model.cached_forward(compile_any_length if compiles else None)
+        self._decode = self.model.cached_forward(partial(compile_any_length, dim=0) if compiles else None)
+        self.last_token = torch.zeros(cache.slots + 1, dtype=torch.int64, device=cache.device)
+        """[slots + 1]: the newest token of each slot; the last slot takes no part."""
+        self._logits = torch.empty(0, device=cache.device)
+        self._sizes = bucket_sizes(cache.slots)
+        self._batches: dict[int, PagedDecode] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.records else None
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile and record every bucket now, the largest first; otherwise each is recorded when it is first needed."""
+        if self.records:
+            for size in reversed(self._sizes):
+                self._record(self._batch(size))
+
+    @torch.inference_mode()
+    def prefill(self, pieces: Sequence[PrefillPiece], tokens: Sequence[Sequence[int]], media: MediaTensors | None = None) -> torch.Tensor:
+        """Hidden states [N,D] of pieces of prompts; their keys and values are stored."""
+        packed = torch.tensor([one for some in tokens for one in some])
+        positions = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
+        at = to_device(torch.stack([packed, positions]), self.cache.device)
+        return self._prefill(at[0][None], at[1][None], self.cache.prefill_batch(pieces), media)[0]
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 [n,V] of hidden states [n,D]; ids beyond the vocabulary, which are padding, have no chance."""
+        logits = self.model.logits(hidden).float()
+        logits[:, self.vocab :] = -torch.inf
+        return logits
+
+    @torch.inference_mode()
+    def decode(self, slots: Sequence[int], most: int) -> torch.Tensor:
+        """One more token in each slot, chosen greedily and kept in `last_token`; fp32 logits [B,V], which the next step overwrites.
+
+        `most`: no slot has more tokens than this after the step."""
+        size = next(one for one in self._sizes if one >= len(slots)) if self.records else len(slots)
+        batch = self._batch(size)
+        batch.most = most
+        if batch.host_slots != slots:
+            batch.host_slots = list(slots)
+            padded = [*slots, *[self.cache.slots] * (size - len(slots))]
+            batch.slots.copy_(to_device(torch.tensor(padded), self.cache.device))
+        if not self.records:
+            self._step(batch)
+        else:
+            if size not in self._graphs:
+                self._record(batch)
+            self._graphs[size].replay()
+        return self._logits[: len(slots)]
+
+    def _batch(self, size: int) -> PagedDecode:
+        if size not in self._batches:
+            self._batches[size] = self.cache.decode_batch(size)
+        return self._batches[size]
+
+    def _step(self, batch: PagedDecode) -> None:
+        slots, lengths = batch.slots, self.cache.lengths
+        position = lengths[slots]
+        hidden = self._decode(self.last_token[slots][:, None], position[:, None], batch)
+        logits = self.model.logits(hidden[:, 0])
+        if len(self._logits) < batch.rows:
+            rows = batch.rows if not self.records else self._sizes[-1]
+            self._logits = torch.empty(rows, logits.shape[-1], dtype=torch.float32, device=logits.device)
+        kept = self._logits[: batch.rows]
+        kept.copy_(logits)
+        kept[:, self.vocab :] = -torch.inf
+        self.last_token[slots] = kept.argmax(-1)
+        lengths[slots] = torch.where(position >= 0, position + 1, position)
+
+    def _record(self, batch: PagedDecode) -> None:
+        """Rows take no part while the step is recorded, so that it changes nothing."""
+        if batch.rows in self._graphs:
+            return
+        slots = batch.slots.clone()
+        batch.slots.fill_(self.cache.slots)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                self._step(batch)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._step(batch)
+        self._graphs[batch.rows] = graph
+        batch.slots.copy_(slots)

@@ -1,0 +1,151 @@
+"""Slots and pages of sequences: who gets them, what is shared, and what is kept for later. Bytes are fixed at the start.
+
+budget -> CacheShape (bytes of a page, bytes of one slot's rings) -> slots, pages, kept rings -> PagedCache
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from headway.errors import ConfigError
+from headway.infer.engine.request import EngineOptions
+from headway.infer.load import LoadedModel
+from headway.model.paged_cache import CacheShape, PagedCache
+
+if TYPE_CHECKING:
+    from headway.infer.engine.sequence import EngineSequence
+
+CUDA_SHARE, CPU_SHARE = 0.8, 0.25
+"""Of the free memory, where no budget is given."""
+KEPT_RINGS = 2
+"""One copy of rings is kept for this many slots."""
+
+
+def build_cache(loaded: LoadedModel, options: EngineOptions, context: int, spare: int = 0) -> PagedCache:
+    """A cache within the budget."""
+    dtype = loaded.model.head_weight.dtype
+    shape = CacheShape(loaded.config, loaded.masks, context, options.page_tokens, dtype, spare)
+    ring, page, per_slot = shape.ring_bytes, shape.page_bytes, shape.pages_per_slot
+    slots, kept = options.max_running, 0
+    if ring and options.prefix_reuse:
+        kept = max(4, slots // KEPT_RINGS)
+    budget = options.cache_bytes
+    if budget is None:
+        budget = min((slots + kept) * ring + slots * per_slot * page, _free_bytes(loaded.device))
+    if ring:
+        # Rings may take half of the budget; fewer requests run at once where they would take more.
+        room = (budget if page == 0 else budget // 2) // ring
+        slots = min(slots, room - kept) if room > 2 * kept else min(slots, room)
+        kept = min(kept, max(0, room - slots))
+    pages = slots * per_slot * 2 if page == 0 else min((budget - (slots + kept) * ring) // page, slots * per_slot * 2)
+    if slots < 1 or pages < 1:
+        raise ConfigError(
+            f"cache_bytes is {budget}; a page of {shape.page_tokens} positions takes {page} bytes and one request's rings {ring}. "
+            f"Give at least {2 * ring + page}."
+        )
+    return PagedCache(shape, slots=slots, pages=pages, kept_rings=kept, device=loaded.device)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(CUDA_SHARE * torch.cuda.mem_get_info(device)[0])
+    try:
+        return int(CPU_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (ValueError, OSError):  # a system that does not say
+        return 4 << 30
+
+
+class EngineMemory:
+    """The slots and pages of running sequences."""
+
+    def __init__(self, cache: PagedCache, *, prefix_reuse: bool) -> None:
+        self.cache, self.pool, self._reuse = cache, cache.pool, prefix_reuse
+        self._page_tokens = cache.shape.page_tokens
+        self._free_slots = list(range(cache.slots - 1, -1, -1))
+        self._entries: list[tuple[int, int, int]] = []
+        """Changes of the page table that the device does not have yet."""
+
+    def fits(self, tokens: int) -> bool:
+        """A sequence of this length fits when nothing else runs."""
+        return self._pages_of(tokens) <= self.pool.num_pages
+
+    def bytes_used(self) -> int:
+        """Of running sequences and of kept rings."""
+        shape = self.cache.shape
+        rings = self.cache.slots - len(self._free_slots) + self.pool.num_kept_rings
+        return self.pool.num_used * shape.page_bytes + rings * shape.ring_bytes
+
+    def _pages_of(self, tokens: int) -> int:
+        return -(-tokens // self._page_tokens)
+
+    def admit(self, one: EngineSequence, reserve: int) -> bool:
+        """Give a slot and the pages of its prompt, the first of them shared where possible; False where there is no room now.
+
+        `reserve`: pages that stay free for the sequences that run."""
+        if not self._free_slots:
+            return False
+        shares = self._reuse and not (one.request.embed or one.request.prompt_logprobs)
+        # The last token is always computed: its hidden state gives the next token.
+        names = one.page_names(self._page_tokens, one.target - 1) if shares else []
+        found = self.pool.match(names)
+        for page in found.pages:
+            self.pool.take(page)
+        wanted = self._pages_of(one.target) - len(found.pages)
+        if wanted + reserve > self.pool.num_available:
+            self.pool.release(found.pages)
+            return False
+        one.slot = self._free_slots.pop()
+        one.pages = list(found.pages)
+        one.computed = one.cached_tokens = len(found.pages) * self._page_tokens
+        # Another sequence has the same beginning: where it ends, a copy of the rings will be of use.
+        one.keep_at = found.known * self._page_tokens if found.known > len(found.pages) else 0
+        self._entries += [(one.slot, index, page) for index, page in enumerate(found.pages)]
+        for _ in range(wanted):
+            self._add_page(one)
+        if found.ring is not None:
+            self.cache.copy_ring(found.ring, one.slot)
+        return True
+
+    def grow(self, one: EngineSequence, tokens: int) -> bool:
+        """Room for some tokens; False where no page is left."""
+        while self._pages_of(tokens) > len(one.pages):
+            if self.pool.num_available == 0:
+                return False
+            self._add_page(one)
+        return True
+
+    def _add_page(self, one: EngineSequence) -> None:
+        page = self.pool.allocate()
+        self.cache.clear_page(page)
+        self._entries.append((one.slot, len(one.pages), page))
+        one.pages.append(page)
+
+    def flush(self) -> None:
+        """Bring the page table up to date on the device, before anything is launched."""
+        entries, self._entries = self._entries, []
+        self.cache.set_pages(entries)
+
+    def keep(self, one: EngineSequence, length: int) -> None:
+        """Name the whole pages of the first `length` tokens, so that others may share them, with a copy of the rings at their end."""
+        if not self._reuse:
+            return
+        names = one.page_names(self._page_tokens, length)
+        for page, name in zip(one.pages, names, strict=False):
+            self.pool.name(page, name)
+        if names and self.cache.shape.ring_bytes:
+            target = self.pool.keep_ring(names[-1])
+            if target is not None:
+                self.cache.copy_ring(one.slot, target)
+
+    def release(self, one: EngineSequence) -> None:
+        """Take back the slot and the pages; whole pages are kept for others as long as there is room."""
+        if one.slot < 0:
+            return
+        # A token that was chosen but not fed has no keys; rings can be taken back by a page at most.
+        self.keep(one, min(one.computed, len(one.tokens) - 1))
+        self.pool.release(one.pages)
+        self._free_slots.append(one.slot)
+        one.slot, one.pages, one.computed = -1, [], 0

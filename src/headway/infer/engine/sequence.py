@@ -1,0 +1,98 @@
+"""One request while the engine works on it. Numbers of the host; what is on the device belongs to `EngineDevice` and the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from headway.infer.engine.request import EngineRequest, PromptMedia, StopReason, TokenConstraint, TokenLogprobs
+from headway.infer.engine.sampler import RowChoice
+from headway.model.page_pool import extend_names
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+class EngineSequence:
+    """The tokens of a request, its place in the cache, and what is on its way."""
+
+    def __init__(self, number: int, request: EngineRequest, room: int, ends: frozenset[int]) -> None:
+        self.number, self.request = number, request
+        self.tokens = list(request.prompt)
+        """The prompt and every token that was read from the device."""
+        self.most = 0 if request.embed else min(request.max_new_tokens, room)
+        self._ends = frozenset[int]() if request.ignore_eos else ends
+        self.constraint: TokenConstraint | None = None
+        self.slot = -1
+        self.pages: list[int] = []
+        self.computed = 0
+        """Tokens whose keys and values are stored, by all that was launched."""
+        self.target = len(self.tokens)
+        """Tokens that are read before the next one is chosen: the prompt, and what was generated before a preemption."""
+        self.in_flight = 0
+        """Tokens that were launched and not read."""
+        self.keep_at = 0
+        """Where a copy of the rings is wanted while the prompt is read."""
+        self.cached_tokens = 0
+        self.ended = False
+        self.submitted = time.monotonic()
+        self.sent_any = False
+        self.hidden_sum: torch.Tensor | None = None
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self._names: list[bytes] = []
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that were read."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def is_reading(self) -> bool:
+        """Its prompt is not complete."""
+        return self.computed < self.target
+
+    @property
+    def is_ready(self) -> bool:
+        """A decoding step may include it."""
+        waits = self.constraint is not None and self.in_flight > 0
+        return not self.ended and not self.is_reading and not waits and self.num_generated + self.in_flight < self.most
+
+    @cached_property
+    def root(self) -> bytes:
+        """What decides its keys and values besides its tokens."""
+        parts = [self.request.adapter or ""]
+        if self.request.media is not None:
+            parts.append(_media_name(self.request.media))
+        return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).digest()
+
+    def page_names(self, page_tokens: int, length: int) -> list[bytes]:
+        """The names of the whole pages of its first `length` tokens."""
+        pages = length // page_tokens
+        extend_names(self._names, self.tokens, page_tokens, pages, self.root)
+        return self._names[:pages]
+
+    def choice(self, mask: np.ndarray | None) -> RowChoice:
+        """How its next token is chosen."""
+        sampling = self.request.sampling
+        draw = 0.0 if sampling.temperature == 0 else sampling.draw(self.request.key, len(self.tokens) + self.in_flight)
+        return RowChoice(self.slot, sampling, draw, mask)
+
+    def add(self, token: int) -> StopReason | None:
+        """A token was read; why it is the last one, if it is."""
+        self.tokens.append(token)
+        if self.constraint is not None and token not in self._ends:
+            self.constraint.accept(token)
+        if token in self._ends:
+            return "eos"
+        if token in self.request.stop_ids or (self.constraint is not None and self.constraint.is_finished):
+            return "stop"
+        if self.num_generated == self.request.max_new_tokens:
+            return "length"
+        return "context" if self.num_generated == self.most else None
+
+
+def _media_name(media: PromptMedia) -> str:
+    return repr([(item.modality, item.offset, item.content_hash, item.content_hash in media.features) for item in media.items])
