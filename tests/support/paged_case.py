@@ -3,7 +3,7 @@
 import torch
 
 from headway.kernels.attention import ScoreRule
-from headway.kernels.paged_attention import NO_LIMIT, HeadRegion, PagedPlan, PagedStep, PagedWorkspace, paged_attention, paged_reference
+from headway.kernels.paged_attention import NO_LIMIT, PagedRegion, PagedPlan, PagedStep, PagedWorkspace, paged_attention, paged_reference
 
 PAGE, SLOTS, PAGES, CONTEXT = 16, 5, 60, 160
 HEADS: dict[str, list[tuple[int, int, int, int] | None]] = {
@@ -20,13 +20,13 @@ def case(name: str, head_size: int, groups: int, device: str = "cpu", dtype: tor
     generator = torch.Generator().manual_seed(1)
     full = [head for head, kind in enumerate(HEADS[name]) if kind is None]
     size = PAGES * len(full) * PAGE
-    regions: list[HeadRegion] = []
+    regions: list[PagedRegion] = []
     for head, kind in enumerate(HEADS[name]):
         if kind is None:
-            regions.append(HeadRegion(full.index(head) * PAGE, len(full) * PAGE, True, 0, CONTEXT, NO_LIMIT, NO_LIMIT))
+            regions.append(PagedRegion(full.index(head) * PAGE, len(full) * PAGE, True, 0, CONTEXT, NO_LIMIT, NO_LIMIT))
         else:
             sinks, ring, window, reach = kind
-            regions.append(HeadRegion(size, sinks + ring, False, sinks, ring, window, reach))
+            regions.append(PagedRegion(size, sinks + ring, False, sinks, ring, window, reach))
             size += SLOTS * (sinks + ring)
     keys, values = (torch.randn(size * head_size, generator=generator).to(device, dtype) for _ in range(2))
     rows, slots = 6, torch.tensor([4, 0, SLOTS, 2, 1, 3], device=device)

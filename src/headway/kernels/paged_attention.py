@@ -35,7 +35,7 @@ RING_STRETCH = 512
 NO_LIMIT = 1 << 30
 
 
-class HeadRegion(NamedTuple):
+class PagedRegion(NamedTuple):
     """Where one KV head of a layer keeps its positions."""
 
     begin: int
@@ -57,7 +57,7 @@ class PagedPlan:
     """How the heads of one layer are cut for batches of some size, as tensors on the device."""
 
     items: torch.Tensor
-    """int64 [items, 10]: a HeadRegion, its KV head, number of the stretch, stretches of the head"""
+    """int64 [items, 10]: a PagedRegion, its KV head, number of the stretch, stretches of the head"""
     heads: torch.Tensor
     """int32 [KV, 4]: first item, number of items, indices, unused"""
     max_items: int
@@ -70,7 +70,7 @@ class PagedPlan:
 
     @staticmethod
     def of(
-        regions: Sequence[HeadRegion],
+        regions: Sequence[PagedRegion],
         rows: int,
         shape: tuple[int, int],
         page_tokens: int,

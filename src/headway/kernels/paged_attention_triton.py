@@ -20,6 +20,32 @@ SHARED_BYTES = 96 * 1024
 
 
 @triton.jit
+def meet(queries, block_k, block_v, seen, state, scale, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr):  # pyright: ignore
+    highest, total, acc = state
+    scores = ruled(tl.dot(queries, tl.trans(block_k), input_precision=PRECISION) * scale, SOFTCAP)
+    scores = tl.where(seen[None, :], scores, -float("inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    # a block in which nothing is seen keeps exp(-inf - -inf) out of the sum
+    base = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+    weights = tl.exp2((scores - base[:, None]) * 1.4426950408889634)
+    rescale = tl.exp2((highest - base) * 1.4426950408889634)
+    total = total * rescale + tl.sum(weights, 1)
+    acc = acc * rescale[:, None] + tl.dot(weights.to(block_v.dtype), block_v, input_precision=PRECISION)
+    return new_highest, total, acc
+
+
+@triton.jit
+def finish(
+    partial, lses, first, highest, total, acc, G: tl.constexpr, GP: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr
+):  # pyright: ignore
+    g, d = tl.arange(0, GP), tl.arange(0, HP)
+    lse = tl.where(total > 0, highest + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(partial + (first + g)[:, None] * HD + d[None, :], acc, mask=(g < G)[:, None] & (d < HD)[None, :])
+    tl.store(lses + first + g, lse, mask=g < G)
+
+
+@triton.jit
 def attend_stretch(
     q, k, v, keys, values, slots, position, table, items, partial, lses, q_row, k_row, v_row, table_row, num_items, scale,
     G: tl.constexpr, GP: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
@@ -77,21 +103,8 @@ def attend_stretch(
             inside = (s < stop)[:, None] & is_width[None, :]
             block_k = tl.load(keys + base + offset, mask=inside, other=0.0)
             block_v = tl.load(values + base + offset, mask=inside, other=0.0)
-            scores = ruled(tl.dot(queries, tl.trans(block_k), input_precision=PRECISION) * scale, SOFTCAP)
-            scores = tl.where(seen[None, :], scores, -float("inf"))
-            new_highest = tl.maximum(highest, tl.max(scores, 1))
-            # a block in which nothing is seen keeps exp(-inf - -inf) out of the sum
-            base_score = tl.where(new_highest == -float("inf"), 0.0, new_highest)
-            weights = tl.exp2((scores - base_score[:, None]) * 1.4426950408889634)
-            rescale = tl.exp2((highest - base_score) * 1.4426950408889634)
-            total = total * rescale + tl.sum(weights, 1)
-            acc = acc * rescale[:, None] + tl.dot(weights.to(block_v.dtype), block_v, input_precision=PRECISION)
-            highest = new_highest
-        lse = tl.where(total > 0, highest + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
-        out = (row * num_items + item) * G + g
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(partial + out[:, None] * HD + d[None, :], acc, mask=is_query)
-        tl.store(lses + out, lse, mask=g < G)
+            highest, total, acc = meet(queries, block_k, block_v, seen, (highest, total, acc), scale, PRECISION, SOFTCAP)
+        finish(partial, lses, (row * num_items + item) * G, highest, total, acc, G, GP, HD, HP)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headway.kernels.attention import ScoreRule, attend_chunk, dense, why_not
-from headway.kernels.paged_attention import NO_LIMIT, HeadRegion, PagedPlan, PagedStep, paged_attention
+from headway.kernels.paged_attention import NO_LIMIT, PagedRegion, PagedPlan, PagedStep, paged_attention
 from headway.kernels.streaming_pieces import flash
 from headway.model.config import ModelConfig
 from headway.model.kv_layer import by_kv_head
@@ -172,17 +172,17 @@ class LayerPages:
         step = PagedStep(batch.slots, position.contiguous(), batch.cache.table)
         return paged_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, step, plan)[:, None]
 
-    def _regions(self, context: int) -> list[HeadRegion]:
+    def _regions(self, context: int) -> list[PagedRegion]:
         """Of every KV head."""
-        found: dict[int, HeadRegion] = {}
+        found: dict[int, PagedRegion] = {}
         for index, head in enumerate(self.full):
             stride = len(self.full) * self.page_tokens
-            found[head] = HeadRegion(index * self.page_tokens, stride, True, 0, context, NO_LIMIT, NO_LIMIT)
+            found[head] = PagedRegion(index * self.page_tokens, stride, True, 0, context, NO_LIMIT, NO_LIMIT)
         for heads, begin in zip(self.rings, self._begin[1:], strict=True):
             for index, head in enumerate(heads.heads):
                 stride = len(heads.heads) * heads.indices
                 region = (begin + index * heads.indices, stride, False, heads.sinks, heads.ring, heads.window, heads.reach or NO_LIMIT)
-                found[head] = HeadRegion(*region)
+                found[head] = PagedRegion(*region)
         return [found[head] for head in range(self.kv_heads)]
 
     def prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:

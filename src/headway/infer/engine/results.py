@@ -29,7 +29,7 @@ class SequenceResult:
     embedding: tuple[float, ...] | None = None
 
 
-class HostCopy:
+class HostTensors:
     """Tensors on their way to the host."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -54,7 +54,7 @@ class PendingTokens:
     def __init__(self, rows: Sequence[EngineSequence], tokens: torch.Tensor, scored: list[int], scores: list[torch.Tensor]) -> None:
         self.rows = list(rows)
         self._scored = scored
-        self._copy = HostCopy([tokens, *scores])
+        self._copy = HostTensors([tokens, *scores])
 
     def read(self) -> list[SequenceResult]:
         """Of every sequence."""
@@ -114,15 +114,15 @@ class PendingPrefill:
 
     def __init__(self, tokens: PendingTokens | None, embedded: list[EngineSequence], only: list[EngineSequence]) -> None:
         self._tokens, self._embedded, self._only = tokens, embedded, only
-        self._sums = HostCopy([one.hidden_sum for one in embedded if one.hidden_sum is not None])
-        self._scores: list[tuple[EngineSequence, int, HostCopy]] = []
+        self._sums = HostTensors([one.hidden_sum for one in embedded if one.hidden_sum is not None])
+        self._scores: list[tuple[EngineSequence, int, HostTensors]] = []
 
     @staticmethod
     def of(device: EngineDevice, sampler: Sampler, hidden: torch.Tensor, work: Sequence[PieceOf]) -> PendingPrefill:
         """Of the hidden states [N,D] of packed pieces."""
         begin = 0
         last: list[int] = []
-        scores: list[tuple[EngineSequence, int, HostCopy]] = []
+        scores: list[tuple[EngineSequence, int, HostTensors]] = []
         for one, piece in work:
             part = hidden[begin : begin + piece.count]
             begin += piece.count
@@ -160,13 +160,13 @@ class PendingPrefill:
 
 def _prompt_scores(
     device: EngineDevice, hidden: torch.Tensor, one: EngineSequence, start: int
-) -> list[tuple[EngineSequence, int, HostCopy]]:
+) -> list[tuple[EngineSequence, int, HostTensors]]:
     prompt = one.request.prompt
-    found: list[tuple[EngineSequence, int, HostCopy]] = []
+    found: list[tuple[EngineSequence, int, HostTensors]] = []
     stop = min(len(hidden), len(prompt) - 1 - start)
     for begin in range(0, stop, LOGPROB_TOKENS):
         end = min(begin + LOGPROB_TOKENS, stop)
         targets = to_device(torch.tensor(prompt[start + begin + 1 : start + end + 1]), hidden.device)
         scores = _logprobs(device.logits(hidden[begin:end]), targets, list(range(end - begin)), one.request.logprobs or 0)
-        found.append((one, start + begin, HostCopy(scores)))
+        found.append((one, start + begin, HostTensors(scores)))
     return found
