@@ -3,7 +3,7 @@
 import torch
 
 from headway.kernels.attention import ScoreRule
-from headway.kernels.paged_attention import NO_LIMIT, PagedRegion, PagedPlan, PagedStep, PagedWorkspace, paged_attention, paged_reference
+from headway.kernels.paged_attention import NO_LIMIT, PagedPlan, PagedRegion, PagedStep, PagedWorkspace, paged_attention, paged_reference
 
 PAGE, SLOTS, PAGES, CONTEXT = 16, 5, 60, 160
 HEADS: dict[str, list[tuple[int, int, int, int] | None]] = {

@@ -35,9 +35,7 @@ def meet(queries, block_k, block_v, seen, state, scale, PRECISION: tl.constexpr,
 
 
 @triton.jit
-def finish(
-    partial, lses, first, highest, total, acc, G: tl.constexpr, GP: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr
-):  # pyright: ignore
+def finish(partial, lses, first, highest, total, acc, G: tl.constexpr, GP: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr):  # pyright: ignore
     g, d = tl.arange(0, GP), tl.arange(0, HP)
     lse = tl.where(total > 0, highest + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headway.kernels.attention import ScoreRule, attend_chunk, dense, why_not
-from headway.kernels.paged_attention import NO_LIMIT, PagedRegion, PagedPlan, PagedStep, paged_attention
+from headway.kernels.paged_attention import NO_LIMIT, PagedPlan, PagedRegion, PagedStep, paged_attention
 from headway.kernels.streaming_pieces import flash
 from headway.model.config import ModelConfig
 from headway.model.kv_layer import by_kv_head
