@@ -66,6 +66,31 @@ def llava(
         typer.echo(f"wrote {out}")
 
 
+def gguf(
+    model: Path = MODEL,
+    out: Path = typer.Option(..., help="The file to write, such as model.gguf; a Modelfile for Ollama is written next to it."),
+    kind: str = typer.Option("f16", "--type", help="f32, f16, bf16, q8_0 or q4_k_m."),
+    name: str | None = typer.Option(None, help="The model's name in the file; default: the name of its folder."),
+    family: str | None = typer.Option(None, help="Your module that the checkpoint names as its family; it is imported."),
+    json: bool = JSON,
+) -> None:
+    """Write one GGUF file that llama.cpp and Ollama load: weights, tokenizer, chat template. For llama, mistral, qwen2, qwen3, smollm3."""
+    from dataclasses import asdict
+
+    from headway.export.gguf import export_gguf, parse_type
+    from headway.runtime.storage import check_writable
+
+    chosen = parse_type(kind)
+    check_writable(out.parent)
+    result = export_gguf(model, out, kind=chosen, name=name, family=family)
+    if json:
+        print_json({**asdict(result), "out": str(result.out), "modelfile": str(result.modelfile)})
+    else:
+        stored = ", ".join(f"{count} {name}" for name, count in sorted(result.stored.items()))
+        typer.echo(f"wrote {out}: {result.architecture}, {result.bytes / 1e6:.1f} MB, tensors: {stored}")
+        typer.echo(f"wrote {result.modelfile}")
+
+
 def masks_export(
     model: Path = typer.Option(..., help=GATES_HELP),
     out: Path = typer.Option(..., help="The file to write, such as masks.tsv."),
@@ -164,4 +189,11 @@ def aligner(
         typer.echo(f"wrote {out}: {widths} -> {result['dim']} dimensions")
 
 
-VERBS = {"export hf": hf, "export aligner": aligner, "export llava": llava, "masks export": masks_export, "masks show": masks_show}
+VERBS = {
+    "export hf": hf,
+    "export gguf": gguf,
+    "export aligner": aligner,
+    "export llava": llava,
+    "masks export": masks_export,
+    "masks show": masks_show,
+}

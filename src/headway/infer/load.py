@@ -5,6 +5,7 @@ runs/NAME              its final/ if training ended, else its newest good checkp
 .../adapter            a PEFT adapter: has adapter_config.json, which names its base
 .../model_tp*_pp*.pt   a folder with shards of InternLM
 s3://bucket/prefix     a checkpoint there, or the newest of several: read in ranges, no local copy
+FILE.gguf              a file of llama.cpp, or a folder with one and no config.json: dequantised
 ORG/NAME[@REVISION]    a model of the hub, if there is no such folder: from the cache, or downloaded
 anything else          a Hugging Face folder: has config.json
 
@@ -31,6 +32,7 @@ from headway.model.families.base import as_stored, trusting
 from headway.model.head_masks.choice import OWN, MaskChoice, MaskSource
 from headway.model.head_masks.gates_file import MASKS_FILE, TrainedGates, read_gates
 from headway.model.layout import GATES, param_specs
+from headway.model.loading.gguf import GgufModel, gguf_file, holds_only_gguf
 from headway.model.loading.huggingface import check_weights, has_weights, is_pretrained, read_config, read_end_ids, read_weights
 from headway.model.loading.internlm import is_internlm, open_internlm
 from headway.model.loading.unsupported import named_format
@@ -149,16 +151,18 @@ def find_model(path: AnyPath | str, cache_dir: Path | None = None) -> StoredMode
     if not _is_dir(path) and is_hub_id(str(path)):
         path = local_or_hub(path, cache_dir=cache_dir)
     if not _is_dir(path):
+        if _is_file(path) and (file := gguf_file(path)) is not None:
+            return _gguf(file)
         said = named_format(path)
         if said is not None:
             raise ConfigError(f"model is {str(path)!r}, which is {said}")
         raise ConfigError(
             f"model is {str(path)[:500]!r}, which is not a folder. Give a run folder, a checkpoint folder, a Hugging Face "
-            "folder or a hub id (ORGANISATION/NAME)."
+            "folder, a GGUF file or a hub id (ORGANISATION/NAME)."
         )
     if not (path / MANIFEST).is_file():
         for folder in (path, path / FINAL):
-            if is_pretrained(folder):
+            if is_pretrained(folder) and not holds_only_gguf(folder):
                 return _pretrained(folder)
         if is_internlm(path):
             config, weights = open_internlm(path)
@@ -167,7 +171,10 @@ def find_model(path: AnyPath | str, cache_dir: Path | None = None) -> StoredMode
             return _adapter(path)
         if (path / STAGES).is_file():
             return _staged(path)
-        said = None if (path / "checkpoints").is_dir() or step_folders(path) else named_format(path)
+        has_steps = (path / "checkpoints").is_dir() or bool(step_folders(path))
+        if not has_steps and (file := gguf_file(path)) is not None:
+            return _gguf(file)
+        said = None if has_steps else named_format(path)
         if said is not None:
             raise ConfigError(f"{path}: holds neither a checkpoint nor a Hugging Face model; {said}")
     return _checkpoint(locate(path))
@@ -178,6 +185,18 @@ def _is_dir(path: Path) -> bool:
         return path.is_dir()
     except (OSError, ValueError):  # a name that no file system takes
         return False
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _gguf(path: Path) -> StoredModel:
+    found = GgufModel(path)
+    return StoredModel(path, found.config, found.tokenizer_folder(), lambda: check_finite(found.weights(), path), found.end_ids())
 
 
 def find_model_of_family(path: AnyPath | str, family: str | None) -> StoredModel:

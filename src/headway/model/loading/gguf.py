@@ -1,0 +1,270 @@
+"""A GGUF file of llama.cpp comes in; a ModelConfig, weights under our names, the ids that end a text and a tokenizer folder go out.
+
+Quantised weights are dequantised as they are read. The tokenizer's folder is written once into the user's cache, under a hash of the
+file's metadata. Every parameter must exist with its shape; a tensor or architecture headway does not compute is refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.config.load import validate
+from headway.errors import CheckpointError, ConfigError, DataError
+from headway.model.config import ModelConfig
+from headway.model.layout import EMBEDDING, HEAD, param_specs
+from headway.model.loading.gguf_file import PLAIN_TYPES, REMEDY, GgufFile
+from headway.model.loading.gguf_names import (
+    ARCHITECTURES,
+    ROPE_FACTORS,
+    SMOLLM3_STEP,
+    GgufArchitecture,
+    gguf_name,
+    unpermuted,
+)  # fmt: skip
+from headway.runtime.paths import cache_home
+from headway.runtime.storage import rename_folder, writing
+from headway.runtime.temporary import clear_leftovers, temporary_name
+
+if TYPE_CHECKING:
+    import torch
+
+SUFFIX = ".gguf"
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+NO_SCALING = ("none", "")
+LLAMA3_LENGTH = 8192
+"""The first context length of every Llama 3; its files do not carry it."""
+LLAMA3_FACTORS = (1.0, 4.0)
+TOLERANCE = 1e-4
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path means: itself, or the only one of a folder."""
+    if path.is_file():
+        return path if path.suffix == SUFFIX or _begins_as_gguf(path) else None
+    found = sorted(one for one in path.glob(f"*{SUFFIX}") if one.is_file() and not one.name.startswith("mmproj"))
+    if len(found) > 1 and not PART.search(found[0].name):
+        names = ", ".join(one.name for one in found[:4])
+        raise ConfigError(f"{path}: holds {len(found)} GGUF files ({names}). Give one of them.")
+    return found[0] if found else None
+
+
+def holds_only_gguf(folder: Path) -> bool:
+    """Whether the weights of a folder are a GGUF file and nothing else; some have a config.json next to it."""
+    names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
+    return any(name.endswith(SUFFIX) for name in names) and not any(name.endswith(OTHER_WEIGHTS) for name in names)
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
+class GgufModel:
+    """A model in a GGUF file, opened but not read."""
+
+    def __init__(self, path: Path) -> None:
+        split = PART.search(path.name)
+        if split is not None and split.group(2) != "00001":
+            raise ConfigError(
+                f"{path}: is one of {int(split.group(2))} parts. Join them with `llama-gguf-split --merge {path.name} model.gguf`."
+            )
+        self.file = GgufFile(path)
+        name = self.file.values.get("general.architecture")
+        if not isinstance(name, str) or name not in ARCHITECTURES:
+            raise ConfigError(f"{path}: general.architecture is {str(name)[:80]!r}; headway reads {', '.join(ARCHITECTURES)}.")
+        self.architecture = ARCHITECTURES[name]
+        try:
+            self.config = _config(self.file, self.architecture)
+        except ConfigError as problem:
+            raise ConfigError(f"{path}: {problem}") from None
+        self._check()
+
+    def _check(self) -> None:
+        """Every parameter exists in its shape, and every tensor is a parameter."""
+        names = {gguf_name(spec.name): spec for spec in param_specs(self.config)}
+        for name, spec in names.items():
+            tensor = self.file.tensors.get(name)
+            if tensor is None:
+                raise CheckpointError(f"{self.file.path}: holds no {name}. {REMEDY}")
+            if tensor.shape != spec.shape:
+                raise CheckpointError(
+                    f"{self.file.path}: {name} has shape {list(tensor.shape)}; its metadata makes it {list(spec.shape)}. {REMEDY}"
+                )
+            if tensor.type_code not in PLAIN_TYPES:
+                self.file.block(tensor)
+        strange = sorted(self.file.tensors.keys() - names.keys() - {ROPE_FACTORS})
+        if strange:
+            raise ConfigError(f"{self.file.path}: holds {strange[0]}, which headway's {self.architecture.family} does not compute.")
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Our name and the tensor of every parameter, in forward order."""
+        import torch
+
+        for spec in param_specs(self.config):
+            value = torch.from_numpy(self.file.read(gguf_name(spec.name)))
+            if self.architecture.permuted:
+                value = unpermuted(spec.name, value, self.config.num_heads, self.config.kv_heads)
+            yield spec.name, value
+
+    def end_ids(self) -> frozenset[int]:
+        """The ids that end a text or a turn."""
+        keys = ("eos", "eot", "eom")
+        found = (self.file.values.get(f"tokenizer.ggml.{key}_token_id") for key in keys)
+        return frozenset(one for one in found if isinstance(one, int) and 0 <= one < self.config.vocab)
+
+    def tokenizer_folder(self) -> Path | None:
+        """A folder with the file's tokenizer, in the cache; None where the file has none."""
+        from headway.tokenizer.gguf_vocabulary import write_files
+
+        values = self.file.values
+        if values.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):
+            return None
+        folder = cache_home() / "headway" / "gguf" / hashlib.sha256(self.file.header_bytes).hexdigest()[:32]
+        if folder.is_dir():
+            return folder
+        with writing(folder, error=DataError):
+            clear_leftovers(folder)
+            temporary = temporary_name(folder)
+            temporary.mkdir(parents=True)
+            try:
+                write_files(values, temporary)
+                rename_folder(temporary, folder)
+            except DataError as problem:
+                raise DataError(f"{self.file.path}: {problem}. {REMEDY}") from None
+            except UnicodeEncodeError:
+                raise DataError(f"{self.file.path}: its vocabulary is no UTF-8. {REMEDY}") from None
+            finally:
+                if temporary.exists():
+                    import shutil
+
+                    shutil.rmtree(temporary)
+        return folder
+
+
+def _config(file: GgufFile, architecture: GgufArchitecture) -> ModelConfig:
+    """The shape of the model, from metadata and from which tensors exist."""
+    at = _Values(file.values, architecture.name)
+    if at.number("expert_count", 0):
+        raise ConfigError(f"has {architecture.name}.expert_count {at.number('expert_count', 0):g}; experts are not read from GGUF.")
+    heads, width, layers = at.whole("attention.head_count"), at.whole("embedding_length"), at.whole("block_count")
+    rows = file.tensors.get(gguf_name(EMBEDDING))
+    if rows is None or len(rows.shape) != 2:
+        raise ConfigError(f"holds no {gguf_name(EMBEDDING)} of two dimensions.")
+    head_size = at.whole("attention.key_length", width // max(heads, 1))
+    if (turned := at.whole("rope.dimension_count", head_size)) != head_size:
+        raise ConfigError(f"has {architecture.name}.rope.dimension_count {turned}; headway rotates whole heads of {head_size}.")
+    if at.whole("attention.value_length", head_size) != head_size:
+        raise ConfigError("has keys and values of different widths; headway's heads have one width.")
+    names = file.tensors.keys()
+    first = "model.layers.0."
+    return validate(
+        ModelConfig,
+        {
+            "family": architecture.family,
+            "vocab_size": rows.shape[0],
+            "hidden_size": width,
+            "ffn_size": at.whole("feed_forward_length"),
+            "num_layers": layers,
+            "num_heads": heads,
+            "num_kv_heads": at.whole("attention.head_count_kv", heads),
+            "head_dim": head_size,
+            "max_seq_len": at.whole("context_length"),
+            "norm_eps": at.number("attention.layer_norm_rms_epsilon"),
+            "tie_embeddings": gguf_name(HEAD) not in names,
+            "qkv_bias": gguf_name(first + "self_attn.q_proj.bias") in names,
+            "output_bias": gguf_name(first + "self_attn.o_proj.bias") in names,
+            "ffn_bias": gguf_name(first + "mlp.up_proj.bias") in names,
+            "qk_norm": gguf_name(first + "self_attn.q_norm.weight") in names,
+            "no_rope_layers": list(range(SMOLLM3_STEP - 1, layers, SMOLLM3_STEP)) if architecture.name == "smollm3" else [],
+            "rope_theta": at.number("rope.freq_base", 10000.0),
+            "rope_scaling": _scaling(file, at, head_size),
+        },
+    )
+
+
+def _scaling(file: GgufFile, at: _Values, head_size: int) -> dict[str, Any] | None:
+    """The scaling of the rotary frequencies: by name, or as the factors that Llama 3's files hold."""
+    kind, factor = at.text("rope.scaling.type", ""), at.number("rope.scaling.factor", 1.0)
+    if ROPE_FACTORS in file.tensors:
+        return _llama3(file, at, head_size)
+    if kind in NO_SCALING or (kind == "linear" and factor == 1):
+        return None
+    if kind == "linear":
+        return {"kind": "linear", "factor": factor}
+    if kind != "yarn":
+        raise ConfigError(f"has {at.name}.rope.scaling.type {kind[:40]!r}; headway computes linear, yarn and Llama 3's.")
+    found: dict[str, Any] = {"kind": "yarn", "factor": factor, "original_max_seq_len": at.whole("rope.scaling.original_context_length")}
+    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        found[ours] = at.number(f"rope.scaling.{theirs}", 32.0 if ours == "beta_fast" else 1.0)
+    if (scale := at.number("rope.scaling.attn_factor", 1.0)) != 1.0:
+        from headway.model.config import yarn_growth
+
+        found["attention_factor"] = float(f"{scale * yarn_growth(factor):.6g}")  # stored as an fp32 quotient
+    return found
+
+
+def _llama3(file: GgufFile, at: _Values, head_size: int) -> dict[str, Any]:
+    """Llama 3's scaling: the file has what each frequency is divided by, from which its numbers are found again."""
+    import numpy as np
+
+    from headway.model.rope import inverse_frequencies
+
+    factors = file.read(ROPE_FACTORS).astype(np.float64).reshape(-1)
+    low, high = at.number("rope.scaling.low_freq_factor", LLAMA3_FACTORS[0]), at.number("rope.scaling.high_freq_factor", LLAMA3_FACTORS[1])
+    length = at.whole("rope.scaling.original_context_length", LLAMA3_LENGTH)
+    made = {"kind": "llama3", "factor": round(float(factors.max()), 4), "low_freq_factor": low, "high_freq_factor": high,
+            "original_max_seq_len": length}  # fmt: skip
+    if len(factors) == head_size // 2 and factors.max() >= 1:
+        shape = {"hidden_size": head_size, "num_heads": 1, "rope_theta": at.number("rope.freq_base", 10000.0)}
+        plain = inverse_frequencies(validate(ModelConfig, shape))
+        scaled = inverse_frequencies(validate(ModelConfig, {**shape, "rope_scaling": made}))
+        if np.allclose((plain / scaled).double().numpy(), factors, rtol=TOLERANCE):
+            return made
+    raise ConfigError(f"holds {ROPE_FACTORS} that are not Llama 3's (first length {length}); headway cannot compute them.")
+
+
+class _Values:
+    """The metadata of one architecture, each value checked as it is asked for."""
+
+    def __init__(self, values: Mapping[str, Any], name: str) -> None:
+        self.values, self.name = values, name
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 40:
+            raise ConfigError(f"has {self.name}.{key} {str(value)[:80]}; a whole number is expected.")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"has {self.name}.{key} {str(value)[:80]}; a number is expected.")
+        return _exact(float(value))
+
+    def text(self, key: str, default: str) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise ConfigError(f"has {self.name}.{key} {str(value)[:80]}; a text is expected.")
+        return value
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.values.get(f"{self.name}.{key}", default)
+        if value is None:
+            raise ConfigError(f"has no {self.name}.{key}.")
+        return value
+
+
+def _exact(value: float) -> float:
+    """A number that was stored as fp32, as it was written: 1e-05 and not 9.999999747378752e-06."""
+    import numpy as np
+
+    short = float(str(np.float32(value))) if value == value and abs(value) < 3e38 else value
+    return short if np.float32(short) == np.float32(value) else value
