@@ -38,7 +38,7 @@ RECIPE = typer.Argument(
     help="A recipe (a file, or a name such as lora or laptop/sft) and overrides; both are optional.",
     autocompletion=complete_recipe,
 )
-MODEL = typer.Option(..., help="A run folder, a checkpoint folder, a Hugging Face folder or a hub id (ORGANISATION/NAME).")
+MODEL = typer.Option(..., help="A run folder, a checkpoint folder, a Hugging Face folder, a GGUF file or a hub id (ORGANISATION/NAME).")
 REVISION = typer.Option(None, help="With a hub id: a branch, tag or commit of the model; default: main.")
 MORE_INPUTS = typer.Argument(None, metavar="[FILE]...", help="More input files, as the shell expands `--input *.jsonl`.")
 INPUTS = typer.Option(..., "--input", help="Raw files, folders or globs; may be repeated.")
