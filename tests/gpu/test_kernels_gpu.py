@@ -1,4 +1,4 @@
-"""On a CUDA device: the AdamW kernel, fp8 layers, the head's fp32 gradient and FlashAttention-4 against their plain forms."""
+"""On a CUDA device: the AdamW kernel, fp8 layers, the head's fp32 gradient and FlashAttention-4, quantised matrices against their plain forms."""
 
 import pytest
 import torch
@@ -8,6 +8,8 @@ from headway.kernels import flash4
 from headway.kernels.adamw import AdamWHyper, AdamWTensors, adamw_step, adamw_step_reference
 from headway.kernels.cross_entropy import linear_nll
 from headway.kernels.fp8 import Scaling, fp8_linear
+from headway.kernels.packed_layout import FORMS, PackedForm, PackedLayout
+from headway.kernels.packed_weight import pack, packed_linear, unpack, unpack_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -77,3 +79,28 @@ def test_flash_attention_4_agrees_with_the_reference(shape: tuple[int, int, int]
     from test_attention_gpu import ALONE, PACKED, compare  # pyright: ignore[reportMissingImports]
 
     compare(shape, PACKED if rows == "packed" else ALONE, window, "fa4", torch.bfloat16, 2e-2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_packed_matrix_is_written_out_like_its_reference(form: PackedForm) -> None:
+    for shape in ((512, 1024), (333, 101)):
+        packed, layout = pack(torch.randn(shape, device="cuda"), form), PackedLayout(form, *shape)
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(unpack(packed, layout, dtype), unpack_reference(packed, layout, dtype))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_compiled_packed_product_keeps_no_matrix(form: PackedForm) -> None:
+    layout = PackedLayout(form, 2048, 2048)
+    packed = pack(torch.randn(2048, 2048, device="cuda"), form)
+    half = torch.compile(lambda x: F.silu(packed_linear(x.sin(), packed, layout)))
+    x = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    half(x).sum().backward()  # compiles
+    before = torch.cuda.memory_allocated()
+    y = half(x)
+    assert torch.cuda.memory_allocated() - before < 4 * x.nbytes
+    y.sum().backward()
+    plain = x.detach().clone().requires_grad_()
+    F.silu(plain.sin() @ unpack(packed, layout, torch.bfloat16).t()).sum().backward()
+    assert x.grad is not None and plain.grad is not None
+    torch.testing.assert_close(x.grad / 2, plain.grad, rtol=3e-2, atol=3e-2 * float(plain.grad.abs().max()))
