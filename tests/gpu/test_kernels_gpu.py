@@ -1,4 +1,4 @@
-"""On a CUDA device: the AdamW kernel, fp8 layers, the head's fp32 gradient and FlashAttention-4, quantised matrices against their plain forms."""
+"""On a CUDA device: the AdamW kernel, fp8 layers, the head's fp32 gradient, FlashAttention-4 and quantised matrices against plain forms."""
 
 import pytest
 import torch
