@@ -16,6 +16,7 @@ from headway.train.config import Recipe
 from support.fields import setting_paths
 from support.fuzz_files import file_targets
 from support.fuzz_media import media_target
+from support.fuzz_serve import serve_target
 from support.fuzzing import HOSTILE_TEXTS, Target, hostile_text, mutate_bytes, run_verb
 from support.runs import make_stores, tiny_settings
 
@@ -53,6 +54,7 @@ def all_targets() -> list[Target]:
         Target("options", _option, make_stores_in),
         *file_targets(),
         media_target(),
+        serve_target(),
     ]
 
 

@@ -275,8 +275,7 @@ class EngineClient:
                 stream.mailbox.wake()
         elif kind == "refused":
             if (stream := self._streams.pop(message[1], None)) is not None:
-                code = "queue_full" if message[2] == 429 else None
-                stream.fail(ApiError(message[2], message[3], code=code, retry_seconds=1 if message[2] == 429 else None))
+                stream.fail(ApiError(message[2], message[3], code=message[4], retry_seconds=1 if message[2] == 429 else None))
         elif self._ready is not None and not self._ready.done():
             if kind == "ready":
                 self._ready.set_result(message[1])

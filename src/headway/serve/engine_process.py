@@ -1,7 +1,7 @@
 """The process that owns a model and its device: `python -m headway.serve.engine_process`. Commands on stdin, events on stdout.
 
     in     EngineSetup, then lists of ("submit", id, EngineRequest, media) and ("cancel", id)
-    out    ("ready", EngineFacts) or ("failed", exit code, message); then ("accepted", id), ("refused", id, status, message),
+    out    ("ready", EngineFacts) or ("failed", exit code, message); then ("accepted", id), ("refused", id, status, message, code),
            ("events", [(id, tokens, logprobs, finished, cached, more), ...]) once per step, ("stats", {...}) about once a second
 
 The loop receives, steps and sends; it has no other thread. The end of stdin is the end of the process. What libraries print goes to stderr.
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.errors import HeadwayError, first_line
-from headway.infer.engine.request import EngineEvent, EngineRequest, EngineStats, PromptMedia, QueueFull, TokenLogprobs
+from headway.infer.engine.request import EngineEvent, EngineRequest, EngineStats, PromptMedia, QueueFull, RequestTooLarge, TokenLogprobs
 from headway.media.items import MediaRef
 from headway.runtime.stop import SIGNALS
 from headway.serve.engine_setup import EngineFacts, EngineSetup
@@ -91,6 +91,7 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
         loaded = loaded.with_mask_choice(setup.masks)
     factory = constraint_factory(loaded.tokenizer, loaded.config.vocab, loaded.end_ids)
     engine = InferenceEngine(loaded, setup.options, {name: Path(path) for name, path in setup.adapters.items()}, factory)
+    engine.warm_up()
     media = loaded.config.media
     facts = EngineFacts(
         name=setup.name,
@@ -201,9 +202,11 @@ class EngineLoop:
             given = self.encode(request, refs) if request.media is not None else request
             found = self.engine.submit(given)
         except QueueFull as problem:
-            return "refused", number, 429, str(problem)
+            return "refused", number, 429, str(problem), "queue_full"
+        except RequestTooLarge as problem:
+            return "refused", number, 400, str(problem), "context_length_exceeded"
         except HeadwayError as problem:
-            return "refused", number, 400, str(problem)
+            return "refused", number, 400, str(problem), None
         self._theirs[found], self._ours[number] = number, found
         return "accepted", number
 

@@ -3,11 +3,6 @@
 from collections.abc import Iterator
 
 import pytest
-
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-pytest.importorskip("httpx")
-
 from support.serving import RunningServer, serving
 
 

@@ -1,0 +1,135 @@
+"""A real server with a tiny model, asked by OpenAI's own client: the same answers as `headway generate`, alone and together."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from support.byte_model import CONFIG, write_model
+from support.chat_tokenizer import byte_tokenizer
+from support.serving import RunningServer, serving
+
+from headway.infer.generate import GenerateOptions, answer, generate
+from headway.infer.load import LoadedModel, load_model
+from headway.infer.prefill import chunks
+from headway.tokenizer.chat_template import BUILT_IN
+
+PROMPTS = ["Once upon a time", "The", "A longer prompt with several words in it, and a comma", "你好", "x"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = byte_tokenizer()
+    with_template = tokenizer.with_chat_template(BUILT_IN["chatml"].export(tokenizer))
+    return write_model(tmp_path_factory.mktemp("model"), CONFIG.with_(max_seq_len=1024), with_template)
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[RunningServer]:
+    options = ("--device", "cpu", "--max-running", "8", "--cache-gib", "0.05")
+    with serving("--model", f"tiny={folder}", *options, stand_in=False) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as found:
+        yield found
+
+
+def test_greedy_text_is_that_of_generate_alone_and_together(client: Any, loaded: LoadedModel) -> None:
+    expected = [one.text for one in generate(loaded, PROMPTS, GenerateOptions(max_new_tokens=24))]
+
+    def ask(prompt: str) -> str:
+        return client.completions.create(model="tiny", prompt=prompt, max_tokens=24, temperature=0).choices[0].text
+
+    assert [ask(prompt) for prompt in PROMPTS] == expected
+    with ThreadPoolExecutor(10) as pool:
+        assert list(pool.map(ask, PROMPTS * 4)) == expected * 4
+    assert [one.text for one in client.completions.create(model="tiny", prompt=PROMPTS, max_tokens=24, temperature=0).choices] == expected
+
+
+def test_chat_streams_what_it_answers(client: Any, loaded: LoadedModel) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 20}
+    expected = answer(loaded, ["Hi"], "tokenizer", GenerateOptions(max_new_tokens=20))[0].text
+    assert client.chat.completions.create(**asked).choices[0].message.content == expected
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(one.choices[0].delta.content or "" for one in chunks if one.choices) == expected
+    assert chunks[-1].usage.completion_tokens == client.chat.completions.create(**asked).usage.completion_tokens
+
+
+def test_a_seed_gives_the_same_samples_whatever_else_runs(client: Any) -> None:
+    def ask(seed: int) -> list[str]:
+        found = client.completions.create(model="tiny", prompt="Once", max_tokens=12, temperature=1.3, seed=seed, n=2)
+        return [one.text for one in found.choices]
+
+    alone = [ask(seed) for seed in range(4)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, [0, 1, 2, 3] * 2)) == alone * 2
+    assert alone[0][0] != alone[0][1] and alone[0] != alone[1]
+
+
+def test_a_schema_is_followed(client: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "maximum": 99, "minimum": 1}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    for seed in range(2):
+        found = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Who?"}], seed=seed, max_tokens=120,
+            response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}},
+        )  # fmt: skip
+        person = json.loads(found.choices[0].message.content)
+        assert set(person) == {"name", "age"} and 1 <= person["age"] <= 99
+
+
+def test_a_tool_that_must_be_called_is_called(client: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    found = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "Add."}], tool_choice="required", max_tokens=120, seed=1,
+        tools=[{"type": "function", "function": {"name": "add", "parameters": parameters}}],
+    )  # fmt: skip
+    call = found.choices[0].message.tool_calls[0]
+    assert found.choices[0].finish_reason == "tool_calls" and call.function.name == "add"
+    assert json.loads(call.function.arguments)["a"] in (1, 2)
+
+
+def test_log_probabilities_are_those_of_the_model(client: Any, loaded: LoadedModel) -> None:
+    found = client.completions.create(model="tiny", prompt="Once", max_tokens=3, temperature=0, logprobs=2, echo=True).choices[0]
+    assert loaded.tokenizer is not None
+    ids = [*loaded.tokenizer.encode("Once"), *generate(loaded, ["Once"], GenerateOptions(max_new_tokens=3))[0].token_ids]
+    with torch.inference_mode():
+        hidden = next(chunks(loaded.model, torch.tensor([ids]), loaded.new_cache(1, len(ids))))
+        scores = loaded.model.logits(hidden)[0, :-1].float()[:, : loaded.tokenizer.vocab_size].log_softmax(-1)
+    expected = scores[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].tolist()
+    assert found.logprobs.token_logprobs[0] is None and len(found.logprobs.tokens) == len(ids) == 4 + 3
+    assert found.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-3)
+    assert [max(top.values()) for top in found.logprobs.top_logprobs[4:]] == pytest.approx(scores[3:].amax(-1).tolist(), abs=1e-3)
+
+
+def test_embeddings_are_vectors_of_the_models_width(client: Any) -> None:
+    found = client.embeddings.create(model="tiny", input=["one text", "another text"])
+    plain = client.embeddings.create(model="tiny", input=["one text"], encoding_format="float").data[0].embedding
+    assert [len(one.embedding) for one in found.data] == [32, 32] and found.data[0].embedding != found.data[1].embedding
+    assert plain == pytest.approx(found.data[0].embedding, rel=1e-3, abs=1e-4)
+
+
+def test_mistakes_arrive_as_openais_errors(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model="tiny", prompt="x", temperature=9)
+    with pytest.raises(openai.NotFoundError, match="tiny"):
+        client.completions.create(model="gpt-4", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="leaves no room"):
+        client.completions.create(model="tiny", prompt="x" * 1100)
+    assert [one.id for one in client.models.list()] == ["tiny"]
