@@ -74,6 +74,16 @@ class InferenceEngine:
         """A request is waiting or running, or has an event."""
         return bool(self._sequences or self._events)
 
+    @property
+    def num_running(self) -> int:
+        """Requests that have a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for one."""
+        return len(self._waiting)
+
     def warm_up(self) -> None:
         """Compile and record decoding steps now; otherwise the first requests wait for it."""
         self._device.warm_up()
@@ -136,7 +146,7 @@ class InferenceEngine:
         while self._waiting:
             # Where nothing runs, nothing will be given back, and what `submit` took fits.
             idle = not self._running and not self._pending
-            if not self._memory.admit(self._waiting[0], reserve=len(self._running)):
+            if not self._memory.admit(self._waiting[0], reserve=sum(map(self._memory.may_grow, self._running))):
                 assert not idle, "submit refuses what does not fit"
                 return
             one = self._waiting.popleft()

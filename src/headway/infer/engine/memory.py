@@ -109,6 +109,10 @@ class EngineMemory:
             self.cache.copy_ring(found.ring, one.slot)
         return True
 
+    def may_grow(self, one: EngineSequence) -> bool:
+        """It will need another page if it runs to its end."""
+        return self._pages_of(len(one.request.prompt) + one.most) > len(one.pages)
+
     def grow(self, one: EngineSequence, tokens: int) -> bool:
         """Room for some tokens; False where no page is left."""
         while self._pages_of(tokens) > len(one.pages):
