@@ -177,7 +177,7 @@ class ExpertProducts(torch.autograd.Function):
         return result[places].view(-1, k, x.shape[1]).float().sum(1).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weights, order, places, ends, w_gate, w_up, w_down, gate, up = ctx.saved_tensors
         k, width = weights.shape[1], x.shape[1]
         needs = ctx.needs_input_grad

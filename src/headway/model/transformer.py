@@ -320,7 +320,7 @@ class Transformer(Model):
 
     def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
         """The blocks' halves are compiled, attention between them is the cache's."""
-        halves = [(block.before, block.after) for block in self.blocks().values()]
+        halves: list[tuple[Callable[..., Any], Callable[..., Any]]] = [(block.before, block.after) for block in self.blocks().values()]
         if compiler is not None:
             halves = [(compiler(before), compiler(after)) for before, after in halves]
 

@@ -208,7 +208,7 @@ def _locations(folder: Path, config: ModelConfig) -> Locations:
     stored, used = _tensors(folder), set[str]()
     for spec in param_specs(config):
         pieces = pieces_of(family, spec, config, stored)
-        if (len(pieces) > 1 or pieces[0].dim is not None) and all(piece.name in stored for piece in pieces):
+        if (len(pieces) > 1 or any(piece.dim is not None for piece in pieces)) and all(piece.name in stored for piece in pieces):
             found[spec.name] = tuple((stored[piece.name], piece) for piece in pieces)
             used |= {piece.name for piece in pieces}
     for theirs, file in stored.items():
