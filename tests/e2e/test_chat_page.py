@@ -316,3 +316,38 @@ def _download(page: Page, folder: Path) -> Any:
         assert time.monotonic() < end
         time.sleep(0.05)
     return json.loads((folder / found[0]).read_text())
+
+
+def test_the_real_server_streams_stops_compares_and_keeps(tmp_path: Path) -> None:
+    for name in ("starlette", "uvicorn", "httpx"):
+        pytest.importorskip(name)
+    from support.byte_model import CONFIG, byte_tokenizer, write_model
+    from support.serving import serving
+
+    folder = write_model(tmp_path, CONFIG.with_(max_seq_len=256), byte_tokenizer("<|im_start|>", "<|im_end|>"))
+    models = ("--model", f"cat={folder}", "--model", f"dog={folder}", "--chat-template", "chatml", "--max-running", "2")
+    with serving(*models, stand_in=False) as server, browser() as page:
+        page.resize(1300, 900)
+        page.open(f"{server.url}/")
+        page.wait_for(READY, 60)
+        page.evaluate("Object.assign(headwayChat.conversation.sampling, { temperature: 0, max_tokens: 12 })")
+        ask(page, "hi")
+        chosen = {"model": "cat", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 12}
+        answer = server.client().post("/v1/chat/completions", json=chosen).json()["choices"][0]["message"]["content"]
+        kept = "headwayChat.session.store.read(headwayChat.conversation.id).then((one) => Object.values(one.turns)[0].answers[0][0].text)"
+        assert page.evaluate(kept) == answer and "first after" in texts(page, ".stats")[0]
+        page.wait_for("document.querySelector('.live').textContent.includes('cache')")
+        click(page, "[aria-label='Compare two models']")
+        ask(page, "more")
+        assert texts(page, ".answer .name") == ["cat", "cat", "dog"] and texts(page, ".answer .problem") == ["", "", ""]
+        first, second = texts(page, ".answer .markdown")[1:]
+        assert first == second, "the same weights, greedy"
+        for number in range(8):
+            ask(page, f"a longer question {number}")
+        assert any("context is full" in one for one in texts(page, ".answer .note")), "the oldest turns are left out"
+        assert set(texts(page, ".answer .problem")) == {""}
+        reload(page)
+        assert len(texts(page, ".bubble")) == 10
+        assert [one for one in page.problems if "400" not in one] == [] and not [
+            one for one in page.requests if not one.startswith((server.url, "about:"))
+        ]

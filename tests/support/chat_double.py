@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import headway
+from headway.serve.page_files import POLICY
 
 PAGE = Path(headway.__file__).parent / "serve" / "page"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 
 
 class ChatDouble(ThreadingHTTPServer):

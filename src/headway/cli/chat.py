@@ -15,7 +15,7 @@ import typer
 
 from headway.cli._chat_commands import Chat
 from headway.cli._chat_screen import open_screen
-from headway.cli._options import CHAT_TEMPLATE, GROUP, JSON, REVISION, MaskOptions, at_revision, refuse_flags, with_masks
+from headway.cli._options import CHAT_TEMPLATE, GROUP, JSON, MODEL, REVISION, MaskOptions, at_revision, refuse_flags, with_masks
 from headway.cli._output import print_json
 from headway.cli.generate import CHUNK_TOKENS, DEVICE, MAX_NEW_TOKENS_HELP, SEED, STOP, TOP_K, TOP_P
 from headway.errors import ConfigError, HeadwayError
@@ -35,8 +35,8 @@ class ChatModels:
 
     model: list[Path] = typer.Option(
         [],
-        help="A run folder, a checkpoint folder, a Hugging Face folder or a hub id (ORGANISATION/NAME); given twice: two models side by "
-        "side. With --url: the name of a model there; default: its first.",
+        metavar="MODEL",
+        help=f"{MODEL.help} Given twice: two models side by side. With --url: the name of a model there; default: its first.",
     )
     revision: str | None = REVISION
     url: str | None = typer.Option(

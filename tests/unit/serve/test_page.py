@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.chat_double import PAGE
+from support.serving import RunningServer
 
 NODE = shutil.which("node")
 SCRIPTS = sorted(PAGE.glob("*.js"))
@@ -28,6 +29,15 @@ def test_the_page_is_made_of_its_own_files_and_names_no_other_host() -> None:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), file.name
         for other in re.findall(r'from "\./([^"]+)"', text):
             assert (PAGE / other).is_file(), f"{file.name} imports {other}"
+
+
+def test_the_server_gives_every_file_under_a_policy_that_allows_its_own_alone(server: RunningServer) -> None:
+    for file in sorted(PAGE.iterdir()):
+        answer = server.client().get("/" if file.name == "index.html" else f"/static/{file.name}")
+        assert answer.status_code == 200 and answer.content == file.read_bytes(), file.name
+        policy = dict(part.strip().split(" ", 1) for part in answer.headers["Content-Security-Policy"].split(";") if part.strip())
+        assert policy["default-src"] == "'none'" and policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert "data:" in policy["img-src"] and "data:" in policy["media-src"], "uploads are shown"
 
 
 def test_both_languages_say_everything_that_the_page_says() -> None:
