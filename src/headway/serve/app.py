@@ -133,8 +133,8 @@ def _token_of(query: bytes) -> str | None:
 
 def _error_response(problem: Exception, path: str) -> Response:
     if isinstance(problem, HTTPException):
-        text = "There is no such path." if problem.status_code == 404 else f"{problem.detail}."
-        problem = ApiError(problem.status_code, text)
+        found: Any = problem
+        problem = ApiError(found.status_code, "There is no such path." if found.status_code == 404 else f"{found.detail}.")
     if not isinstance(problem, ApiError):
         log.error("serve: %s failed", path[:200], exc_info=problem)
         problem = ApiError(500, "The server failed on this request; its log says why.", code="internal_error")

@@ -32,7 +32,8 @@ from headway.tokenizer.load import Tokenizer
 if TYPE_CHECKING:
     from headway.tokenizer.chat import ChatTemplate
 
-C, R = TypeVar("C"), TypeVar("R")
+C = TypeVar("C")
+R = TypeVar("R")
 TAIL = 16
 """Last ids of a prompt that are decoded with the answer's first ones."""
 
