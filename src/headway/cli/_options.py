@@ -23,6 +23,7 @@ from headway.errors import ConfigError, Terminated
 from headway.runtime.process import LAUNCHER_PID
 
 if TYPE_CHECKING:
+    from headway.infer.engine.request import Speculation
     from headway.infer.load import LoadedModel
     from headway.model.head_masks.choice import MaskChoice
     from headway.parallel.collectives import RankGroup
@@ -151,6 +152,29 @@ class ComputeOptions:
 
         compute = choose_compute(self.device, self.precision, from_environment().local_rank)
         return load_model(model, device=compute.device, dtype=compute.dtype)
+
+
+@dataclass(frozen=True)
+class SpeculateOptions:
+    """Speculative decoding: several tokens are guessed and checked at once, with the same result."""
+
+    speculate: str | None = typer.Option(
+        None,
+        metavar="ngram|MODEL",
+        help="Guess tokens and check several at a time; the text stays the same. ngram: what followed the last tokens earlier; "
+        "or a small model with the same tokenizer.",
+    )
+    speculate_tokens: int | None = typer.Option(None, help="With --speculate: most tokens that are guessed at a time; default: 4.")
+
+    def speculation(self) -> Speculation | None:
+        """The options as one value; None without --speculate."""
+        from headway.infer.engine.request import Speculation
+
+        if self.speculate is None:
+            refuse_flags("decoding without --speculate", {"--speculate-tokens": self.speculate_tokens})
+            return None
+        tokens = {} if self.speculate_tokens is None else {"tokens": self.speculate_tokens}
+        return Speculation(None if self.speculate == "ngram" else self.speculate, **tokens)
 
 
 @dataclass(frozen=True)

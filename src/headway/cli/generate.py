@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from headway.cli._options import CHAT_TEMPLATE, GROUP, JSON, MODEL, MaskOptions, refuse_flags, with_masks
-from headway.cli._output import print_json
+from headway.cli._output import exit_with, print_json
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,9 +44,15 @@ class AskOptions:
         [], metavar="FILE", help="A video the prompt is about: four of its pictures and its sound; may be repeated."
     )
     input: Path | None = typer.Option(
-        None, metavar="FILE", help="Records with pictures and sounds to answer, as training reads them; answers go to --output."
+        None,
+        metavar="FILE",
+        help="A .jsonl file with `prompt`, `messages` or `text` in each line; answers go to --output. With a model that takes pictures and "
+        "sounds: records as training reads them.",
     )
-    output: Path | None = typer.Option(None, metavar="FILE", help="Answers to --input: one line of JSON each. Lines that exist are kept.")
+    output: Path | None = typer.Option(
+        None, metavar="FILE", help="Answers to --input: one line of JSON each, in order. The same command continues after a stop."
+    )
+    n: int = typer.Option(1, "--n", min=1, help="With --input: answers to each line.")
     schema: str | None = typer.Option(None, metavar="FILE", help="JSON schema that answers are checked against, or purrsight_v3.")
 
     @property
@@ -69,6 +75,8 @@ class AskOptions:
             if self.prompt or self.prompts_file or self.messages or self.has_media:
                 raise ConfigError("--input has its own questions and media. Leave --prompt, --messages, --image, --audio and --video out.")
             return []
+        if self.n != 1:
+            raise ConfigError("--n is given without --input. Repeat --prompt for several samples of a prompt.")
         if self.messages is not None and self.has_media:
             raise ConfigError("--messages with --image, --audio or --video: put the files into the records and use --input.")
         if self.schema is not None and not self.has_media:
@@ -136,8 +144,13 @@ def _generate(model: Path, ask: AskOptions, options: GenerateOptions, choice: ob
     heads = [""] * len(conversations) or [prompt if template is None else f"{prompt}\n" for prompt in prompts]
     shown = StreamedTexts(heads)
     compute = choose_compute(device, "auto")
+    if ask.input is not None and not ask.input.is_file():
+        raise ConfigError(f"--input is {str(ask.input)!r}; there is no such file.")
     loaded = with_masks(load_model(model, device=compute.device, dtype=compute.dtype), choice)  # pyright: ignore[reportArgumentType]
     on_text = shown if stream else None
+    if ask.input is not None and loaded.config.media is None:
+        _answer_file(loaded, ask, options, json=json)
+        return
     if ask.input is not None or ask.has_media or (loaded.config.media is not None and template is not None and not conversations):
         _answer_media(loaded, ask, prompts, options, on_text, json=json)
         return
@@ -157,6 +170,23 @@ def _generate(model: Path, ask: AskOptions, options: GenerateOptions, choice: ob
             typer.echo(head + result.text)
 
 
+def _answer_file(loaded: LoadedModel, ask: AskOptions, options: GenerateOptions, *, json: bool) -> None:
+    from headway.infer.batch import BatchOptions, answer_file
+
+    assert ask.input is not None and ask.output is not None
+    if ask.schema is not None:
+        raise ConfigError("--schema checks answers about pictures and sounds, and the model takes text alone. Leave it out.")
+    report = answer_file(loaded, ask.input, ask.output, BatchOptions(options, ask.template, ask.system, ask.n))
+    if json:
+        print_json(asdict(report))
+    else:
+        speed = report.generated_tokens / report.seconds if report.seconds else 0.0
+        failed = f", {report.failed} with an error" if report.failed else ""
+        typer.echo(f"{report.output}: {report.lines} lines, {report.answered} of them new{failed}; {speed:.0f} tokens/s")
+    if report.failed:
+        exit_with(1)
+
+
 def _answer_media(
     loaded: LoadedModel, ask: AskOptions, prompts: list[str], options: GenerateOptions, on_text: StreamedTexts | None, *, json: bool
 ) -> None:
@@ -166,6 +196,8 @@ def _answer_media(
 
     template = template_of(loaded, ask.chat_template)
     schema = None if ask.schema is None else load_schema(ask.schema)
+    if ask.n != 1:
+        raise ConfigError(f"--n is {ask.n}; a model that takes pictures and sounds gives one answer to each record. Leave --n out.")
     if ask.input is not None and ask.output is not None:
         report = answer_records(loaded, ask.input, ask.output, template, options, schema)
         if json:

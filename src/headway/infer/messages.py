@@ -31,7 +31,7 @@ def read_messages(path: Path, system: str | None = None) -> list[Conversation]:
         raise ConfigError(f"--messages: {path}: {problem.strerror or problem}.") from None
     except ValueError as error:
         raise DataError(f"{path}: not UTF-8 text: {error}.") from None
-    found = [_conversation(value, place, system) for value, place in _values(text, path)]
+    found = [conversation_of(value, place, system) for value, place in _values(text, path)]
     if not found:
         raise DataError(f"{path}: no conversation; {SHAPE}.")
     return found
@@ -63,7 +63,8 @@ def _json(text: str, place: str) -> Any:
         raise DataError(f"{place}: not JSON: {' '.join(str(error).split())[:200]}.") from None
 
 
-def _conversation(value: Any, place: str, system: str | None) -> Conversation:
+def conversation_of(value: Any, place: str, system: str | None) -> Conversation:
+    """The conversation of one JSON value; `place` is what messages call it."""
     record = value if isinstance(value, dict) else {"messages": value}
     if not isinstance(record.get("messages"), list):
         raise DataError(f"{place}: not a conversation; {SHAPE}.")

@@ -96,6 +96,10 @@ class EngineEvent:
     """Of every token of the prompt; None for the first one, which nothing precedes. In the first event."""
     error: str | None = None
     """One line, where `finished` is "error"."""
+    proposed_tokens: int = 0
+    """Tokens that speculation guessed for the request; in the last event."""
+    accepted_tokens: int = 0
+    """Of them, those that were right."""
 
 
 class TokenConstraint(Protocol):
@@ -117,6 +121,23 @@ class TokenConstraint(Protocol):
 
 ConstraintFactory = Callable[[str], TokenConstraint]
 """`EngineRequest.constraint` -> a fresh constraint; raises ConfigError where it cannot be read."""
+
+
+MAX_SPECULATED = 32
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Some next tokens are guessed and checked in one step. The result is that of single steps."""
+
+    draft: str | None = None
+    """A small model of the same tokenizer that guesses; None: guesses are what followed the last tokens earlier in the sequence."""
+    tokens: int = 4
+    """Most tokens that are guessed at a time; a sequence whose guesses fail has fewer."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.tokens <= MAX_SPECULATED:
+            raise ConfigError(f"--speculate-tokens is {self.tokens}; it must be between 1 and {MAX_SPECULATED}.")
 
 
 @dataclass(frozen=True)
@@ -145,6 +166,9 @@ class EngineOptions:
     lag: bool | Literal["auto"] = "auto"
     """Start a step before the tokens of the last one are read; auto: on CUDA."""
 
+    speculation: Speculation | None = None
+    """Guess and check several tokens at a time."""
+
     def __post_init__(self) -> None:
         for name in ("max_running", "prefill_tokens", "page_tokens"):
             if getattr(self, name) < 1:
@@ -171,3 +195,7 @@ class EngineStats:
     steps: int
     first_token_seconds: tuple[float, ...] = ()
     """From submission to the first token, of the requests whose first token came since `stats` was last called."""
+    proposed_tokens: int = 0
+    """Tokens that speculation guessed."""
+    accepted_tokens: int = 0
+    """Of them, those that were right."""

@@ -1,0 +1,159 @@
+"""The two files of a batch job: lines of JSON come in one by one, lines of answers go out in the same order and survive a kill.
+
+    answers.jsonl             whole lines, the answers to the first lines of the input; a line that a kill cut short is removed
+    answers.jsonl.settings    what decides the answers: the same command continues, another one is refused
+
+Neither file is ever held in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from headway.errors import ConfigError, DataError
+from headway.runtime.json_file import read_object
+from headway.runtime.storage import write_atomic
+from headway.text.raw import RawFile
+
+MAX_LINE_BYTES = 64 << 20
+BLOCK_BYTES = 1 << 20
+INDEX, GENERATIONS, ERROR = "index", "generations", "error"
+RESERVED = (INDEX, GENERATIONS, ERROR)
+
+
+@dataclass(frozen=True)
+class BatchLine:
+    """One line of the input."""
+
+    index: int
+    place: str
+    record: dict[str, Any] | None
+    """None where the line is no JSON object."""
+    problem: str | None = None
+
+    def answered(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The line of the output: the record's own fields are kept."""
+        return {INDEX: self.index, **(self.record or {}), **values}
+
+
+def read_lines(path: Path) -> Iterator[BatchLine]:
+    """The lines of a .jsonl file, which may be compressed; blank ones are skipped. A line that cannot be read has its problem."""
+    with RawFile.at(path).open() as stream:
+        index = number = 0
+        while data := stream.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(data) > MAX_LINE_BYTES:
+                raise DataError(f"{path}:{number}: the line is longer than {MAX_LINE_BYTES >> 20} MiB. Give one record per line.")
+            if data.strip():
+                yield _parsed(data, index, f"{path}:{number}")
+                index += 1
+
+
+def _parsed(data: bytes, index: int, place: str) -> BatchLine:
+    try:
+        record = json.loads(data.decode("utf-8-sig" if index == 0 else "utf-8"))
+    except (ValueError, RecursionError) as problem:
+        return BatchLine(index, place, None, f"not JSON: {' '.join(str(problem).split())[:200]}")
+    if not isinstance(record, dict):
+        return BatchLine(index, place, None, f"a line must be an object, not {type(record).__name__}")
+    taken = [key for key in RESERVED if key in record]
+    if taken:
+        rest = {key: value for key, value in record.items() if key not in RESERVED}
+        return BatchLine(index, place, rest, f"has the key {taken[0]!r}, which the answers use. Rename it")
+    return BatchLine(index, place, record)
+
+
+class BatchOutput:
+    """The answers of a job, open for more of them."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        self._file: BinaryIO | None = None
+        self._settings = dict(settings)
+        self._side = path.with_name(path.name + ".settings")
+        self.kept = 0
+        """Lines that were there."""
+        self._last: dict[str, Any] | None = None
+
+    def __enter__(self) -> BatchOutput:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and self.path.stat().st_size:
+            self._check_settings()
+            self._count()
+        try:
+            write_atomic(self._side, json.dumps(self._settings, indent=2) + "\n")
+            self._file = open(self.path, "ab")
+        except OSError as problem:
+            raise ConfigError(f"--output is {self.path}; it cannot be written: {problem.strerror}.") from None
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _check_settings(self) -> None:
+        if not self._side.is_file():
+            raise ConfigError(
+                f"--output is {self.path}, which exists, without {self._side.name}: it was not written by this verb. Give another file."
+            )
+        before = read_object(self._side, ConfigError)
+        for key in {**before, **self._settings}:
+            if before.get(key) != self._settings.get(key):
+                raise ConfigError(
+                    f"--output is {self.path}, which was begun with {key} {_shown(before.get(key))}; now it is "
+                    f"{_shown(self._settings.get(key))}. Give another file, or the same settings."
+                )
+
+    def _count(self) -> None:
+        """Count whole lines, cut a torn one, and read the last."""
+        size = whole = last = 0
+        with open(self.path, "rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                at = -1
+                while (at := block.find(b"\n", at + 1)) >= 0:
+                    last, whole = whole, size + at + 1
+                    self.kept += 1
+                size += len(block)
+            if self.kept:
+                file.seek(last)
+                self._last = _object(file.read(whole - last))
+        if self.kept and (self._last is None or self._last.get(INDEX) != self.kept - 1):
+            raise ConfigError(f"--output is {self.path}, whose line {self.kept} is no answer of this job. Give another file.")
+        if whole < size:
+            os.truncate(self.path, whole)
+
+    def skip(self, lines: Iterator[BatchLine]) -> None:
+        """Pass over the lines of the input that have answers; the last of them must be the one that was answered."""
+        line: BatchLine | None = None
+        for _ in range(self.kept):
+            line = next(lines, None)
+            if line is None:
+                raise ConfigError(f"--output is {self.path}, which has more lines than the input. Give another file, or remove it.")
+        last = self._last
+        if line is not None and last is not None and any(last.get(key) != value for key, value in line.answered({}).items()):
+            raise ConfigError(f"--output is {self.path}, whose line {self.kept} is of another input. Give another file, or remove it.")
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """One line. It is with the system when this returns, so that a kill of the process does not lose it."""
+        assert self._file is not None
+        self._file.write(json.dumps(values, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+        self._file.flush()
+
+
+def _object(data: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."

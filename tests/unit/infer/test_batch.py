@@ -1,0 +1,193 @@
+"""Batch jobs: each line becomes what it would alone, in order; a stopped job continues; a bad line is one line's error."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.byte_model import CONFIG, byte_tokenizer, write_model
+
+from headway.cli import main
+from headway.errors import ConfigError
+from headway.infer.batch import WINDOW, BatchOptions, BatchReport, _BatchJob, answer_file  # pyright: ignore[reportPrivateUsage]
+from headway.infer.batch_files import BatchLine, read_lines
+from headway.infer.engine.request import EngineOptions
+from headway.infer.generate import GenerateOptions, answer, generate
+from headway.infer.load import LoadedModel, load_model
+from headway.infer.sampling import Sampling
+from headway.tokenizer.chat_template import BUILT_IN
+
+ENGINE = EngineOptions(max_running=4, prefill_tokens=24, page_tokens=16)
+SAMPLED = GenerateOptions(max_new_tokens=10, sampling=Sampling(1.0, seed=3))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    plain = byte_tokenizer("<|im_start|>", "<|im_end|>")
+    tokenizer = plain.with_chat_template(BUILT_IN["chatml"].export(plain))
+    return write_model(tmp_path_factory.mktemp("model"), CONFIG.with_(max_seq_len=96), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Path) -> LoadedModel:
+    return load_model(model)
+
+
+def write(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in records))
+    return path
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(loaded: LoadedModel, path: Path, output: Path, options: BatchOptions) -> BatchReport:
+    return answer_file(loaded, path, output, options, ENGINE)
+
+
+def test_every_line_is_what_it_would_be_alone(loaded: LoadedModel, tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = [{"prompt": f"line {number} " * (1 + number % 3), "id": f"n{number}"} for number in range(13)]
+    records[4] = {"text": "a text to continue", "note": {"kept": True}}
+    records[7] = {"messages": [{"role": "user", "content": "Hello?"}], "id": 7}
+    path, out = write(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl"
+    report = run(loaded, path, out, BatchOptions(SAMPLED, samples=3))
+    found = lines(out)
+    assert (report.lines, report.answered, report.failed) == (13, 13, 0)
+    for number, (record, line) in enumerate(zip(records, found, strict=True)):
+        assert line == {"index": number, **record, "generations": line["generations"]}
+        asked = record.get("prompt", record.get("text"))
+        if asked is None:
+            alone = answer(loaded, ["Hello?"] * 3, "tokenizer", SAMPLED)
+        else:
+            alone = generate(loaded, [asked] * 3, SAMPLED)
+        assert [one["text"] for one in line["generations"]] == [one.text for one in alone], number
+        assert [one["stopped_by"] for one in line["generations"]] == [one.stopped_by for one in alone]
+        assert [one["tokens"] for one in line["generations"]] == [len(one.token_ids) for one in alone]
+    assert report.generated_tokens == sum(one["tokens"] for line in found for one in line["generations"])
+
+
+def test_questions_and_stop_texts(loaded: LoadedModel, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", [{"prompt": f"what is {number}?"} for number in range(5)])
+    alone = answer(loaded, [f"what is {number}?" for number in range(5)], "chatml", SAMPLED, system="Be brief.")
+    stop = next(one.text[2:4] for one in alone if len(one.text) > 4)
+    options = replace(SAMPLED, stop=(stop,))
+    run(loaded, path, tmp_path / "out.jsonl", BatchOptions(options, "chatml", "Be brief."))
+    alone = answer(loaded, [f"what is {number}?" for number in range(5)], "chatml", options, system="Be brief.")
+    found = [line["generations"][0] for line in lines(tmp_path / "out.jsonl")]
+    assert [(one["text"], one["stopped_by"]) for one in found] == [(one.text, one.stopped_by) for one in alone]
+    assert any(one["stopped_by"] == "stop" for one in found)
+
+
+def test_a_stopped_job_continues_and_loses_nothing(loaded: LoadedModel, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", [{"prompt": f"line {number}", "id": number} for number in range(9)])
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    run(loaded, path, whole, BatchOptions(SAMPLED))
+    content = whole.read_bytes()
+    run(loaded, path, out, BatchOptions(SAMPLED))
+    for size in (0, 1, content.index(b"\n") + 1, len(content) // 2, len(content) - 1):
+        out.write_bytes(content[:size])
+        report = run(loaded, path, out, BatchOptions(SAMPLED))
+        assert out.read_bytes() == content and report.answered == 9 - content[:size].count(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (BatchOptions(replace(SAMPLED, max_new_tokens=4)), "begun with max_new_tokens 10; now it is 4"),
+        (BatchOptions(SAMPLED, samples=2), "begun with n 1; now it is 2"),
+        (BatchOptions(replace(SAMPLED, sampling=Sampling(1.0, seed=4))), "begun with seed 3"),
+    ],
+)
+def test_other_settings_are_refused(loaded: LoadedModel, tmp_path: Path, options: BatchOptions, said: str) -> None:
+    path = write(tmp_path / "in.jsonl", [{"prompt": "one"}, {"prompt": "two"}])
+    run(loaded, path, tmp_path / "out.jsonl", BatchOptions(SAMPLED))
+    with pytest.raises(ConfigError, match=said):
+        run(loaded, path, tmp_path / "out.jsonl", options)
+
+
+def test_an_output_of_another_input_or_tool_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
+    path, out = write(tmp_path / "in.jsonl", [{"prompt": "one"}, {"prompt": "two"}]), tmp_path / "out.jsonl"
+    run(loaded, path, out, BatchOptions(SAMPLED))
+    write(path, [{"prompt": "one"}, {"prompt": "three"}])
+    with pytest.raises(ConfigError, match="line 2 is of another input"):
+        run(loaded, path, out, BatchOptions(SAMPLED))
+    write(path, [{"prompt": "one"}])
+    with pytest.raises(ConfigError, match="more lines than the input"):
+        run(loaded, path, out, BatchOptions(SAMPLED))
+    (tmp_path / "other.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="not written by this verb"):
+        run(loaded, path, tmp_path / "other.jsonl", BatchOptions(SAMPLED))
+    with pytest.raises(ConfigError, match="--n is 2 with temperature 0"):
+        BatchOptions(samples=2)
+
+
+BAD = ["not json", "[1]", {"id": 1}, {"prompt": 5}, {"prompt": ""}, {"prompt": "x" * 200}, {"messages": []}, {"prompt": "p", "index": 3},
+       {"messages": [{"role": "assistant", "content": "hi"}]}, '{"prompt": "\\ud800"}']  # fmt: skip
+
+
+def test_a_bad_line_is_an_error_of_that_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = write(tmp_path / "in.jsonl", ["", {"prompt": "ok"}, *BAD, {"prompt": "fine"}]), tmp_path / "deep" / "out.jsonl"
+    code = main(["generate", "--model", str(model), "--input", str(path), "--output", str(out), "--max-new-tokens", "3", "--json"])
+    report, found = json.loads(capsys.readouterr().out), lines(out)
+    assert code == 1 and report["failed"] == len(BAD) and report["lines"] == len(BAD) + 2
+    assert [("error" in line) for line in found] == [False, *[True] * len(BAD), False]
+    assert all("\n" not in line["error"] and "in.jsonl:" in line["error"] for line in found[1:-1])
+    code = main(["generate", "--model", str(model), "--input", str(tmp_path / "none.jsonl"), "--output", str(out)])
+    assert code == 2
+    assert main(["generate", "--model", str(model), "--prompt", "a", "--n", "2"]) == 2
+
+
+def test_memory_does_not_grow_with_the_input(loaded: LoadedModel) -> None:
+    """The job never holds more lines than its window, and reads no line before it has room for it."""
+    read = 0
+
+    def endless() -> Any:
+        nonlocal read
+        while True:
+            yield BatchLine(read, "here", {"prompt": "a"})
+            read += 1
+
+    job = _BatchJob(loaded, BatchOptions(GenerateOptions(max_new_tokens=1)), ENGINE)
+    for written, _ in zip(range(1, 3001), job.run(endless()), strict=False):
+        assert read - written <= WINDOW
+        assert len(job._open) <= 2 * ENGINE.max_running + 1  # pyright: ignore[reportPrivateUsage]
+        if written == 100:
+            break
+    assert read < 100 + 4 * ENGINE.max_running
+
+
+def test_compressed_lines_are_read(tmp_path: Path) -> None:
+    import gzip
+
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(b'\xef\xbb\xbf{"prompt": "a"}\n\n{"prompt": "b"}'))
+    assert [line.record for line in read_lines(tmp_path / "in.jsonl.gz")] == [{"prompt": "a"}, {"prompt": "b"}]
+
+
+@pytest.mark.drill
+def test_a_killed_job_gives_the_bytes_of_an_undisturbed_one(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", [{"prompt": f"line {number}", "id": number} for number in range(400)])
+    words = [sys.executable, "-m", "headway", "generate", "--model", str(model), "--input", str(path), "--max-new-tokens", "24",
+             "--temperature", "1", "--n", "2", "--output"]  # fmt: skip
+    subprocess.run([*words, str(tmp_path / "whole.jsonl")], check=True)
+    chance, kills, out = random.Random(5), 0, tmp_path / "out.jsonl"
+    while True:
+        job = subprocess.Popen([*words, str(out)])
+        before = out.stat().st_size if out.exists() else 0
+        wanted = before + chance.randrange(1, 12000)
+        while job.poll() is None and (not out.exists() or out.stat().st_size < wanted):
+            time.sleep(0.002)
+        if job.poll() is not None:
+            break
+        os.kill(job.pid, signal.SIGKILL)
+        job.wait()
+        kills += 1
+    assert job.returncode == 0 and kills >= 3
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
