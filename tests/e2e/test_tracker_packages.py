@@ -135,3 +135,6 @@ def test_mlflow_server_has_the_same_numbers(mlflow_server: str, tmp_path: Path) 
     assert run["info"]["status"] == "FINISHED"
     assert {one["key"]: one["value"] for one in run["data"]["params"]}["model.hidden_size"] == "16"
     assert any(tag["key"] == "headway.event.finish" for tag in run["data"]["tags"])
+    places = [ask(f"{api}/artifacts/list?run_id={identity}&path={place}")["files"] for place in ("plots", "config", "metrics")]
+    kept = [one["path"] for files in places for one in files]
+    assert kept == ["plots/training_curve.svg", "config/environment.json", "config/recipe.yaml", "metrics/summary.json"]

@@ -52,6 +52,8 @@ def tokenize(
     """Turn raw text, conversations or preference pairs into a token store. Run again after a kill, it resumes."""
     from headway.runtime.storage import check_writable
 
+    if kind == "multimodal":
+        raise ConfigError("--kind multimodal: how many tokens an item has is the recipe's. Use `headway data prepare RECIPE --workers N`.")
     if kind not in ("text", "chat", "preference"):
         raise ConfigError(f"--kind is {kind!r}; it must be text, chat or preference.")
     check_writable(out)

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from headway.errors import DataError
 from headway.media.items import MediaRef
@@ -22,6 +25,8 @@ from headway.media.sources import read_sources, source_files
 from headway.prepare.cache import find_or_build
 from headway.prepare.encode_media import MediaDocument, MediaEncoder, MediaPositions, PlacedMedia, place_media
 from headway.prepare.parse_chat import parse_conversation
+from headway.runtime.machine import usable_cores
+from headway.runtime.process import worker_pool
 from headway.runtime.progress import progress
 from headway.store.media_items import MediaItem, media_mark, write_items
 from headway.store.reader import dtype_for
@@ -34,6 +39,10 @@ from headway.tokenizer.load import load_tokenizer
 log = logging.getLogger("headway")
 
 CHUNK_RECORDS = 256
+MANY_RECORDS = 4096
+"""From here on worker processes pay for their start."""
+AHEAD = 3
+"""Chunks that are queued for each worker."""
 DESCRIBE = "Describe it."
 """The question before a caption."""
 
@@ -59,20 +68,22 @@ def turns_of(found: MediaRecord, keys: KeyMap = KeyMap()) -> tuple[Turn, ...]:
     return conversation.turns
 
 
-def media_store(path: str, tokenizer: Path, build: MediaBuild, cache_dir: Path) -> Path:
-    """The store of records in the cache, built now if it is not there yet."""
+def media_store(path: str, tokenizer: Path, build: MediaBuild, cache_dir: Path, workers: int | None = None) -> Path:
+    """The store of records in the cache, built now if it is not there yet. `workers`: processes; None: one per core for many records.
+    The bytes do not depend on them."""
     files = source_files(path)
     loaded = load_tokenizer(tokenizer)
     template = find_template(build.chat_template, loaded)
-    times = hashlib.sha256()
+    times, count = hashlib.sha256(), 0
     for record in read_sources(path):
+        count += 1
         for ref in refs_of(record):
             times.update(repr(_stamp(ref)).encode())
     key = repr(("multimodal", loaded.fingerprint, template.cache_key, build, times.hexdigest()))
 
     def write(folder: Path) -> None:
-        encoder = MediaEncoder(loaded, template, build.positions, build.max_length)
-        _write(path, folder, build, encoder)
+        processes = workers or (usable_cores() if count >= MANY_RECORDS else 1)
+        _write(path, folder, MediaWork(tokenizer, build), processes)
 
     return find_or_build([file for file in files if file.is_file()], key + repr([file.name for file in files]), write, cache_dir)
 
@@ -88,19 +99,52 @@ def _stamp(ref: MediaRef) -> tuple[str, int, int]:
     return str(ref.path), found.st_size, found.st_mtime_ns
 
 
-def _write(path: str, folder: Path, build: MediaBuild, encoder: MediaEncoder) -> None:
-    counts: Counter[str] = encoder.counts
+class EncodedRecords(NamedTuple):
+    """The documents of some records, and what was counted."""
+
+    documents: list[MediaDocument]
+    counts: Counter[str]
+
+
+class MediaWork:
+    """Turns chunks of records into documents: reads and hashes their media, writes their turns as tokens. A worker process gets a copy."""
+
+    def __init__(self, tokenizer: Path, build: MediaBuild) -> None:
+        self.tokenizer, self.build = tokenizer, build
+        loaded = load_tokenizer(tokenizer)
+        self.encoder = MediaEncoder(loaded, find_template(build.chat_template, loaded), build.positions, build.max_length)
+
+    def __reduce__(self) -> tuple[type[MediaWork], tuple[Path, MediaBuild]]:
+        return MediaWork, (self.tokenizer, self.build)
+
+    def encode(self, records: Sequence[Record]) -> EncodedRecords:
+        """The documents of some records, in order; the first bad record is an error, or all are counted."""
+        counts: Counter[str] = Counter()
+        encoder, found = replace(self.encoder, counts=counts), list[MediaDocument]()
+        placed = [(record, one) for record in records if (one := _placed(record, self.build, counts)) is not None]
+        for (record, _), document in zip(placed, encoder.documents([one for _, one in placed]), strict=True):
+            if isinstance(document, DataError):
+                _bad(record, document, self.build, counts)
+            elif document is not None:
+                found.append(document)
+        return EncodedRecords(found, counts)
+
+
+def _write(path: str, folder: Path, work: MediaWork, workers: int) -> None:
+    counts: Counter[str] = Counter()
     documents: list[tuple[MediaItem, ...]] = []
+    build, tokenizer = work.build, work.encoder.tokenizer
     sources = [f"kind=chat template={build.chat_template}", media_mark(build.positions.tokens), path]
-    tokenizer = encoder.tokenizer
     with StoreWriter(
         folder, dtype=dtype_for(tokenizer.vocab_size), tokenizer_fingerprint=tokenizer.fingerprint, masked=True, sources=sources
     ) as writer:
         with progress(f"tokenize {path}", unit="records") as advance:
-            for found in _documents(path, build, encoder):
-                writer.add(found.ids, found.mask)
-                documents.append(found.items)
-                advance(1)
+            for encoded in _encoded(path, work, workers):
+                for found in encoded.documents:
+                    writer.add(found.ids, found.mask)
+                    documents.append(found.items)
+                counts.update(encoded.counts)
+                advance(len(encoded.documents))
         if not documents:
             said = ", ".join(f"{number} {what.replace('_', ' ')}" for what, number in counts.items() if number) or "there are none"
             raise DataError(f"{path}: no record is left ({said}). Give more data or a longer data.seq_len.")
@@ -118,15 +162,37 @@ def _write(path: str, folder: Path, build: MediaBuild, encoder: MediaEncoder) ->
     )
 
 
-def _documents(path: str, build: MediaBuild, encoder: MediaEncoder) -> Iterator[MediaDocument]:
+def _encoded(path: str, work: MediaWork, workers: int) -> Iterator[EncodedRecords]:
+    """The chunks of a source, encoded, in its order; each worker has a few chunks queued."""
     records = read_sources(path)
-    while chunk := list(islice(records, CHUNK_RECORDS)):
-        placed = [(record, one) for record in chunk if (one := _placed(record, build, encoder.counts)) is not None]
-        for (record, _), found in zip(placed, encoder.documents([one for _, one in placed]), strict=True):
-            if isinstance(found, DataError):
-                _bad(record, found, build, encoder.counts)
-            elif found is not None:
-                yield found
+    chunks = iter(lambda: list(islice(records, CHUNK_RECORDS)), [])
+    if workers == 1:
+        yield from map(work.encode, chunks)
+        return
+    queued: deque[Future[EncodedRecords]] = deque()
+    try:
+        with worker_pool(workers, _begin_worker, (work,)) as pool:
+            for chunk in chunks:
+                queued.append(pool.submit(_encode_in_worker, chunk))
+                if len(queued) >= AHEAD * workers:
+                    yield queued.popleft().result()
+            while queued:
+                yield queued.popleft().result()
+    except BrokenProcessPool:
+        raise DataError(f"{path}: a worker process died, perhaps out of memory. Run `headway data prepare` with fewer --workers.") from None
+
+
+_work: MediaWork | None = None
+
+
+def _begin_worker(work: MediaWork) -> None:
+    global _work
+    _work = work
+
+
+def _encode_in_worker(records: list[Record]) -> EncodedRecords:
+    assert _work is not None
+    return _work.encode(records)
 
 
 def _placed(record: Record, build: MediaBuild, counts: Counter[str]) -> PlacedMedia[str] | None:

@@ -22,15 +22,19 @@ from headway.tokenizer.load import load_tokenizer
 MakeStore = Callable[[SourceConfig], SourceStore]
 
 
-def prepare_sources(config: DataConfig, tokenizer: Path | None, *, pairs: bool = False, media: MakeStore | None = None) -> SourceStores:
+def prepare_sources(
+    config: DataConfig, tokenizer: Path | None, *, pairs: bool = False, media: MakeStore | None = None, workers: int | None = None
+) -> SourceStores:
     """The store of every source of a recipe: downloaded from the hub and tokenized where needed. `pairs`: the objective compares pairs.
-    `media` makes the stores of sources with pictures and sounds."""
+    `media` makes the stores of sources with pictures and sounds; `workers`: processes that tokenize the others, None: one per core."""
     if pairs:
         check_rows_of_pairs(config)
-    return SourceStores.of(config, partial(prepare_source, config=config, tokenizer=tokenizer, media=media))
+    return SourceStores.of(config, partial(prepare_source, config=config, tokenizer=tokenizer, media=media, workers=workers))
 
 
-def prepare_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None, media: MakeStore | None = None) -> SourceStore:
+def prepare_source(
+    one: SourceConfig, config: DataConfig, tokenizer: Path | None, media: MakeStore | None = None, workers: int | None = None
+) -> SourceStore:
     """The store of one source."""
     if one.kind == "multimodal" and media is not None:
         return media(one)
@@ -40,13 +44,13 @@ def prepare_source(one: SourceConfig, config: DataConfig, tokenizer: Path | None
     kind = "raw" if one.format is not None else format_of(path)
     if kind == "raw":
         known = with_kind(one, path, None if tokenizer is None else load_tokenizer(tokenizer))
-        return SourceStore(one, _tokenized(path, known, config, tokenizer), name=one.path)
+        return SourceStore(one, _tokenized(path, known, config, tokenizer, workers), name=one.path)
     if one.raw_settings:
         raise ConfigError(f"data: {path} is a token store ({kind}), but {one.raw_settings[0]} is for raw files. Remove it.")
     return SourceStore(one, Path(path))
 
 
-def _tokenized(path: str, one: SourceConfig, config: DataConfig, tokenizer: Path | None) -> Path:
+def _tokenized(path: str, one: SourceConfig, config: DataConfig, tokenizer: Path | None, workers: int | None) -> Path:
     if tokenizer is None:
         raise ConfigError(f"data: {path} is raw text and needs a tokenizer. Set `tokenizer` in the recipe, or give a token store.")
     if one.kind == "multimodal":
@@ -62,4 +66,4 @@ def _tokenized(path: str, one: SourceConfig, config: DataConfig, tokenizer: Path
         options = replace(options, max_length=config.seq_len)
     if one.kind == "preference":
         options = replace(options, max_length=config.seq_len // 2)
-    return cached_store([path], tokenizer, config.cache_dir, options)
+    return cached_store([path], tokenizer, config.cache_dir, replace(options, workers=workers))

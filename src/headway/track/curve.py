@@ -89,15 +89,15 @@ class TrainingCurve:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + RIGHT} {height}" font-family="sans-serif" font-size="12">',
             f'<rect width="{WIDTH + RIGHT}" height="{height}" fill="#fff"/><text x="{LEFT}" y="18" font-size="14">{escape(title)}</text>',
         ]
+        steps = [one.points[at][0] for curves in shown.values() for one in curves.values() for at in (0, -1)]
         for number, (panel, curves) in enumerate(shown.items()):
-            parts += _panel(panel, curves, TOP + 10 + number * (HEIGHT + TOP))
+            parts += _panel(panel, curves, TOP + 10 + number * (HEIGHT + TOP), (min(steps), max(steps)))
         return "\n".join([*parts, "</svg>", ""])
 
 
-def _panel(panel: str, curves: Mapping[str, CurvePoints], top: int) -> list[str]:
-    steps = [step for one in curves.values() for step, _ in one.points]
+def _panel(panel: str, curves: Mapping[str, CurvePoints], top: int, steps: tuple[int, int]) -> list[str]:
     values = [value for one in curves.values() for _, value in one.points]
-    first, last, low, high = min(steps), max(steps), min(values), max(values)
+    (first, last), low, high = steps, min(values), max(values)
     wide, tall = max(1, last - first), (high - low) or abs(high) or 1.0
     right, bottom = WIDTH - 10, top + HEIGHT - 20
 

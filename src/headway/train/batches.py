@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
 from headway.data.loader import Loader, LoaderState
 from headway.data.open import open_data
+from headway.errors import ConfigError
 from headway.prepare.sources import prepare_sources
 
 if TYPE_CHECKING:
@@ -21,8 +23,9 @@ if TYPE_CHECKING:
     from headway.train.resolve import Resolved
 
 
-def open_run_data(resolved: Resolved, device: torch.device | None = None) -> OpenData:
-    """The open data of a run; what is not a store yet is made now. `device`: where frozen encoders of media run."""
+def open_run_data(resolved: Resolved, device: torch.device | None = None, workers: int | None = None) -> OpenData:
+    """The open data of a run; what is not a store yet is made now. `device`: where frozen encoders of media run; `workers`: processes
+    that tokenize, None: as many as there are cores."""
     recipe, tokenizer, pairs = resolved.recipe, resolved.tokenizer_path, resolved.recipe.objective.PAIRS
     if resolved.model.aligner is not None:
         from headway.train.alignment import open_samples
@@ -32,10 +35,38 @@ def open_run_data(resolved: Resolved, device: torch.device | None = None) -> Ope
     if plan is not None:
         from headway.train.multimodal import MediaStores, media_features
 
-        stores_of, media = MediaStores(plan, recipe.data, tokenizer), media_features(recipe, plan, device)
-    stores = prepare_sources(recipe.data, tokenizer, pairs=pairs, media=stores_of)
+        stores_of, media = MediaStores(plan, recipe.data, tokenizer, workers), media_features(recipe, plan, device)
+    stores = prepare_sources(recipe.data, tokenizer, pairs=pairs, media=stores_of, workers=workers)
     vocab = resolved.model.vocab
     return open_data(recipe.data, stores, tokenizer=tokenizer, vocab_size=vocab, seed=recipe.seed, pairs=pairs, media=media)
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """A source whose store, and whose features of media, are in the cache."""
+
+    set: str
+    """train, or the name of a validation set."""
+    source: str
+    documents: int
+    tokens: int
+
+
+def prepare_data(recipe: Recipe, workers: int | None = None) -> list[PreparedSource]:
+    """Make what a recipe reads, as its run would, and say what there is. Frozen encoders of media run on the recipe's device."""
+    from headway.runtime.device import choose_compute
+    from headway.train.resolve import resolve
+
+    if recipe.stages:
+        raise ConfigError("stages is set; `data prepare` takes recipes of one stage. Give the stage's settings as a recipe.")
+    if recipe.data.train is None:
+        raise ConfigError("data.train is null: the data is generated while training, there is nothing to prepare. Set data.train.")
+    data = open_run_data(resolve(recipe), choose_compute(recipe.device, recipe.precision).device, workers)
+    return [
+        PreparedSource(name, one.selection.source.name, one.selection.num_documents, one.selection.num_tokens)
+        for name, many in {"train": data.train, **data.valid}.items()
+        for one in many
+    ]
 
 
 def make_loader(recipe: Recipe, data: OpenData, batch: ResolvedBatch, cursor: LoaderState | None, ranks: RankGroups) -> Loader:

@@ -110,6 +110,8 @@ class MediaStores:
     plan: MediaPlan
     config: DataConfig
     tokenizer: Path | None
+    workers: int | None = None
+    """Processes that tokenize; None: one per core where there are many records."""
 
     def __call__(self, one: SourceConfig) -> SourceStore:
         """The store of one source."""
@@ -118,7 +120,8 @@ class MediaStores:
         path = local_path(one.path, self.config.cache_dir)
         fits = self.config.packing in ("best_fit", "pad")
         build = MediaBuild(self.plan.positions, one.chat_template, KeyMap.of(one.keys), self.config.seq_len if fits else None, one.drop_bad)
-        return SourceStore(one, media_store(path, self.tokenizer, build, self.config.cache_dir or default_cache_dir()), name=one.path)
+        cache_dir = self.config.cache_dir or default_cache_dir()
+        return SourceStore(one, media_store(path, self.tokenizer, build, cache_dir, self.workers), name=one.path)
 
 
 def media_features(recipe: Recipe, plan: MediaPlan, device: torch.device | None = None) -> MediaFeatures:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from headway.checkpoint.config import CHECKPOINTS
 from headway.config.load import dump_yaml, load
-from headway.data.open import open_data
 from headway.data.target_check import check_targets
 from headway.errors import ConfigError, HeadwayError
 from headway.infer.load import FINAL, STAGES, StoredModel, find_model
@@ -26,9 +25,9 @@ from headway.infer.stored_adapter import StoredAdapter
 from headway.model.layout import param_specs
 from headway.optim.groups import OBJECTIVE, make_groups, trainable
 from headway.parallel.collectives import RankGroup
-from headway.prepare.sources import prepare_sources
 from headway.runtime.json_file import load_json
 from headway.runtime.storage import check_writable, link_atomic, write_atomic
+from headway.train.batches import open_run_data
 from headway.train.code_record import record_code
 from headway.train.config import Recipe
 from headway.train.control import on_first_rank
@@ -136,10 +135,7 @@ def check_stage(stage: Stage, resolved: Resolved, world: RankGroup) -> None:
         if module is not None:
             shapes |= {OBJECTIVE + name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         make_groups(recipe.optim, shapes, trainable(shapes, recipe.freeze, recipe.train), recipe.objective.rules)
-        tokenizer, pairs = resolved.tokenizer_path, recipe.objective.PAIRS
-        stores = prepare_sources(recipe.data, tokenizer, pairs=pairs)
-        data = open_data(recipe.data, stores, tokenizer=tokenizer, vocab_size=model.vocab, seed=recipe.seed, pairs=pairs)
-        check_targets(data, resolved.tokenizer)
+        check_targets(open_run_data(resolved), resolved.tokenizer)
         check_reference(resolved)
     except HeadwayError as problem:
         _raise_of(stage, problem)
