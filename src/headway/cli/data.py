@@ -52,10 +52,8 @@ def tokenize(
     """Turn raw text, conversations or preference pairs into a token store. Run again after a kill, it resumes."""
     from headway.runtime.storage import check_writable
 
-    if kind == "multimodal":
-        raise ConfigError("--kind multimodal: how many tokens an item has is the recipe's. Use `headway data prepare RECIPE --workers N`.")
     if kind not in ("text", "chat", "preference"):
-        raise ConfigError(f"--kind is {kind!r}; it must be text, chat or preference.")
+        raise ConfigError(f"--kind is {kind!r}; it must be text, chat or preference. For media use `headway data prepare RECIPE --workers N`.")
     check_writable(out)
     for_text = {"--text-key": text_key, "--split": split, "--append-eos/--no-eos": eos, "--bos": bos or None, "--shard": shard}
     for_text |= {"--clean": clean or None}
