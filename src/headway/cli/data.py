@@ -53,9 +53,7 @@ def tokenize(
     from headway.runtime.storage import check_writable
 
     if kind not in ("text", "chat", "preference"):
-        raise ConfigError(
-            f"--kind is {kind!r}; it must be text, chat or preference. For media use `headway data prepare RECIPE --workers N`."
-        )
+        raise ConfigError(f"--kind is {kind!r}; it must be text, chat or preference. Media: `headway data prepare RECIPE --workers N`.")
     check_writable(out)
     for_text = {"--text-key": text_key, "--split": split, "--append-eos/--no-eos": eos, "--bos": bos or None, "--shard": shard}
     for_text |= {"--clean": clean or None}
