@@ -1,6 +1,6 @@
 """Prompts come in, continuations go out. A continuation does not depend on the other prompts of its batch.
 
-prompts -> ids, left-aligned in one batch -> forwards over chunks of all prompts -> one token per row and step, from the cache
+prompts -> ids -> requests of an engine (engine/) -> tokens -> text
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from headway.errors import ConfigError, DataError
-from headway.infer.decode import Decoder
-from headway.infer.engine.request import PromptMedia
+from headway.infer.decode import COMPILE_FROM_STEPS, RECORD_FROM_STEPS
+from headway.infer.engine.engine import InferenceEngine
+from headway.infer.engine.request import EngineEvent, EngineOptions, EngineRequest, PromptMedia
+from headway.infer.engine.text import RequestText
 from headway.infer.load import LoadedModel
-from headway.infer.prefill import CHUNK_TOKENS, last_hidden
-from headway.infer.sampling import Sampling, choose
-from headway.infer.stream import TextStream
-from headway.model.projector import MediaTensors
+from headway.infer.prefill import CHUNK_TOKENS
+from headway.infer.sampling import Sampling
+from headway.infer.stream import Say
 from headway.prepare.parse_chat import Conversation
 from headway.runtime.progress import progress
 from headway.tokenizer.chat import Turn, answer_end, bos_ids, find_template, render_prompt
@@ -55,7 +54,7 @@ class GenerateOptions:
     rows: int = 16
     """Prompts that are computed at once."""
     chunk_tokens: int = CHUNK_TOKENS
-    """Tokens of each prompt that go through the model at once; changes results only by rounding."""
+    """Tokens of prompts that go through the model at once; changes results only by rounding."""
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -164,7 +163,6 @@ def _tokenizer(loaded: LoadedModel) -> Tokenizer:
     return loaded.tokenizer
 
 
-@torch.inference_mode()
 def generate_from_ids(
     loaded: LoadedModel,
     prompts: Sequence[tuple[str, list[int]]],
@@ -178,31 +176,30 @@ def generate_from_ids(
     tokenizer, limit = _tokenizer(loaded), loaded.config.max_seq_len
     seen: Counter[str] = Counter()
     rows: list[_Sequence] = []
-    for prompt, ids in prompts:
+    for number, (prompt, ids) in enumerate(prompts):
         if len(ids) >= limit:
             raise ConfigError(f"prompt has {len(ids)} tokens; the model's max_seq_len={limit} leaves no room after it. Shorten the prompt.")
         # The same prompt twice gives two samples: the key counts the repetitions.
-        rows.append(_Sequence(tokenizer, loaded.end_ids, options, ids, key=f"{seen[prompt]}:{prompt}", room=limit - len(ids)))
+        request = EngineRequest(
+            tuple(ids), options.max_new_tokens, options.sampling, f"{seen[prompt]}:{prompt}", frozenset(options.stop_ids),
+            media=None if media is None else media[number],
+        )  # fmt: skip
+        rows.append(_Sequence(tokenizer, request, options.stop, None if on_text is None else partial(on_text, number)))
         seen[prompt] += 1
-    for row, one in zip(rows, media or (), strict=media is not None):
-        row.media = one
+    if not rows:
+        return []
     _report_room(rows, options, limit)
-    if on_text is not None:
-        for number, row in enumerate(rows):
-            row.stream = TextStream(partial(on_text, number), options.stop)
-            _run(loaded, [row], options)
-        return [row.result() for row in rows]
+    engine = InferenceEngine(loaded, _engine_options(rows, options, loaded))
     with progress("generate", total=len(rows), unit="prompts") as advance:
-        for first in range(0, len(rows), options.rows):
-            some = rows[first : first + options.rows]
-            _run(loaded, some, options)
-            advance(len(some))
+        # Pieces of two texts at a time would be mixed on a screen.
+        for some in [rows] if on_text is None else [[row] for row in rows]:
+            _run(engine, some, advance)
     return [row.result() for row in rows]
 
 
 def _report_room(rows: Sequence[_Sequence], options: GenerateOptions, limit: int) -> None:
     """Warn if the model's context ends before max_new_tokens."""
-    least = min((row.room for row in rows), default=options.max_new_tokens)
+    least = min(limit - len(row.prompt) for row in rows)
     if least < options.max_new_tokens:
         log.warning(
             "max-new-tokens is %d; the model's max_seq_len=%d leaves room for only %d after the longest prompt. Its text ends there.",
@@ -212,49 +209,59 @@ def _report_room(rows: Sequence[_Sequence], options: GenerateOptions, limit: int
         )
 
 
+def _engine_options(rows: Sequence[_Sequence], options: GenerateOptions, loaded: LoadedModel) -> EngineOptions:
+    """An engine that lives for one call is made no larger than that, and compiles only what pays for the wait."""
+    on_cuda = loaded.device.type == "cuda"
+    return EngineOptions(
+        max_running=min(options.rows, len(rows)),
+        max_waiting=len(rows),
+        prefill_tokens=options.chunk_tokens,
+        max_context=min(loaded.config.max_seq_len, max(len(row.prompt) for row in rows) + options.max_new_tokens),
+        record=on_cuda and options.max_new_tokens >= RECORD_FROM_STEPS,
+        compile_blocks=on_cuda and options.max_new_tokens >= COMPILE_FROM_STEPS,
+    )
+
+
 class _Sequence:
     """One sequence while it grows."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, ends: frozenset[int], options: GenerateOptions, prompt: list[int], *, key: str, room: int
-    ) -> None:
-        self.tokenizer, self.ends, self.options, self.prompt, self.key, self.room = tokenizer, ends, options, prompt, key, room
+    def __init__(self, tokenizer: Tokenizer, request: EngineRequest, stop: tuple[str, ...], say: Say | None) -> None:
+        self.tokenizer, self.request, self.stop, self.say = tokenizer, request, stop, say
+        self.prompt = list(request.prompt)
         self.new: list[int] = []
         self.stopped_by: StoppedBy | None = None
-        self.stream: TextStream | None = None
-        self.media: PromptMedia | None = None
+        self._written = RequestText(tokenizer, self.prompt, stop)
+        self._shown = 0
 
-    def draw(self) -> float:
-        return self.options.sampling.draw(self.key, len(self.prompt) + len(self.new))
-
-    def add(self, token: int) -> None:
-        if self.stopped_by is not None:
-            return
-        self.new.append(token)
-        if token in self.ends:
-            self.stopped_by = "eos"
-        elif token in self.options.stop_ids or (self.options.stop and self._text_before_stop() is not None):
+    def add(self, event: EngineEvent) -> bool:
+        """Tokens came; True if the text ended before the engine knew, at a stop text."""
+        self.new += event.tokens
+        needs_text = self.say is not None or bool(self.stop)
+        piece = self._written.add(event.tokens) if needs_text else ""
+        # An end id after a stop text would be a token the text does not have.
+        at_stop = self._written.stopped and event.finished != "eos"
+        if at_stop:
             self.stopped_by = "stop"
-        elif len(self.new) == self.options.max_new_tokens:
-            self.stopped_by = "length"
-        elif len(self.new) == self.room:
-            self.stopped_by = "context"
-        if self.stream is not None:
-            self.stream.update(self._bytes()) if self.stopped_by is None else self.stream.finish(self.result().text)
+        elif event.finished is not None:
+            assert event.finished not in ("cancelled", "error")
+            self.stopped_by = event.finished
+        if self.say is not None:
+            piece = piece if self.stopped_by is None else self.result().text[self._shown :]
+            if piece:
+                self.say(piece)
+                self._shown += len(piece)
+        return at_stop and event.finished is None
 
     def _text(self) -> str:
-        return self._bytes().decode("utf-8", errors="replace")
-
-    def _bytes(self) -> bytes:
         # Decoded after the prompt's end, so that no tokenizer drops the first space as the start of a text.
         end = self.prompt[-DECODED_BEFORE:]
         before = self.tokenizer.decode_bytes(end, skip_special=True)
         whole = self.tokenizer.decode_bytes([*end, *self.new], skip_special=True)
-        return whole[len(before) :]
+        return whole[len(before) :].decode("utf-8", errors="replace")
 
     def _text_before_stop(self) -> str | None:
         text = self._text()
-        places = [at for stop in self.options.stop if (at := text.find(stop)) >= 0]
+        places = [at for stop in self.stop if (at := text.find(stop)) >= 0]
         return text[: min(places)] if places else None
 
     def result(self) -> Generation:
@@ -263,53 +270,14 @@ class _Sequence:
         return Generation(self._text() if cut is None else cut, self.new, self.stopped_by, len(self.prompt))
 
 
-def _run(loaded: LoadedModel, rows: list[_Sequence], options: GenerateOptions) -> None:
-    model, device = loaded.model, loaded.device
-    lengths = [len(row.prompt) for row in rows]
-    longest = max(lengths)
-    tokens = torch.tensor([row.prompt + [0] * (longest - len(row.prompt)) for row in rows], device=device)
-    most = max(min(options.max_new_tokens, row.room) for row in rows)
-    cache = loaded.new_cache(len(rows), longest + most, lengths)
-    media = _media_tensors(loaded, [row.media for row in rows], longest)
-    logits = model.logits(last_hidden(model, tokens, lengths, cache, options.chunk_tokens, media)).float()
-    decoder = Decoder(model, cache, steps=most)
-    while True:
-        token = _next(loaded, logits, rows, options)
-        for row, one in zip(rows, token.tolist(), strict=True):
-            row.add(one)
-        if all(row.stopped_by is not None for row in rows):
-            return
-        logits = decoder.step(token)
-
-
-def _media_tensors(loaded: LoadedModel, rows: Sequence[PromptMedia | None], longest: int) -> MediaTensors | None:
-    """The media of a batch of prompts, as a training batch has them."""
-    shape = loaded.config.media
-    if shape is None or all(row is None for row in rows):
-        return None
-    slot = torch.full((len(rows), longest), -1, dtype=torch.int32)
-    features: dict[str, torch.Tensor] = {}
-    present: dict[str, torch.Tensor] = {}
-    begin = 0
-    for one in shape.inputs:
-        listed = [[item for item in (row.items if row else ()) if item.modality == one.modality] for row in rows]
-        most = max(1, *map(len, listed))
-        features[one.modality] = torch.zeros(len(rows), most, one.vectors, one.width)
-        present[one.modality] = torch.zeros(len(rows), most, dtype=torch.bool)
-        for number, (row, items) in enumerate(zip(rows, listed, strict=True)):
-            for at, item in enumerate(items):
-                slot[number, item.offset : item.offset + one.tokens] = begin + at * one.tokens + torch.arange(one.tokens, dtype=torch.int32)
-                found = None if row is None or item.content_hash is None else row.features.get(item.content_hash)
-                if found is not None:
-                    features[one.modality][number, at] = torch.from_numpy(found)
-                    present[one.modality][number, at] = True
-        begin += most * one.tokens
-    device = loaded.device
-    return MediaTensors(slot.to(device), {k: v.to(device) for k, v in features.items()}, {k: v.to(device) for k, v in present.items()})
-
-
-def _next(loaded: LoadedModel, logits: torch.Tensor, rows: list[_Sequence], options: GenerateOptions) -> torch.Tensor:
-    assert loaded.tokenizer is not None
-    # Embedding rows beyond the vocabulary are padding.
-    logits[:, loaded.tokenizer.vocab_size :] = -torch.inf
-    return choose(logits, options.sampling, [row.draw() for row in rows])
+def _run(engine: InferenceEngine, rows: Sequence[_Sequence], advance: Callable[[int], object]) -> None:
+    running = {engine.submit(row.request): row for row in rows}
+    while engine.busy:
+        for event in engine.step():
+            row = running.get(event.request)
+            if row is not None:
+                if row.add(event):
+                    engine.cancel(event.request)
+                if row.stopped_by is not None:
+                    del running[event.request]
+                    advance(1)

@@ -20,8 +20,7 @@ SHARED_BYTES = 96 * 1024
 
 
 @triton.jit
-def meet(queries, block_k, block_v, seen, state, scale, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr):  # pyright: ignore
-    highest, total, acc = state
+def meet(queries, block_k, block_v, seen, highest, total, acc, scale, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr):  # pyright: ignore
     scores = ruled(tl.dot(queries, tl.trans(block_k), input_precision=PRECISION) * scale, SOFTCAP)
     scores = tl.where(seen[None, :], scores, -float("inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1))
@@ -101,7 +100,7 @@ def attend_stretch(
             inside = (s < stop)[:, None] & is_width[None, :]
             block_k = tl.load(keys + base + offset, mask=inside, other=0.0)
             block_v = tl.load(values + base + offset, mask=inside, other=0.0)
-            highest, total, acc = meet(queries, block_k, block_v, seen, (highest, total, acc), scale, PRECISION, SOFTCAP)
+            highest, total, acc = meet(queries, block_k, block_v, seen, highest, total, acc, scale, PRECISION, SOFTCAP)
         finish(partial, lses, (row * num_items + item) * G, highest, total, acc, G, GP, HD, HP)
 
 

@@ -226,7 +226,11 @@ class Model(nn.Module, ABC):
 
     def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
         """A forward over any cache, for prompts and for decoding; the caller counts lengths. `compiler` as for `decoder`."""
-        raise ConfigError(f"{type(self).__name__} cannot generate text.")
+
+        def forward(tokens: Tensor, position: Tensor, cache: Any, media: MediaTensors | None = None) -> Tensor:
+            return self.prefill(tokens, position, cache, media)
+
+        return forward
 
     def fuse_projections(self) -> None:
         """Merge matrix products that read the same input, for inference; results stay the same."""

@@ -1,7 +1,6 @@
 """Streamed text: the pieces joined are the text, no piece cuts a character, and nothing after a stop text is ever shown."""
 
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -13,43 +12,8 @@ from headway.infer.generate import GenerateOptions, answer, answer_conversations
 from headway.infer.load import LoadedModel, load_model
 from headway.infer.messages import read_messages
 from headway.infer.sampling import Sampling
-from headway.infer.stream import TextStream
 from headway.prepare.parse_chat import Conversation
 from headway.tokenizer.chat import Turn
-
-TEXTS = ["你好，世界", "naïve café", "😀 and 👩‍👧", "plain", "\ufffd kept", "a\nb"]
-
-
-def streamed(chunks: list[bytes], stops: tuple[str, ...] = (), final: str | None = None) -> list[str]:
-    said: list[str] = []
-    stream = TextStream(said.append, stops)
-    for end in range(1, len(chunks)):
-        stream.update(b"".join(chunks[:end]))
-    whole = b"".join(chunks).decode("utf-8", "replace")
-    stream.finish(whole if final is None else final)
-    return said
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_character_is_shown_with_its_last_byte(text: str) -> None:
-    said = streamed([bytes([one]) for one in text.encode()])
-    assert "".join(said) == text
-    assert all("\ufffd" not in piece or "\ufffd" in text for piece in said)
-    assert len(said) >= len(text.replace("\ufffd", "")) - 2, "piece by piece, not all at the end"
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_any_bytes_in_any_pieces_give_the_text_that_is_decoded_at_once(seed: int) -> None:
-    rng = random.Random(seed)
-    content = bytes(rng.choice([*b"ab ", 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0xFF, 0xC3]) for _ in range(40))
-    cuts = sorted(rng.sample(range(1, 40), 8))
-    chunks = [content[a:b] for a, b in zip([0, *cuts], [*cuts, 40], strict=True)]
-    assert "".join(streamed(chunks)) == content.decode("utf-8", "replace")
-
-
-def test_the_beginning_of_a_stop_text_waits() -> None:
-    assert streamed([b"one", b" <", b"st", b"op>"], ("<stop>",), final="one ") == ["one", " "]
-    assert "".join(streamed([b"a <s", b"t", b"ar> b"], ("<stop>",))) == "a <star> b"
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from headway.infer.stream import UNKNOWN
 from headway.tokenizer.load import Tokenizer
 
+UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
 CONTEXT = 16
 """Tokens that are decoded before a new one, for tokenizers whose text of a token depends on those before it."""
 MAX_PENDING = 8
@@ -68,7 +68,7 @@ class RequestText:
         whole = self._tokenizer.decode_bytes([*self._context, *self._pending], skip_special=True)
         new = whole[self._before :]
         # Tokenizers that cannot give bytes write the sign for a character whose last token is still to come.
-        if not final and new.endswith(UNKNOWN.encode()) and len(self._pending) < MAX_PENDING:
+        if not final and new.endswith(UNKNOWN) and len(self._pending) < MAX_PENDING:
             return b""
         self._context = [*self._context, *self._pending][-CONTEXT:]
         self._before = len(self._tokenizer.decode_bytes(self._context, skip_special=True))
