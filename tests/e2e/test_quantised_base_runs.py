@@ -1,19 +1,27 @@
 """Runs with an adapter over a quantised base (QLoRA): exact resume, a merged final/, and every way to go on from one."""
 
+import json
+import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.pairs import make_pair_store
 from support.runs import assert_same_run, make_stores
 
 from headway.checkpoint.load import open_checkpoint
 from headway.config.load import load
 from headway.errors import ConfigError, HeadwayError
+from headway.export.huggingface import export_huggingface
 from headway.infer.load import find_model, load_model
 from headway.kernels.attention import causal_mask
 from headway.kernels.packed_layout import PackedLayout, form_of
 from headway.kernels.packed_weight import pack, unpack
+from headway.model.config import ModelConfig
+from headway.model.layout import num_parameters, param_specs
 from headway.train import train
 from headway.train.config import Recipe
 
@@ -111,3 +119,78 @@ def test_mistakes_are_said_before_work_starts(folder: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             go(folder, "wrong", *more)
         assert not (folder / "wrong").exists()
+
+
+@pytest.mark.slow
+def test_dpo_begins_at_its_reference_which_is_quantised_too(folder: Path) -> None:
+    pairs = make_pair_store(folder / "pairs")
+    more = ("objective.kind=dpo", f"data.train=[{pairs}]", "steps=2", *QLORA[:3], "optim.lr=1e-2")
+    losses: dict[str, list[float]] = {}
+    for name, source, logps in (("live", "base", "live"), ("cached", "base", "cached"), ("goes-on", "nf4/checkpoints/latest", "live")):
+        go(folder, name, f"init.from={folder}/{source}", *more, f"objective.reference_logps={logps}")
+        records = (folder / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [json.loads(line)["loss"] for line in records if "loss" in json.loads(line)]
+        assert losses[name][0] == pytest.approx(math.log(2), abs=1e-6), name
+        assert losses[name][1] != losses[name][0]
+    assert losses["live"] == pytest.approx(losses["cached"], abs=1e-6)
+    assert "in nf4" in (folder / "live" / "train.log").read_text()
+
+
+@pytest.mark.slow
+def test_head_gates_and_stages_work_over_a_quantised_base(folder: Path) -> None:
+    sparse = ("objective.kind=head_sparsity", "objective.window=16", "objective.sinks=2", "objective.start=0.5", "objective.target=0.5")
+    go(folder, "gates", f"init.from={folder}/base", *QLORA[:3], *sparse, "steps=2")
+    assert find_model(folder / "gates").config.head_gates is not None
+    go(folder, "staged", f"init.from={folder}/base", *QLORA[:3], "steps=2", "stages=[{name: a}, {name: b, optim: {lr: 1e-3}}]")
+    first, second = (stored(path) for path in sorted((folder / "staged" / "stages").iterdir()))
+    assert all(torch.equal(second[name], value) for name, value in first.items() if form_of(name))
+
+
+LOADING = """
+import sys, threading, time
+from pathlib import Path
+import torch
+from headway.config.load import load
+from headway.train.config import Recipe
+from headway.train.build import engine_spec, fill
+from headway.train.resolve import resolve
+from headway.parallel.assemble import assemble
+from headway.parallel.collectives import RankGroups
+from headway.runtime.device import choose_compute
+
+def anonymous():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) * 1024
+
+highest, is_done = [0], threading.Event()
+def watch():
+    while not is_done.wait(0.002):
+        highest[0] = max(highest[0], anonymous())
+
+texts = [f"init.from={sys.argv[1]}", "adapter.rank=4", "device=cpu", "precision=bf16", "data.seq_len=64", "batch.rows=1", "steps=1"]
+resolved = resolve(load(Recipe, None, [*texts, *sys.argv[2:]]))
+compute = choose_compute("cpu", "bf16", 0)
+torch.set_num_threads(1)
+before = anonymous()
+threading.Thread(target=watch, daemon=True).start()
+engine = assemble(engine_spec(resolved.recipe, resolved.model, compute, RankGroups()))
+fill(engine, resolved, compute.device)
+is_done.set()
+print("RESULT", highest[0] - before, anonymous() - before)
+"""
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+def test_loading_never_holds_the_model_in_16_bits(tmp_path: Path) -> None:
+    """Half a billion parameters, 1.1 GB in bf16: the peak while loading is a third of it, and what stays less."""
+    shape = ModelConfig(hidden_size=2048, num_layers=8, num_heads=16, ffn_size=8192, vocab_size=4096, max_seq_len=64, tie_embeddings=True)
+    whole = 2 * num_parameters(shape)
+    drawn = ((one.name, torch.randn(one.shape).mul_(0.02).bfloat16()) for one in param_specs(shape))
+    export_huggingface(shape, drawn, tmp_path / "model", tokenizer=None, dtype="bfloat16")
+    seen = {}
+    for base in ("nf4", "null"):
+        command = [sys.executable, "-c", LOADING, str(tmp_path / "model"), f"adapter.base={base}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+        seen[base] = [int(one) for one in done.stdout.split("RESULT ")[1].split()]
+    assert seen["nf4"][0] < 0.45 * whole and seen["nf4"][1] < 0.32 * whole, (seen, whole)
+    assert seen["null"][0] > 0.95 * whole

@@ -66,6 +66,16 @@ class GpuModel:
         )
 
 
+CARDS_GB = (6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 180)
+"""Sizes that cards are sold in. torch reports a little less."""
+REPORTED = 0.98
+
+
+def smallest_card(total_bytes: int) -> int | None:
+    """The smallest size of a card, in GB as it is sold, that a run of these bytes is planned into; None: no card is large enough."""
+    return next((size for size in CARDS_GB if total_bytes <= USABLE * REPORTED * size * GIB), None)
+
+
 def _gib(size: float) -> int:
     return int(size * GIB)
 

@@ -13,6 +13,7 @@ from headway.parallel.mesh import Mesh
 from headway.parallel.pipeline.program import PipelineShape
 from headway.parallel.pipeline_order import ActionKind
 from headway.plan.compute import PassSeconds, update_seconds
+from headway.plan.hardware import smallest_card
 from headway.plan.job import PlanJob
 from headway.plan.memory import Estimate, estimate
 from headway.plan.parameters import count_parameters, parts_of
@@ -233,7 +234,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "gpu": {"name": job.gpu.name, "usable_bytes": job.usable_bytes, "bf16_flops": job.gpu.flops},
         "memory": {
             "worst_pipeline_rank": plan.worst_rank, "kinds": plan.memory.kinds, "total": plan.memory.total, "host": plan.memory.host,
-            "fits": plan.fits, "by_pipeline_rank": [one.total for one in plan.by_rank],
+            "fits": plan.fits, "smallest_card_gb": smallest_card(plan.memory.total),
+            "by_pipeline_rank": [one.total for one in plan.by_rank],
         },
         "flops_per_token": {
             "matrices": plan.flops.model.matrices, "attention_causal": plan.flops.model.attention / 2,

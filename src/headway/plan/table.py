@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headway.plan.hardware import smallest_card
 from headway.plan.memory import amount
 from headway.plan.parameters import count_parameters, parts_of
 from headway.plan.result import Plan
@@ -57,6 +58,8 @@ def _memory(plan: Plan) -> TextTable:
     rows = [(kind, amount(size)) for kind, size in plan.memory.kinds.items() if size]
     rows.append(("all", amount(plan.memory.total)))
     rows.append((f"usable of a {plan.job.gpu.name}", f"{amount(usable)}: {'fits' if plan.fits else 'does NOT fit'}"))
+    card = smallest_card(plan.memory.total)
+    rows.append(("smallest card", "none" if card is None else f"{card} GB"))
     if plan.memory.host:
         rows.append(("host memory", amount(plan.memory.host)))
     where = f" (pipeline rank {plan.worst_rank})" if plan.job.layout.pipeline > 1 else ""

@@ -2,7 +2,7 @@
 log-probabilities to a microbatch goes out.
 
 live     the reference stays in memory as a second model in the compute dtype and reads every microbatch too; it is whole on every rank,
-         or split along the tensor axis like the model that trains
+         or split along the tensor axis like the model that trains. Weights the run starts from are quantised as adapter.base says
 cached   it reads every pair once before training and is freed; its numbers are stored in data.cache_dir/reference under a hash of the
          weights, the model's shape, the store's content and the compute dtype, so that they are recomputed when any of these changes
 """
@@ -29,10 +29,13 @@ from headway.data.pairs import PAIR, PairSource
 from headway.data.selection import Selection
 from headway.errors import CheckpointError, ConfigError, DataError, ParallelError
 from headway.infer.load import build_frozen_model, find_model
-from headway.model.base import Model
+from headway.model.adapter.config import AdapterConfig
+from headway.model.adapter.lora import adapt, pack_linears, with_updates
+from headway.model.adapter.packed_base import packed_values
+from headway.model.base import Model, build_model
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
-from headway.model.layout import param_specs
+from headway.model.layout import GATES, param_specs
 from headway.objective.dpo import REFERENCE, document_sums
 from headway.parallel.assemble import wrap_blocks
 from headway.parallel.config import MemoryConfig
@@ -98,6 +101,10 @@ class _Source:
     config: ModelConfig
     weights: Weights
     name: str
+    adapter: AdapterConfig | None = None
+    """Of a run that starts from these weights and stores them quantised: the reference is what this run starts from."""
+    has_updates: bool = False
+    """`weights` has a carried adapter beside the base."""
 
 
 def make_reference(resolved: Resolved, data: OpenData, spec: EngineSpec, micro_rows: int) -> Reference | None:
@@ -106,7 +113,7 @@ def make_reference(resolved: Resolved, data: OpenData, spec: EngineSpec, micro_r
     if wanted is None:
         return None
     source = _find(resolved, wanted.path)
-    scoring, digest = _Scoring(spec, resolved.recipe.data, micro_rows), _Digest()
+    scoring, digest = _Scoring(spec, resolved.recipe.data, micro_rows), _Digest(source.adapter.base if source.adapter else None)
     if wanted.cached:
         for name, value in source.weights():
             digest.add(name, value)
@@ -127,6 +134,8 @@ def check_reference(resolved: Resolved) -> None:
 
 def _find(resolved: Resolved, path: str | None) -> _Source:
     model = resolved.model
+    if path is None and resolved.recipe.adapter is not None and resolved.recipe.adapter.base is not None:
+        return _quantised(resolved, resolved.recipe.adapter)
     if path is None:
         stored = resolved.weights
         if stored is not None:
@@ -166,11 +175,26 @@ def _find(resolved: Resolved, path: str | None) -> _Source:
     return _Source(stored.config, stored.weights, str(stored.path))
 
 
+def _quantised(resolved: Resolved, adapter: AdapterConfig) -> _Source:
+    """What a run with a quantised base starts from: the base, and the adapter that it continues."""
+    model, carried, layouts = resolved.model, resolved.continued, adapter.layouts(resolved.model)
+    if carried is None:
+        plain = _find(replace(resolved, recipe=resolved.recipe.model_copy(update={"adapter": None})), None)
+        return replace(plain, name=f"{plain.name}, in {adapter.base}", adapter=adapter)
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        base = carried.base_in(adapter.base)
+        return with_updates(base, adapter, adapter.modules(model), resolved.recipe.seed, carried.updates(), layouts=layouts)
+
+    name = f"{carried.base or 'base'} in {adapter.base} with the adapter the run starts from"
+    return _Source(model, weights, name, adapter, has_updates=True)
+
+
 class _Digest:
     """The checksum of named tensors, in their order."""
 
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
+    def __init__(self, form: str | None = None) -> None:
+        self._hash = hashlib.sha256(b"" if form is None else f"stored in {form}\n".encode())
 
     def add(self, name: str, value: Tensor) -> None:
         self._hash.update(f"{name}|{tuple(value.shape)}|{value.dtype}\n".encode())
@@ -188,11 +212,31 @@ class _Digest:
 
 def _load(source: _Source, weights: Iterable[tuple[str, Tensor]], scoring: _Scoring) -> Model:
     spec = scoring.spec
-    if spec.ranks.tensor.size > 1:
+    if source.adapter is not None:
+        model = _build_quantised(source, source.adapter, weights, spec)
+    elif spec.ranks.tensor.size > 1:
         model = build_frozen_part(replace(spec, model=source.config), weights)
     else:
         model = build_frozen_model(source.config, weights, spec.device, spec.dtype)
     wrap_blocks(model, replace(scoring.spec, memory=MemoryConfig()))
+    return model
+
+
+@torch.no_grad()
+def _build_quantised(source: _Source, adapter: AdapterConfig, weights: Iterable[tuple[str, Tensor]], spec: EngineSpec) -> Model:
+    """A frozen model whose layers are stored quantised; one matrix at a time is read and quantised."""
+    config = source.config.with_(head_gates=None)
+    layouts = adapter.layouts(config)
+    with torch.device("meta"):
+        model = build_model(config)
+        if source.has_updates:
+            adapt(model, adapter, adapter.modules(config))
+        pack_linears(model, layouts)
+    model = model.to(spec.dtype).to_empty(device=spec.device).eval().requires_grad_(False)
+    parameters = dict(model.named_parameters())
+    for name, value in packed_values(weights, layouts, spec.device):
+        if name != GATES:
+            parameters[name].copy_(value)
     return model
 
 

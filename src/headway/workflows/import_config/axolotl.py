@@ -128,12 +128,13 @@ def _tell_the_rest(draft: ImportDraft, at: str, entry: dict[str, Any], kind: str
 
 
 def adapter(draft: ImportDraft, key: str, value: Any) -> None:
-    """lora, or qlora without its 4-bit weights."""
+    """lora, or qlora: over a base in nf4."""
     if value in ("lora", "qlora"):
         draft.set("adapter.kind", "dora" if draft.value("peft_use_dora") else "lora")
         draft.tell(key, value, "set", f"adapter: {{kind: {draft.get('adapter.kind')}}}")
         if value == "qlora":
-            draft.tell(key, value, "missing", "precision: bf16, memory.recompute: true", "frozen weights are kept in 16 bits, not in 4")
+            draft.set("adapter.base", "nf4")
+            draft.tell(key, value, "set", "adapter: {base: nf4}", "with double quantisation, as bitsandbytes' nf4")
     else:
         draft.tell(key, value, "missing", "adapter.kind: lora or dora", "there is no adapter of this kind")
 
@@ -225,7 +226,21 @@ COMMON = ("output_dir", "seed", "learning_rate", "weight_decay", "adam_beta1", "
           "neftune_noise_alpha", "hub_*", "context_parallel_size", "tensor_parallel_size", "auto_find_batch_size",
           "dataloader_drop_last", "remove_unused_columns", "accelerator_config", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
           "ddp_find_unused_parameters", "torch_empty_cache_steps", "local_rank")  # fmt: skip
-QUANTIZED = missing("weights are kept in 16 bits or more", "adapter over bf16 weights; optim.state_dtype: 8bit")
+
+
+def quantised(form: str) -> Rule:
+    """A base in 4 or 8 bits, which only an adapter may have."""
+
+    def rule(draft: ImportDraft, key: str, value: Any) -> None:
+        if value and draft.value("adapter") in ("lora", "qlora"):
+            draft.write(key, value, "adapter.base", form)
+        else:
+            QUANTIZED(draft, key, value)
+
+    return rule
+
+
+QUANTIZED = missing("weights are kept in 16 bits or more", "adapter.base: nf4 under an adapter; optim.state_dtype: 8bit")
 KERNEL = automatic("headway chooses its kernels by device and mask (kernels.attention: auto)")
 
 RULES: dict[str, Rule] = {
@@ -317,7 +332,9 @@ RULES: dict[str, Rule] = {
          "include_tkps", "wandb_watch", "wandb_log_model", "wandb_run_id", "use_ray", "ray_*", "save_first_step", "dataset_shard_*"),
         automatic("headway's data pipeline and run folder do this without a setting"),
     ),
-    **dict.fromkeys(("load_in_8bit", "load_in_4bit", "gptq", "bnb_config_kwargs", "qat", "quantization", "peft"), QUANTIZED),
+    "load_in_4bit": quantised("nf4"),
+    "load_in_8bit": quantised("int8"),
+    **dict.fromkeys(("gptq", "bnb_config_kwargs", "qat", "quantization", "peft"), QUANTIZED),
     **dict.fromkeys(("loraplus_lr_ratio", "loraplus_lr_embedding"), missing("one rate for A and B",
         "optim.groups: [{match: [*.lora_B*]}]")),
 }  # fmt: skip

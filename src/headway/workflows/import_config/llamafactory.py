@@ -223,7 +223,9 @@ RULES: dict[str, Rule] = {
     "swanlab_run_name": automatic("the run's name"),
     "swanlab_api_key": missing("keys come from the environment", "SWANLAB_API_KEY"),
     "tokenized_path": sets("data.cache_dir", text, "token stores are cached there"),
-    "quantization_bit": missing("weights are kept in 16 bits or more", "adapter over bf16 weights; optim.state_dtype: 8bit"),
+    "quantization_bit": one_of(
+        "adapter.base", {4: "nf4", 8: "int8"}, "a base is stored in 4 bits (nf4) or 8 (int8)", "adapter.base: nf4 under an adapter"
+    ),
     "streaming": missing("data is tokenized once into a store on disk", "headway data tokenize"),
     **dict.fromkeys(
         ("loraplus_lr_ratio", "pissa_init", "use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_llama_pro", "mixture_of_depths",
