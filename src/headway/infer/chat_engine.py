@@ -10,16 +10,15 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import ConfigError
 from headway.infer.chat import ChatAnswer, ChatStats, ContextFull
 from headway.infer.engine.engine import InferenceEngine
-from headway.infer.engine.request import EngineOptions, EngineRequest, PromptMedia
+from headway.infer.engine.request import EngineOptions, EngineRequest, PromptMedia, RequestTooLarge
 from headway.infer.engine.text import CONTEXT, RequestText
-from headway.infer.generate import GenerateOptions, generate_from_ids
+from headway.infer.generate import GenerateOptions
 from headway.infer.load import LoadedModel
 from headway.infer.stream import Say
 from headway.media.items import MODALITIES, MediaRef, Modality
@@ -51,6 +50,8 @@ class EngineResponder:
         self._engine: InferenceEngine | None = None
         self._features: dict[str, np.ndarray] = {}
         """Of the media of the conversation, by content hash."""
+        self._cache_bytes = 0
+        """That the last answer took."""
 
     @property
     def takes(self) -> frozenset[Modality]:
@@ -85,27 +86,7 @@ class EngineResponder:
             tuple(ids), options.max_new_tokens, options.sampling, key=f"{attempt}:{name}",
             stop_ids=frozenset((*options.stop_ids, *self._ends)), media=prompt_media,
         )  # fmt: skip
-        return self._run(request, options, say) if prompt_media is None else self._run_media(name, request, options, say)
-
-    def _run_media(self, name: str, request: EngineRequest, options: GenerateOptions, say: Say) -> ChatAnswer:
-        """With pictures and sounds, all turns are computed for each answer."""
-        assert request.media is not None
-        said, begun, times = list[str](), time.monotonic(), list[float]()
-
-        def on_text(_: int, piece: str) -> None:
-            said.append(piece)
-            times.append(time.monotonic())
-            say(piece)
-
-        made, was_interrupted = len(said), False
-        sampled = replace(options, stop_ids=tuple(request.stop_ids))
-        try:
-            found = generate_from_ids(self.loaded, [(name, list(request.prompt))], sampled, on_text, [request.media])[0]
-            made = len(found.token_ids)
-        except KeyboardInterrupt:
-            made, was_interrupted = len(said), True
-        stats = ChatStats(len(request.prompt), 0, made, (times[0] if times else begun) - begun, time.monotonic() - begun)
-        return ChatAnswer("".join(said), was_interrupted, stats=stats)
+        return self._run(request, options, say)
 
     def _prompt(self, turns: Sequence[Turn], media: Sequence[MediaRef]) -> tuple[str, list[int], PromptMedia | None]:
         if self.loaded.config.media is not None:
@@ -122,7 +103,10 @@ class EngineResponder:
         text, said = RequestText(self.tokenizer, request.prompt[-CONTEXT:], options.stop), list[str]()
         begun = first = time.monotonic()
         tokens = cached = 0
-        number = engine.submit(request)
+        try:
+            number = engine.submit(request)
+        except RequestTooLarge as problem:  # the cache is smaller than the context
+            raise ContextFull(str(problem)) from None
 
         def tell(piece: str) -> None:
             if piece:
@@ -133,7 +117,9 @@ class EngineResponder:
         try:
             with interrupt:
                 while engine.busy and not text.stopped and not interrupt.is_set:
-                    for event in engine.step():
+                    events = engine.step()
+                    self._cache_bytes = engine.stats().cache_bytes_used or self._cache_bytes
+                    for event in events:
                         if event.error is not None:
                             raise ConfigError(event.error)
                         first = first if tokens or not event.tokens else time.monotonic()
@@ -169,8 +155,7 @@ class EngineResponder:
         """Context and cache."""
         found: dict[str, Any] = {"context": self.context}
         if self._engine is not None:
-            stats = self._engine.stats()
-            found |= {"cache_bytes": stats.cache_bytes_used, "cache_budget_bytes": stats.cache_bytes_budget}
+            found |= {"cache_bytes": self._cache_bytes, "cache_budget_bytes": self._engine.stats().cache_bytes_budget}
         return found
 
 

@@ -5,7 +5,9 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from support.byte_model import CONFIG, byte_tokenizer, write_model
 from support.chat_double import PAGE
 
@@ -14,8 +16,13 @@ from headway.errors import ConfigError, DataError
 from headway.infer.chat import ChatAnswer, ChatSession, read_chats
 from headway.infer.chat_engine import EngineResponder
 from headway.infer.generate import GenerateOptions, answer_conversations
-from headway.infer.load import LoadedModel, load_model
+from headway.infer.load import LoadedModel, build_frozen_model, load_model
+from headway.infer.media import MediaQuestion, answer_media
 from headway.infer.sampling import Sampling
+from headway.media.items import MediaRef
+from headway.model.init import initial_value
+from headway.model.layout import param_specs
+from headway.model.media_shape import MediaInput, MediaShape
 from headway.prepare.parse_chat import Conversation
 from headway.tokenizer.chat_template import Turn
 
@@ -42,6 +49,9 @@ def test_a_chat_says_what_the_plain_conversation_gets(loaded: LoadedModel, optio
         assert found.text == alone.text, "the turns before it lie in the engine's cache, and change nothing"
         assert found.stats.prompt_tokens == alone.prompt_tokens and found.stats.new_tokens >= 1
         turns.append(Turn("assistant", found.text))
+    assert found.stats.cached_tokens >= 64, "whole pages of the turns before it are not computed again"
+    facts = session.responder.describe()
+    assert 0 < facts["cache_bytes"] <= facts["cache_budget_bytes"] and facts["context"] == 256
 
 
 def test_when_the_context_is_full_the_oldest_turns_are_left_out_and_never_the_system_message(loaded: LoadedModel) -> None:
@@ -203,3 +213,47 @@ def test_a_second_ctrl_c_breaks_a_step_and_the_next_answer_is_right(loaded: Load
     assert stopped.was_interrupted and right.text.startswith(stopped.text) and len(stopped.text) < len(right.text)
     session.reset()
     assert session.ask(asked, str) == right
+
+
+class SomeEncoder:
+    """Features that depend on the bytes alone."""
+
+    calls = 0
+
+    def __call__(self, loaded: LoadedModel, refs: dict[str, MediaRef], opened: object = None) -> dict[str, np.ndarray]:
+        self.calls += len(refs)
+        shapes = {one.modality: (one.vectors, one.width) for one in loaded.config.media.inputs}  # pyright: ignore[reportOptionalMemberAccess]
+        return {name: np.full(shapes[ref.modality], ref.read()[0] / 8, np.float32) for name, ref in refs.items()}
+
+
+def test_pictures_stay_in_the_conversation_as_in_the_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CONFIG.with_(max_seq_len=256, media=MediaShape((MediaInput("image", 6, 3),), hidden=8))
+    weights = [(spec.name, initial_value(spec.name, spec.shape, config, 4)) for spec in param_specs(config)]
+    model = build_frozen_model(config, weights, torch.device("cpu"), torch.float32)
+    loaded = LoadedModel(model, config, byte_tokenizer("<|im_start|>", "<|im_end|>"), tmp_path)
+    encode = SomeEncoder()
+    monkeypatch.setattr("headway.infer.media.encode_media", encode)
+    pictures = [MediaRef("image", data=bytes([number]), name=str(number)) for number in (10, 200)]
+    options = GenerateOptions(10)
+    session = ChatSession(loaded, "chatml", options)
+    assert session.responder.takes == {"image"}
+    first = session.ask("what?", str, pictures[:1])
+    plain = answer_media(loaded, [MediaQuestion((Turn("user", "what?"),), tuple(pictures[:1]))], "chatml", options)[0]
+    other = answer_media(loaded, [MediaQuestion((Turn("user", "what?"),), tuple(pictures[1:]))], "chatml", options)[0]
+    assert first.text == plain.text != other.text
+    second = session.ask("and?", str, pictures[1:])
+    turns = (Turn("user", "<image>\nwhat?"), Turn("assistant", first.text), Turn("user", "<image>\nand?"))
+    assert second.text == answer_media(loaded, [MediaQuestion(turns, tuple(pictures))], "chatml", options)[0].text
+    assert session.last_question() == "and?"
+    before = encode.calls
+    assert session.edit("and?", str) == second and session.media == pictures and encode.calls == before, "features are kept"
+    saved = tmp_path / "talk.json"
+    session.save(saved)
+    copy = ChatSession(loaded, "chatml", options)
+    copy.load(*read_chats(saved)[0])
+    assert copy.regenerate(str).text == second.text, "greedy"
+    for number in range(6):
+        found = session.ask(f"and now, number {number}?", str)
+    assert found.left_out >= 2 and len(session.media) == 2, "pictures of turns that are left out are left out too"
+    text = ChatSession(loaded, "chatml", options)
+    text.ask("no picture", str)
