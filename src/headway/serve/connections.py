@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
-
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from typing import TYPE_CHECKING, Any
 
 from headway.serve.api_errors import ApiError
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 20.0
 REFUSAL = json.dumps(ApiError(503, "Too many connections. Try again later.", code="too_many_connections").body()).encode()
@@ -25,6 +26,7 @@ TOO_MANY = (
 
 def bounded_protocol(most: int, stalled_seconds: float) -> type[H11Protocol]:
     """The protocol of a server with at most this many connections, whose clients take bytes at least so often."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class BoundedProtocol(H11Protocol):
         """One connection."""

@@ -17,20 +17,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
-
-import uvicorn
+from typing import TYPE_CHECKING, Any
 
 from headway.errors import HeadwayError, LaunchError
 from headway.runtime.web_access import Access
 from headway.serve.api_errors import ApiError
-from headway.serve.app import build_app
 from headway.serve.connections import bounded_protocol
 from headway.serve.engine_client import EngineClient
 from headway.serve.engine_setup import EngineSetup
 from headway.serve.limits import ServeLimits
 from headway.serve.serve_state import ServeState
 from headway.serve.served_model import ServedModel
+
+if TYPE_CHECKING:
+    import uvicorn
 
 RESTART_SECONDS = 600.0
 LOOK_SECONDS = 1.0
@@ -80,12 +80,19 @@ def _bind(host: str, port: int) -> socket.socket:
     return found
 
 
-class _Uvicorn(uvicorn.Server):
-    """Signals are the server's own business."""
+def _http_server(config: uvicorn.Config) -> uvicorn.Server:
+    """A uvicorn server that leaves signals to us."""
+    import uvicorn
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    class HttpServer(uvicorn.Server):
+        """Handles no signal."""
+
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """Nothing is captured."""
+            yield
+
+    return HttpServer(config)
 
 
 class ModelServer:
@@ -95,7 +102,7 @@ class ModelServer:
         self.options, self.listening, self.started = options, listening, started
         self.clients = [EngineClient(setup, partial(self._engine_lost, number)) for number, setup in enumerate(options.models)]
         self.state: ServeState | None = None
-        self.http: _Uvicorn | None = None
+        self.http: uvicorn.Server | None = None
         self.problem: str | None = None
         self._restarted = [float("-inf")] * len(self.clients)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -141,6 +148,10 @@ class ModelServer:
         return True
 
     async def _listen(self) -> None:
+        import uvicorn
+
+        from headway.serve.app import build_app
+
         assert self.state is not None
         for name in ("uvicorn.error", "uvicorn.access"):
             logging.getLogger(name).setLevel(logging.CRITICAL if name.endswith("access") else logging.ERROR)
@@ -157,7 +168,7 @@ class ModelServer:
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             h11_max_incomplete_event_size=HEAD_BYTES,
         )
-        self.http = _Uvicorn(config)
+        self.http = _http_server(config)
         self.state.connections = self.http.server_state.connections
         self._spawn(self.http.serve(sockets=[self.listening]))
         while not self.http.started:
