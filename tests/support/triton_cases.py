@@ -78,18 +78,18 @@ def paged_attention() -> None:
 
 def softmax_gradient() -> None:
     """Vocabularies that are no powers of two, one and several blocks, with smoothing and z-loss, in fp32 and bf16."""
-    for vocab, smoothing, z, dtype in (
-        (37, 0.0, 0.0, torch.float32),
-        (100, 0.1, 1e-3, torch.float32),
-        (9001, 0.1, 0.0, torch.float32),
-        (100, 0.0, 1e-3, torch.bfloat16),
+    for vocab, smoothing, z, dtype, cap in (
+        (37, 0.0, 0.0, torch.float32, None),
+        (100, 0.1, 1e-3, torch.float32, None),
+        (9001, 0.1, 0.0, torch.float32, 2.0),
+        (100, 0.0, 1e-3, torch.bfloat16, None),
     ):
         generator = torch.Generator().manual_seed(vocab)
         logits = (3 * torch.randn(5, vocab, generator=generator)).to(dtype)
         targets, coefficients = torch.randint(vocab, (5,), generator=generator), torch.rand(5, generator=generator)
         ours, theirs = logits.clone(), logits.clone()
-        found = softmax_gradient_cuda(ours, targets, coefficients, smoothing, z)
-        expected = softmax_gradient_reference(theirs, targets, coefficients, Shaping(smoothing, z))
+        found = softmax_gradient_cuda(ours, targets, coefficients, smoothing, z, cap)
+        expected = softmax_gradient_reference(theirs, targets, coefficients, Shaping(smoothing, z), cap)
         narrow = dtype != torch.float32
         for one, other in zip((*found, ours), (*expected, theirs), strict=True):
             torch.testing.assert_close(one.float(), other.float(), rtol=1e-2 if narrow else 1e-5, atol=1e-6)
@@ -97,20 +97,21 @@ def softmax_gradient() -> None:
 
 def vocab_loss() -> None:
     """Some rows of a head: targets on this rank and on others, with smoothing and z-loss, one and several blocks."""
-    for vocab, smoothing, z, dtype in (
-        (37, 0.0, 0.0, torch.float32),
-        (9001, 0.1, 1e-3, torch.float32),
-        (100, 0.0, 1e-3, torch.bfloat16),
+    for vocab, smoothing, z, dtype, cap in (
+        (37, 0.0, 0.0, torch.float32, None),
+        (9001, 0.1, 1e-3, torch.float32, None),
+        (100, 0.0, 1e-3, torch.bfloat16, None),
+        (9001, 0.1, 1e-3, torch.float32, 2.0),
     ):
         generator = torch.Generator().manual_seed(vocab)
         logits = (3 * torch.randn(6, vocab, generator=generator)).to(dtype)
         local = torch.tensor([0, vocab - 1, -1, vocab, -500, vocab // 2])
-        ours = partial_scores_cuda(logits, local)
-        torch.testing.assert_close(ours, partial_scores_reference(logits, local), rtol=1e-5, atol=1e-4)
+        ours = partial_scores_cuda(logits, local, cap)
+        torch.testing.assert_close(ours, partial_scores_reference(logits, local, cap), rtol=1e-5, atol=1e-4)
         lse, coefficients = ours[0] + 2.0, torch.rand(6, generator=generator)
         one, other = logits.clone(), logits.clone()
-        write_gradient_cuda(one, local, coefficients, lse, Shaping(smoothing, z), 4 * vocab)
-        write_gradient_reference(other, local, coefficients, lse, Shaping(smoothing, z), 4 * vocab)
+        write_gradient_cuda(one, local, coefficients, lse, Shaping(smoothing, z), 4 * vocab, cap)
+        write_gradient_reference(other, local, coefficients, lse, Shaping(smoothing, z), 4 * vocab, cap)
         torch.testing.assert_close(one.float(), other.float(), rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-6)
 
 

@@ -4,6 +4,8 @@
 `linear_scores` is for any other loss: log-probabilities go out, the logits are computed again in the backward pass.
 With a `VocabShard`, weight holds this rank's rows of the head and targets count all of them (see vocab_loss.py).
 
+With `softcap` a logit x is softcap * tanh(x / softcap); the kernels cap what they read, so nothing of the size of logits is added.
+
     token i:  nll_i = lse_i - x_it        smooth_i = lse_i - (1-e) x_it - e mean_j(x_ij)        total = sum_i c_i (smooth_i + z lse_i^2)
 
 Shapes: N tokens, D hidden, V vocabulary. Logits live as [chunk, V] in the compute dtype; softmax arithmetic is fp32.
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from headway.kernels.vocab_loss import VocabShard, add_at_target, sharded_softmax_gradient, token_scores
+from headway.kernels.vocab_loss import VocabShard, add_at_target, cap_in_place, sharded_softmax_gradient, token_scores
 
 
 class NLL(NamedTuple):
@@ -53,22 +55,28 @@ class Shaping(NamedTuple):
 
 
 def softmax_gradient(
-    logits: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping, shard: VocabShard | None = None
+    logits: Tensor,
+    targets: Tensor,
+    coefficients: Tensor,
+    shaping: Shaping,
+    shard: VocabShard | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Overwrite logits [n, V] with the gradient of sum c_i (smooth_i + z lse_i^2); return per-token (loss, nll, lse, correct)."""
     if shard is not None:
-        return sharded_softmax_gradient(logits, targets, coefficients, shaping, shard)
+        return sharded_softmax_gradient(logits, targets, coefficients, shaping, shard, softcap)
     if logits.is_cuda:
-        return softmax_gradient_cuda(logits, targets, coefficients, shaping.label_smoothing, shaping.z_loss)
-    return softmax_gradient_reference(logits, targets, coefficients, shaping)
+        return softmax_gradient_cuda(logits, targets, coefficients, shaping.label_smoothing, shaping.z_loss, softcap)
+    return softmax_gradient_reference(logits, targets, coefficients, shaping, softcap)
 
 
 def softmax_gradient_reference(
-    logits: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping
+    logits: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Plain torch; what the fused kernel is compared to, and what runs on CPU."""
     smoothing, z = shaping
     x = logits.float()
+    slope = cap_in_place(x, softcap)
     lse = torch.logsumexp(x, -1)
     at_target = x.gather(1, targets[:, None]).squeeze(1)
     correct = (at_target >= x.amax(-1)).float()
@@ -84,6 +92,8 @@ def softmax_gradient_reference(
         gradient.sub_(smoothing / x.shape[1])
     gradient.scatter_add_(1, targets[:, None], torch.full_like(at_target, smoothing - 1)[:, None])
     gradient.mul_(coefficients[:, None])
+    if slope is not None:
+        gradient.mul_(slope)
     if gradient is not logits:
         logits.copy_(gradient)
     return loss, nll, lse, correct
@@ -96,8 +106,9 @@ def _kernel() -> Any:
 
     @triton.jit
     def softmax_gradient(
-        logits, stride, targets, coefficients, loss, nll, lse_out, correct, smoothing, z, V, SMOOTH: tl.constexpr, BLOCK: tl.constexpr
-    ):  # pyright: ignore
+        logits, stride, targets, coefficients, loss, nll, lse_out, correct, smoothing, z, cap, V,
+        SMOOTH: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip  # pyright: ignore
         row = tl.program_id(0).to(tl.int64)
         base = logits + row * stride
         target = tl.load(targets + row)
@@ -110,6 +121,8 @@ def _kernel() -> Any:
             column = offset + lane
             inside = column < V
             x = tl.load(base + column, mask=inside, other=-float("inf")).to(tl.float32)
+            if CAPPED:
+                x = tl.where(inside, cap * (2 * tl.sigmoid(2 * x / cap) - 1), -float("inf"))
             new_max = tl.maximum(running_max, x)
             # lanes that have seen nothing yet keep exp(-inf - -inf) out of the sum
             rescale = tl.where(new_max == running_max, 1.0, tl.exp(running_max - new_max))
@@ -120,6 +133,8 @@ def _kernel() -> Any:
         highest = tl.max(running_max, 0)
         lse = highest + tl.log(tl.sum(running_sum * tl.exp(running_max - highest), 0))
         at_target = tl.load(base + target).to(tl.float32)
+        if CAPPED:
+            at_target = cap * (2 * tl.sigmoid(2 * at_target / cap) - 1)
         plain = lse - at_target
         value = plain
         if SMOOTH:
@@ -133,25 +148,29 @@ def _kernel() -> Any:
             column = offset + lane
             inside = column < V
             x = tl.load(base + column, mask=inside, other=-float("inf")).to(tl.float32)
+            slope = 1.0
+            if CAPPED:
+                x = cap * (2 * tl.sigmoid(2 * x / cap) - 1)
+                slope = 1.0 - (x / cap) * (x / cap)
             gradient = tl.exp(x - lse) * (1.0 + 2.0 * z * lse)
             if SMOOTH:
                 gradient -= smoothing / V
-            gradient = tl.where(column == target, gradient - (1.0 - smoothing), gradient) * coefficient
+            gradient = tl.where(column == target, gradient - (1.0 - smoothing), gradient) * coefficient * slope
             tl.store(base + column, gradient.to(logits.dtype.element_ty), mask=inside)
 
     return softmax_gradient
 
 
 def softmax_gradient_cuda(
-    logits: Tensor, targets: Tensor, coefficients: Tensor, smoothing: float, z: float
+    logits: Tensor, targets: Tensor, coefficients: Tensor, smoothing: float, z: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As the reference in cross_entropy.py, in one kernel."""
     rows, vocab = logits.shape
     loss, nll, lse, correct = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4))
     block = min(8192, 1 << (vocab - 1).bit_length())
     _kernel()[(rows,)](
-        logits, logits.stride(0), targets, coefficients, loss, nll, lse, correct, smoothing, z, vocab,
-        SMOOTH=smoothing != 0, BLOCK=block, num_warps=16 if block >= 4096 else 4,
+        logits, logits.stride(0), targets, coefficients, loss, nll, lse, correct, smoothing, z, softcap or 0.0, vocab,
+        SMOOTH=smoothing != 0, CAPPED=softcap is not None, BLOCK=block, num_warps=16 if block >= 4096 else 4,
     )  # fmt: skip
     return loss, nll, lse, correct
 
@@ -169,6 +188,7 @@ class _LinearNLL(torch.autograd.Function):
         grad_buffer: WeightGradBuffer | None,
         taken: Tensor | None,
         shard: VocabShard | None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         ctx.grad_buffer = grad_buffer
@@ -181,7 +201,8 @@ class _LinearNLL(torch.autograd.Function):
         for start in range(0, size, chunk):
             part = slice(start, min(start + chunk, size))
             logits = hidden[part] @ weight.t()
-            for whole, piece in zip(per_token, softmax_gradient(logits, targets[part], coefficients[part], shaping, shard), strict=True):
+            found = softmax_gradient(logits, targets[part], coefficients[part], shaping, shard, softcap)
+            for whole, piece in zip(per_token, found, strict=True):
                 whole[part] = piece
             if d_hidden is not None:
                 torch.mm(logits, weight, out=d_hidden[part])
@@ -206,7 +227,7 @@ class _LinearNLL(torch.autograd.Function):
         if ctx.grad_buffer is not None:
             ctx.grad_buffer.done()
             d_weight = None
-        return d_hidden, d_weight, *(None,) * 7
+        return d_hidden, d_weight, *(None,) * 8
 
 
 def _accumulate_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -221,13 +242,16 @@ def _accumulate_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 class _LinearScores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, shard: VocabShard | None, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
         size = hidden.shape[0]
         log_prob = torch.empty(size, dtype=torch.float32, device=hidden.device)
         lse = torch.empty_like(log_prob)
         for start in range(0, size, chunk):
             part = slice(start, min(start + chunk, size))
             x = (hidden[part] @ weight.t()).float()
+            cap_in_place(x, softcap)
             if shard is not None:
                 scores = token_scores(x, targets[part], shard)
                 lse[part], log_prob[part] = scores.lse, scores.at_target - scores.lse
@@ -235,7 +259,7 @@ class _LinearScores(torch.autograd.Function):
             lse[part] = torch.logsumexp(x, -1)
             log_prob[part] = x.gather(1, targets[part, None]).squeeze(1) - lse[part]
         ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.chunk, ctx.first = chunk, None if shard is None else shard.first
+        ctx.chunk, ctx.softcap, ctx.first = chunk, softcap, None if shard is None else shard.first
         return log_prob, lse
 
     @staticmethod
@@ -247,35 +271,45 @@ class _LinearScores(torch.autograd.Function):
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, min(start + ctx.chunk, hidden.shape[0]))
-            gradient = (hidden[part] @ weight.t()).float().sub_(lse[part, None]).exp_()
+            gradient = (hidden[part] @ weight.t()).float()
+            slope = cap_in_place(gradient, ctx.softcap)
+            gradient.sub_(lse[part, None]).exp_()
             gradient.mul_((d_lse[part] - d_log_prob[part])[:, None])
             if ctx.first is None:
                 gradient.scatter_add_(1, targets[part, None], d_log_prob[part, None])
             else:
                 add_at_target(gradient, targets[part] - ctx.first, d_log_prob[part])
+            if slope is not None:
+                gradient.mul_(slope)
             gradient = gradient.to(hidden.dtype)
             if d_hidden is not None:
                 torch.mm(gradient, weight, out=d_hidden[part])
             if d_weight is not None:
                 _accumulate_outer(d_weight, gradient, hidden[part])
-        return d_hidden, d_weight, None, None, None
+        return d_hidden, d_weight, None, None, None, None
 
 
 def linear_nll(
     hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping = Shaping(), chunk_tokens: int = 2048,
-    grad_buffer: WeightGradBuffer | None = None, shard: VocabShard | None = None,
+    grad_buffer: WeightGradBuffer | None = None, shard: VocabShard | None = None, softcap: float | None = None,
 ) -> NLL:  # fmt: skip
     """Weighted negative log-likelihood of targets [N]; gradients of hidden and weight are taken in the same pass."""
     taken = None
     if grad_buffer is not None and torch.is_grad_enabled() and hidden.requires_grad and weight.requires_grad:
         taken = grad_buffer.take()
     if taken is None:
-        return NLL(*_LinearNLL.apply(hidden, weight, targets, coefficients, shaping, chunk_tokens, None, None, shard))
-    return NLL(*_LinearNLL.apply(hidden, weight.detach(), targets, coefficients, shaping, chunk_tokens, grad_buffer, taken, shard))
+        return NLL(*_LinearNLL.apply(hidden, weight, targets, coefficients, shaping, chunk_tokens, None, None, shard, softcap))
+    detached = weight.detach()
+    return NLL(*_LinearNLL.apply(hidden, detached, targets, coefficients, shaping, chunk_tokens, grad_buffer, taken, shard, softcap))
 
 
 def linear_scores(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int = 2048, shard: VocabShard | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk_tokens: int = 2048,
+    shard: VocabShard | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-probability, lse) of targets [N], differentiable in any way; the backward pass computes the logits again."""
-    return _LinearScores.apply(hidden, weight, targets, chunk_tokens, shard)  # pyright: ignore[reportReturnType]
+    return _LinearScores.apply(hidden, weight, targets, chunk_tokens, shard, softcap)  # pyright: ignore[reportReturnType]

@@ -60,31 +60,41 @@ def token_scores(logits: Tensor, targets: Tensor, shard: VocabShard) -> VocabSco
     return combine(shard.collect(partial_scores(logits, targets - shard.first)))
 
 
+def cap_in_place(x: Tensor, softcap: float | None) -> Tensor | None:
+    """Replace fp32 logits x by softcap * tanh(x / softcap); the slope of that at each of them comes back, None without a cap."""
+    if softcap is None:
+        return None
+    x.div_(softcap).tanh_()
+    slope = 1 - x.square()
+    x.mul_(softcap)
+    return slope
+
+
 def sharded_softmax_gradient(
-    logits: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping, shard: VocabShard
+    logits: Tensor, targets: Tensor, coefficients: Tensor, shaping: Shaping, shard: VocabShard, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Overwrite this rank's logits with their gradient; per-token (loss, nll, lse, correct) of the whole vocabulary."""
     smoothing, z = shaping
     local = targets - shard.first
-    scores = combine(shard.collect(partial_scores(logits, local)))
+    scores = combine(shard.collect(partial_scores(logits, local, softcap)))
     nll = scores.lse - scores.at_target
     loss = nll
     if smoothing:
         loss = scores.lse - (1 - smoothing) * scores.at_target - smoothing * scores.total / shard.vocab
     if z:
         loss = loss + z * scores.lse.square()
-    write_gradient(logits, local, coefficients, scores.lse, shaping, shard.vocab)
+    write_gradient(logits, local, coefficients, scores.lse, shaping, shard.vocab, softcap)
     return loss, nll, scores.lse, (scores.at_target >= scores.highest).float()
 
 
-def partial_scores(logits: Tensor, local: Tensor) -> Tensor:
+def partial_scores(logits: Tensor, local: Tensor, softcap: float | None = None) -> Tensor:
     """[4, n] of this rank's logits; `local` are the targets counted from its first row, and may lie outside."""
-    return partial_scores_cuda(logits, local) if logits.is_cuda else partial_scores_reference(logits, local)
+    return (partial_scores_cuda if logits.is_cuda else partial_scores_reference)(logits, local, softcap)
 
 
-def partial_scores_reference(logits: Tensor, local: Tensor) -> Tensor:
+def partial_scores_reference(logits: Tensor, local: Tensor, softcap: float | None = None) -> Tensor:
     """Plain torch; what the kernel is compared to, and what runs on CPU."""
-    x = logits.float()
+    x = logits.float() if softcap is None else softcap * torch.tanh(logits.float() / softcap)
     inside = (local >= 0) & (local < x.shape[1])
     highest = x.amax(-1)
     exponentials = (x - highest[:, None]).exp().sum(-1)
@@ -92,15 +102,20 @@ def partial_scores_reference(logits: Tensor, local: Tensor) -> Tensor:
     return torch.stack([highest, exponentials, at_target.where(inside, -torch.inf), x.sum(-1)])
 
 
-def write_gradient(logits: Tensor, local: Tensor, coefficients: Tensor, lse: Tensor, shaping: Shaping, vocab: int) -> None:
+def write_gradient(
+    logits: Tensor, local: Tensor, coefficients: Tensor, lse: Tensor, shaping: Shaping, vocab: int, softcap: float | None = None
+) -> None:
     """Overwrite this rank's logits with the gradient of sum c_i (smooth_i + z lse_i^2)."""
-    (write_gradient_cuda if logits.is_cuda else write_gradient_reference)(logits, local, coefficients, lse, shaping, vocab)
+    (write_gradient_cuda if logits.is_cuda else write_gradient_reference)(logits, local, coefficients, lse, shaping, vocab, softcap)
 
 
-def write_gradient_reference(logits: Tensor, local: Tensor, coefficients: Tensor, lse: Tensor, shaping: Shaping, vocab: int) -> None:
+def write_gradient_reference(
+    logits: Tensor, local: Tensor, coefficients: Tensor, lse: Tensor, shaping: Shaping, vocab: int, softcap: float | None = None
+) -> None:
     """Plain torch; what the kernel is compared to, and what runs on CPU."""
     smoothing, z = shaping
     gradient = logits.float()  # fp32 logits are overwritten in place
+    slope = cap_in_place(gradient, softcap)
     gradient.sub_(lse[:, None]).exp_()
     if z:
         gradient.mul_((1 + 2 * z * lse)[:, None])
@@ -108,6 +123,8 @@ def write_gradient_reference(logits: Tensor, local: Tensor, coefficients: Tensor
         gradient.sub_(smoothing / vocab)
     add_at_target(gradient, local, torch.full_like(lse, smoothing - 1))
     gradient.mul_(coefficients[:, None])
+    if slope is not None:
+        gradient.mul_(slope)
     if gradient is not logits:
         logits.copy_(gradient)
 
@@ -124,7 +141,7 @@ def _kernels() -> tuple[Any, Any]:
     import triton.language as tl
 
     @triton.jit
-    def scores(logits, stride, targets, out, rows, V, BLOCK: tl.constexpr):  # pyright: ignore
+    def scores(logits, stride, targets, out, rows, cap, V, CAPPED: tl.constexpr, BLOCK: tl.constexpr):  # pyright: ignore
         row = tl.program_id(0).to(tl.int64)
         base = logits + row * stride
         target = tl.load(targets + row)
@@ -136,6 +153,8 @@ def _kernels() -> tuple[Any, Any]:
             column = offset + lane
             inside = column < V
             x = tl.load(base + column, mask=inside, other=-float("inf")).to(tl.float32)
+            if CAPPED:
+                x = tl.where(inside, cap * (2 * tl.sigmoid(2 * x / cap) - 1), -float("inf"))
             new_max = tl.maximum(running_max, x)
             # lanes that have seen nothing yet keep exp(-inf - -inf) out of the sum
             rescale = tl.where(new_max == running_max, 1.0, tl.exp(running_max - new_max))
@@ -145,13 +164,18 @@ def _kernels() -> tuple[Any, Any]:
         highest = tl.max(running_max, 0)
         here = (target >= 0) & (target < V)
         at_target = tl.load(base + target, mask=here, other=-float("inf")).to(tl.float32)
+        if CAPPED:
+            at_target = tl.where(here, cap * (2 * tl.sigmoid(2 * at_target / cap) - 1), -float("inf"))
         tl.store(out + row, highest)
         tl.store(out + rows + row, tl.sum(running_sum * tl.exp(running_max - highest), 0))
         tl.store(out + 2 * rows + row, at_target)
         tl.store(out + 3 * rows + row, tl.sum(total, 0))
 
     @triton.jit
-    def gradient(logits, stride, targets, coefficients, lses, smoothing, z, V, whole, SMOOTH: tl.constexpr, BLOCK: tl.constexpr):  # pyright: ignore
+    def gradient(
+        logits, stride, targets, coefficients, lses, smoothing, z, cap, V, whole,
+        SMOOTH: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip # pyright: ignore
         row = tl.program_id(0).to(tl.int64)
         base = logits + row * stride
         target = tl.load(targets + row)
@@ -162,10 +186,14 @@ def _kernels() -> tuple[Any, Any]:
             column = offset + lane
             inside = column < V
             x = tl.load(base + column, mask=inside, other=-float("inf")).to(tl.float32)
+            through = 1.0
+            if CAPPED:
+                x = cap * (2 * tl.sigmoid(2 * x / cap) - 1)
+                through = 1.0 - (x / cap) * (x / cap)
             slope = tl.exp(x - lse) * (1.0 + 2.0 * z * lse)
             if SMOOTH:
                 slope -= smoothing / whole
-            slope = tl.where(column == target, slope - (1.0 - smoothing), slope) * coefficient
+            slope = tl.where(column == target, slope - (1.0 - smoothing), slope) * coefficient * through
             tl.store(base + column, slope.to(logits.dtype.element_ty), mask=inside)
 
     return scores, gradient
@@ -177,20 +205,24 @@ def _block(vocab: int) -> tuple[int, int]:
     return block, 16 if block >= 4096 else 4
 
 
-def partial_scores_cuda(logits: Tensor, local: Tensor) -> Tensor:
+def partial_scores_cuda(logits: Tensor, local: Tensor, softcap: float | None = None) -> Tensor:
     """As the reference, in one kernel."""
     rows, vocab = logits.shape
     out = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     block, warps = _block(vocab)
-    _kernels()[0][(rows,)](logits, logits.stride(0), local, out, rows, vocab, BLOCK=block, num_warps=warps)
+    _kernels()[0][(rows,)](
+        logits, logits.stride(0), local, out, rows, softcap or 0.0, vocab, CAPPED=softcap is not None, BLOCK=block, num_warps=warps
+    )
     return out
 
 
-def write_gradient_cuda(logits: Tensor, local: Tensor, coefficients: Tensor, lse: Tensor, shaping: Shaping, vocab: int) -> None:
+def write_gradient_cuda(
+    logits: Tensor, local: Tensor, coefficients: Tensor, lse: Tensor, shaping: Shaping, vocab: int, softcap: float | None = None
+) -> None:
     """As the reference, in one kernel."""
     rows, here = logits.shape
     block, warps = _block(here)
     _kernels()[1][(rows,)](
-        logits, logits.stride(0), local, coefficients, lse, shaping.label_smoothing, shaping.z_loss, here, vocab,
-        SMOOTH=shaping.label_smoothing != 0, BLOCK=block, num_warps=warps,
+        logits, logits.stride(0), local, coefficients, lse, shaping.label_smoothing, shaping.z_loss, softcap or 0.0, here, vocab,
+        SMOOTH=shaping.label_smoothing != 0, CAPPED=softcap is not None, BLOCK=block, num_warps=warps,
     )  # fmt: skip

@@ -44,6 +44,9 @@ CachedForward = Callable[..., Tensor]
 class AttentionCache(Protocol):
     """What a model needs of a cache: attention of new tokens to those it holds."""
 
+    capacity: int
+    """Tokens of the longest sequence it has room for."""
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, position: Tensor, whole: Any) -> Tensor:
         """o [B,T,H,hd] of q [B,T,H,hd] at positions [B,T], over what is stored and k, v [B,T,KV,hd], which are stored."""
         ...
@@ -72,6 +75,8 @@ class LayerSplit:
     is_first: bool
     """All ranks compute the same loss; what it says of the head gates counts on this one."""
     vocab: VocabShard
+    mean: Callable[[Tensor], Tensor] | None = None
+    """The mean over ranks, whose backward is that of all ranks' uses: for norms over channels that ranks share."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,8 @@ class LMHead:
     """Where the weight's gradient may be written directly."""
     shard: VocabShard | None = None
     """The rows of the head that this rank has; None: all."""
+    softcap: float | None = None
+    """Logits x are softcap * tanh(x / softcap)."""
 
     def _tokens(self) -> Tensor:
         """[B * T, D]."""
@@ -95,13 +102,14 @@ class LMHead:
     def nll(self, targets: Tensor, coefficients: Tensor, shaping: Shaping = Shaping()) -> NLL:
         """Weighted negative log-likelihood of targets [B, T] in one pass; per-token results have shape [B, T]."""
         out = linear_nll(
-            self._tokens(), self.weight, targets.flatten(), coefficients.flatten(), shaping, self.chunk_tokens, self.grad_buffer, self.shard
-        )
+            self._tokens(), self.weight, targets.flatten(), coefficients.flatten(), shaping, self.chunk_tokens, self.grad_buffer,
+            self.shard, self.softcap,
+        )  # fmt: skip
         return NLL(out.total, *(per_token.view(targets.shape) for per_token in out[1:]))
 
     def scores(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probability, lse) of targets [B, T], differentiable in any way."""
-        log_prob, lse = linear_scores(self._tokens(), self.weight, targets.flatten(), self.chunk_tokens, self.shard)
+        log_prob, lse = linear_scores(self._tokens(), self.weight, targets.flatten(), self.chunk_tokens, self.shard, self.softcap)
         return log_prob.view(targets.shape), lse.view(targets.shape)
 
 

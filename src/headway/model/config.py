@@ -19,20 +19,43 @@ MAX_LAYERS = 10_000
 class RopeScaling(Section):
     """How rotary positions are scaled beyond the length a model was trained at."""
 
-    kind: Literal["linear", "llama3", "yarn"] = setting(
-        "linear", "linear divides all frequencies by factor; llama3 and yarn divide only the low ones; yarn also sharpens attention."
+    kind: Literal["linear", "llama3", "yarn", "longrope"] = setting(
+        "linear",
+        "linear divides all frequencies by factor; llama3 and yarn divide only the low ones; yarn also sharpens attention; longrope "
+        "divides each frequency by its own factor, one list for short and one for long documents.",
     )
     factor: float = setting(1.0, "How many times longer the context becomes.", gt=0)
     low_freq_factor: float = setting(1.0, "llama3: wavelengths above original_max_seq_len / this are divided by factor.", gt=0)
     high_freq_factor: float = setting(4.0, "llama3: wavelengths below original_max_seq_len / this are unchanged.", gt=0)
-    original_max_seq_len: int = setting(8192, "llama3, yarn: the length the model was trained at first.", gt=0)
+    original_max_seq_len: int = setting(8192, "llama3, yarn, longrope: the length the model was trained at first.", gt=0)
     beta_fast: float = setting(32.0, "yarn: dimensions that rotate more often than this over original_max_seq_len are unchanged.", gt=0)
     beta_slow: float = setting(1.0, "yarn: dimensions that rotate less often than this are divided by factor.", gt=0)
-    attention_factor: float | None = setting(None, "yarn: cos and sin are multiplied by this; null = 0.1 * ln(factor) + 1.", gt=0)
+    attention_factor: float | None = setting(
+        None,
+        "yarn, longrope: cos and sin are multiplied by this; null = 0.1 * ln(factor) + 1 with yarn, "
+        "sqrt(1 + ln(factor) / ln(original_max_seq_len)) with longrope.",
+        gt=0,
+    )
     truncate: bool = setting(True, "yarn: round the bounds of the ramp outwards to whole dimensions.")
+    short_factor: tuple[float, ...] = setting((), "longrope: divisors of the frequencies in documents up to original_max_seq_len.")
+    long_factor: tuple[float, ...] = setting((), "longrope: divisors of the frequencies in longer documents.")
+
+    @field_validator("short_factor", "long_factor", mode="before")
+    @classmethod
+    def _list_as_tuple(cls, given: Any) -> Any:
+        return tuple(given) if isinstance(given, list) else given
 
     @model_validator(mode="after")
     def _ramp(self) -> "RopeScaling":
+        lists = {"short_factor": self.short_factor, "long_factor": self.long_factor}
+        if self.kind == "longrope" and (len(self.short_factor) != len(self.long_factor) or not self.short_factor):
+            raise ValueError(
+                f"longrope needs short_factor and long_factor of one length; they have {', '.join(str(len(x)) for x in lists.values())}"
+            )
+        if self.kind != "longrope" and any(lists.values()):
+            raise ValueError(f"has {next(key for key, one in lists.items() if one)}, which is for kind longrope; kind is {self.kind}")
+        if any(factor <= 0 for one in lists.values() for factor in one):
+            raise ValueError("has a factor that is not above 0 in short_factor or long_factor")
         if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
             raise ValueError(f"beta_fast is {self.beta_fast}; it must be above beta_slow={self.beta_slow}")
         return self
@@ -68,18 +91,40 @@ class ModelConfig(Section):
     max_seq_len: int = setting(512, "Longest sequence the model supports.", gt=0)
     rope_theta: float = setting(10000.0, "Base of the rotary frequencies.", gt=0)
     rope_scaling: RopeScaling | None = setting(None, "Scaling of the rotary frequencies.")
+    rope_local_theta: float | None = setting(
+        None, "Base of the rotary frequencies, unscaled, in layers with a sliding window; null = the same as in the others.", gt=0
+    )
+    rope_interleaved: bool = setting(False, "Rotate neighbouring channels (0 with 1, 2 with 3) instead of the two halves of a head.")
+    rotary_fraction: float = setting(1.0, "Share of a head's channels that is rotated, from the first one on.", gt=0, le=1)
     no_rope_layers: tuple[int, ...] = setting((), "Layers (from 0) whose queries and keys are not rotated.")
-    norm: Literal["rmsnorm", "layernorm"] = setting("rmsnorm", "Normalisation before attention and feed-forward.")
+    positions: Literal["rotary", "learned"] = setting(
+        "rotary", "learned = a trained vector per position, up to max_seq_len, is added to the embedding, and nothing is rotated."
+    )
+    norm: Literal["rmsnorm", "rmsnorm1p", "layernorm", "layernorm_no_bias"] = setting(
+        "rmsnorm", "Normalisation of the residual stream; rmsnorm1p multiplies by 1 + weight."
+    )
+    norm_placement: Literal["before", "after", "both"] = setting(
+        "before", "Norms stand before attention and feed-forward, after them (on what is added to the stream), or both."
+    )
+    parallel_block: bool = setting(False, "Attention and feed-forward read the same normed stream, and both are added to it.")
     norm_eps: float = setting(1e-5, "Added to the variance in the normalisation.", gt=0)
     qkv_bias: bool = setting(False, "Bias on the query, key and value projections.")
     output_bias: bool = setting(False, "Bias on the attention output projection.")
     ffn_bias: bool = setting(False, "Bias on the feed-forward projections.")
-    qk_norm: bool = setting(False, "RMSNorm over each head of queries and keys, before rotation.")
+    qk_norm: bool = setting(False, "RMSNorm of queries and keys, before rotation.")
+    qk_norm_over: Literal["head", "projection"] = setting("head", "What one such norm covers: each head, or all heads of a token together.")
+    activation: Literal["silu", "gelu", "gelu_tanh"] = setting("silu", "Activation of the feed-forward layer.")
+    ffn_gate: bool = setting(True, "The feed-forward multiplies by the activation of a gate; false = it activates its inner layer itself.")
     tie_embeddings: bool = setting(True, "Share one matrix between input embedding and output head.")
     sliding_window: int | None = setting(None, "Tokens a query sees, including itself; null = all.", gt=0)
     window_layers: tuple[int, ...] | None = setting(None, "Layers the sliding window applies to; null = all.")
+    attention_scale: float | None = setting(None, "Scores are q k times this; null = 1 / sqrt(head_dim).", gt=0)
     attention_softcap: float | None = setting(None, "Attention scores s become softcap * tanh(s / softcap); null = unchanged.", gt=0)
     experts: ExpertsConfig | None = setting(None, "Mixtures of experts in place of feed-forward layers; null = none.")
+    embed_scale: float = setting(1.0, "The embedding of a token is multiplied by this.", gt=0)
+    residual_scale: float = setting(1.0, "What attention and feed-forward add to the stream is multiplied by this.", gt=0)
+    logit_scale: float = setting(1.0, "Logits are multiplied by this.", gt=0)
+    logit_softcap: float | None = setting(None, "Logits x become softcap * tanh(x / softcap); null = unchanged.", gt=0)
     dropout: float = setting(0.0, "Dropout on the output of attention and feed-forward.", ge=0, lt=1)
     embed_grad_scale: float = setting(1.0, "The embedding's gradient is multiplied by this.", ge=0)
     head_gates: HeadGatesConfig | None = setting(
@@ -142,10 +187,14 @@ class ModelConfig(Section):
                 f"hidden_size is {self.hidden_size}, its widest matrix {widest}, num_layers {self.num_layers}; "
                 f"a matrix may have at most {MAX_ELEMENTS} elements and a model {MAX_LAYERS} layers. Use smaller values"
             )
-        if self.head_size % 2:
-            raise ValueError(f"head_dim is {self.head_size}; it must be even for rotary positions")
-        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
-            raise ValueError(f"rope_theta is {self.rope_theta}; with yarn scaling it must be above 1")
+        self._positions_fit()
+        if self.parallel_block and self.norm_placement != "before":
+            raise ValueError(f"parallel_block is given with norm_placement={self.norm_placement}; its one norm stands before. Use before")
+        if self.experts is not None and (self.parallel_block or not self.ffn_gate or self.activation != "silu"):
+            key = "parallel_block" if self.parallel_block else "activation" if self.ffn_gate else "ffn_gate"
+            raise ValueError(f"experts is given with {key}={getattr(self, key)}; experts are gated, with silu, behind attention")
+        if self.qk_norm_over != "head" and not self.qk_norm:
+            raise ValueError(f"qk_norm_over is {self.qk_norm_over} without qk_norm; set qk_norm: true")
         if self.num_heads % self.kv_heads:
             raise ValueError(f"num_kv_heads is {self.kv_heads}; it must divide num_heads={self.num_heads}")
         for key in ("no_rope_layers", "window_layers"):
@@ -164,6 +213,26 @@ class ModelConfig(Section):
         if self.head_gates is not None and self.attention_softcap is not None:
             raise ValueError(f"head_gates is given with attention_softcap={self.attention_softcap}; gated heads have no soft-capping")
         return self
+
+    def _positions_fit(self) -> None:
+        scaling = self.rope_scaling
+        if self.positions == "learned":
+            given = [key for key in ("rope_scaling", "rope_local_theta", "no_rope_layers") if getattr(self, key)]
+            if given:
+                raise ValueError(f"positions is learned and {given[0]} is given, which is for rotary positions. Remove one of them")
+            return
+        if self.rotary_size % 2 or not self.rotary_size:
+            part = "" if self.rotary_fraction == 1 else f", of which rotary_fraction={self.rotary_fraction} is {self.rotary_size} channels"
+            raise ValueError(f"head_dim is {self.head_size}{part}; it must be even for rotary positions")
+        if scaling is not None and scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta is {self.rope_theta}; with yarn scaling it must be above 1")
+        if scaling is not None and scaling.kind == "longrope" and len(scaling.short_factor) != self.rotary_size // 2:
+            raise ValueError(
+                f"rope_scaling.short_factor has {len(scaling.short_factor)} numbers; {self.rotary_size} rotated channels need "
+                f"{self.rotary_size // 2}"
+            )
+        if self.rope_local_theta is not None and self.sliding_window is None:
+            raise ValueError("rope_local_theta is given without sliding_window; it is for layers with a window")
 
     @model_validator(mode="after")
     def _aligner_alone(self) -> "ModelConfig":
@@ -187,6 +256,16 @@ class ModelConfig(Section):
     def head_size(self) -> int:
         """Width of one head."""
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of a head that are rotated."""
+        return int(self.head_size * self.rotary_fraction)
+
+    @property
+    def ffn_matrices(self) -> int:
+        """Matrices of a feed-forward layer."""
+        return 3 if self.ffn_gate else 2
 
     @property
     def vocab(self) -> int:

@@ -16,12 +16,12 @@ from math import prod
 
 from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.config import ModelConfig
-from headway.model.layout import EMBEDDING, GATES, HEAD, active_share, param_specs
+from headway.model.layout import EMBEDDING, GATES, HEAD, POSITIONS, active_share, param_specs
 
 CORE = 3
 SLOTS = {
-    "input_layernorm": 0, "q_proj": 1, "k_proj": 1, "v_proj": 1, "q_norm": 2, "k_norm": 2, "o_proj": 4, "post_attention_layernorm": 5,
-    "gate": 6, "gate_proj": 6, "up_proj": 6, "down_proj": 7,
+    "input_layernorm": 0, "q_proj": 1, "k_proj": 1, "v_proj": 1, "q_norm": 2, "k_norm": 2, "o_proj": 4, "post_self_attn_layernorm": 5,
+    "post_attention_layernorm": 6, "gate": 7, "gate_proj": 7, "up_proj": 7, "down_proj": 8, "post_mlp_layernorm": 9,
 }  # fmt: skip
 """Where in its block the forward meets a parameter; attention itself is at CORE."""
 Depth = tuple[int, int]
@@ -60,7 +60,7 @@ def token_flops(
     matrices = 0.0
     for name, shape in shapes.items():
         is_head = name == HEAD or (name == EMBEDDING and config.tie_embeddings)
-        if len(shape) < 2 or name == GATES or not _is_of_model(name) or (name == EMBEDDING and not is_head):
+        if len(shape) < 2 or name in (GATES, POSITIONS) or not _is_of_model(name) or (name == EMBEDDING and not is_head):
             continue
         depth = (config.num_layers, 1) if is_head else _depth(name, config)
         # What goes into B comes from A, which trains.

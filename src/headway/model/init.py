@@ -26,7 +26,7 @@ def initialize(model: Transformer, seed: int) -> None:
 
 
 def initial_value(name: str, shape: Sequence[int], config: ModelConfig, seed: int) -> torch.Tensor:
-    """fp32 on the CPU: norms 1, biases 0, gates nearly full, matrices normal.
+    """fp32 on the CPU: norms 1 (or 0 where 1 is added to them), biases 0, gates nearly full, matrices normal.
 
     Matrices that add to the stream shrink with depth, so that it does not grow.
     """
@@ -37,7 +37,7 @@ def initial_value(name: str, shape: Sequence[int], config: ModelConfig, seed: in
     if name.endswith("bias"):
         return torch.zeros(*shape, device="cpu")
     if name.endswith("norm.weight"):
-        return torch.ones(*shape, device="cpu")
+        return torch.full(tuple(shape), 0.0 if config.norm == "rmsnorm1p" else 1.0, device="cpu")
     generator = torch.Generator(device="cpu").manual_seed(derive(seed, "init", name))
     if name == GATES:
         gates = config.head_gates

@@ -1,7 +1,7 @@
 """How the parameters of a Transformer may be sharded, as data: a config comes in, one `ParamSpec` per parameter goes out, in forward order.
 
     split        dim    parameters
-    column        0     q, k, v, gate, up and their biases: each rank computes some of the outputs
+    column        0     q, k, v, gate, up and their biases, norms over all heads: each rank computes some of the outputs
     row           1     o, down: each rank sums over some of the inputs
     (of stacked experts, [experts, out, in], each dim is one higher: a rank has a part of every expert)
     vocab         0     embedding and head: each rank has some of the tokens
@@ -20,6 +20,7 @@ Split = Literal["column", "row", "vocab", "replicated"]
 Stage = int | Literal["first", "last"]
 
 EMBEDDING = "model.embed_tokens.weight"
+POSITIONS = "model.embed_positions.weight"
 HEAD = "lm_head.weight"
 GATES = "head_gates.log_alpha"
 """Gates stay whole and fp32 on every rank, for any dtype of the weights."""
@@ -67,6 +68,8 @@ def param_specs(config: ModelConfig) -> list[ParamSpec]:
     media = {} if config.media is None else config.media.parameters(config.hidden_size)
     specs += [ParamSpec(name, shape, "replicated", "first") for name, shape in media.items()]
     specs += [ParamSpec(EMBEDDING, (config.vocab, config.hidden_size), "vocab", "first", tied_to=tied)]
+    if config.positions == "learned":
+        specs.append(ParamSpec(POSITIONS, (config.max_seq_len, config.hidden_size), "replicated", "first"))
     for layer in range(config.num_layers):
         specs += _block(config, layer)
     specs += _norm(config, "model.norm", "last")
@@ -78,20 +81,25 @@ def param_specs(config: ModelConfig) -> list[ParamSpec]:
 def _block(config: ModelConfig, layer: int) -> list[ParamSpec]:
     at, width, head, ffn = f"model.layers.{layer}.", config.hidden_size, config.head_size, config.ffn_size
     queries, keys = config.num_heads * head, config.kv_heads * head
-    specs = _norm(config, at + "input_layernorm", layer)
+    before, after = config.norm_placement != "after", config.norm_placement != "before"
+    specs = _norm(config, at + "input_layernorm", layer) if before else []
     for name, outputs in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
         specs += _linear(f"{at}self_attn.{name}", (outputs, width), "column", layer, bias=config.qkv_bias, unit=head)
     if config.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            specs.append(ParamSpec(f"{at}self_attn.{name}.weight", (head,), "replicated", layer))
+        for name, size in (("q_norm", queries), ("k_norm", keys)):
+            by_head = config.qk_norm_over == "head"
+            shape, split, unit = ((head,), "replicated", 1) if by_head else ((size,), "column", head)
+            specs.append(ParamSpec(f"{at}self_attn.{name}.weight", shape, split, layer, unit))
     specs += _linear(at + "self_attn.o_proj", (width, queries), "row", layer, bias=config.output_bias, unit=head)
-    specs += _norm(config, at + "post_attention_layernorm", layer)
-    return specs + (_mixture if config.is_mixture(layer) else _feed_forward)(config, at + "mlp.", layer, ffn)
+    specs += _norm(config, at + "post_self_attn_layernorm", layer) if after else []
+    specs += _norm(config, at + "post_attention_layernorm", layer) if before and not config.parallel_block else []
+    specs += (_mixture if config.is_mixture(layer) else _feed_forward)(config, at + "mlp.", layer, ffn)
+    return specs + (_norm(config, at + "post_mlp_layernorm", layer) if after else [])
 
 
 def _feed_forward(config: ModelConfig, at: str, layer: int, ffn: int) -> list[ParamSpec]:
     width, specs = config.hidden_size, list[ParamSpec]()
-    for name in ("gate_proj", "up_proj"):
+    for name in ("gate_proj", "up_proj") if config.ffn_gate else ("up_proj",):
         specs += _linear(at + name, (ffn, width), "column", layer, bias=config.ffn_bias)
     return specs + _linear(at + "down_proj", (width, ffn), "row", layer, bias=config.ffn_bias)
 

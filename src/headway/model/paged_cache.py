@@ -147,6 +147,7 @@ class PagedDecode:
         self.cache, self.rows = cache, rows
         self.slots = torch.full((rows,), cache.slots, dtype=torch.int64, device=cache.device)
         """[B]: the slot of each row; the last slot takes no part."""
+        self.capacity = cache.shape.context
         self.host_slots: list[int] = []
         self.most = 0
         """No row has more tokens than this, the new one included; for the plain path."""
@@ -167,7 +168,7 @@ class PagedPrefill:
     is_empty = False
 
     def __init__(self, cache: PagedCache, plan: PrefillPlan) -> None:
-        self.cache, self.plan = cache, plan
+        self.cache, self.plan, self.capacity = cache, plan, cache.shape.context
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, whole: object = None

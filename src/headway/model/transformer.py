@@ -66,15 +66,23 @@ def unchanged(x: Tensor) -> Tensor:
     return x
 
 
+def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
+    return x if norm is None else norm(x)
+
+
 class Block(nn.Module):
     """One layer: attention and feed-forward, each on the normed stream and added to it."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = build_norm(config)
+        before, after = config.norm_placement != "after", config.norm_placement != "before"
+        self.input_layernorm = build_norm(config) if before else None
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = build_norm(config)
+        self.post_self_attn_layernorm = build_norm(config) if after else None
+        self.post_attention_layernorm = build_norm(config) if before and not config.parallel_block else None
         self.mlp = build_mlp(config, layer)
+        self.post_mlp_layernorm = build_norm(config) if after else None
+        self.is_parallel, self.residual_scale = config.parallel_block, config.residual_scale
         self.dropout = config.dropout
         self.window = config.window_of(layer)
         self.rule = ScoreRule(config.attention_softcap)
@@ -92,18 +100,25 @@ class Block(nn.Module):
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Everything up to the attention core: q [B,T,H,hd], k and v [B,T,KV,hd]."""
-        return self.self_attn.project(self.enter(self.input_layernorm(x)), cos, sin)
+        return self.self_attn.project(self.enter(_normed(x, self.input_layernorm)), cos, sin)
 
     def after(self, x: Tensor, o: Tensor, counted: Tensor | None = None) -> Tensor | tuple[Tensor, Routing]:
         """Everything after the attention core, from the block's input and o [B,T,H,hd]. A mixture that is given the tokens that count,
         [B,T], also says what its router did with them."""
-        x = x + self._dropped(self.leave(self.self_attn.output(o)))
-        normed = self.enter(self.post_attention_layernorm(x))
+        if self.is_parallel:
+            both = self.self_attn.output(o) + self.mlp(self.enter(_normed(x, self.input_layernorm)))
+            return self._added(x, self.leave(both))
+        x = self._added(x, _normed(self.leave(self.self_attn.output(o)), self.post_self_attn_layernorm))
+        normed = self.enter(_normed(x, self.post_attention_layernorm))
         if counted is None or isinstance(self.mlp, FeedForward):
-            return x + self._dropped(self.leave(self.mlp(normed)))
+            return self._added(x, _normed(self.leave(self.mlp(normed)), self.post_mlp_layernorm))
         out, routing = self.mlp.route(normed, counted)
         assert routing is not None
-        return x + self._dropped(self.leave(out)), routing
+        return self._added(x, _normed(self.leave(out), self.post_mlp_layernorm)), routing
+
+    def _added(self, x: Tensor, more: Tensor) -> Tensor:
+        more = self._dropped(more)
+        return x + (more if self.residual_scale == 1.0 else more * self.residual_scale)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask, counted: Tensor | None = None
@@ -125,9 +140,11 @@ class Trunk(nn.Module):
         if not weight.is_meta:
             nn.init.normal_(weight)  # on the meta device it would draw nothing and load the compiler, which takes seconds
         self.embed_tokens = nn.Embedding(config.vocab, config.hidden_size, _weight=weight)
+        learned = config.positions == "learned"
+        self.embed_positions = nn.Embedding(config.max_seq_len, config.hidden_size) if learned else None
         # Keyed by number, so that a part of the layers keeps its names.
         self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
-        self.norm = build_norm(config)
+        self.norm = build_norm(config, gain=config.logit_scale)  # logits are linear in what it returns
 
 
 class Transformer(Model):
@@ -151,6 +168,7 @@ class Transformer(Model):
         """Compiled halves of every block, for many tokens that go into a cache."""
         self._counts_routing = True
         """Whether gradients of what routers did count on this rank; ranks that share the layers compute the same."""
+        self._own_tokens: Callable[[Tensor], Tensor] | None = None
         self._log_alpha: Tensor | None = None
         """The head gates on the host, as of the beginning of the step."""
 
@@ -165,7 +183,7 @@ class Transformer(Model):
     def forward_stage(self, batch: Batch, stream: Tensor | None, layers: range, seed: int | None = None) -> Tensor | ModelOut:
         """Every stage draws the gates of all layers, from the same seed."""
         mask, draw = self._mask(batch, seed)
-        x = self.embed(batch.tokens, MediaTensors.of(batch, self.config.media)) if stream is None else stream
+        x = self.embed(batch.tokens, MediaTensors.of(batch, self.config.media), position=batch.position) if stream is None else stream
         cos, sin = self.rotation(batch.position)
         for layer in layers:
             x = self.model.layers[str(layer)](x, cos, sin, mask)
@@ -181,7 +199,8 @@ class Transformer(Model):
     def _output(self, hidden: Tensor, draw: GateDraw | None, routing: Routing | None = None) -> ModelOut:
         if routing is not None and not self._counts_routing:
             routing = routing._replace(probability=routing.probability.detach(), z=routing.z.detach())
-        return ModelOut(LMHead(hidden, self.head_weight, self.chunk_tokens, self.head_grad_buffer, self._vocab), draw, routing=routing)
+        head = LMHead(hidden, self.head_weight, self.chunk_tokens, self.head_grad_buffer, self._vocab, self.config.logit_softcap)
+        return ModelOut(head, draw, routing=routing)
 
     def keep_layers(self, layers: Collection[int], *, first: bool, last: bool) -> None:
         """The layers are keyed by their numbers, so those that stay keep their names."""
@@ -191,6 +210,7 @@ class Transformer(Model):
         if not first and not (last and self.config.tie_embeddings):
             del self.model.embed_tokens
         if not first:
+            self.model.embed_positions = None
             self.aligner = self.projector = None
         if not last:
             del self.model.norm
@@ -233,11 +253,22 @@ class Transformer(Model):
             return self.model.embed_tokens.weight
         return self.lm_head.effective if isinstance(self.lm_head, AdaptedLinear) else self.lm_head.weight
 
-    def embed(self, tokens: Tensor, media: MediaTensors | None = None) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Soft-capped where the config says so."""
+        found, cap = super().logits(hidden), self.config.logit_softcap
+        return found if cap is None else torch.tanh(found / cap) * cap
+
+    def embed(self, tokens: Tensor, media: MediaTensors | None = None, *, position: Tensor | None = None) -> Tensor:
         """The stream at the bottom, [B,T,D]; media replace the embeddings of their positions."""
         x = self.model.embed_tokens(tokens)
+        if self.config.embed_scale != 1.0:
+            x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype).item()  # rounded to the dtype, as published models were trained
         share = self.config.embed_grad_scale
         x = x if share == 1.0 else x * share + x.detach() * (1 - share)
+        if self.model.embed_positions is not None:
+            assert position is not None, "learned positions need them"
+            own = position if self._own_tokens is None else self._own_tokens(position)
+            x = x + self.model.embed_positions(own.clamp(min=0).long())  # a row that takes no part stands at -1
         if media is None or self.projector is None:
             return x
         return self.projector(x, media, self.aligner)
@@ -255,8 +286,8 @@ class Transformer(Model):
 
         With `counted` tokens [B,T], also what the routers of all mixtures did with them: [layers,B,...]."""
         assert cache is None or (mask is None) == (not cache.is_empty)
-        x = self.embed(tokens, media)
-        cos, sin = self.rotation(position)
+        x = self.embed(tokens, media, position=position)
+        cos, sin = self.rotation(position, None if cache is None else cache.capacity)
         routings: list[Routing] = []
         for layer, block in enumerate(self.blocks().values()):
             if cache is None:
@@ -289,7 +320,7 @@ class Transformer(Model):
 
     def split_layers(self, split: LayerSplit) -> None:
         """The embedding's exchange is in its module."""
-        self._vocab = split.vocab
+        self._vocab, self._own_tokens = split.vocab, split.own_tokens
         if self.projector is not None:
             self.projector.own_tokens = split.own_tokens
         self._counts_routing = split.is_first
@@ -297,6 +328,7 @@ class Transformer(Model):
             self.head_gates.heads, self.head_gates.counts = split.heads, split.is_first
         for block in self.blocks().values():
             block.enter, block.leave, block.drop = split.enter, split.leave, split.drop
+            block.self_attn.mean_over_ranks = split.mean
 
     def prefill(self, tokens: Tensor, position: Tensor, cache: KVCache | None = None, media: MediaTensors | None = None) -> Tensor:
         """Rows that continue what a cache holds need no mask: each is one document."""
@@ -325,8 +357,8 @@ class Transformer(Model):
             halves = [(compiler(before), compiler(after)) for before, after in halves]
 
         def forward(tokens: Tensor, position: Tensor, cache: AttentionCache, media: MediaTensors | None = None) -> Tensor:
-            x = self.embed(tokens, media)
-            cos, sin = self.rotation(position)
+            x = self.embed(tokens, media, position=position)
+            cos, sin = self.rotation(position, cache.capacity)
             for layer, (before, after) in enumerate(halves):
                 q, k, v = before(x, cos, sin)
                 x = after(x, cache.attend(layer, q, k, v, position, None))

@@ -28,7 +28,7 @@ from headway.model.adapter.config import PARTS
 from headway.model.adapter.lora import AdaptedLinear
 from headway.model.base import LayerSplit, Model, build_model, keep_wide
 from headway.model.config import ModelConfig
-from headway.model.layout import GATES, ParamSpec
+from headway.model.layout import GATES, POSITIONS, ParamSpec
 from headway.model.media_shape import PROJECTOR
 from headway.optim.groups import ADAPTER
 from headway.parallel.base import LocalModel, ParamBox
@@ -56,7 +56,9 @@ def split_model(model: Model, spec: EngineSpec) -> LocalModel:
     rows = even_parts(vocab, group.size)[group.rank]
     shard = VocabShard(rows.start, vocab, exchange.stack, exchange.enter)
     heads = local_heads(model.config, group)
-    model.split_layers(LayerSplit(exchange.enter, exchange.leave, exchange.drop, heads, exchange.own_tokens, group.rank == 0, shard))
+    first = group.rank == 0
+    split = LayerSplit(exchange.enter, exchange.leave, exchange.drop, heads, exchange.own_tokens, first, shard, exchange.mean)
+    model.split_layers(split)
     return LocalModel(boxes, _sum_groups(spec.ranks, copies))
 
 
@@ -114,7 +116,7 @@ class Cut:
         dim, owner = self._split_dim(spec, specs)
         if dim is None:
             return ParamBox(spec.shape, (0,) * len(spec.shape), spec.shape, self.group.size, self.group.rank, self._is_partial(spec.name))
-        copies = self.copies if owner.endswith(("k_proj", "v_proj")) else 1
+        copies = self.copies if owner.endswith(("k_proj", "v_proj", "k_norm")) else 1
         parts = even_parts(spec.shape[dim], self.group.size // copies)
         part = parts[self.group.rank // copies]
         offset = tuple(part.start if at == dim else 0 for at in range(len(spec.shape)))
@@ -134,9 +136,8 @@ class Cut:
 
     def _is_partial(self, name: str) -> bool:
         """Whether gradients of what all ranks hold cover a part: some heads or inputs, or with sequence some tokens."""
-        on_stream = name.endswith(("layernorm.weight", "layernorm.bias", "model.norm.weight", "model.norm.bias")) or name.startswith(
-            PROJECTOR
-        )
+        ends = ("layernorm.weight", "layernorm.bias", "model.norm.weight", "model.norm.bias", POSITIONS)
+        on_stream = name.endswith(ends) or name.startswith(PROJECTOR)
         return self.sequence if on_stream else True
 
 

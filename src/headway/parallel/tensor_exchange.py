@@ -45,6 +45,12 @@ class TensorExchange:
         assert isinstance(part, Tensor)
         return part.unflatten(0, (x.shape[0], -1))
 
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over ranks, which all of them use: the backward adds up their gradients."""
+        total = _Copied.apply(_Summed.apply(x, self), self)
+        assert isinstance(total, Tensor)
+        return total / self.size
+
     def own_tokens(self, x: Tensor) -> Tensor:
         """[B,T] of all tokens -> [B,t] of those whose stream this rank has."""
         if not self.sequence:
