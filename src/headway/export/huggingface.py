@@ -166,7 +166,7 @@ def _their_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for spec in param_specs(config):
         pieces = pieces_of(family, spec, config)
         for piece in pieces:
-            shape = spec.shape[1:] if len(pieces) > 1 else spec.shape
+            shape = spec.shape[1:] if len(pieces) > 1 else spec.shape[::-1] if piece.transposed else spec.shape
             if piece.dim is not None:
                 before = shapes.get(piece.name, shape)[piece.dim] if piece.name in shapes else 0
                 shape = tuple(max(before, piece.stop) if dim == piece.dim else n for dim, n in enumerate(shape))
@@ -199,6 +199,7 @@ def _checked(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]]) -
         assert spec is not None and shape == tuple(value.shape), f"{name} has shape {tuple(value.shape)}; the config makes it {shape}"
         pieces = pieces_of(family, spec, config)
         for piece, part in zip(pieces, value if len(pieces) > 1 else (value,), strict=True):
+            part = part.t() if piece.transposed else part
             if piece.dim is None:
                 yield piece.name, part
                 continue

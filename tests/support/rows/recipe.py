@@ -28,6 +28,11 @@ SCALED = (
     "model.rope_theta=100",
 )
 YARN = ("model.rope_scaling.kind=yarn", *SCALED[1:])
+LONGROPE = (
+    "model.rope_scaling.kind=longrope",
+    "model.rope_scaling.short_factor=[1.0, 1.0, 1.0, 1.0]",
+    "model.rope_scaling.long_factor=[1.0, 1.0, 1.0, 1.0]",
+)
 RULE = ("optim.groups=[{match: [norms]}]",)
 CHAT = ("model.vocab_size=null", "tokenizer=$/tok0", "data.train=[{path: $/raw.jsonl}]", "model.max_seq_len=512", "data.seq_len=512")
 RAW = ("model.vocab_size=null", "tokenizer=$/tok0", "data.train=[{path: $/raw.jsonl}]")
@@ -67,6 +72,22 @@ ROWS: dict[str, Row] = {
     "model.rope_scaling.attention_factor": (YARN, None, 2.0, numbers),
     "model.rope_scaling.truncate": (YARN, True, False, numbers),
     "model.no_rope_layers": ((), [], [1], numbers),
+    "model.rope_scaling.short_factor": (LONGROPE, [1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0], numbers),
+    "model.rope_scaling.long_factor": ((*LONGROPE, "model.rope_scaling.original_max_seq_len=4"), [1.0] * 4, [1.0, 2.0, 3.0, 4.0], numbers),
+    "model.rope_local_theta": (("model.sliding_window=4",), None, 100.0, numbers),
+    "model.rope_interleaved": ((), False, True, numbers),
+    "model.rotary_fraction": ((), 1.0, 0.5, numbers),
+    "model.positions": ((), "rotary", "learned", engine(shapes)),
+    "model.norm_placement": ((), "before", "both", engine(shapes)),
+    "model.parallel_block": ((), False, True, numbers),
+    "model.qk_norm_over": (("model.qk_norm=true",), "head", "projection", engine(shapes)),
+    "model.activation": ((), "silu", "gelu", numbers),
+    "model.ffn_gate": ((), True, False, engine(shapes)),
+    "model.attention_scale": ((), None, 2.0, numbers),
+    "model.embed_scale": ((), 1.0, 20.0, numbers),
+    "model.residual_scale": ((), 1.0, 0.1, numbers),
+    "model.logit_scale": ((), 1.0, 0.1, numbers),
+    "model.logit_softcap": ((), None, 0.5, numbers),
     "model.norm": ((), "rmsnorm", "layernorm", numbers),
     "model.norm_eps": ((), 1e-5, 1e-1, numbers),
     "model.qkv_bias": ((), False, True, engine(shapes)),

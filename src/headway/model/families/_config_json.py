@@ -27,8 +27,19 @@ ROPE_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
-OPTIONAL_ROPE_KEYS = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate")}
+OPTIONAL_ROPE_KEYS = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"), "longrope": ("factor", "attention_factor")}
+ROPE_LISTS = ("short_factor", "long_factor")
+NEUTRAL: dict[str, Any] = {
+    key: ModelConfig.model_fields[key].default
+    for key in (
+        "norm", "no_rope_layers", "norm_placement", "parallel_block", "qk_norm_over", "activation", "ffn_gate", "positions",
+        "rope_local_theta", "rope_interleaved", "rotary_fraction", "attention_scale", "attention_softcap", "embed_scale", "residual_scale",
+        "logit_scale", "logit_softcap", "experts",
+    )
+}  # fmt: skip
+"""What a family's config.json cannot change unless the family says otherwise."""
 
 
 def understood(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,10 +48,10 @@ def understood(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
     read = known.keys() | set(REQUIRED)
     fixed = ONLY.keys() - defaults.keys()  # what a family reads itself may have any value
     strange = [key for key, value in given.items() if (key in fixed or key not in read) and not harmless(key, value, given)]
-    computed = [f"{key} is {_shown(given[key])} (headway computes only {ONLY[key][0]!r})" for key in strange if key in ONLY]
-    unknown = [f"{key} is {_shown(given[key])}" for key in strange if key not in ONLY]
+    computed = [f"{key} is {shown(given[key])} (headway computes only {ONLY[key][0]!r})" for key in strange if key in ONLY]
+    unknown = [f"{key} is {shown(given[key])}" for key in strange if key not in ONLY]
     wrong = ((key, misfit(key, given[key])) for key in given if key in read and given[key] is not None)
-    problems = computed + [f"{key} is {_shown(given[key])}; {why}" for key, why in wrong if why is not None]
+    problems = computed + [f"{key} is {shown(given[key])}; {why}" for key, why in wrong if why is not None]
     if unknown:
         remedy = "Remove keys that do not change what the model computes"
         problems.append(f"{', '.join(unknown)}: headway does not know {'this' if len(unknown) == 1 else 'these'}. {remedy}")
@@ -50,7 +61,8 @@ def understood(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
     return {**known, **given}
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as an error names it."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -86,23 +98,28 @@ def read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     top = {"rope_theta": settings["rope_theta"]} if settings["rope_theta"] is not None else {}
     for where in (settings["rope_parameters"] or {}, settings["rope_scaling"] or {}, top):
         for key, value in where.items():
-            if key != "rope_type" and key != "type" and not isinstance(value, (int, float, type(None))):
+            listed = key in ROPE_LISTS and isinstance(value, list) and all(isinstance(one, (int, float)) for one in value)
+            if key != "rope_type" and key != "type" and not listed and not isinstance(value, (int, float, type(None))):
                 raise ConfigError(
-                    f"rope_type is {where.get('rope_type', where.get('type'))!r} with {key} {_shown(value)}; numbers are expected."
+                    f"rope_type is {where.get('rope_type', where.get('type'))!r} with {key} {shown(value)}; numbers are expected."
                 )
             name = "rope_type" if key == "type" else key
             if rope.setdefault(name, value) != value:
                 raise ConfigError(f"{key} is given as {rope[name]!r} and as {value!r}. Keep one of rope_parameters and rope_scaling.")
     theta = rope.pop("rope_theta", 10000.0)
     kind = rope.pop("rope_type", "default")
-    if rope.pop("partial_rotary_factor", 1) != 1:
-        raise ConfigError("partial_rotary_factor is not 1; headway rotates whole heads.")
+    if rope.pop("partial_rotary_factor", 1) != 1 and "partial_rotary_factor" not in settings:
+        raise ConfigError("partial_rotary_factor is not 1; headway rotates whole heads in this family.")
+    kind = "longrope" if kind == "su" else kind
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise ConfigError(f"rope_type is {kind!r}; headway computes {', '.join(ROPE_KEYS)}.")
     if "original_max_position_embeddings" in ROPE_KEYS[kind]:
         rope.setdefault("original_max_position_embeddings", settings["max_position_embeddings"])
     if kind == "yarn":
         rope = _yarn(rope)
+    if kind == "longrope":
+        rope = {key: value for key, value in rope.items() if value is not None}
+        rope.setdefault("factor", max(1.0, settings["max_position_embeddings"] / max(1, rope["original_max_position_embeddings"])))
     takes = (*ROPE_KEYS[kind], *OPTIONAL_ROPE_KEYS.get(kind, ()))
     for key in (*rope, *ROPE_KEYS[kind]):
         if key not in rope or key not in takes:
@@ -148,6 +165,8 @@ def settings_of(config: ModelConfig, model_type: str, architecture: str) -> dict
             "beta_slow": scaling.beta_slow,
             "attention_factor": scaling.attention_factor,
             "truncate": scaling.truncate,
+            "short_factor": list(scaling.short_factor),
+            "long_factor": list(scaling.long_factor),
         }
         keys = (*ROPE_KEYS[scaling.kind], *OPTIONAL_ROPE_KEYS.get(scaling.kind, ()))
         rope = {"rope_type": scaling.kind, **{key: values[key] for key in keys if values[key] is not None}}
@@ -176,13 +195,12 @@ def settings_of(config: ModelConfig, model_type: str, architecture: str) -> dict
 
 def require(config: ModelConfig, family: str, **needed: Any) -> None:
     """Refuse to write a config that a family's config.json cannot express."""
-    for key, value in {"norm": "rmsnorm", "no_rope_layers": (), "experts": None, **needed}.items():
+    for key, value in {**NEUTRAL, **needed}.items():
         given = getattr(config, key)
         if given != value:
-            shown = list(given) if isinstance(given, tuple) else given
-            wanted = list(value) if isinstance(value, tuple) else value
+            found, wanted = (list(one) if isinstance(one, tuple) else one for one in (given, value))
             raise ConfigError(
-                f"model.{key} is {shown!r}, which the config.json of a Hugging Face {family} model cannot express; "
+                f"model.{key} is {found!r}, which the config.json of a Hugging Face {family} model cannot express; "
                 f"it is always {wanted!r} there."
             )
 

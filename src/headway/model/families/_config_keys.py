@@ -88,6 +88,14 @@ NUMBERS = ("initializer_range", "rms_norm_eps", "rope_theta", "router_aux_loss_c
 MAPPINGS = ("rope_scaling", "rope_parameters", "rotary")
 LISTS = ("layer_types", "no_rope_layers", "mlp_only_layers")
 LARGEST = 1 << 40
+# Of families with multipliers, caps and several rotary bases.
+WHOLE += ("sliding_window_pattern", "_sliding_window_pattern", "original_max_position_embeddings", "n_embd", "n_layer", "n_head", "n_inner",
+          "n_positions", "n_ctx")  # fmt: skip
+NUMBERS += (
+    "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier", "residual_multiplier",
+    "attention_multiplier", "logits_scaling", "logit_scale", "layer_norm_eps", "layer_norm_epsilon", "partial_rotary_factor",
+    "rope_local_base_freq",
+)  # fmt: skip
 
 
 def misfit(key: str, value: Any) -> str | None:

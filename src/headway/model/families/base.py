@@ -33,13 +33,15 @@ class Piece:
     """Our parameter is a part of their tensor along this dim, from `start` to `stop`; None: their tensor holds nothing else."""
     start: int = 0
     stop: int = 0
+    transposed: bool = False
+    """Their matrix is [inputs, outputs]; `dim` counts its dims."""
 
 
 def pieces_of(family: Family, spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None = None) -> tuple[Piece, ...]:
     """The tensors of theirs that hold a parameter; several are stacked, one for each expert.
 
-    A family whose tensors are not ours one by one defines `pieces(spec, config, stored)`: the pieces of a parameter, or none if it is kept
-    as it is. `stored` has the names of a folder, for families that know several forms; None asks for the form that is exported.
+    A family whose tensors are not ours one by one defines `pieces(spec, config, stored)`: the pieces of a parameter, or none if it is
+    stored as it is. `stored` has the names of a folder, for families that know several forms; None asks for the form that is exported.
     """
     split = vars(family).get("pieces")
     found: tuple[Piece, ...] = split(spec, config, stored) if split is not None else ()
@@ -143,6 +145,7 @@ def family_for(given: Mapping[str, Any]) -> Family:
     shipped = list(map(family_of, family_names()))
     families = {family.MODEL_TYPE: family for family in shipped}
     families |= {vars(family)["CODE_TYPE"]: family for family in shipped if "CODE_TYPE" in vars(family)}
+    families |= {kind: family for family in shipped for kind in vars(family).get("OTHER_TYPES", ())}
     if not isinstance(wanted, str) or wanted not in families:
         raise ConfigError(
             f"model_type is {str(wanted)[:80]!r}; headway reads {', '.join(families)}. Your own family module can read others."

@@ -134,9 +134,8 @@ def _check_shapes(folder: Path, config: ModelConfig, where: Locations, files: di
 
 def part_shape(whole: tuple[int, ...], piece: Piece) -> tuple[int, ...]:
     """The shape of a piece of their tensor."""
-    if piece.dim is None:
-        return whole
-    return tuple(max(0, min(piece.stop, n) - piece.start) if dim == piece.dim else n for dim, n in enumerate(whole))
+    part = tuple(max(0, min(piece.stop, n) - piece.start) if dim == piece.dim else n for dim, n in enumerate(whole))
+    return part[::-1] if piece.transposed else part
 
 
 def _shape_and_dtype(folder: Path, files: dict[str, Any], place: Place) -> tuple[tuple[int, ...], str]:
@@ -158,6 +157,7 @@ def _read(folder: Path, files: dict[str, Any], places: tuple[Place, ...]) -> tor
     import torch
 
     parts = [_read_piece(folder, files, place) for place in places]
+    parts = [part.t().contiguous() if place[1].transposed else part for place, part in zip(places, parts, strict=True)]
     return parts[0] if len(parts) == 1 else torch.stack(parts)
 
 
@@ -208,7 +208,8 @@ def _locations(folder: Path, config: ModelConfig) -> Locations:
     stored, used = _tensors(folder), set[str]()
     for spec in param_specs(config):
         pieces = pieces_of(family, spec, config, stored)
-        if (len(pieces) > 1 or any(piece.dim is not None for piece in pieces)) and all(piece.name in stored for piece in pieces):
+        split = len(pieces) > 1 or any(piece.dim is not None or piece.transposed for piece in pieces)
+        if split and all(piece.name in stored for piece in pieces):
             found[spec.name] = tuple((stored[piece.name], piece) for piece in pieces)
             used |= {piece.name for piece in pieces}
     for theirs, file in stored.items():

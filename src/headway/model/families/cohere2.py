@@ -1,0 +1,66 @@
+"""Command R7B and Command A (Cohere 2): attention and feed-forward side by side behind one norm without bias; layers with a window rotate
+neighbouring channels, the others do not rotate."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headway.model.config import ModelConfig
+from headway.model.families import _config_json as shared
+from headway.model.families import _forms as forms
+
+MODEL_TYPE = "cohere2"
+ARCHITECTURE = "Cohere2ForCausalLM"
+PERIOD = 4
+DEFAULTS = {
+    "num_key_value_heads": None,
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "logit_scale": 0.0625,
+    "sliding_window": 4096,
+    "sliding_window_pattern": PERIOD,
+    "layer_types": None,
+}
+# Published files carry these keys, and nothing reads them.
+UNREAD = ("rms_norm_eps", "rotary_pct", "use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding",
+          "order_of_interleaved_layers", "position_embedding_type", "layer_switch", "cache_implementation", "use_qk_norm")  # fmt: skip
+FORM: dict[str, Any] = {"norm": "layernorm_no_bias", "parallel_block": True, "rope_interleaved": True}
+
+to_theirs = shared.same_name
+to_ours = shared.ours_or_none
+published = shared.as_it_is
+
+
+def read(given: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of a Cohere 2 config.json."""
+    settings = shared.understood({key: value for key, value in given.items() if key not in UNREAD}, DEFAULTS)
+    settings["rms_norm_eps"], settings["head_dim"] = settings["layer_norm_eps"], None
+    settings["layer_types"] = types = forms.pattern(settings, settings["sliding_window_pattern"] or PERIOD)
+    bias = settings["attention_bias"]
+    return shared.model_config(
+        "cohere2",
+        settings,
+        qkv_bias=bias,
+        output_bias=bias,
+        logit_scale=settings["logit_scale"],
+        no_rope_layers=[layer for layer, kind in enumerate(types) if kind == "full_attention"],
+        **shared.read_windows({**settings, "use_sliding_window": True}),
+        **FORM,
+    )
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """The Cohere 2 config.json of a ModelConfig."""
+    full = tuple(layer for layer in range(config.num_layers) if config.window_of(layer) is None)
+    always = {"qk_norm": False, "ffn_bias": False, "head_size": config.hidden_size // config.num_heads}
+    shared.require(config, "cohere2", logit_scale=config.logit_scale, no_rope_layers=full, **FORM, **always)
+    shared.require_one_bias(config, "cohere2")
+    return {
+        **shared.settings_of(config, MODEL_TYPE, ARCHITECTURE),
+        "attention_bias": config.qkv_bias,
+        "layer_norm_eps": config.norm_eps,
+        "logit_scale": config.logit_scale,
+        "sliding_window": config.sliding_window,
+        "layer_types": forms.layer_types(config),
+    }

@@ -1,0 +1,31 @@
+"""OLMo 2: norms after attention and feed-forward, and over all heads of q and k together."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headway.model.config import ModelConfig
+from headway.model.families import _config_json as shared
+from headway.model.families import _forms as forms
+
+MODEL_TYPE = "olmo2"
+ARCHITECTURE = "Olmo2ForCausalLM"
+NAMES = {"post_attention_layernorm": "post_self_attn_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm"}
+DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False}
+FORM: dict[str, Any] = {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "projection"}
+
+to_theirs, to_ours = forms.renaming(NAMES)
+published = shared.as_it_is
+
+
+def read(given: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of an OLMo 2 config.json."""
+    settings = shared.understood(given, DEFAULTS)
+    bias = settings["attention_bias"]
+    return shared.model_config("olmo2", settings, qkv_bias=bias, output_bias=bias, **FORM)
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """The OLMo 2 config.json of a ModelConfig."""
+    shared.require(config, "olmo2", ffn_bias=False, sliding_window=None, **FORM)
+    shared.require_one_bias(config, "olmo2")
+    return {**shared.settings_of(config, MODEL_TYPE, ARCHITECTURE), "attention_bias": config.qkv_bias}

@@ -1,0 +1,42 @@
+"""OLMo 3: OLMo 2 with a window in three of four layers, whose rotation is not scaled."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headway.model.config import ModelConfig
+from headway.model.families import _config_json as shared
+from headway.model.families import _forms as forms
+from headway.model.families import olmo2
+
+MODEL_TYPE = "olmo3"
+ARCHITECTURE = "Olmo3ForCausalLM"
+PERIOD = 4
+THETA = 500_000.0
+DEFAULTS = {**olmo2.DEFAULTS, "sliding_window": 4096, "layer_types": None}
+
+to_theirs, to_ours = olmo2.to_theirs, olmo2.to_ours
+published = shared.as_it_is
+
+
+def read(given: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of an OLMo 3 config.json."""
+    settings = shared.understood(given, DEFAULTS)
+    settings["layer_types"] = forms.pattern(settings, PERIOD)
+    local = forms.read_both_ropes(settings, THETA, None)
+    windows = shared.read_windows({**settings, "use_sliding_window": True})
+    bias, local = settings["attention_bias"], None if windows["sliding_window"] is None else local
+    return shared.model_config("olmo3", settings, qkv_bias=bias, output_bias=bias, rope_local_theta=local, **windows, **olmo2.FORM)
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """The OLMo 3 config.json of a ModelConfig."""
+    shared.require(config, "olmo3", ffn_bias=False, rope_local_theta=config.rope_local_theta, **olmo2.FORM)
+    shared.require_one_bias(config, "olmo3")
+    written = shared.settings_of(config, MODEL_TYPE, ARCHITECTURE)
+    return {
+        **written,
+        "attention_bias": config.qkv_bias,
+        "sliding_window": config.sliding_window,
+        "layer_types": forms.layer_types(config),
+        **forms.written_both_ropes(config, written),
+    }

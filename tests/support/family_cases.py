@@ -1,0 +1,91 @@
+"""Small random models of transformers' classes, one per family, with settings that break code which guesses; needs transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 1.9], "long_factor": [1.0, 2.0, 3.5, 9.0]}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    "mistral": ("Mistral", {"sliding_window": 5, "head_dim": 8}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 20, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "no_rope_layer_interval": 2}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True, "head_dim": 20},
+    ),
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 20, "query_pre_attn_scalar": 24, "sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 20, "query_pre_attn_scalar": 30, "sliding_window": 5, "layer_types": TYPES, "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 7, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}}),
+    "phi3 longrope": (
+        "Phi3",
+        {"hidden_size": 64, "original_max_position_embeddings": 16, "rope_parameters": {**LONG, "partial_rotary_factor": 0.5}},
+    ),
+    "olmo2": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 1}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 5, "layer_types": TYPES,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 16, "attention_factor": 1.2,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.15, "logits_scaling": 7.0,
+            "attention_bias": True, "tie_word_embeddings": True,
+        },
+    ),
+    "glm4": ("Glm4", {"head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "cohere2": ("Cohere2", {"sliding_window": 5, "layer_types": TYPES, "attention_bias": True, "logit_scale": 0.3}),
+    "gpt2": (
+        "GPT2",
+        {
+            "n_embd": 48, "n_layer": 3, "n_head": 4, "n_inner": 72, "n_positions": 64, "attn_pdrop": 0.0, "embd_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+        },
+    ),
+}  # fmt: skip
+"""Name of a case, which begins with the family -> class of transformers, and its settings."""
+
+
+def build_theirs(case: str) -> Any:
+    """A model of transformers in evaluation mode, every parameter random: an untrained norm or bias would hide mistakes."""
+    import transformers
+
+    name, settings = CASES[case]
+    shape = {} if name == "GPT2" else SHAPE
+    tokens = {key: SHAPE[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+    config = getattr(transformers, f"{name}Config")(**{**shape, **tokens, **settings}, attn_implementation="eager")
+    model = getattr(transformers, f"{name.removesuffix('Text')}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(config)
+    generator = torch.Generator().manual_seed(sum(map(ord, case)))
+    with torch.no_grad():
+        for parameter in dict.fromkeys(model.parameters()):
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * (0.15 if parameter.dim() > 1 else 0.3))
+    return model.eval()

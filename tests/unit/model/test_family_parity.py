@@ -1,0 +1,167 @@
+"""Every family computes what transformers computes: logits, gradients, greedy text, and an export that transformers loads again.
+
+The models are small and random, with unusual settings (support/family_cases.py). `pytest -s` prints the table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.family_cases import CASES, build_theirs
+
+from headway.export.huggingface import export_huggingface
+from headway.kernels.attention import AttentionMask, causal_mask
+from headway.model.config import ModelConfig
+from headway.model.families.base import family_names, family_of, pieces_of
+from headway.model.kv_cache import KVCache
+from headway.model.layout import param_specs
+from headway.model.loading.huggingface import read_config, read_weights
+from headway.model.transformer import Transformer
+
+pytest.importorskip("transformers")
+
+T, PROMPT, NEW = 26, 9, 7
+WITHOUT_CLASS = {"internlm", "z2all"}
+"""transformers has no class for these; they are exported as other families."""
+
+
+@dataclass
+class Pair:
+    """One model, theirs and ours, and what was measured of them."""
+
+    theirs: Any
+    ours: Transformer
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    made: dict[str, Pair] = {}
+    for case in CASES:
+        folder = tmp_path_factory.mktemp("family")
+        theirs = build_theirs(case)
+        theirs.save_pretrained(folder)
+        made[case] = Pair(theirs, load(folder), folder)
+    return made
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[dict[str, dict[str, str]]]:
+    rows: dict[str, dict[str, str]] = {}
+    yield rows
+    columns = ("logits", "gradients", "greedy", "export")
+    lines = [["family", *columns], *([case, *(row.get(column, "-") for column in columns)] for case, row in rows.items())]
+    sys.stdout.write("\n\n" + "\n".join(f"{line[0]:16}" + "".join(f"{one:>12}" for one in line[1:]) for line in lines) + "\n")
+
+
+def load(folder: Path) -> Transformer:
+    config = read_config(folder)
+    model = Transformer(config)
+    model.load_state_dict(dict(read_weights(folder, config)), strict=True)
+    return model
+
+
+def ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def positions(rows: int, length: int) -> torch.Tensor:
+    return torch.arange(length).expand(rows, length)
+
+
+def our_logits(model: Transformer, tokens: torch.Tensor, position: torch.Tensor | None = None, mask: AttentionMask | None = None):
+    place = positions(*tokens.shape) if position is None else position
+    return model.logits(model(tokens, place, mask or causal_mask(*tokens.shape)))
+
+
+def explicit(config: ModelConfig) -> ModelConfig:
+    return config.with_(head_dim=config.head_size, num_kv_heads=config.kv_heads)
+
+
+def test_every_family_is_in_the_table() -> None:
+    assert {case.split()[0] for case in CASES} == set(family_names()) - WITHOUT_CLASS
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_are_those_of_transformers(case: str, pairs: dict[str, Pair], table: dict[str, dict[str, str]]) -> None:
+    pair, tokens = pairs[case], ids(2, T)
+    pair.theirs.zero_grad()
+    expected = pair.theirs(tokens, use_cache=False).logits
+    found = our_logits(pair.ours, tokens)
+    gap = (found - expected).abs().max().item()
+    targets = tokens.roll(-1, 1)
+    F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+    pair.ours.zero_grad()
+    hidden = pair.ours(tokens, positions(2, T), causal_mask(2, T))
+    coefficients = torch.full((2, T), 1 / (2 * T))
+    pair.ours._output(hidden, None).head.nll(targets, coefficients).total.backward()
+    worst = max(gradient_gaps(pair))
+    table.setdefault(case, {}).update(logits=f"{gap:.1e}", gradients=f"{worst:.1e}")
+    assert gap < 1e-5 * max(1.0, expected.abs().max().item()), case
+    assert worst < 1e-4, case
+
+
+def gradient_gaps(pair: Pair) -> Iterator[float]:
+    """How far each gradient is off, relative to the largest element of theirs."""
+    family, config = family_of(pair.ours.config.family), pair.ours.config
+    theirs = dict(pair.theirs.named_parameters())
+    ours = dict(pair.ours.named_parameters())
+    assert set(ours) == {spec.name for spec in param_specs(config)}
+    for spec in param_specs(config):
+        (piece,) = pieces_of(family, spec, config, theirs)
+        whole, own = theirs[piece.name].grad, ours[spec.name].grad
+        assert whole is not None and own is not None, spec.name
+        part = whole if piece.dim is None else whole.narrow(piece.dim, piece.start, piece.stop - piece.start)
+        part = part.t() if piece.transposed else part
+        yield ((part - own).abs().max() / part.abs().max().clamp(min=1e-3)).item()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_text_is_that_of_transformers_and_of_the_forward(
+    case: str, pairs: dict[str, Pair], table: dict[str, dict[str, str]]
+) -> None:
+    pair, prompt = pairs[case], ids(2, PROMPT, 1)
+    length = PROMPT + NEW
+    expected = pair.theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False)
+    cache = KVCache(pair.ours.config, 2, length, device="cpu", dtype=torch.float32, prompt_lengths=[PROMPT] * 2)
+    with torch.inference_mode():
+        logits = pair.ours.logits(pair.ours.prefill(prompt, positions(2, PROMPT), cache)[:, -1])
+        step, found = pair.ours.decoder(cache), prompt
+        for _ in range(NEW - 1):
+            found = torch.cat((found, logits.argmax(-1)[:, None]), 1)
+            logits = step(found[:, -1], cache.next_position())
+            cache.advance(1)
+        found = torch.cat((found, logits.argmax(-1)[:, None]), 1)
+        whole = our_logits(pair.ours, found[:, :-1])
+    table.setdefault(case, {})["greedy"] = "same" if torch.equal(found, expected) else "differs"
+    assert torch.equal(found, expected), case
+    assert (whole[:, -1] - logits).abs().max() < 1e-4, "decoding from the cache is the forward"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_export_has_the_same_bytes_and_loads_in_transformers(
+    case: str, pairs: dict[str, Pair], table: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    pair, tokens = pairs[case], ids(2, T, 2)
+    config = pair.ours.config
+    export_huggingface(config, read_weights(pair.folder, config), tmp_path / "out", tokenizer=None)
+    assert explicit(read_config(tmp_path / "out")) == explicit(config), "what was written is read back"
+    before, after = (load_file(folder / "model.safetensors") for folder in (pair.folder, tmp_path / "out"))
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    assert type(again) is type(pair.theirs)
+    with torch.no_grad():
+        same = torch.equal(again(tokens).logits, pair.theirs(tokens).logits)
+    table.setdefault(case, {})["export"] = "same" if same else "differs"
+    assert same, case
