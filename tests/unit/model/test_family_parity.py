@@ -116,7 +116,7 @@ def gradient_gaps(pair: Pair) -> Iterator[float]:
     assert set(ours) == {spec.name for spec in param_specs(config)}
     for spec in param_specs(config):
         (piece,) = pieces_of(family, spec, config, theirs)
-        whole, own = theirs[piece.name].grad, ours[spec.name].grad
+        whole, own = theirs[piece.name if piece.name in theirs else spec.name].grad, ours[spec.name].grad  # some names differ on disk
         assert whole is not None and own is not None, spec.name
         part = whole if piece.dim is None else whole.narrow(piece.dim, piece.start, piece.stop - piece.start)
         part = part.t() if piece.transposed else part
