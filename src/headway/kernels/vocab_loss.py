@@ -173,13 +173,12 @@ def _kernels() -> tuple[Any, Any]:
 
     @triton.jit
     def gradient(
-        logits, stride, targets, coefficients, lses, smoothing, z, cap, V, whole,
-        SMOOTH: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+        logits, stride, targets, weights, lses, smoothing, z, cap, V, whole, SMOOTH: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr
     ):  # fmt: skip # pyright: ignore
         row = tl.program_id(0).to(tl.int64)
         base = logits + row * stride
         target = tl.load(targets + row)
-        coefficient = tl.load(coefficients + row)
+        coefficient = tl.load(weights + row)
         lse = tl.load(lses + row)
         lane = tl.arange(0, BLOCK)
         for offset in range(0, V, BLOCK):
