@@ -15,6 +15,7 @@ import torch
 
 from headway.infer.engine.request import EngineOptions
 from headway.infer.load import LoadedModel
+from headway.model.adapter.rows import AdapterRows
 from headway.model.base import compile_any_length
 from headway.model.paged_cache import PagedCache, PagedDecode, to_device
 from headway.model.paged_layer import PrefillPiece
@@ -36,17 +37,22 @@ def bucket_sizes(most: int) -> list[int]:
 class EngineDevice:
     """Forwards over one cache."""
 
-    def __init__(self, loaded: LoadedModel, cache: PagedCache, options: EngineOptions, vocab: int) -> None:
-        self.model, self.cache, self.vocab = loaded.model, cache, vocab
+    def __init__(
+        self, loaded: LoadedModel, cache: PagedCache, options: EngineOptions, vocab: int, adapters: AdapterRows | None = None
+    ) -> None:
+        self.model, self.cache, self.vocab, self._adapters = loaded.model, cache, vocab, adapters
         on_cuda = cache.device.type == "cuda"
         self.records = on_cuda if options.record == "auto" else options.record
         compiles = on_cuda if options.compile_blocks == "auto" else options.compile_blocks
+        compiles = compiles and adapters is None  # which adapter a stretch of tokens has would be compiled in
         if on_cuda:
             self.model.fuse_projections()
         self._prefill = self.model.cached_forward(compile_any_length if compiles else None)
         self._decode = self.model.cached_forward(partial(compile_any_length, dim=0) if compiles else None)
         self.last_token = torch.zeros(cache.slots + 1, dtype=torch.int64, device=cache.device)
         """[slots + 1]: the newest token of each slot; the last slot takes no part."""
+        self.adapter = torch.zeros(cache.slots + 1, dtype=torch.int64, device=cache.device)
+        """[slots + 1]: the adapter of each slot; 0 = none."""
         self._logits = torch.empty(0, device=cache.device)
         self._sizes = bucket_sizes(cache.slots)
         self._batches: dict[int, PagedDecode] = {}
@@ -61,12 +67,24 @@ class EngineDevice:
                 self._record(self._batch(size))
 
     @torch.inference_mode()
-    def prefill(self, pieces: Sequence[PrefillPiece], tokens: Sequence[Sequence[int]], media: MediaTensors | None = None) -> torch.Tensor:
-        """Hidden states [N,D] of pieces of prompts; their keys and values are stored."""
+    def prefill(
+        self,
+        pieces: Sequence[PrefillPiece],
+        tokens: Sequence[Sequence[int]],
+        media: MediaTensors | None = None,
+        adapters: Sequence[int] = (),
+    ) -> torch.Tensor:
+        """Hidden states [N,D] of pieces of prompts, each with its adapter; their keys and values are stored."""
+        if self._adapters is not None:
+            self._adapters.spans = _spans(pieces, adapters)
+            chosen = to_device(torch.tensor([[piece.slot for piece in pieces], list(adapters)]), self.cache.device)
+            self.adapter[chosen[0]] = chosen[1]
         packed = torch.tensor([one for some in tokens for one in some])
         positions = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
         at = to_device(torch.stack([packed, positions]), self.cache.device)
-        return self._prefill(at[0][None], at[1][None], self.cache.prefill_batch(pieces), media)[0]
+        hidden = self._prefill(at[0][None], at[1][None], self.cache.prefill_batch(pieces), media)[0]
+        self._leave_base()
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -93,7 +111,13 @@ class EngineDevice:
             if size not in self._graphs:
                 self._record(batch)
             self._graphs[size].replay()
+        self._leave_base()
         return self._logits[: len(slots)]
+
+    def _leave_base(self) -> None:
+        """Other users of the model see it without adapters."""
+        if self._adapters is not None:
+            self._adapters.index, self._adapters.spans = None, ()
 
     def _batch(self, size: int) -> PagedDecode:
         if size not in self._batches:
@@ -103,6 +127,8 @@ class EngineDevice:
     def _step(self, batch: PagedDecode) -> None:
         slots, lengths = batch.slots, self.cache.lengths
         position = lengths[slots]
+        if self._adapters is not None:
+            self._adapters.index = self.adapter[slots]
         hidden = self._decode(self.last_token[slots][:, None], position[:, None], batch)
         logits = self.model.logits(hidden[:, 0])
         if len(self._logits) < batch.rows:
@@ -131,3 +157,17 @@ class EngineDevice:
             self._step(batch)
         self._graphs[batch.rows] = graph
         batch.slots.copy_(slots)
+
+
+def _spans(pieces: Sequence[PrefillPiece], adapters: Sequence[int]) -> list[tuple[slice, int]]:
+    """Stretches of packed tokens that have an adapter, neighbours with the same one joined."""
+    found: list[tuple[slice, int]] = []
+    begin = 0
+    for piece, number in zip(pieces, adapters, strict=True):
+        end = begin + piece.count
+        if number and found and found[-1][1] == number and found[-1][0].stop == begin:
+            found[-1] = (slice(found[-1][0].start, end), number)
+        elif number:
+            found.append((slice(begin, end), number))
+        begin = end
+    return found

@@ -38,6 +38,7 @@ from headway.infer.engine.rounds import packed_media, plan_pieces
 from headway.infer.engine.sampler import Sampler, has_penalties
 from headway.infer.engine.sequence import EngineSequence
 from headway.infer.load import LoadedModel
+from headway.model.adapter.rows import load_adapters
 
 
 class InferenceEngine:
@@ -54,9 +55,10 @@ class InferenceEngine:
         self.context = min(loaded.config.max_seq_len, options.max_context or loaded.config.max_seq_len)
         self.vocab = loaded.config.vocab if loaded.tokenizer is None else loaded.tokenizer.vocab_size
         self.cache = build_cache(loaded, options, self.context)
-        self._adapters, self._constraints = dict(adapters), constraints
+        rows = load_adapters(loaded.model, loaded.config, adapters) if adapters else None
+        self._adapters, self._constraints = {} if rows is None else rows.number, constraints
         self._memory = EngineMemory(self.cache, prefix_reuse=options.prefix_reuse)
-        self._device = EngineDevice(loaded, self.cache, options, self.vocab)
+        self._device = EngineDevice(loaded, self.cache, options, self.vocab, rows)
         self._sampler = Sampler(self.cache.slots, loaded.config.vocab, loaded.device)
         self._lag = loaded.device.type == "cuda" if options.lag == "auto" else options.lag
         self._waiting: deque[EngineSequence] = deque()
@@ -193,7 +195,8 @@ class InferenceEngine:
         work = plan_pieces(reading, self.options.prefill_tokens, self.cache.shape.page_tokens)
         media = packed_media(self.loaded, work)
         tokens = [one.tokens[piece.start : piece.end] for one, piece in work]
-        hidden = self._device.prefill([piece for _, piece in work], tokens, media)
+        adapters = [self._adapters.get(one.request.adapter or "", 0) for one, _ in work]
+        hidden = self._device.prefill([piece for _, piece in work], tokens, media, adapters)
         self._prompt_tokens += len(hidden)
         for one, piece in work:
             one.computed = piece.end
