@@ -250,7 +250,8 @@ def setup_of(options: argparse.Namespace) -> Any:
     from headway.serve.engine_setup import EngineSetup
 
     cache = None if options.cache_gib is None else int(options.cache_gib * (1 << 30))
-    return EngineSetup("m", options.shape, EngineOptions(cache_bytes=cache, max_running=options.max_running), device=options.device)
+    limits = EngineOptions(cache_bytes=cache, max_running=options.max_running, compile_blocks=options.compile)
+    return EngineSetup("m", options.shape, limits, device=options.device)
 
 
 def run_engine(options: argparse.Namespace) -> dict[str, Any]:
@@ -276,6 +277,7 @@ def run_http(options: argparse.Namespace) -> dict[str, Any]:
 
     command = [sys.executable, "-c", SERVER, "serve", "--model", f"m={options.shape}", "--port", "0", "--json", "--device", options.device]
     command += ["--max-running", str(options.max_running), "--max-connections", str(options.clients + 64)]
+    command += ["--compile"] if options.compile else []
     command += [] if options.cache_gib is None else ["--cache-gib", str(options.cache_gib)]
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     server = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
@@ -307,6 +309,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-running", type=int, default=64)
     parser.add_argument("--cache-gib", type=float)
+    parser.add_argument("--compile", action="store_true", help="compile decoding steps")
     parser.add_argument("--faults", action="store_true", help="clients that leave, read slowly or send nonsense")
     parser.add_argument("--check", action="store_true", help="answers under load equal those alone")
     parser.add_argument("--engine", action="store_true", help="measure the engine alone too, first, in a process of its own")

@@ -125,6 +125,7 @@ def opening(setup: EngineSetup) -> OpenedEngine:
     assert tokenizer.eos_id is not None
     loaded = LoadedModel(model, config, tokenizer, Path(setup.path), frozenset([tokenizer.eos_id]))
     engine = InferenceEngine(loaded, setup.options)
+    engine.warm_up()
     facts = EngineFacts(
         setup.name, tokenizer, config.max_seq_len, config.vocab, config.hidden_size, loaded.end_ids, str(compute.device),
         str(compute.dtype), sum(one.numel() for one in model.parameters()),

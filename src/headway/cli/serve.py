@@ -88,6 +88,7 @@ class EngineFlags:
     max_context: int | None = typer.Option(None, help="Tokens of a request, prompt included; default: the model's.", min=2)
     prefill_tokens: int = typer.Option(8192, help="Prompt tokens that are computed between two steps of decoding.", min=1)
     prefix_reuse: bool = typer.Option(True, help="Compute what prompts begin with only once.")
+    compile: bool = typer.Option(False, "--compile", help="Compile decoding steps: faster on GPUs, after a minute or more at the start.")
 
     def options(self) -> EngineOptions:
         """As the engine takes them."""
@@ -102,6 +103,7 @@ class EngineFlags:
             max_context=self.max_context,
             prefill_tokens=self.prefill_tokens,
             prefix_reuse=self.prefix_reuse,
+            compile_blocks=self.compile,
         )
 
 

@@ -179,7 +179,7 @@ class Tokenizer:
         table = self._token_bytes
         if table is None:
             return self.fast.decode(list(ids), skip_special_tokens=skip_special).encode()
-        drop = set(self.special_tokens.values()) if skip_special else frozenset[int]()
+        drop = self._special_ids if skip_special else frozenset[int]()
         try:
             joined = b"".join([table[i] for i in ids if i not in drop])
         except KeyError as missing:
@@ -214,6 +214,10 @@ class Tokenizer:
             clones[allowed] = tokenizers.Tokenizer.from_str(json.dumps(content))
             clones[allowed].encode_special_tokens = True
         return clones[allowed]
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(self.special_tokens.values())
 
     @cached_property
     def _token_bytes(self) -> dict[int, bytes] | None:
