@@ -182,7 +182,7 @@ print("RESULT", highest[0] - before, anonymous() - before)
 @pytest.mark.drill
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_loading_never_holds_the_model_in_16_bits(tmp_path: Path) -> None:
-    """Half a billion parameters, 1.1 GB in bf16: the peak while loading is a third of it, and what stays less."""
+    """Half a billion parameters, 1.1 GB in bf16: the peak while loading is little above a third of it."""
     shape = ModelConfig(hidden_size=2048, num_layers=8, num_heads=16, ffn_size=8192, vocab_size=4096, max_seq_len=64, tie_embeddings=True)
     whole = 2 * num_parameters(shape)
     drawn = ((one.name, torch.randn(one.shape).mul_(0.02).bfloat16()) for one in param_specs(shape))
@@ -192,5 +192,5 @@ def test_loading_never_holds_the_model_in_16_bits(tmp_path: Path) -> None:
         command = [sys.executable, "-c", LOADING, str(tmp_path / "model"), f"adapter.base={base}"]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
         seen[base] = [int(one) for one in done.stdout.split("RESULT ")[1].split()]
-    assert seen["nf4"][0] < 0.45 * whole and seen["nf4"][1] < 0.32 * whole, (seen, whole)
+    assert seen["nf4"][0] < 0.42 * whole and seen["nf4"][1] < 0.36 * whole, (seen, whole)
     assert seen["null"][0] > 0.95 * whole

@@ -150,7 +150,10 @@ def _differences(one: LayoutTrial, got: Outcome, tolerance: float) -> tuple[floa
     assert got.valid == pytest.approx(right.valid, rel=10 * tolerance, abs=1e-6), one.name
     assert got.weights.keys() == right.weights.keys(), one.name
     # what starts at zero, such as a bias, is compared with a norm of at least 1
-    far = {name: float((got.weights[name] - value).norm() / value.norm().clamp(min=1.0)) for name, value in right.weights.items()}
+    far = {
+        name: float((got.weights[name].float() - value.float()).norm() / value.float().norm().clamp(min=1.0))
+        for name, value in right.weights.items()
+    }
     assert max(far.values()) <= tolerance, f"{one.name}: {max(far, key=far.__getitem__)} differs by {max(far.values()):.1e}"
     return _far(got.losses, right.losses), _far(got.norms, right.norms), max(far.values())
 

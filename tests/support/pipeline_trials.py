@@ -17,6 +17,7 @@ INTERLEAVED = {"pipeline": 2, "schedule": "interleaved"}
 ZERO_BUBBLE = {"pipeline": 2, "schedule": "zero_bubble"}
 SCHEDULES: list[dict[str, Any]] = [TWO, INTERLEAVED, ZERO_BUBBLE]
 NAMES = ("1f1b", "interleaved", "zero bubble")
+QLORA = LORA.model_copy(update={"base": "nf4", "targets": ("q_proj", "down_proj")})
 DROPPED_LORA = LORA.model_copy(update={"dropout": 0.2})
 POWERSGD: dict[str, Any] = {"zero1": {"size": 1}, "hook": {"kind": "powersgd", "start_step": 0, "min_compression_rate": 1e9}}
 OFF = {"overlap": {"reduce": False, "gather": False, "step": False}}
@@ -61,6 +62,7 @@ def more_pipeline_trials() -> list[LayoutTrial]:
         trial("1f1b x context, powersgd", 4, {**TWO, "context": 2, **POWERSGD}, config=DEEP),
         trial("layers counted by hand", 2, {**TWO, "pipeline_split": (4, 1)}, config=DEEP),
         trial("dpo, lora", 2, ZERO_BUBBLE, config=DEEP, pairs=True, adapter=LORA),
+        trial("a base in nf4, recomputed", 2, ZERO_BUBBLE, config=UNTIED, adapter=QLORA, memory=EVERYTHING),
         trial("dora with dropout", 2, INTERLEAVED, config=UNTIED, adapter=DORA.model_copy(update={"dropout": 0.2})),
         trial("only the head trains", 2, TWO, config=UNTIED, freeze=("embeddings", "layers.0-4")),
         trial("gates, everything trains", 2, INTERLEAVED, **GATES),

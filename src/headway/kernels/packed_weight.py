@@ -28,7 +28,7 @@ LEVELS = (
     0.7229568362236023, 1.0,
 )  # fmt: skip
 """NormalFloat4: the levels that the paper QLoRA (arXiv 2305.14314) lists."""
-CHUNK = 1 << 22
+CHUNK = 1 << 20
 """Elements that are quantised at a time; a multiple of BLOCK."""
 SMALLEST = 1e-38
 """In place of a scale of zero."""
