@@ -7,19 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
 from headway.kernels.attention import ScoreRule, attend_chunk, dense, why_not
+from headway.kernels.cached_chunk import FAR, ChunkPlan, HeadRegion, attend_streaming, region_table, store
 from headway.kernels.paged_attention import NO_LIMIT, PagedPlan, PagedRegion, PagedStep, paged_attention
+from headway.kernels.past_attention import cudnn_part, has_cudnn
 from headway.kernels.streaming_pieces import flash
 from headway.model.config import ModelConfig
 from headway.model.kv_layer import by_kv_head
-from headway.model.ring_prefill import RingHeads, RingPlan, attend_windows, packed_windows
+from headway.model.ring_prefill import RingHeads, RingPlan, attend_windows
 
 if TYPE_CHECKING:
     from headway.model.paged_cache import PagedDecode
+
+
+REGULAR = 1024
+"""cuDNN makes a plan for each length it meets, so it gets multiples of this alone."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,17 @@ class PrefillPlan:
             starts[0], starts[1], max(piece.count for piece in pieces), max(piece.end for piece in pieces),
         )  # fmt: skip
 
+    @property
+    def is_regular(self) -> bool:
+        """Few long pieces, whose lengths are ones that come again: kernels that are made for a length pay there."""
+        return all(piece.count % REGULAR == 0 and piece.start % REGULAR == 0 for piece in self.pieces)
+
+    @cached_property
+    def chunk(self) -> ChunkPlan:
+        """The same for the kernels of rings."""
+        pieces = zip(self.pieces, self.spans, strict=True)
+        return ChunkPlan.of([(span.start, one.count, one.start, one.end, one.slot) for one, span in pieces], self.device)
+
     def ring(self, heads: RingHeads) -> RingPlan:
         """Where these heads store the tokens."""
         if heads not in self.rings:
@@ -112,6 +130,7 @@ class LayerPages:
         self.keys, self.values = (torch.zeros(sum(sizes) * self.head_size, device=device, dtype=dtype) for _ in range(2))
         self._begin = [sum(sizes[:index]) for index in range(len(sizes))]
         self._plans: dict[int, PagedPlan] = {}
+        self._ring_table: torch.Tensor | None = None
 
     def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the full heads, [pages, F, P, hd]."""
@@ -120,11 +139,12 @@ class LayerPages:
         return self.keys[:size].view(shape), self.values[:size].view(shape)
 
     def ring(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one ring group, [rows, heads, indices, hd]."""
+        """Keys and values of one ring group, [rows, heads, indices, hd]; in memory one head's rows are consecutive."""
         heads = self.rings[number]
-        shape = (self.rows, len(heads.heads), heads.indices, self.head_size)
+        shape = (len(heads.heads), self.rows, heads.indices, self.head_size)
         begin, size = self._begin[number + 1] * self.head_size, self.rows * len(heads.heads) * heads.indices * self.head_size
-        return self.keys[begin : begin + size].view(shape), self.values[begin : begin + size].view(shape)
+        keys, values = (x[begin : begin + size].view(shape).transpose(0, 1) for x in (self.keys, self.values))
+        return keys, values
 
     def copy_ring(self, source: int, target: int) -> None:
         """The rings of one row become those of another."""
@@ -180,8 +200,8 @@ class LayerPages:
             found[head] = PagedRegion(index * self.page_tokens, stride, True, 0, context, NO_LIMIT, NO_LIMIT)
         for heads, begin in zip(self.rings, self._begin[1:], strict=True):
             for index, head in enumerate(heads.heads):
-                stride = len(heads.heads) * heads.indices
-                region = (begin + index * heads.indices, stride, False, heads.sinks, heads.ring, heads.window, heads.reach or NO_LIMIT)
+                first = begin + index * self.rows * heads.indices
+                region = (first, heads.indices, False, heads.sinks, heads.ring, heads.window, heads.reach or NO_LIMIT)
                 found[head] = PagedRegion(*region)
         return [found[head] for head in range(self.kv_heads)]
 
@@ -193,33 +213,52 @@ class LayerPages:
             for pool, x in zip(self.pages(), (some_k, some_v), strict=True):
                 pool[plan.page, :, plan.offset] = x
             self._put(o[None], self._full_prefill(some_q, some_k, some_v, plan)[None], self.full)
+        if self.rings and uses_kernels(q):
+            self._rings_prefill(q, k, v, o, plan)
+            return o
         for number, heads in enumerate(self.rings):
             some_q, some_k, some_v = (self._heads(x[None], heads.heads)[0] for x in (q, k, v))
             at, views = plan.ring(heads), self.ring(number)
-            if uses_flash(q, self.rule) and heads.reach is None:
-                result = packed_windows(some_q, some_k, some_v, views, at, plan)
-            else:
-                result = attend_windows(some_q, some_k, some_v, views, at, plan, self.rule)
+            result = attend_windows(some_q, some_k, some_v, views, at, plan, self.rule)
             for view, x in zip(views, (some_k, some_v), strict=True):
                 view[at.row, :, at.index] = x[at.token]
             self._put(o[None], result[None], heads.heads)
         return o
 
+    def _rings_prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, plan: PrefillPlan) -> None:
+        """All rings of the layer in two kernels, without a copy of what they hold."""
+        if self._ring_table is None:
+            self._ring_table = region_table(self._ring_regions(), self.head_size, q.device)
+        attend_streaming(q, k, v, self.keys, self.values, o, self._ring_table, plan.chunk, self.rule)
+        store(k, v, self.keys, self.values, self._ring_table, plan.chunk)
+
+    def _ring_regions(self) -> list[HeadRegion]:
+        found: list[HeadRegion] = []
+        for heads, begin in zip(self.rings, self._begin[1:], strict=True):
+            for index, head in enumerate(heads.heads):
+                first = (begin + index * self.rows * heads.indices) * self.head_size
+                found.append(HeadRegion(first, head, heads.sinks, heads.window, heads.ring, heads.reach or FAR))
+        return found
+
     def _full_prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
         if plan.seen is not None:
             k, v = (pool[plan.seen[0], :, plan.seen[1]] for pool in self.pages())
-        if uses_flash(q, self.rule):
+        has_flash = not why_not("varlen", q.device.type, q.dtype, q.shape[-1], self.rule)
+        if has_flash and not plan.is_regular:
             return flash(q, k, v, plan.starts_q, plan.starts_k, plan.longest_q, plan.longest_k, -1, 0)[0]
         o = torch.empty_like(q)
         begin = 0
         for piece, span in zip(plan.pieces, plan.spans, strict=True):
             keys, values = (x[None, begin : begin + piece.end] for x in (k, v))
+            begin += piece.end
+            if has_flash and piece.start == 0 and has_cudnn(q.dtype, q.shape[-1]):
+                o[span] = cudnn_part(q[None, span], keys, values, causal=True)[0][0]
+                continue
             position = torch.arange(piece.start, piece.end, device=q.device)[None]
             o[span] = attend_chunk(q[None, span], keys, values, start=piece.start, position=position, rule=self.rule)[0]
-            begin += piece.end
         return o
 
 
-def uses_flash(q: torch.Tensor, rule: ScoreRule) -> bool:
-    """FlashAttention computes all pieces in one call."""
-    return not why_not("varlen", q.device.type, q.dtype, q.shape[-1], rule)
+def uses_kernels(q: torch.Tensor) -> bool:
+    """Triton's kernels run here."""
+    return q.is_cuda

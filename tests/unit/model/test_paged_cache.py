@@ -1,0 +1,85 @@
+"""Pages and rings give the hidden states of a plain cache: packed pieces, then steps, under any masks and windows."""
+
+import pytest
+import torch
+
+from headway.kernels.cached_chunk import attend_streaming_reference, store_reference
+from headway.model import paged_layer
+from headway.model.base import Model, build_model
+from headway.model.config import ModelConfig
+from headway.model.head_masks.masks import HeadMasks
+from headway.model.init import initial_value
+from headway.model.kv_cache import KVCache
+from headway.model.paged_cache import CacheShape, PagedCache
+from headway.model.paged_layer import PrefillPiece
+
+BASE = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=320, max_seq_len=160, init_std=0.5)
+LENGTHS, STEPS, PAGE = (37, 3, 90), 6, 8
+CASES: dict[str, tuple[ModelConfig, HeadMasks | None]] = {
+    "dense": (BASE, None),
+    "masks": (BASE, HeadMasks(((True, False), (False, False)), window=6, sinks=2)),
+    "window": (BASE.with_(sliding_window=10), None),
+    "both": (BASE.with_(sliding_window=20), HeadMasks(((True, False), (False, True)), window=6, sinks=3)),
+    "soft-capped": (BASE.with_(attention_softcap=2.0), HeadMasks(((True, False), (False, False)), window=6, sinks=2)),
+}
+
+
+def build(config: ModelConfig) -> Model:
+    model = build_model(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(initial_value(name, tuple(parameter.shape), config, 4))
+    return model
+
+
+def plain(model: Model, masks: HeadMasks | None, tokens: torch.Tensor, length: int) -> torch.Tensor:
+    cache = KVCache(model.config, 1, 160, device="cpu", dtype=torch.float32, masks=masks, prompt_lengths=[length])
+    found = [model.prefill(tokens[None, :length], torch.arange(length)[None], cache)]
+    for at in range(length, length + STEPS):
+        found.append(model.prefill(tokens[None, at : at + 1], torch.tensor([[at]]), cache))
+    return torch.cat(found, 1)[0]
+
+
+def paged(model: Model, masks: HeadMasks | None, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Pieces of different sizes of all prompts, packed, then steps of all rows."""
+    cache = PagedCache(
+        CacheShape(model.config, masks, 160, PAGE, torch.float32), slots=4, pages=60, kept_rings=2, device=torch.device("cpu")
+    )
+    tables = [[cache.pool.allocate() for _ in range(-(-len(tokens) // PAGE))] for tokens in sequences]
+    found: list[list[torch.Tensor]] = [[] for _ in sequences]
+    begin = [0, 0, 0]
+    while begin != list(LENGTHS):
+        pieces = [PrefillPiece(row, begin[row], min(length - begin[row], 11 + 5 * row), tables[row]) for row, length in enumerate(LENGTHS)]
+        pieces = [PrefillPiece(one.slot, one.start, one.count, one.pages[: -(-one.end // PAGE)]) for one in pieces if one.count]
+        tokens = torch.cat([sequences[one.slot][one.start : one.end] for one in pieces])
+        position = torch.cat([torch.arange(one.start, one.end) for one in pieces])
+        hidden = model.cached_forward()(tokens[None], position[None], cache.prefill_batch(pieces))[0]
+        for one, part in zip(pieces, hidden.split([one.count for one in pieces]), strict=True):
+            found[one.slot].append(part)
+            begin[one.slot] = one.end
+    cache.set_pages([(row, index, page) for row, pages in enumerate(tables) for index, page in enumerate(pages)])
+    batch = cache.decode_batch(3)
+    batch.slots.copy_(torch.arange(3))
+    for step in range(STEPS):
+        batch.most = max(LENGTHS) + step + 1
+        at = torch.tensor([length + step for length in LENGTHS])
+        tokens = torch.stack([sequence[place] for sequence, place in zip(sequences, at.tolist(), strict=True)])
+        hidden = model.cached_forward()(tokens[:, None], at[:, None], batch)
+        for row in range(3):
+            found[row].append(hidden[row])
+    return [torch.cat(one) for one in found]
+
+
+@pytest.mark.parametrize("path", ["plain", "kernel"])
+@pytest.mark.parametrize("name", CASES)
+def test_hidden_states_are_those_of_a_plain_cache(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, masks = CASES[name]
+    if path == "kernel":  # the layout that CUDA's kernels read, by their references
+        monkeypatch.setattr(paged_layer, "attend_streaming", attend_streaming_reference)
+        monkeypatch.setattr(paged_layer, "store", store_reference)
+        monkeypatch.setattr(paged_layer, "uses_kernels", lambda q: True)
+    model = build(config)
+    generator = torch.Generator().manual_seed(3)
+    sequences = [torch.randint(0, 320, (length + STEPS,), generator=generator) for length in LENGTHS]
+    with torch.inference_mode():
+        for tokens, length, found in zip(sequences, LENGTHS, paged(model, masks, sequences), strict=True):
+            assert (found - plain(model, masks, tokens, length)).abs().max() < 5e-5
