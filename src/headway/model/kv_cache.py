@@ -190,12 +190,12 @@ class KVCache:
         start, tokens = self.start, q.shape[1]
         direct = [group for group in at.groups if start == 0 and whole is not None and (group.complete or tokens <= group.capacity)]
         streaming = [group for group in at.groups if group.capacity < self.capacity and group not in direct]
-        flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-        o = torch.empty_like(flat[0], memory_format=torch.contiguous_format)
+        flat_q, flat_k, flat_v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+        o = torch.empty_like(flat_q, memory_format=torch.contiguous_format)
         plan = self._plan_chunk(tokens)
         for group in streaming:
-            attend_streaming(*flat, at.keys, at.values, o, at.region_table(group), plan, at.rule)
-        store(flat[1], flat[2], at.keys, at.values, at.region_table(), plan)
+            attend_streaming(flat_q, flat_k, flat_v, at.keys, at.values, o, at.region_table(group), plan, at.rule)
+        store(flat_k, flat_v, at.keys, at.values, at.region_table(), plan)
         o = o.view(q.shape)
         for group in at.groups:
             if group in streaming:

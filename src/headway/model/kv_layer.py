@@ -200,18 +200,19 @@ class LayerCache:
 
     def region_table(self, group: CachedHeads | None = None) -> torch.Tensor:
         """Where the heads of one group, or of all, keep their positions, on the device."""
-        if self._table is None:  # made once: a copy to the device waits for it
+        table = self._table
+        if table is None:  # made once: a copy to the device waits for it
             size = self.rows * self.head_size
             regions = [
                 HeadRegion(self._begin[one] + index * size * one.capacity, head, one.sinks, one.window, one.window, one.reach or FAR)
                 for one in self.groups
                 for index, head in enumerate(one.heads)
             ]
-            self._table = region_table(regions, self.head_size, self.keys.device)
+            table = self._table = region_table(regions, self.head_size, self.keys.device)
         if group is None:
-            return self._table
+            return table
         first = sum(len(one.heads) for one in self.groups[: self.groups.index(group)])
-        return self._table[first : first + len(group.heads)]
+        return table[first : first + len(group.heads)]
 
     def select_heads(self, x: torch.Tensor, group: CachedHeads) -> torch.Tensor:
         """`select_heads_of` with indices that lie on the device."""
