@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.byte_model import CONFIG, write_model
 from support.chat_tokenizer import byte_tokenizer
 from support.serving import RunningServer, serving
@@ -34,8 +35,20 @@ def loaded(folder: Path) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[RunningServer]:
-    options = ("--device", "cpu", "--max-running", "8", "--cache-gib", "0.05")
+def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA adapter of the model, as PEFT writes it."""
+    found = tmp_path_factory.mktemp("adapter")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "base_model_name_or_path": str(folder)}
+    (found / "adapter_config.json").write_text(json.dumps(settings))
+    torch.manual_seed(1)
+    names = [f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{part}.weight" for layer in (0, 1) for part in "AB"]
+    save_file({name: torch.randn(2, 32) if "_A" in name else torch.randn(32, 2) for name in names}, found / "adapter_model.safetensors")
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, adapter: Path) -> Iterator[RunningServer]:
+    options = ("--device", "cpu", "--max-running", "8", "--cache-gib", "0.05", "--adapter", f"law={adapter}")
     with serving("--model", f"tiny={folder}", *options, stand_in=False) as found:
         yield found
 
@@ -76,6 +89,18 @@ def test_a_seed_gives_the_same_samples_whatever_else_runs(client: Any) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, [0, 1, 2, 3] * 2)) == alone * 2
     assert alone[0][0] != alone[0][1] and alone[0] != alone[1]
+
+
+def test_an_adapter_is_a_model_of_its_own_in_the_same_batch(client: Any, loaded: LoadedModel, adapter: Path) -> None:
+    options = GenerateOptions(max_new_tokens=16)
+    expected = {"tiny": generate(loaded, ["Once"], options)[0].text, "law": generate(load_model(adapter), ["Once"], options)[0].text}
+    assert expected["tiny"] != expected["law"]
+
+    def ask(model: str) -> str:
+        return client.completions.create(model=model, prompt="Once", max_tokens=16, temperature=0).choices[0].text
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, ["tiny", "law"] * 3)) == [expected["tiny"], expected["law"]] * 3
 
 
 def test_a_schema_is_followed(client: Any) -> None:
@@ -132,4 +157,4 @@ def test_mistakes_arrive_as_openais_errors(client: Any) -> None:
         client.completions.create(model="gpt-4", prompt="x")
     with pytest.raises(openai.BadRequestError, match="leaves no room"):
         client.completions.create(model="tiny", prompt="x" * 1100)
-    assert [one.id for one in client.models.list()] == ["tiny"]
+    assert [one.id for one in client.models.list()] == ["tiny", "law"]
