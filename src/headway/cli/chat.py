@@ -15,7 +15,18 @@ import typer
 
 from headway.cli._chat_commands import Chat
 from headway.cli._chat_screen import open_screen
-from headway.cli._options import CHAT_TEMPLATE, GROUP, JSON, MODEL, REVISION, MaskOptions, at_revision, refuse_flags, with_masks
+from headway.cli._options import (
+    CHAT_TEMPLATE,
+    GROUP,
+    JSON,
+    MODEL,
+    REVISION,
+    MaskOptions,
+    SpeculateOptions,
+    at_revision,
+    refuse_flags,
+    with_masks,
+)
 from headway.cli._output import print_json
 from headway.cli.generate import CHUNK_TOKENS, DEVICE, MAX_NEW_TOKENS_HELP, SEED, STOP, TOP_K, TOP_P
 from headway.errors import ConfigError, HeadwayError
@@ -110,6 +121,7 @@ def chat(
     stop: list[str] = STOP,
     seed: int = SEED,
     masks: MaskOptions = GROUP,
+    guess: SpeculateOptions = GROUP,
     markdown: bool = typer.Option(True, "--markdown/--no-markdown", help="On a terminal, draw Markdown instead of its signs."),
     json: bool = JSON,
 ) -> None:
@@ -118,9 +130,13 @@ def chat(
     from headway.infer.generate import GenerateOptions
     from headway.infer.sampling import Sampling
 
+    if models.url is not None:
+        refuse_flags("--url: the server decides how it decodes", {"--speculate": guess.speculate})
     names, open_models = models.names(), models.opener(masks)
     sampling = Sampling(temperature, top_k, top_p, seed)
-    options: GenerateOptions = GenerateOptions(max_new_tokens, tuple(stop), sampling=sampling, chunk_tokens=models.chunk_tokens)
+    options: GenerateOptions = GenerateOptions(
+        max_new_tokens, tuple(stop), sampling=sampling, chunk_tokens=models.chunk_tokens, speculation=guess.speculation()
+    )
     sessions = [ChatSession(one, None, options, system) for one in open_models(names)]
     is_person = sys.stdin is not None and sys.stdin.isatty()
     screen = open_screen(is_quiet=json, draws_markdown=markdown)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headway.cli._options import CHAT_TEMPLATE, GROUP, JSON, MODEL, MaskOptions, refuse_flags, with_masks
+from headway.cli._options import CHAT_TEMPLATE, GROUP, JSON, MODEL, MaskOptions, SpeculateOptions, refuse_flags, with_masks
 from headway.cli._output import exit_with, print_json
 from headway.errors import ConfigError
 
@@ -112,6 +112,7 @@ def generate(
     ),
     seed: int = SEED,
     masks: MaskOptions = GROUP,
+    guess: SpeculateOptions = GROUP,
     chunk_tokens: int = CHUNK_TOKENS,
     device: str = DEVICE,
     stream: bool | None = typer.Option(None, "--stream/--no-stream", help="Show text as it is made; default: on a terminal."),
@@ -125,7 +126,9 @@ def generate(
         refuse_flags("--json", {"--stream": stream or None})
     choice = masks.choice()
     sampling = Sampling(temperature, top_k, top_p, seed)
-    options = GenerateOptions(max_new_tokens, tuple(stop), special=special, sampling=sampling, chunk_tokens=chunk_tokens)
+    options = GenerateOptions(
+        max_new_tokens, tuple(stop), special=special, sampling=sampling, chunk_tokens=chunk_tokens, speculation=guess.speculation()
+    )
     if ask.template is not None and special:
         raise ConfigError("--chat-template and --special are both given; the template writes the special tokens. Leave --special out.")
     shows = not json and (sys.stdout.isatty() if stream is None else stream)

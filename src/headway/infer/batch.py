@@ -86,7 +86,10 @@ def answer_file(
 ) -> BatchReport:
     """Answer every line of `path` in `output`. Lines that are there already are kept."""
     if engine_options is None:
-        engine_options = EngineOptions(max_running=64 if loaded.device.type == "cuda" else 16)
+        running = 64 if loaded.device.type == "cuda" else 16
+        engine_options = EngineOptions(
+            max_running=running, prefill_tokens=options.generate.chunk_tokens, speculation=options.generate.speculation
+        )
     job = _BatchJob(loaded, options, engine_options)
     begun = time.monotonic()
     if path.absolute() == output.absolute():

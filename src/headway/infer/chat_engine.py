@@ -148,7 +148,10 @@ class EngineResponder:
 
     def _open(self, options: GenerateOptions) -> InferenceEngine:
         if self._engine is None:
-            self._engine = InferenceEngine(self.loaded, EngineOptions(max_running=1, max_waiting=1, prefill_tokens=options.chunk_tokens))
+            self._engine = InferenceEngine(
+                self.loaded,
+                EngineOptions(max_running=1, max_waiting=1, prefill_tokens=options.chunk_tokens, speculation=options.speculation),
+            )
         return self._engine
 
     def describe(self) -> dict[str, Any]:

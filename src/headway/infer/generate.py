@@ -17,7 +17,7 @@ from typing import Literal
 from headway.errors import ConfigError, DataError
 from headway.infer.decode import COMPILE_FROM_STEPS, RECORD_FROM_STEPS
 from headway.infer.engine.engine import InferenceEngine
-from headway.infer.engine.request import EngineEvent, EngineOptions, EngineRequest, PromptMedia
+from headway.infer.engine.request import EngineEvent, EngineOptions, EngineRequest, PromptMedia, Speculation
 from headway.infer.engine.text import RequestText
 from headway.infer.load import LoadedModel
 from headway.infer.prefill import CHUNK_TOKENS
@@ -55,6 +55,9 @@ class GenerateOptions:
     """Prompts that are computed at once."""
     chunk_tokens: int = CHUNK_TOKENS
     """Tokens of prompts that go through the model at once; changes results only by rounding."""
+
+    speculation: Speculation | None = None
+    """Guess and check several tokens at a time; the text is the same."""
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -219,6 +222,7 @@ def _engine_options(rows: Sequence[_Sequence], options: GenerateOptions, loaded:
         max_context=min(loaded.config.max_seq_len, max(len(row.prompt) for row in rows) + options.max_new_tokens),
         record=on_cuda and options.max_new_tokens >= RECORD_FROM_STEPS,
         compile_blocks=on_cuda and options.max_new_tokens >= COMPILE_FROM_STEPS,
+        speculation=options.speculation,
     )
 
 

@@ -37,6 +37,15 @@ from headway.infer.engine.results import PendingPrefill, PendingTokens, choose_t
 from headway.infer.engine.rounds import packed_media, plan_pieces
 from headway.infer.engine.sampler import Sampler, has_penalties
 from headway.infer.engine.sequence import EngineSequence
+from headway.infer.engine.speculate import (
+    DraftProposer,
+    NgramProposer,
+    PendingGuesses,
+    Speculator,
+    check_guesses,
+    open_draft,
+    split_budget,
+)
 from headway.infer.load import LoadedModel
 from headway.model.adapter.rows import load_adapters
 
@@ -54,18 +63,28 @@ class InferenceEngine:
         self.loaded, self.options = loaded, options
         self.context = min(loaded.config.max_seq_len, options.max_context or loaded.config.max_seq_len)
         self.vocab = loaded.config.vocab if loaded.tokenizer is None else loaded.tokenizer.vocab_size
-        self.cache = build_cache(loaded, options, self.context)
+        guess = options.speculation
+        draft = None if guess is None or guess.draft is None else open_draft(guess.draft, loaded)
+        # Rings are taken back to the end of a page, and over guesses that were wrong.
+        spare = 0 if guess is None else options.page_tokens + guess.tokens
+        own, drafts = (options, options) if draft is None else split_budget(options, loaded, draft, self.context)
+        self.cache = build_cache(loaded, own, self.context, spare)
         rows = load_adapters(loaded.model, loaded.config, adapters) if adapters else None
         self._adapters, self._constraints = {} if rows is None else rows.number, constraints
         self._memory = EngineMemory(self.cache, prefix_reuse=options.prefix_reuse)
         self._device = EngineDevice(loaded, self.cache, options, self.vocab, rows)
         self._sampler = Sampler(self.cache.slots, loaded.config.vocab, loaded.device)
+        self._speculator: Speculator | None = None
+        if guess is not None:
+            proposer = NgramProposer() if draft is None else DraftProposer(draft, drafts, self.cache.slots, self.context, spare)
+            self._speculator = Speculator(proposer, guess.tokens)
         self._lag = loaded.device.type == "cuda" if options.lag == "auto" else options.lag
+        self._lag = self._lag and guess is None  # guesses are made from tokens that were read
         self._waiting: deque[EngineSequence] = deque()
         self._running: list[EngineSequence] = []
         """Oldest first."""
         self._sequences: dict[int, EngineSequence] = {}
-        self._pending: list[PendingTokens | PendingPrefill] = []
+        self._pending: list[PendingTokens | PendingGuesses | PendingPrefill] = []
         self._events: list[EngineEvent] = []
         self._next = 0
         self._prompt_tokens = self._cached_tokens = self._generated = self._finished = self._preempted = self._steps = 0
@@ -158,12 +177,18 @@ class InferenceEngine:
             self._running.sort(key=lambda other: other.number)
             self._cached_tokens += one.cached_tokens
 
-    def _launch_decode(self) -> PendingTokens | None:
+    def _launch_decode(self) -> PendingTokens | PendingGuesses | None:
         for one in [one for one in self._running if one.is_ready]:
             self._make_room(one)
         rows = [one for one in self._running if one.is_ready]
         if not rows:
             return None
+        if self._speculator is not None:
+            guesses = self._speculator.guesses(rows, self._memory)
+            if any(guesses):
+                self._memory.flush()
+                adapters = [self._adapters.get(one.request.adapter or "", 0) for one in rows]
+                return check_guesses(self._speculator, self._device, self._sampler, list(zip(rows, guesses, strict=True)), adapters)
         self._memory.flush()
         logits = self._device.decode([one.slot for one in rows], max(one.computed for one in rows) + 1)
         for one in rows:
@@ -209,7 +234,7 @@ class InferenceEngine:
                 self._memory.keep(one, one.target - 1)
         return PendingPrefill.of(self._device, self._sampler, hidden, work)
 
-    def _read(self, pending: PendingTokens | PendingPrefill) -> None:
+    def _read(self, pending: PendingTokens | PendingGuesses | PendingPrefill) -> None:
         for result in pending.read():
             one = result.sequence
             one.in_flight -= result.token is not None
@@ -238,6 +263,8 @@ class InferenceEngine:
                     result.embedding,
                     one.cached_tokens if first else 0,
                     tuple(one.prompt_logprobs) if first and one.request.prompt_logprobs else None,
+                    proposed_tokens=0 if reason is None else one.proposed,
+                    accepted_tokens=0 if reason is None else one.accepted,
                 )
             )
             if reason is not None:
@@ -270,4 +297,6 @@ class InferenceEngine:
             preempted=self._preempted,
             steps=self._steps,
             first_token_seconds=first,
+            proposed_tokens=0 if self._speculator is None else self._speculator.proposed,
+            accepted_tokens=0 if self._speculator is None else self._speculator.accepted,
         )

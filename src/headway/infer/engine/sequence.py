@@ -42,6 +42,10 @@ class EngineSequence:
         self.sent_any = False
         self.hidden_sum: torch.Tensor | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self.guesses = -1
+        """Tokens that speculation guesses next; -1: not known yet."""
+        self.proposed = self.accepted = 0
+        """Guesses so far, and those that were right."""
         self._names: list[bytes] = []
 
     @property
