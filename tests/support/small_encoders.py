@@ -61,6 +61,29 @@ def lite0_file(folder: Path) -> Path:
     return folder / "efficientnet-lite0.pth"
 
 
+@functools.cache
+def mobilenet_file(folder: Path) -> Path:
+    """The weights of a MobileNetV4-conv-small, random, with those of timm's head for classes."""
+    from headway.model.encoders.mobilenet_v4_module import MobileNetV4
+
+    torch.manual_seed(0)
+    folder.mkdir(exist_ok=True)
+    torch.save({**MobileNetV4().state_dict(), "classifier.bias": torch.zeros(1000)}, folder / "mobilenetv4.pth")
+    return folder / "mobilenetv4.pth"
+
+
+@functools.cache
+def cnn14_file(folder: Path) -> Path:
+    """The weights of a narrow CNN14, random, as PANNs writes them."""
+    from headway.model.encoders.cnn14_module import Cnn14
+
+    torch.manual_seed(0)
+    folder.mkdir(exist_ok=True)
+    network = Cnn14([2, 2, 4, 4, 6, 6], 5)
+    torch.save({"model": {**network.state_dict(), "logmel_extractor.melW": torch.zeros(3, 4)}, "iteration": 3}, folder / "cnn14.pth")
+    return folder / "cnn14.pth"
+
+
 def frozen_from(overrides: dict[str, Any], folder: Path) -> Any:
     """The encoder of `image.kind`, `text.pool` and so on, built from small files below a folder; what can be seen of it."""
     from headway.config.kinds import kind_config
@@ -70,6 +93,9 @@ def frozen_from(overrides: dict[str, Any], folder: Path) -> Any:
     given = {name.split(".")[1]: json.loads(value) if value.lstrip("-")[:1].isdigit() else value for name, value in overrides.items()}
     if modality == "audio":
         whisper_folder(folder / "whisper")
+        cnn14_file(folder / "cnn14")
+    if modality == "image":
+        mobilenet_file(folder / "mobilenet")
     files = [lite0_file(folder / "lite0")] if modality == "image" else [bert_folder(folder / "bert") / "model.safetensors"]
     with (
         mock.patch("headway.model.encoders.efficientnet_lite0.package_files", return_value=files),

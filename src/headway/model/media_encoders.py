@@ -37,9 +37,12 @@ def aligner_folder(path: Path) -> Path | None:
 
 
 def encoder_text(name: str, modality: str, *, patches: bool) -> str:
-    """The encoder that a recipe names: a kind, or a Hugging Face folder or hub id."""
+    """The encoder that a recipe names: a kind, a kind with its file (`cnn14:FILE`), or a Hugging Face folder or hub id."""
+    kind, _, file = name.partition(":")
     if name in KINDS:
         given: dict[str, Any] = {"kind": name}
+    elif kind in KINDS and file:
+        given = {"kind": kind, "path": str(Path(file).resolve())}
     else:
         given = {"kind": "huggingface", "path": str(Path(name).resolve()) if Path(name).is_dir() else name}
         given |= {"pool": "none", "layer": PATCH_LAYER} if patches else {}

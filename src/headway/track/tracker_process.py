@@ -82,7 +82,7 @@ def serve(client: ServiceClient, message: dict[str, Any], *, ok: bool) -> str:
 
 
 def keep(client: ServiceClient, message: dict[str, Any]) -> str:
-    """Upload a file. A service that cannot keep it still has the curves: the run goes on with a warning."""
+    """Upload a file. A service that cannot keep it still has the curves: it is a warning."""
     assert isinstance(client, FileClient)
     try:
         client.keep(Path(message["path"]), message["folder"])

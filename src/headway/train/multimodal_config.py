@@ -18,7 +18,8 @@ class MediaInputConfig(Section):
 
     encoder: str | None = setting(
         None,
-        "What encodes it: a Hugging Face folder, or the name of an encoder (`headway list`). null = the encoder of multimodal.aligner.",
+        "What encodes it: a Hugging Face folder, the name of an encoder (`headway list`), or one with its file (`cnn14:FILE`). null = the "
+        "encoder of multimodal.aligner.",
     )
     patches: bool = setting(False, "One soft token of each patch of a Hugging Face encoder (LLaVA), instead of a pooled vector.")
     features: Path | None = setting(None, "A table of features made before, instead of an encoder.")

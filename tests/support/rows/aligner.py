@@ -7,7 +7,7 @@ from typing import Any
 from support.aligned import ENCODERS
 from support.observe import Row, root
 
-FROZEN = {"efficientnet_lite0": "image", "huggingface": "text", "minilm": "text"}
+FROZEN = {"efficientnet_lite0": "image", "huggingface": "text", "minilm": "text", "mobilenet_v4": "image", "cnn14": "audio"}
 
 
 def encoded_by(kind: str) -> str:
@@ -100,6 +100,8 @@ TEXT_FOLDER = ("model.aligner.encoders.text.kind=huggingface", "model.aligner.en
 SOUND_FOLDER = ("model.aligner.encoders.audio.kind=huggingface", "model.aligner.encoders.audio.path=$/whisper")
 MINILM = ("model.aligner.encoders.text.kind=minilm",)
 LITE0 = ("model.aligner.encoders.image.kind=efficientnet_lite0",)
+MOBILENET = ("model.aligner.encoders.image.kind=mobilenet_v4", "model.aligner.encoders.image.path=$/mobilenet/mobilenetv4.pth")
+CNN14 = ("model.aligner.encoders.audio.kind=cnn14", "model.aligner.encoders.audio.path=$/cnn14/cnn14.pth")
 AT = "model.aligner.encoders"
 ROWS: dict[str, Row] = {
     "model.aligner.dim": ((), 8, 12, aligner_shapes),
@@ -133,6 +135,12 @@ ROWS: dict[str, Row] = {
     f"{AT}[minilm].max_tokens": (MINILM, 8, 12, frozen_shape),
     f"{AT}[efficientnet_lite0].kind": ((), "vit", "nothing", refused_aligner),
     f"{AT}[efficientnet_lite0].pool": (LITE0, "mean", "none", frozen_shape),
+    f"{AT}[mobilenet_v4].kind": ((), "vit", "nothing", refused_aligner),
+    f"{AT}[mobilenet_v4].path": (MOBILENET[:1], "$/mobilenet/mobilenetv4.pth", "$/nowhere", frozen_shape),
+    f"{AT}[mobilenet_v4].pool": (MOBILENET, "mean", "none", frozen_shape),
+    f"{AT}[cnn14].kind": ((), "audio_cnn", "nothing", refused_aligner),
+    f"{AT}[cnn14].path": (CNN14[:1], "$/cnn14/cnn14.pth", "$/nowhere", frozen_shape),
+    f"{AT}[cnn14].frames": (CNN14, 32, 64, frozen_shape),
     "objective[contrastive].kind": ((), "contrastive", "next_token", refused_aligner),
     "objective[contrastive].log_scale": ((), 2.0, 3.0, aligner_numbers),
     "objective[contrastive].learn_scale": ((), True, False, aligner_numbers),

@@ -6,12 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.small_encoders import bert_folder, image_settings, lite0_file, whisper_folder
+from support.small_encoders import bert_folder, cnn14_file, image_settings, lite0_file, mobilenet_file, whisper_folder
 
 from headway.errors import HeadwayError
+from headway.model.encoders.cnn14_module import load_cnn14
 from headway.model.encoders.huggingface import Config
 from headway.model.encoders.lite0_module import EfficientNetLite0, load_lite0
+from headway.model.encoders.mobilenet_v4_module import MobileNetV4, load_mobilenet_v4
 from headway.model.encoders.towers import AudioTower, ConvStem, PatchStem, TextTower, VisionTower, tower_value
+from headway.model.media_encoders import encoder_text
+from headway.model.media_encoders import open_encoder as open_media_encoder
 from headway.runtime.optional import is_installed
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -177,3 +181,41 @@ def test_lite0_of_its_package_gives_vectors() -> None:
     encoder: Any = Lite0().build("image")
     assert (encoder.tokens, encoder.width) == (1, 1280)
     assert float(check_independent(encoder, inputs(encoder, 2)).std()) > 0.05
+
+
+def test_encoders_of_purrsight_read_their_files_and_no_others(tmp_path: Path) -> None:
+    sounds, pictures = cnn14_file(tmp_path / "c"), mobilenet_file(tmp_path / "m")
+    text = encoder_text(f"cnn14:{sounds}", "audio", patches=False)
+    hears = open_media_encoder(text, "audio")
+    sees = open_media_encoder(encoder_text(f"mobilenet_v4:{pictures}", "image", patches=False), "image")
+    assert (hears.tokens, hears.width, hears.input.shape) == (1, 5, (64, 256)) and (sees.tokens, sees.width) == (1, 960)
+    given = np.random.default_rng(0).normal(-40, 20, (3, 64, 256)).astype(np.float32)
+    np.testing.assert_allclose(hears.encode(given)[1:2], hears.encode(given[1:2]), rtol=1e-4, atol=1e-5)
+    mels = torch.from_numpy(given)  # by hand: norm over mels, blocks with pooling between them, maximum plus mean over time
+    network = load_cnn14(sounds, "path").eval()
+    with torch.no_grad():
+        x = torch.nn.functional.batch_norm(mels, network.bn0.running_mean, network.bn0.running_var, network.bn0.weight, network.bn0.bias)
+        x = x.transpose(1, 2)[:, None]
+        for number in range(1, 6):
+            x = torch.nn.functional.avg_pool2d(getattr(network, f"conv_block{number}")(x), 2)
+        x = network.conv_block6(x).mean(3)
+        wanted = torch.relu(network.fc1(x.max(2).values + x.mean(2)))
+    np.testing.assert_allclose(hears.encode(given)[:, 0], wanted.numpy(), rtol=1e-4, atol=1e-5)
+    for file, name, load in ((sounds, "cnn14", load_mobilenet_v4), (pictures, "mobilenet_v4", load_cnn14)):
+        with pytest.raises(HeadwayError, match=r"is expected|is no CNN14 of PANNs"):
+            load(file, name)
+    with pytest.raises(HeadwayError, match="which is not a file"):
+        load_cnn14(tmp_path / "nowhere.pth", "path")
+
+
+def test_mobilenet_v4_computes_what_timm_computes() -> None:
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    theirs, ours = timm.create_model("mobilenetv4_conv_small", pretrained=False).eval(), MobileNetV4().eval()
+    for name, value in theirs.state_dict().items():
+        if "running" in name:
+            value.uniform_(0.5, 1.5)
+    ours.load_state_dict({name: value for name, value in theirs.state_dict().items() if name in ours.state_dict()})
+    picture = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(picture), theirs.forward_features(picture))

@@ -189,3 +189,14 @@ def test_an_imported_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert main(["config", "import", "small.py", "--from", "internlm", "--out", "recipe.yaml"]) == 0
     assert main(["train", "recipe.yaml", "device=cpu", "data.workers=0"]) == 0
     assert (tmp_path / "ckpts" / "small" / "final" / "model.safetensors").exists()
+
+
+def test_files_of_purrsight_are_found_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "config/p.yaml").write_text("llm_model_name: m\ndata_dir: data\nbatch_size: 16\nnum_gpus: 4\nsave_every_n_epochs: 2\n")
+    (tmp_path / "data/train.jsonl").write_text("{}\n" * 100 + "\n")
+    (tmp_path / "data/val.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    found = import_config(Path("config/p.yaml"), "purrsight").recipe
+    assert found["checkpoint"] == {"every": 4} and found["data"]["valid"]["sets"]["val"][0]["path"] == "data/val.jsonl"

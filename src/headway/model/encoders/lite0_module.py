@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headway.errors import CheckpointError
 from headway.model.encoders.frozen import Pixels
-from headway.model.loading.untrusted import check_finite, open_pickled
+from headway.model.encoders.weight_file import fill_exactly
+from headway.model.loading.untrusted import open_pickled
 
 STAGES = ((1, 3, 1, 1, 16), (2, 3, 2, 6, 24), (2, 5, 2, 6, 40), (3, 3, 2, 6, 80), (3, 5, 1, 6, 112), (4, 5, 2, 6, 192), (1, 3, 1, 6, 320))
 """Repeats, kernel, stride of the first, expansion, channels."""
@@ -104,13 +104,7 @@ class Lite0Encoder(nn.Module):
 
 def load_lite0(path: Path) -> EfficientNetLite0:
     """The network with the weights of a file; names and shapes must be exactly those expected."""
-    given = open_pickled(path)
     with torch.device("meta"):
         network = EfficientNetLite0()
-    wanted = {name: tuple(value.shape) for name, value in network.state_dict().items()}
-    found = {str(name): tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in given.items()}
-    if found != wanted:
-        wrong = next(name for name in {**wanted, **found} if found.get(name) != wanted.get(name))
-        raise CheckpointError(f"{path}: {wrong} is {found.get(wrong, 'missing')}; {wanted.get(wrong, 'nothing')} is expected.")
-    network.load_state_dict(dict(check_finite(given.items(), path)), assign=True)
+    fill_exactly(network, open_pickled(path), path)
     return network

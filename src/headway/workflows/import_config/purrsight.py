@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 from headway.workflows.import_config import hugging_face
@@ -11,20 +13,34 @@ SYSTEM = "PurrSight"
 TOKENS = 4
 """Soft tokens of a picture and of a sound."""
 MODALITIES = ("image", "audio")
-ENCODERS = "PurrSight's encoders (MobileNetV4 and CNN14) come from other packages; give the encoders with which the aligner was trained"
+ENCODERS = (
+    "weights of PurrSight's encoders come from timm and PANNs; give their files, or the encoders of the aligner's training"
+)
+FILES = "multimodal.image.encoder: mobilenet_v4:FILE, multimodal.audio.encoder: cnn14:FILE"
+LOCAL_MLFLOW = "sqlite:///mlflow.db"
+"""What `mlflow ui` shows where no server is named."""
 MASTER = automatic("an option of the launch: headway train RECIPE --nnodes N --node-rank K --master HOST:PORT; SLURM finds it by itself")
 
 
 def data_folder(draft: ImportDraft, key: str, value: Any) -> None:
     """train.jsonl and, if it is there, val.jsonl; a path to a file is that file."""
-    path = text(key, value).rstrip("/")
-    train = path if path.endswith(".jsonl") else f"{path}/train.jsonl"
+    train = _train_file(key, value)
     valid = train.removesuffix(train.rpartition("/")[2]) + "val.jsonl"
     source = {"kind": "multimodal", "chat_template": "tokenizer"}
     draft.set("data.train", [{"path": train, **source}])
     draft.tell(key, value, "set", f"data.train: [{{path: {train}, kind: multimodal}}]", "the chat template of the model")
-    if (draft.source.parent / valid).is_file():
+    if _found(draft, valid) is not None:
         draft.set("data.valid", {"sets": {"val": [{"path": valid, **source}]}})
+
+
+def _train_file(key: str, value: Any) -> str:
+    path = text(key, value).rstrip("/")
+    return path if path.endswith(".jsonl") else f"{path}/train.jsonl"
+
+
+def _found(draft: ImportDraft, path: str) -> Path | None:
+    """A file as the recipe will find it, from the working directory, or beside the file that is read."""
+    return next((one for one in (Path(path), draft.source.parent / path) if one.is_file()), None)
 
 
 def half(draft: ImportDraft, key: str, value: Any) -> None:
@@ -39,8 +55,18 @@ def targets(draft: ImportDraft, key: str, value: Any) -> None:
 
 
 def per_epoch(draft: ImportDraft, key: str, value: Any) -> None:
-    """Checkpoints count steps."""
-    draft.tell(key, value, "missing", "checkpoint.every: STEPS", "checkpoints count steps, not epochs")
+    """Checkpoints count steps; how many an epoch has is known where the data is."""
+    epochs, data = integer(key, value), draft.value("data_dir")
+    given = (draft.value(name, default=DEFAULTS.get(name, 1)) for name in ("batch_size", "gradient_accumulation_steps", "num_gpus"))
+    rows = math.prod(integer("batch_size", one) for one in given)
+    path = None if data is None else _found(draft, _train_file("data_dir", data))
+    if path is None or rows < 1 or epochs < 1:
+        draft.tell(key, value, "missing", "checkpoint.every: STEPS", "checkpoints count steps, not epochs")
+        return
+    with path.open("rb") as file:
+        records = sum(1 for line in file if line.strip())
+    steps = max(1, epochs * -(-records // rows))
+    draft.write(key, value, "checkpoint.every", steps, f"steps: {records} records, {rows} rows a step")
 
 
 def layers(draft: ImportDraft, key: str, value: Any) -> None:
@@ -175,7 +201,12 @@ def finish(draft: ImportDraft) -> None:
     if draft.get("multimodal.aligner") is None:
         draft.tell("phase1_checkpoint_path", None, "missing", "multimodal.aligner: FILE", "the file names no aligner of phase 1")
         draft.set("multimodal.aligner", "aligner.safetensors")
-    draft.tell("encoders", None, "missing", "multimodal.image.encoder: DIR, multimodal.audio.encoder: DIR", ENCODERS)
+    draft.tell("encoders", None, "missing", FILES, ENCODERS)
+    for tracker in draft.get("track") or ():
+        if isinstance(tracker, dict) and tracker.get("kind") == "mlflow" and not tracker.get("uri"):
+            tracker["uri"] = LOCAL_MLFLOW
+            note = "the file names no server; `mlflow ui --backend-store-uri sqlite:///mlflow.db` shows this one"
+            draft.tell("mlflow_tracking_uri", None, "assumed", f"track: [{{kind: mlflow, uri: {LOCAL_MLFLOW}}}]", note)
     if (length := draft.get("data.seq_len")) is not None:
         draft.set("data.seq_len", length + sum(draft.get(f"multimodal.{modality}.tokens") for modality in MODALITIES))
 

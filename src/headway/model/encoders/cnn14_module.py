@@ -1,0 +1,64 @@
+"""CNN14 as the file of PANNs names its weights: a norm over mels, six pairs of convolutions, pooling over time and pitch, one linear.
+
+Shapes: N log-mels [N,64,T] in dB -> [N,1,width of fc1]. The file's own spectrogram and its classes are not used: our log-mel is that
+spectrogram. Channels are read from the file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headway.errors import CheckpointError
+from headway.model.encoders.weight_file import fill_exactly, read_weights
+
+MELS, BLOCKS = 64, 6
+UNUSED = ("spectrogram_extractor.", "logmel_extractor.", "fc_audioset.")
+
+
+class ConvPair(nn.Module):
+    """Two convolutions with norms and ReLUs."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+
+
+class Cnn14(nn.Module):
+    """The vector of a sound."""
+
+    def __init__(self, channels: list[int], width: int) -> None:
+        super().__init__()
+        self.bn0 = nn.BatchNorm2d(MELS)
+        for number, (inputs, outputs) in enumerate(zip([1, *channels], channels, strict=False), start=1):
+            setattr(self, f"conv_block{number}", ConvPair(inputs, outputs))
+        self.fc1 = nn.Linear(channels[-1], width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[N,64,T] -> [N,1,width]."""
+        x = self.bn0(inputs[..., None]).permute(0, 3, 2, 1)  # the norm is over mels; the convolutions see [N,1,T,64]
+        for number in range(1, BLOCKS + 1):
+            x = getattr(self, f"conv_block{number}")(x)
+            x = x if number == BLOCKS else F.avg_pool2d(x, 2)
+        x = x.mean(3)
+        return F.relu(self.fc1(x.amax(2) + x.mean(2)))[:, None]
+
+
+def load_cnn14(path: Path, key: str) -> Cnn14:
+    """The network with the weights of a file."""
+    given = read_weights(path, key)
+    shapes = [tuple(given[name].shape) if name in given else () for name in (f"conv_block{n}.conv2.weight" for n in range(1, BLOCKS + 1))]
+    if not all(shapes) or "fc1.weight" not in given or given["fc1.weight"].ndim != 2:
+        raise CheckpointError(f"{path}: is no CNN14 of PANNs: it lacks its six blocks or fc1. Give Cnn14_16k_mAP=0.438.pth.")
+    with torch.device("meta"):
+        network = Cnn14([shape[0] for shape in shapes], given["fc1.weight"].shape[0])
+    fill_exactly(network, given, path, UNUSED)
+    return network

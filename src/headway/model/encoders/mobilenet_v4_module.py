@@ -1,0 +1,124 @@
+"""MobileNetV4-conv-small as timm's file names its weights: a stem, plain convolutions, universal inverted bottlenecks; ReLU.
+
+Shapes: N pictures [N,3,224,224] -> [N,960,7,7]. A bottleneck is up to four convolutions: a depthwise one, a wide pointwise one, a depthwise
+one, a narrow pointwise one; the first and the third are there where their kernel is not 0. The head for classes is not used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headway.model.encoders.frozen import Pixels
+from headway.model.encoders.weight_file import fill_exactly, read_weights
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+STEM, WIDTH = 32, 960
+PLAIN = (((3, 2, 32), (1, 1, 32)), ((3, 2, 96), (1, 1, 64)))
+"""Two stages of plain convolutions: kernel, stride, channels."""
+INVERTED = (
+    ((5, 5, 2, 3, 96), *((0, 3, 1, 2, 96),) * 4, (3, 0, 1, 4, 96)),
+    ((3, 3, 2, 6, 128), (5, 5, 1, 4, 128), (0, 5, 1, 4, 128), (0, 5, 1, 3, 128), *((0, 3, 1, 4, 128),) * 2),
+)
+"""Two stages of bottlenecks: kernel of the first and of the second depthwise convolution, stride, expansion, channels."""
+UNUSED = ("conv_head.", "norm_head.", "classifier.")
+
+
+class ConvNorm(nn.Module):
+    """A convolution and its norm, with a ReLU or without."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int = 1, active: bool = True) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
+        self.bn = nn.BatchNorm2d(outputs)
+        self.active = active
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.conv(x))
+        return F.relu(x) if self.active else x
+
+
+class PlainConv(nn.Module):
+    """A convolution with norm and ReLU; timm calls its norm bn1."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn1(self.conv(x)))
+
+
+class UniversalBottleneck(nn.Module):
+    """A universal inverted bottleneck; it adds its input where shapes allow. The last depthwise convolution has the stride."""
+
+    def __init__(self, inputs: int, kernels: tuple[int, int], stride: int, expansion: int, outputs: int) -> None:
+        super().__init__()
+        first, second = kernels
+        wide = inputs * expansion
+        self.adds = stride == 1 and inputs == outputs
+        if first:
+            self.dw_start = ConvNorm(inputs, inputs, first, 1 if second else stride, inputs, active=False)
+        self.pw_exp = ConvNorm(inputs, wide, 1)
+        if second:
+            self.dw_mid = ConvNorm(wide, wide, second, stride, wide)
+        self.pw_proj = ConvNorm(wide, outputs, 1, active=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x
+        for layer in self.children():  # in the order in which they were made
+            found = layer(found)
+        return x + found if self.adds else found
+
+
+class MobileNetV4(nn.Module):
+    """Features of pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv_stem = nn.Conv2d(3, STEM, 3, 2, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(STEM)
+        channels, stages = STEM, list[nn.Module]()
+        for stage in PLAIN:
+            layers: list[nn.Module] = []
+            for kernel, stride, outputs in stage:
+                layers.append(PlainConv(channels, outputs, kernel, stride))
+                channels = outputs
+            stages.append(nn.Sequential(*layers))
+        for stage in INVERTED:
+            layers = []
+            for first, second, stride, expansion, outputs in stage:
+                layers.append(UniversalBottleneck(channels, (first, second), stride, expansion, outputs))
+                channels = outputs
+            stages.append(nn.Sequential(*layers))
+        self.blocks = nn.Sequential(*stages, nn.Sequential(PlainConv(channels, WIDTH, 1, 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N,3,H,W] -> [N,960,H/32,W/32]."""
+        return self.blocks(F.relu(self.bn1(self.conv_stem(x))))
+
+
+class MobileNetV4Encoder(nn.Module):
+    """Pixels to vectors: their mean, or one per place."""
+
+    def __init__(self, network: MobileNetV4, pooled: bool) -> None:
+        super().__init__()
+        self.pixels = Pixels(MEAN, STD)
+        self.network, self.pooled = network, pooled
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """uint8 [N,3,224,224] -> [N,1,960] or [N,49,960]."""
+        found = self.network(self.pixels(inputs)).flatten(2).transpose(1, 2)
+        return found.mean(1, keepdim=True) if self.pooled else found
+
+
+def load_mobilenet_v4(path: Path, key: str) -> MobileNetV4:
+    """The network with the weights of a file."""
+    with torch.device("meta"):
+        network = MobileNetV4()
+    fill_exactly(network, read_weights(path, key), path, UNUSED)
+    return network
