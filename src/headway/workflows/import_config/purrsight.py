@@ -13,9 +13,7 @@ SYSTEM = "PurrSight"
 TOKENS = 4
 """Soft tokens of a picture and of a sound."""
 MODALITIES = ("image", "audio")
-ENCODERS = (
-    "weights of PurrSight's encoders come from timm and PANNs; give their files, or the encoders of the aligner's training"
-)
+ENCODERS = "weights of PurrSight's encoders come from timm and PANNs; give their files, or the encoders of the aligner's training"
 FILES = "multimodal.image.encoder: mobilenet_v4:FILE, multimodal.audio.encoder: cnn14:FILE"
 LOCAL_MLFLOW = "sqlite:///mlflow.db"
 """What `mlflow ui` shows where no server is named."""
