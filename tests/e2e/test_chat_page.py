@@ -351,3 +351,51 @@ def test_the_real_server_streams_stops_compares_and_keeps(tmp_path: Path) -> Non
         assert [one for one in page.problems if "400" not in one] == [] and not [
             one for one in page.requests if not one.startswith((server.url, "about:"))
         ]
+
+
+def test_an_edit_keeps_its_text_while_another_answer_comes(page: Page, double: ChatDouble) -> None:
+    ask(page, "one")
+    ask(page, "two")
+    click(page, ".turn:first-child [aria-label=Edit]")
+    page.evaluate("document.querySelector('.editor textarea').value = 'half written'")
+    click(page, ".turn:last-child [aria-label='Answer again']")
+    page.wait_for("document.querySelectorAll('.answer .stepper').length === 1 && " + IDLE)
+    assert page.evaluate("document.querySelector('.editor textarea').value") == "half written"
+
+
+def test_the_page_speaks_chinese_and_keeps_its_colours(double: ChatDouble) -> None:
+    with browser() as page:
+        page.call("Emulation.setUserAgentOverride", userAgent="Mozilla/5.0", acceptLanguage="zh-CN")
+        page.resize(1200, 800, dark=True)
+        page.open(double.address)
+        page.wait_for(READY)
+        assert page.evaluate("document.documentElement.lang") == "zh-CN" and "新对话" in texts(page, ".new")
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark", "the system's choice"
+        click(page, "[aria-label='浅色或深色']")
+        assert page.evaluate("document.documentElement.dataset.theme") == "light"
+        reload(page)
+        assert page.evaluate("document.documentElement.dataset.theme") == "light"
+
+
+FRAMES = """(() => {
+    window.slowest = 0;
+    let last = performance.now();
+    const tick = () => {
+        window.slowest = Math.max(window.slowest, performance.now() - last);
+        last = performance.now();
+        requestAnimationFrame(tick);
+    };
+    tick();
+})()"""
+
+
+def test_a_very_long_answer_is_drawn_without_blocking(page: Page, double: ChatDouble) -> None:
+    block = "## Part\n\nSome **bold** words and `code` in a paragraph that is not short at all.\n\n- one\n- two\n\n```py\nx = 1\n```\n\n"
+    double.answers["long"] = block * 2000
+    page.evaluate(FRAMES)
+    write(page, "long")
+    key(page, "Enter")
+    page.wait_for("headwayChat.isBusy || document.querySelector('.stats')?.textContent")
+    page.wait_for(IDLE, 120)
+    assert page.evaluate("document.querySelectorAll('.markdown > *').length") == 8000
+    assert page.evaluate("window.slowest") < 2000, "milliseconds between two frames"

@@ -37,6 +37,8 @@ HELP = (
 )
 NAMES = "/system, /set, /regenerate, /edit, /image, /audio, /save, /load, /show, /model, /stats, /reset, /help and /exit"
 
+SETTINGS = ("temperature", "top_k", "top_p", "max_new_tokens", "seed", "stop")
+
 
 @dataclass
 class Chat:
@@ -91,6 +93,31 @@ class Chat:
         return True
 
 
+def _path(given: str) -> Path:
+    """A file as people type or paste it: with ~, in quotes."""
+    quoted = len(given) > 1 and given[0] == given[-1] and given[0] in "'\""
+    return Path(given[1:-1] if quoted else given).expanduser()
+
+
+def completions(line: str) -> list[str]:
+    """What a line may become: names of commands, and of files after those that take one."""
+    command, space, rest = line.partition(" ")
+    if not space:
+        return [name for name in (*COMMANDS, "/exit") if command and name.startswith(command)]
+    if command == "/set":
+        return [f"/set {name} " for name in SETTINGS if name.startswith(rest)]
+    if command not in ("/save", "/load", "/image", "/audio", "/model"):
+        return []
+    folder, slash, begun = rest.rpartition("/")
+    try:
+        inside = sorted(one for one in _path(f"{folder}{slash}" or ".").iterdir() if one.name.startswith(begun))
+    except (OSError, ValueError, RuntimeError):  # no such folder, no such user
+        return []
+    return [
+        f"{command} {folder}{slash}{one.name}{'/' if one.is_dir() else ''}" for one in inside[:200] if begun or not one.name.startswith(".")
+    ]
+
+
 def _reset(chat: Chat, rest: str) -> None:
     chat.waiting = []
     for session in chat.sessions:
@@ -108,7 +135,7 @@ def _save(chat: Chat, rest: str) -> None:
 
     if not rest:
         raise ConfigError("/save needs the name of a .json file.")
-    save_chats(Path(rest), chat.sessions)
+    save_chats(_path(rest), chat.sessions)
     typer.echo(f"wrote {rest}", err=True)
 
 
@@ -117,7 +144,7 @@ def _load(chat: Chat, rest: str) -> None:
 
     if not rest:
         raise ConfigError("/load needs the name of a .json file.")
-    found = read_chats(Path(rest))
+    found = read_chats(_path(rest))
     if len(found) not in (1, len(chat.sessions)):
         raise ConfigError(f"{rest}: holds {len(found)} conversations; {len(chat.sessions)} are open here.")
     for number, session in enumerate(chat.sessions):
@@ -156,7 +183,7 @@ def _media(kind: Modality) -> Callable[[Chat, str], None]:
         lacks = next((one.responder.name for one in chat.sessions if kind not in one.responder.takes), None)
         if lacks is not None:
             raise ConfigError(f"{lacks} does not take {kind}s; a model trained with `multimodal` does.")
-        ref = MediaRef(kind, Path(rest))
+        ref = MediaRef(kind, _path(rest))
         size = ref.size()  # refuses what is no file
         chat.waiting.append(ref)
         typer.echo(f"{rest} ({size:,} bytes) goes with the next question.", err=True)
@@ -166,10 +193,11 @@ def _media(kind: Modality) -> Callable[[Chat, str], None]:
 
 def _set(chat: Chat, rest: str) -> None:
     options = chat.sessions[0].options
-    shown: dict[str, Any] = {
-        "temperature": options.sampling.temperature, "top_k": options.sampling.top_k, "top_p": options.sampling.top_p,
-        "max_new_tokens": options.max_new_tokens, "seed": options.sampling.seed, "stop": list(options.stop) or None,
-    }  # fmt: skip
+    values = (
+        options.sampling.temperature, options.sampling.top_k, options.sampling.top_p,
+        options.max_new_tokens, options.sampling.seed, list(options.stop) or None,
+    )  # fmt: skip
+    shown: dict[str, Any] = dict(zip(SETTINGS, values, strict=True))
     if not rest:
         typer.echo("\n".join(f"{name:<15}{'off' if value is None else value}" for name, value in shown.items()), err=True)
         return

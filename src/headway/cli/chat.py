@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headway.cli._chat_commands import Chat
+from headway.cli._chat_commands import Chat, completions
 from headway.cli._chat_screen import open_screen
 from headway.cli._options import (
     CHAT_TEMPLATE,
@@ -165,10 +165,7 @@ def _lines(is_person: bool) -> Iterator[str]:
         for line in sys.stdin or ():
             yield line.rstrip("\n")
         return
-    try:
-        import readline  # noqa: F401 # gives input() a history and editing
-    except ImportError:
-        pass
+    _complete_lines()
     while True:
         try:
             yield _text(input("\n> "))
@@ -177,6 +174,17 @@ def _lines(is_person: bool) -> Iterator[str]:
         except EOFError:
             typer.echo()
             return
+
+
+def _complete_lines() -> None:
+    """Give the prompt a history, editing, and completion of commands and files, where readline is there."""
+    try:
+        import readline
+    except ImportError:
+        return
+    readline.set_completer_delims("")
+    readline.set_completer(lambda text, state: dict(enumerate(completions(text))).get(state))
+    readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
 
 
 def _text(line: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -24,10 +25,13 @@ from headway.media.items import MediaRef, Modality
 from headway.prepare.encode_media import MARK
 from headway.tokenizer.chat_template import Turn
 
+log = logging.getLogger("headway")
+
 CONNECT_SECONDS = 20.0
 ANSWER_SECONDS = 600.0
 """Between two pieces of an answer; a busy server lets a request wait."""
 LARGEST_BODY = 16 << 20
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 SOUNDS = {b"RIFF": "wav", b"fLaC": "flac", b"OggS": "ogg"}
 
 
@@ -52,6 +56,8 @@ class ChatServer:
         self._is_secure, self._host, self._port = parts.scheme == "https", parts.hostname, port
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._token = token
+        if token and not self._is_secure and parts.hostname not in LOOPBACK:
+            log.warning("%s: the token is sent without encryption. Use https, or an ssh tunnel, where others can listen.", self.url)
 
     def connect(self, seconds: float = CONNECT_SECONDS) -> http.client.HTTPConnection:
         """A connection, not open yet."""

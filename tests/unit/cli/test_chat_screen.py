@@ -1,12 +1,13 @@
 """Answers on a terminal: Markdown is drawn block by block, fits narrow screens, and a model's control characters never reach it."""
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from headway.cli import chat as verb
-from headway.cli._chat_commands import COMMANDS, _help
+from headway.cli._chat_commands import COMMANDS, _help, _path, completions
 from headway.cli._chat_screen import MarkdownAnswer, PlainAnswer, _complete, harmless
 
 TEXT = "# Title\n\nSome **bold** text with <b>tags</b>.\n\n```py\nx = 1\n\ny = 2\n```\n\n- one\n- two [link](https://e.org)\n"
@@ -64,3 +65,14 @@ def test_texts_of_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_help_fits_the_terminal(width: int) -> None:
     text = _help(width)
     assert all(len(line) < width for line in text.splitlines()) and all(name in text for name in COMMANDS if name != "/help")
+
+
+def test_commands_settings_and_files_are_completed(tmp_path: Path) -> None:
+    (tmp_path / "talk.json").write_text("{}")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / ".hidden").write_text("")
+    assert completions("/re") == ["/reset", "/regenerate"] and completions("/set t") == ["/set temperature ", "/set top_k ", "/set top_p "]
+    assert completions(f"/load {tmp_path}/") == [f"/load {tmp_path}/folder/", f"/load {tmp_path}/talk.json"]
+    assert completions(f"/load {tmp_path}/.h") == [f"/load {tmp_path}/.hidden"]
+    assert completions("hello") == completions("/load /nowhere/x") == completions("/image ~nobody-here/x") == []
+    assert _path(f"'{tmp_path}/a b'") == tmp_path / "a b" and _path("~/x").is_absolute()

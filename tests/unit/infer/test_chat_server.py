@@ -120,3 +120,11 @@ def test_the_verb_talks_to_a_server(double: ChatDouble, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert main(["chat", "--url", double.address, "--model", "cow"]) == 2
     assert "has cat, dog" in capsys.readouterr().err
+
+
+def test_a_token_that_others_could_read_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    ChatServer("http://127.0.0.1:1", "secret")
+    ChatServer("https://models.example", "secret")
+    assert caplog.text == ""
+    ChatServer("http://models.example", "secret")
+    assert "without encryption" in caplog.text and "secret" not in caplog.text

@@ -1,5 +1,5 @@
 import { readFileSync } from "node:fs";
-import { parseBlocks, parseInline, safeAddress, splitThoughts } from "./markdown.js";
+import { growBlocks, parseBlocks, parseInline, safeAddress, splitThoughts } from "./markdown.js";
 const given = JSON.parse(readFileSync("given.json", "utf-8"));
 const flat = (parts) => parts.map((one) => typeof one === "string" ? one : `<${one.kind}${one.href ? " " + one.href : ""}:${one.text ?? flat(one.parts ?? [])}>`).join("");
 const seen = { inline: {}, blocks: {}, addresses: {} };
@@ -20,5 +20,12 @@ for (let at = 0; at < 300; at++) { // any text is parsed, none is lost
   const lines = (one) => one.split("\n").filter((line) => line.trim());
   if (JSON.stringify(lines(blocks.map((one) => one.raw).join("\n"))) !== JSON.stringify(lines(text))) seen.lost = text;
   parseInline(text);
+  let grown = [], before = "";
+  for (let end = 1; end <= text.length; end += 1 + (random % 5)) { // piece by piece gives the blocks of the whole
+    const now = text.slice(0, end);
+    grown = growBlocks(grown, now, now.startsWith(before));
+    before = now;
+    if (JSON.stringify(grown) !== JSON.stringify(parseBlocks(now))) seen.grown = [text, end];
+  }
 }
 console.log(JSON.stringify(seen));

@@ -125,6 +125,7 @@ def test_markdown_is_read_and_nothing_in_it_becomes_more_than_text(tmp_path: Pat
     assert seen["inline"] == INLINE and seen["blocks"] == BLOCKS and seen["addresses"] == ADDRESSES
     assert [(one["thoughts"], one["rest"]) for one in seen["thoughts"]] == [("a", ""), ("a", "b"), (None, "b <think>")]
     assert "lost" not in seen, seen["lost"]
+    assert "grown" not in seen, seen["grown"]
     assert seen["milliseconds"] < 8000, "a hostile answer must not freeze the page"
 
 

@@ -18,6 +18,12 @@ const kept = (children) => children.flat(3).filter((one) => one !== null && one 
 
 export const fill = (node, ...children) => { node.replaceChildren(...kept(children)); return node; };
 
+// Give a node these children; those that are there already stay where they are, so that the browser lays out only what is new.
+export const arrange = (node, children) => {
+  children.forEach((child, at) => { if (node.childNodes[at] !== child) node.insertBefore(child, node.childNodes[at] ?? null); });
+  while (node.childNodes.length > children.length) node.lastChild.remove();
+};
+
 const PATHS = {
   menu: "M2.5 4h11M2.5 8h11M2.5 12h11",
   plus: "M8 3v10M3 8h10",

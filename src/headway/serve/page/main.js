@@ -112,7 +112,7 @@ class App {
     if (!found) { await this.sidebar.refresh(); return; }
     if (!found.models.length) found.models = this.usualModels();
     this.conversation = found;
-    this.thread.editing = null;
+    this.thread.editing = this.thread.editorNode = null;
     this.thread.sticks = true;
     choose({ open: id });
     this.toggle("drawer", false);

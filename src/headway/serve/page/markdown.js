@@ -17,11 +17,12 @@ const MOST_DEEP = 12, MOST_LABEL = 1000;
 // ---- blocks
 export const parseBlocks = (text, depth = 0) => {
   const lines = text.replace(/\r\n?/g, "\n").split("\n"), blocks = [];
-  let at = 0;
+  let at = 0, from = 0;
   while (at < lines.length) {
-    if (!lines[at].trim()) { at++; continue; }
-    const [block, next] = readBlock(lines, at, depth);
-    blocks.push({ ...block, raw: lines.slice(at, next).join("\n") });
+    if (!lines[at].trim()) { from += lines[at++].length + 1; continue; }
+    const [block, next] = readBlock(lines, at, depth), raw = lines.slice(at, next).join("\n");
+    blocks.push({ ...block, raw, from });
+    from += raw.length + 1;
     at = next;
   }
   return blocks;
@@ -256,9 +257,15 @@ export const splitThoughts = (text) => {
     : { thoughts: text.slice(found[0].length, end), rest: text.slice(end + 8), isThinking: false };
 };
 
+// The blocks of a text that has grown, given those it had before. All but the last two are final, so that each piece costs the same.
+export const growBlocks = (before, text, isLonger) => {
+  const kept = isLonger ? Math.max(0, before.length - 2) : 0, from = kept ? before[kept].from : 0;
+  return [...before.slice(0, kept), ...parseBlocks(text.slice(from)).map((block) => ({ ...block, from: block.from + from }))];
+};
+
 // Draws a text that grows into a node: only blocks that changed are made again, so a long answer stays cheap and selected text stays selected.
 export const makeRenderer = (target) => {
-  let drawn = [], thoughts = null;
+  let drawn = [], thoughts = null, last = "";
   return (text) => {
     const parts = splitThoughts(text);
     if (parts.thoughts !== null && thoughts === null) {
@@ -266,11 +273,12 @@ export const makeRenderer = (target) => {
       target.prepend(thoughts);
     }
     if (thoughts) thoughts.lastChild.textContent = (parts.thoughts ?? "").trim();
-    const blocks = parseBlocks(parts.rest);
+    const rest = parts.rest.replace(/\r\n?/g, "\n"), blocks = growBlocks(drawn, rest, rest.startsWith(last));
+    last = rest;
     let same = 0;
     while (same < blocks.length && same < drawn.length && blocks[same].raw === drawn[same].raw) same++;
     for (const old of drawn.slice(same)) old.node.remove();
-    drawn = [...drawn.slice(0, same), ...blocks.slice(same).map((block) => ({ raw: block.raw, node: node(block) }))];
+    drawn = [...drawn.slice(0, same), ...blocks.slice(same).map((block) => ({ raw: block.raw, from: block.from, node: node(block) }))];
     target.append(...drawn.slice(same).map((one) => one.node));
   };
 };

@@ -1,5 +1,5 @@
 // The turns of a conversation on the page: questions, answers side by side, versions to step through.
-import { button, copyButton, el, fill, icon, seconds, short } from "./dom.js";
+import { arrange, button, copyButton, el, fill, icon, seconds, short } from "./dom.js";
 import { pathOf, shownAnswer, step } from "./conversation.js";
 import { makeRenderer } from "./markdown.js";
 import { say } from "./words.js";
@@ -12,8 +12,9 @@ export class Thread {
     this.node = el("div", { class: "thread", tabindex: -1 }, this.list);
     this.sticks = true;
     this.views = new WeakMap();
+    this.articles = new WeakMap();
     this.waiting = new Set();
-    this.editing = null;
+    this.editing = this.editorNode = null;
     this.node.addEventListener("scroll", () => {
       this.sticks = this.node.scrollTop + this.node.clientHeight >= this.node.scrollHeight - 48;
       this.toEnd.hidden = this.sticks;
@@ -27,7 +28,7 @@ export class Thread {
   draw() {
     const { conversation } = this.app;
     const path = pathOf(conversation);
-    fill(this.list, path.length ? path.map((one) => this.turn(one.turn, one.fork)) : this.hello());
+    arrange(this.list, path.length ? path.map((one) => this.turn(one.turn, one.fork)) : [this.hello()]);
     this.list.classList.toggle("two", path.some((one) => one.turn.answers.length > 1) || conversation.models.length > 1);
     if (this.sticks) this.stick();
   }
@@ -41,26 +42,37 @@ export class Thread {
 
   turn(turn, fork) {
     const lanes = turn.answers.map((_, lane) => lane).filter((lane) => turn.answers[lane].length);
-    return el("article", { class: "turn", "data-turn": turn.id },
-      this.editing === turn ? this.editor(turn, fork) : this.question(turn, fork),
-      el("div", { class: "answers" }, lanes.map((lane) => this.answer(turn, lane))));
+    let article = this.articles.get(turn);
+    if (!article) this.articles.set(turn, article = el("article", { class: "turn", "data-turn": turn.id }, el("div"), el("div", { class: "answers" })));
+    article.firstChild.replaceWith(this.editing === turn ? (this.editorNode ??= this.editor(turn, fork)) : this.question(turn, fork));
+    arrange(article.lastChild, lanes.map((lane) => this.answer(turn, lane)));
+    return article;
   }
 
   question(turn, fork) {
     const tools = el("div", { class: "tools" }, this.stepper(fork, "shown", fork.turns.length),
       copyButton(say("copy"), say("copied"), () => turn.prompt.text),
-      button("edit", say("edit"), () => { this.editing = turn; this.sticks = false; this.draw(); this.list.querySelector(".editor textarea")?.focus(); }, { disabled: this.app.isBusy }));
+      button("edit", say("edit"), () => this.edit(turn), { disabled: this.app.isBusy }));
     return el("section", { class: "question", "aria-label": say("you") }, mediaNodes(turn.prompt.media),
       turn.prompt.text ? el("div", { class: "bubble pre" }, turn.prompt.text) : null, tools);
+  }
+
+  // One question at a time is edited, or none (null). Its field keeps what was typed while other things are drawn again.
+  edit(turn) {
+    this.editing = turn;
+    this.editorNode = null;
+    if (turn) this.sticks = false;
+    this.draw();
+    this.editorNode?.querySelector("textarea").focus();
   }
 
   editor(turn, fork) {
     const box = el("textarea", { "aria-label": say("edit"), rows: Math.min(12, turn.prompt.text.split("\n").length + 1) });
     box.value = turn.prompt.text;
-    const leave = () => { this.editing = null; this.draw(); };
+    const leave = () => this.edit(null);
     const send = () => {
       if (!box.value.trim() && !turn.prompt.media.length) return;
-      this.editing = null;
+      this.editing = this.editorNode = null;
       this.app.edit(fork, { text: box.value, media: turn.prompt.media });
     };
     box.addEventListener("keydown", (event) => {
