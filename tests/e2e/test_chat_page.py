@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from support.chat_double import ChatDouble, chat_double
+from support.chat_page import IDLE, READY, ask, choose_files, click, key, reload, texts, write
 from support.chromium import PROGRAM, Page, browser
 
 pytestmark = [pytest.mark.drill, pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")]
-READY = "window.headwayChat && headwayChat.models.length === 2 && document.querySelector('#message') !== null"
-IDLE = "!headwayChat.isBusy"
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 
@@ -31,41 +30,6 @@ def page(double: ChatDouble) -> Iterator[Page]:
         found.open(double.address)
         found.wait_for(READY)
         yield found
-
-
-def key(page: Page, name: str, *, shift: bool = False) -> None:
-    codes = {"Enter": 13, "Escape": 27}
-    pressed: dict[str, Any] = {"key": name, "code": name, "windowsVirtualKeyCode": codes[name], "modifiers": 8 if shift else 0}
-    page.call("Input.dispatchKeyEvent", type="keyDown", **pressed, **({"text": "\r"} if name == "Enter" else {}))
-    page.call("Input.dispatchKeyEvent", type="keyUp", **pressed)
-
-
-def write(page: Page, text: str) -> None:
-    page.evaluate("document.querySelector('#message').focus()")
-    page.call("Input.insertText", text=text)
-
-
-def ask(page: Page, text: str) -> None:
-    write(page, text)
-    key(page, "Enter")
-    page.wait_for(IDLE)
-
-
-def texts(page: Page, selector: str) -> list[str]:
-    return json.loads(
-        page.evaluate(f"JSON.stringify([...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent))")
-    )
-
-
-def click(page: Page, selector: str) -> None:
-    page.wait_for(f"(() => {{ const one = document.querySelector({json.dumps(selector)}); return one && !one.disabled; }})()")
-    page.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
-
-
-def reload(page: Page) -> None:
-    page.evaluate("window.headwayChat = null")
-    page.call("Page.reload")
-    page.wait_for(READY)
 
 
 def only_the_server_was_asked(page: Page, double: ChatDouble) -> bool:
@@ -220,7 +184,7 @@ def test_pictures_and_sounds_go_where_a_model_takes_them(page: Page, double: Cha
     picture.write_bytes(base64.b64decode(PIXEL))
     sound.write_bytes(b"RIFF....WAVE")
     text.write_text("no")
-    _choose_files(page, ".composer input[type=file]", picture, sound, text)
+    choose_files(page, ".composer input[type=file]", picture, sound, text)
     page.wait_for("document.querySelectorAll('.chosen img, .chosen audio').length === 2")
     assert "does not take t.txt" in texts(page, ".composer .problem")[0]
     ask(page, "What is this?")
@@ -237,13 +201,6 @@ def test_pictures_and_sounds_go_where_a_model_takes_them(page: Page, double: Cha
     )
     assert page.evaluate("document.querySelector('.composer [aria-label^=Attach]').hidden"), "dog takes text alone"
     assert [one for one in page.problems if "audio" not in one] == []
-
-
-def _choose_files(page: Page, selector: str, *files: Path) -> None:
-    page.call("DOM.enable")
-    root = page.call("DOM.getDocument")["root"]["nodeId"]
-    node = page.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
-    page.call("DOM.setFileInputFiles", files=[str(one) for one in files], nodeId=node)
 
 
 def test_errors_are_one_line_with_a_retry_and_a_full_context_drops_the_oldest_turns(page: Page, double: ChatDouble) -> None:
@@ -303,7 +260,7 @@ def test_conversations_are_renamed_deleted_exported_and_imported(page: Page, dou
     (tmp_path / "plain.json").write_text(
         json.dumps({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]})
     )
-    _choose_files(page, ".sidebar input[type=file]", tmp_path / "in.json", tmp_path / "bad.json", tmp_path / "plain.json")
+    choose_files(page, ".sidebar input[type=file]", tmp_path / "in.json", tmp_path / "bad.json", tmp_path / "plain.json")
     page.wait_for("document.querySelectorAll('.chats li').length === 3 && document.querySelector('.markdown')?.textContent === 'y'")
     assert "bad.json is not a conversation" in texts(page, ".sidebar > .note")[0] and "2 imported." in texts(page, ".sidebar > .note")[0]
     assert page.problems == []
