@@ -187,7 +187,7 @@ def transformers_part(loaded: LoadedModel, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         weights = ((name, value.detach()) for name, value in loaded.model.named_parameters())
         export_huggingface(loaded.config, weights, Path(folder) / "out", tokenizer=None)
-        model = AutoModelForCausalLM.from_pretrained(Path(folder) / "out", dtype=loaded.model.head_weight.dtype).to(options.device)
+        model: Any = AutoModelForCausalLM.from_pretrained(Path(folder) / "out", dtype=loaded.model.head_weight.dtype).to(options.device)
     made = prompts(count, prompt, loaded.config.vocab)
     ids = torch.tensor(made, device=options.device)
     with torch.inference_mode():

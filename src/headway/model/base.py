@@ -280,6 +280,8 @@ def compile_method(method: Callable[..., Any], options: dict[str, Any] | None = 
 
 def compile_any_length(method: Callable[..., Any], dim: int = 1) -> Callable[..., Any]:
     """A method of a block as one graph for every number of tokens (dimension 1 of its tensors), or of rows (dimension 0)."""
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MAX_VARIANTS)
     compiled = torch.compile(method, fullgraph=True)
 
     def call(*tensors: Tensor) -> Any:

@@ -214,7 +214,7 @@ def test_penalties_and_biases_change_the_scores(loaded: LoadedModel) -> None:
     prompt = (10, 20, 30)
     sampling = Sampling(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.3, logit_bias=((77, 4.0), (78, -100.0)))
     found = run(InferenceEngine(loaded, EngineOptions(lag=True)), [EngineRequest(prompt, 12, sampling, ignore_eos=True)])[0]
-    tokens = list(prompt)
+    tokens: list[int] = list(prompt)
     for _ in range(12):
         scores = forward_scores(loaded, tokens)[-1]
         for token in set(tokens):

@@ -4,6 +4,7 @@ prefix reuse and without."""
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_greedy_text_is_that_of_transformers(family: str, tmp_path: Path) -> Non
         import transformers
     config = FAMILIES[family]
     export_huggingface(config, random_weights(config), tmp_path / "out", tokenizer=None)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = torch.randint(0, 96, (2, PROMPT), generator=torch.Generator().manual_seed(5))
     made = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None)
     expected = made[:, PROMPT:].tolist()

@@ -76,8 +76,8 @@ def load_adapters(model: nn.Module, config: ModelConfig, folders: Mapping[str, P
         if type(old) is not nn.Linear:
             raise ConfigError(f"adapters change {path}, which is a {type(old).__name__}; only plain linears take an adapter per request.")
         setattr(owner, leaf, RowAdaptedLinear(old, rows, of))
-        if hasattr(owner, "joined"):
-            owner.joined = None  # a product of several linears at once would pass the updates by
+        if "joined" in vars(owner):
+            vars(owner)["joined"] = None  # a product of several linears at once would pass the updates by
     return rows
 
 
