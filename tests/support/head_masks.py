@@ -20,11 +20,11 @@ def masked_forward(model: Transformer, ids: torch.Tensor, masks: HeadMasks) -> t
         kept[block] = block.core
         full = torch.tensor(masks.full[layer])[:, None, None]
 
-        def core(q, k, v, mask: AttentionMask, *, window=None, full=full) -> torch.Tensor:
+        def core(q, k, v, mask: AttentionMask, *, window=None, full=full, rule=block.rule) -> torch.Tensor:
             seen = visible(mask, window)[:, None] & (full | streaming)[None]
             groups = q.shape[2] // k.shape[2]
             k, v, seen = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2), seen.repeat_interleave(groups, 1)
-            scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+            scores = rule(torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5)
             return torch.einsum("bhts,bshd->bthd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
         block.core = core

@@ -24,6 +24,7 @@ from headway.export.kquants import BLOCK, BLOCK_BYTES, quantise
 from headway.export.modelfile import write_modelfile
 from headway.infer.load import StoredModel, check_vocabulary, find_model_of_family
 from headway.model.config import ModelConfig, yarn_growth
+from headway.model.families._config_json import NEUTRAL
 from headway.model.families.base import family_of
 from headway.model.layout import EMBEDDING, GATES, HEAD, ParamSpec, num_parameters, param_specs
 from headway.model.loading.gguf_names import (
@@ -143,7 +144,7 @@ def _target(config: ModelConfig) -> tuple[ModelConfig, GgufArchitecture]:
         raise ConfigError(f"model.family is {target.family!r}; `headway export gguf` knows {known}. Use `headway export hf`.")
     architecture = ARCHITECTURES[ARCHITECTURE_OF[target.family]]
     unrotated = tuple(range(SMOLLM3_STEP - 1, target.num_layers, SMOLLM3_STEP)) if architecture.name == "smollm3" else ()
-    needed: dict[str, Any] = {"norm": "rmsnorm", "qk_norm": architecture.name == "qwen3", "no_rope_layers": unrotated}
+    needed: dict[str, Any] = {**NEUTRAL, "qk_norm": architecture.name == "qwen3", "no_rope_layers": unrotated}
     if not architecture.output_bias:
         needed |= {"output_bias": False, "ffn_bias": False}
     for key, value in needed.items():
@@ -157,6 +158,8 @@ def _target(config: ModelConfig) -> tuple[ModelConfig, GgufArchitecture]:
         )
     if target.rope_scaling is not None and target.rope_scaling.kind == "llama3" and architecture.name != "llama":
         raise ConfigError(f"model.rope_scaling.kind is 'llama3', which llama.cpp's {architecture.name} ignores. Use `headway export hf`.")
+    if target.rope_scaling is not None and target.rope_scaling.kind == "longrope":
+        raise ConfigError("model.rope_scaling.kind is 'longrope', which `headway export gguf` does not write. Use `headway export hf`.")
     if target.rope_scaling is not None and target.rope_scaling.kind == "yarn" and not target.rope_scaling.truncate:
         raise ConfigError("model.rope_scaling.truncate is False, which llama.cpp's yarn does not have. Use `headway export hf`.")
     return target, architecture

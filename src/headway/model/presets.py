@@ -27,4 +27,26 @@ PRESETS: dict[str, dict[str, Any]] = {
         "ffn_size": 11008, "vocab_size": 151936, "max_seq_len": 32768, "rope_theta": 1000000.0, "norm_eps": 1e-06, "qkv_bias": True,
         "tie_embeddings": True,
     },
+    "gpt2": {
+        "family": "gpt2", "hidden_size": 768, "num_layers": 12, "num_heads": 12, "ffn_size": 3072, "vocab_size": 50257, "max_seq_len": 1024,
+        "norm": "layernorm", "positions": "learned", "activation": "gelu_tanh", "ffn_gate": False, "qkv_bias": True, "output_bias": True,
+        "ffn_bias": True, "tie_embeddings": True,
+    },
+    "gemma2-2b": {
+        "family": "gemma2", "hidden_size": 2304, "num_layers": 26, "num_heads": 8, "num_kv_heads": 4, "head_dim": 256, "ffn_size": 9216,
+        "vocab_size": 256000, "max_seq_len": 8192, "norm": "rmsnorm1p", "norm_placement": "both", "norm_eps": 1e-06,
+        "activation": "gelu_tanh", "embed_scale": 48.0, "attention_softcap": 50.0, "logit_softcap": 30.0, "sliding_window": 4096,
+        "window_layers": tuple(range(0, 26, 2)), "tie_embeddings": True,
+    },
+    "gemma3-1b": {
+        "family": "gemma3", "hidden_size": 1152, "num_layers": 26, "num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "ffn_size": 6912,
+        "vocab_size": 262144, "max_seq_len": 32768, "norm": "rmsnorm1p", "norm_placement": "both", "norm_eps": 1e-06, "qk_norm": True,
+        "activation": "gelu_tanh", "embed_scale": 1152**0.5, "rope_theta": 1000000.0, "rope_local_theta": 10000.0, "sliding_window": 512,
+        "window_layers": tuple(layer for layer in range(26) if (layer + 1) % 6), "tie_embeddings": True,
+    },
+    "olmo2-1b": {
+        "family": "olmo2", "hidden_size": 2048, "num_layers": 16, "num_heads": 16, "ffn_size": 8192, "vocab_size": 100352,
+        "max_seq_len": 4096, "rope_theta": 500000.0, "norm_eps": 1e-06, "norm_placement": "after", "qk_norm": True,
+        "qk_norm_over": "projection", "tie_embeddings": False,
+    },
 }  # fmt: skip

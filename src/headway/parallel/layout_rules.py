@@ -110,6 +110,12 @@ def _context(case: LayoutCase) -> Iterator[str]:
     if case.seq_len % context:
         near = case.seq_len // context * context or context
         yield f"{is_set}; it must divide data.seq_len={case.seq_len}. Use seq_len {near}, for example."
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.kind == "longrope" and case.seq_len > scaling.original_max_seq_len:
+        yield (
+            f"{is_set} and data.seq_len={case.seq_len} is above rope_scaling.original_max_seq_len={scaling.original_max_seq_len}: longrope "
+            "depends on the length of whole documents, which a rank does not see. Use context 1."
+        )
     if not case.objective.BY_TOKEN:
         yield f"objective {case.objective.kind} needs whole rows: {is_set} and must be 1."
     for key, rate in (("model.dropout", model.dropout), ("adapter.dropout", case.adapter.dropout if case.adapter else 0.0)):

@@ -76,7 +76,7 @@ def _split_fast(until: Sequence[float], stages: int, first: float, last: float) 
 def layer_costs(model: ModelConfig, seq_len: int) -> tuple[list[float], float, float]:
     """FLOPs of one token in each layer (causal attention), in the embedding, and in the head with its loss: forward and backward."""
     query, key = model.num_heads * model.head_size, model.kv_heads * model.head_size
-    matrices = model.hidden_size * (2 * query + 2 * key + 3 * model.ffn_size)
+    matrices = model.hidden_size * (2 * query + 2 * key + model.ffn_matrices * model.ffn_size)
     costs: list[float] = []
     for layer in range(model.num_layers):
         window = model.window_of(layer)

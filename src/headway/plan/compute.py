@@ -62,7 +62,7 @@ def _layer(job: PlanJob, window: int | None, recompute: str, trains: bool) -> Pa
     query, key = model.num_heads * model.head_size / tensor, model.kv_heads * model.head_size / min(tensor, model.kv_heads)
     ffn, width = model.ffn_size / tensor, model.hidden_size
     # fused: q, k, v in one product, gate and up in another
-    products = [(query + 2 * key, width), (width, query), (2 * ffn, width), (width, ffn)]
+    products = [(query + 2 * key, width), (width, query), ((model.ffn_matrices - 1) * ffn, width), (width, ffn)]
     matmul = sum(matmul_seconds(gpu, 2.0 * tokens * n * k, (tokens, n, k), fp8=fp8) for n, k in products)
     whole = job.seq_len
     seen = whole / 2 if window is None or window >= whole else window

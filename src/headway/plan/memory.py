@@ -214,6 +214,8 @@ def _per_token(job: MemoryJob, *, selective: bool) -> float:
         kept = (norms - 2) * part + 2 * width + 2 * query + 2 * key + 4 * ffn
     if model.qk_norm:
         kept += query + key
+    if model.norm_placement == "both":  # what the further norms read
+        kept += 2 * part
     if job.context > 1:  # attention's result before its exchange and after it
         kept += query
     # the attention's sums and the norms' scales are fp32; dropout keeps a byte for each element

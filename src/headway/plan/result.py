@@ -188,7 +188,7 @@ def arithmetic(job: PlanJob) -> Arithmetic:
     model = job.model
     flops = job.cached("flops", lambda: token_flops(model, job.seq_len, shapes=job.all_shapes, training=job.trains))
     query, key = model.num_heads * model.head_size, model.kv_heads * model.head_size
-    block = 2.0 * model.hidden_size * (2 * query + 2 * key + 3 * model.ffn_size) + 2.0 * query * job.seq_len
+    block = 2.0 * model.hidden_size * (2 * query + 2 * key + model.ffn_matrices * model.ffn_size) + 2.0 * query * job.seq_len
     again = len(job.memory.recomputed_blocks(model.num_layers))
     return Arithmetic(flops, again * block, internlm_flops(job))
 

@@ -15,11 +15,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.family_cases import CASES, build_theirs
+from support.head_masks import masked_forward
 
+from headway.data.batch import Batch
 from headway.export.huggingface import export_huggingface
-from headway.kernels.attention import AttentionMask, causal_mask
+from headway.kernels.attention import AttentionMask, causal_mask, mask_of
 from headway.model.config import ModelConfig
 from headway.model.families.base import family_names, family_of, pieces_of
+from headway.model.head_masks.masks import HeadMasks
 from headway.model.kv_cache import KVCache
 from headway.model.layout import param_specs
 from headway.model.loading.huggingface import read_config, read_weights
@@ -78,7 +81,7 @@ def positions(rows: int, length: int) -> torch.Tensor:
 
 def our_logits(model: Transformer, tokens: torch.Tensor, position: torch.Tensor | None = None, mask: AttentionMask | None = None):
     place = positions(*tokens.shape) if position is None else position
-    return model.logits(model(tokens, place, mask or causal_mask(*tokens.shape)))
+    return model.logits(model(tokens, place, mask or causal_mask(len(tokens), tokens.shape[1])))
 
 
 def explicit(config: ModelConfig) -> ModelConfig:
@@ -165,3 +168,35 @@ def test_an_export_has_the_same_bytes_and_loads_in_transformers(
         same = torch.equal(again(tokens).logits, pair.theirs(tokens).logits)
     table.setdefault(case, {})["export"] = "same" if same else "differs"
     assert same, case
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_documents_compute_what_they_compute_alone(case: str, pairs: dict[str, Pair]) -> None:
+    """One of them longer than the length at which longrope changes its frequencies."""
+    model, lengths = pairs[case].ours, [5, 18, 3]
+    tokens = ids(1, sum(lengths), 3)
+    position = torch.cat([torch.arange(length) for length in lengths])[None]
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].int()
+    bounds = torch.tensor([[0, 5, 23, 26]], dtype=torch.int32)
+    zero = torch.zeros_like(tokens)
+    mask = mask_of(Batch(tokens, zero, zero.float(), position.int(), document, zero[:, 0].int(), bounds, single_document=False))
+    with torch.inference_mode():
+        packed = our_logits(model, tokens, position, mask)
+        alone = [our_logits(model, part) for part in tokens.split(lengths, dim=1)]
+    assert (packed - torch.cat(alone, 1)).abs().max() < 1e-4, case
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decoding_with_head_masks_is_the_forward_under_them(case: str, pairs: dict[str, Pair]) -> None:
+    model, tokens, prompt = pairs[case].ours, ids(2, 15, 4), 11
+    config = model.config
+    masks = HeadMasks(tuple(tuple((layer + head) % 2 == 0 for head in range(config.kv_heads)) for layer in range(config.num_layers)), 4, 2)
+    cache = KVCache(config, 2, 15, device="cpu", dtype=torch.float32, masks=masks, prompt_lengths=[prompt] * 2)
+    with torch.inference_mode():
+        found = [model.logits(model.prefill(tokens[:, :prompt], positions(2, prompt), cache)[:, -1])]
+        step = model.decoder(cache)
+        for at in range(prompt, 15):
+            found.append(step(tokens[:, at], cache.next_position()))
+            cache.advance(1)
+        expected = model.logits(masked_forward(model, tokens, masks))[:, prompt - 1 :]
+    assert (torch.stack(found, 1) - expected).abs().max() < 1e-4, case

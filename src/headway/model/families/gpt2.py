@@ -59,6 +59,8 @@ def to_theirs(name: str) -> str:
 
 def to_ours(name: str) -> str | None:
     """Our name of a tensor; masks are buffers, and early files have no `transformer.`"""
+    if name.startswith("model."):  # of an adapter
+        return name
     bare = name.removeprefix("transformer.")
     if MASK.fullmatch(bare):
         return None

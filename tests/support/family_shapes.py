@@ -1,0 +1,34 @@
+"""What each family adds to a small Transformer, as settings of the model; without transformers.
+
+No bias on keys where channels are not rotated: it shifts all scores of a query alike, so its gradient is rounding noise, which Adam
+scales up.
+"""
+
+from typing import Any
+
+FAMILY_SHAPES: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "norm": "rmsnorm1p", "norm_placement": "both", "activation": "gelu_tanh", "embed_scale": 3.0, "attention_scale": 0.2,
+        "attention_softcap": 1.5, "logit_softcap": 2.0, "sliding_window": 5, "window_layers": (0,),
+    },
+    "gemma3": {
+        "norm": "rmsnorm1p", "norm_placement": "both", "activation": "gelu_tanh", "embed_scale": 3.0, "qk_norm": True, "head_dim": 6,
+        "sliding_window": 5, "window_layers": (0,), "rope_local_theta": 50.0, "rope_scaling": {"kind": "linear", "factor": 4.0},
+    },
+    "phi3": {
+        "head_dim": 8, "rotary_fraction": 0.5,
+        "rope_scaling": {
+            "kind": "longrope", "factor": 4.0, "original_max_seq_len": 6, "short_factor": (1.0, 1.5), "long_factor": (2.0, 5.0),
+        },
+    },
+    "olmo2": {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "projection"},
+    "granite": {"embed_scale": 3.0, "residual_scale": 0.3, "attention_scale": 0.3, "logit_scale": 0.2},
+    "glm4": {"norm_placement": "both", "head_dim": 8, "rotary_fraction": 0.5, "rope_interleaved": True},
+    "cohere2": {
+        "norm": "layernorm_no_bias", "parallel_block": True, "rope_interleaved": True, "logit_scale": 0.3, "sliding_window": 5,
+        "window_layers": (0,), "no_rope_layers": (1,), "output_bias": True,
+    },
+    "gpt2": {
+        "norm": "layernorm", "positions": "learned", "ffn_gate": False, "activation": "gelu_tanh", "output_bias": True, "ffn_bias": True,
+    },
+}  # fmt: skip
