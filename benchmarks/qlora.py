@@ -140,15 +140,16 @@ def run_peer(quantised: bool, shape: str, device: str) -> dict[str, Any]:
     model, rows, length = recipe.model, recipe.batch.resolve(recipe.data.seq_len, 1).rows, recipe.data.seq_len
     liger = _apply_liger()
     peft = use_peft(None)
-    settings = LlamaConfig(
-        hidden_size=model.hidden_size, num_hidden_layers=model.num_layers, num_attention_heads=model.num_heads,
-        num_key_value_heads=model.kv_heads, intermediate_size=model.ffn_size, vocab_size=model.vocab, rope_theta=500_000.0,
-        max_position_embeddings=model.max_seq_len, tie_word_embeddings=model.tie_embeddings, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "hidden_size": model.hidden_size, "num_hidden_layers": model.num_layers, "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.kv_heads, "intermediate_size": model.ffn_size, "vocab_size": model.vocab, "rope_theta": 500_000.0,
+        "max_position_embeddings": model.max_seq_len, "tie_word_embeddings": model.tie_embeddings, "attn_implementation": "sdpa",
+        "use_cache": False,
+    }  # fmt: skip
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("meta"):
-        language = LlamaForCausalLM(settings)
+        language = LlamaForCausalLM(LlamaConfig(**settings))
     language = _filled(language, device, quantised=quantised)
     torch.set_default_dtype(torch.float32)
     language.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

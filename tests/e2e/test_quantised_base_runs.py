@@ -16,6 +16,7 @@ from headway.checkpoint.load import open_checkpoint
 from headway.config.load import load
 from headway.errors import ConfigError, HeadwayError
 from headway.export.huggingface import export_huggingface
+from headway.infer.check_checkpoint import check_checkpoint
 from headway.infer.load import find_model, load_model
 from headway.kernels.attention import causal_mask
 from headway.kernels.packed_layout import PackedLayout, form_of
@@ -78,6 +79,7 @@ def test_a_run_is_merged_into_final_and_its_base_is_saved_as_bytes(folder: Path)
     # the adapter folder names the original base: merged there, it differs by the rounding of the base alone
     gap = (logits(run / "final" / "adapter") - logits(run)).abs().max()
     assert 1e-4 < gap < (logits(folder / "base") - logits(run)).abs().max() + 0.5
+    assert check_checkpoint(run).problems == []
     log = (run / "train.log").read_text()
     assert "the layers' matrices are stored in nf4" in log
     assert "18,720 parameters, 1,152 train, 17,568 frozen" in log

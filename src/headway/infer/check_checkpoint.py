@@ -18,6 +18,7 @@ from headway.errors import CheckpointError, HeadwayError
 from headway.infer.decode import Decoder
 from headway.infer.load import load_model
 from headway.infer.prefill import last_hidden
+from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.model.layout import param_specs
 from headway.model.projector import MediaTensors
@@ -100,10 +101,17 @@ def _check_shapes(reader: Reader, report: CheckpointReport) -> None:
         report.problems.append(f"{reader.path}: its manifest does not say what shape the model has.")
         return
     config = report.found(lambda: validate(ModelConfig, shape))
-    for spec in param_specs(config) if config is not None else []:
-        found = report.found(lambda name=spec.name: reader.shape(name))
-        if found is not None and tuple(found) != spec.shape:
-            report.problems.append(f"{reader.path}: {spec.name} has shape {list(found)}; the model has {list(spec.shape)}.")
+    if config is None:
+        return
+    shapes = {spec.name: spec.shape for spec in param_specs(config)}
+    form: Any = reader.scalars.get("adapter")
+    if isinstance(form, dict):
+        adapter = report.found(lambda: validate(AdapterConfig, form["config"]))
+        shapes = shapes if adapter is None else report.found(lambda: adapter.all_shapes(config)) or shapes
+    for name, expected in shapes.items():
+        found = report.found(lambda name=name: reader.shape(name))
+        if found is not None and tuple(found) != expected:
+            report.problems.append(f"{reader.path}: {name} has shape {list(found)}; the model has {list(expected)}.")
 
 
 @torch.inference_mode()

@@ -282,6 +282,8 @@ def _adapter_of(reader: Reader, config: AdapterConfig, base: str | None, model: 
         for spec in param_specs(model):
             layout = layouts.get(spec.name)
             name = spec.name if layout is None else packed_name(spec.name, layout.form)
+            if layout is not None and tuple(reader.shape(name)) != (layout.nbytes,):
+                raise CheckpointError(f"{reader.path}: {name} has shape {list(reader.shape(name))}; the model needs {layout.nbytes} bytes.")
             yield name, reader.weight(name)
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
