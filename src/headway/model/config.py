@@ -283,6 +283,17 @@ class ModelConfig(Section):
         assert self.experts is not None, "only a mixture has experts"
         return self.ffn_size if self.experts.ffn_size is None else self.experts.ffn_size
 
+    def active_ffn(self, layer: int) -> int:
+        """Inner width of the feed-forward that one token passes in a layer: of its experts and the shared one, in a mixture."""
+        if self.experts is None or not self.is_mixture(layer):
+            return self.ffn_size
+        return self.experts.per_token * self.expert_size + self.experts.shared_ffn_size
+
+    @property
+    def mean_ffn(self) -> float:
+        """`active_ffn` of an average layer."""
+        return sum(map(self.active_ffn, range(self.num_layers))) / self.num_layers
+
     def window_of(self, layer: int) -> int | None:
         """The sliding window of one layer, or None for full causal attention."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else None

@@ -51,3 +51,21 @@ class ExpertsConfig(Section):
     def is_mixture(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
         return layer >= self.first_dense and (layer - self.first_dense + 1) % self.every == 0
+
+
+class UpcycleConfig(Section):
+    """How a dense model becomes a mixture: every expert starts as a copy of the layer's feed-forward. Its logits do not change, since a
+    token's experts are equal and their weights add up to 1."""
+
+    experts: int = setting(8, "Experts of a layer.", ge=2, le=MAX_EXPERTS)
+    per_token: int = setting(2, "Experts that a token passes.", ge=1)
+    noise: float = setting(
+        0.0, "Normal noise on every expert's matrices, as a share of the matrix's standard deviation; 0 = exact copies.", ge=0, le=1
+    )
+    router_std: float = setting(0.02, "Standard deviation of the routers' initial weights.", gt=0, le=10)
+
+    @model_validator(mode="after")
+    def _fits(self) -> "UpcycleConfig":
+        if self.per_token > self.experts:
+            raise ValueError(f"per_token is {self.per_token}; it must not exceed experts={self.experts}")
+        return self

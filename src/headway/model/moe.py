@@ -191,7 +191,8 @@ class ExpertProducts(torch.autograd.Function):
         by_plain = by_inner * weight
         by_gate = (by_plain * up * (sigmoid + silu * (1 - sigmoid))).to(x.dtype)
         by_up = (by_plain * silu).to(x.dtype)
-        inputs = x[order // k]
+        # Not forward's expression: the compiler would keep its result, k times as large as x, instead of making it again.
+        inputs = x[(order // k).clamp(max=len(x) - 1)]
         by_inputs = grouped_inputs(by_gate, w_gate, ends) + grouped_inputs(by_up, w_up, ends)
         by_x = by_inputs[places].view(-1, k, width).float().sum(1).to(x.dtype)
         return (

@@ -6,6 +6,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "laptop": {
         "family": "llama", "hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 688, "max_seq_len": 512,
     },
+    "laptop-moe": {
+        "family": "mixtral", "hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 344, "max_seq_len": 512,
+        "experts": {"num": 8, "per_token": 2, "aux_loss": 0.01},
+    },
     "llama-100m": {
         "family": "llama", "hidden_size": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 4, "ffn_size": 2048,
         "max_seq_len": 2048,
@@ -48,5 +52,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         "family": "olmo2", "hidden_size": 2048, "num_layers": 16, "num_heads": 16, "ffn_size": 8192, "vocab_size": 100352,
         "max_seq_len": 4096, "rope_theta": 500000.0, "norm_eps": 1e-06, "norm_placement": "after", "qk_norm": True,
         "qk_norm_over": "projection", "tie_embeddings": False,
+    },
+    "moe-7b-a1b": {
+        "family": "qwen3_moe", "hidden_size": 2048, "num_layers": 16, "num_heads": 16, "num_kv_heads": 16, "head_dim": 128,
+        "ffn_size": 1024, "vocab_size": 50304, "max_seq_len": 4096, "qk_norm": True, "tie_embeddings": False,
+        "experts": {"num": 64, "per_token": 8, "normalize": False, "aux_loss": 0.01, "z_loss": 0.001},
+    },
+    "qwen3-30b-a3b": {
+        "family": "qwen3_moe", "hidden_size": 2048, "num_layers": 48, "num_heads": 32, "num_kv_heads": 4, "head_dim": 128,
+        "ffn_size": 6144, "vocab_size": 151936, "max_seq_len": 40960, "rope_theta": 1000000.0, "norm_eps": 1e-06, "qk_norm": True,
+        "tie_embeddings": False, "experts": {"num": 128, "per_token": 8, "ffn_size": 768, "aux_loss": 0.001, "aux_layers": "pooled"},
+    },
+    "mixtral-8x7b": {
+        "family": "mixtral", "hidden_size": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128,
+        "ffn_size": 14336, "vocab_size": 32000, "max_seq_len": 32768, "rope_theta": 1000000.0, "tie_embeddings": False,
+        "experts": {"num": 8, "per_token": 2, "aux_loss": 0.001, "aux_layers": "pooled"},
     },
 }  # fmt: skip

@@ -52,23 +52,30 @@ def layer_seconds(job: PlanJob, layer: int) -> PassSeconds:
     again = layer in job.recomputed
     kind = "whole" if again else "selective" if recompute == "selective" else "none"
     window, trains, layout = job.model.window_of(layer), layer in job.trained_layers, job.layout
-    key = ("layer", window, kind, trains, job.rows, layout.tensor, layout.sequence, layout.context)
-    return job.cached(key, lambda: _layer(job, window, kind, trains))
+    mixture = job.model.is_mixture(layer)
+    key = ("layer", window, kind, trains, mixture, job.rows, layout.tensor, layout.sequence, layout.context)
+    return job.cached(key, lambda: _layer(job, window, kind, trains, mixture))
 
 
-def _layer(job: PlanJob, window: int | None, recompute: str, trains: bool) -> PassSeconds:
+def _layer(job: PlanJob, window: int | None, recompute: str, trains: bool, mixture: bool) -> PassSeconds:
     model, gpu, tensor = job.model, job.gpu, job.layout.tensor
     tokens, fp8 = job.tokens, job.precision == "fp8"
     query, key = model.num_heads * model.head_size / tensor, model.kv_heads * model.head_size / min(tensor, model.kv_heads)
     ffn, width = model.ffn_size / tensor, model.hidden_size
     # fused: q, k, v in one product, gate and up in another
-    products = [(query + 2 * key, width), (width, query), ((model.ffn_matrices - 1) * ffn, width), (width, ffn)]
+    dense = [] if mixture else [((model.ffn_matrices - 1) * ffn, width), (width, ffn)]
+    products = [(query + 2 * key, width), (width, query), *dense]
     matmul = sum(matmul_seconds(gpu, 2.0 * tokens * n * k, (tokens, n, k), fp8=fp8) for n, k in products)
+    moved = 0.0
+    if mixture:
+        grouped, moved = _mixture(job)
+        matmul, ffn = matmul + grouped, model.mean_ffn / tensor
     whole = job.seq_len
     seen = whole / 2 if window is None or window >= whole else window
     flops = 4.0 * tokens * seen * query
     attend, attend_back = attention_seconds(gpu, job.software.attention, flops, seen * 2, model.head_size)
     between, between_back = _between(job, query, key, ffn)
+    between, between_back = between + moved, between_back + 2 * moved
     forward = matmul + attend + between
     inputs, weights = matmul + attend_back + between_back, matmul if trains else 0.0
     if job.has_adapter:
@@ -86,6 +93,21 @@ def _layer(job: PlanJob, window: int | None, recompute: str, trains: bool) -> Pa
         inputs += between / 2
     launches = LAUNCHES[job.software.fusion] * LAUNCH
     return PassSeconds(max(forward, launches), max(inputs, launches), max(weights, launches / 2) if trains or job.has_adapter else 0.0)
+
+
+def _mixture(job: PlanJob) -> tuple[float, float]:
+    """Seconds of the products of a mixture, and of moving tokens to their experts and back; experts with equal load."""
+    model, tensor = job.model, job.layout.tensor
+    assert model.experts is not None
+    width, ffn = model.hidden_size, model.expert_size / tensor
+    slots = float(job.tokens * model.experts.per_token)
+    rows = max(1.0, slots / model.experts.num)
+    seconds = matmul_seconds(job.gpu, 2.0 * slots * 2 * ffn * width, (rows, 2 * ffn, width))
+    seconds += matmul_seconds(job.gpu, 2.0 * slots * ffn * width, (rows, width, ffn))
+    shared = model.experts.shared_ffn_size / tensor
+    if shared:
+        seconds += matmul_seconds(job.gpu, 6.0 * job.tokens * shared * width, (job.tokens, 2 * shared, width))
+    return seconds, 4 * slots * width * job.compute_bytes / (job.gpu.bandwidth * ELEMENTWISE)
 
 
 def _between(job: PlanJob, query: float, key: float, ffn: float) -> tuple[float, float]:

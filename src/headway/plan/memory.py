@@ -212,6 +212,8 @@ def _per_token(job: MemoryJob, *, selective: bool) -> float:
     else:
         norms = 6 if job.compute_bytes == 4 else 10
         kept = (norms - 2) * part + 2 * width + 2 * query + 2 * key + 4 * ffn
+    if model.experts is not None:
+        kept += _mixture_extra(job, (2 if selective or job.fp8 else 3 if job.compiled else 4) * ffn)
     if model.qk_norm:
         kept += query + key
     if model.norm_placement == "both":  # what the further norms read
@@ -221,6 +223,18 @@ def _per_token(job: MemoryJob, *, selective: bool) -> float:
     # the attention's sums and the norms' scales are fp32; dropout keeps a byte for each element
     small = 4 * (model.num_heads / job.tensor + 4) + (2 * part if model.dropout else 0)
     return kept + small / job.compute_bytes
+
+
+def _mixture_extra(job: MemoryJob, dense: float) -> float:
+    """What an average block keeps for a token beyond the `dense` feed-forward: gate and up of its experts, fp32 scores, order of tokens."""
+    model = job.model
+    assert model.experts is not None
+    share = sum(map(model.is_mixture, range(model.num_layers))) / model.num_layers
+    inner = model.experts.per_token * model.expert_size / job.tensor
+    shared = 3 * model.experts.shared_ffn_size / job.tensor
+    small = (3 * model.experts.num * 4 + 24 * model.experts.per_token) / job.compute_bytes
+    wide = 0 if job.compiled or job.compute_bytes == 4 else 2 * model.hidden_size  # the router's fp32 input
+    return share * (2 * inner + shared + small + wide - dense)
 
 
 def _per_block(job: MemoryJob) -> float:
@@ -243,6 +257,8 @@ def _working(job: MemoryJob, *, recomputed: bool) -> float:
     ffn, width = model.ffn_size / job.tensor, model.hidden_size
     # the gradient of the product becomes that of the gate in place, next to that of up; eager operations keep each result
     gradients = (ffn + width) if job.compiled else (3 * ffn + 2 * width)
+    if model.experts is not None:  # sorted copies of inputs and of gradients, and gradients of gate, up and their product
+        gradients += model.experts.per_token * (3 * model.expert_size / job.tensor + 3 * width)
     if job.adapter:  # gate and up of the low-rank branch
         gradients += 2 * ffn
     again = _per_token(job, selective=False) if recomputed else 0.0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.model.flops import TokenFlops, token_flops
+from headway.model.layout import active_parameters
 from headway.parallel.mesh import Mesh
 from headway.parallel.pipeline.program import PipelineShape
 from headway.parallel.pipeline_order import ActionKind
@@ -188,7 +189,7 @@ def arithmetic(job: PlanJob) -> Arithmetic:
     model = job.model
     flops = job.cached("flops", lambda: token_flops(model, job.seq_len, shapes=job.all_shapes, training=job.trains))
     query, key = model.num_heads * model.head_size, model.kv_heads * model.head_size
-    block = 2.0 * model.hidden_size * (2 * query + 2 * key + model.ffn_matrices * model.ffn_size) + 2.0 * query * job.seq_len
+    block = 2.0 * model.hidden_size * (2 * query + 2 * key + model.ffn_matrices * model.mean_ffn) + 2.0 * query * job.seq_len
     again = len(job.memory.recomputed_blocks(model.num_layers))
     return Arithmetic(flops, again * block, internlm_flops(job))
 
@@ -198,12 +199,12 @@ def internlm_flops(job: PlanJob) -> float:
     model = job.model
     width, factor = model.hidden_size, 4 if job.memory.recomputed_blocks(model.num_layers) else 3
     # its mlp_ratio is that of the configured width before rounding up to a multiple of 256
-    ratio = 1.5 * _ratio(model.ffn_size, width)
+    ratio = 1.5 * _ratio(model.mean_ffn, width)
     layer = (8 + 4 * ratio) * width**2 + 4 * job.seq_len * width
     return factor * layer * model.num_layers + 6 * width * model.vocab
 
 
-def _ratio(ffn: int, width: int) -> float:
+def _ratio(ffn: float, width: int) -> float:
     """The mlp_ratio that gives this ffn_size: 8 / 3 where it fits, since the formula takes the ratio and not the rounded width."""
     third = 8 / 3
     return third if -(-int(width * third) // 256) * 256 == ffn else ffn / width
@@ -223,7 +224,10 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     counts = count_parameters(job.model, job.all_shapes, job.trains)
     whole = counts.on_stages([range(job.model.num_layers)], first=True, last=True)
     return {
-        "model": {"parameters": whole.total, "trained": whole.trained, "parts": parts_of(counts), "seq_len": job.seq_len},
+        "model": {
+            "parameters": whole.total, "active": active_parameters(job.model), "trained": whole.trained, "parts": parts_of(counts),
+            "seq_len": job.seq_len,
+        },
         "layout": {
             "world": layout.world, "data": layout.data, "strategy": layout.strategy, "shard": layout.shards, "tensor": layout.tensor,
             "sequence": layout.sequence and layout.tensor > 1, "pipeline": layout.pipeline, "schedule": layout.schedule,

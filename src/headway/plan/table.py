@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headway.model.layout import active_parameters
 from headway.plan.hardware import smallest_card
 from headway.plan.memory import amount
 from headway.plan.parameters import count_parameters, parts_of
@@ -34,6 +35,8 @@ def _model(plan: Plan) -> TextTable:
     counts = count_parameters(job.model, job.all_shapes, job.trains)
     whole = counts.on_stages([range(job.model.num_layers)], first=True, last=True)
     rows = [("all", f"{whole.total:,}"), ("trained", f"{whole.trained:,}")]
+    if job.model.experts is not None:
+        rows.insert(1, ("active for one token", f"{active_parameters(job.model):,}"))
     rows += [(part, f"{size:,}") for part, size in parts_of(counts).items()]
     here = job.parameters_of(plan.worst_rank).total
     return TextTable("Parameters", ("part", "parameters"), [*rows, ("on the rank with the most bytes", f"{here:,}")])

@@ -16,6 +16,7 @@ from headway.config.section import Overlay, Section, path_problem, setting
 from headway.data.config import BatchConfig, DataConfig
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
+from headway.model.experts_config import UpcycleConfig
 from headway.objective.base import ObjectiveConfig
 from headway.objective.next_token import Config as NextTokenConfig
 from headway.optim.adamw import Config as AdamWConfig
@@ -99,18 +100,14 @@ class InitConfig(Section):
         on_resume="fixed",
     )
     merge: bool = setting(False, "Merge the adapter in `from` even if it could be trained further.", on_resume="fixed")
-
+    upcycle: UpcycleConfig | None = setting(None, "Turn the dense model in `from` into a mixture of experts.", on_resume="fixed")
     masks: Path | None = setting(
         None,
         "Mask file, or a folder with one (also DuoAttention's), that initializes the head gates: log_alpha = 10 (2 x - 1).",
         on_resume="fixed",
     )
     masks_sparsity: float | None = setting(
-        None,
-        "First round a mask file of soft values to this share of streaming heads; null = use the values unchanged.",
-        ge=0,
-        le=1,
-        on_resume="fixed",
+        None, "Round soft values of a mask file to this share of streaming heads; null = unchanged.", ge=0, le=1, on_resume="fixed"
     )
 
     @field_validator("content", mode="before")

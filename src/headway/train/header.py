@@ -6,7 +6,7 @@ import logging
 from math import prod
 
 from headway.kernels.packed_layout import form_of, plain_name
-from headway.model.layout import param_specs
+from headway.model.layout import active_parameters, param_specs
 from headway.optim.groups import count
 from headway.plan.memory import Estimate, amount, estimate
 from headway.runtime.log import FILE_ONLY, SCREEN_ONLY
@@ -95,6 +95,7 @@ def describe(run: Run) -> list[str]:
     return [
         f"run {run.start.folder} {state}; {run.total_steps} steps",
         f"model {run.model.title}: {trained + frozen:,} parameters, {trained:,} train"
+        + (f", {active_parameters(run.model):,} active for one token" if run.model.experts is not None else "")
         + (f", {frozen:,} frozen" if frozen else "")
         + f"; {run.compute.precision} on {run.compute.name}",
         *_match_lines(run),

@@ -46,7 +46,7 @@ def internlm_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     """
     h = config.hidden_size
     nominal = -(-(h * 8 // 3) // INTERNLM_MULTIPLE) * INTERNLM_MULTIPLE
-    m = 4.0 if config.ffn_size == nominal else 1.5 * config.ffn_size / h
+    m = 4.0 if config.mean_ffn == nominal else 1.5 * config.mean_ffn / h
     return 3 * ((8 + 4 * m) * h * h + 4 * seq_len * h) * config.num_layers + 6 * h * config.vocab
 
 

@@ -6,7 +6,7 @@ recipe.yaml in a run folder is the resolved recipe, so that two starts of a run 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from headway.model.families.base import family_of
 from headway.model.head_masks.file import find_masks, read_masks, read_table
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.layout import DECIDED
+from headway.model.upcycle import upcycled_config, upcycled_weights
 from headway.objective.contrastive import Config as ContrastiveConfig
 from headway.prepare.detect import with_kinds
 from headway.runtime.process import from_environment
@@ -94,6 +95,7 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
         raise ConfigError("model.media is written by a run with media inputs; it is no setting. Remove it, or set multimodal.")
     weights = _find_weights(recipe) if given is None else given
     weights = None if weights is None else weights.of_family(recipe.model.family)
+    weights = _upcycled(recipe, weights)
     path = _find_tokenizer(recipe) or (weights.tokenizer_folder if weights else None)
     tokenizer = load_tokenizer(path) if path is not None else None
     model = _shape(recipe, weights, tokenizer)
@@ -165,7 +167,7 @@ def _shape(recipe: Recipe, weights: StoredModel | None, tokenizer: Tokenizer | N
     model = recipe.model
     if weights is not None:
         given = {name: getattr(model, name) for name in model.model_fields_set if getattr(model, name) is not None}
-        model = _with(weights.config, **given)
+        model = _with(weights.config, **{**given, "experts": _experts(recipe, weights)})
         changed = [
             n
             for n in ("hidden_size", "num_layers", "num_heads", "kv_heads", "head_size", "ffn_size", "vocab_size")
@@ -181,6 +183,39 @@ def _shape(recipe: Recipe, weights: StoredModel | None, tokenizer: Tokenizer | N
             f"model.vocab_size is {model.vocab}; the tokenizer has {tokenizer.vocab_size} ids. Leave it out, or give at least that."
         )
     return model
+
+
+def _upcycled(recipe: Recipe, weights: StoredModel | None) -> StoredModel | None:
+    """The weights a run starts from; with init.upcycle, a mixture of the dense model they are."""
+    upcycle = recipe.init.upcycle
+    if upcycle is None:
+        return weights
+    if weights is None:
+        raise ConfigError("init.upcycle is given without init.from, which names the dense model. Give init.from, or set model.experts.")
+    if recipe.adapter is not None:
+        raise ConfigError("init.upcycle is given with adapter; an adapter would have no base on disk. Remove one of them.")
+    if recipe.init.contents != ("model",):
+        raise ConfigError("init.upcycle is given with init.content; a dense model's optimizer state does not fit. Use content model.")
+    config = upcycled_config(weights.config, upcycle, recipe.model.experts)
+    return replace(weights, config=config, weights=upcycled_weights(weights.weights, config, upcycle, recipe.seed), adapter=None)
+
+
+def _experts(recipe: Recipe, weights: StoredModel) -> dict[str, Any] | None:
+    """Settings of the experts: those of the weights, with what the recipe says of balance on top; their shapes must fit."""
+    given, stored = recipe.model.experts, weights.config.experts
+    if given is None:
+        return None if stored is None else stored.model_dump()
+    if stored is None:
+        raise ConfigError(
+            f"model.experts is given, but the model in init.from={recipe.init.source} has none. Use init.upcycle to add them."
+        )
+    merged = stored.model_dump() | {key: getattr(given, key) for key in given.model_fields_set}
+    for key in ("num", "ffn_size", "shared_ffn_size", "first_dense", "every"):
+        if merged[key] != getattr(stored, key) and not (key == "ffn_size" and merged[key] == weights.config.expert_size):
+            raise ConfigError(f"model.experts.{key} is {merged[key]} and the weights have {getattr(stored, key)}. Leave it out.")
+    if stored.bias_rate is not None and merged["bias_rate"] is None:
+        raise ConfigError("model.experts.bias_rate is null, but the weights have a bias for it. Leave it out, or use 0 to keep it fixed.")
+    return merged
 
 
 def _masks(recipe: Recipe) -> tuple[HeadMasks | None, tuple[tuple[float, ...], ...] | None]:

@@ -1,8 +1,18 @@
 """Settings of mixtures of experts."""
 
-from support.observe import Row, engine, numbers, shapes
+from typing import Any
+
+from support.observe import Row, engine, numbers, observed, root, shapes
 
 MIXTURE = ("model.experts.num=4", "model.init_std=0.3")
+DENSE = ("run.name=x", "model.hidden_size=16", "init.from=$/runs1/run")
+
+
+def upcycled(overrides: tuple[str, ...]) -> Any:
+    """The numbers of a run that starts from a dense one."""
+    observed((f"run.dir={root()}/runs1",))
+    return numbers(overrides)
+
 
 ROWS: dict[str, Row] = {
     "model.experts.num": ((), 4, 6, engine(shapes)),
@@ -18,4 +28,8 @@ ROWS: dict[str, Row] = {
     "model.experts.aux_layers": (MIXTURE, "each", "pooled", numbers),
     "model.experts.z_loss": (MIXTURE, 0.0, 0.01, numbers),
     "model.experts.bias_rate": (MIXTURE, None, 0.1, numbers),
+    "init.upcycle.experts": (DENSE, 4, 6, upcycled),
+    "init.upcycle.per_token": (DENSE, 2, 1, upcycled),
+    "init.upcycle.noise": (DENSE, 0.0, 0.5, upcycled),
+    "init.upcycle.router_std": (DENSE, 0.02, 1.0, upcycled),
 }

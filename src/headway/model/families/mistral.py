@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headway.model.config import ModelConfig
-from headway.model.families._config_json import as_it_is, model_config, ours_or_none, require, same_name, settings_of, understood
+from headway.model.families._config_json import model_config, ours_or_none, require, same_name, settings_of, understood
 
 MODEL_TYPE = "mistral"
 ARCHITECTURE = "MistralForCausalLM"
@@ -12,7 +12,11 @@ DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "slidin
 
 to_theirs = same_name
 to_ours = ours_or_none
-published = as_it_is
+
+
+def published(config: ModelConfig) -> ModelConfig:
+    """The same model in a family transformers has: experts make it a Mixtral."""
+    return config if config.experts is None else config.with_(family="mixtral")
 
 
 def read(given: Mapping[str, Any]) -> ModelConfig:
