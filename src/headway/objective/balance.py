@@ -103,7 +103,7 @@ def balancing(load: Tensor, probability: Tensor, tokens: Tensor, experts: Expert
 def load_metrics(sums: MetricSums) -> dict[str, float]:
     """What a record says of the load: of the fullest and the emptiest expert of any mixture, relative to the mean."""
     found = sums.get(LOAD)
-    return {} if found is None else load_ratios(found[0].tolist())
+    return {} if found is None else {k: v for k, v in load_ratios(found[0].tolist()).items() if not k.startswith(SHARE)}
 
 
 def load_ratios(load: list[list[float]]) -> dict[str, float]:
@@ -119,5 +119,6 @@ def load_ratios(load: list[list[float]]) -> dict[str, float]:
     return found
 
 
+SHARE = "expert_share/"
 MAX_SHARES = 256
 """Shares of single experts are recorded while a model has at most this many experts in all layers."""
