@@ -168,10 +168,10 @@ class ModelServer:
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             h11_max_incomplete_event_size=HEAD_BYTES,
         )
-        self.http = _http_server(config)
-        self.state.connections = self.http.server_state.connections
-        self._spawn(self.http.serve(sockets=[self.listening]))
-        while not self.http.started:
+        self.http = http = _http_server(config)
+        self.state.connections = http.server_state.connections
+        self._spawn(http.serve(sockets=[self.listening]))
+        while not http.started:
             await asyncio.sleep(0.01)
         self._spawn(self._look())
         gc.collect()
