@@ -21,6 +21,11 @@ STAND_IN = (
 )
 
 
+def searched() -> str:
+    """Where the server finds stand-ins, and headway where it is not the installed one."""
+    return os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @dataclass
 class RunningServer:
     """A server that listens."""
@@ -46,7 +51,7 @@ class RunningServer:
 def serving(*options: str, stand_in: bool = True, environment: dict[str, str] | None = None) -> Iterator[RunningServer]:
     """`headway serve` with these options, on a free port of loopback."""
     command = [sys.executable, "-c", STAND_IN] if stand_in else [sys.executable, "-m", "headway"]
-    variables = {**os.environ, "PYTHONPATH": str(TESTS), **(environment or {})}
+    variables = {**os.environ, "PYTHONPATH": searched(), **(environment or {})}
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             [*command, "serve", "--port", "0", "--json", *options], stdout=subprocess.PIPE, stderr=errors, env=variables

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headway.cli._options import EQUAL_PER_LAYER, GROUP, JSON, ComputeOptions
+from headway.cli._options import EQUAL_PER_LAYER, GROUP, JSON, ComputeOptions, SpeculateOptions
 from headway.cli._output import print_json
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headway.infer.engine.request import EngineOptions
+    from headway.infer.engine.request import EngineOptions, Speculation
     from headway.model.head_masks.choice import MaskChoice
     from headway.serve.engine_setup import EngineSetup
     from headway.serve.limits import ServeLimits
@@ -90,7 +90,7 @@ class EngineFlags:
     prefix_reuse: bool = typer.Option(True, help="Compute what prompts begin with only once.")
     compile: bool = typer.Option(False, "--compile", help="Compile decoding steps: faster on GPUs, after a minute or more at the start.")
 
-    def options(self) -> EngineOptions:
+    def options(self, speculation: Speculation | None) -> EngineOptions:
         """As the engine takes them."""
         from headway.infer.engine.request import EngineOptions
 
@@ -104,6 +104,7 @@ class EngineFlags:
             prefill_tokens=self.prefill_tokens,
             prefix_reuse=self.prefix_reuse,
             compile_blocks=self.compile,
+            speculation=speculation,
         )
 
 
@@ -146,6 +147,7 @@ def serve(
     token_file: Path | None = typer.Option(None, help=f"A file that holds the token; default: the variable {TOKEN_VARIABLE}."),
     allow_host: list[str] = typer.Option([], help="Another name under which clients reach this machine; may be repeated."),
     engine: EngineFlags = GROUP,
+    speculate: SpeculateOptions = GROUP,
     limits: LimitFlags = GROUP,
     compute: ComputeOptions = GROUP,
     json: bool = JSON,
@@ -165,7 +167,7 @@ def serve(
             "the output of `openssl rand -hex 24`."
         )
     checked = limits.limits(is_loopback=loopback)
-    setups = models.setups(engine.options(), compute)
+    setups = models.setups(engine.options(speculate.speculation()), compute)
     from headway.serve.server import ServeOptions
     from headway.serve.server import serve as run
 

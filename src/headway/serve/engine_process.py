@@ -92,11 +92,15 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
     factory = constraint_factory(loaded.tokenizer, loaded.config.vocab, loaded.end_ids)
     engine = InferenceEngine(loaded, setup.options, {name: Path(path) for name, path in setup.adapters.items()}, factory)
     engine.warm_up()
+    # a request that leaves its length open may fill the context, but never more than the cache
+    room = min(engine.context, engine.cache.pool.num_pages * setup.options.page_tokens)
+    if room < engine.context:
+        log.warning("%s: the cache has room for %d tokens of the context of %d. Raise --cache-gib.", setup.name, room, engine.context)
     media = loaded.config.media
     facts = EngineFacts(
         name=setup.name,
         tokenizer=loaded.tokenizer,
-        context=min(setup.options.max_context or loaded.config.max_seq_len, loaded.config.max_seq_len),
+        context=room,
         vocab=loaded.config.vocab,
         hidden_size=loaded.config.hidden_size,
         end_ids=loaded.end_ids,

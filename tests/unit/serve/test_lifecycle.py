@@ -12,7 +12,7 @@ from contextlib import closing
 
 import httpx
 import pytest
-from support.serving import STAND_IN, TESTS, RunningServer, serving
+from support.serving import STAND_IN, RunningServer, searched, serving
 
 from headway.cli import main
 
@@ -153,5 +153,5 @@ def test_mistakes_end_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
             errors = capfd.readouterr().err
             assert errors.count("\n") == 1 and expected in errors, errors
     command = [sys.executable, "-c", STAND_IN, "serve", "--port", "0", "--model", "a=broken"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(TESTS)}, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": searched()}, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (2, "error: model is 'broken', which is not a folder.\n")
