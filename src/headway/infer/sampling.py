@@ -83,6 +83,8 @@ def choose(logits: torch.Tensor, sampling: Sampling, draws: Sequence[float]) -> 
         likely = likely.masked_fill(reached - likely >= sampling.top_p, 0.0)
     if sampling.top_k is not None and sampling.top_k < likely.shape[-1]:
         likely[:, sampling.top_k :] = 0.0
+    if sampling.min_p is not None:
+        likely = likely.masked_fill(likely < sampling.min_p * likely[:, :1], 0.0)
     reached = likely.cumsum(-1)
     draw = torch.tensor(draws, dtype=torch.float64, device=scores.device)[:, None]
     choice = torch.searchsorted(reached, draw * reached[:, -1:], right=True)

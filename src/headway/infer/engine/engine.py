@@ -178,9 +178,12 @@ class InferenceEngine:
             self._cached_tokens += one.cached_tokens
 
     def _launch_decode(self) -> PendingTokens | PendingGuesses | None:
-        for one in [one for one in self._running if one.is_ready]:
-            self._make_room(one)
         rows = [one for one in self._running if one.is_ready]
+        short = [one for one in rows if not self._memory.holds(one, one.computed + 1)]
+        for one in short:
+            self._make_room(one)
+        if short:  # some may have ended or given their memory back
+            rows = [one for one in self._running if one.is_ready]
         if not rows:
             return None
         if self._speculator is not None:

@@ -113,6 +113,10 @@ class EngineMemory:
         """It will need another page if it runs to its end."""
         return self._pages_of(len(one.request.prompt) + one.most) > len(one.pages)
 
+    def holds(self, one: EngineSequence, tokens: int) -> bool:
+        """Its pages have room for some tokens."""
+        return tokens <= len(one.pages) * self._page_tokens
+
     def grow(self, one: EngineSequence, tokens: int) -> bool:
         """Room for some tokens; False where no page is left."""
         while self._pages_of(tokens) > len(one.pages):

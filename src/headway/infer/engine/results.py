@@ -75,8 +75,12 @@ def choose_tokens(
     device: EngineDevice, sampler: Sampler, logits: torch.Tensor, rows: Sequence[EngineSequence], *, chosen: bool = False
 ) -> PendingTokens:
     """The next token of each sequence, of logits [n,V]; it becomes the last token of its slot. `chosen`: the likeliest ones already are."""
-    choices = [one.choice(_mask(one, logits.shape[-1])) for one in rows]
     last, on = device.last_token, device.cache.device
+    if chosen and all(one.is_plain for one in rows):
+        for one in rows:
+            one.in_flight += 1
+        return PendingTokens(rows, last[to_device(torch.tensor([one.slot for one in rows]), on)], [], [])
+    choices = [one.choice(_mask(one, logits.shape[-1])) for one in rows]
     scored = [row for row, one in enumerate(rows) if one.request.logprobs is not None]
     raw = logits[to_device(torch.tensor(scored), on)] if scored else logits
     others = [row for row, choice in enumerate(choices) if not choice.is_greedy]

@@ -22,10 +22,16 @@ class EngineSequence:
     def __init__(self, number: int, request: EngineRequest, room: int, ends: frozenset[int]) -> None:
         self.number, self.request = number, request
         self.tokens = list(request.prompt)
+        self._prompt_length = len(request.prompt)
         """The prompt and every token that was read from the device."""
         self.most = 0 if request.embed else min(request.max_new_tokens, room)
         self._ends = frozenset[int]() if request.ignore_eos else ends
         self.constraint: TokenConstraint | None = None
+        sampling = request.sampling
+        self.is_plain = (
+            sampling.temperature == 0 and not sampling.changes_scores and request.logprobs is None and request.constraint is None
+        )
+        """Its next token is the likeliest one, and nothing else is asked."""
         self.slot = -1
         self.pages: list[int] = []
         self.computed = 0
@@ -51,7 +57,7 @@ class EngineSequence:
     @property
     def num_generated(self) -> int:
         """Tokens that were read."""
-        return len(self.tokens) - len(self.request.prompt)
+        return len(self.tokens) - self._prompt_length
 
     @property
     def is_reading(self) -> bool:
@@ -61,8 +67,9 @@ class EngineSequence:
     @property
     def is_ready(self) -> bool:
         """A decoding step may include it."""
-        waits = self.constraint is not None and self.in_flight > 0
-        return not self.ended and not self.is_reading and not waits and self.num_generated + self.in_flight < self.most
+        if self.ended or self.computed < self.target or (self.constraint is not None and self.in_flight > 0):
+            return False
+        return len(self.tokens) - self._prompt_length + self.in_flight < self.most
 
     @cached_property
     def root(self) -> bytes:
@@ -93,9 +100,9 @@ class EngineSequence:
             return "eos"
         if token in self.request.stop_ids or (self.constraint is not None and self.constraint.is_finished):
             return "stop"
-        if self.num_generated == self.request.max_new_tokens:
-            return "length"
-        return "context" if self.num_generated == self.most else None
+        if len(self.tokens) - self._prompt_length < self.most:
+            return None
+        return "length" if self.most == self.request.max_new_tokens else "context"
 
 
 def _media_name(media: PromptMedia) -> str:

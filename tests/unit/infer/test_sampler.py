@@ -1,0 +1,40 @@
+"""Rows with different rules, chosen at once, get the tokens that `sampling.choose` gives each of them."""
+
+import random
+
+import pytest
+import torch
+
+from headway.infer.engine import sampler
+from headway.infer.engine.sampler import RowChoice, choose_rows
+from headway.infer.sampling import Sampling, choose
+
+RULES = [
+    Sampling(),
+    Sampling(1.0),
+    Sampling(0.3, top_k=1),
+    Sampling(0.7, top_k=20),
+    Sampling(1.5, top_k=20, top_p=0.6),
+    Sampling(1.0, top_p=0.9),
+    Sampling(1.0, min_p=0.2),
+    Sampling(1e-6),
+    Sampling(50.0, top_k=5000),
+]
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("coarse", [True, False])
+def test_each_row_is_chosen_as_it_is_alone(bounded: bool, coarse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "MOST_LISTED", 64)
+    rng, generator = random.Random(1), torch.Generator().manual_seed(2)
+    rules = [rule for rule in RULES if not bounded or rule.temperature == 0 or (rule.top_k or 99) <= 64]
+    for _ in range(30):
+        scores = 3 * torch.randn(len(rules), 300, generator=generator)
+        if coarse:  # as bf16 logits: many equal scores, zeros of both signs
+            scores = scores.round().mul(0.5)
+            scores[:, ::7] *= -0.0
+        scores[:, 280:] = -torch.inf
+        draws = [rng.choice([0.0, rng.random(), 1 - 2**-53]) for _ in rules]
+        rows = [RowChoice(0, rule, draw) for rule, draw in zip(rules, draws, strict=True)]
+        expected = [int(choose(scores[i : i + 1].clone(), rule, [draws[i]])[0]) for i, rule in enumerate(rules)]
+        assert choose_rows(scores, rows).tolist() == expected
