@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,7 @@ def test_when_the_context_is_full_the_oldest_turns_are_left_out_and_never_the_sy
     seen: list[int] = []
     for number in range(9):
         seen.append(session.ask(f"question {number}", str).left_out)
-    assert seen[0] == 0 and seen[-1] > 0 and all(0 <= after - before <= 1 for before, after in zip(seen, seen[1:], strict=False))
+    assert seen[0] == 0 and seen[-1] > 0 and all(0 <= after - before <= 1 for before, after in pairwise(seen))
     assert len(session.turns) == 18 and session.messages()[1]["content"] == "question 0", "they stay in the conversation"
     first = next(at for at, turn in enumerate(session.turns) if turn.content == f"question {seen[-1]}")
     sent = [Turn("system", "S"), *session.turns[first:-1]]
