@@ -14,21 +14,20 @@ With c and r the log-probability of the chosen and the rejected answer (summed o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
 
 from headway.config.section import setting
-from headway.objective.base import Collectives, Loss, MetricSums, ObjectiveConfig, ReferenceSpec, StepInfo, Term
+from headway.objective.base import ObjectiveConfig, ReferenceSpec, StepInfo
+from headway.objective.pairs import PairObjective, Pairs
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from headway.data.batch import Batch
     from headway.model.base import ModelOut
 
-REFERENCE = "reference"
-"""The column of a batch with the reference's log-probability of every document: [rows, documents of a row]."""
 LossType = Literal["sigmoid", "robust", "hinge", "ipo", "kto_pair", "sppo_hard", "nca_pair"]
 SMOOTHED = ("sigmoid", "robust")
 
@@ -74,49 +73,14 @@ class Config(ObjectiveConfig):
         return KTOPair(self) if self.loss_type == "kto_pair" else DPO(self)
 
 
-class Pairs(NamedTuple):
-    """The pairs of a microbatch, [rows, pairs of a row] each; values where `is_pair` is 0 are meaningless."""
-
-    chosen: Tensor
-    """Log-probability of the chosen answer."""
-    rejected: Tensor
-    chosen_gain: Tensor
-    """The same minus the reference's."""
-    rejected_gain: Tensor
-    chosen_length: Tensor
-    """Tokens of the chosen answer."""
-    rejected_length: Tensor
-    is_pair: Tensor
-    """1 where there is a pair."""
-
-
-class DPO:
+class DPO(PairObjective):
     """One term: the loss of each pair's margin over the reference, per pair."""
 
-    scope: Literal["row", "step"] = "row"
-    module: nn.Module | None = None
+    name = "dpo"
 
     def __init__(self, config: Config) -> None:
+        super().__init__(config.beta)
         self.config = config
-
-    def loss(self, out: ModelOut, batch: Batch, at: StepInfo, collectives: Collectives) -> Loss:
-        """The pairs' losses and rewards."""
-        pairs = self.pairs(out, batch)
-        total = (self.per_pair(pairs, at) * pairs.is_pair).sum()
-        return Loss({"dpo": Term(total, per="pairs")}, self._metrics(pairs, total, at))
-
-    def pairs(self, out: ModelOut, batch: Batch) -> Pairs:
-        """Log-probabilities of the answers; logits exist for one chunk of tokens at a time."""
-        log_prob, _ = out.head.scores(batch.targets)
-        chosen, rejected = _sides(document_sums(log_prob * batch.loss_weight, batch))
-        lengths = _sides(document_sums(batch.loss_weight, batch))
-        reference = batch.extra.get(REFERENCE)
-        if reference is None:
-            before = (chosen.new_zeros(()), chosen.new_zeros(()))
-        else:
-            before = _sides(reference.to(chosen.dtype))
-        is_pair = ((lengths[0] > 0) & (lengths[1] > 0)).to(chosen.dtype)
-        return Pairs(chosen, rejected, chosen - before[0], rejected - before[1], *lengths, is_pair)
 
     def per_pair(self, pairs: Pairs, at: StepInfo) -> Tensor:
         """The loss of every pair, by the formulas at the top."""
@@ -141,20 +105,6 @@ class DPO:
                 return -logsigmoid(beta * c) - 0.5 * logsigmoid(-beta * c) - 0.5 * logsigmoid(-beta * r)
             case "kto_pair":
                 raise AssertionError("kto_pair is KTOPair's")
-
-    def _metrics(self, pairs: Pairs, total: Tensor, at: StepInfo) -> MetricSums:
-        is_pair, beta = pairs.is_pair, self.config.beta
-        count = is_pair.sum()
-        found = {
-            "rewards/chosen": beta * pairs.chosen_gain,
-            "rewards/rejected": beta * pairs.rejected_gain,
-            "rewards/accuracies": (pairs.chosen_gain > pairs.rejected_gain).to(is_pair.dtype),
-            "rewards/margins": beta * (pairs.chosen_gain - pairs.rejected_gain),
-            "logps/chosen": pairs.chosen,
-            "logps/rejected": pairs.rejected,
-        }
-        sums: MetricSums = {name: ((value * is_pair).sum(), count) for name, value in found.items()}
-        return sums if at.training else {"loss": (total, count), **sums}
 
 
 class KTOPair(DPO):
@@ -185,19 +135,3 @@ def _gains(pairs: Pairs) -> Tensor:
     import torch
 
     return torch.stack([pairs.chosen_gain, pairs.rejected_gain, pairs.is_pair], dim=-1).flatten(0, 1)
-
-
-def document_sums(per_token: Tensor, batch: Batch) -> Tensor:
-    """Add up a per-token value over each document: [rows, seq_len] -> [rows, documents of a row]."""
-    import torch
-
-    numbers = torch.arange(batch.bounds.shape[1] - 1, device=per_token.device, dtype=batch.document.dtype)
-    inside = batch.document[:, None, :] == numbers[:, None]
-    # A masked sum rather than a scatter: the order of additions is fixed on every device.
-    return torch.where(inside, per_token[:, None, :], 0.0).sum(-1)
-
-
-def _sides(per_document: Tensor) -> tuple[Tensor, Tensor]:
-    """The even documents of each row and the odd ones; a last even one without a partner is padding."""
-    whole = per_document.shape[1] // 2 * 2
-    return per_document[:, 0:whole:2], per_document[:, 1:whole:2]

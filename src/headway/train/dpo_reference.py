@@ -36,7 +36,7 @@ from headway.model.base import Model, build_model
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import GATES, param_specs
-from headway.objective.dpo import REFERENCE, document_sums
+from headway.objective.pairs import REFERENCE, document_sums
 from headway.parallel.assemble import wrap_blocks
 from headway.parallel.config import MemoryConfig
 from headway.parallel.engine import EngineSpec

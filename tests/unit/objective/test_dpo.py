@@ -1,43 +1,25 @@
 """The losses of preference pairs, against TRL's own numbers, against formulas in fp64, and however a step is cut."""
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.pairs import Pair, pair_batch
+from support.pairs import pair_batch
+from support.trl_pairs import GOLDEN, LAYOUTS, MODEL, PAIRS, wave
 
 from headway.data.batch import Batch, StepBatch, StepStats
 from headway.errors import ConfigError
 from headway.infer.load import build_frozen_model
-from headway.model.config import ModelConfig
-from headway.model.layout import param_specs
 from headway.objective.base import StepInfo
-from headway.objective.dpo import DPO, Config, Pairs, document_sums
+from headway.objective.dpo import DPO, Config
+from headway.objective.pairs import Pairs, document_sums
 from headway.optim.adamw import Config as AdamW
 from headway.parallel.assemble import assemble
 from headway.parallel.collectives import DifferentiableCollectives, RankGroup
 from headway.parallel.engine import EngineSpec
 from headway.train.dpo_reference import score_with
-
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "trl" / "losses.json").read_text())
-MODEL = ModelConfig(
-    hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=24, vocab_size=32, max_seq_len=32, tie_embeddings=False
-)  # fmt: skip
-PAIRS: list[Pair] = list(zip(GOLDEN["prompts"], GOLDEN["chosen"], GOLDEN["rejected"], strict=True))
-LAYOUTS = {"one row": [PAIRS], "a row each": [[pair] for pair in PAIRS], "mixed": [PAIRS[:3], PAIRS[3:]]}
-
-
-def wave(shift: float) -> dict[str, torch.Tensor]:
-    """The weights of tests/golden/trl/make.py."""
-    found = {}
-    for number, spec in enumerate(sorted(param_specs(MODEL), key=lambda spec: spec.name)):
-        values = 0.4 * torch.sin(0.7 * torch.arange(math.prod(spec.shape), dtype=torch.float64) + number + shift)
-        found[spec.name] = (values + (1.0 if len(spec.shape) == 1 else 0.0)).view(spec.shape).float()
-    return found
 
 
 def scored(config: Config, micro: list[Batch], *, reference_shift: float = 0.1) -> tuple[float, float, dict[str, float], dict[str, Any]]:

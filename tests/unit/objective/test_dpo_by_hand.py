@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from headway.objective.base import StepInfo
-from headway.objective.dpo import Config, Pairs
+from headway.objective.dpo import Config
+from headway.objective.pairs import Pairs
 
 LN2 = math.log(2)
 

@@ -14,7 +14,7 @@ from headway.data.pairs import PAIR
 from headway.kernels.attention import causal_mask
 from headway.model.init import initialize
 from headway.model.transformer import Transformer
-from headway.objective.dpo import REFERENCE
+from headway.objective.pairs import REFERENCE
 from headway.parallel.engine import EngineSpec
 from headway.store.reader import Store, open_store
 from headway.train.config import Recipe

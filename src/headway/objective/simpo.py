@@ -1,0 +1,54 @@
+"""SimPO: the chosen answer should be likelier per token than the rejected one, by a margin. No reference model.
+
+In: rows of pairs (objective/pairs.py); out: one term over pairs. With c and r the mean log-probability of a token of the chosen and of the
+rejected answer and m = b (c - r) - g:
+
+    -(1 - e) log s(m) - e log s(-m)          b: beta, g: gamma, e: label_smoothing, s: the logistic function
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from headway.config.section import setting
+from headway.objective.base import ObjectiveConfig, StepInfo
+from headway.objective.pairs import PairObjective, Pairs, per_token
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Config(ObjectiveConfig):
+    """Settings of SimPO."""
+
+    PAIRS: ClassVar[bool] = True
+    kind: str = setting("simpo", "simpo.", on_resume="fixed")
+    beta: float = setting(2.0, "Scale of the rewards: reward = beta * mean log-probability of an answer's tokens.", gt=0)
+    gamma: float = setting(1.0, "The margin by which the chosen answer's reward should be higher.", ge=0)
+    label_smoothing: float = setting(0.0, "Share of pairs assumed to be labelled the wrong way round.", ge=0, lt=0.5)
+
+    def build(self) -> SimPO:
+        """Make the objective."""
+        return SimPO(self)
+
+
+class SimPO(PairObjective):
+    """The loss of each pair's margin per token."""
+
+    name = "simpo"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config.beta)
+        self.config = config
+
+    def normalize(self, pairs: Pairs) -> Pairs:
+        """Rewards are means over an answer's tokens."""
+        return per_token(pairs)
+
+    def per_pair(self, pairs: Pairs, at: StepInfo) -> Tensor:
+        """The formula at the top."""
+        from torch.nn.functional import logsigmoid
+
+        margin = self.config.beta * (pairs.chosen_gain - pairs.rejected_gain) - self.config.gamma
+        smoothing = self.config.label_smoothing
+        return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
