@@ -9,7 +9,7 @@ from headway.config.section import Section, setting
 from headway.model.aligner_config import AlignerConfig
 from headway.model.experts_config import ExpertsConfig
 from headway.model.media_shape import MediaShape
-from headway.model.presets import PRESETS
+from headway.model.presets import EMBED_SCALE_BY_WIDTH, FORMS, PRESETS
 
 MAX_ELEMENTS = 1 << 40
 """Of one matrix. More is a typing error, and overflows where torch counts bytes."""
@@ -74,6 +74,15 @@ class HeadGatesConfig(Section):
 def yarn_growth(factor: float, scale: float = 1.0) -> float:
     """What yarn multiplies queries and keys by for a context `factor` times as long."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def with_form(data: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a model with what its family always has, where they are silent."""
+    family, width = data.get("family"), data.get("hidden_size", 256)
+    if not isinstance(family, str) or family not in FORMS:
+        return data
+    scale = {"embed_scale": width**0.5} if family in EMBED_SCALE_BY_WIDTH and isinstance(width, int) and width > 0 else {}
+    return {**FORMS[family], **scale, **data}
 
 
 class ModelConfig(Section):
@@ -143,8 +152,8 @@ class ModelConfig(Section):
             name = data["preset"]
             if name not in PRESETS:
                 raise ValueError(f"preset is {name!r}; it must be one of {', '.join(PRESETS)}")
-            return {**PRESETS[name], **data}
-        return data
+            data = {**PRESETS[name], **data}
+        return with_form(data) if isinstance(data, dict) else data
 
     @field_validator("media", mode="before")
     @classmethod

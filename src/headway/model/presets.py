@@ -1,4 +1,5 @@
-"""Known model shapes by name, as plain data. `model: {preset: llama-1b}` starts from one; other keys of `model` override it."""
+"""Known model shapes by name, and what a family always has, as plain data. `model: {preset: llama-1b}` starts from one; other keys of
+`model` override it. `model: {family: gemma3}` starts from that family's form."""
 
 from typing import Any
 
@@ -39,13 +40,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gemma2-2b": {
         "family": "gemma2", "hidden_size": 2304, "num_layers": 26, "num_heads": 8, "num_kv_heads": 4, "head_dim": 256, "ffn_size": 9216,
         "vocab_size": 256000, "max_seq_len": 8192, "norm": "rmsnorm1p", "norm_placement": "both", "norm_eps": 1e-06,
-        "activation": "gelu_tanh", "embed_scale": 48.0, "attention_softcap": 50.0, "logit_softcap": 30.0, "sliding_window": 4096,
+        "activation": "gelu_tanh", "attention_softcap": 50.0, "logit_softcap": 30.0, "sliding_window": 4096,
         "window_layers": tuple(range(0, 26, 2)), "tie_embeddings": True,
     },
     "gemma3-1b": {
         "family": "gemma3", "hidden_size": 1152, "num_layers": 26, "num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "ffn_size": 6912,
         "vocab_size": 262144, "max_seq_len": 32768, "norm": "rmsnorm1p", "norm_placement": "both", "norm_eps": 1e-06, "qk_norm": True,
-        "activation": "gelu_tanh", "embed_scale": 1152**0.5, "rope_theta": 1000000.0, "rope_local_theta": 10000.0, "sliding_window": 512,
+        "activation": "gelu_tanh", "rope_theta": 1000000.0, "rope_local_theta": 10000.0, "sliding_window": 512,
         "window_layers": tuple(layer for layer in range(26) if (layer + 1) % 6), "tie_embeddings": True,
     },
     "olmo2-1b": {
@@ -69,3 +70,21 @@ PRESETS: dict[str, dict[str, Any]] = {
         "experts": {"num": 8, "per_token": 2, "aux_loss": 0.001, "aux_layers": "pooled"},
     },
 }  # fmt: skip
+
+_GEMMA = {"norm": "rmsnorm1p", "norm_placement": "both", "activation": "gelu_tanh"}
+_OLMO = {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "projection"}
+FORMS: dict[str, dict[str, Any]] = {
+    "gemma2": _GEMMA,
+    "gemma3": {**_GEMMA, "qk_norm": True},
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
+    "glm4": {"norm_placement": "both", "rope_interleaved": True, "rotary_fraction": 0.5},
+    "cohere2": {"norm": "layernorm_no_bias", "parallel_block": True, "rope_interleaved": True},
+    "gpt2": {
+        "norm": "layernorm", "positions": "learned", "activation": "gelu_tanh", "ffn_gate": False, "qkv_bias": True, "output_bias": True,
+        "ffn_bias": True,
+    },
+}  # fmt: skip
+"""What models of a family always have."""
+EMBED_SCALE_BY_WIDTH = ("gemma2", "gemma3")
+"""Families whose embeddings are multiplied by the root of their width."""

@@ -9,7 +9,8 @@ import pytest
 from headway.config.load import validate
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
-from headway.model.families.base import family_for, family_names, family_of
+from headway.model.families.base import family_for, family_names, family_of, published
+from headway.model.presets import FORMS, PRESETS
 
 SHAPE = {
     "vocab_size": 96,
@@ -152,6 +153,78 @@ def test_an_unknown_family_is_an_error_with_a_hint() -> None:
         family_of("no_such_lab.model")
     with pytest.raises(ConfigError, match=r"model_type is 'gptj'; headway reads .*gemma2, gemma3_text, .*llama, .*mistral.*z2all"):
         family_for({"model_type": "gptj"})
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_family_alone_has_the_form_that_its_config_json_expresses(name: str) -> None:
+    windows = {"sliding_window": 8, "window_layers": (0, 2), "no_rope_layers": (1, 3)} if name == "cohere2" else {}
+    config = ModelConfig(family=name, vocab_size=96, **windows)
+    written = family_of(name).write(config)
+    again = family_of(name).read(written)
+    assert again.with_(head_dim=None, num_kv_heads=None) == config
+    assert ModelConfig(family=name, norm="rmsnorm").norm == "rmsnorm", "what is given counts more"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_can_be_exported(name: str) -> None:
+    config = ModelConfig(**{"vocab_size": 64, **PRESETS[name]})
+    published(config)
+    assert config.embed_scale == (config.hidden_size**0.5 if name.startswith("gemma") else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"rotary_fraction": 0.3, "head_dim": 10}, "rotary_fraction=0.3 is 3 channels"),
+        ({"rope_local_theta": 1e4}, "rope_local_theta is given without sliding_window"),
+        ({"qk_norm_over": "projection"}, "qk_norm_over is projection without qk_norm"),
+        ({"parallel_block": True, "norm_placement": "both"}, "parallel_block is given with norm_placement=both"),
+        ({"positions": "learned", "no_rope_layers": (1,)}, "positions is learned and no_rope_layers is given"),
+        ({"rope_scaling": {"kind": "longrope"}}, "longrope needs short_factor and long_factor of one length"),
+        ({"rope_scaling": {"kind": "longrope", "short_factor": (1.0,), "long_factor": (1.0,)}}, "short_factor has 1 numbers"),
+        ({"rope_scaling": {"kind": "linear", "short_factor": (1.0,)}}, "short_factor, which is for kind longrope"),
+        ({"head_gates": {}, "attention_softcap": 5.0}, "head_gates is given with attention_softcap"),
+        ({"attention_softcap": 0.0}, "attention_softcap"),
+    ],
+)
+def test_settings_of_the_model_that_contradict_each_other_are_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        validate(ModelConfig, settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        ({"model_type": "gemma2", "hidden_activation": "relu"}, "hidden_activation is 'relu'; headway computes silu"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ({"model_type": "gemma3", "text_config": 3}, "text_config is 3"),
+        ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling is 0"),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "without long_factor"),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"rope_type": "yarn", "factor": 2.0}}},
+            "headway rotates windowed layers unscaled",
+        ),
+    ],
+)
+def test_what_the_newer_families_do_not_compute_is_refused_by_name(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        family_for(given).read({**SHAPE, **given})
+
+
+def test_a_gemma_3_with_pictures_is_read_as_its_text_part() -> None:
+    text = {**SHAPE, "model_type": "gemma3_text", "sliding_window": 8, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    given = {"model_type": "gemma3", "text_config": text, "vision_config": {}, "mm_tokens_per_image": 256}
+    family = family_for(given)
+    config = family.read(given)
+    assert (config.family, config.rope_local_theta, config.rope_theta) == ("gemma3", 10_000.0, 1_000_000.0)
+    assert (
+        family.to_ours("language_model.model.layers.0.pre_feedforward_layernorm.weight") == "model.layers.0.post_attention_layernorm.weight"
+    )
+    assert family.to_ours("vision_tower.vision_model.embeddings.patch_embedding.weight") is None
+    assert family.write(config)["model_type"] == "gemma3_text"
 
 
 def test_a_users_own_module_is_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
