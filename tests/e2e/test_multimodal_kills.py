@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = write_media(folder / "media", SyntheticMedia(samples=24, heldout=0, image_size=16, seconds=0.1, missing=0.2))
     texts = [turn["content"] for line in files["chat"].read_text().splitlines() for turn in json.loads(line)["messages"]]
     train_bpe(texts * 9, vocab_size=300, out=folder / "tok")
-    sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 384}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 384}
     config = ModelConfig(family="qwen2", qkv_bias=True, **sizes)
     weights = ((spec.name, initial_value(spec.name, spec.shape, config, 3)) for spec in param_specs(config))
     export_huggingface(config, weights, folder / "model", tokenizer=folder / "tok")

@@ -192,7 +192,7 @@ def test_encoders_of_purrsight_read_their_files_and_no_others(tmp_path: Path) ->
     given = np.random.default_rng(0).normal(-40, 20, (3, 64, 256)).astype(np.float32)
     np.testing.assert_allclose(hears.encode(given)[1:2], hears.encode(given[1:2]), rtol=1e-4, atol=1e-5)
     mels = torch.from_numpy(given)  # by hand: norm over mels, blocks with pooling between them, maximum plus mean over time
-    network = load_cnn14(sounds, "path").eval()
+    network: Any = load_cnn14(sounds, "path").eval()
     with torch.no_grad():
         x = torch.nn.functional.batch_norm(mels, network.bn0.running_mean, network.bn0.running_var, network.bn0.weight, network.bn0.bias)
         x = x.transpose(1, 2)[:, None]

@@ -69,7 +69,7 @@ def test_mlflow_keeps_the_files_of_a_finished_run_and_a_failed_upload_is_a_warni
     (run / "final").mkdir(parents=True)
     for name in (CURVE, "recipe.yaml", "summary.json", "answers.html"):
         (run / name).write_text("{}")
-    config = kind_config("headway.track", "mlflow")(kind="mlflow", uri="http://127.0.0.1:1", weights=True)
+    config = kind_config("headway.track", "mlflow").model_validate({"kind": "mlflow", "uri": "http://127.0.0.1:1", "weights": True})
     assert isinstance(config, ServiceConfig) and not config.model_copy(update={"artifacts": False, "weights": False}).files_of(run)
     tracker = config.build(run, "r")
     assert isinstance(tracker, KeepsFiles)
