@@ -12,6 +12,7 @@ from support.runs import deterministic
 
 from headway.errors import ConfigError
 from headway.infer.aligner import aligned_encoders, find_aligner
+from headway.infer.check_checkpoint import check_checkpoint
 from headway.infer.load import find_model
 from headway.media.items import MediaRef
 from headway.media.synthetic import SyntheticMedia, write_media
@@ -70,6 +71,8 @@ def test_a_killed_run_ends_bit_for_bit_like_an_undisturbed_one(folder: Path) -> 
     assert deterministic(one / "metrics.jsonl") == deterministic(two / "metrics.jsonl")
     for name in ("aligner.safetensors", "towers.safetensors"):
         assert (one / "final" / name).read_bytes() == (two / "final" / name).read_bytes()
+    report = check_checkpoint(two)
+    assert report.problems == [] and report.step == 7 and report.embeds == ["text", "image", "audio"]
     last = deterministic(one / "metrics.jsonl")[-1]["valid"]["valid"]
     assert {"loss", "text_to_image/recall_at_1", "image-audio/modality_gap"} <= set(last)
 

@@ -35,7 +35,8 @@ from headway.train import train
 from headway.train.config import Recipe
 
 WIDTH = 6
-SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 384, "max_seq_len": 128}
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48, "vocab_size": 384}
+SMALL["max_seq_len"] = 128
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,8 @@ def checkpoint(
         typer.echo(f"{report.checkpoint}: {len(report.problems)} problem{'s' if len(report.problems) > 1 else ''} found")
     else:
         counts = f"step {report.step}, {report.files} files, {report.tensors} tensors"
-        typer.echo(f"{report.checkpoint}: good: {counts}, it generates {report.token_ids}")
+        does = f"it embeds {', '.join(report.embeds)}" if report.embeds else f"it generates {report.token_ids}"
+        typer.echo(f"{report.checkpoint}: good: {counts}, {does}")
     if report.problems:
         raise typer.Exit(1)
 

@@ -15,10 +15,12 @@ from headway.checkpoint.manifest import MANIFEST
 from headway.checkpoint.save import STEP_FOLDER
 from headway.config.load import validate
 from headway.errors import CheckpointError, HeadwayError
+from headway.infer.aligner import find_aligner
 from headway.infer.decode import Decoder
 from headway.infer.load import load_model
 from headway.infer.prefill import last_hidden
 from headway.model.adapter.config import AdapterConfig
+from headway.model.base import build_model
 from headway.model.config import ModelConfig
 from headway.model.layout import param_specs
 from headway.model.projector import MediaTensors
@@ -38,6 +40,8 @@ class CheckpointReport:
     tensors: int = 0
     token_ids: list[int] = field(default_factory=list)
     """What the model generates after a few ids."""
+    embeds: list[str] = field(default_factory=list)
+    """Of an aligner, which generates nothing: the modalities whose vectors are finite."""
     problems: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -66,8 +70,10 @@ def check_checkpoint(path: AnyPath | str) -> CheckpointReport:
     for file in reader.files:
         report.found(lambda name=file: reader.check_file(name))
     _check_tensors(reader, report)
-    _check_shapes(reader, report)
-    if not report.problems:
+    config = _check_shapes(reader, report)
+    if not report.problems and config is not None and config.aligner is not None:
+        report.embeds = report.found(lambda: _embed(Path(report.checkpoint))) or []
+    elif not report.problems:
         report.token_ids = report.found(lambda: _generate(report.checkpoint)) or []
     return report
 
@@ -94,24 +100,46 @@ def _check_tensors(reader: Reader, report: CheckpointReport) -> None:
             advance(1)
 
 
-def _check_shapes(reader: Reader, report: CheckpointReport) -> None:
-    """Every parameter of the model is there in its shape."""
+def _check_shapes(reader: Reader, report: CheckpointReport) -> ModelConfig | None:
+    """Every parameter of the model is there in its shape; returns the model's config."""
     shape: Any = reader.scalars.get("model")
     if not isinstance(shape, dict):
         report.problems.append(f"{reader.path}: its manifest does not say what shape the model has.")
-        return
-    config = report.found(lambda: validate(ModelConfig, shape))
+        return None
+    config: ModelConfig | None = report.found(lambda: validate(ModelConfig, shape))
     if config is None:
-        return
-    shapes = {spec.name: spec.shape for spec in param_specs(config)}
+        return None
+    shapes = _shapes(config)
     form: Any = reader.scalars.get("adapter")
     if isinstance(form, dict):
         adapter = report.found(lambda: validate(AdapterConfig, form["config"]))
         shapes = shapes if adapter is None else report.found(lambda: adapter.all_shapes(config)) or shapes
-    for name, expected in shapes.items():
+    for name, wanted in shapes.items():
         found = report.found(lambda name=name: reader.shape(name))
-        if found is not None and tuple(found) != expected:
-            report.problems.append(f"{reader.path}: {name} has shape {list(found)}; the model has {list(expected)}.")
+        if found is not None and tuple(found) != wanted:
+            report.problems.append(f"{reader.path}: {name} has shape {list(found)}; the model has {list(wanted)}.")
+    return config
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    if config.aligner is None:
+        return {spec.name: spec.shape for spec in param_specs(config)}
+    with torch.device("meta"):
+        return {name: tuple(value.shape) for name, value in build_model(config).named_parameters()}
+
+
+@torch.inference_mode()
+def _embed(path: Path) -> list[str]:
+    """The modalities of an aligner, each tried with made-up inputs of its tower or features of its frozen encoder."""
+    stored = find_aligner(path)
+    aligner, generator = stored.load(), torch.Generator().manual_seed(0)
+    for name, one in stored.config.encoders.items():
+        given = one.input_of(name) if one.TRAINS else None
+        shape, dtype = (given.shape, given.dtype) if given is not None else ((1, stored.config.width_of(name)), "float32")
+        inputs = torch.randint(0, 100, (2, *shape), generator=generator).to(getattr(torch, dtype))
+        if not bool(torch.isfinite(aligner.embed(name, inputs)).all()):
+            raise CheckpointError(f"{path}: the {name} vectors it computes are not finite.")
+    return list(stored.config.encoders)
 
 
 @torch.inference_mode()
