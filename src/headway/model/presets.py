@@ -54,9 +54,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_seq_len": 4096, "rope_theta": 500000.0, "norm_eps": 1e-06, "norm_placement": "after", "qk_norm": True,
         "qk_norm_over": "projection", "tie_embeddings": False,
     },
-    "moe-7b-a1b": {
-        "family": "qwen3_moe", "hidden_size": 2048, "num_layers": 16, "num_heads": 16, "num_kv_heads": 16, "head_dim": 128,
-        "ffn_size": 1024, "vocab_size": 50304, "max_seq_len": 4096, "qk_norm": True, "tie_embeddings": False,
+    "olmoe-1b-7b": {
+        "family": "olmoe", "hidden_size": 2048, "num_layers": 16, "num_heads": 16, "ffn_size": 1024, "vocab_size": 50304,
+        "max_seq_len": 4096, "qk_norm": True, "qk_norm_over": "projection", "tie_embeddings": False,
         "experts": {"num": 64, "per_token": 8, "normalize": False, "aux_loss": 0.01, "z_loss": 0.001},
     },
     "qwen3-30b-a3b": {

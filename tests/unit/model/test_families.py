@@ -25,7 +25,7 @@ WRITABLE = {"llama": {}, "mistral": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"
 
 def test_the_shipped_families_are_the_files_of_the_folder() -> None:
     assert {"internlm", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "smollm3", "z2all"} <= set(family_names())
-    assert {"cohere2", "gemma2", "gemma3", "glm4", "gpt2", "granite", "olmo2", "olmo3", "phi3"} <= set(family_names())
+    assert {"cohere2", "gemma2", "gemma3", "glm4", "gpt2", "granite", "olmo2", "olmo3", "olmoe", "phi3"} <= set(family_names())
 
 
 @pytest.mark.parametrize("name", WRITABLE)

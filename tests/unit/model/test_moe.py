@@ -1,5 +1,6 @@
 """Mixtures of experts: equal to experts computed one by one, balanced by losses that no layout changes, and compiled once."""
 
+import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from headway.model.moe import MixtureOfExperts, counted_tokens, dispatch
 from headway.model.transformer import Transformer
 from headway.objective.balance import LOAD, load_ratios
 from headway.objective.base import StepInfo
+from headway.optim.base import Guard
 from headway.optim.groups import hypers
 from headway.parallel.collectives import RankGroup
 
@@ -162,6 +164,33 @@ def test_arithmetic_counts_active_parameters_and_memory_all() -> None:
 def test_mixtures_that_make_no_sense_are_refused(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         ModelConfig(**changes)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adafactor", "lion", "schedule_free"])
+def test_every_optimizer_trains_stacked_experts(kind: str) -> None:
+    optim = importlib.import_module(f"headway.optim.{kind}").Config(lr=1e-2)
+    engine = make_engine(RankGroup(), Setup(micro=2, config=MIXTURE, freeze=(), optim=optim))
+    losses = []
+    for step in range(4):
+        losses.append(float(engine.forward_backward(share_of_step(0, 2, 0, 1), StepInfo(step, 4)).loss))
+        engine.update(hypers(optim, engine.groups, step, 4))
+    assert losses[-1] < losses[0]
+
+
+def test_muon_orthogonalizes_each_expert_by_itself() -> None:
+    optim = importlib.import_module("headway.optim.muon").Config(lr=1.0, momentum=0.0, weight_decay=0.0, nesterov=False)
+    gradient = torch.randn(3, 8, 6)
+    guard, hyper = Guard(torch.ones(()), torch.zeros(())), optim.hyper(1, 2)
+
+    def stepped(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        params = [torch.zeros_like(part) for part in parts]
+        state = {"momentum": [torch.zeros_like(part) for part in parts]}
+        optim.build().update(params, parts, state, [torch.zeros(()) for _ in parts], hyper, guard)
+        return params
+
+    stacked, single = stepped([gradient])[0], stepped([one.clone() for one in gradient])
+    torch.testing.assert_close(stacked, torch.stack(single))
+    assert stacked.abs().max() > 0
 
 
 def test_experts_have_no_adapters() -> None:

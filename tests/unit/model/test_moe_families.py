@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
         "intermediate_size": 56, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3, "mlp_only_layers": [0],
         "head_dim": 12, "attention_bias": True,
     },
+    "olmoe": {"intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3},
     "qwen3_moe normalised": {
         "intermediate_size": 56, "moe_intermediate_size": 24, "num_experts": 4, "norm_topk_prob": True, "num_experts_per_tok": 2,
         "decoder_sparse_step": 2,

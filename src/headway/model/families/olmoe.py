@@ -1,0 +1,51 @@
+"""OLMoE: a mixture of experts in every layer, norms over all heads of q and k together."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from headway.model.config import ModelConfig
+from headway.model.families import _config_json as shared
+from headway.model.families._experts import expert_pieces, one_name, read_experts, written_experts
+from headway.model.families.base import Piece
+from headway.model.layout import ParamSpec
+
+MODEL_TYPE = "olmoe"
+ARCHITECTURE = "OlmoeForCausalLM"
+DEFAULTS = {
+    "num_key_value_heads": None,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.01,
+}
+FORM: dict[str, Any] = {"qk_norm": True, "qk_norm_over": "projection"}
+
+to_theirs = shared.same_name
+to_ours = shared.ours_or_none
+published = shared.as_it_is
+
+
+def pieces(spec: ParamSpec, config: ModelConfig, stored: Collection[str] | None) -> tuple[Piece, ...]:
+    """The tensors of the experts."""
+    return expert_pieces(spec, config, stored)
+
+
+def read(given: Mapping[str, Any]) -> ModelConfig:
+    """The ModelConfig of an OLMoE config.json; a `clip_qkv` that is not null is refused."""
+    settings = shared.understood(one_name(given), DEFAULTS)
+    bias = settings["attention_bias"]
+    experts = read_experts(settings, normalize=settings["norm_topk_prob"])
+    return shared.model_config("olmoe", settings, qkv_bias=bias, output_bias=bias, experts=experts, **FORM)
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """The OLMoE config.json of a ModelConfig."""
+    shared.require(config, "olmoe", experts=config.experts, ffn_bias=False, sliding_window=None, head_dim=config.head_dim, **FORM)
+    shared.require_one_bias(config, "olmoe")
+    experts = written_experts(config, "olmoe", first_dense=0, every=1)
+    assert config.experts is not None
+    settings = {**shared.settings_of(config, MODEL_TYPE, ARCHITECTURE), "attention_bias": config.qkv_bias, **experts}
+    return {**settings, "intermediate_size": config.expert_size, "norm_topk_prob": config.experts.normalize, "clip_qkv": None}
