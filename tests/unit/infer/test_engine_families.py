@@ -25,6 +25,8 @@ FAMILIES: dict[str, ModelConfig] = {
     "qwen3": BASE.with_(family="qwen3", qk_norm=True, head_dim=16),
     "smollm3": BASE.with_(family="smollm3", no_rope_layers=(0, 2), head_dim=12),
 }
+QUICK = ("mistral", "qwen2")
+"""Rings alone, rings and pages; tests/unit/model/test_paged_cache.py has every family."""
 NEW, PROMPT = 64, 17
 
 
@@ -44,7 +46,7 @@ def run(engine: InferenceEngine, requests: list[EngineRequest]) -> list[list[int
     return [found[number] for number in numbers]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
 def test_greedy_text_is_that_of_transformers(family: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
