@@ -33,7 +33,7 @@ from headway.kernels.attention import attend_chunk
 from headway.kernels.cached_chunk import ChunkPlan, attend_streaming, store
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
-from headway.model.kv_layer import CacheChunk, CachedHeads, CacheRows, LayerCache, attend_ring, by_kv_head, group_heads, select_heads_of
+from headway.model.kv_layer import CacheChunk, CachedHeads, CacheRows, LayerCache, attend_ring, group_heads, put_heads, select_heads_of
 
 PrefillAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Causal attention, under the layer's own window, of tokens that have nothing before them: q, k, v -> o."""
@@ -155,7 +155,7 @@ class KVCache:
             result = self._attend_chunk(at, group, chunk, whole)
             if len(at.groups) == 1:
                 return result
-            by_kv_head(o, at.kv_heads)[:, :, list(group.heads)] = by_kv_head(result, len(group.heads))
+            put_heads(o, result, group.heads, at.kv_heads)
         return o
 
     def _step(self, at: LayerCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -200,17 +200,17 @@ class KVCache:
         for group in at.groups:
             if group in streaming:
                 continue
-            some_q = at.select_heads(q, group)
+            some_q = select_heads_of(q, group, at.kv_heads)
             if group in direct:
                 assert whole is not None
-                result = whole(some_q, at.select_heads(k, group), at.select_heads(v, group))
+                result = whole(some_q, select_heads_of(k, group, at.kv_heads), select_heads_of(v, group, at.kv_heads))
             else:
                 keys, values = at.read(group, start + tokens, self._rows)
                 aligned = self._prompt is not None or len({self.host_lengths[row] for row in self._active}) == 1
                 result = attend_chunk(some_q, keys, values, start=start if aligned else None, position=position, rule=at.rule)
             if len(at.groups) == 1:
                 return result
-            at.put_heads(o, result, group)
+            put_heads(o, result, group.heads, at.kv_heads)
         return o
 
     def _plan_chunk(self, tokens: int) -> ChunkPlan:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -119,12 +120,9 @@ class LayerCache:
         self._begin = {group: sum(sizes[:index]) for index, group in enumerate(groups)}
         self._all_rows = torch.arange(rows, device=device)[:, None]
         self._plan: DecodePlan | None = None
-        self._head_index: dict[CachedHeads, tuple[torch.Tensor, torch.Tensor]] = {}
         self._table: torch.Tensor | None = None
         if self.keys.is_cuda:
             self.region_table()
-            for group in groups:
-                self._heads(group, config.num_heads)
 
     def views(self, group: CachedHeads) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a group, [heads, all rows, capacity, hd]."""
@@ -183,7 +181,7 @@ class LayerCache:
             if group.reach is not None:
                 seen &= (index >= group.sinks) | (position[:, None] - index < group.reach)
             result = dense(one_q, *self.read(group, len(index), rows), seen[:, None], self.rule)
-            by_kv_head(o, self.kv_heads)[:, :, list(group.heads)] = by_kv_head(result, len(group.heads))
+            put_heads(o, result, group.heads, self.kv_heads)
         return o
 
     def _step_cuda(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, rows: CacheRows | None) -> torch.Tensor:
@@ -213,30 +211,6 @@ class LayerCache:
             return table
         first = sum(len(one.heads) for one in self.groups[: self.groups.index(group)])
         return table[first : first + len(group.heads)]
-
-    def select_heads(self, x: torch.Tensor, group: CachedHeads) -> torch.Tensor:
-        """`select_heads_of` with indices that lie on the device."""
-        if len(group.heads) == self.kv_heads:
-            return x
-        return x.index_select(2, self._heads(group, x.shape[2]))
-
-    def put_heads(self, o: torch.Tensor, result: torch.Tensor, group: CachedHeads) -> None:
-        """Write a group's result [B,T,heads,hd] to its place in o [B,T,H,hd]."""
-        o.index_copy_(2, self._heads(group, o.shape[2]), result.to(o.dtype))
-
-    def _heads(self, group: CachedHeads, total: int) -> torch.Tensor:
-        """Which of `total` query or KV heads belong to a group."""
-        if group not in self._head_index:
-            kv = torch.tensor(group.heads, device=self.keys.device)
-            self._head_index[group] = (kv, kv)
-        kv, queries = self._head_index[group]
-        if total == self.kv_heads:
-            return kv
-        per_head = total // self.kv_heads
-        if len(queries) != len(kv) * per_head:
-            queries = (kv[:, None] * per_head + torch.arange(per_head, device=kv.device)).flatten()
-            self._head_index[group] = (kv, queries)
-        return queries
 
     def _regions(self) -> list[tuple[int, int, int, int, int]]:
         """(begin in the buffer, head, sinks, window, reach) of every KV head."""
@@ -280,11 +254,29 @@ def attend_ring(at: LayerCache, group: CachedHeads, chunk: CacheChunk) -> torch.
 
 def select_heads_of(x: torch.Tensor, group: CachedHeads, kv_heads: int) -> torch.Tensor:
     """The heads [B,T,heads,hd] of x that belong to a group; query heads follow their KV head."""
-    if len(group.heads) == kv_heads:
+    return take_heads(x, group.heads, kv_heads)
+
+
+def take_heads(x: torch.Tensor, heads: tuple[int, ...], kv_heads: int) -> torch.Tensor:
+    """The heads of x that belong to some KV heads. Neighbours are copied as one piece: an index would have to go to the device."""
+    if len(heads) == kv_heads:
         return x
-    return by_kv_head(x, kv_heads)[:, :, list(group.heads)].flatten(2, 3)
+    per_head = x.shape[2] // kv_heads
+    pieces = [x[:, :, first * per_head : stop * per_head] for first, stop in _runs(heads)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 
-def by_kv_head(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """[B, T, KV, query heads of one KV head, hd]."""
-    return x.view(*x.shape[:2], kv_heads, -1, x.shape[-1])
+def put_heads(o: torch.Tensor, result: torch.Tensor, heads: tuple[int, ...], kv_heads: int) -> None:
+    """Write the result [B,T,heads,hd] of some KV heads to its place in o [B,T,H,hd]."""
+    per_head, at = o.shape[2] // kv_heads, 0
+    for first, stop in _runs(heads):
+        many = (stop - first) * per_head
+        o[:, :, first * per_head : stop * per_head] = result[:, :, at : at + many]
+        at += many
+
+
+@cache
+def _runs(heads: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Neighbouring heads as (first, behind the last)."""
+    starts = [n for n, head in enumerate(heads) if n == 0 or head != heads[n - 1] + 1]
+    return tuple((heads[n], heads[n] + stop - n) for n, stop in zip(starts, [*starts[1:], len(heads)], strict=True))

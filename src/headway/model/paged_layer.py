@@ -18,7 +18,7 @@ from headway.kernels.paged_attention import NO_LIMIT, PagedPlan, PagedRegion, Pa
 from headway.kernels.past_attention import cudnn_part, has_cudnn
 from headway.kernels.streaming_pieces import flash
 from headway.model.config import ModelConfig
-from headway.model.kv_layer import by_kv_head
+from headway.model.kv_layer import put_heads, take_heads
 from headway.model.ring_prefill import RingHeads, RingPlan, attend_windows
 
 if TYPE_CHECKING:
@@ -154,10 +154,10 @@ class LayerPages:
 
     def _heads(self, x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
         """The heads [B,T,heads,hd] of x; query heads follow their KV head."""
-        return x if len(heads) == self.kv_heads else by_kv_head(x, self.kv_heads)[:, :, list(heads)].flatten(2, 3)
+        return take_heads(x, heads, self.kv_heads)
 
     def _put(self, o: torch.Tensor, result: torch.Tensor, heads: tuple[int, ...]) -> None:
-        by_kv_head(o, self.kv_heads)[:, :, list(heads)] = by_kv_head(result, len(heads))
+        put_heads(o, result, heads, self.kv_heads)
 
     def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, batch: PagedDecode) -> torch.Tensor:
         """One new token in each row of a batch."""
