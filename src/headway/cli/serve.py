@@ -75,7 +75,10 @@ class ServedModels:
                 found[named[1]] = named[2]
             else:
                 found = {name: given if given is not None else one for name, given in found.items()}
-        return {name: MaskChoice(one, self.equal_per_layer, self.stream_window, self.stream_sinks) for name, one in found.items()}
+        # windows are of the models that masks are given for, or else of all
+        masked = [name for name, one in found.items() if one not in (None, "none")] or names
+        windows = (self.equal_per_layer, self.stream_window, self.stream_sinks)
+        return {name: MaskChoice(one, *windows) if name in masked else MaskChoice(one) for name, one in found.items()}
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
         dtype=str(compute.dtype).removeprefix("torch."),
         parameters=sum(one.numel() for one in loaded.model.parameters()),
         adapters=tuple(setup.adapters),
-        masks=loaded.describe_masks(),
+        masks=None if (masks := loaded.describe_masks()) is None else {**masks, "from": Path(str(masks["from"])).name},
         media={one.modality: one.tokens for one in media.inputs} if media is not None else {},
         media_missing=media.missing if media is not None else False,
         constraints=factory is not None,
