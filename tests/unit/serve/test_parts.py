@@ -152,8 +152,6 @@ def test_names_of_models_and_adapters(tmp_path) -> None:
 
 
 def test_masks_of_all_models_or_of_one() -> None:
-    chosen = ServedModels(
-        ["a", "b"], masks=["b=masks.tsv", "none"], adapter=[], equal_per_layer=False, stream_window=64, stream_sinks=None
-    )
+    chosen = ServedModels(["a", "b"], masks=["b=masks.tsv", "none"], adapter=[], equal_per_layer=False, stream_window=64, stream_sinks=None)
     assert {name: choice.masks for name, choice in chosen._masks(["a", "b"]).items()} == {"a": "none", "b": "masks.tsv"}
     assert [choice.window for choice in chosen._masks(["a", "b"]).values()] == [None, 64]
