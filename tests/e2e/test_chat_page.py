@@ -310,6 +310,18 @@ def test_the_real_server_streams_stops_compares_and_keeps(tmp_path: Path) -> Non
         ]
 
 
+def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(page: Page, double: ChatDouble) -> None:
+    double.answers["long"], double.seconds_per_piece = "word " * 5000, 0.02
+    write(page, "long")
+    key(page, "Enter")
+    page.wait_for("document.querySelector('.markdown')?.textContent.length > 20")
+    for _ in range(2):  # the second click is sure
+        click(page, ".chats li.open [aria-label=Delete]")
+    page.wait_for("document.querySelectorAll('.chats li').length === 0 && headwayChat.session.running.size === 0")
+    reload(page)
+    assert texts(page, ".chats li") == [] and texts(page, ".bubble") == []
+
+
 def test_an_edit_keeps_its_text_while_another_answer_comes(page: Page, double: ChatDouble) -> None:
     ask(page, "one")
     ask(page, "two")

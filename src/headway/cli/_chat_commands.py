@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from headway.cli._chat_screen import QuietAnswer, harmless
-from headway.errors import ConfigError
+from headway.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from headway.infer.chat import ChatAnswer, ChatSession, Responder
@@ -57,6 +57,8 @@ class Chat:
         media, self.waiting = self.waiting, []
         try:
             self.each(lambda session, say: session.ask(text, say, media))
+        except DataError:  # a file that cannot be read: it would stop the next question too
+            raise
         except BaseException:
             self.waiting = media
             raise

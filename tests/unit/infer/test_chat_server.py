@@ -11,7 +11,9 @@ import pytest
 from support.chat_double import ChatDouble, chat_double
 
 from headway.cli import main
-from headway.errors import ConfigError
+from headway.cli._chat_commands import Chat
+from headway.cli._chat_screen import QuietAnswer
+from headway.errors import ConfigError, DataError
 from headway.infer.chat import ChatSession
 from headway.infer.chat_server import ChatServer, ServerError, ServerResponder
 from headway.infer.generate import GenerateOptions
@@ -128,3 +130,20 @@ def test_a_token_that_others_could_read_is_warned_about(caplog: pytest.LogCaptur
     assert caplog.text == ""
     ChatServer("http://models.example", "secret")
     assert "without encryption" in caplog.text and "secret" not in caplog.text
+
+
+def test_a_picture_that_cannot_be_read_does_not_stop_the_next_question(double: ChatDouble, tmp_path: Path) -> None:
+    talk = Chat([session(double)], QuietAnswer(), lambda names: [])
+    picture = tmp_path / "a.png"
+    picture.write_bytes(b"\x89PNG")
+    talk.respond(f"/image '{picture}'")
+    double.failures = 1
+    with pytest.raises(ServerError, match="queue is full"):
+        talk.ask("what?")
+    assert len(talk.waiting) == 1, "it goes with the next try"
+    picture.unlink()
+    with pytest.raises(DataError, match=r"a\.png: cannot be read"):
+        talk.ask("what?")
+    assert talk.waiting == [] and talk.sessions[0].turns == []
+    talk.ask("what?")
+    assert len(talk.sessions[0].turns) == 2

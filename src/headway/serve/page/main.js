@@ -128,7 +128,7 @@ class App {
 
   async remove(id) {
     const found = this.loaded.get(id) ?? (this.conversation.id === id ? this.conversation : null);
-    if (found) this.session.stop(found);
+    if (found) this.session.forget(found);
     this.loaded.delete(id);
     await this.store.remove(id);
     if (this.conversation.id === id) this.start();

@@ -12,9 +12,13 @@ export class Session {
     this.listener = listener;
     this.running = new Map();
     this.saved = new WeakMap();
+    this.forgotten = new WeakSet();
   }
 
   isRunning(conversation) { return [...this.running.values()].some((one) => one.conversation === conversation); }
+
+  // A conversation is deleted: its answers end, and it is not written again.
+  forget(conversation) { this.forgotten.add(conversation); this.stop(conversation); }
 
   stop(conversation) { for (const one of this.running.values()) if (one.conversation === conversation) one.controller.abort(); }
 
@@ -81,6 +85,7 @@ export class Session {
 
   // Written at once, or every now and then while an answer grows, so that a refresh loses little.
   save(conversation, isNow = false) {
+    if (this.forgotten.has(conversation)) return;
     if (!isNow && Date.now() - (this.saved.get(conversation) ?? 0) < SAVE_EVERY) return;
     this.saved.set(conversation, Date.now());
     this.store.write(conversation).catch((problem) => this.listener("unsaved", conversation, problem));
