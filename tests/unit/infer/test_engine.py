@@ -146,6 +146,8 @@ def test_what_cannot_fit_and_what_must_wait_is_refused(loaded: LoadedModel) -> N
         small.submit(EngineRequest((1, 2), 30))
     with pytest.raises(ConfigError, match="cache_bytes is 5"):
         InferenceEngine(loaded, EngineOptions(5))
+    with pytest.raises(ConfigError, match="record is true"):
+        InferenceEngine(loaded, EngineOptions(record=True))
 
 
 def forward_scores(loaded: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from headway.errors import ConfigError
 from headway.infer.engine.request import EngineOptions
 from headway.infer.load import LoadedModel
 from headway.model.adapter.rows import AdapterRows
@@ -42,6 +43,10 @@ class EngineDevice:
     ) -> None:
         self.model, self.cache, self.vocab, self._adapters = loaded.model, cache, vocab, adapters
         on_cuda = cache.device.type == "cuda"
+        if options.record is True and not on_cuda:
+            raise ConfigError(f"record is true; decoding steps are recorded on CUDA and the model is on {cache.device.type}. Use auto.")
+        if on_cuda and (options.page_tokens < 16 or options.page_tokens & (options.page_tokens - 1)):
+            raise ConfigError(f"page_tokens is {options.page_tokens}; on CUDA it must be a power of two of 16 or more.")
         self.records = on_cuda if options.record == "auto" else options.record
         compiles = on_cuda if options.compile_blocks == "auto" else options.compile_blocks
         compiles = compiles and adapters is None  # which adapter a stretch of tokens has would be compiled in
@@ -60,11 +65,17 @@ class EngineDevice:
         self._pool = torch.cuda.graph_pool_handle() if self.records else None
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Compile and record every bucket now, the largest first; otherwise each is recorded when it is first needed."""
+    def warm_up(self, *, prefill: bool) -> None:
+        """Compile and record every bucket now, the largest first; otherwise each is recorded when it is first needed.
+
+        `prefill`: read a prompt too, which writes into the first slot and pages."""
         if self.records:
             for size in reversed(self._sizes):
                 self._record(self._batch(size))
+        shape = self.cache.shape
+        if prefill and self.cache.device.type == "cuda":
+            for tokens in {min(size, shape.context, self.cache.pool.num_pages * shape.page_tokens) for size in (96, 200)}:
+                self.prefill([PrefillPiece(0, 0, tokens, range(-(-tokens // shape.page_tokens)))], [[0] * tokens], adapters=[0])
 
     @torch.inference_mode()
     def prefill(

@@ -106,8 +106,8 @@ class InferenceEngine:
         return len(self._waiting)
 
     def warm_up(self) -> None:
-        """Compile and record decoding steps now; otherwise the first requests wait for it."""
-        self._device.warm_up()
+        """Compile and record now; otherwise the first requests wait for it."""
+        self._device.warm_up(prefill=self._next == 0)
 
     def submit(self, request: EngineRequest) -> int:
         """The number of the request in events."""
