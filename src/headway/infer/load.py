@@ -32,7 +32,7 @@ from headway.model.families.base import as_stored, trusting
 from headway.model.head_masks.choice import OWN, MaskChoice, MaskSource
 from headway.model.head_masks.gates_file import MASKS_FILE, TrainedGates, read_gates
 from headway.model.layout import GATES, param_specs
-from headway.model.loading.gguf import GgufModel, gguf_file, holds_only_gguf
+from headway.model.loading.gguf_model import GgufModel, gguf_file, holds_only_gguf
 from headway.model.loading.huggingface import check_weights, has_weights, is_pretrained, read_config, read_end_ids, read_weights
 from headway.model.loading.internlm import is_internlm, open_internlm
 from headway.model.loading.unsupported import named_format

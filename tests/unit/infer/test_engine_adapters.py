@@ -10,7 +10,7 @@ from support.byte_model import CONFIG, write_model
 
 from headway.errors import ConfigError
 from headway.infer.engine.engine import InferenceEngine
-from headway.infer.engine.request import EngineOptions, EngineRequest
+from headway.infer.engine.request import EngineOptions, EngineRequest, Speculation
 from headway.infer.load import load_model
 
 SHAPES = {"self_attn.q_proj": (32, 32), "self_attn.v_proj": (16, 32), "mlp.down_proj": (32, 48), "mlp.up_proj": (48, 32)}
@@ -62,6 +62,10 @@ def test_every_request_has_the_text_of_its_merged_model(tmp_path: Path) -> None:
     requests = [EngineRequest(prompt, 20, ignore_eos=True, adapter=name) for prompt, name in zip(prompts, names, strict=True)]
     assert run(engine, requests) == expected
     assert run(engine, requests[::-1]) == expected[::-1], "with kept pages, which adapters do not share"
+    guess = EngineOptions(max_running=4, page_tokens=8, speculation=Speculation(str(base), 3))
+    guessing = InferenceEngine(load_model(base), guess, folders)
+    assert run(guessing, requests) == expected, "with guesses of the model without adapters"
+    assert guessing.stats().proposed_tokens > 0
     assert engine.stats().cached_tokens > 0
     with pytest.raises(ConfigError, match="loaded are: one, two"):
         engine.submit(EngineRequest((1,), 4, adapter="three"))
