@@ -36,7 +36,7 @@ def test_several_processes_write_the_bytes_of_one(made: Path, tmp_path: Path, mo
     assert one.name == two.name and bytes_of(one) == bytes_of(two) and len(bytes_of(one)) >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_several_processes_report_the_bad_record_that_one_reports(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multimodal, "CHUNK_RECORDS", 5)
     source = shutil.copytree(made, tmp_path / "set") / "chat.jsonl"
