@@ -1,19 +1,25 @@
 """The parts of a server that need no process: tool calls in text, grammars, rates, names of models, frames."""
 
+import asyncio
 import json
 import random
+import socket
+from typing import Any
 
 import numpy as np
 import pytest
+import uvicorn
 from support.chat_tokenizer import byte_tokenizer
 
 from headway.cli.serve import ServedModels, split_adapter, split_model
 from headway.errors import ConfigError
+from headway.serve import connections
 from headway.serve.api_errors import ApiError
 from headway.serve.constraints import call_grammar, constraint_factory, schema_grammar
 from headway.serve.frames import FrameReader, pack
 from headway.serve.limits import RateLimit
 from headway.serve.metrics import Histogram
+from headway.serve.server import _http_server
 from headway.serve.tool_calls import ToolCallReader, tool_format
 from headway.tokenizer.chat_template import BUILT_IN
 
@@ -155,3 +161,30 @@ def test_masks_of_all_models_or_of_one() -> None:
     chosen = ServedModels(["a", "b"], masks=["b=masks.tsv", "none"], adapter=[], equal_per_layer=False, stream_window=64, stream_sinks=None)
     assert {name: choice.masks for name, choice in chosen._masks(["a", "b"]).items()} == {"a": "none", "b": "masks.tsv"}
     assert [choice.window for choice in chosen._masks(["a", "b"]).values()] == [None, 64]
+
+
+def test_a_head_that_never_ends_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def run() -> None:
+        protocol = connections.bounded_protocol(10, 1.0)
+        http = _http_server(uvicorn.Config(answer, http=protocol, lifespan="off", log_config=None, ws="none"))
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            serving = asyncio.create_task(http.serve(sockets=[listening]))
+            for begun in (b"", b"GET / HTTP/1.1\r\nHost:"):
+                reader, writer = await asyncio.open_connection(*listening.getsockname())
+                writer.write(begun)
+                try:
+                    found = await asyncio.wait_for(reader.read(), 10)
+                except ConnectionResetError:
+                    found = b""
+                assert found == b""
+                writer.close()
+            http.should_exit = True
+            await serving
+
+    asyncio.run(run())
