@@ -220,7 +220,7 @@ def _engine_options(rows: Sequence[_Sequence], options: GenerateOptions, loaded:
         max_waiting=len(rows),
         prefill_tokens=options.chunk_tokens,
         max_context=min(loaded.config.max_seq_len, max(len(row.prompt) for row in rows) + options.max_new_tokens),
-        record=on_cuda and options.max_new_tokens >= RECORD_FROM_STEPS,
+        record="auto" if options.max_new_tokens >= RECORD_FROM_STEPS else False,
         compile_blocks=on_cuda and options.max_new_tokens >= COMPILE_FROM_STEPS,
         speculation=options.speculation,
     )

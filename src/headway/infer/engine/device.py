@@ -47,7 +47,9 @@ class EngineDevice:
             raise ConfigError(f"record is true; decoding steps are recorded on CUDA and the model is on {cache.device.type}. Use auto.")
         if on_cuda and (options.page_tokens < 16 or options.page_tokens & (options.page_tokens - 1)):
             raise ConfigError(f"page_tokens is {options.page_tokens}; on CUDA it must be a power of two of 16 or more.")
-        self.records = on_cuda if options.record == "auto" else options.record
+        # Outside bf16 a mixture of experts reads on the host how many tokens each expert has; a recorded step cannot.
+        can_record = on_cuda and (loaded.config.experts is None or self.model.head_weight.dtype == torch.bfloat16)
+        self.records = can_record if options.record == "auto" else options.record
         compiles = on_cuda if options.compile_blocks == "auto" else options.compile_blocks
         compiles = compiles and adapters is None  # which adapter a stretch of tokens has would be compiled in
         if on_cuda:

@@ -49,6 +49,9 @@ from headway.infer.engine.speculate import (
 from headway.infer.load import LoadedModel
 from headway.model.adapter.rows import load_adapters
 
+FIRST_TOKENS = 65_536
+"""Times to first tokens that are remembered until `stats` is called."""
+
 
 class InferenceEngine:
     """Continuous batching over a paged cache."""
@@ -88,7 +91,7 @@ class InferenceEngine:
         self._events: list[EngineEvent] = []
         self._next = 0
         self._prompt_tokens = self._cached_tokens = self._generated = self._finished = self._preempted = self._steps = 0
-        self._first: list[float] = []
+        self._first: deque[float] = deque(maxlen=FIRST_TOKENS)
 
     @property
     def busy(self) -> bool:
@@ -287,7 +290,8 @@ class InferenceEngine:
 
     def stats(self) -> EngineStats:
         """Counters, and what is held now."""
-        first, self._first = tuple(self._first), []
+        first = tuple(self._first)
+        self._first.clear()
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
