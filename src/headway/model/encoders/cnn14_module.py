@@ -55,10 +55,11 @@ class Cnn14(nn.Module):
 def load_cnn14(path: Path, key: str) -> Cnn14:
     """The network with the weights of a file."""
     given = read_weights(path, key)
-    shapes = [tuple(given[name].shape) if name in given else () for name in (f"conv_block{n}.conv2.weight" for n in range(1, BLOCKS + 1))]
-    if not all(shapes) or "fc1.weight" not in given or given["fc1.weight"].ndim != 2:
+    names = [f"conv_block{number}.conv2.weight" for number in range(1, BLOCKS + 1)]
+    channels = [given[name].shape[0] for name in names if name in given and given[name].ndim == 4]
+    if len(channels) < BLOCKS or "fc1.weight" not in given or given["fc1.weight"].ndim != 2:
         raise CheckpointError(f"{path}: is no CNN14 of PANNs: it lacks its six blocks or fc1. Give Cnn14_16k_mAP=0.438.pth.")
     with torch.device("meta"):
-        network = Cnn14([shape[0] for shape in shapes], given["fc1.weight"].shape[0])
+        network = Cnn14(channels, given["fc1.weight"].shape[0])
     fill_exactly(network, given, path, UNUSED)
     return network
