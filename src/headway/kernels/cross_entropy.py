@@ -13,6 +13,7 @@ Shapes: N tokens, D hidden, V vocabulary. Logits live as [chunk, V] in the compu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -175,20 +176,21 @@ def softmax_gradient_cuda(
     return loss, nll, lse, correct
 
 
-class _LinearNLL(torch.autograd.Function):
+TokenGradient = Callable[[Tensor, slice], "tuple[Tensor, Tensor, Tensor, Tensor]"]
+"""Overwrites the logits [n, V] of some tokens with the gradient of their losses, which come back with three more numbers of each token."""
+
+
+class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        targets: Tensor,
         coefficients: Tensor,
-        shaping: Shaping,
+        gradient: TokenGradient,
         chunk: int,
         grad_buffer: WeightGradBuffer | None,
         taken: Tensor | None,
-        shard: VocabShard | None,
-        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         ctx.grad_buffer = grad_buffer
@@ -201,7 +203,7 @@ class _LinearNLL(torch.autograd.Function):
         for start in range(0, size, chunk):
             part = slice(start, min(start + chunk, size))
             logits = hidden[part] @ weight.t()
-            found = softmax_gradient(logits, targets[part], coefficients[part], shaping, shard, softcap)
+            found = gradient(logits, part)
             for whole, piece in zip(per_token, found, strict=True):
                 whole[part] = piece
             if d_hidden is not None:
@@ -210,10 +212,9 @@ class _LinearNLL(torch.autograd.Function):
                 _accumulate_outer(d_weight, logits, hidden[part])
             del logits  # or two chunks would exist at the same time
         ctx.gradients = d_hidden, d_weight  # not inputs or outputs, and changed in place below
-        loss, nll, lse, correct = per_token
-        total = torch.dot(loss, coefficients)
-        ctx.mark_non_differentiable(nll, lse, correct)
-        return total, nll, lse, correct
+        total = torch.dot(per_token[0], coefficients)
+        ctx.mark_non_differentiable(*per_token[1:])
+        return total, per_token[1], per_token[2], per_token[3]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -227,7 +228,7 @@ class _LinearNLL(torch.autograd.Function):
         if ctx.grad_buffer is not None:
             ctx.grad_buffer.done()
             d_weight = None
-        return d_hidden, d_weight, *(None,) * 8
+        return d_hidden, d_weight, *(None,) * 5
 
 
 def _accumulate_outer(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -294,13 +295,25 @@ def linear_nll(
     grad_buffer: WeightGradBuffer | None = None, shard: VocabShard | None = None, softcap: float | None = None,
 ) -> NLL:  # fmt: skip
     """Weighted negative log-likelihood of targets [N]; gradients of hidden and weight are taken in the same pass."""
+
+    def gradient(logits: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return softmax_gradient(logits, targets[part], coefficients[part], shaping, shard, softcap)
+
+    return NLL(*linear_loss(hidden, weight, coefficients, gradient, chunk_tokens, grad_buffer))
+
+
+def linear_loss(
+    hidden: Tensor, weight: Tensor, coefficients: Tensor, gradient: TokenGradient, chunk_tokens: int, grad_buffer: WeightGradBuffer | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sum of coefficient * loss over tokens, and three more numbers of each; gradients are taken in the same pass."""
     taken = None
     if grad_buffer is not None and torch.is_grad_enabled() and hidden.requires_grad and weight.requires_grad:
         taken = grad_buffer.take()
     if taken is None:
-        return NLL(*_LinearNLL.apply(hidden, weight, targets, coefficients, shaping, chunk_tokens, None, None, shard, softcap))
-    detached = weight.detach()
-    return NLL(*_LinearNLL.apply(hidden, detached, targets, coefficients, shaping, chunk_tokens, grad_buffer, taken, shard, softcap))
+        found = _LinearLoss.apply(hidden, weight, coefficients, gradient, chunk_tokens, None, None)
+    else:
+        found = _LinearLoss.apply(hidden, weight.detach(), coefficients, gradient, chunk_tokens, grad_buffer, taken)
+    return found  # pyright: ignore[reportReturnType]
 
 
 def linear_scores(

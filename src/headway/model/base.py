@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from headway.errors import ConfigError
 from headway.kernels.cross_entropy import NLL, Shaping, WeightGradBuffer, linear_nll, linear_scores
+from headway.kernels.distill_loss import Distilled, DistillShaping, TeacherHead, linear_distill
 from headway.kernels.vocab_loss import VocabShard
 from headway.model.families.base import STORED, family_of
 from headway.model.layout import ROUTER_BIAS, ParamSpec
@@ -111,6 +112,18 @@ class LMHead:
         """(log-probability, lse) of targets [B, T], differentiable in any way."""
         log_prob, lse = linear_scores(self._tokens(), self.weight, targets.flatten(), self.chunk_tokens, self.shard, self.softcap)
         return log_prob.view(targets.shape), lse.view(targets.shape)
+
+    def distill(
+        self, targets: Tensor, coefficients: Tensor, taught: Tensor, teacher: TeacherHead, shaping: DistillShaping = DistillShaping()
+    ) -> Distilled:
+        """Loss against a teacher with hidden states `taught` [B, T, D of the teacher] in one pass; per-token results are [B, T]."""
+        if self.shard is not None:
+            raise ConfigError("objective distill needs the whole head on every rank: parallel.tensor must be 1.")
+        out = linear_distill(
+            self._tokens(), self.weight, taught.flatten(0, 1), teacher, targets.flatten(), coefficients.flatten(), shaping,
+            self.chunk_tokens, self.grad_buffer, self.softcap,
+        )  # fmt: skip
+        return Distilled(out.total, *(per_token.view(targets.shape) for per_token in out[1:]))
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,13 @@ class ReferenceSpec:
     """A run, a checkpoint or a Hugging Face folder; None: the weights the run starts from."""
     cached: bool
     """Compute them once for all pairs before training, instead of keeping the model in memory."""
+    is_teacher: bool = False
+    """Its hidden states and its head are needed, not its log-probabilities of the targets."""
+
+    @property
+    def setting(self) -> str:
+        """The setting that names it."""
+        return "objective.teacher" if self.is_teacher else "objective.reference"
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,16 @@ def _ring(case: LayoutCase, is_set: str, ring: int) -> Iterator[str]:
         yield f"{beyond} of two pieces per rank: data.seq_len={case.seq_len} must be a multiple of {pieces}. Use {near}, for example."
 
 
+def _teacher(case: LayoutCase) -> Iterator[str]:
+    """The divergence from a teacher is computed over whole rows of both heads."""
+    spec = case.objective.reference_spec
+    if spec is not None and spec.is_teacher and case.parallel.tensor > 1:
+        yield (
+            f"parallel.tensor is {case.parallel.tensor} and objective {case.objective.kind} compares whole vocabularies. "
+            "Use tensor 1, and strategy fsdp to spread the weights over ranks."
+        )
+
+
 def _packed(case: LayoutCase) -> Iterator[str]:
     """A part of a quantised matrix is not the quantised part: scales cover elements of several ranks."""
     if case.adapter is not None and case.adapter.base is not None and case.parallel.tensor > 1:
@@ -149,4 +159,4 @@ def _packed(case: LayoutCase) -> Iterator[str]:
         )
 
 
-RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (_experts, _pipeline, _tensor, _context, _packed)
+RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (_experts, _pipeline, _tensor, _context, _packed, _teacher)

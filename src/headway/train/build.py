@@ -69,7 +69,7 @@ def build(resolved: Resolved, start: Start, session: Session | None = None, stag
     reference = make_reference(resolved, data, spec, batch.micro_rows)
     if reference is not None:
         reference.check_same(start)
-        spec = replace(spec, prepare=reference.prepare)
+        spec = replace(spec, prepare=reference.prepare, objective=reference.objective)
     if recipe.batch.micro_rows == "auto":
         batch = fit_batch(resolved, compute, batch, spec, data)
     if recipe.memory.offload:

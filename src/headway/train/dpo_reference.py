@@ -1,5 +1,5 @@
-"""The frozen reference model of DPO. A recipe, the reference weights and the pairs come in; a function that adds the reference's
-log-probabilities to a microbatch goes out.
+"""The frozen second model of DPO and of distillation. A recipe, its weights and the data come in; a function that adds the reference's
+log-probabilities, or a teacher's hidden states, to a microbatch goes out.
 
 live     the reference stays in memory as a second model in the compute dtype and reads every microbatch too; it is whole on every rank,
          or split along the tensor axis like the model that trains. Weights the run starts from are quantised as adapter.base says
@@ -29,6 +29,7 @@ from headway.data.pairs import PAIR, PairSource
 from headway.data.selection import Selection
 from headway.errors import CheckpointError, ConfigError, DataError, ParallelError
 from headway.infer.load import build_frozen_model, find_model
+from headway.kernels.distill_loss import TeacherHead
 from headway.model.adapter.config import AdapterConfig
 from headway.model.adapter.lora import adapt, pack_linears, with_updates
 from headway.model.adapter.packed_base import packed_values
@@ -36,6 +37,9 @@ from headway.model.base import Model, build_model
 from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import GATES, param_specs
+from headway.objective.base import ObjectiveConfig, ReferenceSpec
+from headway.objective.distill import TAUGHT
+from headway.objective.distill import Config as DistillConfig
 from headway.objective.pairs import REFERENCE, document_sums
 from headway.parallel.assemble import wrap_blocks
 from headway.parallel.config import MemoryConfig
@@ -58,10 +62,12 @@ class Reference:
     """A reference model, ready to use."""
 
     prepare: Callable[[Batch], Batch]
-    """Adds the reference's log-probability of every document to a microbatch."""
+    """Adds the reference's log-probability of every document to a microbatch, or a teacher's hidden states."""
     sha256: str
     """Of its weights."""
     description: str
+    objective: ObjectiveConfig
+    """The recipe's objective, with a teacher's head where it learns from one."""
 
     def check_same(self, start: Start) -> None:
         """Refuse to resume with another reference than the run began with."""
@@ -75,8 +81,9 @@ class Reference:
             log.warning("%s is damaged (%s): cannot check whether the reference is still the same", path, problem)
             return
         if before != self.sha256:
+            role = self.description.split()[0]
             raise CheckpointError(
-                f"{path}: the run began with other reference weights ({before[:12]}) than it would resume with ({self.sha256[:12]}). "
+                f"{path}: the run began with other {role} weights ({before[:12]}) than it would resume with ({self.sha256[:12]}). "
                 "Put the old weights back, or use --resume never to start a new run."
             )
 
@@ -112,7 +119,7 @@ def make_reference(resolved: Resolved, data: OpenData, spec: EngineSpec, micro_r
     wanted = resolved.recipe.objective.reference_spec
     if wanted is None:
         return None
-    source = _find(resolved, wanted.path)
+    source, objective = _find(resolved, wanted), resolved.recipe.objective
     scoring, digest = _Scoring(spec, resolved.recipe.data, micro_rows), _Digest(source.adapter.base if source.adapter else None)
     if wanted.cached:
         for name, value in source.weights():
@@ -122,22 +129,29 @@ def make_reference(resolved: Resolved, data: OpenData, spec: EngineSpec, micro_r
     else:
         frozen = _load(source, digest.through(source.weights()), scoring)
         prepare, how = score_with(frozen, spec.chunk_tokens), "as a second model in memory"
-    return Reference(prepare, digest.sha256, f"reference {source.name} ({digest.sha256[:12]}), {how}")
+        if isinstance(objective, DistillConfig):
+            prepare, objective = teach_with(frozen), objective.with_head(TeacherHead(frozen.head_weight, source.config.logit_softcap))
+    role = "teacher" if wanted.is_teacher else "reference"
+    return Reference(prepare, digest.sha256, f"{role} {source.name} ({digest.sha256[:12]}), {how}", objective)
 
 
 def check_reference(resolved: Resolved) -> None:
     """Refuse a reference that does not exist or does not fit, before anything is read."""
     wanted = resolved.recipe.objective.reference_spec
     if wanted is not None:
-        _find(resolved, wanted.path)
+        _find(resolved, wanted)
 
 
-def _find(resolved: Resolved, path: str | None) -> _Source:
-    model = resolved.model
+def _find(resolved: Resolved, wanted: ReferenceSpec) -> _Source:
+    model, path, role = resolved.model, wanted.path, wanted.setting.rpartition(".")[2]
     if path is None and resolved.recipe.adapter is not None and resolved.recipe.adapter.base is not None:
-        return _quantised(resolved, resolved.recipe.adapter)
+        return _quantised(resolved, resolved.recipe.adapter, wanted)
     if path is None:
         stored = resolved.weights
+        if stored is None and wanted.is_teacher:
+            raise ConfigError(
+                "objective.teacher is null and the run starts from random weights, which teach nothing. Set objective.teacher."
+            )
         if stored is not None:
             return _Source(model, stored.weights, f"{stored.path}, the weights the run starts from")
         seed = resolved.recipe.seed
@@ -149,20 +163,20 @@ def _find(resolved: Resolved, path: str | None) -> _Source:
     try:
         stored = find_model(path, resolved.recipe.data.cache_dir)
     except (ConfigError, DataError) as problem:
-        raise ConfigError(f"objective.reference: {problem}") from None
+        raise ConfigError(f"{wanted.setting}: {problem}") from None
     recipe = resolved.recipe
     try:
         check_layout(LayoutCase(recipe.parallel, stored.config, recipe.data.seq_len, recipe.objective))
     except ParallelError as problem:
-        raise ParallelError(f"objective.reference is {path}: {problem}") from None
+        raise ParallelError(f"{wanted.setting} is {path}: {problem}") from None
     if stored.config.vocab != model.vocab:
         raise ConfigError(
-            f"objective.reference is {path}, with a vocabulary of {stored.config.vocab}; the model has {model.vocab}. "
-            "Use a reference with the same tokenizer."
+            f"{wanted.setting} is {path}, with a vocabulary of {stored.config.vocab}; the model has {model.vocab}. "
+            f"Use a {role} with the same tokenizer."
         )
     if stored.config.max_seq_len < resolved.recipe.data.seq_len:
         raise ConfigError(
-            f"objective.reference is {path}, made for {stored.config.max_seq_len} tokens; "
+            f"{wanted.setting} is {path}, made for {stored.config.max_seq_len} tokens; "
             f"data.seq_len is {resolved.recipe.data.seq_len}. Lower it."
         )
     if stored.tokenizer_folder is not None and resolved.tokenizer is not None:
@@ -170,16 +184,16 @@ def _find(resolved: Resolved, path: str | None) -> _Source:
 
         if load_tokenizer(stored.tokenizer_folder).fingerprint != resolved.tokenizer.fingerprint:
             raise ConfigError(
-                f"objective.reference is {path}, with another tokenizer than the recipe's. Use a reference with the same tokenizer."
+                f"{wanted.setting} is {path}, with another tokenizer than the recipe's. Use a {role} with the same tokenizer."
             )
     return _Source(stored.config, stored.weights, str(stored.path))
 
 
-def _quantised(resolved: Resolved, adapter: AdapterConfig) -> _Source:
+def _quantised(resolved: Resolved, adapter: AdapterConfig, wanted: ReferenceSpec) -> _Source:
     """What a run with a quantised base starts from: the base, and the adapter that it continues."""
     model, carried, layouts = resolved.model, resolved.continued, adapter.layouts(resolved.model)
     if carried is None:
-        plain = _find(replace(resolved, recipe=resolved.recipe.model_copy(update={"adapter": None})), None)
+        plain = _find(replace(resolved, recipe=resolved.recipe.model_copy(update={"adapter": None})), wanted)
         return replace(plain, name=f"{plain.name}, in {adapter.base}", adapter=adapter)
 
     def weights() -> Iterator[tuple[str, Tensor]]:
@@ -248,6 +262,16 @@ def score_with(model: Model, chunk_tokens: int) -> Callable[[Batch], Batch]:
     def prepare(batch: Batch) -> Batch:
         log_prob, _ = model.forward_batch(batch).head.scores(batch.targets)
         return replace(batch, extra={**batch.extra, REFERENCE: document_sums(log_prob * batch.loss_weight, batch)})
+
+    return prepare
+
+
+def teach_with(model: Model) -> Callable[[Batch], Batch]:
+    """A function that adds the model's hidden states to a microbatch; its logits are computed with the loss, a chunk at a time."""
+
+    @torch.no_grad()
+    def prepare(batch: Batch) -> Batch:
+        return replace(batch, extra={**batch.extra, TAUGHT: model.forward_batch(batch).hidden})
 
     return prepare
 

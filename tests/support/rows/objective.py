@@ -1,8 +1,18 @@
 """Settings of objectives beside next_token."""
 
-from support.observe import Row, numbers, observed, refused
+from typing import Any
+
+from support.observe import Row, numbers, observed, refused, root
 
 DPO = ("data.train=[$/pairs]", "data.seq_len=64", "objective.kind=dpo")
+TAUGHT = ("run.name=x", "objective.kind=distill", "objective.teacher=$/runs1/run")
+
+
+def taught(overrides: tuple[str, ...]) -> Any:
+    observed((f"run.dir={root()}/runs1",))
+    return refused(overrides)
+
+
 ROWS: dict[str, Row] = {
     "objective[dpo].kind": (DPO[:2], "dpo", "nothing", refused),
     "objective[dpo].loss_type": (DPO, "sigmoid", "kto_pair", numbers),
@@ -11,6 +21,11 @@ ROWS: dict[str, Row] = {
     "objective[dpo].reference_free": (DPO, False, True, numbers),
     "objective[dpo].reference": (DPO, None, "$/nowhere", refused),
     "objective[dpo].reference_logps": (DPO, "live", "cached", lambda o: "second model" in observed(o).log),
+    "objective[distill].kind": ((TAUGHT[0], "model.hidden_size=16", "init.from=$/runs1/run"), "distill", "nothing", taught),
+    "objective[distill].teacher": (TAUGHT[:2], "$/runs1/run", "$/nowhere", taught),
+    "objective[distill].direction": (TAUGHT, "forward", "reverse", taught),
+    "objective[distill].temperature": (TAUGHT, 1.0, 2.0, taught),
+    "objective[distill].alpha": (TAUGHT, 0.5, 1.0, taught),
     "objective[orpo].kind": (DPO[:2], "orpo", "nothing", refused),
     "objective[orpo].beta": ((*DPO[:2], "objective.kind=orpo"), 0.1, 0.5, numbers),
     "objective[simpo].kind": (DPO[:2], "simpo", "nothing", refused),

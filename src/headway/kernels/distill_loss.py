@@ -1,0 +1,99 @@
+"""The fused head and distillation loss: hidden states and the output matrices of a student and of a teacher come in, per-token losses and
+the gradients of the student's go out in one pass over chunks of tokens. Logits of either exist for one chunk at a time.
+
+With p and q the student's and the teacher's probabilities, both of logits divided by the temperature t, and nll the plain one:
+
+    token i:   loss_i = a t^2 KL_i + (1 - a) nll_i        forward: KL(q || p)        reverse: KL(p || q)
+
+t^2 keeps the gradient's size when t changes. Arithmetic is fp32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.kernels.cross_entropy import WeightGradBuffer, linear_loss
+from headway.kernels.vocab_loss import cap_in_place
+
+LOGITS_AT_ONCE = 4
+"""Tensors of the size of a chunk's logits beyond those of the plain loss: chunks are smaller by this."""
+
+
+class DistillShaping(NamedTuple):
+    """What of the teacher a token's loss asks for."""
+
+    temperature: float = 1.0
+    reverse: bool = False
+    alpha: float = 1.0
+    """Share of the divergence; the rest is next-token prediction."""
+
+
+class TeacherHead(NamedTuple):
+    """How a teacher's hidden states become logits."""
+
+    weight: Tensor
+    """[V, D of the teacher]"""
+    softcap: float | None = None
+
+
+class Distilled(NamedTuple):
+    """What one pass gives; only `total` carries gradients, to the student."""
+
+    total: Tensor
+    """0-dim: sum of coefficient * loss."""
+    nll: Tensor
+    """[N] plain negative log-likelihood of the student."""
+    kl: Tensor
+    """[N] divergence at the temperature, without the factor t^2."""
+    correct: Tensor
+    """[N] 1 where the target has the student's highest logit, else 0."""
+
+
+def linear_distill(
+    hidden: Tensor, weight: Tensor, taught: Tensor, teacher: TeacherHead, targets: Tensor, coefficients: Tensor, shaping: DistillShaping,
+    chunk_tokens: int = 2048, grad_buffer: WeightGradBuffer | None = None, softcap: float | None = None,
+) -> Distilled:  # fmt: skip
+    """The loss of targets [N] from the student's hidden [N, D] and the teacher's, `taught` [N, D of the teacher]."""
+
+    def gradient(logits: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        given = (taught[part] @ teacher.weight.t()).float()
+        cap_in_place(given, teacher.softcap)
+        return distill_gradient(logits, given, targets[part], coefficients[part], shaping, softcap)
+
+    chunk = max(1, chunk_tokens // LOGITS_AT_ONCE)
+    return Distilled(*linear_loss(hidden, weight, coefficients, gradient, chunk, grad_buffer))
+
+
+def distill_gradient(
+    logits: Tensor, given: Tensor, targets: Tensor, coefficients: Tensor, shaping: DistillShaping, softcap: float | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Overwrite the student's logits [n, V] with their gradient; per-token (loss, nll, kl, correct). `given`: the teacher's logits."""
+    temperature, reverse, alpha = shaping
+    x = logits.float()
+    slope = cap_in_place(x, softcap)
+    lse = torch.logsumexp(x, -1)
+    at_target = x.gather(1, targets[:, None]).squeeze(1)
+    correct = (at_target >= x.amax(-1)).float()
+    nll = lse - at_target
+    log_p, log_q = torch.log_softmax(x / temperature, -1), torch.log_softmax(given / temperature, -1)
+    if reverse:
+        apart = log_p - log_q
+        p = log_p.exp_()
+        kl = (p * apart).sum(-1)
+        gradient = apart.sub_(kl[:, None]).mul_(p)
+    else:
+        q = log_q.exp()
+        kl = (q * log_q.sub_(log_p)).sum(-1)
+        gradient = log_p.exp_().sub_(q)
+    gradient.mul_(alpha * temperature)  # t^2 of the loss, 1 / t of the logits
+    if alpha < 1:
+        gradient.add_(x.sub_(lse[:, None]).exp_(), alpha=1 - alpha)
+        gradient.scatter_add_(1, targets[:, None], torch.full_like(nll, alpha - 1)[:, None])
+    gradient.mul_(coefficients[:, None])
+    if slope is not None:
+        gradient.mul_(slope)
+    logits.copy_(gradient)
+    return alpha * temperature**2 * kl + (1 - alpha) * nll, nll, kl, correct
