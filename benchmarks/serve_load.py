@@ -165,6 +165,18 @@ def resident_mib(pid: int) -> float:
         return 0.0
 
 
+def child_of(pid: int) -> int:
+    """The process that another started."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[1]) == pid:
+            return int(status.parent.name)
+    raise SystemExit(f"the server {pid} has no engine process")
+
+
 def cpu_seconds(pid: int) -> float:
     """Processor time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -289,8 +301,7 @@ def run_http(options: argparse.Namespace) -> dict[str, Any]:
             if not line:
                 raise SystemExit(f"the server ended with {server.wait()}")
             text += line
-        children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-        pids = {"http": server.pid, "engine": int(children[0])}
+        pids = {"http": server.pid, "engine": child_of(server.pid)}
         return asyncio.run(load(json.loads(text)["port"], pids, SHAPES[options.shape]["vocab_size"], options))
     finally:
         server.terminate()
