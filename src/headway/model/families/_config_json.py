@@ -119,7 +119,9 @@ def read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         rope = _yarn(rope)
     if kind == "longrope":
         rope = {key: value for key, value in rope.items() if value is not None}
-        rope.setdefault("factor", max(1.0, settings["max_position_embeddings"] / max(1, rope["original_max_position_embeddings"])))
+        longest, original = settings["max_position_embeddings"], rope.get("original_max_position_embeddings")
+        if isinstance(longest, int) and isinstance(original, int):
+            rope.setdefault("factor", max(1.0, longest / max(1, original)))
     takes = (*ROPE_KEYS[kind], *OPTIONAL_ROPE_KEYS.get(kind, ()))
     for key in (*rope, *ROPE_KEYS[kind]):
         if key not in rope or key not in takes:

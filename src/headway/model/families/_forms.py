@@ -28,6 +28,8 @@ def read_partial(settings: Mapping[str, Any], default: float) -> float:
     for where in (settings["rope_parameters"], settings["rope_scaling"], settings):
         given = (where or {}).get("partial_rotary_factor")
         if given is not None:
+            if not isinstance(given, (int, float)) or isinstance(given, bool):
+                raise ConfigError(f"partial_rotary_factor is {shown(given)}; a number is expected.")
             return float(given)
     return default
 
@@ -40,7 +42,10 @@ def read_both_ropes(settings: dict[str, Any], theta: float, local: float | None)
     nested = settings["rope_parameters"] or {}
     near: Mapping[str, Any] = {}
     if "full_attention" in nested or "sliding_attention" in nested:
-        near, settings["rope_parameters"] = nested.get("sliding_attention") or {}, nested.get("full_attention")
+        for kind in ("full_attention", "sliding_attention"):
+            if not isinstance(nested.get(kind) or {}, Mapping):
+                raise ConfigError(f"rope_parameters of {kind} is {shown(nested[kind])}; a mapping is expected.")
+        near, settings["rope_parameters"] = nested.get("sliding_attention") or {}, nested.get("full_attention") or {}
     default_theta(settings, theta)
     kind = near.get("rope_type", near.get("type", "default"))
     if kind != "default" or set(near) - {"rope_type", "type", "rope_theta"}:
@@ -48,6 +53,8 @@ def read_both_ropes(settings: dict[str, Any], theta: float, local: float | None)
     full, scaling = read_rope(settings)
     found = near.get("rope_theta", settings.get("rope_local_base_freq"))
     found = (full if local is None else local) if found is None else found
+    if not isinstance(found, (int, float)):
+        raise ConfigError(f"rope_theta of sliding_attention is {shown(found)}; a number is expected.")
     return None if found == full and scaling is None else float(found)
 
 
