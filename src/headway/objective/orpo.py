@@ -50,9 +50,9 @@ class ORPO(PairObjective):
         return -pairs.chosen_gain - self.config.beta * _log_ratio(pairs)
 
     def metrics(self, pairs: Pairs, total: Tensor, at: StepInfo) -> MetricSums:
-        """Both parts beside the rewards."""
+        """Both parts beside the rewards. A plain `nll` would take the place of the loss in a validation."""
         found, count = super().metrics(pairs, total, at), pairs.is_pair.sum()
-        parts = {"nll": -pairs.chosen_gain, "log_odds_ratio": _log_ratio(pairs)}
+        parts = {"nll/chosen": -pairs.chosen_gain, "log_odds_ratio": _log_ratio(pairs)}
         return found | {name: ((value.detach() * pairs.is_pair).sum(), count) for name, value in parts.items()}
 
 
