@@ -27,8 +27,15 @@ def build(name: str, device: str, dtype: torch.dtype = torch.float32) -> Transfo
         shape = {"rotary_fraction": 0.5, "rope_scaling": scaling}
     config = ModelConfig(
         **{
-            "hidden_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "ffn_size": 192,
-            "vocab_size": 320, "max_seq_len": 512, "init_std": 0.1,
+            "hidden_size": 128,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 64,
+            "ffn_size": 192,
+            "vocab_size": 320,
+            "max_seq_len": 512,
+            "init_std": 0.1,
             **shape,
         }
     )
