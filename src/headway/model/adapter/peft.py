@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -220,15 +219,12 @@ def adapter_settings(config: AdapterConfig, model: ModelConfig, whole: list[str]
 def their_name(name: str, target: ModelConfig) -> str:
     """The name a parameter has in the family it is published under; ours where its tensors are not ours one by one, since an update of a
     part of a tensor, or of a transposed one, has no form in PEFT."""
-    return name if name in _joined(target) else family_of(target.family).to_theirs(name)
-
-
-@lru_cache(maxsize=4)
-def _joined(target: ModelConfig) -> frozenset[str]:
-    """Parameters that the family stores together with others, or transposed."""
     family = family_of(target.family)
-    pieces = {spec.name: pieces_of(family, spec, target) for spec in param_specs(target)}
-    return frozenset(name for name, found in pieces.items() if any(one.dim is not None or one.transposed for one in found))
+    if "pieces" in vars(family):
+        pieces = next((pieces_of(family, spec, target) for spec in param_specs(target) if spec.name == name), ())
+        if any(piece.dim is not None or piece.transposed for piece in pieces):
+            return name
+    return family.to_theirs(name)
 
 
 def their_tensors(values: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
