@@ -65,7 +65,9 @@ def overrides(path: Path, text: Path) -> list[str]:
         return [f"init.from={text}/base", f"data.train.0.path={text}/{raw}.jsonl", "epochs=null", "batch={rows: 2, micro_rows: 1}"]
     if path.stem == "sparsify":
         return [f"init.from={text}/base", f"data.train=[{text}/store]", "batch={tokens: 2048, micro_rows: 2}"]
+    taught = [f"objective.teacher={text}/base"] if path.stem == "distill" else []
     return [
+        *taught,
         f"tokenizer={text}/tokenizer",
         f"data.train=[{text}/store]",
         "model={hidden_size: 32, num_layers: 2, num_heads: 2, ffn_size: 48}",
