@@ -51,7 +51,7 @@ def _linear(x: Tensor, weight: Tensor, ends: Tensor, by_outputs: bool) -> Tensor
     return out
 
 
-@_linear.register_fake
+@torch.library.register_fake("headway::grouped_linear")
 def _(x: Tensor, weight: Tensor, ends: Tensor, by_outputs: bool) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2 if by_outputs else 1])
 
@@ -71,6 +71,6 @@ def _weights(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@_weights.register_fake
+@torch.library.register_fake("headway::grouped_weights")
 def _(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ends.shape[0], dy.shape[1], x.shape[1])
