@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 CUDA_SHARE, CPU_SHARE = 0.8, 0.25
 """Of the free memory, where no budget is given."""
+FEW = 4
+"""Requests that should run at once in the smallest budgets."""
 KEPT_RINGS = 2
 """One copy of rings is kept for this many slots."""
 
@@ -35,16 +37,18 @@ def build_cache(loaded: LoadedModel, options: EngineOptions, context: int, spare
     budget = options.cache_bytes
     if budget is None:
         budget = min((slots + kept) * ring + slots * per_slot * page, _free_bytes(loaded.device))
-    if ring:
-        # Rings may take half of the budget; fewer requests run at once where they would take more.
-        room = (budget if page == 0 else budget // 2) // ring
+    if ring and budget < (slots + kept) * ring + slots * per_slot * page:
+        # Fewer requests run at once. Rings take a quarter, so that long requests find pages, or what whole contexts need beside them;
+        # for a few requests they may take half.
+        shares = (budget // 4 // ring, budget // (ring + per_slot * page), min(FEW, budget // 2 // ring))
+        room = budget // ring if page == 0 else max(shares)
         slots = min(slots, room - kept) if room > 2 * kept else min(slots, room)
         kept = min(kept, max(0, room - slots))
     pages = slots * per_slot * 2 if page == 0 else min((budget - (slots + kept) * ring) // page, slots * per_slot * 2)
     if slots < 1 or pages < 1:
         raise ConfigError(
             f"cache_bytes is {budget}; a page of {shape.page_tokens} positions takes {page} bytes and one request's rings {ring}. "
-            f"Give at least {2 * ring + page}."
+            f"Give at least {ring + per_slot * page}."
         )
     return PagedCache(shape, slots=slots, pages=pages, kept_rings=kept, device=loaded.device)
 
