@@ -46,7 +46,7 @@ def test_a_mixture_in_bf16_is_near_the_one_in_fp32(compiled: bool) -> None:
     a, b = x.detach().requires_grad_(), x.float().requires_grad_()
     got, routing = route(a, counted)
     right, exact_routing = exact.route(b, counted)
-    torch.testing.assert_close(got.float(), right, rtol=5e-2, atol=5e-2 * float(right.abs().max()))
+    torch.testing.assert_close(got.float(), right.detach(), rtol=5e-2, atol=5e-2 * float(right.detach().abs().max()))
     assert torch.equal(routing.load, exact_routing.load)  # the router is fp32 in both
     upstream = torch.randn_like(right)
     ours = torch.autograd.grad(got, [a, *low.parameters()], upstream.bfloat16())
