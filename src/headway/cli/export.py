@@ -77,7 +77,7 @@ def gguf(
     """Write one GGUF file that llama.cpp and Ollama load: weights, tokenizer, chat template. For llama, mistral, qwen2, qwen3, smollm3."""
     from dataclasses import asdict
 
-    from headway.export.gguf import export_gguf, parse_type
+    from headway.export.gguf_writer import export_gguf, parse_type
     from headway.runtime.storage import check_writable
 
     chosen = parse_type(kind)

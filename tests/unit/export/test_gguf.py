@@ -12,7 +12,7 @@ from support.chat_tokenizer import byte_tokenizer
 
 from headway.cli import main
 from headway.errors import CheckpointError, ConfigError, DataError, HeadwayError
-from headway.export.gguf import export_gguf, parse_type
+from headway.export.gguf_writer import export_gguf, parse_type
 from headway.export.huggingface import export_huggingface
 from headway.export.modelfile import turn_texts
 from headway.infer.load import find_model, load_model
@@ -141,7 +141,7 @@ def test_a_folder_with_one_file_is_a_model_and_with_two_is_refused(tmp_path: Pat
     ],
 )
 def test_what_llama_cpp_computes_differently_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
-    from headway.export.gguf import _target  # pyright: ignore[reportPrivateUsage]
+    from headway.export.gguf_writer import _target  # pyright: ignore[reportPrivateUsage]
 
     with pytest.raises(ConfigError, match=said):
         _target(BASE.with_(**changes))

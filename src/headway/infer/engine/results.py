@@ -36,8 +36,8 @@ class HostTensors:
         self._event: torch.cuda.Event | None = None
         if tensors and tensors[0].is_cuda:
             self._tensors = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True) for one in tensors]
-            self._event = torch.cuda.Event()
-            self._event.record()
+            event = self._event = torch.cuda.Event()
+            event.record()
         else:
             self._tensors = [one.clone() for one in tensors]
 

@@ -47,15 +47,16 @@ class Occurrences:
 
     def start(self, slot: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
         """A sequence with penalties takes a slot."""
-        if self._generated is None:
-            self._generated = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+        counts = self._generated
+        if counts is None:
+            counts = self._generated = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
             self._seen = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
-        self._generated[slot] = 0
+        counts[slot] = 0
         self._seen[slot] = False
         self._seen[slot, to_device(torch.tensor([*prompt, *generated]), self._device)] = True
         if generated:
             tokens = to_device(torch.tensor(generated), self._device)
-            self._generated[slot].index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
+            counts[slot].index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
 
     def add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """One more token in each of these slots."""
