@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from headway.config.section import setting
 from headway.objective.base import MetricSums, ObjectiveConfig, StepInfo
-from headway.objective.pairs import PairObjective, Pairs, per_token
+from headway.objective.pairs import Pairs, PerTokenObjective
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ class Config(ObjectiveConfig):
         return ORPO(self)
 
 
-class ORPO(PairObjective):
+class ORPO(PerTokenObjective):
     """Supervised loss and odds ratio of each pair."""
 
     name = "orpo"
@@ -40,10 +40,6 @@ class ORPO(PairObjective):
     def __init__(self, config: Config) -> None:
         super().__init__(config.beta)
         self.config = config
-
-    def normalize(self, pairs: Pairs) -> Pairs:
-        """Rewards are means over an answer's tokens."""
-        return per_token(pairs)
 
     def per_pair(self, pairs: Pairs, at: StepInfo) -> Tensor:
         """The formula at the top."""

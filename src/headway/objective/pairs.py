@@ -87,6 +87,19 @@ class PairObjective:
         return sums if at.training else {"loss": (total, count), **sums}
 
 
+class PerTokenObjective(PairObjective):
+    """Gains, and so rewards, are means over the tokens of an answer."""
+
+    def normalize(self, pairs: Pairs) -> Pairs:
+        """A place without a pair has -1, which no loss finds strange."""
+        import torch
+
+        return pairs._replace(
+            chosen_gain=torch.where(pairs.is_pair > 0, pairs.chosen_gain / pairs.chosen_length.clamp(min=1), -1.0),
+            rejected_gain=torch.where(pairs.is_pair > 0, pairs.rejected_gain / pairs.rejected_length.clamp(min=1), -1.0),
+        )
+
+
 def document_sums(per_token: Tensor, batch: Batch) -> Tensor:
     """Add up a per-token value over each document: [rows, seq_len] -> [rows, documents of a row]."""
     import torch
@@ -101,13 +114,3 @@ def sides(per_document: Tensor) -> tuple[Tensor, Tensor]:
     """The even documents of each row and the odd ones; a last even one without a partner is padding."""
     whole = per_document.shape[1] // 2 * 2
     return per_document[:, 0:whole:2], per_document[:, 1:whole:2]
-
-
-def per_token(pairs: Pairs) -> Pairs:
-    """Gains as means over the tokens of an answer; a place without a pair has -1, which no loss finds strange."""
-    import torch
-
-    return pairs._replace(
-        chosen_gain=torch.where(pairs.is_pair > 0, pairs.chosen_gain / pairs.chosen_length.clamp(min=1), -1.0),
-        rejected_gain=torch.where(pairs.is_pair > 0, pairs.rejected_gain / pairs.rejected_length.clamp(min=1), -1.0),
-    )
