@@ -24,6 +24,7 @@ TOP_P = typer.Option(None, help="Sample from the smallest set of tokens with thi
 STOP = typer.Option([], help="Stop before this text; may be repeated.")
 SEED = typer.Option(0, help="Seed of the sampling.")
 DEVICE = typer.Option("auto", help="auto, cpu, cuda or mps.")
+TENSOR = typer.Option(1, help="Ranks that share the model's layers: GPUs of this machine, or processes on its CPU.", min=1)
 CHUNK_TOKENS = typer.Option(4096, help="Prefill chunk: tokens of each prompt that go through the model at once.")
 
 
@@ -115,6 +116,7 @@ def generate(
     guess: SpeculateOptions = GROUP,
     chunk_tokens: int = CHUNK_TOKENS,
     device: str = DEVICE,
+    tensor: int = TENSOR,
     stream: bool | None = typer.Option(None, "--stream/--no-stream", help="Show text as it is made; default: on a terminal."),
     json: bool = JSON,
 ) -> None:
@@ -132,24 +134,32 @@ def generate(
     if ask.template is not None and special:
         raise ConfigError("--chat-template and --special are both given; the template writes the special tokens. Leave --special out.")
     shows = not json and (sys.stdout.isatty() if stream is None else stream)
-    _generate(model, ask, options, choice, device, stream=shows, json=json)
-
-
-def _generate(model: Path, ask: AskOptions, options: GenerateOptions, choice: object, device: str, *, stream: bool, json: bool) -> None:
-    from headway.infer import generate as infer
-    from headway.infer.load import load_model
+    from headway.infer.engine.ranks import close_ranks, load_on_ranks
     from headway.infer.messages import read_messages
     from headway.runtime.device import choose_compute
+
+    ask.prompts()  # mistakes are found before the model is read
+    if ask.messages is not None:
+        read_messages(ask.messages, ask.system)
+    choose_compute(device, "auto")
+    if ask.input is not None and not ask.input.is_file():
+        raise ConfigError(f"--input is {str(ask.input)!r}; there is no such file.")
+    loaded = load_on_ranks(model, tensor, device)
+    try:
+        _generate(with_masks(loaded, choice), ask, options, stream=shows, json=json)
+    finally:
+        close_ranks(loaded)
+
+
+def _generate(loaded: LoadedModel, ask: AskOptions, options: GenerateOptions, *, stream: bool, json: bool) -> None:
+    from headway.infer import generate as infer
+    from headway.infer.messages import read_messages
 
     prompts = ask.prompts()
     conversations = [] if ask.messages is None else read_messages(ask.messages, ask.system)
     template = ask.template
     heads = [""] * len(conversations) or [prompt if template is None else f"{prompt}\n" for prompt in prompts]
     shown = StreamedTexts(heads)
-    compute = choose_compute(device, "auto")
-    if ask.input is not None and not ask.input.is_file():
-        raise ConfigError(f"--input is {str(ask.input)!r}; there is no such file.")
-    loaded = with_masks(load_model(model, device=compute.device, dtype=compute.dtype), choice)  # pyright: ignore[reportArgumentType]
     on_text = shown if stream else None
     if ask.input is not None and loaded.config.media is None:
         _answer_file(loaded, ask, options, json=json)

@@ -47,13 +47,15 @@ class ServedModels:
         None, help="Chat template of conversations: a name or a .jinja file; default: the tokenizer's own."
     )
 
-    def setups(self, options: EngineOptions, compute: ComputeOptions) -> tuple[EngineSetup, ...]:
+    def setups(self, options: EngineOptions, compute: ComputeOptions, tensor: int = 1) -> tuple[EngineSetup, ...]:
         """One engine per model."""
         from headway.serve.engine_setup import EngineSetup
 
         paths = dict(split_model(one) for one in self.model)
         if len(paths) < len(self.model):
             raise ConfigError("--model: two models have the same name. Name them: --model a=PATH --model b=PATH.")
+        if tensor > 1 and self.adapter:
+            raise ConfigError(f"--tensor is {tensor} and --adapter is given; adapters are chosen per request on one rank only. Merge it.")
         adapters: dict[str, dict[str, str]] = {name: {} for name in paths}
         for one in self.adapter:
             base, name, path = split_adapter(one, tuple(paths))
@@ -62,7 +64,8 @@ class ServedModels:
             adapters[base][name] = path
         masks = self._masks(tuple(paths))
         return tuple(
-            EngineSetup(name, path, options, adapters[name], masks[name], compute.device, compute.precision) for name, path in paths.items()
+            EngineSetup(name, path, options, adapters[name], masks[name], compute.device, compute.precision, tensor)
+            for name, path in paths.items()
         )
 
     def _masks(self, names: Sequence[str]) -> dict[str, MaskChoice]:
@@ -85,12 +88,15 @@ class ServedModels:
 class EngineFlags:
     """How much an engine keeps and does at once."""
 
-    cache_gib: float | None = typer.Option(None, help="GiB of keys and values per model, never exceeded; default: from the free memory.")
+    cache_gib: float | None = typer.Option(
+        None, help="GiB of keys and values per model and rank, never exceeded; default: from free memory."
+    )
     max_running: int = typer.Option(64, help="Requests that are computed at once, per model.", min=1)
     max_waiting: int = typer.Option(1024, help="Requests that may wait, per model; more get 429.", min=0)
     max_context: int | None = typer.Option(None, help="Tokens of a request, prompt included; default: the model's.", min=2)
     prefill_tokens: int = typer.Option(8192, help="Prompt tokens that are computed between two steps of decoding.", min=1)
     prefix_reuse: bool = typer.Option(True, help="Compute what prompts begin with only once.")
+    tensor: int = typer.Option(1, help="Ranks that share the layers of a model: GPUs of this machine, or processes on its CPU.", min=1)
     compile: bool = typer.Option(False, "--compile", help="Compile decoding steps: faster on GPUs, after a minute or more at the start.")
 
     def options(self, speculation: Speculation | None) -> EngineOptions:
@@ -99,6 +105,8 @@ class EngineFlags:
 
         if self.cache_gib is not None and not self.cache_gib > 0:
             raise ConfigError(f"--cache-gib is {self.cache_gib}; it must be above 0.")
+        if self.tensor > 1 and self.compile:
+            raise ConfigError(f"--tensor is {self.tensor} and --compile is given; exchanges between ranks are not compiled. Leave it out.")
         return EngineOptions(
             cache_bytes=None if self.cache_gib is None else int(self.cache_gib * GIB),
             max_running=self.max_running,
@@ -170,7 +178,7 @@ def serve(
             "the output of `openssl rand -hex 24`."
         )
     checked = limits.limits(is_loopback=loopback)
-    setups = models.setups(engine.options(speculate.speculation()), compute)
+    setups = models.setups(engine.options(speculate.speculation()), compute, engine.tensor)
     from headway.serve.server import ServeOptions
     from headway.serve.server import serve as run
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from headway.errors import ConfigError, DataError
 from headway.infer.batch_files import ERROR, GENERATIONS, BatchLine, BatchOutput, read_lines
-from headway.infer.engine.engine import InferenceEngine
+from headway.infer.engine.ranks import build_engine
 from headway.infer.engine.request import EngineEvent, EngineOptions, EngineRequest
 from headway.infer.engine.text import CONTEXT, RequestText
 from headway.infer.generate import GenerateOptions, prompt_ids
@@ -158,7 +158,7 @@ class _BatchJob:
         self._template: tuple[ChatTemplate, tuple[int, ...]] | None = None
         if options.template is not None:
             self._chat_template()  # a wrong name is refused before any line
-        self.engine = InferenceEngine(loaded, replace(engine_options, max_waiting=1 << 30))
+        self.engine = build_engine(loaded, replace(engine_options, max_waiting=1 << 30))
         self._open: dict[int, tuple[_OpenLine, _Answer]] = {}
         self.done = self.failed = 0
 

@@ -17,6 +17,7 @@ from typing import Literal
 from headway.errors import ConfigError, DataError
 from headway.infer.decode import COMPILE_FROM_STEPS, RECORD_FROM_STEPS
 from headway.infer.engine.engine import InferenceEngine
+from headway.infer.engine.ranks import build_engine
 from headway.infer.engine.request import EngineEvent, EngineOptions, EngineRequest, PromptMedia, Speculation
 from headway.infer.engine.text import RequestText
 from headway.infer.load import LoadedModel
@@ -192,7 +193,7 @@ def generate_from_ids(
     if not rows:
         return []
     _report_room(rows, options, limit)
-    engine = InferenceEngine(loaded, _engine_options(rows, options, loaded))
+    engine = build_engine(loaded, _engine_options(rows, options, loaded))
     with progress("generate", total=len(rows), unit="prompts") as advance:
         # Pieces of two texts at a time would be mixed on a screen.
         for some in [rows] if on_text is None else [[row] for row in rows]:

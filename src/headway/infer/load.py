@@ -45,9 +45,11 @@ from headway.text.hub import is_hub_id, local_or_hub
 if TYPE_CHECKING:
     import torch
 
+    from headway.infer.engine.part import ModelPart
     from headway.model.base import Model
     from headway.model.head_masks.masks import HeadMasks
     from headway.model.kv_cache import KVCache
+    from headway.parallel.collectives import RankGroup
     from headway.tokenizer.load import Tokenizer
 
 FINAL = "final"
@@ -111,6 +113,8 @@ class LoadedModel:
     """The head gates it was trained with."""
     masks_file: Path | None = None
     """A mask table in its Hugging Face folder."""
+    part: ModelPart | None = None
+    """Where several ranks share the layers: the part that `model` is."""
 
     def with_masks(self, masks: HeadMasks | None, masks_from: str | None = None) -> LoadedModel:
         """The same weights under other masks."""
@@ -301,10 +305,13 @@ def _adapter_of(reader: Reader, config: AdapterConfig, base: str | None, model: 
     return StoredAdapter(config, base, weights if layouts else stored, updates, trained, stored if layouts else None)
 
 
-def load_model(path: AnyPath | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> LoadedModel:
+def load_model(
+    path: AnyPath | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, group: RankGroup | None = None
+) -> LoadedModel:
     """Read a model onto a device; without a dtype it computes in fp32 on the CPU and in bf16 elsewhere.
 
     Every head keeps the whole past, also where the model was trained under masks: `model.with_mask_choice(MaskChoice())` uses its own.
+    `group`: ranks that share the layers; each calls this and has its part, which an inference engine computes with.
     """
     import torch
 
@@ -328,9 +335,16 @@ def load_model(path: AnyPath | str, *, device: torch.device | str = "cpu", dtype
             else:
                 yield name, value
 
-    model = build_frozen_model(config, _start_reading(weights()), on, dtype)
+    part = None
+    if group is None:
+        model = build_frozen_model(config, _start_reading(weights()), on, dtype)
+    else:
+        from headway.infer.engine.part import ModelPart, build_part, check_part
+
+        check_part(config, group.size)
+        model, part = build_part(config, _start_reading(weights()), on, dtype, group), ModelPart(group)
     own = gates[0] if gates else None
-    return LoadedModel(model, config, tokenizer, found.path, end_ids, gates=own, masks_file=found.masks_file)
+    return LoadedModel(model, config, tokenizer, found.path, end_ids, gates=own, masks_file=found.masks_file, part=part)
 
 
 def _start_reading(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,6 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -35,6 +36,14 @@ class VocabShard:
     """The tensors of all ranks, stacked along a new dim 0."""
     enter: Callable[[Tensor], Tensor]
     """Hidden states of all tokens from those of this rank; its backward adds up the ranks' gradients."""
+
+    sizes: tuple[int, ...] = ()
+    """Rows of every rank."""
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """[n,V] of all ranks' [n,v], without gradients. Some ranks may have one row more than others."""
+        parts = self.collect(F.pad(logits, (0, max(self.sizes) - logits.shape[-1])))
+        return torch.cat([part[..., :size] for part, size in zip(parts, self.sizes, strict=True)], dim=-1)
 
 
 @dataclass(frozen=True)

@@ -80,13 +80,16 @@ class CacheShape:
 class PagedCache:
     """Slots, pages and rings of one model, all allocated at the start."""
 
-    def __init__(self, shape: CacheShape, *, slots: int, pages: int, kept_rings: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: CacheShape, *, slots: int, pages: int, kept_rings: int, device: torch.device, needs_rings: bool | None = None
+    ) -> None:
+        """`needs_rings`: a prefix is kept with a copy of rings, also where only other ranks' heads have some; None: as the shape says."""
         if shape.masks is not None:
             shape.masks.check(shape.config)
         self.shape, self.slots, self.device = shape, slots, device
-        needs_rings = shape.ring_bytes > 0
-        self.pool = PagePool(pages, range(slots, slots + kept_rings), needs_rings=needs_rings)
-        rows = slots + kept_rings if needs_rings else 0
+        self.needs_rings = shape.ring_bytes > 0 if needs_rings is None else needs_rings
+        self.pool = PagePool(pages, range(slots, slots + kept_rings), needs_rings=self.needs_rings)
+        rows = slots + kept_rings if self.needs_rings else 0
         groups = [shape.groups(layer) for layer in range(shape.config.num_layers)]
         self.layers = [
             LayerPages(shape.config, full, rings, (pages, shape.page_tokens), rows, device, shape.dtype) for full, rings in groups

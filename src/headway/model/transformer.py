@@ -254,8 +254,9 @@ class Transformer(Model):
         return self.lm_head.effective if isinstance(self.lm_head, AdaptedLinear) else self.lm_head.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Soft-capped where the config says so."""
+        """Soft-capped where the config says so; of the whole vocabulary, also where ranks share it."""
         found, cap = super().logits(hidden), self.config.logit_softcap
+        found = found if self._vocab is None else self._vocab.whole(found)
         return found if cap is None else torch.tanh(found / cap) * cap
 
     def embed(self, tokens: Tensor, media: MediaTensors | None = None, *, position: Tensor | None = None) -> Tensor:

@@ -53,8 +53,8 @@ def split_model(model: Model, spec: EngineSpec) -> LocalModel:
     _shrink(model, boxes)
     _replace_modules(model, specs, boxes, exchange)
     vocab = model.config.vocab
-    rows = even_parts(vocab, group.size)[group.rank]
-    shard = VocabShard(rows.start, vocab, exchange.stack, exchange.enter)
+    parts = even_parts(vocab, group.size)
+    shard = VocabShard(parts[group.rank].start, vocab, exchange.stack, exchange.enter, tuple(map(len, parts)))
     heads = local_heads(model.config, group)
     first = group.rank == 0
     split = LayerSplit(exchange.enter, exchange.leave, exchange.drop, heads, exchange.own_tokens, first, shard, exchange.mean)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
     from headway.infer.engine.request import ConstraintFactory
+    from headway.infer.load import LoadedModel
     from headway.tokenizer.load import Tokenizer
 
 MAX_GRAMMAR = 256 << 10
@@ -95,6 +96,11 @@ def constraint_factory(tokenizer: Tokenizer | None, vocab: int, end_ids: frozens
         return GrammarConstraint(found[0], grammar, end_ids)
 
     return make
+
+
+def constraints_of(loaded: LoadedModel) -> ConstraintFactory | None:
+    """Of a loaded model; every rank that shares its layers makes its own."""
+    return constraint_factory(loaded.tokenizer, loaded.config.vocab, loaded.end_ids)
 
 
 class _Vocabulary:

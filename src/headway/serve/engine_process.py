@@ -80,17 +80,14 @@ def main(opening: Callable[[EngineSetup], OpenedEngine] | None = None) -> int:
 
 def open_engine(setup: EngineSetup) -> OpenedEngine:
     """Load a model. Returns its engine, what clients may know of it, and what puts media into a request."""
-    from headway.infer.engine.engine import InferenceEngine
-    from headway.infer.load import load_model
-    from headway.runtime.device import choose_compute
-    from headway.serve.constraints import constraint_factory
+    from headway.infer.engine.ranks import build_engine, load_on_ranks
+    from headway.model.layout import num_parameters
+    from headway.serve.constraints import constraints_of
 
-    compute = choose_compute(setup.device, setup.precision)
-    loaded = load_model(setup.path, device=compute.device, dtype=compute.dtype)
+    loaded = load_on_ranks(setup.path, setup.tensor, setup.device, setup.precision)
     if setup.masks is not None:
         loaded = loaded.with_mask_choice(setup.masks)
-    factory = constraint_factory(loaded.tokenizer, loaded.config.vocab, loaded.end_ids)
-    engine = InferenceEngine(loaded, setup.options, {name: Path(path) for name, path in setup.adapters.items()}, factory)
+    engine = build_engine(loaded, setup.options, {name: Path(path) for name, path in setup.adapters.items()}, constraints_of)
     engine.warm_up()
     # a request that leaves its length open may fill the context, but never more than the cache
     room = min(engine.context, engine.cache.pool.num_pages * setup.options.page_tokens)
@@ -105,13 +102,13 @@ def open_engine(setup: EngineSetup) -> OpenedEngine:
         hidden_size=loaded.config.hidden_size,
         end_ids=loaded.end_ids,
         device=str(loaded.device),
-        dtype=str(compute.dtype).removeprefix("torch."),
-        parameters=sum(one.numel() for one in loaded.model.parameters()),
+        dtype=str(loaded.model.head_weight.dtype).removeprefix("torch."),
+        parameters=num_parameters(loaded.config),
         adapters=tuple(setup.adapters),
         masks=None if (masks := loaded.describe_masks()) is None else {**masks, "from": Path(str(masks["from"])).name},
         media={one.modality: one.tokens for one in media.inputs} if media is not None else {},
         media_missing=media.missing if media is not None else False,
-        constraints=factory is not None,
+        constraints=constraints_of(loaded) is not None,
     )
     return engine, facts, MediaEncoding(loaded)
 

@@ -27,6 +27,8 @@ class EngineSetup:
     masks: MaskChoice | None = None
     device: str = "auto"
     precision: str = "auto"
+    tensor: int = 1
+    """Ranks that share the layers."""
 
 
 @dataclass(frozen=True)

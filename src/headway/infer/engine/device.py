@@ -48,10 +48,12 @@ class EngineDevice:
         if on_cuda and (options.page_tokens < 16 or options.page_tokens & (options.page_tokens - 1)):
             raise ConfigError(f"page_tokens is {options.page_tokens}; on CUDA it must be a power of two of 16 or more.")
         # Outside bf16 a mixture of experts reads on the host how many tokens each expert has; a recorded step cannot.
-        can_record = on_cuda and (loaded.config.experts is None or self.model.head_weight.dtype == torch.bfloat16)
+        # Exchanges between ranks are neither recorded nor compiled.
+        self.part = loaded.part
+        can_record = on_cuda and self.part is None and (loaded.config.experts is None or self.model.head_weight.dtype == torch.bfloat16)
         self.records = can_record if options.record == "auto" else options.record
         compiles = on_cuda if options.compile_blocks == "auto" else options.compile_blocks
-        compiles = compiles and adapters is None  # which adapter a stretch of tokens has would be compiled in
+        compiles = compiles and self.part is None and adapters is None  # which adapter a stretch of tokens has would be compiled in
         if on_cuda:
             self.model.fuse_projections()
         self._prefill = self.model.cached_forward(compile_any_length if compiles else None)
@@ -105,6 +107,10 @@ class EngineDevice:
         logits = self.model.logits(hidden).float()
         logits[:, self.vocab :] = -torch.inf
         return logits
+
+    def agree(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Drawn tokens [n], the same on all ranks that share the layers."""
+        return tokens if self.part is None else self.part.agree(tokens)
 
     @torch.inference_mode()
     def decode(self, slots: Sequence[int], most: int) -> torch.Tensor:

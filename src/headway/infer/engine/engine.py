@@ -63,6 +63,8 @@ class InferenceEngine:
         adapters: Mapping[str, Path] = {},
         constraints: ConstraintFactory | None = None,
     ) -> None:
+        if loaded.part is not None:
+            loaded.part.check(options, adapters)
         self.loaded, self.options = loaded, options
         self.context = min(loaded.config.max_seq_len, options.max_context or loaded.config.max_seq_len)
         self.vocab = loaded.config.vocab if loaded.tokenizer is None else loaded.tokenizer.vocab_size

@@ -29,14 +29,21 @@ KEPT_RINGS = 2
 def build_cache(loaded: LoadedModel, options: EngineOptions, context: int, spare: int = 0) -> PagedCache:
     """A cache within the budget."""
     dtype = loaded.model.head_weight.dtype
-    shape = CacheShape(loaded.config, loaded.masks, context, options.page_tokens, dtype, spare)
-    ring, page, per_slot = shape.ring_bytes, shape.page_bytes, shape.pages_per_slot
+    part = loaded.part
+    parts = [(loaded.config, loaded.masks)] if part is None else part.heads(loaded.config, loaded.masks)
+    shapes = [CacheShape(config, masks, context, options.page_tokens, dtype, spare) for config, masks in parts]
+    shape = shapes[0 if part is None else part.group.rank]
+    # Of ranks that share the heads, one may have more full heads than another; all have the same slots and pages.
+    ring, page, per_slot = max(one.ring_bytes for one in shapes), max(one.page_bytes for one in shapes), shape.pages_per_slot
     slots, kept = options.max_running, 0
     if ring and options.prefix_reuse:
         kept = max(4, slots // KEPT_RINGS)
     budget = options.cache_bytes
     if budget is None:
-        budget = min((slots + kept) * ring + slots * per_slot * page, _free_bytes(loaded.device))
+        free = _free_bytes(loaded.device)
+        if part is not None:  # ranks on the CPU share its memory
+            free = part.least(free if loaded.device.type == "cuda" else free // part.group.size)
+        budget = min((slots + kept) * ring + slots * per_slot * page, free)
     if ring and budget < (slots + kept) * ring + slots * per_slot * page:
         # Fewer requests run at once. Rings take a quarter, so that long requests find pages, or what whole contexts need beside them;
         # for a few requests they may take half.
@@ -50,7 +57,7 @@ def build_cache(loaded: LoadedModel, options: EngineOptions, context: int, spare
             f"cache_bytes is {budget}; a page of {shape.page_tokens} positions takes {page} bytes and one request's rings {ring}. "
             f"Give at least {ring + per_slot * page}."
         )
-    return PagedCache(shape, slots=slots, pages=pages, kept_rings=kept, device=loaded.device)
+    return PagedCache(shape, slots=slots, pages=pages, kept_rings=kept, device=loaded.device, needs_rings=ring > 0)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -147,7 +154,7 @@ class EngineMemory:
         names = one.page_names(self._page_tokens, length)
         for page, name in zip(one.pages, names, strict=False):
             self.pool.name(page, name)
-        if names and self.cache.shape.ring_bytes:
+        if names and self.cache.needs_rings:
             target = self.pool.keep_ring(names[-1])
             if target is not None:
                 self.cache.copy_ring(one.slot, target)

@@ -89,7 +89,7 @@ def choose_tokens(
         last[slots] = logits.argmax(-1)
     if others:
         at = to_device(torch.tensor(others), on)
-        last[slots[at]] = sampler.choose(logits[at], [choices[row] for row in others])
+        last[slots[at]] = device.agree(sampler.choose(logits[at], [choices[row] for row in others]))
     tokens = last[slots]
     scores = _logprobs(raw, tokens, scored, max((rows[row].request.logprobs or 0 for row in scored), default=0)) if scored else []
     for one in rows:

@@ -255,7 +255,7 @@ def check_guesses(
     places = [begin + step for begin, (_, guesses) in zip(begins, work, strict=True) if guesses for step in range(len(guesses) + 1)]
     choices = [_choice(one, step, one.slot) for one, guesses in guessed for step in range(len(guesses) + 1)]
     at = torch.tensor(places, device=logits.device)
-    pending = PendingGuesses(speculator, device, guessed, sampler.choose(logits[at], choices))
+    pending = PendingGuesses(speculator, device, guessed, device.agree(sampler.choose(logits[at], choices)))
     others = [(one, begin) for begin, (one, guesses) in zip(begins, work, strict=True) if not guesses]
     if others:
         plain = [one for one, _ in others]

@@ -1,0 +1,92 @@
+"""One rank's part of a model that several ranks share: a group of ranks and weights in, its matrices and the heads of its cache out.
+
+model    heads, feed-forward and vocabulary are split as in training (parallel/tensor.py); hidden states and logits are whole
+cache    each rank stores its KV heads. Slots and pages are counted by the rank that needs most bytes, so that all count the same
+tokens   what was drawn by chance is the first rank's draw on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from headway.errors import ConfigError
+from headway.infer.engine.request import EngineOptions
+from headway.model.base import Model
+from headway.model.config import ModelConfig
+from headway.model.head_masks.masks import HeadMasks
+from headway.objective.next_token import Config as NextToken
+from headway.optim.adamw import Config as AdamW
+from headway.parallel.collectives import RankGroup, form_groups
+from headway.parallel.config import ParallelConfig
+from headway.parallel.engine import EngineSpec
+from headway.parallel.layouts import Layout, LayoutShape, broken_tensor
+from headway.parallel.mesh import Mesh
+from headway.parallel.tensor import build_frozen_part, local_heads
+
+if TYPE_CHECKING:
+    from headway.infer.engine.ranks import Followers
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Which ranks share the layers, and which of them this one is."""
+
+    group: RankGroup
+    followers: Followers | None = None
+    """The other ranks, on the first one where it has started them."""
+
+    def heads(self, config: ModelConfig, masks: HeadMasks | None) -> list[tuple[ModelConfig, HeadMasks | None]]:
+        """The KV heads that each rank stores, as the shape of a model of these alone, and their masks."""
+        found: list[tuple[ModelConfig, HeadMasks | None]] = []
+        for rank in range(self.group.size):
+            own = local_heads(config, RankGroup(rank, self.group.size))
+            kept = range(config.kv_heads)[own]
+            local = config.with_(num_heads=config.num_heads // self.group.size, num_kv_heads=len(kept), head_dim=config.head_size)
+            found.append((local, None if masks is None else replace(masks, full=tuple(row[own] for row in masks.full))))
+        return found
+
+    def least(self, value: int) -> int:
+        """The smallest of the ranks' numbers."""
+        return -self.group.max(-value)
+
+    def agree(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The first rank's tokens, on every rank: kernels that draw may round differently from GPU to GPU."""
+        self.group.broadcast(tokens, 0).wait()
+        return tokens
+
+    def check(self, options: EngineOptions, adapters: Mapping[str, Path]) -> None:
+        """Refuse what an engine on several ranks cannot do."""
+        several = f"--tensor is {self.group.size}"
+        if adapters:
+            raise ConfigError(f"{several} and adapters are loaded; they are chosen per request on one rank only. Merge one: `export hf`.")
+        if options.speculation is not None and options.speculation.draft is not None:
+            raise ConfigError(f"{several} and --speculate is {options.speculation.draft}; ranks share no draft model. Use ngram.")
+        if options.record is True:
+            raise ConfigError(f"{several} and record is true; steps that exchange between ranks are not recorded. Use auto.")
+
+
+def check_part(config: ModelConfig, size: int) -> None:
+    """Refuse a model that cannot be shared by so many ranks."""
+    if config.media is not None:
+        raise ConfigError(f"--tensor is {size} and the model takes pictures and sounds, which one rank reads. Leave --tensor out.")
+
+    def broken(tensor: int) -> list[str]:
+        return list(broken_tensor(Layout(tensor, tensor=tensor, sequence=False), LayoutShape(config, config.max_seq_len)))
+
+    for rule in broken(size):
+        fitting = next(n for n in range(min(size, config.num_heads), 0, -1) if not broken(n))
+        raise ConfigError(f"{rule.replace('parallel.tensor', '--tensor')}. Use {fitting}.")
+
+
+def build_part(
+    config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device, dtype: torch.dtype, group: RankGroup
+) -> Model:
+    """This rank's part of a model with given weights; all ranks of the group call this together."""
+    ranks = form_groups(Mesh(group.rank, tensor=group.size), group)
+    parallel = ParallelConfig(tensor=group.size, sequence=False)
+    return build_frozen_part(EngineSpec(config, NextToken(), AdamW(), device, dtype, parallel=parallel, ranks=ranks), weights)
