@@ -107,10 +107,11 @@ class MarkdownAnswer(QuietAnswer):
         from rich.live import Live
 
         self._drawn = time.monotonic()
-        if self._live is None:
-            self._live = Live(console=self._console, transient=True, auto_refresh=False, vertical_overflow="ellipsis")
-            self._live.start()
-        self._live.update(_markdown(self._tail), refresh=True)
+        live = self._live
+        if live is None:
+            live = self._live = Live(console=self._console, transient=True, auto_refresh=False, vertical_overflow="ellipsis")
+            live.start()
+        live.update(_markdown(self._tail), refresh=True)
 
     def _print(self, text: str) -> None:
         if not text.strip():
