@@ -33,7 +33,7 @@ def main() -> int:
     setup = commands.get()
     if setup is None:
         return 0
-    from headway.infer.engine.ranks import LOST_CONTACT, WAIT_SECONDS, follow
+    from headway.infer.engine.ranks import LOST_CONTACT, WAIT_SECONDS, end_group, follow
     from headway.infer.load import load_model
     from headway.parallel.collectives import start_group
     from headway.runtime.device import choose_compute
@@ -45,6 +45,8 @@ def main() -> int:
         group = start_group(Process(setup.rank, setup.rank, setup.size), backend, WAIT_SECONDS)
         loaded = load_model(setup.path, device=compute.device, dtype=compute.dtype, group=group)
         follow(_until_none(commands), loaded)
+        if backend == "nccl":
+            end_group()
     except CommunicationError:  # the first rank says which one is gone
         return LOST_CONTACT
     except HeadwayError as problem:

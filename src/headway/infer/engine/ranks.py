@@ -166,6 +166,7 @@ class Followers:
     def __init__(self, path: str, size: int, device: str, precision: str) -> None:
         self.size, self.lost = size, ""
         self._closed = self._reported = False
+        self._on_cuda = device == "cuda"
         self._port = _free_port()
         environment = {**os.environ, **_at(self._port)}
         if device == "cpu":
@@ -245,6 +246,10 @@ class Followers:
                 process.stdin.close()
             except OSError:
                 pass
+        if self._on_cuda and self.lost:
+            atexit.register(_leave)
+        elif self._on_cuda:
+            end_group()  # with NCCL all ranks do this at the same time
         end = time.monotonic() + CLOSE_SECONDS
         for process in self.processes:
             try:
@@ -252,8 +257,21 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if not self.lost and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        if not self.lost:
+            end_group()  # with gloo nobody may use it any more
+
+
+def end_group() -> None:
+    """Leave the group of all ranks."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _leave() -> None:
+    """End at once: what NCCL waits for at the end of a process does not come from a rank that is gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(CommunicationError.exit_code)
 
 
 def _at(port: int) -> dict[str, str]:
