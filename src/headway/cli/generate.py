@@ -17,6 +17,7 @@ from headway.errors import ConfigError
 if TYPE_CHECKING:
     from headway.infer.generate import GenerateOptions
     from headway.infer.load import LoadedModel
+    from headway.prepare.parse_chat import Conversation
 
 MAX_NEW_TOKENS_HELP = "Stop after this many tokens."
 TOP_K = typer.Option(None, help="Sample from the k most likely tokens.")
@@ -138,25 +139,30 @@ def generate(
     from headway.infer.messages import read_messages
     from headway.runtime.device import choose_compute
 
-    ask.prompts()  # mistakes are found before the model is read
-    if ask.messages is not None:
-        read_messages(ask.messages, ask.system)
+    # Read once, since they may be pipes, and before the model, so that mistakes are found early.
+    asked = ask.prompts(), [] if ask.messages is None else read_messages(ask.messages, ask.system)
     choose_compute(device, "auto")
     if ask.input is not None and not ask.input.is_file():
         raise ConfigError(f"--input is {str(ask.input)!r}; there is no such file.")
     loaded = load_on_ranks(model, tensor, device)
     try:
-        _generate(with_masks(loaded, choice), ask, options, stream=shows, json=json)
+        _generate(with_masks(loaded, choice), ask, asked, options, stream=shows, json=json)
     finally:
         close_ranks(loaded)
 
 
-def _generate(loaded: LoadedModel, ask: AskOptions, options: GenerateOptions, *, stream: bool, json: bool) -> None:
+def _generate(
+    loaded: LoadedModel,
+    ask: AskOptions,
+    asked: tuple[list[str], list[Conversation]],
+    options: GenerateOptions,
+    *,
+    stream: bool,
+    json: bool,
+) -> None:
     from headway.infer import generate as infer
-    from headway.infer.messages import read_messages
 
-    prompts = ask.prompts()
-    conversations = [] if ask.messages is None else read_messages(ask.messages, ask.system)
+    prompts, conversations = asked
     template = ask.template
     heads = [""] * len(conversations) or [prompt if template is None else f"{prompt}\n" for prompt in prompts]
     shown = StreamedTexts(heads)
