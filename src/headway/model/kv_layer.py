@@ -200,12 +200,7 @@ class LayerCache:
         """Where the heads of one group, or of all, keep their positions, on the device."""
         table = self._table
         if table is None:  # made once: a copy to the device waits for it
-            size = self.rows * self.head_size
-            regions = [
-                HeadRegion(self._begin[one] + index * size * one.capacity, head, one.sinks, one.window, one.window, one.reach or FAR)
-                for one in self.groups
-                for index, head in enumerate(one.heads)
-            ]
+            regions = [HeadRegion(begin, head, sinks, window, window, reach) for begin, head, sinks, window, reach in self._regions()]
             table = self._table = region_table(regions, self.head_size, self.keys.device)
         if group is None:
             return table
@@ -218,7 +213,7 @@ class LayerCache:
         for group in self.groups:
             for index, head in enumerate(group.heads):
                 begin = self._begin[group] + index * self.rows * group.capacity * self.head_size
-                found.append((begin, head, group.sinks, group.window, group.reach or 1 << 30))
+                found.append((begin, head, group.sinks, group.window, group.reach or FAR))
         return found
 
 
