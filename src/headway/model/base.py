@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from headway.model.config import ModelConfig
     from headway.model.head_gates import GateDraw
     from headway.model.kv_cache import KVCache
-    from headway.model.moe import Routing
     from headway.model.projector import MediaTensors
+    from headway.model.router import Routing
 
 DecodeStep = Callable[[Tensor, Tensor], Tensor]
 """(token [B], position [B]) -> logits, fp32 [B,V]."""

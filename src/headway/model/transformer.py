@@ -28,9 +28,9 @@ from headway.model.base import AttentionCache, AttentionCore, CachedForward, Com
 from headway.model.head_gates import HeadGates
 from headway.model.layers import Attention, FeedForward, build_mlp, build_norm, dropout
 from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
-from headway.model.moe import Routing, counted_tokens, stack_routings
 from headway.model.projector import MediaEmbedder, MediaTensors, build_aligner
 from headway.model.rope import Rotation
+from headway.model.router import Routing, counted_tokens, stack_routings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headway.model.base import ModelOut
     from headway.model.config import ModelConfig
     from headway.model.experts_config import ExpertsConfig
-    from headway.model.moe import Routing
+    from headway.model.router import Routing
 
 LOAD = "expert_load"
 """The metric with the number of tokens of each expert, [mixtures, E]; engines balance biases with it."""

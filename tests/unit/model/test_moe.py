@@ -14,9 +14,11 @@ from headway.errors import ConfigError
 from headway.kernels.grouped import grouped_inputs, grouped_linear, grouped_weights
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
+from headway.model.expert_products import dispatch
 from headway.model.flops import token_flops
 from headway.model.layout import active_parameters, num_parameters, param_specs
-from headway.model.moe import MixtureOfExperts, counted_tokens, dispatch
+from headway.model.moe import MixtureOfExperts
+from headway.model.router import counted_tokens
 from headway.model.transformer import Transformer
 from headway.objective.balance import LOAD, load_ratios
 from headway.objective.base import StepInfo

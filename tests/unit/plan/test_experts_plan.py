@@ -12,8 +12,8 @@ from support.live import LiveBytes
 
 from headway.kernels.attention import causal_mask, mask_of
 from headway.model.config import ModelConfig
-from headway.model.moe import counted_tokens
 from headway.model.rope import Rotation
+from headway.model.router import counted_tokens
 from headway.model.transformer import Block
 from headway.parallel.collectives import RankGroup
 from headway.plan.memory import MemoryJob, moments
