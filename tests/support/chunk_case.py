@@ -33,6 +33,8 @@ def gap(
     shape: tuple[int, int, float | None],
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
+    *,
+    sinks: bool = False,
 ) -> tuple[float, bool]:
     """How far the attention kernel is from its reference, and whether both ways of storing keep the same."""
     head_size, groups, softcap = shape
@@ -46,8 +48,9 @@ def gap(
     q, k, v, keys, values = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
     table, plan = region_table(regions, head_size, q.device), ChunkPlan.of(sequences, q.device)
     found, expected = torch.full_like(q, 7), torch.full_like(q, 7)
-    attend_streaming_reference(q, k, v, keys, values, expected, table, plan, ScoreRule(softcap))
-    attend_streaming(q, k, v, keys, values, found, table, plan, ScoreRule(softcap))
+    rule = ScoreRule(softcap, torch.linspace(-2, 3, q.shape[1]).to(device, dtype) if sinks else None)
+    attend_streaming_reference(q, k, v, keys, values, expected, table, plan, rule)
+    attend_streaming(q, k, v, keys, values, found, table, plan, rule)
     kept = [keys.clone(), values.clone()]
     store_reference(k, v, kept[0], kept[1], table, plan)
     store(k, v, keys, values, table, plan)

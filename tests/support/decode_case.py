@@ -36,13 +36,14 @@ def gaps(
     *,
     shared: bool = False,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> tuple[float, bool]:
     """How far the kernel is from the reference, and whether both kept the same; `shared`: all rows stand at one position, kept once."""
     q, k, v, keys, values, position, plan = case(name, head_size, groups, device, dtype)
     if shared:
         position = torch.arange(3, 60, 9, device=device)[2:3].expand(len(position))
     kept_k, kept_v = keys.clone(), values.clone()
-    rule = ScoreRule(softcap)
+    rule = ScoreRule(softcap, torch.linspace(-2, 3, q.shape[1]).to(device, dtype) if sinks else None)
     expected = decode_reference(q, k, v, kept_k, kept_v, position, plan, rule)
     found = decode_attention(q, k, v, keys, values, position, plan, rule)
     return (found.float() - expected.float()).abs().max().item(), torch.equal(keys, kept_k) and torch.equal(values, kept_v)

@@ -1,5 +1,7 @@
 """Pages and rings filled with numbers, a new token in each row of a batch, and the paged kernel beside its reference."""
 
+from dataclasses import replace
+
 import torch
 
 from headway.kernels.attention import ScoreRule
@@ -40,10 +42,19 @@ def case(name: str, head_size: int, groups: int, device: str = "cpu", dtype: tor
 
 
 def paged_gaps(
-    name: str, head_size: int, groups: int, device: str = "cpu", dtype: torch.dtype = torch.float32, softcap: float | None = None
+    name: str,
+    head_size: int,
+    groups: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    softcap: float | None = None,
+    *,
+    sinks: bool = False,
 ) -> tuple[float, bool]:
     """How far the kernel is from the reference, and whether both kept the same."""
     q, k, v, keys, values, step, plan = case(name, head_size, groups, device, dtype, softcap)
+    if sinks:
+        plan = replace(plan, rule=replace(plan.rule, sinks=torch.linspace(-2, 3, q.shape[1]).to(device, dtype)))
     kept_k, kept_v = keys.clone(), values.clone()
     expected = paged_reference(q, k, v, kept_k, kept_v, step, plan)
     found = paged_attention(q, k, v, keys, values, step, plan)

@@ -54,14 +54,14 @@ def decode_attention() -> None:
             assert gap < 1e-5 and same, (name, head_size, groups, gap, same)
     gap, same = gaps("mixed", 16, 1, shared=True)
     assert gap < 1e-5 and same, ("shared", gap, same)
-    gap, same = gaps("mixed", 24, 3, softcap=0.5)
-    assert gap < 1e-5 and same, ("softcap", gap, same)
+    gap, same = gaps("mixed", 24, 3, softcap=0.5, sinks=True)
+    assert gap < 1e-5 and same, ("softcap and trained sinks", gap, same)
 
 
 def cached_chunk() -> None:
-    """New tokens at the beginning, behind a short and a long past, in rows of different lengths, with sinks, reach and soft-capping."""
+    """New tokens at the beginning, behind a short and a long past, in ragged rows, with sinks, reach, soft-capping, and trained sinks."""
     for (name, sequences), shape in zip(SEQUENCES.items(), SHAPES, strict=True):  # every pair of them takes half a minute
-        far, same = gap(sequences, shape)
+        far, same = gap(sequences, shape, sinks=shape[1] > 1)
         assert far < 2e-5 and same, (name, shape, far, same)
 
 
@@ -71,8 +71,8 @@ def paged_attention() -> None:
         for head_size, groups in ((16, 1), (24, 3), (64, 4)):
             gap, same = paged_gaps(name, head_size, groups)
             assert gap < 1e-5 and same, (name, head_size, groups, gap, same)
-    gap, same = paged_gaps("mixed", 16, 2, softcap=2.0)
-    assert gap < 1e-5 and same, ("softcap", gap, same)
+    gap, same = paged_gaps("mixed", 16, 2, softcap=2.0, sinks=True)
+    assert gap < 1e-5 and same, ("softcap and trained sinks", gap, same)
 
 
 def softmax_gradient() -> None:

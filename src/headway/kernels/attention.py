@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, H query heads, KV key and value heads, hd head width. 
     reference   anywhere        dense mask, fp32 softmax in plain torch: what the others are compared with
     sdpa        CPU             one causal SDPA call per document (a banded mask where a window is set)
     sdpa        CUDA            causal SDPA over whole rows where each holds one document, else SDPA with a dense mask
-    varlen      CUDA, 16 bit    FlashAttention over all documents of all rows at once, with or without a window
+    varlen      CUDA, 16 bit    FlashAttention over all documents of all rows at once, with or without a window or sinks
     fa4         Hopper, 16 bit  FlashAttention-4 for all of these, where the package is installed
     flex        CUDA            soft-capped scores, by torch's flex_attention (flex.py)
 
@@ -33,6 +33,7 @@ from torch import Tensor
 from headway.errors import ConfigError
 from headway.kernels import flash4
 from headway.kernels.flex import attend_flex
+from headway.kernels.sinks import attend_with_sinks, softmax
 
 if TYPE_CHECKING:
     from headway.data.batch import Batch
@@ -46,10 +47,17 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """What happens to the scores of a layer before the softmax."""
+    """What happens to the scores of a layer before and in the softmax."""
 
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap)."""
+    sinks: Tensor | None = field(default=None, compare=False)
+    """[H]: a trained logit of each query head, one more term of the softmax's denominator (sinks.py)."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Scores stay as they are."""
+        return self.softcap is None and self.sinks is None
 
     def __call__(self, scores: Tensor) -> Tensor:
         """The scores under the rule, where they exist as a tensor."""
@@ -131,10 +139,10 @@ def attend(
     if backend == "fa4":
         return _fa4(q, k, v, mask, window)
     if backend == "varlen":
-        return _varlen(q, k, v, mask, window)
+        return _varlen(q, k, v, mask, window) if rule.sinks is None else attend_with_sinks(q, k, v, rule.sinks, mask, window)
     if backend == "reference":
         return reference(q, k, v, visible(mask, window), rule)
-    if mask.single_document and window is None and rule == PLAIN:
+    if mask.single_document and window is None and rule.is_plain:
         return _causal(q, k, v)
     if mask.host_bounds is not None and q.device.type == "cpu":
         return _per_document(q, k, v, mask, window, rule)
@@ -144,7 +152,9 @@ def attend(
 def choose(q: Tensor, mask: AttentionMask, window: int | None, rule: ScoreRule = PLAIN) -> str:
     """The fastest exact backend for this case."""
     if rule.softcap is not None:
-        return "flex" if q.device.type == "cuda" else "sdpa"
+        return "flex" if q.device.type == "cuda" and rule.sinks is None else "sdpa"
+    if rule.sinks is not None:
+        return "sdpa" if why_not("varlen", q.device.type, q.dtype, q.shape[-1]) else "varlen"
     if q.device.type == "cuda" and not why_not("fa4", "cuda", q.dtype, q.shape[-1]):
         return "fa4"
     if q.device.type != "cuda" or (mask.single_document and window is None):
@@ -158,6 +168,8 @@ def why_not(backend: str, device_type: str, dtype: torch.dtype, head_dim: int, r
         return f"there are only {', '.join(BACKENDS)}"
     if rule.softcap is not None and backend not in CAPPING:
         return f"{backend} cannot soft-cap scores and the model's attention_softcap is {rule.softcap}"
+    if rule.sinks is not None and backend in ("fa4", "flex"):
+        return f"{backend} has no trained sinks and the model's attention_sinks is true"
     if backend in ("reference", "sdpa"):
         return ""
     if device_type != "cuda":
@@ -213,7 +225,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, rule: ScoreRule = P
     groups = q.shape[2] // k.shape[2]
     k32, v32 = (x.float().repeat_interleave(groups, dim=2) for x in (k, v))
     scores = rule(torch.einsum("bthd,bshd->bhts", q.float(), k32) * q.shape[-1] ** -0.5)
-    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    sinks = None if rule.sinks is None else rule.sinks[:, None, None]
+    weights = softmax(scores.masked_fill(~seen[:, None], -torch.inf), sinks)
     return torch.einsum("bhts,bshd->bthd", weights, v32).to(q.dtype)
 
 
@@ -225,11 +238,12 @@ def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, rule: ScoreRule = PLAIN
     folded = q.view(B, T, KV, H // KV, hd).permute(0, 2, 3, 1, 4).reshape(B, KV, H // KV * T, hd)
     seen = seen[:, None].repeat(1, 1, H // KV, 1)
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
-    if rule == PLAIN:
+    if rule.is_plain:
         o = F.scaled_dot_product_attention(folded, keys, values, attn_mask=seen)
     else:
         scores = rule(torch.matmul(folded * hd**-0.5, keys.transpose(2, 3)).float())
-        o = torch.matmul(scores.masked_fill(~seen, -torch.inf).softmax(-1).to(q.dtype), values)
+        sinks = None if rule.sinks is None else rule.sinks.view(KV, H // KV, 1).expand(-1, -1, T).reshape(KV, -1, 1)
+        o = torch.matmul(softmax(scores.masked_fill(~seen, -torch.inf), sinks).to(q.dtype), values)
     return o.view(B, KV, H // KV, T, hd).permute(0, 3, 1, 2, 4).reshape(B, T, H, hd)
 
 
@@ -244,7 +258,7 @@ def _per_document(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: 
     for row, bounds in enumerate(mask.host_bounds):
         for start, stop in itertools.pairwise(bounds):
             one_q, one_k, one_v = (x[row : row + 1, start:stop] for x in (q, k, v))
-            if rule == PLAIN and (window is None or stop - start <= window):
+            if rule.is_plain and (window is None or stop - start <= window):
                 pieces.append(_causal(one_q, one_k, one_v))
             else:
                 pieces.append(dense(one_q, one_k, one_v, band(stop - start, window, q.device)[None], rule))
@@ -285,7 +299,7 @@ def attend_chunk(q: Tensor, k: Tensor, v: Tensor, *, start: int | None, position
     if start is not None and not why_not("varlen", q.device.type, q.dtype, q.shape[-1], rule):
         from headway.kernels.past_attention import attend_past
 
-        return attend_past(q, k, v)
+        return attend_past(q, k, v, rule.sinks)
     slot = torch.arange(k.shape[1], device=q.device)
     blocks: list[Tensor] = []
     for begin in range(0, q.shape[1], QUERY_BLOCK):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels.attention import PLAIN, ScoreRule
+from headway.kernels.sinks import softmax
 
 BLOCK = 64
 """New tokens of one program."""
@@ -106,7 +107,8 @@ def attend_streaming_reference(
             j = torch.arange(position + count, device=q.device)
             seen = (j <= at) & (((at - j < window) & (j >= sinks)) | ((j < sinks) & (at - j < reach)))
             scores = rule(torch.einsum("thd,sd->hts", q[new, heads].float(), all_k) * hd**-0.5)
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            beside = None if rule.sinks is None else rule.sinks[heads, None, None]
+            weights = softmax(scores.masked_fill(~seen, -torch.inf), beside)
             o[new, heads] = torch.einsum("hts,sd->thd", weights, all_v).to(o.dtype)
 
 

@@ -108,9 +108,11 @@ def add_new(
 
 @triton.jit
 def attend_blocks(
-    q, k, v, keys, values, o, regions, sequences, blocks, q_token, k_token, v_token, o_token, scale,
+    q, k, v, keys, values, o, logits, regions, sequences, blocks, q_token, k_token, v_token, o_token, scale,
     G: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_LOGITS: tl.constexpr,
 ):  # fmt: skip # pyright: ignore
+    """`logits`: of a trained sink per query head, beside all keys."""
     entry = regions + (tl.program_id(1) // G) * 6
     begin = tl.load(entry)
     head = tl.load(entry + 1).to(tl.int32)
@@ -159,6 +161,8 @@ def attend_blocks(
         queries, at, d, n, new_k, new_v, k_token, v_token, upper, last, last, window, scale, highest, total, acc,
         True, HD, N, PRECISION, SOFTCAP,
     )  # fmt: skip
+    if HAS_LOGITS:
+        total += tl.exp2(tl.load(logits + head * G + tl.program_id(1) % G).to(tl.float32) * LOG2E - highest)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(o + (token + m)[:, None] * o_token + place, acc.to(o.dtype.element_ty), mask=is_query)
 
@@ -202,10 +206,10 @@ def attend(
     padded = max(16, 1 << (hd - 1).bit_length())
     narrow = q.dtype != torch.float32
     attend_blocks[(len(plan.blocks), len(regions) * groups)](  # pyright: ignore
-        q, k, v, keys, values, o, regions, plan.sequences, plan.blocks,
+        q, k, v, keys, values, o, q if rule.sinks is None else rule.sinks, regions, plan.sequences, plan.blocks,
         q.stride(0), k.stride(0), v.stride(0), o.stride(0), hd**-0.5,
         G=groups, HD=hd, HP=padded, M=BLOCK, N=KEYS, PRECISION="tf32" if narrow else "ieee",
-        SOFTCAP=rule.softcap or 0.0,
+        SOFTCAP=rule.softcap or 0.0, HAS_LOGITS=rule.sinks is not None,
         num_warps=WARPS, num_stages=STAGES if narrow else 1,
     )  # fmt: skip
 

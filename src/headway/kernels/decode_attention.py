@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from headway.kernels.attention import PLAIN, ScoreRule
+from headway.kernels.sinks import softmax
 
 WANTED_PROGRAMS = 4096
 """Stretches are cut so that about this many programs exist: many rounds on a large GPU, so that the last one, half empty, costs little."""
@@ -80,7 +81,7 @@ def decode_attention(
 
     position = position.contiguous()  # rows that share one may be a view that does not step
     attend(q, k, v, keys, values, position, plan, rule)
-    return combine(q, position, plan)
+    return combine(q, position, plan, rule.sinks)
 
 
 def decode_reference(
@@ -111,5 +112,6 @@ def decode_reference(
             seen = [s for s in range(min(p + 1, slots)) if s >= sinks or p - s < reach]
             query_heads = slice(head * groups, (head + 1) * groups)
             scores = rule(q[row, query_heads].float() @ region_k[row, seen].float().T * hd**-0.5)
-            o[row, query_heads] = (scores.softmax(-1) @ region_v[row, seen].float()).to(q.dtype)
+            beside = None if rule.sinks is None else rule.sinks[query_heads, None]
+            o[row, query_heads] = (softmax(scores, beside) @ region_v[row, seen].float()).to(q.dtype)
     return o

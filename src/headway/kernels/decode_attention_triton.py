@@ -90,7 +90,8 @@ def attend_stretch(
 
 @triton.jit
 def combine_stretches(
-    position, heads, partial, lses, o, num_items, stretch, G: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr, MAX_ITEMS: tl.constexpr,
+    position, heads, partial, lses, sinks, o, num_items, stretch, G: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr,
+    MAX_ITEMS: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip # pyright: ignore
     query_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     entry = heads + (query_head // G) * 4
@@ -102,8 +103,12 @@ def combine_stretches(
     base = (row * num_items + first + n) * G + query_head % G
     lse = tl.load(lses + base, mask=n < count, other=-float("inf"))
     # A row at position -1 has no stretches: its o is 0.
-    weights = tl.exp(lse - tl.where(count > 0, tl.max(lse, 0), 0.0))
-    weights = weights / tl.where(count > 0, tl.sum(weights, 0), 1.0)
+    highest = tl.where(count > 0, tl.max(lse, 0), 0.0)
+    weights = tl.exp(lse - highest)
+    total = tl.sum(weights, 0)
+    if HAS_SINKS:
+        total += tl.exp(tl.load(sinks + query_head).to(tl.float32) - highest)
+    weights = weights / tl.where(count > 0, total, 1.0)
     parts = tl.load(partial + base[:, None] * HD + d[None, :], mask=(n < count)[:, None] & (d < HD)[None, :], other=0.0)
     result = tl.sum(parts * weights[:, None], 0)
     place = o + (row * tl.num_programs(0) + query_head) * HD + d
@@ -136,14 +141,15 @@ def attend(
     )  # fmt: skip
 
 
-def combine(q: torch.Tensor, position: torch.Tensor, plan: DecodePlan) -> torch.Tensor:
-    """o [B,H,hd] of the stretches."""
+def combine(q: torch.Tensor, position: torch.Tensor, plan: DecodePlan, sinks: torch.Tensor | None) -> torch.Tensor:
+    """o [B,H,hd] of the stretches, and of sinks [H] beside them."""
     rows, num_heads, hd = q.shape
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     groups = num_heads // plan.heads.shape[0]
     combine_stretches[(num_heads, rows)](  # pyright: ignore
-        position, plan.heads, plan.partial, plan.lses, o, plan.items.shape[0], plan.stretch,
-        G=groups, HD=hd, HP=max(16, _power(hd)), MAX_ITEMS=_power(plan.max_items), num_warps=4,
+        position, plan.heads, plan.partial, plan.lses, plan.lses if sinks is None else sinks, o, plan.items.shape[0], plan.stretch,
+        G=groups, HD=hd, HP=max(16, _power(hd)), MAX_ITEMS=_power(plan.max_items), HAS_SINKS=sinks is not None,
+        num_warps=4,
     )  # fmt: skip
     return o
 

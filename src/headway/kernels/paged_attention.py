@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from headway.kernels.attention import PLAIN, ScoreRule
+from headway.kernels.sinks import softmax
 
 WANTED_PROGRAMS = 4096
 """Items are made so that about this many programs exist: many rounds on a large GPU, so that the last one, half empty, costs little."""
@@ -160,5 +161,6 @@ def paged_reference(
             flat_k[place[-1]], flat_v[place[-1]] = k[row, head], v[row, head]
             query_heads = slice(head * groups, (head + 1) * groups)
             scores = plan.rule(q[row, query_heads].float() @ flat_k[place].float().T * hd**-0.5)
-            o[row, query_heads] = (scores.softmax(-1) @ flat_v[place].float()).to(q.dtype)
+            beside = None if plan.rule.sinks is None else plan.rule.sinks[query_heads, None]
+            o[row, query_heads] = (softmax(scores, beside) @ flat_v[place].float()).to(q.dtype)
     return o

@@ -106,8 +106,9 @@ def attend_stretch(
 
 @triton.jit
 def combine_stretches(
-    position, heads, partial, lses, o, num_items,
+    position, heads, partial, lses, sinks, o, num_items,
     G: tl.constexpr, HD: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr, MAX_ITEMS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip # pyright: ignore
     query_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     entry = heads + (query_head // G) * 4
@@ -120,8 +121,12 @@ def combine_stretches(
     base = (row * num_items + first + n) * G + query_head % G
     lse = tl.load(lses + base, mask=n < count, other=-float("inf"))
     # A row at position -1 has no stretches: its o is 0.
-    weights = tl.exp(lse - tl.where(count > 0, tl.max(lse, 0), 0.0))
-    weights = weights / tl.where(count > 0, tl.sum(weights, 0), 1.0)
+    highest = tl.where(count > 0, tl.max(lse, 0), 0.0)
+    weights = tl.exp(lse - highest)
+    total = tl.sum(weights, 0)
+    if HAS_SINKS:
+        total += tl.exp(tl.load(sinks + query_head).to(tl.float32) - highest)
+    weights = weights / tl.where(count > 0, total, 1.0)
     parts = tl.load(partial + base[:, None] * HD + d[None, :], mask=(n < count)[:, None] & (d < HD)[None, :], other=0.0)
     result = tl.sum(parts * weights[:, None], 0)
     place = o + (row * tl.num_programs(0) + query_head) * HD + d
@@ -156,11 +161,11 @@ def attend(
 def combine(q: torch.Tensor, step: PagedStep, plan: PagedPlan) -> torch.Tensor:
     """o [B,H,hd] of the stretches."""
     rows, num_heads, hd = q.shape
-    o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    o, sinks = torch.empty_like(q, memory_format=torch.contiguous_format), plan.rule.sinks
     combine_stretches[(num_heads, rows)](  # pyright: ignore
-        step.position, plan.heads, plan.partial, plan.lses, o, plan.items.shape[0],
+        step.position, plan.heads, plan.partial, plan.lses, plan.lses if sinks is None else sinks, o, plan.items.shape[0],
         G=num_heads // plan.heads.shape[0], HD=hd, HP=max(16, _power(hd)), BLOCK=block_of(hd, q.element_size(), plan.page_tokens),
-        MAX_ITEMS=_power(plan.max_items), num_warps=4,
+        MAX_ITEMS=_power(plan.max_items), HAS_SINKS=sinks is not None, num_warps=4,
     )  # fmt: skip
     return o
 

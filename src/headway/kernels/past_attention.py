@@ -18,29 +18,32 @@ from torch import Tensor
 
 from headway.kernels import flash4
 from headway.kernels.attention import varlen_kernel, why_not
+from headway.kernels.sinks import add_sinks
+from headway.kernels.streaming_pieces import flash as packed_flash
 from headway.kernels.streaming_pieces import merge
 
 MIN_PAST = 512
 """Behind a shorter past two calls and a merge cost more than one slow call."""
 
 
-def attend_past(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """o [B,T,H,hd]; needs 16-bit tensors on CUDA (`why_not` of varlen)."""
-    if not why_not("fa4", q.device.type, q.dtype, q.shape[-1]):
+def attend_past(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """o [B,T,H,hd]; needs 16-bit tensors on CUDA (`why_not` of varlen). `sinks` [H]: a logit of each head beside its keys."""
+    if sinks is None and not why_not("fa4", q.device.type, q.dtype, q.shape[-1]):
         return flash4.causal(q, k, v, None)
     if k.shape[1] - q.shape[1] >= MIN_PAST and has_cudnn(q.dtype, q.shape[-1]):
-        return two_parts(q, k, v)
-    return flash(q, k, v)
+        o, lse = two_parts(q, k, v)
+        return o if sinks is None else add_sinks(o, lse, sinks)[0]
+    return flash(q, k, v, sinks)
 
 
-def two_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """cuDNN's attention to the past and to the new tokens, merged."""
+def two_parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """cuDNN's attention to the past and to the new tokens, merged: (o [B,T,H,hd], log-sum-exp fp32 [B,H,T])."""
     past = k.shape[1] - q.shape[1]
     o, lse = cudnn_part(q, k[:, past:], v[:, past:], causal=True)
     past_o, past_lse = cudnn_part(q, k[:, :past], v[:, :past], causal=False)
     for row in range(q.shape[0]):
         merge(o[row], lse[row], past_o[row], past_lse[row], slice(0, q.shape[1]))
-    return o
+    return o, lse
 
 
 def cudnn_part(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -66,7 +69,7 @@ def has_cudnn(dtype: torch.dtype, head_size: int) -> bool:
     return bool((o.float() - right).abs().max() < 2e-2) and bool((lse - scores.logsumexp(-1)).abs().max() < 2e-2)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def flash(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
     """FlashAttention-2, row by row."""
     kernel = varlen_kernel(q.shape[2] != k.shape[2])
     tokens, total = q.shape[1], k.shape[1]
@@ -74,5 +77,8 @@ def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     o = torch.empty_like(q)
     for row in range(q.shape[0]):
         # Where there are more keys than queries the causal edge ends at the last of both.
-        o[row] = kernel(q[row], k[row], v[row], starts[0], starts[1], tokens, total, window_size=(-1, 0))
+        if sinks is None:
+            o[row] = kernel(q[row], k[row], v[row], starts[0], starts[1], tokens, total, window_size=(-1, 0))
+        else:
+            o[row] = add_sinks(*packed_flash(q[row], k[row], v[row], starts[0], starts[1], tokens, total, -1, 0), sinks)[0]
     return o

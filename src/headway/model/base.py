@@ -48,15 +48,19 @@ class AttentionCache(Protocol):
     capacity: int
     """Tokens of the longest sequence it has room for."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, position: Tensor, whole: Any) -> Tensor:
-        """o [B,T,H,hd] of q [B,T,H,hd] at positions [B,T], over what is stored and k, v [B,T,KV,hd], which are stored."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, position: Tensor, whole: Any, sinks: Tensor | None = None) -> Tensor:
+        """o [B,T,H,hd] of q [B,T,H,hd] at positions [B,T], over what is stored and k, v [B,T,KV,hd], which are stored.
+
+        `sinks` [H]: a trained logit of each head beside its keys, in models that have them."""
         ...
 
 
 class AttentionCore(Protocol):
     """Attention of one layer: q [B,T,H,hd], k and v [B,T,KV,hd] -> o [B,T,H,hd]."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None) -> Tensor: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None) -> Tensor:
+        """In a model with trained sinks also `rule`, a `ScoreRule` with those of this layer."""
+        ...
 
 
 @dataclass(frozen=True)

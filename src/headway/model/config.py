@@ -129,6 +129,9 @@ class ModelConfig(Section):
     window_layers: tuple[int, ...] | None = setting(None, "Layers the sliding window applies to; null = all.")
     attention_scale: float | None = setting(None, "Scores are q k times this; null = 1 / sqrt(head_dim).", gt=0)
     attention_softcap: float | None = setting(None, "Attention scores s become softcap * tanh(s / softcap); null = unchanged.", gt=0)
+    attention_sinks: bool = setting(
+        False, "A trained logit per query head takes part in the softmax over scores, with a value of 0: a head may attend to nothing."
+    )
     experts: ExpertsConfig | None = setting(None, "Mixtures of experts in place of feed-forward layers; null = none.")
     embed_scale: float = setting(1.0, "The embedding of a token is multiplied by this.", gt=0)
     residual_scale: float = setting(1.0, "What attention and feed-forward add to the stream is multiplied by this.", gt=0)
@@ -216,11 +219,13 @@ class ModelConfig(Section):
         if self.experts is not None and "num_layers" in self.model_fields_set and not any(map(self.is_mixture, range(self.num_layers))):
             raise ValueError(f"experts leaves none of the num_layers={self.num_layers} layers a mixture; lower first_dense or every")
         if self.experts is not None and self.ffn_bias:
-            raise ValueError("experts is given with ffn_bias=true; experts have no biases. Use ffn_bias false")
+            raise ValueError("experts is given with ffn_bias=true; the biases of experts are experts.bias. Use ffn_bias false")
         if self.head_gates is not None and self.sliding_window is not None:
             raise ValueError(f"head_gates is given with sliding_window={self.sliding_window}; gates need heads that see the full context")
         if self.head_gates is not None and self.attention_softcap is not None:
             raise ValueError(f"head_gates is given with attention_softcap={self.attention_softcap}; gated heads have no soft-capping")
+        if self.head_gates is not None and self.attention_sinks:
+            raise ValueError("head_gates is given with attention_sinks=true; gated heads have no trained sinks")
         return self
 
     def _positions_fit(self) -> None:

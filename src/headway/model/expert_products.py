@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.kernels.grouped import grouped_inputs, grouped_linear, grouped_weights
+from headway.kernels.grouped import ALIGN, grouped_inputs, grouped_linear, grouped_weights
 
 
 class Dispatch(NamedTuple):
@@ -39,9 +39,35 @@ def dispatch(chosen: Tensor, load: Tensor) -> Dispatch:
     return Dispatch(order, places, load.cumsum(0).to(torch.int32))
 
 
-def expert_products(x: Tensor, weights: Tensor, plan: Dispatch, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+class Clamp(NamedTuple):
+    """Of clamped SwiGLU: gate * sigmoid(alpha * gate) * (up + 1), where gate <= limit and -limit <= up <= limit."""
+
+    limit: float
+    alpha: float
+
+
+class ExpertBiases(NamedTuple):
+    """Biases of all experts, [E,F], [E,F] and [E,D]; None where there is none."""
+
+    gate: Tensor | None = None
+    up: Tensor | None = None
+    down: Tensor | None = None
+
+
+def expert_products(
+    x: Tensor,
+    weights: Tensor,
+    plan: Dispatch,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    biases: ExpertBiases = ExpertBiases(),
+    clamp: Clamp | None = None,
+) -> Tensor:
     """[N,D]: for each token x [N,D] the sum over its experts of weight * down(silu(gate x) * up x)."""
-    return ExpertProducts.apply(x, weights, plan.order, plan.places, plan.ends, gate, up, down)  # pyright: ignore[reportReturnType]
+    return ExpertProducts.apply(  # pyright: ignore[reportReturnType]
+        x, weights, plan.order, plan.places, plan.ends, gate, up, down, *biases, clamp
+    )
 
 
 class ExpertProducts(torch.autograd.Function):
@@ -49,31 +75,37 @@ class ExpertProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, order: Tensor, places: Tensor, ends: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weights: Tensor, order: Tensor, places: Tensor, ends: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor,
+        b_gate: Tensor | None, b_up: Tensor | None, b_down: Tensor | None, clamp: Clamp | None,
+    ) -> Tensor:  # fmt: skip
         k = weights.shape[1]
         inputs = x[order // k]
-        gate, up = grouped_linear(inputs, w_gate, ends), grouped_linear(inputs, w_up, ends)
-        inner = F.silu(gate.float()) * up.float() * weights.flatten()[order][:, None]
+        gate = _biased(grouped_linear(inputs, w_gate, ends), b_gate, ends)
+        up = _biased(grouped_linear(inputs, w_up, ends), b_up, ends)
+        weight = weights.flatten()[order][:, None]
+        inner = activated(gate.float(), up.float(), clamp) * weight
         result = grouped_linear(inner.to(x.dtype), w_down, ends)
-        ctx.save_for_backward(x, weights, order, places, ends, w_gate, w_up, w_down, gate, up)
+        if b_down is not None:
+            result = result + (b_down[_experts_of(ends, len(order))].float() * weight).to(x.dtype)
+        ctx.clamp = clamp
+        ctx.save_for_backward(x, weights, order, places, ends, w_gate, w_up, w_down, b_down, gate, up)
         return result[places].view(-1, k, x.shape[1]).float().sum(1).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weights, order, places, ends, w_gate, w_up, w_down, gate, up = ctx.saved_tensors
+        x, weights, order, places, ends, w_gate, w_up, w_down, b_down, gate, up = ctx.saved_tensors
         k, width = weights.shape[1], x.shape[1]
         needs = ctx.needs_input_grad
         weight, gate, up = weights.flatten()[order][:, None], gate.float(), up.float()
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        plain = silu * up
+        plain, slope_gate, slope_up = activated_slopes(gate, up, ctx.clamp)
         by_result = grad[order // k]
         by_inner = grouped_inputs(by_result, w_down, ends).float()
-        by_weights = (by_inner * plain).sum(1)[places].view(-1, k)
+        by_slots = (by_inner * plain).sum(1)
+        if b_down is not None:
+            by_slots = by_slots + (by_result.float() * b_down[_experts_of(ends, len(order))].float()).sum(1)
+        by_weights = by_slots[places].view(-1, k)
         by_plain = by_inner * weight
-        by_gate = (by_plain * up * (sigmoid + silu * (1 - sigmoid))).to(x.dtype)
-        by_up = (by_plain * silu).to(x.dtype)
+        by_gate, by_up = (by_plain * slope_gate).to(x.dtype), (by_plain * slope_up).to(x.dtype)
         # Not forward's expression: the compiler would keep its result, k times as large as x, instead of making it again.
         inputs = x[(order // k).clamp(max=len(x) - 1)]
         by_inputs = grouped_inputs(by_gate, w_gate, ends) + grouped_inputs(by_up, w_up, ends)
@@ -83,4 +115,45 @@ class ExpertProducts(torch.autograd.Function):
             grouped_weights(by_gate, inputs, ends, w_gate) if needs[5] else None,
             grouped_weights(by_up, inputs, ends, w_up) if needs[6] else None,
             grouped_weights(by_result, (plain * weight).to(x.dtype), ends, w_down) if needs[7] else None,
+            _group_sums(by_gate, None, ends, w_gate) if needs[8] else None,
+            _group_sums(by_up, None, ends, w_up) if needs[9] else None,
+            _group_sums(by_result, weight, ends, w_down) if needs[10] else None,
+            None,
         )  # fmt: skip
+
+
+def activated(gate: Tensor, up: Tensor, clamp: Clamp | None) -> Tensor:
+    """What goes into down, fp32 [N*k,F]."""
+    if clamp is None:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return gate * torch.sigmoid(clamp.alpha * gate) * (up + 1)
+
+
+def activated_slopes(gate: Tensor, up: Tensor, clamp: Clamp | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(what `activated` returns, its derivatives by gate and by up)."""
+    if clamp is None:
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        return silu * up, up * (sigmoid + silu * (1 - sigmoid)), silu
+    gate_moves, up_moves = gate <= clamp.limit, up.abs() <= clamp.limit
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit) + 1
+    sigmoid = torch.sigmoid(clamp.alpha * gate)
+    swish = gate * sigmoid
+    return swish * up, up * (sigmoid + clamp.alpha * swish * (1 - sigmoid)) * gate_moves, swish * up_moves
+
+
+def _experts_of(ends: Tensor, count: int) -> Tensor:
+    """[count]: the expert of each sorted place."""
+    places = torch.arange(count, device=ends.device, dtype=ends.dtype)
+    return torch.searchsorted(ends, places, right=True).clamp(max=len(ends) - 1)
+
+
+def _biased(products: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    return products if bias is None else products + bias[_experts_of(ends, len(products))]
+
+
+def _group_sums(dy: Tensor, factor: Tensor | None, ends: Tensor, weight: Tensor) -> Tensor:
+    """[E,out]: dy [n,out] times factor [n,1] summed over each group: a grouped product with columns of it, so that the order is fixed."""
+    ones = dy.new_ones(1, 1) if factor is None else factor.to(dy.dtype)
+    return grouped_weights(dy, ones.expand(len(dy), ALIGN).contiguous(), ends, weight)[..., 0]

@@ -18,6 +18,15 @@ class ExpertsConfig(Section):
     shared_ffn_size: int = setting(0, "Inner width of the shared expert that every token passes besides; 0 = none.", ge=0)
     normalize: bool = setting(True, "Divide the weights of a token's experts by their sum.")
     router: Literal["softmax", "sigmoid"] = setting("softmax", "How the router's logits become scores.")
+    router_bias: bool = setting(False, "A trained bias on the router's logits.")
+    bias: bool = setting(False, "Biases on the projections of the experts.")
+    swiglu_limit: float | None = setting(
+        None,
+        "Clamped SwiGLU: gate is at most this, up is between minus this and this, and down reads gate * sigmoid(alpha * gate) * (up + 1); "
+        "null = gate * sigmoid(gate) * up.",
+        gt=0,
+    )
+    swiglu_alpha: float = setting(1.702, "alpha of clamped SwiGLU.", gt=0)
     first_dense: int = setting(0, "The first layers that keep an ordinary feed-forward.", ge=0)
     every: int = setting(1, "After those, every n-th layer is a mixture; 1 = all of them.", ge=1)
     aux_loss: float = setting(0.01, "Weight of the load-balancing loss; 0 = none.", ge=0, on_resume="free")
@@ -46,6 +55,8 @@ class ExpertsConfig(Section):
     def _fits(self) -> "ExpertsConfig":
         if self.per_token > self.num:
             raise ValueError(f"per_token is {self.per_token}; it must not exceed num={self.num}")
+        if self.swiglu_limit is None and self.swiglu_alpha != type(self).model_fields["swiglu_alpha"].default:
+            raise ValueError(f"swiglu_alpha is {self.swiglu_alpha} without swiglu_limit; it is for clamped SwiGLU. Give swiglu_limit too")
         return self
 
     def is_mixture(self, layer: int) -> bool:

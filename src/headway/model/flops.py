@@ -20,8 +20,9 @@ from headway.model.layout import EMBEDDING, GATES, HEAD, POSITIONS, active_share
 
 CORE = 3
 SLOTS = {
-    "input_layernorm": 0, "q_proj": 1, "k_proj": 1, "v_proj": 1, "q_norm": 2, "k_norm": 2, "o_proj": 4, "post_self_attn_layernorm": 5,
-    "post_attention_layernorm": 6, "gate": 7, "gate_proj": 7, "up_proj": 7, "down_proj": 8, "post_mlp_layernorm": 9,
+    "input_layernorm": 0, "q_proj": 1, "k_proj": 1, "v_proj": 1, "q_norm": 2, "k_norm": 2, "sinks": 3, "o_proj": 4,
+    "post_self_attn_layernorm": 5, "post_attention_layernorm": 6,
+    "gate": 7, "gate_proj": 7, "up_proj": 7, "down_proj": 8, "post_mlp_layernorm": 9,
 }  # fmt: skip
 """Where in its block the forward meets a parameter; attention itself is at CORE."""
 Depth = tuple[int, int]
@@ -60,12 +61,14 @@ def token_flops(
     matrices = 0.0
     for name, shape in shapes.items():
         is_head = name == HEAD or (name == EMBEDDING and config.tie_embeddings)
-        if len(shape) < 2 or name in (GATES, POSITIONS) or not _is_of_model(name) or (name == EMBEDDING and not is_head):
+        if len(shape) < 2 or name.endswith(".bias") or name in (GATES, POSITIONS) or (name == EMBEDDING and not is_head):
+            continue
+        if not _is_of_model(name):
             continue
         depth = (config.num_layers, 1) if is_head else _depth(name, config)
         # What goes into B comes from A, which trains.
         needs_inputs = first < depth or (name.endswith("lora_B.weight") and name.replace("lora_B", "lora_A") in training)
-        matrices += active_share(config, shape) * prod(shape) * (2 + 2 * needs_inputs + 2 * (name in training))
+        matrices += active_share(config, name) * prod(shape) * (2 + 2 * needs_inputs + 2 * (name in training))
     passed = sum(first < (layer, CORE) for layer in range(config.num_layers))
     attention = 4 * (config.num_layers + 2 * passed) * config.num_heads * config.head_size * seq_len
     return TokenFlops(matrices, attention)

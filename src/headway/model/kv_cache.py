@@ -25,18 +25,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from headway.kernels.attention import attend_chunk
+from headway.kernels.attention import ScoreRule, attend_chunk
 from headway.kernels.cached_chunk import ChunkPlan, attend_streaming, store
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
-from headway.model.kv_layer import CacheChunk, CachedHeads, CacheRows, LayerCache, attend_ring, group_heads, put_heads, select_heads_of
+from headway.model.kv_layer import (
+    CacheChunk,
+    CachedHeads,
+    CacheRows,
+    LayerCache,
+    attend_ring,
+    group_heads,
+    put_heads,
+    rule_of_heads,
+    select_heads_of,
+)
 
-PrefillAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Causal attention, under the layer's own window, of tokens that have nothing before them: q, k, v -> o."""
+PrefillAttention = Callable[..., torch.Tensor]
+"""Causal attention, under the layer's own window, of tokens that have nothing before them: q, k, v -> o. With sinks also `rule`."""
 
 
 class KVCache:
@@ -136,55 +146,74 @@ class KVCache:
         return self.start == 0
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, whole: PrefillAttention | None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        position: torch.Tensor,
+        whole: PrefillAttention | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """o [B,T,H,hd] of q [B,T,H,hd] at positions [B,T], over what is stored and k, v [B,T,KV,hd]; what is needed of these is stored."""
+        """o [B,T,H,hd] of q [B,T,H,hd] at positions [B,T], over what is stored and k, v [B,T,KV,hd]; what is needed of these is stored.
+
+        `sinks` [H]: a logit of each head beside its keys (`ScoreRule`)."""
         start, tokens = self.start, q.shape[1]
         assert start + tokens <= self.capacity, "the cache is built for the longest sequence that will come"
         at = self.layers[layer]
         if tokens == 1 and self._prompt is None and start > 0:
-            return self._step(at, q, k, v, position[:, 0])
+            return self._step(at, q, k, v, position[:, 0], sinks)
         if q.is_cuda:
-            return self._attend_cuda(at, q, k, v, position, whole)
+            return self._attend_cuda(at, q, k, v, position, whole, sinks)
         limit = None if self._prompt is None else self._prompt.limit
         aligned = self._prompt is not None or len({self.host_lengths[row] for row in self._active}) == 1
         o = torch.empty_like(q)
         for group in at.groups:
             some_q, some_k, some_v = (select_heads_of(x, group, at.kv_heads) for x in (q, k, v))
-            chunk = CacheChunk(some_q, some_k, some_v, position, limit, start, aligned, self._rows)
+            rule = rule_of_heads(at.rule, sinks, group.heads, at.kv_heads)
+            chunk = CacheChunk(some_q, some_k, some_v, position, limit, start, aligned, self._rows, rule)
             result = self._attend_chunk(at, group, chunk, whole)
             if len(at.groups) == 1:
                 return result
             put_heads(o, result, group.heads, at.kv_heads)
         return o
 
-    def _step(self, at: LayerCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    def _step(
+        self, at: LayerCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """One token in each row of the batch."""
         stop = self.start + 1
         if q.is_cuda or self._rows is not None or len(self._active) == len(self.host_lengths):
-            return at.step(q, k, v, position, stop, self._rows)
+            return at.step(q, k, v, position, stop, self._rows, sinks)
         some = CacheRows.of(self._active, q.device)
         o = torch.zeros_like(q)
-        o[some.index] = at.step(q[some.index], k[some.index], v[some.index], position[some.index], stop, some)
+        o[some.index] = at.step(q[some.index], k[some.index], v[some.index], position[some.index], stop, some, sinks)
         return o
 
     def _attend_chunk(self, at: LayerCache, group: CachedHeads, chunk: CacheChunk, whole: PrefillAttention | None) -> torch.Tensor:
         """Several tokens of a group's heads at once. What is stored is read before it is overwritten."""
         if chunk.start == 0 and whole is not None and (group.complete or chunk.q.shape[1] <= group.capacity):
-            o = whole(chunk.q, chunk.k, chunk.v)
+            o = _whole(whole, chunk.q, chunk.k, chunk.v, chunk.rule)
             at.write(group, chunk)
             return o
         if group.capacity == self.capacity:
             at.write(group, chunk)
             keys, values = at.read(group, chunk.start + chunk.q.shape[1], chunk.rows)
             start = chunk.start if chunk.aligned else None
-            return attend_chunk(chunk.q, keys, values, start=start, position=chunk.position, rule=at.rule)
+            return attend_chunk(chunk.q, keys, values, start=start, position=chunk.position, rule=chunk.rule)
         o = attend_ring(at, group, chunk)
         at.write(group, chunk)
         return o
 
     def _attend_cuda(
-        self, at: LayerCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, whole: PrefillAttention | None
+        self,
+        at: LayerCache,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        position: torch.Tensor,
+        whole: PrefillAttention | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Several tokens in each row of the batch. Rings are read before the new tokens overwrite them."""
         start, tokens = self.start, q.shape[1]
@@ -193,21 +222,22 @@ class KVCache:
         flat_q, flat_k, flat_v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
         o = torch.empty_like(flat_q, memory_format=torch.contiguous_format)
         plan = self._plan_chunk(tokens)
+        every = replace(at.rule, sinks=sinks)
         for group in streaming:
-            attend_streaming(flat_q, flat_k, flat_v, at.keys, at.values, o, at.region_table(group), plan, at.rule)
+            attend_streaming(flat_q, flat_k, flat_v, at.keys, at.values, o, at.region_table(group), plan, every)
         store(flat_k, flat_v, at.keys, at.values, at.region_table(), plan)
         o = o.view(q.shape)
         for group in at.groups:
             if group in streaming:
                 continue
-            some_q = select_heads_of(q, group, at.kv_heads)
+            some_q, rule = select_heads_of(q, group, at.kv_heads), rule_of_heads(at.rule, sinks, group.heads, at.kv_heads)
             if group in direct:
                 assert whole is not None
-                result = whole(some_q, select_heads_of(k, group, at.kv_heads), select_heads_of(v, group, at.kv_heads))
+                result = _whole(whole, some_q, select_heads_of(k, group, at.kv_heads), select_heads_of(v, group, at.kv_heads), rule)
             else:
                 keys, values = at.read(group, start + tokens, self._rows)
                 aligned = self._prompt is not None or len({self.host_lengths[row] for row in self._active}) == 1
-                result = attend_chunk(some_q, keys, values, start=start if aligned else None, position=position, rule=at.rule)
+                result = attend_chunk(some_q, keys, values, start=start if aligned else None, position=position, rule=rule)
             if len(at.groups) == 1:
                 return result
             put_heads(o, result, group.heads, at.kv_heads)
@@ -243,6 +273,11 @@ class KVCache:
         for row, length in zip(range(len(self.host_lengths)) if rows is None else rows.numbers, prompt.lengths, strict=True):
             self.host_lengths[row] = min(length, read)
         self.lengths[slice(None) if rows is None else rows.index] = read if prompt.limit is None else prompt.limit.clamp(max=read)
+
+
+def _whole(whole: PrefillAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
+    """Attention inside the chunk; only a model with sinks has cores that take a rule."""
+    return whole(q, k, v) if rule.sinks is None else whole(q, k, v, rule=rule)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Shapes: B rows of a batch, T new tokens, H query heads, KV key and value heads, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -101,6 +101,7 @@ class CacheChunk:
     aligned: bool
     """Every row's tokens begin at the same position."""
     rows: CacheRows | None
+    rule: ScoreRule
 
     def stored(self) -> torch.Tensor:
         """Tokens of each row before these, [B]."""
@@ -162,14 +163,22 @@ class LayerCache:
             view[:, row[which, 0], index] = x[which, token].transpose(0, 1)
 
     def step(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, stop: int, rows: CacheRows | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        position: torch.Tensor,
+        stop: int,
+        rows: CacheRows | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One new token in each row, at positions [B]: stored and attended to, with everything its heads still have.
 
+        `sinks` [H]: a logit of each head beside its keys (`ScoreRule`).
         On CUDA a row at position -1 takes no part: nothing of it is read or written, and its o is 0.
         """
         if q.is_cuda:
-            return self._step_cuda(q, k, v, position, rows)
+            return self._step_cuda(q, k, v, position, rows, replace(self.rule, sinks=sinks))
         row = (self._all_rows if rows is None else rows.column)[:, 0]
         o = torch.empty_like(q)
         for group in self.groups:
@@ -180,21 +189,24 @@ class LayerCache:
             seen = index <= position[:, None]
             if group.reach is not None:
                 seen &= (index >= group.sinks) | (position[:, None] - index < group.reach)
-            result = dense(one_q, *self.read(group, len(index), rows), seen[:, None], self.rule)
+            rule = rule_of_heads(self.rule, sinks, group.heads, self.kv_heads)
+            result = dense(one_q, *self.read(group, len(index), rows), seen[:, None], rule)
             put_heads(o, result, group.heads, self.kv_heads)
         return o
 
-    def _step_cuda(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, rows: CacheRows | None) -> torch.Tensor:
+    def _step_cuda(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, rows: CacheRows | None, rule: ScoreRule
+    ) -> torch.Tensor:
         if rows is not None:  # the kernel counts all rows
             whole = [x.new_zeros(self.rows, *x.shape[1:]) for x in (q, k, v)]
             for full, x in zip(whole, (q, k, v), strict=True):
                 full[rows.index] = x
             at = position.new_full((self.rows,), -1)
             at[rows.index] = position
-            return self._step_cuda(whole[0], whole[1], whole[2], at, None)[rows.index]
+            return self._step_cuda(whole[0], whole[1], whole[2], at, None, rule)[rows.index]
         if self._plan is None:
             self._plan = DecodePlan.of(self._regions(), self.rows, q.shape[2] // self.kv_heads, self.head_size, q.device)
-        return decode_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, position, self._plan, self.rule)[:, None]
+        return decode_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, position, self._plan, rule)[:, None]
 
     def region_table(self, group: CachedHeads | None = None) -> torch.Tensor:
         """Where the heads of one group, or of all, keep their positions, on the device."""
@@ -243,7 +255,7 @@ def attend_ring(at: LayerCache, group: CachedHeads, chunk: CacheChunk) -> torch.
             is_sink = key < group.sinks
             near |= is_sink if group.reach is None else is_sink & (distance < group.reach)
         seen = (distance >= 0) & (key >= 0) & near
-        results.append(dense(chunk.q[:, begin:end], k, v, seen, at.rule))
+        results.append(dense(chunk.q[:, begin:end], k, v, seen, chunk.rule))
     return torch.cat(results, dim=1)
 
 
@@ -259,6 +271,11 @@ def take_heads(x: torch.Tensor, heads: tuple[int, ...], kv_heads: int) -> torch.
     per_head = x.shape[2] // kv_heads
     pieces = [x[:, :, first * per_head : stop * per_head] for first, stop in _runs(heads)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+
+def rule_of_heads(rule: ScoreRule, sinks: torch.Tensor | None, heads: tuple[int, ...], kv_heads: int) -> ScoreRule:
+    """A rule with the sinks [H] of the query heads that belong to some KV heads."""
+    return rule if sinks is None else replace(rule, sinks=take_heads(sinks[None, None], heads, kv_heads)[0, 0])
 
 
 def put_heads(o: torch.Tensor, result: torch.Tensor, heads: tuple[int, ...], kv_heads: int) -> None:

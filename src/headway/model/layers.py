@@ -86,6 +86,8 @@ class Attention(nn.Module):
         self.norms_projections = config.qk_norm_over == "projection"
         self.mean_over_ranks: Callable[[Tensor], Tensor] | None = None
         """Where ranks share the heads: the mean over them, for norms of all heads together."""
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sinks else None
+        """[H]: a logit of each head beside the scores of its keys (`ScoreRule`)."""
         self.o_proj = nn.Linear(config.num_heads * head, width, bias=config.output_bias)
         self.head_size = head
         self.rotates = config.positions == "rotary" and layer not in config.no_rope_layers

@@ -1,9 +1,9 @@
 """How the parameters of a Transformer may be sharded, as data: a config comes in, one `ParamSpec` per parameter goes out, in forward order.
 
     split        dim    parameters
-    column        0     q, k, v, gate, up and their biases, norms over all heads: each rank computes some of the outputs
+    column        0     q, k, v, gate, up and their biases, norms over all heads, attention sinks: each rank computes some of the outputs
     row           1     o, down: each rank sums over some of the inputs
-    (of stacked experts, [experts, out, in], each dim is one higher: a rank has a part of every expert)
+    (of experts, [experts, out, in] and biases [experts, out], each dim is one higher: a rank has a part of every expert)
     vocab         0     embedding and head: each rank has some of the tokens
     replicated    -     norms, routers, biases added after a sum, everything of media inputs
 
@@ -28,6 +28,8 @@ DECIDED = 10.0
 """log_alpha of a gate that is decided: +10 full, -10 streaming."""
 STACKED = 3
 """Dims of a matrix that is stacked over experts."""
+EXPERTS = ".mlp.experts."
+"""Part of the name of every parameter that is stacked over experts."""
 ROUTER_BIAS = "e_score_correction_bias"
 """Last part of the name of the bias by which a router balances experts without a loss; fp32 and whole on every rank, never trained."""
 SPLIT_DIM: dict[Split, int | None] = {"column": 0, "row": 1, "vocab": 0, "replicated": None}
@@ -53,7 +55,7 @@ class ParamSpec:
     def split_dim(self) -> int | None:
         """The dim along which it may be split."""
         dim = SPLIT_DIM[self.split]
-        return dim + 1 if dim is not None and len(self.shape) == STACKED else dim
+        return dim + 1 if dim is not None and EXPERTS in self.name else dim
 
     @property
     def size(self) -> int:
@@ -90,6 +92,8 @@ def _block(config: ModelConfig, layer: int) -> list[ParamSpec]:
             by_head = config.qk_norm_over == "head"
             shape, split, unit = ((head,), "replicated", 1) if by_head else ((size,), "column", head)
             specs.append(ParamSpec(f"{at}self_attn.{name}.weight", shape, split, layer, unit))
+    if config.attention_sinks:
+        specs.append(ParamSpec(at + "self_attn.sinks", (config.num_heads,), "column", layer))
     specs += _linear(at + "self_attn.o_proj", (width, queries), "row", layer, bias=config.output_bias, unit=head)
     specs += _norm(config, at + "post_self_attn_layernorm", layer) if after else []
     specs += _norm(config, at + "post_attention_layernorm", layer) if before and not config.parallel_block else []
@@ -108,11 +112,14 @@ def _mixture(config: ModelConfig, at: str, layer: int, _ffn: int) -> list[ParamS
     assert config.experts is not None
     num, width, ffn = config.experts.num, config.hidden_size, config.expert_size
     specs = [ParamSpec(at + "gate.weight", (num, width), "replicated", layer)]
+    if config.experts.router_bias:
+        specs.append(ParamSpec(at + "gate.bias", (num,), "replicated", layer))
     if config.experts.bias_rate is not None:
         specs.append(ParamSpec(f"{at}gate.{ROUTER_BIAS}", (num,), "replicated", layer))
+    bias = config.experts.bias
     for name in ("gate_proj", "up_proj"):
-        specs.append(ParamSpec(f"{at}experts.{name}.weight", (num, ffn, width), "column", layer))
-    specs.append(ParamSpec(at + "experts.down_proj.weight", (num, width, ffn), "row", layer))
+        specs += _linear(f"{at}experts.{name}", (num, ffn, width), "column", layer, bias=bias)
+    specs += _linear(at + "experts.down_proj", (num, width, ffn), "row", layer, bias=bias)
     shared = config.experts.shared_ffn_size
     return specs + (_feed_forward(config, at + "shared_experts.", layer, shared) if shared else [])
 
@@ -122,12 +129,12 @@ def _norm(config: ModelConfig, name: str, stage: Stage) -> list[ParamSpec]:
     return [ParamSpec(f"{name}.{part}", (config.hidden_size,), "replicated", stage) for part in parts]
 
 
-def _linear(name: str, shape: tuple[int, int], split: Split, stage: Stage, *, bias: bool, unit: int = 1) -> list[ParamSpec]:
+def _linear(name: str, shape: tuple[int, ...], split: Split, stage: Stage, *, bias: bool, unit: int = 1) -> list[ParamSpec]:
     specs = [ParamSpec(name + ".weight", shape, split, stage, unit)]
     if bias:
         # The bias of a row-split projection is added once, after the sum over ranks.
         column = split == "column"
-        specs.append(ParamSpec(name + ".bias", shape[:1], split if column else "replicated", stage, unit if column else 1))
+        specs.append(ParamSpec(name + ".bias", shape[:-1], split if column else "replicated", stage, unit if column else 1))
     return specs
 
 
@@ -136,11 +143,11 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(spec.size for spec in param_specs(config))
 
 
-def active_share(config: ModelConfig, shape: tuple[int, ...]) -> float:
+def active_share(config: ModelConfig, name: str) -> float:
     """The part of a parameter that one token passes: a few of stacked experts, all of everything else."""
-    return 1.0 if config.experts is None or len(shape) != STACKED else config.experts.per_token / config.experts.num
+    return 1.0 if config.experts is None or EXPERTS not in name else config.experts.per_token / config.experts.num
 
 
 def active_parameters(config: ModelConfig) -> int:
     """The parameters that one token passes, a tied matrix counted once."""
-    return round(sum(spec.size * active_share(config, spec.shape) for spec in param_specs(config)))
+    return round(sum(spec.size * active_share(config, spec.name) for spec in param_specs(config)))

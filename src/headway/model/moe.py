@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from headway.model.expert_products import Dispatch, dispatch, expert_products
+from headway.model.expert_products import Clamp, Dispatch, ExpertBiases, dispatch, expert_products
 from headway.model.layers import FeedForward
 from headway.model.router import Router, Routing, summarize
 
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 class ExpertLinear(nn.Module):
     """The same matrix of all experts, stacked."""
 
-    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+    def __init__(self, experts: int, inputs: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+        self.bias = nn.Parameter(torch.zeros(experts, outputs)) if bias else None
+        self.adds_bias = True
+        """False on ranks whose results are added to one that adds it."""
 
 
 class Experts(nn.Module):
@@ -36,14 +39,18 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         assert config.experts is not None
-        num, width, inner = config.experts.num, config.hidden_size, config.expert_size
-        self.gate_proj = ExpertLinear(num, width, inner)
-        self.up_proj = ExpertLinear(num, width, inner)
-        self.down_proj = ExpertLinear(num, inner, width)
+        num, width, inner, bias = config.experts.num, config.hidden_size, config.expert_size, config.experts.bias
+        self.gate_proj = ExpertLinear(num, width, inner, bias=bias)
+        self.up_proj = ExpertLinear(num, width, inner, bias=bias)
+        self.down_proj = ExpertLinear(num, inner, width, bias=bias)
+        limit, alpha = config.experts.swiglu_limit, config.experts.swiglu_alpha
+        self.clamp = None if limit is None else Clamp(limit, alpha)
 
     def forward(self, x: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
         """[N,D]: the weighted sum of the experts of each token x [N,D], with weights fp32 [N,k]."""
-        return expert_products(x, weights, plan, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+        matrices = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        down = self.down_proj.bias if self.down_proj.adds_bias else None
+        return expert_products(x, weights, plan, *matrices, ExpertBiases(self.gate_proj.bias, self.up_proj.bias, down), self.clamp)
 
 
 class MixtureOfExperts(nn.Module):

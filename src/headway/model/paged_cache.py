@@ -156,10 +156,17 @@ class PagedDecode:
         """No row has more tokens than this, the new one included; for the plain path."""
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, whole: object = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        position: torch.Tensor,
+        whole: object = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """o [B,1,H,hd] of q [B,1,H,hd] at positions [B,1]; k and v [B,1,KV,hd] are stored."""
-        return self.cache.layers[layer].step(q, k, v, position[:, 0], self)
+        return self.cache.layers[layer].step(q, k, v, position[:, 0], self, sinks)
 
     def advance(self, tokens: int) -> None:
         """Lengths are the caller's."""
@@ -174,10 +181,17 @@ class PagedPrefill:
         self.cache, self.plan, self.capacity = cache, plan, cache.shape.context
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, whole: object = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        position: torch.Tensor,
+        whole: object = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """o [1,N,H,hd] of q [1,N,H,hd]; each piece sees what its slot holds and itself; k and v [1,N,KV,hd] are stored."""
-        return self.cache.layers[layer].prefill(q[0], k[0], v[0], self.plan)[None]
+        return self.cache.layers[layer].prefill(q[0], k[0], v[0], self.plan, sinks)[None]
 
     def advance(self, tokens: int) -> None:
         """Lengths are the caller's."""

@@ -6,7 +6,7 @@ Shapes: B rows of a batch, N packed prompt tokens, H query heads, KV key and val
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,10 @@ from headway.kernels.attention import ScoreRule, attend_chunk, dense, why_not
 from headway.kernels.cached_chunk import FAR, ChunkPlan, HeadRegion, attend_streaming, region_table, store
 from headway.kernels.paged_attention import NO_LIMIT, PagedPlan, PagedRegion, PagedStep, paged_attention
 from headway.kernels.past_attention import cudnn_part, has_cudnn
+from headway.kernels.sinks import add_sinks
 from headway.kernels.streaming_pieces import flash
 from headway.model.config import ModelConfig
-from headway.model.kv_layer import put_heads, take_heads
+from headway.model.kv_layer import put_heads, rule_of_heads, take_heads
 from headway.model.ring_prefill import RingHeads, RingPlan, attend_windows
 
 if TYPE_CHECKING:
@@ -159,10 +160,21 @@ class LayerPages:
     def _put(self, o: torch.Tensor, result: torch.Tensor, heads: tuple[int, ...]) -> None:
         put_heads(o, result, heads, self.kv_heads)
 
-    def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, batch: PagedDecode) -> torch.Tensor:
-        """One new token in each row of a batch."""
+    def _rule(self, sinks: torch.Tensor | None, heads: tuple[int, ...]) -> ScoreRule:
+        return rule_of_heads(self.rule, sinks, heads, self.kv_heads)
+
+    def step(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        position: torch.Tensor,
+        batch: PagedDecode,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One new token in each row of a batch. `sinks` [H]: a logit of each head beside its keys (`ScoreRule`)."""
         if q.is_cuda:
-            return self._step_cuda(q, k, v, position, batch)
+            return self._step_cuda(q, k, v, position, batch, sinks)
         o, table = torch.zeros_like(q), batch.cache.table
         if self.full:
             page, offset = table[batch.slots, position // self.page_tokens].long(), position % self.page_tokens
@@ -171,7 +183,7 @@ class LayerPages:
             pages = table[batch.slots, : -(-batch.most // self.page_tokens)]
             keys, values = (pool[pages].transpose(2, 3).flatten(1, 2) for pool in self.pages())
             seen = torch.arange(keys.shape[1], device=q.device) <= position[:, None]
-            self._put(o, dense(self._heads(q, self.full), keys, values, seen[:, None], self.rule), self.full)
+            self._put(o, dense(self._heads(q, self.full), keys, values, seen[:, None], self._rule(sinks, self.full)), self.full)
         for number, heads in enumerate(self.rings):
             index = heads.index(position)
             for view, x in zip(self.ring(number), (k, v), strict=True):
@@ -179,16 +191,27 @@ class LayerPages:
             stop = min(batch.most, heads.indices)
             keys, values = (view[batch.slots, :, :stop].transpose(1, 2) for view in self.ring(number))
             seen = heads.seen(heads.positions(position + 1, stop), position[:, None])
-            self._put(o, dense(self._heads(q, heads.heads), keys, values, seen[:, None], self.rule), heads.heads)
+            result = dense(self._heads(q, heads.heads), keys, values, seen[:, None], self._rule(sinks, heads.heads))
+            self._put(o, result, heads.heads)
         return o
 
-    def _step_cuda(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: torch.Tensor, batch: PagedDecode) -> torch.Tensor:
+    def _step_cuda(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        position: torch.Tensor,
+        batch: PagedDecode,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         plan = self._plans.get(batch.rows)
         if plan is None:
             shape = (q.shape[2] // self.kv_heads, self.head_size)
             regions = self._regions(batch.cache.shape.context)
             plan = PagedPlan.of(regions, batch.rows, shape, self.page_tokens, batch.cache.workspace, self.rule)
             self._plans[batch.rows] = plan
+        if sinks is not None:
+            plan = replace(plan, rule=replace(plan.rule, sinks=sinks))
         step = PagedStep(batch.slots, position.contiguous(), batch.cache.table)
         return paged_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, step, plan)[:, None]
 
@@ -205,31 +228,35 @@ class LayerPages:
                 found[head] = PagedRegion(*region)
         return [found[head] for head in range(self.kv_heads)]
 
-    def prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """o [N,H,hd] of packed pieces q [N,H,hd], k and v [N,KV,hd]. What is stored is read before it is overwritten."""
         o = torch.empty_like(q)
         if self.full:
             some_q, some_k, some_v = (self._heads(x[None], self.full)[0] for x in (q, k, v))
             for pool, x in zip(self.pages(), (some_k, some_v), strict=True):
                 pool[plan.page, :, plan.offset] = x
-            self._put(o[None], self._full_prefill(some_q, some_k, some_v, plan)[None], self.full)
+            self._put(o[None], self._full_prefill(some_q, some_k, some_v, plan, self._rule(sinks, self.full))[None], self.full)
         if self.rings and uses_kernels(q):
-            self._rings_prefill(q, k, v, o, plan)
+            self._rings_prefill(q, k, v, o, plan, replace(self.rule, sinks=sinks))
             return o
         for number, heads in enumerate(self.rings):
             some_q, some_k, some_v = (self._heads(x[None], heads.heads)[0] for x in (q, k, v))
             at, views = plan.ring(heads), self.ring(number)
-            result = attend_windows(some_q, some_k, some_v, views, at, plan, self.rule)
+            result = attend_windows(some_q, some_k, some_v, views, at, plan, self._rule(sinks, heads.heads))
             for view, x in zip(views, (some_k, some_v), strict=True):
                 view[at.row, :, at.index] = x[at.token]
             self._put(o[None], result[None], heads.heads)
         return o
 
-    def _rings_prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, plan: PrefillPlan) -> None:
+    def _rings_prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, plan: PrefillPlan, rule: ScoreRule
+    ) -> None:
         """All rings of the layer in two kernels, without a copy of what they hold."""
         if self._ring_table is None:
             self._ring_table = region_table(self._ring_regions(), self.head_size, q.device)
-        attend_streaming(q, k, v, self.keys, self.values, o, self._ring_table, plan.chunk, self.rule)
+        attend_streaming(q, k, v, self.keys, self.values, o, self._ring_table, plan.chunk, rule)
         store(k, v, self.keys, self.values, self._ring_table, plan.chunk)
 
     def _ring_regions(self) -> list[HeadRegion]:
@@ -240,22 +267,24 @@ class LayerPages:
                 found.append(HeadRegion(first, head, heads.sinks, heads.window, heads.ring, heads.reach or FAR))
         return found
 
-    def _full_prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan) -> torch.Tensor:
+    def _full_prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan, rule: ScoreRule) -> torch.Tensor:
         if plan.seen is not None:
             k, v = (pool[plan.seen[0], :, plan.seen[1]] for pool in self.pages())
-        has_flash = not why_not("varlen", q.device.type, q.dtype, q.shape[-1], self.rule)
+        has_flash = not why_not("varlen", q.device.type, q.dtype, q.shape[-1], rule)
         if has_flash and not plan.is_regular:
-            return flash(q, k, v, plan.starts_q, plan.starts_k, plan.longest_q, plan.longest_k, -1, 0)[0]
+            found = flash(q, k, v, plan.starts_q, plan.starts_k, plan.longest_q, plan.longest_k, -1, 0)
+            return found[0] if rule.sinks is None else add_sinks(*found, rule.sinks)[0]
         o = torch.empty_like(q)
         begin = 0
         for piece, span in zip(plan.pieces, plan.spans, strict=True):
             keys, values = (x[None, begin : begin + piece.end] for x in (k, v))
             begin += piece.end
             if has_flash and piece.start == 0 and has_cudnn(q.dtype, q.shape[-1]):
-                o[span] = cudnn_part(q[None, span], keys, values, causal=True)[0][0]
+                found = cudnn_part(q[None, span], keys, values, causal=True)
+                o[span] = (found if rule.sinks is None else add_sinks(*found, rule.sinks))[0][0]
                 continue
             position = torch.arange(piece.start, piece.end, device=q.device)[None]
-            o[span] = attend_chunk(q[None, span], keys, values, start=piece.start, position=position, rule=self.rule)[0]
+            o[span] = attend_chunk(q[None, span], keys, values, start=piece.start, position=position, rule=rule)[0]
         return o
 
 

@@ -40,13 +40,14 @@ class Router(nn.Module):
         assert config.experts is not None
         self.config = config.experts
         self.weight = nn.Parameter(torch.empty(config.experts.num, config.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(config.experts.num)) if config.experts.router_bias else None
         biased = config.experts.bias_rate is not None
         self.e_score_correction_bias = nn.Parameter(torch.zeros(config.experts.num), requires_grad=False) if biased else None
         """Added to the scores by which experts are chosen; it has no gradient (see `balance`)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[...,E] of x [...,D]."""
-        return F.linear(x.float(), self.weight.float())
+        return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
     def scores(self, logits: Tensor) -> Tensor:
         """Scores of logits [...,E], fp32."""

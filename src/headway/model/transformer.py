@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from headway.kernels.attention import PLAIN, AttentionMask, ScoreRule, attend, causal_mask, mask_of
+from headway.kernels.attention import AttentionMask, ScoreRule, attend, causal_mask, mask_of
 from headway.kernels.head_mix import mix_heads
 from headway.model.adapter.lora import AdaptedLinear
 from headway.model.base import AttentionCache, AttentionCore, CachedForward, Compiler, DecodeStep, LayerSplit, LMHead, Model, ModelOut
@@ -85,7 +85,7 @@ class Block(nn.Module):
         self.is_parallel, self.residual_scale = config.parallel_block, config.residual_scale
         self.dropout = config.dropout
         self.window = config.window_of(layer)
-        self.rule = ScoreRule(config.attention_softcap)
+        self.softcap = config.attention_softcap
         self.core: AttentionCore = GatedCore(layer) if config.head_gates is not None else self._core("auto")
         self.enter: Callable[[Tensor], Tensor] = unchanged
         self.leave: Callable[[Tensor], Tensor] = unchanged
@@ -96,7 +96,17 @@ class Block(nn.Module):
         self.core = replace(self.core, backend=backend) if isinstance(self.core, GatedCore) else self._core(backend)
 
     def _core(self, backend: str) -> AttentionCore:
-        return partial(attend, backend=backend, **({} if self.rule == PLAIN else {"rule": self.rule}))
+        return partial(attend, backend=backend, **({} if self.softcap is None else {"rule": ScoreRule(self.softcap)}))
+
+    @property
+    def rule(self) -> ScoreRule:
+        """What happens to the layer's scores, now: its sinks train."""
+        return ScoreRule(self.softcap, self.self_attn.sinks)
+
+    def core_settings(self, mask: AttentionMask) -> dict[str, Any]:
+        """What the core needs besides q, k and v."""
+        rule = {} if self.self_attn.sinks is None else {"rule": self.rule}
+        return {"mask": mask, "window": self.window, **rule}
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Everything up to the attention core: q [B,T,H,hd], k and v [B,T,KV,hd]."""
@@ -124,7 +134,7 @@ class Block(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask, counted: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Routing]:
         q, k, v = self.before(x, cos, sin)
-        o = self.core(q, k, v, mask, window=self.window)
+        o = self.core(q, k, v, **self.core_settings(mask))
         return self.after(x, o) if counted is None or isinstance(self.mlp, FeedForward) else self.after(x, o, counted)
 
     def _dropped(self, x: Tensor) -> Tensor:
@@ -300,8 +310,8 @@ class Transformer(Model):
             else:
                 before, after = self._prefill_halves.get(layer, (block.before, block.after))
                 q, k, v = before(x, cos, sin)
-                whole = None if mask is None else partial(block.core, mask=mask, window=block.window)
-                x = after(x, cache.attend(layer, q, k, v, position, whole))
+                whole = None if mask is None else partial(block.core, **block.core_settings(mask))
+                x = after(x, cache.attend(layer, q, k, v, position, whole, block.self_attn.sinks))
         if cache is not None:
             cache.advance(tokens.shape[1])
         hidden = self.model.norm(x)
@@ -353,6 +363,7 @@ class Transformer(Model):
 
     def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
         """The blocks' halves are compiled, attention between them is the cache's."""
+        attentions = [block.self_attn for block in self.blocks().values()]
         halves: list[tuple[Callable[..., Any], Callable[..., Any]]] = [(block.before, block.after) for block in self.blocks().values()]
         if compiler is not None:
             halves = [(compiler(before), compiler(after)) for before, after in halves]
@@ -362,7 +373,7 @@ class Transformer(Model):
             cos, sin = self.rotation(position, cache.capacity)
             for layer, (before, after) in enumerate(halves):
                 q, k, v = before(x, cos, sin)
-                x = after(x, cache.attend(layer, q, k, v, position, None))
+                x = after(x, cache.attend(layer, q, k, v, position, None, attentions[layer].sinks))
             return self.model.norm(x)
 
         return forward

@@ -31,6 +31,7 @@ def upcycled_config(config: ModelConfig, upcycle: UpcycleConfig, given: ExpertsC
         raise ConfigError("init.upcycle is given, but the feed-forward layers in init.from have biases, which experts do not have.")
     fields = {} if given is None else {key: getattr(given, key) for key in given.model_fields_set}
     fixed = {"num": upcycle.experts, "per_token": upcycle.per_token, "normalize": True, "ffn_size": None, "shared_ffn_size": 0}
+    fixed |= {"bias": False, "swiglu_limit": None}
     for key, value in fixed.items():
         if fields.get(key, value) != value:
             raise ConfigError(f"model.experts.{key} is {fields[key]!r} and init.upcycle makes it {value!r}. Leave it out of model.experts.")

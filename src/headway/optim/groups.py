@@ -4,7 +4,7 @@ Patterns, in `freeze`, `train`, `optim.decay` and `optim.groups.match`:
 
     weights            all but objective and gates           objective     every parameter of the objective itself
     gates              the head gates of the model
-    embeddings         input embedding and output head       matrices      parameters of two or more dimensions
+    embeddings         input embedding and output head       matrices      parameters of two or more dimensions but biases
     norms              normalisation weights and biases      biases        biases
     adapter            every parameter of the adapters
     layers.3           one block                             layers.0-19   blocks 0 to 19
@@ -52,12 +52,17 @@ def matching(pattern: str, shapes: Shapes) -> set[str]:
         "adapter": {n for n in weights if ADAPTER in n},
         "projector": {n for n in weights if n.startswith(PROJECTOR)},
         "gates": gates,
-        "matrices": {n for n in weights if len(shapes[n]) >= 2},
+        "matrices": {n for n in weights if is_matrix(n, shapes[n])},
         "embeddings": {n for n in weights if "embed_tokens" in n or n.startswith("lm_head")},
         "norms": {n for n in weights if "norm" in n.rsplit(".", 2)[-2]},
         "biases": {n for n in weights if n.endswith(".bias")},
     }
     return named[pattern] if pattern in named else {n for n in shapes if fnmatchcase(n, pattern)}
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter is a matrix or a stack of them; the biases of stacked experts have two dimensions and are none."""
+    return len(shape) >= 2 and not name.endswith(".bias")
 
 
 def select(patterns: Iterable[str], shapes: Shapes, key: str, *, may_be_empty: tuple[str, ...] = ()) -> set[str]:

@@ -60,10 +60,10 @@ class Config(OptimConfig):
 
     def parts(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
         """AdamW's part; every other parameter is a hidden matrix."""
-        from headway.optim.groups import is_wide, select
+        from headway.optim.groups import is_matrix, is_wide, select
 
         other = select(self.adamw.match, shapes, "optim.adamw.match", may_be_empty=("embeddings", "gates", "objective", "adapter"))
-        return {name: REST for name, shape in shapes.items() if len(shape) < 2 or is_wide(name) or name in other}
+        return {name: REST for name, shape in shapes.items() if not is_matrix(name, shape) or is_wide(name) or name in other}
 
     def part(self, name: str) -> OptimConfig:
         """AdamW's settings for its part."""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from headway.data.batch import Batch
 from headway.errors import ParallelError
-from headway.kernels.attention import AttentionMask
+from headway.kernels.attention import AttentionMask, ScoreRule
 from headway.model.base import AttentionCore, Model
 from headway.model.projector import SLOT
 from headway.optim.groups import is_wide
@@ -88,12 +88,19 @@ class ContextCore:
     group: RankGroup
     gates_train: bool = False
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None) -> Tensor:
-        """o [B,t,H,hd]."""
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, window: int | None = None, rule: ScoreRule | None = None
+    ) -> Tensor:
+        """o [B,t,H,hd]. The sinks of a `rule` are those of all heads; their gradient is that of this rank's heads, and zero for others."""
+        settings: dict[str, Any] = {"window": window}
+        if rule is not None:
+            each = q.shape[2] // self.group.size
+            sinks = None if rule.sinks is None else rule.sinks[self.group.rank * each :][:each]
+            settings["rule"] = replace(rule, sinks=sinks)
         if self.group.size == 1:
-            return self.whole(q, k, v, mask, window=window)
+            return self.whole(q, k, v, mask, **settings)
         q, k, v = _ToHeads.apply(self.group, q, k, v)  # pyright: ignore[reportGeneralTypeIssues]
-        o = self.whole(q, k, v, mask, window=window)
+        o = self.whole(q, k, v, mask, **settings)
         if self.gates_train and torch.is_grad_enabled() and not o.requires_grad:
             # Nothing below trains and no gate of these heads is open, but another rank's may be: it waits for this one's gradients of o.
             o = o.detach().requires_grad_()

@@ -134,6 +134,8 @@ def _ring(case: LayoutCase, is_set: str, ring: int) -> Iterator[str]:
         yield f"{beyond}; sliding windows have none. {whole}"
     if model.attention_softcap is not None:
         yield f"{beyond}; soft-capped attention (model.attention_softcap) has none. {whole}"
+    if model.attention_sinks:
+        yield f"{beyond}; attention with trained sinks (model.attention_sinks) has none. {whole}"
     pieces = 2 * context
     if case.seq_len % pieces:
         near = case.seq_len // pieces * pieces or pieces

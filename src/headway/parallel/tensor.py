@@ -30,6 +30,7 @@ from headway.model.base import LayerSplit, Model, build_model, keep_wide
 from headway.model.config import ModelConfig
 from headway.model.layout import GATES, POSITIONS, ParamSpec
 from headway.model.media_shape import PROJECTOR
+from headway.model.moe import ExpertLinear
 from headway.optim.groups import ADAPTER
 from headway.parallel.base import LocalModel, ParamBox
 from headway.parallel.collectives import RankGroup, RankGroups, split_group
@@ -162,6 +163,8 @@ def _replace_modules(model: Model, specs: dict[str, ParamSpec], boxes: dict[str,
             continue
         if isinstance(module, nn.Embedding) and spec.split == "vocab":
             _put(model, path, VocabEmbedding(module, boxes[spec.name].offset[0], exchange))
+        elif isinstance(module, ExpertLinear) and spec.split == "row":
+            module.adds_bias = exchange.rank == 0
         elif isinstance(module, Fp8Linear):
             _split_fp8(path, module, spec, exchange)
         elif isinstance(module, nn.Linear) and spec.split == "row":

@@ -96,6 +96,7 @@ ROWS: dict[str, Row] = {
     "model.qk_norm": ((), False, True, engine(shapes)),
     "model.tie_embeddings": ((), True, False, engine(shapes)),
     "model.attention_softcap": ((), None, 0.1, numbers),
+    "model.attention_sinks": ((), False, True, engine(shapes)),
     "model.sliding_window": (("model.family=mistral",), None, 4, numbers),
     "model.window_layers": (("model.family=qwen2", "model.qkv_bias=true", "model.sliding_window=4"), [0], [1], numbers),
     "model.dropout": ((), 0.0, 0.5, numbers),

@@ -6,6 +6,7 @@ import torch
 from headway.data.batch import Batch
 from headway.errors import ConfigError
 from headway.kernels.attention import PLAIN, AttentionMask, ScoreRule, attend, causal_mask, choose, mask_of, working_backends
+from headway.kernels.sinks import attend_with_sinks
 
 T = 24
 ROWS = [[5, 1, 12, 6], [24], [10, 14]]
@@ -38,7 +39,13 @@ def inputs(rows: int, heads: int, kv_heads: int, seed: int = 0) -> list[torch.Te
 
 
 def by_hand(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: list[list[int]], window: int | None, softcap: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: list[list[int]],
+    window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query token and head at a time, from the definition."""
     out = torch.zeros_like(q)
@@ -51,7 +58,8 @@ def by_hand(
                 for head in range(q.shape[2]):
                     scores = k[row, first : at + 1, head // group] @ q[row, at, head] / q.shape[-1] ** 0.5
                     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-                    out[row, at, head] = scores.softmax(0) @ v[row, first : at + 1, head // group]
+                    weights = scores.exp() / (scores.exp().sum() + (0 if sinks is None else sinks[head].exp()))
+                    out[row, at, head] = weights @ v[row, first : at + 1, head // group]
             start += length
     return out
 
@@ -78,6 +86,41 @@ def test_soft_capped_scores_follow_the_definition(backend: str, window: int | No
         assert (found - by_hand(q, k, v, ROWS, window)).abs().max() > 1e-2
         alone = attend(q, k, v, causal_mask(3, T), rule=ScoreRule(softcap=0.7))
         assert (alone - by_hand(q, k, v, [[T]] * 3, None, 0.7)).abs().max() < 1e-5
+
+
+SINKS = [-1.0, 0.5, 3.0, 40.0]
+"""One so high that its head attends to nothing."""
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_sinks_follow_the_definition_and_so_do_their_gradients(window: int | None) -> None:
+    mask, weight = packed(ROWS, T), torch.randn(3, T, 4, 16, generator=torch.Generator().manual_seed(9))
+    results: list[list[torch.Tensor]] = []
+    for how in ("reference", "sdpa", "packed"):
+        q, k, v = inputs(3, 4, 2)
+        sinks = torch.tensor(SINKS, requires_grad=True)
+        o = (
+            attend_with_sinks(q, k, v, sinks, mask, window)
+            if how == "packed"
+            else attend(q, k, v, mask, window=window, backend=how, rule=ScoreRule(sinks=sinks))
+        )
+        (o * weight).sum().backward()
+        results.append([o.detach(), *(x.grad for x in (q, k, v, sinks) if x.grad is not None)])
+    with torch.no_grad():
+        assert (results[0][0] - by_hand(q, k, v, ROWS, window, sinks=sinks)).abs().max() < 1e-5
+        assert results[0][0][:, :, 3].abs().max() < 1e-12 and results[0][4][:3].abs().min() > 1e-3
+    for found in results[1:]:
+        assert len(found) == 5
+        for a, b in zip(found, results[0], strict=True):
+            assert (a - b).abs().max() < 1e-5
+    with torch.no_grad():
+        capped = attend(q, k, v, mask, window=window, rule=ScoreRule(0.7, sinks))
+        assert (capped - by_hand(q, k, v, ROWS, window, 0.7, sinks)).abs().max() < 1e-5
+
+
+def test_a_kernel_without_sinks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="flex has no trained sinks and the model's attention_sinks is true"):
+        attend(*inputs(3, 4, 2), packed(ROWS, T), backend="flex", rule=ScoreRule(sinks=torch.tensor(SINKS)))
 
 
 def test_a_kernel_that_cannot_cap_is_refused() -> None:

@@ -160,7 +160,7 @@ def test_arithmetic_counts_active_parameters_and_memory_all() -> None:
     [
         ({"experts": {"num": 4, "per_token": 5}}, "per_token is 5"),
         ({"experts": {"num": 4, "first_dense": 2}, "num_layers": 2}, "none of the num_layers=2"),
-        ({"experts": {"num": 4}, "ffn_bias": True}, "experts have no biases"),
+        ({"experts": {"num": 4}, "ffn_bias": True}, "the biases of experts are experts.bias"),
     ],
 )
 def test_mixtures_that_make_no_sense_are_refused(changes: dict[str, Any], named: str) -> None:

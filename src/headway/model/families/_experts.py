@@ -11,9 +11,8 @@ from typing import Any
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
 from headway.model.families.base import Piece
-from headway.model.layout import STACKED, ParamSpec
+from headway.model.layout import EXPERTS, STACKED, ParamSpec
 
-EXPERTS = ".mlp.experts."
 PLAIN_NAMES = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
 
 
