@@ -77,6 +77,7 @@ def export_gguf(model: Path | str, out: Path, *, kind: GgufType = "f16", name: s
     need("gguf", "headway export gguf")
     _check_target(out)
     found = find_model_of_family(model, family)
+    found.check_head()
     config, architecture = _target(found.config)
     if found.tokenizer_folder is None:
         raise ConfigError(f"{found.path}: has no tokenizer, and a GGUF file needs one. Put its files next to the model.")

@@ -1,5 +1,5 @@
 """A ModelConfig and named weights come in, a folder that AutoModelForCausalLM and AutoTokenizer load goes out, whole or not at all.
-Tensors are written as they come: memory holds one of them.
+Tensors are written as they come: memory holds one of them. A reward model is for AutoModelForSequenceClassification.
 
 config.json · generation_config.json · model.safetensors (or model-00001-of-00003.safetensors ... with an index) · tokenizer files
 and, if requested, modeling_*.py with the class of a model that transformers does not have
@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from importlib import resources
 from math import prod
 from pathlib import Path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from headway.model.config import ModelConfig
+    from headway.tokenizer.load import Tokenizer
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: dict[str, Dtype] = {
@@ -69,11 +71,12 @@ def export_huggingface(
     settings |= {"dtype": dtype, "torch_dtype": dtype}
     _check_target(out)
     with writing(out, error=CheckpointError), atomic_folder(out) as folder:
-        ids = _write_tokenizer(tokenizer, folder, config)
+        ids = _write_tokenizer(tokenizer, folder, config, end_ids)
         _write_json(folder / CONFIG, {**settings, **ids})
         if code is not None:
             _write_code(code, folder)
-        _write_json(folder / "generation_config.json", _generation(ids, end_ids))
+        if not config.score_head:
+            _write_json(folder / "generation_config.json", _generation(ids, end_ids))
         weights = without_media(_without_gates(weights, found), aside)
         _write_shards(target, _completed(config, target, weights), folder, dtype, max_shard_bytes)
         if gates is not None:
@@ -117,7 +120,7 @@ def _write_code(name: str, folder: Path) -> None:
     _sync(target)
 
 
-def _write_tokenizer(source: Path | None, folder: Path, config: ModelConfig) -> dict[str, int | None]:
+def _write_tokenizer(source: Path | None, folder: Path, config: ModelConfig, end_ids: Collection[int]) -> dict[str, int | None]:
     """Save the tokenizer and return the ids that config.json repeats, as unknown without one: absent keys would mean Llama 2's."""
     from headway.tokenizer.load import load_tokenizer
 
@@ -125,8 +128,22 @@ def _write_tokenizer(source: Path | None, folder: Path, config: ModelConfig) -> 
         return dict.fromkeys(ROLE_KEYS)
     tokenizer = load_tokenizer(source)
     check_vocabulary(tokenizer, source, config)
+    if config.score_head:
+        tokenizer = with_padding(tokenizer, end_ids)
     tokenizer.save(folder)
     return dict(zip(ROLE_KEYS, (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id), strict=True))
+
+
+def with_padding(tokenizer: Tokenizer, end_ids: Collection[int] = ()) -> Tokenizer:
+    """The tokenizer of a reward model. transformers scores the last token that is no padding, so no text may end with the padding token:
+    it is the tokenizer's own if that ends no text, else one named so, or one that begins texts or is unknown; else there is none."""
+    ends = {tokenizer.eos_id, *end_ids}
+    special = {token: number for token, number in tokenizer.special_tokens.items() if number not in ends}
+    named = [token for word in ("pad", "reserved", "unk") for token in special if word in token.lower()]
+    wanted = (tokenizer.roles.get("pad"), *named[:1], tokenizer.roles.get("bos"))
+    token = next((one for one in wanted if one is not None and tokenizer.token_to_id(one) not in (None, *ends)), None)
+    roles = {name: value for name, value in tokenizer.roles.items() if name != "pad"}
+    return replace(tokenizer, roles=roles if token is None else {**roles, "pad": token})
 
 
 def _write_shards(config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], folder: Path, dtype: Dtype, limit: int) -> None:

@@ -31,6 +31,7 @@ def export_llava(model: Path | str, out: Path, *, dtype: Dtype = "float32") -> N
     """Write the folder; an earlier one at `out` must be removed first."""
     need("transformers", "export llava")
     found = find_model(model)
+    found.check_head()
     one = _checked(found)
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"out is {str(out)!r}, which is not empty. Give a folder that does not exist yet.")

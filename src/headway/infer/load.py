@@ -24,7 +24,7 @@ from headway.checkpoint.load import Reader, locate, open_checkpoint, step_folder
 from headway.checkpoint.manifest import MANIFEST
 from headway.config.load import validate
 from headway.errors import CheckpointError, ConfigError, HeadwayError
-from headway.infer.stored_adapter import StoredAdapter, base_model_of, is_adapter, stored_adapter
+from headway.infer.stored_adapter import StoredAdapter, base_model_of, is_adapter, is_scoring, stored_adapter
 from headway.kernels.packed_layout import packed_name
 from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
@@ -85,9 +85,17 @@ class StoredModel:
         return TrainedGates(self.config.head_gates, next(value for name, value in self.weights() if name == GATES).float().cpu())
 
     def with_adapter(self, folder: Path) -> StoredModel:
-        """This model with a PEFT adapter merged."""
-        found = stored_adapter(folder, self.config, str(self.path), self.weights)
-        return replace(self, weights=lambda: found.merged(self.config), adapter=found)
+        """This model with a PEFT adapter merged; that of a reward model brings its head."""
+        config = self.config.with_(score_head=True) if is_scoring(folder) else self.config
+        found = stored_adapter(folder, config, str(self.path), self.weights)
+        return replace(self, config=config, weights=lambda: found.merged(config), adapter=found)
+
+    def check_head(self, *, scores: bool = False) -> None:
+        """Refuse a reward model where a language model is needed, or with `scores` the other way round."""
+        if self.config.score_head and not scores:
+            raise ConfigError(f"{self.path}: is a reward model, which scores answers and writes no text. Use `headway eval reward`.")
+        if scores and not self.config.score_head:
+            raise ConfigError(f"{self.path}: is a language model, not a reward model. Train one with objective: {{kind: reward}}.")
 
     def of_family(self, family: str | None) -> StoredModel:
         """This model with the user's family module that a recipe or flag names. A checkpoint alone never imports code."""
@@ -306,18 +314,21 @@ def _adapter_of(reader: Reader, config: AdapterConfig, base: str | None, model: 
 
 
 def load_model(
-    path: AnyPath | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, group: RankGroup | None = None
-) -> LoadedModel:
+    path: AnyPath | str, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, group: RankGroup | None = None,
+    scores: bool = False,
+) -> LoadedModel:  # fmt: skip
     """Read a model onto a device; without a dtype it computes in fp32 on the CPU and in bf16 elsewhere.
 
     Every head keeps the whole past, also where the model was trained under masks: `model.with_mask_choice(MaskChoice())` uses its own.
     `group`: ranks that share the layers; each calls this and has its part, which an inference engine computes with.
+    `scores`: a reward model is wanted; without it, it is refused.
     """
     import torch
 
     from headway.tokenizer.load import load_tokenizer
 
     found = find_model(path)
+    found.check_head(scores=scores)
     tokenizer, end_ids = None, found.end_ids
     if found.tokenizer_folder is not None:
         tokenizer = load_tokenizer(found.tokenizer_folder)

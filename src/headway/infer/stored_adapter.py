@@ -8,11 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.errors import ConfigError
+from headway.errors import CheckpointError, ConfigError
 from headway.kernels.packed_layout import PackedForm
 from headway.model.adapter.config import AdapterConfig
-from headway.model.adapter.peft import PeftAdapter, base_of, is_adapter, read_adapter
+from headway.model.adapter.peft import PeftAdapter, base_of, is_adapter, is_scoring, read_adapter
 from headway.model.config import ModelConfig
+from headway.model.layout import HEAD, SCORE
 
 if TYPE_CHECKING:
     import torch
@@ -58,9 +59,16 @@ def stored_adapter(folder: Path, model: ModelConfig, base: str, base_weights: Ca
         return read_adapter(folder, model)
 
     def replaced() -> Values:
-        whole = opened().whole
+        whole, has_score = opened().whole, False
         for name, value in base_weights():
+            if name == HEAD and model.score_head:
+                continue  # the adapter of a reward model has the head that takes its place
+            has_score |= name == SCORE
             yield name, whole.get(name, value)
+        if model.score_head and not has_score:
+            if SCORE not in whole:
+                raise CheckpointError(f"{folder}: is an adapter of a reward model and has no {SCORE}. Fetch the whole adapter again.")
+            yield SCORE, whole[SCORE]
 
     return StoredAdapter(
         opened().config, base, replaced, lambda: opened().updates, lambda: sorted(opened().whole), None, opened().patterned
@@ -75,4 +83,4 @@ def base_model_of(folder: Path) -> str:
     return base
 
 
-__all__ = ["StoredAdapter", "base_model_of", "is_adapter", "stored_adapter"]
+__all__ = ["StoredAdapter", "base_model_of", "is_adapter", "is_scoring", "stored_adapter"]

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headway.model.kv_cache import KVCache
     from headway.model.projector import MediaTensors
     from headway.model.router import Routing
+    from headway.model.score import ScoreHead
 
 DecodeStep = Callable[[Tensor, Tensor], Tensor]
 """(token [B], position [B]) -> logits, fp32 [B,V]."""
@@ -154,6 +155,8 @@ class ModelOut:
     """The vectors of a model that aligns modalities."""
     routing: Routing | None = None
     """What the routers of all mixtures of experts did, [layers,B,...], where the model has any."""
+    score: ScoreHead | None = None
+    """The head of a reward model, bound to the same hidden states."""
 
     @property
     def hidden(self) -> Tensor:

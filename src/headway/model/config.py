@@ -142,6 +142,9 @@ class ModelConfig(Section):
     head_gates: HeadGatesConfig | None = setting(
         None, "Gates that let KV heads stream; objective head_sparsity and init.masks add them. null with init.from drops them."
     )
+    score_head: bool = setting(
+        False, "A head that gives a document one number, its reward, in place of the one that predicts tokens; objective reward adds it."
+    )
     media: MediaShape | None = setting(None, "Media inputs of the model, written by the run: set `multimodal` instead.")
     aligner: AlignerConfig | None = setting(
         None, "Align encoders of text, image and audio instead of training a language model; objective contrastive needs it."
@@ -277,6 +280,11 @@ class ModelConfig(Section):
         return int(self.head_size * self.rotary_fraction)
 
     @property
+    def ties_head(self) -> bool:
+        """Whether the embedding is the output head too; a model that scores has no such head."""
+        return self.tie_embeddings and not self.score_head
+
+    @property
     def ffn_matrices(self) -> int:
         """Matrices of a feed-forward layer."""
         return 3 if self.ffn_gate else 2
@@ -286,6 +294,11 @@ class ModelConfig(Section):
         """Rows of the embedding; known once the tokenizer is."""
         assert self.vocab_size is not None, "vocab_size is resolved before a model is built"
         return self.vocab_size
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the output head: one per token of the vocabulary, or the one that scores."""
+        return 1 if self.score_head else self.vocab
 
     def is_mixture(self, layer: int) -> bool:
         """Whether a layer's feed-forward is a mixture of experts."""

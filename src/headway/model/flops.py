@@ -16,7 +16,7 @@ from math import prod
 
 from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.config import ModelConfig
-from headway.model.layout import EMBEDDING, GATES, HEAD, POSITIONS, active_share, param_specs
+from headway.model.layout import EMBEDDING, GATES, HEAD, POSITIONS, SCORE, active_share, param_specs
 
 CORE = 3
 SLOTS = {
@@ -60,8 +60,8 @@ def token_flops(
     first = min((_depth(name, config) for name in training), default=(config.num_layers, CORE))
     matrices = 0.0
     for name, shape in shapes.items():
-        is_head = name == HEAD or (name == EMBEDDING and config.tie_embeddings)
-        if len(shape) < 2 or name.endswith(".bias") or name in (GATES, POSITIONS) or (name == EMBEDDING and not is_head):
+        is_head = name == HEAD or (name == EMBEDDING and config.ties_head)
+        if len(shape) < 2 or name.endswith(".bias") or name in (GATES, POSITIONS, SCORE) or (name == EMBEDDING and not is_head):
             continue
         if not _is_of_model(name):
             continue
@@ -76,7 +76,7 @@ def token_flops(
 
 def _is_of_model(name: str) -> bool:
     """Whether a parameter belongs to the model and not to the loss."""
-    return name.startswith(("model.", HEAD.removesuffix("weight"))) or name == GATES
+    return name.startswith(("model.", HEAD.removesuffix("weight"))) or name in (GATES, SCORE)
 
 
 def _depth(name: str, config: ModelConfig) -> Depth:
@@ -88,4 +88,4 @@ def _depth(name: str, config: ModelConfig) -> Depth:
         return 0, CORE
     if name.startswith("model.norm"):
         return config.num_layers, 0
-    return (config.num_layers, 1) if name.startswith(HEAD.removesuffix("weight")) else (-1, 0)
+    return (config.num_layers, 1) if name == SCORE or name.startswith(HEAD.removesuffix("weight")) else (-1, 0)

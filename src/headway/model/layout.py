@@ -5,7 +5,7 @@
     row           1     o, down: each rank sums over some of the inputs
     (of experts, [experts, out, in] and biases [experts, out], each dim is one higher: a rank has a part of every expert)
     vocab         0     embedding and head: each rank has some of the tokens
-    replicated    -     norms, routers, biases added after a sum, everything of media inputs
+    replicated    -     norms, routers, the score head, biases added after a sum, everything of media inputs
 
 Imports without torch.
 """
@@ -22,6 +22,8 @@ Stage = int | Literal["first", "last"]
 EMBEDDING = "model.embed_tokens.weight"
 POSITIONS = "model.embed_positions.weight"
 HEAD = "lm_head.weight"
+SCORE = "score.weight"
+"""The head of a reward model, under transformers' name: [1, D]."""
 GATES = "head_gates.log_alpha"
 """Gates stay whole and fp32 on every rank, for any dtype of the weights."""
 DECIDED = 10.0
@@ -65,7 +67,7 @@ class ParamSpec:
 
 def param_specs(config: ModelConfig) -> list[ParamSpec]:
     """Every parameter of the model, in the order the forward meets them."""
-    tied = HEAD if config.tie_embeddings else None
+    tied = HEAD if config.ties_head else None
     specs = [ParamSpec(GATES, (config.num_layers, config.kv_heads), "replicated", "first")] if config.head_gates else []
     media = {} if config.media is None else config.media.parameters(config.hidden_size)
     specs += [ParamSpec(name, shape, "replicated", "first") for name, shape in media.items()]
@@ -75,7 +77,9 @@ def param_specs(config: ModelConfig) -> list[ParamSpec]:
     for layer in range(config.num_layers):
         specs += _block(config, layer)
     specs += _norm(config, "model.norm", "last")
-    if not config.tie_embeddings:
+    if config.score_head:
+        specs.append(ParamSpec(SCORE, (1, config.hidden_size), "replicated", "last"))
+    elif not config.tie_embeddings:
         specs.append(ParamSpec(HEAD, (config.vocab, config.hidden_size), "vocab", "last"))
     return specs
 

@@ -31,6 +31,7 @@ from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
 from headway.model.projector import MediaEmbedder, MediaTensors, build_aligner
 from headway.model.rope import Rotation
 from headway.model.router import Routing, counted_tokens, stack_routings
+from headway.model.score import ScoreHead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -154,7 +155,8 @@ class Trunk(nn.Module):
         self.embed_positions = nn.Embedding(config.max_seq_len, config.hidden_size) if learned else None
         # Keyed by number, so that a part of the layers keeps its names.
         self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
-        self.norm = build_norm(config, gain=config.logit_scale)  # logits are linear in what it returns
+        # Logits are linear in what it returns; scores are not scaled.
+        self.norm = build_norm(config, gain=1.0 if config.score_head else config.logit_scale)
 
 
 class Transformer(Model):
@@ -170,14 +172,16 @@ class Transformer(Model):
         self.aligner = None if config.media is None else build_aligner(config.media)
         self.projector = None if config.media is None else MediaEmbedder(config.media, config.hidden_size)
         self.model = Trunk(config)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab, bias=False)
+        separate = not config.tie_embeddings and not config.score_head
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab, bias=False) if separate else None
+        self.score = nn.Linear(config.hidden_size, 1, bias=False) if config.score_head else None
         self.rotation = Rotation(config)
         self.is_random = config.dropout > 0
         self._vocab: VocabShard | None = None
         self._prefill_halves: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         """Compiled halves of every block, for many tokens that go into a cache."""
-        self._counts_routing = True
-        """Whether gradients of what routers did count on this rank; ranks that share the layers compute the same."""
+        self._counts = True
+        """Whether gradients of what routers did and of scores count on this rank; ranks that share the layers compute the same."""
         self._own_tokens: Callable[[Tensor], Tensor] | None = None
         self._log_alpha: Tensor | None = None
         """The head gates on the host, as of the beginning of the step."""
@@ -207,24 +211,25 @@ class Transformer(Model):
         return replace(mask, mix=draw.mix), draw
 
     def _output(self, hidden: Tensor, draw: GateDraw | None, routing: Routing | None = None) -> ModelOut:
-        if routing is not None and not self._counts_routing:
+        if routing is not None and not self._counts:
             routing = routing._replace(probability=routing.probability.detach(), z=routing.z.detach())
         head = LMHead(hidden, self.head_weight, self.chunk_tokens, self.head_grad_buffer, self._vocab, self.config.logit_softcap)
-        return ModelOut(head, draw, routing=routing)
+        score = None if self.score is None else ScoreHead(hidden, self.score.weight, self._vocab, self._counts)
+        return ModelOut(head, draw, routing=routing, score=score)
 
     def keep_layers(self, layers: Collection[int], *, first: bool, last: bool) -> None:
         """The layers are keyed by their numbers, so those that stay keep their names."""
         for layer in range(self.config.num_layers):
             if layer not in layers:
                 del self.model.layers[str(layer)]
-        if not first and not (last and self.config.tie_embeddings):
+        if not first and not (last and self.config.ties_head):
             del self.model.embed_tokens
         if not first:
             self.model.embed_positions = None
             self.aligner = self.projector = None
         if not last:
             del self.model.norm
-            self.lm_head = None
+            self.lm_head = self.score = None
 
     def begin_step(self) -> None:
         """Copy the head gates to the host. That waits for the last update, so it is done once per step."""
@@ -251,14 +256,16 @@ class Transformer(Model):
 
     @property
     def head_parameter(self) -> str | None:
-        """None with an adapter on the head."""
-        if self.config.tie_embeddings:
+        """None with an adapter on the head, and for a reward model, whose head predicts no tokens."""
+        if self.config.ties_head:
             return EMBEDDING
-        return None if isinstance(self.lm_head, AdaptedLinear) else HEAD
+        return None if self.score is not None or isinstance(self.lm_head, AdaptedLinear) else HEAD
 
     @property
     def head_weight(self) -> Tensor:
-        """[V,D]; the embedding's matrix where the two are tied."""
+        """[V,D]; the embedding's matrix where the two are tied; [1,D] of a reward model."""
+        if self.score is not None:
+            return self.score.weight
         if self.lm_head is None:
             return self.model.embed_tokens.weight
         return self.lm_head.effective if isinstance(self.lm_head, AdaptedLinear) else self.lm_head.weight
@@ -334,7 +341,7 @@ class Transformer(Model):
         self._vocab, self._own_tokens = split.vocab, split.own_tokens
         if self.projector is not None:
             self.projector.own_tokens = split.own_tokens
-        self._counts_routing = split.is_first
+        self._counts = split.is_first
         if self.head_gates is not None:
             self.head_gates.heads, self.head_gates.counts = split.heads, split.is_first
         for block in self.blocks().values():

@@ -137,6 +137,9 @@ class ObjectiveConfig(KindConfig):
     PAIRS: ClassVar[bool] = False
     """It reads preference pairs instead of documents."""
 
+    SCORES: ClassVar[bool] = False
+    """It trains a head that scores documents, in place of the one that predicts tokens."""
+
     BY_TOKEN: ClassVar[bool] = False
     """Its terms and metrics are sums over tokens (or per microbatch), so ranks may share the tokens of a row."""
 

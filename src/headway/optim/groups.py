@@ -6,7 +6,7 @@ Patterns, in `freeze`, `train`, `optim.decay` and `optim.groups.match`:
     gates              the head gates of the model
     embeddings         input embedding and output head       matrices      parameters of two or more dimensions but biases
     norms              normalisation weights and biases      biases        biases
-    adapter            every parameter of the adapters
+    adapter            every parameter of the adapters       score         the head of a reward model
     layers.3           one block                             layers.0-19   blocks 0 to 19
     *.mlp.*            anything else is a shell pattern over full parameter names
 """
@@ -23,7 +23,7 @@ from math import prod
 
 from headway.errors import ConfigError
 from headway.kernels.packed_layout import form_of, plain_name
-from headway.model.layout import GATES, ROUTER_BIAS
+from headway.model.layout import GATES, ROUTER_BIAS, SCORE
 from headway.model.media_shape import ALIGNER, PROJECTOR
 from headway.objective.base import ParameterRule
 from headway.optim.base import GroupRule, Hyper, OptimConfig
@@ -33,7 +33,7 @@ OBJECTIVE = "objective."
 ADAPTER = ".lora_"
 """Part of the name of every adapter parameter, after the path of its linear."""
 _LAYERS = re.compile(r"layers\.(\d+)(?:-(\d+))?")
-NAMED = ("weights", "gates", "objective", "adapter", "projector", "embeddings", "matrices", "norms", "biases")
+NAMED = ("weights", "gates", "objective", "adapter", "projector", "score", "embeddings", "matrices", "norms", "biases")
 _LAYER_OF = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -51,6 +51,7 @@ def matching(pattern: str, shapes: Shapes) -> set[str]:
         "objective": own,
         "adapter": {n for n in weights if ADAPTER in n},
         "projector": {n for n in weights if n.startswith(PROJECTOR)},
+        "score": {n for n in weights if n == SCORE},
         "gates": gates,
         "matrices": {n for n in weights if is_matrix(n, shapes[n])},
         "embeddings": {n for n in weights if "embed_tokens" in n or n.startswith("lm_head")},
@@ -107,7 +108,7 @@ def count(patterns: Sequence[str], shapes: Shapes) -> list[Count]:
 
 def trainable(shapes: Shapes, freeze: Sequence[str], train: Sequence[str]) -> set[str]:
     """The names that train: all but the frozen ones, or only those of `train`. With adapters: adapters, gates, the objective, the projector
-    of media, `train`. What comes from phase 1 (aligner.*) never trains, nor does a router's balancing bias."""
+    of media, the head of a reward model, `train`. What comes from phase 1 (aligner.*) never trains, nor does a router's balancing bias."""
     if freeze and train:
         raise ConfigError("freeze and train are both set; they are opposites. Keep one of them.")
     packed = {plain_name(name) for name in shapes if form_of(name) is not None}
@@ -125,7 +126,7 @@ def trainable(shapes: Shapes, freeze: Sequence[str], train: Sequence[str]) -> se
         both = sorted(name for name in extra - updates if name.rpartition(".")[0] in adapted)
         if both:
             raise ConfigError(f"train is {list(train)}; it matches {both[0]}, whose layer has an adapter. Train one of the two.")
-        beside = (matching(name, shapes) for name in ("objective", "gates", "projector"))
+        beside = (matching(name, shapes) for name in ("objective", "gates", "projector", "score"))
         names = updates.union(extra, *beside) - select(freeze, shapes, "freeze")
     else:
         names = select(train, shapes, "train") if train else set(shapes) - select(freeze, shapes, "freeze")

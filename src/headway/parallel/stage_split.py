@@ -83,4 +83,4 @@ def layer_costs(model: ModelConfig, seq_len: int) -> tuple[list[float], float, f
         seen = seq_len / 2 if window is None or window >= seq_len else window
         costs.append(6.0 * matrices + 12.0 * query * seen)
     # A lookup costs next to nothing; its gradient is added into the rows.
-    return costs, 0.0, 6.0 * model.hidden_size * model.vocab
+    return costs, 0.0, 6.0 * model.hidden_size * model.head_rows

@@ -125,7 +125,7 @@ def _between(job: PlanJob, query: float, key: float, ffn: float) -> tuple[float,
 def head_seconds(job: PlanJob) -> PassSeconds:
     """Final norm, logits and loss of one microbatch. Forward computes its gradients too, where the loss is fused."""
     model, gpu, tokens = job.model, job.gpu, job.tokens
-    vocab = model.vocab / job.layout.tensor
+    vocab = model.head_rows / job.layout.tensor
     matmul = matmul_seconds(gpu, 2.0 * tokens * vocab * model.hidden_size, (tokens, vocab, model.hidden_size))
     passes = 12 if job.software.logits_in_fp32 else 3
     loss = passes * 2 * tokens * vocab / (gpu.bandwidth * STREAMING)

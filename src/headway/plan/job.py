@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from headway.model.config import ModelConfig
-from headway.model.layout import HEAD, param_specs
+from headway.model.layout import EMBEDDING, HEAD, SCORE, param_specs
 from headway.parallel.config import MemoryConfig
 from headway.parallel.layouts import Layout, LayoutShape, check_sizes
 from headway.parallel.pipeline_order import PipelineAction, pipeline_actions, stages_on
@@ -219,5 +219,5 @@ class PlanJob:
 
 def head_trains(job: PlanJob) -> bool:
     """Whether the head's matrix gets a gradient."""
-    name = "model.embed_tokens.weight" if job.model.tie_embeddings else HEAD
+    name = SCORE if job.model.score_head else EMBEDDING if job.model.tie_embeddings else HEAD
     return name in job.trains

@@ -178,7 +178,7 @@ def _weights(job: MemoryJob) -> int:
     if not job.fsdp:
         return job.compute_bytes * count + job.packed_bytes
     model = job.model
-    ends = model.vocab * model.hidden_size * (1 if model.tie_embeddings else 2) // job.tensor
+    ends = model.vocab * model.hidden_size * (1 if model.ties_head or model.score_head else 2) // job.tensor
     block = (count - ends) // max(1, model.num_layers)
     gathered = 2 * job.packed_bytes // max(1, model.num_layers)
     return job.compute_bytes * (ends + 2 * block) + gathered + (4 * (job.frozen - job.packed) + job.packed_bytes) // job.shards
@@ -275,7 +275,7 @@ def _ends(job: MemoryJob) -> float:
 def _logits(job: MemoryJob) -> int:
     """One chunk of logits, and the gradient of hidden."""
     model = job.model
-    chunk = min(job.chunk_tokens, job.tokens) * model.vocab // job.tensor
+    chunk = min(job.chunk_tokens, job.tokens) * model.head_rows // job.tensor
     # the fused kernel overwrites the logits; plain torch works in fp32 copies
     logits = chunk * job.compute_bytes if job.on_cuda else chunk * (4 if job.compute_bytes == 4 else 4 + 2 * job.compute_bytes)
     whole = 2 if job.tensor > 1 and job.sequence else 1  # gathered for the head
@@ -284,7 +284,7 @@ def _logits(job: MemoryJob) -> int:
 
 def _head_gradient(job: MemoryJob) -> int:
     """The gradient of the head's matrix in fp32, where it trains."""
-    size = job.model.vocab * job.model.hidden_size // job.tensor
+    size = job.model.head_rows * job.model.hidden_size // job.tensor
     return 4 * size if job.has_head and job.trained > size else 0
 
 

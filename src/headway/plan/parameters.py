@@ -12,7 +12,7 @@ from math import prod
 
 from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.config import ModelConfig
-from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
+from headway.model.layout import EMBEDDING, HEAD, SCORE, ParamSpec, param_specs
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -78,7 +78,7 @@ def count_parameters(model: ModelConfig, shapes: Shapes, training: Collection[st
         if parts[:2] == ["model", "layers"]:
             layers[int(parts[2])] += one
         else:
-            at = "embedding" if name == EMBEDDING else "head" if name.startswith(HEAD.removesuffix("weight")) else "other"
+            at = "embedding" if name == EMBEDDING else "head" if name == SCORE or name.startswith(HEAD.removesuffix("weight")) else "other"
             ends["norm" if name.startswith("model.norm") else at] += one
     return ModelCounts(tuple(layers), ends["embedding"], ends["head"], ends["norm"], ends["other"])
 

@@ -23,7 +23,7 @@ from headway.model.adapter.packed_base import packed_values
 from headway.model.config import ModelConfig
 from headway.model.flops import token_flops
 from headway.model.init import initial_value
-from headway.model.layout import GATES, param_specs
+from headway.model.layout import GATES, HEAD, SCORE, param_specs
 from headway.model.media_shape import ALIGNER, PROJECTOR
 from headway.optim.groups import ADAPTER, OBJECTIVE
 from headway.parallel.assemble import assemble
@@ -219,9 +219,12 @@ def fill(engine: Engine, resolved: Resolved, device: torch.device) -> None:
         values = with_updates(values, adapter, adapter.modules(resolved.model), resolved.recipe.seed, given, layouts=layouts)
     keeps_gates = GATES in engine.shapes and not leaves_gates(resolved.recipe)
     values = _with_media(values, engine, resolved)
-    missing = engine.fill((name, value) for name, value in values if name != GATES or keeps_gates or resolved.weights is None)
-    if GATES in missing:
-        engine.fill([(GATES, initial_value(GATES, engine.shapes[GATES], resolved.model, resolved.recipe.seed))])
+    dropped = {GATES} if resolved.weights is not None and not keeps_gates else set[str]()
+    dropped |= {HEAD} if resolved.model.score_head else set()
+    missing = engine.fill((name, value) for name, value in values if name not in dropped)
+    for name in (GATES, SCORE):
+        if name in missing:
+            engine.fill([(name, initial_value(name, engine.shapes[name], resolved.model, resolved.recipe.seed))])
     if resolved.model.aligner is not None:
         engine.fill(first_heads(resolved.model.aligner, resolved.recipe.objective, engine.shapes))
     if resolved.log_alpha is not None:

@@ -162,6 +162,7 @@ def _find(resolved: Resolved, wanted: ReferenceSpec) -> _Source:
         )
     try:
         stored = find_model(path, resolved.recipe.data.cache_dir)
+        stored.check_head()
     except (ConfigError, DataError) as problem:
         raise ConfigError(f"{wanted.setting}: {problem}") from None
     recipe = resolved.recipe

@@ -16,7 +16,7 @@ from headway.errors import CheckpointError, ConfigError, DataError
 from headway.infer.load import StoredModel, find_model
 from headway.infer.stored_adapter import StoredAdapter
 from headway.model.config import HeadGatesConfig, ModelConfig
-from headway.model.families.base import family_of
+from headway.model.families.base import classifier_of, family_of
 from headway.model.head_masks.file import find_masks, read_masks, read_table
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.layout import DECIDED
@@ -37,8 +37,8 @@ log = logging.getLogger("headway")
 
 GENERATED_VOCAB = 512
 GENERATED_STEPS = 100
-COMPUTES = tuple(sorted(set(ModelConfig.model_fields) - {"preset", "max_seq_len", "dropout", "embed_grad_scale", "init_std", "media"}))
-"""Fields of a model's shape that decide what it computes of text."""
+COMPUTES = tuple(sorted(set(ModelConfig.model_fields) - {"preset", "max_seq_len", "dropout", "embed_grad_scale", "init_std", "media", "score_head"}))
+"""Fields of a model's shape that decide what its layers compute of text."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
     weights = _upcycled(recipe, weights)
     path = _find_tokenizer(recipe) or (weights.tokenizer_folder if weights else None)
     tokenizer = load_tokenizer(path) if path is not None else None
-    model = _shape(recipe, weights, tokenizer)
+    model = _with_head(recipe, _shape(recipe, weights, tokenizer))
     masks, log_alpha = _masks(recipe)
     media = _media(recipe, model)
     model = model.with_(head_gates=_head_gates(recipe, weights, masks), media=None if media is None else media.shape)
@@ -181,6 +181,19 @@ def _shape(recipe: Recipe, weights: StoredModel | None, tokenizer: Tokenizer | N
     if tokenizer is not None and model.vocab < tokenizer.vocab_size:
         raise ConfigError(
             f"model.vocab_size is {model.vocab}; the tokenizer has {tokenizer.vocab_size} ids. Leave it out, or give at least that."
+        )
+    return model
+
+
+def _with_head(recipe: Recipe, model: ModelConfig) -> ModelConfig:
+    """The shape with the head that the objective trains; a reward model trains no other objective."""
+    if recipe.objective.SCORES:
+        model = _with(model, score_head=True)
+        classifier_of(model)
+    elif model.score_head:
+        what = f"init.from={recipe.init.source} is a reward model" if recipe.init.source is not None else "model.score_head is true"
+        raise ConfigError(
+            f"{what}, and objective {recipe.objective.kind} needs a language model. Use objective reward, or another model."
         )
     return model
 

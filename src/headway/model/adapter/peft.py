@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.errors import CheckpointError, ConfigError
 from headway.model.adapter.config import PARTS, AdapterConfig, linears
-from headway.model.families.base import family_of, pieces_of, published
+from headway.model.families.base import family_of, our_whole, pieces_of, published, their_whole
 from headway.model.layout import param_specs
 from headway.model.loading.huggingface import read_json
 from headway.model.loading.untrusted import check_finite
@@ -57,6 +57,11 @@ class PeftAdapter:
 def is_adapter(folder: Path) -> bool:
     """Whether a folder claims to hold a PEFT adapter."""
     return (folder / ADAPTER_CONFIG).is_file()
+
+
+def is_scoring(folder: Path) -> bool:
+    """Whether a folder holds the adapter of a reward model."""
+    return _settings(folder).get("task_type") == "SEQ_CLS"
 
 
 def base_of(folder: Path) -> str | None:
@@ -179,7 +184,7 @@ def _sort(found: Mapping[str, Tensor], model: ModelConfig, path: Path) -> tuple[
         bare = name.removeprefix(PREFIX)
         part = next((one for one in PARTS if bare.endswith("." + one)), None)
         theirs = bare.removesuffix("." + part) + ".weight" if part else bare.replace(".base_layer.", ".")
-        ours = family.to_ours(theirs)
+        ours = our_whole(family, theirs)
         if part and ours is not None and ours.removesuffix(".weight") in adaptable:
             updates[f"{ours.removesuffix('.weight')}.{part}"] = value
         elif part is None and ours in shapes and tuple(value.shape) == shapes[ours]:
@@ -200,7 +205,7 @@ def adapter_settings(config: AdapterConfig, model: ModelConfig, whole: list[str]
     owned = [their_name(spec.name, target).rpartition(".")[0] for spec in param_specs(model)]
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if model.score_head else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": config.rank,
         "lora_alpha": int(config.alpha) if config.alpha.is_integer() else config.alpha,
@@ -224,7 +229,7 @@ def their_name(name: str, target: ModelConfig) -> str:
         pieces = next((pieces_of(family, spec, target) for spec in param_specs(target) if spec.name == name), ())
         if any(piece.dim is not None or piece.transposed for piece in pieces):
             return name
-    return family.to_theirs(name)
+    return their_whole(family, name)
 
 
 def their_tensors(values: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:

@@ -16,10 +16,11 @@ from typing import Any, Protocol, cast
 from headway.config.user_code import import_user_module
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
-from headway.model.layout import ParamSpec
+from headway.model.layout import SCORE, ParamSpec
 
 PACKAGE = "headway.model.families"
 STORED = "stored:"
+LABEL = "LABEL_0"
 MEMBERS = ("MODEL_TYPE", "ARCHITECTURE", "read", "published", "write", "to_theirs", "to_ours")
 
 
@@ -44,8 +45,18 @@ def pieces_of(family: Family, spec: ParamSpec, config: ModelConfig, stored: Coll
     stored as it is. `stored` has the names of a folder, for families that know several forms; None asks for the form that is exported.
     """
     split = vars(family).get("pieces")
-    found: tuple[Piece, ...] = split(spec, config, stored) if split is not None else ()
-    return found or (Piece(family.to_theirs(spec.name)),)
+    found: tuple[Piece, ...] = split(spec, config, stored) if split is not None and spec.name != SCORE else ()
+    return found or (Piece(their_whole(family, spec.name)),)
+
+
+def their_whole(family: Family, name: str) -> str:
+    """Their name of one of our parameters; the head of a reward model has the same in all families."""
+    return name if name == SCORE else family.to_theirs(name)
+
+
+def our_whole(family: Family, name: str) -> str | None:
+    """Our name of one of their tensors; None for one that holds no parameter."""
+    return name if name == SCORE else family.to_ours(name)
 
 
 class Family(Protocol):
@@ -119,7 +130,35 @@ def family_of(name: str) -> Family:
 def published(config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
     """The config a model is exported with, and its config.json; a ConfigError names what transformers does not support."""
     target = family_of(config.family).published(config)
-    return target, family_of(target.family).write(target)
+    settings = family_of(target.family).write(target)
+    if not config.score_head:
+        return target, settings
+    labels = {"id2label": {"0": LABEL}, "label2id": {LABEL: 0}}  # one label: its logit is the score
+    return target, {**settings, "architectures": [classifier_of(config)], **labels}
+
+
+def classifier_of(config: ModelConfig) -> str:
+    """The class of transformers for a model with a score head. A family that has one names it as CLASSIFIER."""
+    members = vars(family_of(family_of(config.family).published(config).family))
+    if "CLASSIFIER" not in members or "build" in members:
+        having = ", ".join(name for name in family_names() if "CLASSIFIER" in vars(family_of(name)))
+        raise ConfigError(
+            f"model.family is {config.family}; a reward model needs a family with a sequence classification class in transformers: {having}."
+        )
+    return members["CLASSIFIER"]
+
+
+def with_head(given: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
+    """The config with the head that a config.json names: that of a reward model where its class is one for sequence classification."""
+    named = given.get("architectures")
+    if not isinstance(named, list) or not any(isinstance(one, str) and one.endswith("ForSequenceClassification") for one in named):
+        return config
+    labels = given.get("num_labels", len(given["id2label"]) if isinstance(given.get("id2label"), Mapping) else 2)
+    if labels != 1:
+        raise ConfigError(f"{named[0]} has {str(labels)[:20]} labels; headway reads reward models, which have one.")
+    config = config.with_(score_head=True)
+    classifier_of(config)
+    return config
 
 
 def published_with_code(config: ModelConfig) -> tuple[ModelConfig, dict[str, Any], str]:

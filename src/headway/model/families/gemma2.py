@@ -10,6 +10,7 @@ from headway.model.families import _forms as forms
 
 MODEL_TYPE = "gemma2"
 ARCHITECTURE = "Gemma2ForCausalLM"
+CLASSIFIER = "Gemma2ForSequenceClassification"
 PERIOD = 2
 NAMES = {
     "post_attention_layernorm": "post_self_attn_layernorm",

@@ -16,6 +16,7 @@ MODEL_TYPE = "gemma3_text"
 WITH_PICTURES = "gemma3"
 OTHER_TYPES = (WITH_PICTURES,)
 ARCHITECTURE = "Gemma3ForCausalLM"
+CLASSIFIER = "Gemma3TextForSequenceClassification"
 PERIOD = 6
 THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 DEFAULTS = {

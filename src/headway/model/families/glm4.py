@@ -11,6 +11,7 @@ from headway.model.layout import ParamSpec
 
 MODEL_TYPE = "glm4"
 ARCHITECTURE = "Glm4ForCausalLM"
+CLASSIFIER = "Glm4ForSequenceClassification"
 PARTIAL = 0.5
 DEFAULTS = {
     "num_key_value_heads": 2,

@@ -16,6 +16,7 @@ from headway.model.layout import ParamSpec
 
 MODEL_TYPE = "gpt2"
 ARCHITECTURE = "GPT2LMHeadModel"
+CLASSIFIER = "GPT2ForSequenceClassification"
 SETTINGS = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",

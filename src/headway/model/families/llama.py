@@ -9,6 +9,7 @@ from headway.model.families._config_json import model_config, ours_or_none, requ
 
 MODEL_TYPE = "llama"
 ARCHITECTURE = "LlamaForCausalLM"
+CLASSIFIER = "LlamaForSequenceClassification"
 DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
 
 to_theirs = same_name

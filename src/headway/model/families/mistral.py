@@ -8,6 +8,7 @@ from headway.model.families._config_json import model_config, ours_or_none, requ
 
 MODEL_TYPE = "mistral"
 ARCHITECTURE = "MistralForCausalLM"
+CLASSIFIER = "MistralForSequenceClassification"
 DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 
 to_theirs = same_name

@@ -11,6 +11,7 @@ from headway.model.layout import ParamSpec
 
 MODEL_TYPE = "mixtral"
 ARCHITECTURE = "MixtralForCausalLM"
+CLASSIFIER = "MixtralForSequenceClassification"
 DEFAULTS = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,

@@ -9,6 +9,7 @@ from headway.model.families import _forms as forms
 
 MODEL_TYPE = "olmo2"
 ARCHITECTURE = "Olmo2ForCausalLM"
+CLASSIFIER = "Olmo2ForSequenceClassification"
 NAMES = {"post_attention_layernorm": "post_self_attn_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm"}
 DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False}
 FORM: dict[str, Any] = {"norm_placement": "after", "qk_norm": True, "qk_norm_over": "projection"}

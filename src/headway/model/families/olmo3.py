@@ -10,6 +10,7 @@ from headway.model.families import olmo2
 
 MODEL_TYPE = "olmo3"
 ARCHITECTURE = "Olmo3ForCausalLM"
+CLASSIFIER = "Olmo3ForSequenceClassification"
 PERIOD = 4
 THETA = 500_000.0
 DEFAULTS = {**olmo2.DEFAULTS, "sliding_window": 4096, "layer_types": None}

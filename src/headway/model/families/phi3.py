@@ -12,6 +12,7 @@ from headway.model.layout import ParamSpec
 
 MODEL_TYPE = "phi3"
 ARCHITECTURE = "Phi3ForCausalLM"
+CLASSIFIER = "Phi3ForSequenceClassification"
 ORIGINAL = "original_max_position_embeddings"
 DEFAULTS = {
     "num_key_value_heads": None,

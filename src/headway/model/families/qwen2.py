@@ -8,6 +8,7 @@ from headway.model.families import _config_json as shared
 
 MODEL_TYPE = "qwen2"
 ARCHITECTURE = "Qwen2ForCausalLM"
+CLASSIFIER = "Qwen2ForSequenceClassification"
 DEFAULTS = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,

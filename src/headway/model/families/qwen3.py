@@ -9,6 +9,7 @@ from headway.model.families import _config_json as shared
 
 MODEL_TYPE = "qwen3"
 ARCHITECTURE = "Qwen3ForCausalLM"
+CLASSIFIER = "Qwen3ForSequenceClassification"
 CODE_TYPE = "qwen3_nope"
 CODE_FILE = f"modeling_{CODE_TYPE}"
 DEFAULTS = {

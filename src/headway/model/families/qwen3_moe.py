@@ -12,6 +12,7 @@ from headway.model.layout import ParamSpec
 
 MODEL_TYPE = "qwen3_moe"
 ARCHITECTURE = "Qwen3MoeForCausalLM"
+CLASSIFIER = "Qwen3MoeForSequenceClassification"
 DEFAULTS = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32768,

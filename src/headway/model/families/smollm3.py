@@ -9,6 +9,7 @@ from headway.model.families import _config_json as shared
 
 MODEL_TYPE = "smollm3"
 ARCHITECTURE = "SmolLM3ForCausalLM"
+CLASSIFIER = "SmolLM3ForSequenceClassification"
 DEFAULTS = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32768,

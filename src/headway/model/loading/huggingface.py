@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import CheckpointError, ConfigError, first_line
-from headway.model.families.base import Piece, family_for, family_of, pieces_of
+from headway.model.families.base import Piece, family_for, family_of, our_whole, pieces_of, with_head
 from headway.model.layout import HEAD, param_specs
 from headway.model.loading.unsupported import named_format, pointer, quantised
 from headway.model.loading.untrusted import open_pickled, zero2all_file
@@ -54,7 +54,7 @@ def read_config(folder: Path) -> ModelConfig:
     if reason is not None:
         raise ConfigError(f"{path}: {reason}")
     try:
-        return family_for(given).read(given)
+        return with_head(given, family_for(given).read(given))
     except ConfigError as error:
         raise ConfigError(f"{path}: {_short('; '.join(str(error).splitlines()))}") from None
 
@@ -213,7 +213,7 @@ def _locations(folder: Path, config: ModelConfig) -> Locations:
             found[spec.name] = tuple((stored[piece.name], piece) for piece in pieces)
             used |= {piece.name for piece in pieces}
     for theirs, file in stored.items():
-        ours = family.to_ours(theirs)
+        ours = our_whole(family, theirs)
         if ours is not None and theirs not in used:
             found[ours] = ((file, Piece(theirs)),)
     wanted = {spec.name for spec in param_specs(config)}
@@ -223,7 +223,7 @@ def _locations(folder: Path, config: ModelConfig) -> Locations:
             f"{folder}: {_some(missing)} not among the weights, but {CONFIG} requires it. Download the whole model again."
         )
     # Some tools write a tied head as well.
-    extra = sorted(found.keys() - wanted - ({HEAD} if config.tie_embeddings else set()))
+    extra = sorted(found.keys() - wanted - ({HEAD} if config.ties_head else set()))
     if extra:
         raise CheckpointError(
             f"{folder}: {_some(extra)} among the weights, but {CONFIG} defines no such parameter. Is it from another model family?"

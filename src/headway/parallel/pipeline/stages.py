@@ -73,7 +73,7 @@ def pipeline_part(parallel: ParallelConfig, model: ModelConfig, seq_len: int, ra
     shape, layers = parallel.pipeline_shape, stage_layers(parallel, model, seq_len)
     everyone = tuple(range(parallel.pipeline))
     shared = {GATES: everyone}
-    if model.tie_embeddings:
+    if model.ties_head:
         shared[EMBEDDING] = (everyone[0], everyone[-1])
     sharers = {name: ranks for name, ranks in shared.items() if name in shapes}
     return PipelinePart(shape, rank, layers, shapes, sharers)
