@@ -1,0 +1,93 @@
+"""Reward models of every family: transformers' sequence classification and ours give the same scores, both ways; others are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.family_cases import CASES, build_theirs
+from support.pairs import pair_batch
+
+from headway.errors import ConfigError
+from headway.export.huggingface import export_huggingface, with_padding
+from headway.infer.load import build_frozen_model, find_model, load_model
+from headway.model.config import ModelConfig
+from headway.model.families.base import classifier_of, family_names, family_of
+from headway.model.layout import HEAD, SCORE, num_parameters, param_specs
+
+SMALL = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, ffn_size=24, vocab_size=32, max_seq_len=32, tie_embeddings=False)
+IDS = torch.randint(1, 96, (2, 11), generator=torch.Generator().manual_seed(3))
+
+
+def scores(path: Path) -> torch.Tensor:
+    """Our scores of the two rows of ids."""
+    loaded = load_model(path, scores=True)
+    batch = pair_batch([[(IDS[0, :1].tolist(), IDS[0, 1:].tolist(), IDS[1, 1:].tolist())]], seq_len=32)
+    batch.tokens[0, 11] = IDS[1, 0]
+    out = loaded.model.forward_batch(batch)
+    assert out.score is not None
+    return out.score.of_documents(batch.bounds)[0, :2]
+
+
+def test_every_family_names_the_class_that_transformers_has() -> None:
+    pytest.importorskip("transformers")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as THEIRS
+
+    for name in family_names():
+        family = family_of(name)
+        assert vars(family).get("CLASSIFIER") == THEIRS.get(family.MODEL_TYPE), name
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "CLASSIFIER" in vars(family_of(name.split()[0])) and name != "phi3 longrope"])
+def test_scores_are_those_of_transformers_and_an_export_loads_there(case: str, tmp_path: Path) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    trunk = build_theirs(case)
+    trunk.config.num_labels = 1
+    theirs = getattr(transformers, vars(family_of(case.split()[0]))["CLASSIFIER"])(trunk.config).eval()
+    theirs.base_model.load_state_dict(trunk.base_model.state_dict())
+    theirs.save_pretrained(tmp_path / "theirs")
+    with torch.no_grad():
+        right = torch.cat([theirs(row[None]).logits[0] for row in IDS])
+    found = find_model(tmp_path / "theirs")
+    assert found.config.score_head and HEAD not in dict(found.weights())
+    torch.testing.assert_close(scores(tmp_path / "theirs"), right, rtol=1e-4, atol=1e-5)
+    export_huggingface(found.config, found.weights(), tmp_path / "ours", tokenizer=None)
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours").eval()
+    assert type(again) is type(theirs) and again.config.num_labels == 1
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat([again(row[None]).logits[0] for row in IDS]), right, rtol=1e-5, atol=1e-6)
+    assert torch.equal(scores(tmp_path / "ours"), scores(tmp_path / "theirs"))
+
+
+def test_a_family_without_such_a_class_and_several_labels_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.family is granite; a reward model needs a family with .*llama, .*qwen3"):
+        classifier_of(SMALL.with_(family="granite"))
+    config = SMALL.with_(score_head=True)
+    export_huggingface(config, ((one.name, torch.ones(one.shape)) for one in param_specs(config)), tmp_path / "hf", tokenizer=None)
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"id2label": {"0": "bad", "1": "good", "2": "best"}}))
+    with pytest.raises(ConfigError, match=r"config.json: LlamaForSequenceClassification has 3 labels; headway reads reward models"):
+        find_model(tmp_path / "hf")
+
+
+def test_a_score_head_takes_the_place_of_the_lm_head() -> None:
+    for tied in (False, True):
+        config = SMALL.with_(score_head=True, tie_embeddings=tied)
+        names = [one.name for one in param_specs(config)]
+        assert names[-1] == SCORE and HEAD not in names and not any(one.tied_to for one in param_specs(config))
+        model = build_frozen_model(config, ((one.name, torch.ones(one.shape)) for one in param_specs(config)), torch.device("cpu"), torch.float32)
+        assert [name for name, _ in model.named_parameters()] == names
+        assert num_parameters(config) == num_parameters(SMALL) - 32 * 16 + 16
+
+
+def test_padding_of_an_export_ends_no_answer() -> None:
+    from support.chat_tokenizer import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    assert with_padding(tokenizer).roles == {"bos": "<s>", "eos": "</s>", "pad": "<s>"}
+    for given, ends, wanted in (("</s>", (), "<s>"), ("<eoa>", (), "<eoa>"), ("<eoa>", (tokenizer.token_to_id("<eoa>"),), "<s>")):
+        tokenizer.roles["pad"] = given
+        assert with_padding(tokenizer, [one for one in ends if one is not None]).roles["pad"] == wanted
+    tokenizer.roles.pop("bos")
+    assert "pad" not in with_padding(tokenizer, [one for one in (tokenizer.token_to_id("<eoa>"),) if one is not None]).roles
