@@ -1,7 +1,7 @@
 """Reward model: a score of every answer, higher for the chosen one of each pair (Bradley-Terry).
 
-In: rows of pairs (documents 2i chosen, 2i + 1 rejected) and the model's score head; out: one term over pairs. With c and r the scores of the
-chosen and of the rejected conversation, each at its last token:
+In: rows of pairs (documents 2i chosen, 2i + 1 rejected) and the model's score head; out: one term over pairs. With c and r the scores of
+the chosen and of the rejected conversation, each at its last token:
 
     -log s(c - r - m) + k (c + r)^2          m: margin, k: center_rewards_coefficient, s: the logistic function
 

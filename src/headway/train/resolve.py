@@ -37,7 +37,9 @@ log = logging.getLogger("headway")
 
 GENERATED_VOCAB = 512
 GENERATED_STEPS = 100
-COMPUTES = tuple(sorted(set(ModelConfig.model_fields) - {"preset", "max_seq_len", "dropout", "embed_grad_scale", "init_std", "media", "score_head"}))
+COMPUTES = tuple(
+    sorted(set(ModelConfig.model_fields) - {"preset", "max_seq_len", "dropout", "embed_grad_scale", "init_std", "media", "score_head"})
+)
 """Fields of a model's shape that decide what its layers compute of text."""
 
 
@@ -192,9 +194,7 @@ def _with_head(recipe: Recipe, model: ModelConfig) -> ModelConfig:
         classifier_of(model)
     elif model.score_head:
         what = f"init.from={recipe.init.source} is a reward model" if recipe.init.source is not None else "model.score_head is true"
-        raise ConfigError(
-            f"{what}, and objective {recipe.objective.kind} needs a language model. Use objective reward, or another model."
-        )
+        raise ConfigError(f"{what}, and objective {recipe.objective.kind} needs a language model. Use objective reward, or another model.")
     return model
 
 

@@ -61,7 +61,7 @@ def test_scores_are_those_of_transformers_and_an_export_loads_there(case: str, t
 
 
 def test_a_family_without_such_a_class_and_several_labels_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.family is granite; a reward model needs a family with .*llama, .*qwen3"):
+    with pytest.raises(ConfigError, match=r"model.family is granite; a reward model needs one with .*llama, .*qwen3"):
         classifier_of(SMALL.with_(family="granite"))
     config = SMALL.with_(score_head=True)
     export_huggingface(config, ((one.name, torch.ones(one.shape)) for one in param_specs(config)), tmp_path / "hf", tokenizer=None)
@@ -76,7 +76,9 @@ def test_a_score_head_takes_the_place_of_the_lm_head() -> None:
         config = SMALL.with_(score_head=True, tie_embeddings=tied)
         names = [one.name for one in param_specs(config)]
         assert names[-1] == SCORE and HEAD not in names and not any(one.tied_to for one in param_specs(config))
-        model = build_frozen_model(config, ((one.name, torch.ones(one.shape)) for one in param_specs(config)), torch.device("cpu"), torch.float32)
+        model = build_frozen_model(
+            config, ((one.name, torch.ones(one.shape)) for one in param_specs(config)), torch.device("cpu"), torch.float32
+        )
         assert [name for name, _ in model.named_parameters()] == names
         assert num_parameters(config) == num_parameters(SMALL) - 32 * 16 + 16
 

@@ -143,7 +143,7 @@ def classifier_of(config: ModelConfig) -> str:
     if "CLASSIFIER" not in members or "build" in members:
         having = ", ".join(name for name in family_names() if "CLASSIFIER" in vars(family_of(name)))
         raise ConfigError(
-            f"model.family is {config.family}; a reward model needs a family with a sequence classification class in transformers: {having}."
+            f"model.family is {config.family}; a reward model needs one with a sequence classification class in transformers: {having}."
         )
     return members["CLASSIFIER"]
 
