@@ -218,6 +218,14 @@ def read_recipe(arguments: Sequence[str] | None, *, makes_tokenizer: bool = Fals
     return load(Recipe, path, overrides, say)
 
 
+def parse_shard(text: str) -> tuple[int, int]:
+    """`2/8` -> (2, 8)."""
+    part, slash, parts = text.partition("/")
+    if not slash or not part.isdigit() or not parts.isdigit() or int(part) >= int(parts):
+        raise ConfigError(f"--shard is {text!r}; it must be I/N with I from 0 to N - 1, e.g. 0/8.")
+    return int(part), int(parts)
+
+
 def split_recipe(arguments: Sequence[str] | None) -> tuple[Path | None, list[str]]:
     """The recipe file among command-line arguments, and the overrides."""
     given = list(arguments or ())

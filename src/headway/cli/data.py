@@ -9,7 +9,18 @@ from typing import Literal
 import typer
 
 from headway.cli._documents import print_document
-from headway.cli._options import COMPRESSION, GROUP, INPUTS, JSON, MORE_INPUTS, RECORD_KEYS, STORE_KIND, ManyMachines, refuse_flags
+from headway.cli._options import (
+    COMPRESSION,
+    GROUP,
+    INPUTS,
+    JSON,
+    MORE_INPUTS,
+    RECORD_KEYS,
+    STORE_KIND,
+    ManyMachines,
+    parse_shard,
+    refuse_flags,
+)
 from headway.cli._output import print_json, print_table
 from headway.cli.data_media import MultimodalChecks, validate_multimodal
 from headway.errors import ConfigError
@@ -70,7 +81,7 @@ def tokenize(
     layout = ConvertOptions(type=type_name, begin_id=begin_id) if is_text else ConvertOptions(type=type_name or "en")
     options = BuildOptions(
         kind, workers, to, layout, text_key or "text", template if is_text else None, _split(split, to), eos, bos,
-        None if shard is None else _parse_shard(shard), CleanRules() if clean else None,
+        None if shard is None else parse_shard(shard), CleanRules() if clean else None,
         chat_template="chatml" if is_text or not template else template, max_length=max_length,
         too_long=too_long or "truncate_right",  # pyright: ignore[reportArgumentType] - checked there
         valid_fraction=valid_fraction or 0.0, seed=seed or 0, drop_bad=drop_bad, keys=KeyMap.parse(keys), placement=many.placement(workers),
@@ -93,14 +104,6 @@ def _split(split: str | None, to: str) -> Literal["file", "line"]:
     if chosen not in ("file", "line"):
         raise ConfigError(f"--split is {split!r}; it must be 'file' or 'line'.")
     return chosen
-
-
-def _parse_shard(text: str) -> tuple[int, int]:
-    """`2/8` -> (2, 8)."""
-    part, slash, parts = text.partition("/")
-    if not slash or not part.isdigit() or not parts.isdigit() or int(part) >= int(parts):
-        raise ConfigError(f"--shard is {text!r}; it must be I/N with I from 0 to N - 1, e.g. 0/8.")
-    return int(part), int(parts)
 
 
 def validate(

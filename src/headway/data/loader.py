@@ -23,6 +23,7 @@ from headway.data.rampup import Rampup
 from headway.data.row_stream import RowStream, Windows
 from headway.data.rows import RowLayout, fill_rows
 from headway.data.step_plan import BatchShape, LoaderState, PlannedStep, StepPlanner
+from headway.data.teacher import CachedTeacher, TeacherColumns
 from headway.errors import CheckpointError, ConfigError
 
 __all__ = ["Loader", "LoaderState"]
@@ -54,13 +55,15 @@ class Loader:
         max_rows: int | None = None,
         sum_over_ranks: SumOverRanks = list,
         media: MediaFeatures | None = None,
+        teacher: CachedTeacher | None = None,
     ) -> None:
         self._config, self._epochs, self._sum = config, epochs, sum_over_ranks
         self._shape = BatchShape(rows_per_step, micro_rows, rank, world, rampup, max_rows)
         self._streams = [_stream(config, source, number, seed, shuffle) for number, source in enumerate(sources)]
         read = [stream.source for stream in self._streams]
         columns = None if media is None else MediaColumns(media, read, config.seq_len, config.documents_per_row)
-        self._fill = RowLayout(read, config.seq_len, config.documents_per_row, config.packing == "one_document", columns)
+        taught = None if teacher is None else TeacherColumns(teacher, read, config.seq_len)
+        self._fill = RowLayout(read, config.seq_len, config.documents_per_row, config.packing == "one_document", columns, taught)
         self._masked = any(stream.source.masked for stream in self._streams)
         self._paired = all(isinstance(stream.source, PairSource) for stream in self._streams)
         self._sources = sources

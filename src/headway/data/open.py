@@ -21,6 +21,7 @@ from headway.data.mixture import MixtureSource
 from headway.data.pairs import PairSource, is_preference
 from headway.data.selection import Selection, split_side
 from headway.data.synthetic import SyntheticSource
+from headway.data.teacher import CachedTeacher
 from headway.errors import ConfigError, DataError
 from headway.store.checksums import Checksums
 from headway.store.foreign.base import ForeignStore
@@ -68,6 +69,8 @@ class OpenData:
     checksums: Checksums = field(default_factory=Checksums)
     media: MediaFeatures | None = None
     """The features of pictures and sounds in the sources; None: text alone."""
+    teacher: CachedTeacher | None = None
+    """What a teacher expects at every position of the sources; None: nothing is stored of one."""
 
     @property
     def names(self) -> list[str]:

@@ -15,6 +15,7 @@ from headway.data.media import MediaColumns
 from headway.data.mixture import Row
 from headway.data.pairs import PAIR, PairSource
 from headway.data.samples import SampleSource, sample_columns
+from headway.data.teacher import TeacherColumns
 from headway.errors import DataError
 from headway.store.reader import ranges
 from headway.store.source import Flags, Ids, Longs, TokenSource
@@ -35,6 +36,8 @@ class RowLayout:
     """Attention and positions span the whole row, not each document."""
     media: MediaColumns | None = None
     """The pictures and sounds of rows; None: the model takes text alone."""
+    teacher: TeacherColumns | None = None
+    """What a teacher expects at every position; None: nothing is stored of one."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ def fill_rows(rows: Sequence[Row | None], layout: RowLayout) -> tuple[Batch, flo
     extra = {PAIR: torch.from_numpy(_pairs(rows, layout))} if any(isinstance(source, PairSource) for source in layout.sources) else {}
     if layout.media is not None:
         extra |= layout.media.columns(len(rows), pieces)
+    if layout.teacher is not None:
+        extra |= layout.teacher.columns(len(rows), pieces)
     if any(isinstance(source, SampleSource) for source in layout.sources):
         extra = sample_columns(rows, layout.sources)
     batch = Batch(*(torch.from_numpy(array) for array in arrays), single_document=single, max_length=max_length, extra=extra)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from headway.errors import ConfigError
 from headway.kernels.cross_entropy import NLL, Shaping, WeightGradBuffer, linear_nll, linear_scores
 from headway.kernels.distill_loss import Distilled, DistillShaping, TeacherHead, linear_distill
+from headway.kernels.topk_distill_loss import TopLogProbs, linear_top_k, linear_topk_distill
 from headway.kernels.vocab_loss import VocabShard
 from headway.model.families.base import STORED, family_of
 from headway.model.layout import ROUTER_BIAS, ParamSpec
@@ -129,6 +130,23 @@ class LMHead:
             self.chunk_tokens, self.grad_buffer, self.softcap,
         )  # fmt: skip
         return Distilled(out.total, *(per_token.view(targets.shape) for per_token in out[1:]))
+
+    def distill_top_k(
+        self, targets: Tensor, coefficients: Tensor, taught: TopLogProbs, shaping: DistillShaping, drop_rest: bool = False
+    ) -> Distilled:
+        """Loss against what is stored of a teacher, [B, T, ...], in one pass; per-token results are [B, T]."""
+        if self.shard is not None:
+            raise ConfigError("objective distill needs the whole head on every rank: parallel.tensor must be 1.")
+        given = TopLogProbs(taught.ids.flatten(0, 1), taught.log_probs.flatten(0, 1))
+        out = linear_topk_distill(
+            self._tokens(), self.weight, given, targets.flatten(), coefficients.flatten(), shaping, drop_rest,
+            self.chunk_tokens, self.grad_buffer, self.softcap,
+        )  # fmt: skip
+        return Distilled(out.total, *(per_token.view(targets.shape) for per_token in out[1:]))
+
+    def top_k(self, k: int, temperature: float = 1.0) -> TopLogProbs:
+        """The k likeliest next tokens [B * T, k] of all positions, without gradients."""
+        return linear_top_k(self._tokens(), self.weight, k, temperature, self.chunk_tokens, self.softcap)
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,15 @@ class ReferenceSpec:
 
 
 @dataclass(frozen=True)
+class TeacherCacheSpec:
+    """Stored logits of a teacher that an objective reads."""
+
+    paths: tuple[str, ...]
+    temperature: float | None
+    """For which the rest of the vocabulary must be summed up; None: the rest is not read."""
+
+
+@dataclass(frozen=True)
 class ParameterRule:
     """Optimizer settings an objective needs for some parameters; optim.groups of the recipe take precedence."""
 
@@ -146,6 +155,11 @@ class ObjectiveConfig(KindConfig):
     @property
     def reference_spec(self) -> ReferenceSpec | None:
         """The reference model it needs, if any."""
+        return None
+
+    @property
+    def teacher_cache(self) -> TeacherCacheSpec | None:
+        """The stored logits it reads, if any."""
         return None
 
     @property

@@ -1,24 +1,25 @@
 """Distillation: the model learns the whole distribution that a frozen teacher gives to every target, beside the target itself.
 
-In: a batch with the teacher's hidden states and the teacher's head; out: one term over targets. kernels/distill_loss.py has the formula.
-Teacher and model may differ in everything but the vocabulary.
+In: a batch with the teacher's hidden states and the teacher's head, or with what is stored of the teacher's likeliest tokens; out: one term
+over targets. kernels/distill_loss.py and kernels/topk_distill_loss.py have the formulas. Teacher and model may differ in everything but
+the vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import PrivateAttr
+from pydantic import PrivateAttr, model_validator
 
 from headway.config.section import setting
-from headway.objective.base import Collectives, Loss, MetricSums, ObjectiveConfig, ReferenceSpec, StepInfo, Term
+from headway.objective.base import Collectives, Loss, MetricSums, ObjectiveConfig, ReferenceSpec, StepInfo, TeacherCacheSpec, Term
 from headway.objective.next_token import by_source
 
 if TYPE_CHECKING:
     from torch import nn
 
     from headway.data.batch import Batch
-    from headway.kernels.distill_loss import TeacherHead
+    from headway.kernels.distill_loss import Distilled, DistillShaping, TeacherHead
     from headway.model.base import ModelOut
 
 TAUGHT = "teacher"
@@ -35,6 +36,16 @@ class Config(ObjectiveConfig):
         "from (keeps a fine-tuned model near them).",
         on_resume="fixed",
     )
+    cache: str | tuple[str, ...] | None = setting(
+        None,
+        "Stored logits of a teacher instead of a teacher in memory: folders that `headway data teacher-logits` wrote, one or more for "
+        "every store of the data, or a folder of such folders.",
+    )
+    tail: Literal["bucket", "drop"] = setting(
+        "bucket",
+        "With cache: tokens beyond the stored ones count as one class (bucket), or both distributions are those of the stored tokens "
+        "alone (drop).",
+    )
     direction: Literal["forward", "reverse"] = setting(
         "forward", "forward: KL(teacher || model), covers all the teacher says. reverse: KL(model || teacher), keeps to its likeliest."
     )
@@ -45,10 +56,30 @@ class Config(ObjectiveConfig):
 
     _head: TeacherHead | None = PrivateAttr(None)
 
+    @model_validator(mode="after")
+    def _has_one_teacher(self) -> Self:
+        if self.cache is not None and self.teacher is not None:
+            raise ValueError("teacher and cache are both given; cache needs no teacher in memory. Remove one of them.")
+        if self.cache is not None and not self.cache:
+            raise ValueError("cache names no folder. Give what `headway data teacher-logits` wrote, or remove it.")
+        if self.cache is None and self.tail != "bucket":
+            raise ValueError(f"tail is {self.tail!r}, which is for stored logits. Give cache, or remove tail.")
+        return self
+
     @property
     def reference_spec(self) -> ReferenceSpec | None:
-        """The teacher."""
+        """The teacher, if it is in memory."""
+        if self.cache is not None:
+            return None
         return ReferenceSpec(self.teacher, cached=False, is_teacher=True)
+
+    @property
+    def teacher_cache(self) -> TeacherCacheSpec | None:
+        """The stored logits, if there is no teacher in memory."""
+        if self.cache is None:
+            return None
+        paths = (self.cache,) if isinstance(self.cache, str) else self.cache
+        return TeacherCacheSpec(paths, self.temperature if self.tail == "bucket" else None)
 
     def with_head(self, head: TeacherHead) -> Config:
         """These settings with a loaded teacher's head."""
@@ -74,11 +105,9 @@ class Distill:
         """One term. Its gradient is computed in the same pass as its value."""
         from headway.kernels.distill_loss import DistillShaping
 
-        if self.head is None:
-            raise AssertionError("the teacher is not loaded")
         config, weight = self.config, batch.loss_weight
         shaping = DistillShaping(config.temperature, config.direction == "reverse", config.alpha)
-        scored = out.head.distill(batch.targets, weight, batch.extra[TAUGHT], self.head, shaping)
+        scored = self._score(out, batch, shaping)
         total = weight.sum()
         found = {"nll": scored.nll, "accuracy": scored.correct, "kl": scored.kl}
         metrics: MetricSums = {name: ((value * weight).sum(), total) for name, value in found.items()}
@@ -87,3 +116,14 @@ class Distill:
             for name, value in found.items():
                 metrics[f"{name}/source"] = (by_source((value * weight).sum(1), batch, at), weights)
         return Loss({"distill": Term(scored.total)}, metrics)
+
+    def _score(self, out: ModelOut, batch: Batch, shaping: DistillShaping) -> Distilled:
+        from headway.data.teacher import IDS_COLUMN, LOG_PROBS_COLUMN
+        from headway.kernels.topk_distill_loss import TopLogProbs
+
+        if self.config.cache is not None:
+            taught = TopLogProbs(batch.extra[IDS_COLUMN], batch.extra[LOG_PROBS_COLUMN])
+            return out.head.distill_top_k(batch.targets, batch.loss_weight, taught, shaping, self.config.tail == "drop")
+        if self.head is None:
+            raise AssertionError("the teacher is not loaded")
+        return out.head.distill(batch.targets, batch.loss_weight, batch.extra[TAUGHT], self.head, shaping)

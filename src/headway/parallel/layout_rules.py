@@ -145,7 +145,8 @@ def _ring(case: LayoutCase, is_set: str, ring: int) -> Iterator[str]:
 def _teacher(case: LayoutCase) -> Iterator[str]:
     """The divergence from a teacher is computed over whole rows of both heads."""
     spec = case.objective.reference_spec
-    if spec is not None and spec.is_teacher and case.parallel.tensor > 1:
+    is_taught = case.objective.teacher_cache is not None or (spec is not None and spec.is_teacher)
+    if is_taught and case.parallel.tensor > 1:
         yield (
             f"parallel.tensor is {case.parallel.tensor} and objective {case.objective.kind} compares whole vocabularies. "
             "Use tensor 1, and strategy fsdp to spread the weights over ranks."

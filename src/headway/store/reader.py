@@ -184,6 +184,14 @@ class Store(TokenSource):
                 mask[to] = bits
         return ids, mask
 
+    def token_positions(self, documents: Longs, starts: Longs) -> Longs:
+        found = np.empty(len(documents), np.int64)
+        shards = np.searchsorted(self._first_document, documents, side="right") - 1
+        for shard in np.unique(shards).tolist():
+            here = shards == shard
+            found[here] = self._first_token[shard] + self._map("docs", shard)[documents[here] - self._first_document[shard]]
+        return found + starts
+
     def verify(self) -> None:
         """Check all checksums and offsets; damage is a DataError that names the file."""
         for number, shard in enumerate(self.manifest.shards):

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from headway.errors import DataError
+
 Ids = npt.NDArray[np.unsignedinteger | np.signedinteger]
 Longs = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -82,6 +84,10 @@ class TokenSource(ABC):
     def count_types(self) -> dict[str, tuple[int, int]]:
         """Documents and tokens of each type; empty if documents have none."""
         return {}
+
+    def token_positions(self, documents: Longs, starts: Longs) -> Longs:
+        """Where tokens `starts` of some documents stand in the whole native store: the sum of the lengths before them."""
+        raise DataError(f"{self.name}: only headway stores number their tokens. Make one with `headway data convert`.")
 
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
         """The ids (and loss mask) of many pieces of documents, concatenated."""
@@ -160,6 +166,9 @@ class DocumentRange(SourceView):
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
         return self.source.gather(documents + self._first, starts, lengths)
 
+    def token_positions(self, documents: Longs, starts: Longs) -> Longs:
+        return self.source.token_positions(documents + self._first, starts)
+
 
 class TokenRange(SourceView):
     """Tokens start to stop - 1 of one document, as a source of one document."""
@@ -191,3 +200,6 @@ class TokenRange(SourceView):
 
     def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
         return self.source.gather(documents + self._document, starts + self._start, lengths)
+
+    def token_positions(self, documents: Longs, starts: Longs) -> Longs:
+        return self.source.token_positions(documents + self._document, starts + self._start)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
 from headway.data.loader import Loader, LoaderState
 from headway.data.open import open_data
+from headway.data.teacher import open_teacher
 from headway.errors import ConfigError
 from headway.prepare.sources import prepare_sources
 
@@ -38,7 +39,12 @@ def open_run_data(resolved: Resolved, device: torch.device | None = None, worker
         stores_of, media = MediaStores(plan, recipe.data, tokenizer, workers), media_features(recipe, plan, device)
     stores = prepare_sources(recipe.data, tokenizer, pairs=pairs, media=stores_of, workers=workers)
     vocab = resolved.model.vocab
-    return open_data(recipe.data, stores, tokenizer=tokenizer, vocab_size=vocab, seed=recipe.seed, pairs=pairs, media=media)
+    data = open_data(recipe.data, stores, tokenizer=tokenizer, vocab_size=vocab, seed=recipe.seed, pairs=pairs, media=media)
+    cache = recipe.objective.teacher_cache
+    if cache is None:
+        return data
+    every = [one for many in (data.train, *data.valid.values()) for one in many]
+    return replace(data, teacher=open_teacher(cache.paths, every, vocab, cache.temperature, data.checksums))
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ def make_loader(recipe: Recipe, data: OpenData, batch: ResolvedBatch, cursor: Lo
         rampup=None if recipe.batch.rampup is None else recipe.batch.rampup.over(ranks.data.size),
         sum_over_ranks=ranks.data.sum,
         media=data.media,
+        teacher=data.teacher,
     )
 
 
@@ -107,6 +114,7 @@ def valid_batches(recipe: Recipe, data: OpenData, batch: ResolvedBatch, ranks: R
     with Loader(
         config, sources=data.valid[name], rows_per_step=rows * group.size, micro_rows=rows, rank=group.rank, world=group.size,
         seed=recipe.seed, epochs=1, shuffle=False, max_rows=recipe.eval.rows, media=data.media,
+        teacher=data.teacher,
     ) as loader:  # fmt: skip
         for step, _ in loader:
             yield from step.microbatches

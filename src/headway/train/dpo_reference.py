@@ -61,10 +61,10 @@ Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 class Reference:
     """A reference model, ready to use."""
 
-    prepare: Callable[[Batch], Batch]
-    """Adds the reference's log-probability of every document to a microbatch, or a teacher's hidden states."""
+    prepare: Callable[[Batch], Batch] | None
+    """Adds the reference's log-probability of every document to a microbatch, or a teacher's hidden states; None: the loader reads them."""
     sha256: str
-    """Of its weights."""
+    """Of its weights, or of its stored logits."""
     description: str
     objective: ObjectiveConfig
     """The recipe's objective, with a teacher's head where it learns from one."""
@@ -117,6 +117,11 @@ class _Source:
 def make_reference(resolved: Resolved, data: OpenData, spec: EngineSpec, micro_rows: int) -> Reference | None:
     """The reference that a recipe's objective needs; None where it needs none."""
     wanted = resolved.recipe.objective.reference_spec
+    if data.teacher is not None:
+        origin = data.teacher.origin
+        how = f"top {origin.top_k} of every position from {len(data.teacher.parts)} stores of logits, no model in memory"
+        description = f"teacher {origin.teacher} ({origin.teacher_sha256[:12]}), {how}"
+        return Reference(None, data.teacher.key, description, resolved.recipe.objective)
     if wanted is None:
         return None
     source, objective = _find(resolved, wanted), resolved.recipe.objective

@@ -23,6 +23,8 @@ ROWS: dict[str, Row] = {
     "objective[dpo].reference_logps": (DPO, "live", "cached", lambda o: "second model" in observed(o).log),
     "objective[distill].kind": ((TAUGHT[0], "model.hidden_size=16", "init.from=$/runs1/run"), "distill", "nothing", taught),
     "objective[distill].teacher": (TAUGHT[:2], "$/runs1/run", "$/nowhere", taught),
+    "objective[distill].cache": (TAUGHT[:2], None, "$/nowhere", refused),
+    "objective[distill].tail": (TAUGHT[:2], "bucket", "drop", refused),
     "objective[distill].direction": (TAUGHT, "forward", "reverse", taught),
     "objective[distill].temperature": (TAUGHT, 1.0, 2.0, taught),
     "objective[distill].alpha": (TAUGHT, 0.5, 1.0, taught),

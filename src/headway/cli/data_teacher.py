@@ -1,0 +1,101 @@
+"""`headway data teacher-logits`: what a teacher expects at every position of token stores, written once for distillation."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from headway.cli._options import GROUP, JSON, ComputeOptions, parse_shard, read_recipe
+from headway.cli._output import print_json, print_table
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.store.reader import Store
+
+
+def teacher_logits(
+    sources: list[str] = typer.Argument(
+        ..., metavar="STORE...|RECIPE [section.key=value]...", help="Token stores, or a recipe whose training and validation data is read."
+    ),
+    teacher: Path = typer.Option(..., help="The model to learn from: a run, a checkpoint, a Hugging Face folder, a GGUF file or a hub id."),
+    out: Path = typer.Option(
+        None, help="Folder of the logits, for several stores of one folder each; default: beside the store, STORE.logits."
+    ),
+    top_k: int = typer.Option(64, min=1, help="Likeliest tokens to keep of every position."),
+    temperature: float = typer.Option(1.0, help="objective.temperature of the training: the other tokens are summed up for it."),
+    dtype: str = typer.Option("float16", help="Type of the log-probabilities: float16 or float32."),
+    seq_len: int = typer.Option(
+        None, min=1, help="Longer documents are read in pieces of this many tokens; default: what the teacher can read, at most 4096."
+    ),
+    batch_tokens: int = typer.Option(8192, min=1, help="Tokens computed at once."),
+    shard: str = typer.Option(None, metavar="I/N", help="Read only part I (from 0) of N of every store, e.g. one per GPU."),
+    compute: ComputeOptions = GROUP,
+    json: bool = JSON,
+) -> None:
+    """Run a teacher once over token stores and keep its likeliest next tokens; `objective: {kind: distill, cache: OUT}` trains with them.
+
+    A command that was stopped continues where it was.
+    """
+    from headway.infer.teacher_logits import LogitsOptions, write_logits
+
+    compute.check()
+    if dtype not in ("float16", "float32"):
+        raise ConfigError(f"--dtype is {dtype!r}; it must be float16 or float32.")
+    if not 0 < temperature < float("inf"):
+        raise ConfigError(f"--temperature is {temperature:g}; it must be above 0.")
+    part = (0, 1) if shard is None else parse_shard(shard)
+    stores = _stores(sources)
+    folders = _folders(stores, out, part)
+    loaded = compute.load(teacher)
+    options = LogitsOptions(top_k, temperature, dtype, seq_len, batch_tokens, part)
+    results = [write_logits(loaded, store, folder, options) for store, folder in zip(stores, folders, strict=True)]
+    if json:
+        print_json({"logits": [asdict(one) for one in results]})
+        return
+    rows = [
+        (one.store, one.out, one.documents, one.tokens, f"{one.bytes / 1e6:.1f} MB", f"{one.coverage:.2%}", f"{one.seconds:.1f} s")
+        for one in results
+    ]
+    print_table(("store", "logits", "documents", "tokens", "size", "probability kept", "time"), rows)
+
+
+def _stores(sources: list[str]) -> list[Store]:
+    from headway.store.reader import Store, is_store, open_store
+    from headway.store.source import SourceView
+
+    if is_store(Path(sources[0])) or Path(sources[0]).is_dir():
+        return [open_store(path) for path in sources]
+    recipe = read_recipe(sources)
+    if recipe.stages:
+        raise ConfigError("stages is set; `data teacher-logits` takes recipes of one stage, or token stores.")
+    if recipe.data.train is None:
+        raise ConfigError("data.train is null: the data is generated while training. Set data.train, or give token stores.")
+    from headway.train.batches import open_run_data
+    from headway.train.resolve import resolve
+
+    recipe = recipe.model_copy(update={"objective": type(recipe).model_fields["objective"].get_default(call_default_factory=True)})
+    data, found = open_run_data(resolve(recipe)), dict[str, Store]()
+    for one in (one for many in (data.train, *data.valid.values()) for one in many):
+        source = one.selection.source
+        while isinstance(source, SourceView):
+            source = source.source
+        if not isinstance(source, Store):
+            raise ConfigError(f"{source.name}: not a headway store. Make one with `headway data convert`.")
+        found[source.manifest.content] = source
+    return list(found.values())
+
+
+def _folders(stores: list[Store], out: Path | None, part: tuple[int, int]) -> list[Path]:
+    """Where the logits of each store go."""
+    ending = "" if part[1] == 1 else f"-{part[0]}-of-{part[1]}"
+    if out is None:
+        return [store.folder.with_name(f"{store.folder.name}.logits{ending}") for store in stores]
+    if len(stores) == 1:
+        return [out]
+    return [out / f"{store.folder.name}{ending}" for store in stores]
+
+
+VERBS = {"data teacher-logits": teacher_logits}
