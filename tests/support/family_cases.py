@@ -12,6 +12,10 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 1.9], "long_factor": [1.0, 2.0, 3.5, 9.0]}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14, "n_routed_experts": 8,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
     "mistral": ("Mistral", {"sliding_window": 5, "head_dim": 8}),
@@ -24,6 +28,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True, "head_dim": 20},
     ),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": None}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **LATENT, "q_lora_rank": None, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "norm_topk_prob": True,
+            "routed_scaling_factor": 1.7, "n_shared_experts": 2, "rms_norm_eps": 1e-5, "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16, "mscale": 0.7,
+                "mscale_all_dim": 0.9, "beta_fast": 4.0,
+            },
+        },
+    ),
+    "deepseek_v3 plain": (
+        "DeepseekV3",
+        {
+            **LATENT, "q_lora_rank": 20, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "norm_topk_prob": False,
+            "rope_interleave": False, "n_shared_experts": 1, "attention_bias": True, "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **LATENT, "q_lora_rank": 20, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "num_experts_per_tok": 3,
+            "routed_scaling_factor": 3.0, "n_shared_experts": 1,
+        },
+    ),
     "gemma2": (
         "Gemma2",
         {"head_dim": 20, "query_pre_attn_scalar": 24, "sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
@@ -87,6 +116,7 @@ def build_theirs(case: str) -> Any:
     model = getattr(transformers, f"{name.removesuffix('Text')}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(config)
     generator = torch.Generator().manual_seed(sum(map(ord, case)))
     with torch.no_grad():
-        for parameter in dict.fromkeys(model.parameters()):
+        biases = [buffer for buffer_name, buffer in model.named_buffers() if buffer_name.endswith("e_score_correction_bias")]
+        for parameter in dict.fromkeys([*model.parameters(), *biases]):
             parameter.add_(torch.randn(parameter.shape, generator=generator) * (0.15 if parameter.dim() > 1 else 0.3))
     return model.eval()

@@ -28,6 +28,10 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "norm": "layernorm_no_bias", "parallel_block": True, "rope_interleaved": True, "logit_scale": 0.3, "sliding_window": 5,
         "window_layers": (0,), "no_rope_layers": (1,), "output_bias": True,
     },
+    "deepseek": {
+        "num_kv_heads": None, "head_dim": None, "rope_interleaved": True, "attention_scale": 0.3, "output_bias": True,
+        "latent_attention": {"kv_rank": 12, "q_rank": 10, "nope_head_dim": 6, "rope_head_dim": 10, "value_head_dim": 8},
+    },
     "gpt2": {
         "norm": "layernorm", "positions": "learned", "ffn_gate": False, "activation": "gelu_tanh", "output_bias": True, "ffn_bias": True,
     },

@@ -245,7 +245,11 @@ def expert_trials() -> list[LayoutTrial]:
     step = PLAIN.with_(experts={**balanced, "aux_scope": "step", "aux_layers": "pooled", "normalize": False})
     biased = PLAIN.with_(experts={**balanced, "aux_loss": 0.0, "bias_rate": 0.02, "router": "sigmoid", "first_dense": 1})
     tensor = {"tensor": 2}
+    shape = {"kv_rank": 12, "q_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 8}
+    grouped = {**balanced, "router": "sigmoid", "num_groups": 2, "bias_rate": 0.02, "routed_scale": 2.0, "first_dense": 1}
+    latent = PLAIN.with_(latent_attention=shape, head_dim=None, num_kv_heads=None, experts=grouped, qkv_bias=True, output_bias=True)
     return [
+        trial("latent attention, tensor", 2, tensor, config=latent),
         trial("experts, ddp, loss of each row", 2, {"zero1": {"size": 1}}, config=mixture, micro=4),
         trial("experts, zero1, loss of the step", 2, {}, config=step, micro=4),
         trial("experts, fsdp, bias without a loss", 2, {"strategy": "fsdp"}, config=biased),

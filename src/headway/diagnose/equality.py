@@ -53,6 +53,10 @@ def small_model(model: ModelConfig, seq_len: int) -> tuple[ModelConfig, str]:
         "ffn_size": 128, "max_seq_len": max(seq_len, 2), "no_rope_layers": tuple(i for i in model.no_rope_layers if i < layers),
         "window_layers": None if model.window_layers is None else tuple(i for i in model.window_layers if i < layers),
     }  # fmt: skip
+    if model.latent_attention is not None:
+        sizes = {"kv_rank": 32, "nope_head_dim": 16, "rope_head_dim": 8, "value_head_dim": 16}
+        q_rank = None if model.latent_attention.q_rank is None else 24
+        shape |= {"num_kv_heads": None, "head_dim": None, "latent_attention": {**sizes, "q_rank": q_rank}}
     return model.with_(**plain, **shape), f"a small random {model.family}"
 
 

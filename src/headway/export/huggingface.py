@@ -199,7 +199,7 @@ def _completed(config: ModelConfig, target: ModelConfig, weights: Iterable[tuple
     ours = {spec.name for spec in param_specs(config)}
     for spec in param_specs(target):
         if spec.name not in ours:
-            assert spec.name.endswith(".bias"), f"{spec.name} is no bias, so zeros would change the model"
+            assert spec.name.endswith("bias"), f"{spec.name} is no bias, so zeros would change the model"
             yield spec.name, torch.zeros(spec.shape)
 
 

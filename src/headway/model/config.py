@@ -8,6 +8,7 @@ from pydantic import field_validator, model_validator
 from headway.config.section import Section, setting
 from headway.model.aligner_config import AlignerConfig
 from headway.model.experts_config import ExpertsConfig
+from headway.model.latent_config import LatentAttentionConfig
 from headway.model.media_shape import MediaShape
 from headway.model.presets import EMBED_SCALE_BY_WIDTH, FORMS, PRESETS
 
@@ -37,6 +38,10 @@ class RopeScaling(Section):
         gt=0,
     )
     truncate: bool = setting(True, "yarn: round the bounds of the ramp outwards to whole dimensions.")
+    mscale: float = setting(0.0, "yarn: with mscale_all_dim, the two growths of attention whose quotient is attention_factor.", ge=0)
+    mscale_all_dim: float = setting(
+        0.0, "yarn: latent attention multiplies scores by (0.1 * this * ln(factor) + 1) squared; 0 = unchanged.", ge=0
+    )
     short_factor: tuple[float, ...] = setting((), "longrope: divisors of the frequencies in documents up to original_max_seq_len.")
     long_factor: tuple[float, ...] = setting((), "longrope: divisors of the frequencies in longer documents.")
 
@@ -56,6 +61,8 @@ class RopeScaling(Section):
             raise ValueError(f"has {next(key for key, one in lists.items() if one)}, which is for kind longrope; kind is {self.kind}")
         if any(factor <= 0 for one in lists.values() for factor in one):
             raise ValueError("has a factor that is not above 0 in short_factor or long_factor")
+        if self.kind != "yarn" and (self.mscale or self.mscale_all_dim):
+            raise ValueError(f"has mscale or mscale_all_dim, which are for kind yarn; kind is {self.kind}")
         if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
             raise ValueError(f"beta_fast is {self.beta_fast}; it must be above beta_slow={self.beta_slow}")
         return self
@@ -132,6 +139,9 @@ class ModelConfig(Section):
     attention_sinks: bool = setting(
         False, "A trained logit per query head takes part in the softmax over scores, with a value of 0: a head may attend to nothing."
     )
+    latent_attention: LatentAttentionConfig | None = setting(
+        None, "Multi-head latent attention in every layer; null = keys and values of their own for each KV head."
+    )
     experts: ExpertsConfig | None = setting(None, "Mixtures of experts in place of feed-forward layers; null = none.")
     embed_scale: float = setting(1.0, "The embedding of a token is multiplied by this.", gt=0)
     residual_scale: float = setting(1.0, "What attention and feed-forward add to the stream is multiplied by this.", gt=0)
@@ -191,7 +201,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> "ModelConfig":
-        if self.head_dim is None and self.hidden_size % self.num_heads:
+        if self.head_dim is None and self.latent_attention is None and self.hidden_size % self.num_heads:
             raise ValueError(f"num_heads is {self.num_heads}; it must divide hidden_size={self.hidden_size}, or give head_dim")
         ffn = max(
             self.ffn_size, 0 if self.experts is None else self.expert_size * self.experts.num, getattr(self.experts, "shared_ffn_size", 0)
@@ -202,6 +212,7 @@ class ModelConfig(Section):
                 f"hidden_size is {self.hidden_size}, its widest matrix {widest}, num_layers {self.num_layers}; "
                 f"a matrix may have at most {MAX_ELEMENTS} elements and a model {MAX_LAYERS} layers. Use smaller values"
             )
+        self._latent_fits()
         self._positions_fit()
         if self.parallel_block and self.norm_placement != "before":
             raise ValueError(f"parallel_block is given with norm_placement={self.norm_placement}; its one norm stands before. Use before")
@@ -230,6 +241,26 @@ class ModelConfig(Section):
         if self.head_gates is not None and self.attention_sinks:
             raise ValueError("head_gates is given with attention_sinks=true; gated heads have no trained sinks")
         return self
+
+    def _latent_fits(self) -> None:
+        latent = self.latent_attention
+        if latent is None:
+            if self.rope_scaling is not None and self.rope_scaling.mscale_all_dim:
+                raise ValueError("rope_scaling has mscale_all_dim, which is for latent_attention. Use attention_factor")
+            return
+        if self.head_dim not in (None, latent.head_size):
+            raise ValueError(f"head_dim is {self.head_dim}; with latent_attention it is {latent.head_size}. Leave it out")
+        if self.kv_heads != self.num_heads:
+            raise ValueError(f"num_kv_heads is {self.kv_heads}; with latent_attention it is num_heads={self.num_heads}. Leave it out")
+        if latent.value_head_dim > latent.head_size:
+            raise ValueError(
+                f"latent_attention.value_head_dim is {latent.value_head_dim}; it must not exceed "
+                f"nope_head_dim + rope_head_dim={latent.head_size}"
+            )
+        for key, value in (("qk_norm", False), ("rotary_fraction", 1.0), ("positions", "rotary"), ("head_gates", None), ("attention_sinks", False)):
+            if getattr(self, key) != value:
+                why = " Its heads store one vector together, so none can stream" if key == "head_gates" else ""
+                raise ValueError(f"latent_attention is given with {key}={getattr(self, key)!r}; it must be {value!r}.{why}")
 
     def _positions_fit(self) -> None:
         scaling = self.rope_scaling
@@ -271,12 +302,21 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Width of one head."""
+        """Width of one query or key head."""
+        if self.latent_attention is not None:
+            return self.latent_attention.head_size
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_heads
+
+    @property
+    def value_size(self) -> int:
+        """Width of one value head."""
+        return self.head_size if self.latent_attention is None else self.latent_attention.value_head_dim
 
     @property
     def rotary_size(self) -> int:
         """Channels of a head that are rotated."""
+        if self.latent_attention is not None:
+            return self.latent_attention.rope_head_dim
         return int(self.head_size * self.rotary_fraction)
 
     @property

@@ -27,6 +27,10 @@ class ExpertsConfig(Section):
         gt=0,
     )
     swiglu_alpha: float = setting(1.702, "alpha of clamped SwiGLU.", gt=0)
+    routed_scale: float = setting(1.0, "The weights of a token's experts are multiplied by this.", gt=0)
+    num_groups: int = setting(1, "Groups of neighbouring experts; a token's experts come from groups_per_token of them.", ge=1)
+    groups_per_token: int = setting(1, "Groups that a token may choose experts of.", ge=1)
+    group_score: Literal["top2", "top1"] = setting("top2", "A group is as good as the sum of its two best scores, or as its best one.")
     first_dense: int = setting(0, "The first layers that keep an ordinary feed-forward.", ge=0)
     every: int = setting(1, "After those, every n-th layer is a mixture; 1 = all of them.", ge=1)
     aux_loss: float = setting(0.01, "Weight of the load-balancing loss; 0 = none.", ge=0, on_resume="free")
@@ -57,6 +61,16 @@ class ExpertsConfig(Section):
             raise ValueError(f"per_token is {self.per_token}; it must not exceed num={self.num}")
         if self.swiglu_limit is None and self.swiglu_alpha != type(self).model_fields["swiglu_alpha"].default:
             raise ValueError(f"swiglu_alpha is {self.swiglu_alpha} without swiglu_limit; it is for clamped SwiGLU. Give swiglu_limit too")
+        if self.num % self.num_groups:
+            raise ValueError(f"num_groups is {self.num_groups}; it must divide num={self.num}")
+        each = self.num // self.num_groups
+        if self.groups_per_token > self.num_groups or self.groups_per_token * each < self.per_token:
+            raise ValueError(
+                f"groups_per_token is {self.groups_per_token}; it must be at most num_groups={self.num_groups}, and so many groups "
+                f"of {each} experts must have per_token={self.per_token}"
+            )
+        if self.num_groups > 1 and self.group_score == "top2" and each < 2:
+            raise ValueError(f"group_score is top2 and a group has {each} expert; use top1, or fewer groups")
         return self
 
     def is_mixture(self, layer: int) -> bool:

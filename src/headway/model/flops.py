@@ -4,7 +4,8 @@ forward               2 a weight of every matrix the token passes; of stacked ex
 gradient of inputs    2 a weight, for the matrices behind the first parameter that trains; nothing before it needs one
 gradient of weights   2 a weight, for the matrices that train
 
-Attention itself (scores and their mix of values) has no weights: 4 per visible token and query channel, and 8 more in backward.
+Attention itself (scores and their mix of values) has no weights: 2 per visible token and channel of a query, 2 per channel of a value, and
+twice that in backward.
 Recomputation to save memory does not count, nor do norms, activations and the loss. Imports without torch.
 """
 
@@ -18,11 +19,11 @@ from headway.kernels.packed_layout import form_of, plain_name
 from headway.model.config import ModelConfig
 from headway.model.layout import EMBEDDING, GATES, HEAD, POSITIONS, SCORE, active_share, param_specs
 
-CORE = 3
+CORE = 4
 SLOTS = {
-    "input_layernorm": 0, "q_proj": 1, "k_proj": 1, "v_proj": 1, "q_norm": 2, "k_norm": 2, "sinks": 3, "o_proj": 4,
-    "post_self_attn_layernorm": 5, "post_attention_layernorm": 6,
-    "gate": 7, "gate_proj": 7, "up_proj": 7, "down_proj": 8, "post_mlp_layernorm": 9,
+    "input_layernorm": 0, "q_proj": 1, "k_proj": 1, "v_proj": 1, "q_a_proj": 1, "kv_a_proj_with_mqa": 1, "q_norm": 2, "k_norm": 2,
+    "q_a_layernorm": 2, "kv_a_layernorm": 2, "q_b_proj": 3, "kv_b_proj": 3, "sinks": 4, "o_proj": 5, "post_self_attn_layernorm": 6,
+    "post_attention_layernorm": 7, "gate": 8, "gate_proj": 8, "up_proj": 8, "down_proj": 9, "post_mlp_layernorm": 10,
 }  # fmt: skip
 """Where in its block the forward meets a parameter; attention itself is at CORE."""
 Depth = tuple[int, int]
@@ -70,7 +71,8 @@ def token_flops(
         needs_inputs = first < depth or (name.endswith("lora_B.weight") and name.replace("lora_B", "lora_A") in training)
         matrices += active_share(config, name) * prod(shape) * (2 + 2 * needs_inputs + 2 * (name in training))
     passed = sum(first < (layer, CORE) for layer in range(config.num_layers))
-    attention = 4 * (config.num_layers + 2 * passed) * config.num_heads * config.head_size * seq_len
+    channels = config.num_heads * (config.head_size + config.value_size)
+    attention = 2 * (config.num_layers + 2 * passed) * channels * seq_len
     return TokenFlops(matrices, attention)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headway.model.config import ModelConfig
+    from headway.model.latent_attention import LatentAttention
     from headway.model.moe import MixtureOfExperts
 
 
@@ -128,6 +129,15 @@ class Attention(nn.Module):
     def output(self, o: Tensor) -> Tensor:
         """[B,T,D] of o [B,T,H,hd]."""
         return self.o_proj(o.flatten(-2))
+
+
+def build_attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
+    """The projections of one layer's attention."""
+    if config.latent_attention is not None:
+        from headway.model.latent_attention import LatentAttention
+
+        return LatentAttention(config, layer)
+    return Attention(config, layer)
 
 
 class FeedForward(nn.Module):

@@ -1,11 +1,11 @@
 """How the parameters of a Transformer may be sharded, as data: a config comes in, one `ParamSpec` per parameter goes out, in forward order.
 
     split        dim    parameters
-    column        0     q, k, v, gate, up and their biases, norms over all heads, attention sinks: each rank computes some of the outputs
+    column        0     q, k, v, q_b, kv_b, gate, up and their biases, norms over all heads, sinks: each rank computes some of the outputs
     row           1     o, down: each rank sums over some of the inputs
     (of experts, [experts, out, in] and biases [experts, out], each dim is one higher: a rank has a part of every expert)
     vocab         0     embedding and head: each rank has some of the tokens
-    replicated    -     norms, routers, the score head, biases added after a sum, everything of media inputs
+    replicated    -     norms, routers, q_a, kv_a, the score head, biases added after a sum, everything of media inputs
 
 Imports without torch.
 """
@@ -85,24 +85,54 @@ def param_specs(config: ModelConfig) -> list[ParamSpec]:
 
 
 def _block(config: ModelConfig, layer: int) -> list[ParamSpec]:
-    at, width, head, ffn = f"model.layers.{layer}.", config.hidden_size, config.head_size, config.ffn_size
-    queries, keys = config.num_heads * head, config.kv_heads * head
+    at, ffn = f"model.layers.{layer}.", config.ffn_size
     before, after = config.norm_placement != "after", config.norm_placement != "before"
     specs = _norm(config, at + "input_layernorm", layer) if before else []
-    for name, outputs in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        specs += _linear(f"{at}self_attn.{name}", (outputs, width), "column", layer, bias=config.qkv_bias, unit=head)
-    if config.qk_norm:
-        for name, size in (("q_norm", queries), ("k_norm", keys)):
-            by_head = config.qk_norm_over == "head"
-            shape, split, unit = ((head,), "replicated", 1) if by_head else ((size,), "column", head)
-            specs.append(ParamSpec(f"{at}self_attn.{name}.weight", shape, split, layer, unit))
-    if config.attention_sinks:
-        specs.append(ParamSpec(at + "self_attn.sinks", (config.num_heads,), "column", layer))
-    specs += _linear(at + "self_attn.o_proj", (width, queries), "row", layer, bias=config.output_bias, unit=head)
+    specs += attention_specs(config, at + "self_attn.", layer)
     specs += _norm(config, at + "post_self_attn_layernorm", layer) if after else []
     specs += _norm(config, at + "post_attention_layernorm", layer) if before and not config.parallel_block else []
     specs += (_mixture if config.is_mixture(layer) else _feed_forward)(config, at + "mlp.", layer, ffn)
     return specs + (_norm(config, at + "post_mlp_layernorm", layer) if after else [])
+
+
+def attention_specs(config: ModelConfig, at: str = "", layer: int = 0) -> list[ParamSpec]:
+    """The parameters of a layer's attention, with names behind `at`."""
+    if config.latent_attention is not None:
+        return _latent(config, at, layer)
+    width, head, specs = config.hidden_size, config.head_size, list[ParamSpec]()
+    queries, keys = config.num_heads * head, config.kv_heads * head
+    for name, outputs in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        specs += _linear(at + name, (outputs, width), "column", layer, bias=config.qkv_bias, unit=head)
+    if config.qk_norm:
+        for name, size in (("q_norm", queries), ("k_norm", keys)):
+            by_head = config.qk_norm_over == "head"
+            shape, split, unit = ((head,), "replicated", 1) if by_head else ((size,), "column", head)
+            specs.append(ParamSpec(f"{at}{name}.weight", shape, split, layer, unit))
+    if config.attention_sinks:
+        specs.append(ParamSpec(at + "sinks", (config.num_heads,), "column", layer))
+    return specs + _linear(at + "o_proj", (width, queries), "row", layer, bias=config.output_bias, unit=head)
+
+
+def attention_weights(config: ModelConfig) -> int:
+    """Elements of the matrices of one layer's attention."""
+    return sum(spec.size for spec in attention_specs(config) if len(spec.shape) > 1)
+
+
+def _latent(config: ModelConfig, at: str, layer: int) -> list[ParamSpec]:
+    latent, width, heads, bias = config.latent_attention, config.hidden_size, config.num_heads, config.qkv_bias
+    assert latent is not None
+    head, value, specs = latent.head_size, latent.value_head_dim, list[ParamSpec]()
+    if latent.q_rank is None:
+        specs += _linear(at + "q_proj", (heads * head, width), "column", layer, bias=False, unit=head)
+    else:
+        specs += _linear(at + "q_a_proj", (latent.q_rank, width), "replicated", layer, bias=bias)
+        specs.append(ParamSpec(at + "q_a_layernorm.weight", (latent.q_rank,), "replicated", layer))
+        specs += _linear(at + "q_b_proj", (heads * head, latent.q_rank), "column", layer, bias=False, unit=head)
+    specs += _linear(at + "kv_a_proj_with_mqa", (latent.stored_size, width), "replicated", layer, bias=bias)
+    specs.append(ParamSpec(at + "kv_a_layernorm.weight", (latent.kv_rank,), "replicated", layer))
+    each = latent.nope_head_dim + value
+    specs += _linear(at + "kv_b_proj", (heads * each, latent.kv_rank), "column", layer, bias=False, unit=each)
+    return specs + _linear(at + "o_proj", (width, heads * value), "row", layer, bias=config.output_bias, unit=value)
 
 
 def _feed_forward(config: ModelConfig, at: str, layer: int, ffn: int) -> list[ParamSpec]:

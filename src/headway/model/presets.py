@@ -3,6 +3,7 @@
 
 from typing import Any
 
+_DEEPSEEK_HEADS = {"nope_head_dim": 128, "rope_head_dim": 64, "value_head_dim": 128}
 PRESETS: dict[str, dict[str, Any]] = {
     "laptop": {
         "family": "llama", "hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 688, "max_seq_len": 512,
@@ -10,6 +11,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     "laptop-moe": {
         "family": "mixtral", "hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 344, "max_seq_len": 512,
         "experts": {"num": 8, "per_token": 2, "aux_loss": 0.01},
+    },
+    "laptop-mla": {
+        "family": "deepseek_v3", "hidden_size": 256, "num_layers": 4, "num_heads": 4, "ffn_size": 688, "max_seq_len": 512,
+        "norm_eps": 1e-06, "tie_embeddings": False,
+        "latent_attention": {"kv_rank": 64, "q_rank": 96, "nope_head_dim": 32, "rope_head_dim": 16, "value_head_dim": 32},
+        "experts": {
+            "num": 16, "per_token": 4, "ffn_size": 96, "shared_ffn_size": 96, "router": "sigmoid", "first_dense": 1, "num_groups": 4,
+            "groups_per_token": 2, "aux_loss": 0.0, "bias_rate": 0.001,
+        },
     },
     "llama-100m": {
         "family": "llama", "hidden_size": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 4, "ffn_size": 2048,
@@ -64,6 +74,24 @@ PRESETS: dict[str, dict[str, Any]] = {
         "ffn_size": 6144, "vocab_size": 151936, "max_seq_len": 40960, "rope_theta": 1000000.0, "norm_eps": 1e-06, "qk_norm": True,
         "tie_embeddings": False, "experts": {"num": 128, "per_token": 8, "ffn_size": 768, "aux_loss": 0.001, "aux_layers": "pooled"},
     },
+    "deepseek-v2-lite": {
+        "family": "deepseek_v2", "hidden_size": 2048, "num_layers": 27, "num_heads": 16, "ffn_size": 10944, "vocab_size": 102400,
+        "max_seq_len": 163840, "norm_eps": 1e-06, "tie_embeddings": False, "latent_attention": {"kv_rank": 512, **_DEEPSEEK_HEADS},
+        "rope_scaling": {"kind": "yarn", "factor": 40.0, "original_max_seq_len": 4096, "mscale": 0.707, "mscale_all_dim": 0.707},
+        "experts": {
+            "num": 64, "per_token": 6, "ffn_size": 1408, "shared_ffn_size": 2816, "first_dense": 1, "normalize": False, "aux_loss": 0.001,
+        },
+    },
+    "deepseek-v3": {
+        "family": "deepseek_v3", "hidden_size": 7168, "num_layers": 61, "num_heads": 128, "ffn_size": 18432, "vocab_size": 129280,
+        "max_seq_len": 163840, "norm_eps": 1e-06, "tie_embeddings": False,
+        "latent_attention": {"kv_rank": 512, "q_rank": 1536, **_DEEPSEEK_HEADS},
+        "rope_scaling": {"kind": "yarn", "factor": 40.0, "original_max_seq_len": 4096, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "experts": {
+            "num": 256, "per_token": 8, "ffn_size": 2048, "shared_ffn_size": 2048, "router": "sigmoid", "first_dense": 3,
+            "routed_scale": 2.5, "num_groups": 8, "groups_per_token": 4, "aux_loss": 0.0, "bias_rate": 0.001,
+        },
+    },
     "mixtral-8x7b": {
         "family": "mixtral", "hidden_size": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128,
         "ffn_size": 14336, "vocab_size": 32000, "max_seq_len": 32768, "rope_theta": 1000000.0, "tie_embeddings": False,
@@ -79,6 +107,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "olmo2": _OLMO,
     "olmo3": _OLMO,
     "glm4": {"norm_placement": "both", "rope_interleaved": True, "rotary_fraction": 0.5},
+    "deepseek_v2": {"rope_interleaved": True},
+    "deepseek_v3": {"rope_interleaved": True},
     "cohere2": {"norm": "layernorm_no_bias", "parallel_block": True, "rope_interleaved": True},
     "gpt2": {
         "norm": "layernorm", "positions": "learned", "activation": "gelu_tanh", "ffn_gate": False, "qkv_bias": True, "output_bias": True,

@@ -90,6 +90,8 @@ def attention_factor(scaling: RopeScaling | None) -> float:
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if scaling.kind == "yarn" and scaling.mscale and scaling.mscale_all_dim:
+        return yarn_growth(scaling.factor, scaling.mscale) / yarn_growth(scaling.factor, scaling.mscale_all_dim)
     if scaling.kind == "yarn":
         return yarn_growth(scaling.factor)
     return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_seq_len)) if scaling.factor > 1 else 1.0

@@ -56,11 +56,22 @@ class Router(nn.Module):
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """(experts [...,k], weights [...,k]) of scores [...,E]; the first of equal experts comes first."""
         bias = self.e_score_correction_bias
-        chosen = torch.topk(scores.detach() if bias is None else scores.detach() + bias, self.config.per_token, dim=-1).indices
+        choice = scores.detach() if bias is None else scores.detach() + bias
+        if self.config.num_groups > 1:
+            choice = self._in_best_groups(choice)
+        chosen = torch.topk(choice, self.config.per_token, dim=-1).indices
         weights = scores.gather(-1, chosen)
         if self.config.normalize:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
-        return chosen, weights
+        return chosen, weights if self.config.routed_scale == 1.0 else weights * self.config.routed_scale
+
+    def _in_best_groups(self, choice: Tensor) -> Tensor:
+        """The scores [...,E] of experts in the best groups of each token; -inf for the others."""
+        groups = choice.unflatten(-1, (self.config.num_groups, -1))
+        of_group = groups.topk(2, dim=-1).values.sum(-1) if self.config.group_score == "top2" else groups.amax(-1)
+        best = of_group.topk(self.config.groups_per_token, dim=-1).indices
+        out = torch.ones_like(of_group, dtype=torch.bool).scatter(-1, best, False)
+        return groups.masked_fill(out[..., None], -torch.inf).flatten(-2)
 
     @torch.no_grad()
     def balance(self, load: Tensor, keep: Tensor) -> None:

@@ -26,7 +26,7 @@ from headway.kernels.head_mix import mix_heads
 from headway.model.adapter.lora import AdaptedLinear
 from headway.model.base import AttentionCache, AttentionCore, CachedForward, Compiler, DecodeStep, LayerSplit, LMHead, Model, ModelOut
 from headway.model.head_gates import HeadGates
-from headway.model.layers import Attention, FeedForward, build_mlp, build_norm, dropout
+from headway.model.layers import FeedForward, build_attention, build_mlp, build_norm, dropout
 from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
 from headway.model.projector import MediaEmbedder, MediaTensors, build_aligner
 from headway.model.rope import Rotation
@@ -78,7 +78,7 @@ class Block(nn.Module):
         super().__init__()
         before, after = config.norm_placement != "after", config.norm_placement != "before"
         self.input_layernorm = build_norm(config) if before else None
-        self.self_attn = Attention(config, layer)
+        self.self_attn = build_attention(config, layer)
         self.post_self_attn_layernorm = build_norm(config) if after else None
         self.post_attention_layernorm = build_norm(config) if before and not config.parallel_block else None
         self.mlp = build_mlp(config, layer)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from headway.model.config import ModelConfig
+from headway.model.layout import attention_weights
 
 MAX_WORK = 4_000_000
 """Of the exact search: layers squared times stages."""
@@ -75,12 +76,12 @@ def _split_fast(until: Sequence[float], stages: int, first: float, last: float) 
 
 def layer_costs(model: ModelConfig, seq_len: int) -> tuple[list[float], float, float]:
     """FLOPs of one token in each layer (causal attention), in the embedding, and in the head with its loss: forward and backward."""
-    query, key = model.num_heads * model.head_size, model.kv_heads * model.head_size
-    matrices = model.hidden_size * (2 * query + 2 * key + model.ffn_matrices * model.ffn_size)
+    matrices = attention_weights(model) + model.hidden_size * model.ffn_matrices * model.ffn_size
+    channels = model.num_heads * (model.head_size + model.value_size)
     costs: list[float] = []
     for layer in range(model.num_layers):
         window = model.window_of(layer)
         seen = seq_len / 2 if window is None or window >= seq_len else window
-        costs.append(6.0 * matrices + 12.0 * query * seen)
+        costs.append(6.0 * matrices + 6.0 * channels * seen)
     # A lookup costs next to nothing; its gradient is added into the rows.
     return costs, 0.0, 6.0 * model.hidden_size * model.head_rows

@@ -131,6 +131,8 @@ class Cut:
             return spec.split_dim, spec.name.rpartition(".")[0]
         part = next(one for one in PARTS if spec.name.endswith(one))
         owner = spec.name.removesuffix("." + part)
+        if specs[f"{owner}.weight"].split == "replicated":
+            return None, owner
         by_inputs = specs[f"{owner}.weight"].split == "row"
         dim = (1 if part == LORA_A else None) if by_inputs else (None if part == LORA_A else 0)
         return dim, owner
@@ -138,7 +140,7 @@ class Cut:
     def _is_partial(self, name: str) -> bool:
         """Whether gradients of what all ranks hold cover a part: some heads or inputs, or with sequence some tokens."""
         ends = ("layernorm.weight", "layernorm.bias", "model.norm.weight", "model.norm.bias", POSITIONS)
-        on_stream = name.endswith(ends) or name.startswith(PROJECTOR)
+        on_stream = (name.endswith(ends) and ".self_attn." not in name) or name.startswith(PROJECTOR)
         return self.sequence if on_stream else True
 
 

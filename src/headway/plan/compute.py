@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headway.model.config import ModelConfig
+from headway.model.layout import attention_specs
 from headway.plan.job import PlanJob, head_trains
 from headway.plan.memory import STATE_BYTES
 from headway.plan.rates import (
@@ -64,7 +66,7 @@ def _layer(job: PlanJob, window: int | None, recompute: str, trains: bool, mixtu
     ffn, width = model.ffn_size / tensor, model.hidden_size
     # fused: q, k, v in one product, gate and up in another
     dense = [] if mixture else [((model.ffn_matrices - 1) * ffn, width), (width, ffn)]
-    products = [(query + 2 * key, width), (width, query), *dense]
+    products = [*_attention_products(model, tensor), *dense]
     matmul = sum(matmul_seconds(gpu, 2.0 * tokens * n * k, (tokens, n, k), fp8=fp8) for n, k in products)
     moved = 0.0
     if mixture:
@@ -72,7 +74,7 @@ def _layer(job: PlanJob, window: int | None, recompute: str, trains: bool, mixtu
         matmul, ffn = matmul + grouped, model.mean_ffn / tensor
     whole = job.seq_len
     seen = whole / 2 if window is None or window >= whole else window
-    flops = 4.0 * tokens * seen * query
+    flops = 2.0 * tokens * seen * model.num_heads * (model.head_size + model.value_size) / tensor
     attend, attend_back = attention_seconds(gpu, job.software.attention, flops, seen * 2, model.head_size)
     between, between_back = _between(job, query, key, ffn)
     between, between_back = between + moved, between_back + 2 * moved
@@ -93,6 +95,20 @@ def _layer(job: PlanJob, window: int | None, recompute: str, trains: bool, mixtu
         inputs += between / 2
     launches = LAUNCHES[job.software.fusion] * LAUNCH
     return PassSeconds(max(forward, launches), max(inputs, launches), max(weights, launches / 2) if trains or job.has_adapter else 0.0)
+
+
+def _attention_products(model: ModelConfig, tensor: int) -> list[tuple[float, float]]:
+    """(outputs, inputs) of attention's matrices on one rank; q, k and v in one product."""
+    if model.latent_attention is None:
+        query, key = model.num_heads * model.head_size / tensor, model.kv_heads * model.head_size / min(tensor, model.kv_heads)
+        return [(query + 2 * key, model.hidden_size), (model.hidden_size, query)]
+    shares = {"column": (tensor, 1), "row": (1, tensor)}
+    found: list[tuple[float, float]] = []
+    for spec in attention_specs(model):
+        if len(spec.shape) > 1:
+            outputs, inputs = shares.get(spec.split, (1, 1))
+            found.append((spec.shape[0] / outputs, spec.shape[1] / inputs))
+    return found
 
 
 def _mixture(job: PlanJob) -> tuple[float, float]:

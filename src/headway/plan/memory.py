@@ -216,6 +216,9 @@ def _per_token(job: MemoryJob, *, selective: bool) -> float:
         kept += _mixture_extra(job, (2 if selective or job.fp8 else 3 if job.compiled else 4) * ffn)
     if model.qk_norm:
         kept += query + key
+    if model.latent_attention is not None:  # latents before and after their norms, and the parts of keys and values
+        latent = model.latent_attention
+        kept += 2 * ((latent.q_rank or 0) + latent.kv_rank) + latent.rope_head_dim
     if model.norm_placement == "both":  # what the further norms read
         kept += 2 * part
     if job.context > 1:  # attention's result before its exchange and after it

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.model.flops import TokenFlops, token_flops
-from headway.model.layout import active_parameters
+from headway.model.layout import active_parameters, attention_weights
 from headway.parallel.mesh import Mesh
 from headway.parallel.pipeline.program import PipelineShape
 from headway.parallel.pipeline_order import ActionKind
@@ -188,8 +188,8 @@ def arithmetic(job: PlanJob) -> Arithmetic:
     """FLOPs of one token, by every convention."""
     model = job.model
     flops = job.cached("flops", lambda: token_flops(model, job.seq_len, shapes=job.all_shapes, training=job.trains))
-    query, key = model.num_heads * model.head_size, model.kv_heads * model.head_size
-    block = 2.0 * model.hidden_size * (2 * query + 2 * key + model.ffn_matrices * model.mean_ffn) + 2.0 * query * job.seq_len
+    matrices = attention_weights(model) + model.hidden_size * model.ffn_matrices * model.mean_ffn
+    block = 2.0 * matrices + model.num_heads * (model.head_size + model.value_size) * job.seq_len
     again = len(job.memory.recomputed_blocks(model.num_layers))
     return Arithmetic(flops, again * block, internlm_flops(job))
 

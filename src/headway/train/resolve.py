@@ -172,7 +172,7 @@ def _shape(recipe: Recipe, weights: StoredModel | None, tokenizer: Tokenizer | N
         model = _with(weights.config, **{**given, "experts": _experts(recipe, weights)})
         changed = [
             n
-            for n in ("hidden_size", "num_layers", "num_heads", "kv_heads", "head_size", "ffn_size", "vocab_size")
+            for n in ("hidden_size", "num_layers", "num_heads", "kv_heads", "head_size", "ffn_size", "vocab_size", "latent_attention")
             if _differs(model, weights, n)
         ]
         if changed:
@@ -223,7 +223,7 @@ def _experts(recipe: Recipe, weights: StoredModel) -> dict[str, Any] | None:
             f"model.experts is given, but the model in init.from={recipe.init.source} has none. Use init.upcycle to add them."
         )
     merged = stored.model_dump() | {key: getattr(given, key) for key in given.model_fields_set}
-    for key in ("num", "ffn_size", "shared_ffn_size", "first_dense", "every"):
+    for key in ("num", "ffn_size", "shared_ffn_size", "first_dense", "every", "num_groups"):
         if merged[key] != getattr(stored, key) and not (key == "ffn_size" and merged[key] == weights.config.expert_size):
             raise ConfigError(f"model.experts.{key} is {merged[key]} and the weights have {getattr(stored, key)}. Leave it out.")
     if stored.bias_rate is not None and merged["bias_rate"] is None:

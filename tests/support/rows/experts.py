@@ -2,10 +2,22 @@
 
 from typing import Any
 
+import torch
+
+from headway.config.load import load
+from headway.model.router import Router
+from headway.train.config import Recipe
 from support.observe import Row, engine, numbers, observed, root, shapes
 
 MIXTURE = ("model.experts.num=4", "model.init_std=0.3")
 DENSE = ("run.name=x", "model.hidden_size=16", "init.from=$/runs1/run")
+
+
+def routed(overrides: tuple[str, ...]) -> Any:
+    """The experts and weights that a router gives one token."""
+    model = load(Recipe, None, list(overrides)).model
+    experts, weights = Router(model).choose(torch.tensor([0.4, 0.02, 0.3, 0.28]))
+    return experts.tolist(), weights.tolist()
 
 
 def upcycled(overrides: tuple[str, ...]) -> Any:
@@ -21,6 +33,10 @@ ROWS: dict[str, Row] = {
     "model.experts.shared_ffn_size": (MIXTURE, 0, 16, engine(shapes)),
     "model.experts.normalize": (MIXTURE, True, False, numbers),
     "model.experts.router": (MIXTURE, "softmax", "sigmoid", numbers),
+    "model.experts.routed_scale": (MIXTURE, 1.0, 2.0, routed),
+    "model.experts.num_groups": (MIXTURE, 1, 2, routed),
+    "model.experts.groups_per_token": (("model.experts.num_groups=2", *MIXTURE), 1, 2, routed),
+    "model.experts.group_score": (("model.experts.num_groups=2", *MIXTURE), "top2", "top1", routed),
     "model.experts.first_dense": (MIXTURE, 0, 1, engine(shapes)),
     "model.experts.every": (MIXTURE, 1, 2, engine(shapes)),
     "model.experts.aux_loss": (MIXTURE, 0.01, 0.0, numbers),

@@ -24,7 +24,7 @@ from headway.model.config import ModelConfig
 from headway.model.families.base import family_names, family_of, pieces_of
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.kv_cache import KVCache
-from headway.model.layout import param_specs
+from headway.model.layout import ROUTER_BIAS, param_specs
 from headway.model.loading.huggingface import read_config, read_weights
 from headway.model.transformer import Transformer
 
@@ -118,6 +118,8 @@ def gradient_gaps(pair: Pair) -> Iterator[float]:
     ours = dict(pair.ours.named_parameters())
     assert set(ours) == {spec.name for spec in param_specs(config)}
     for spec in param_specs(config):
+        if spec.name.endswith(ROUTER_BIAS):
+            continue  # never trained by a gradient
         (piece,) = pieces_of(family, spec, config, theirs)
         whole, own = theirs[piece.name if piece.name in theirs else spec.name].grad, ours[spec.name].grad  # some names differ on disk
         assert whole is not None and own is not None, spec.name
@@ -190,6 +192,8 @@ def test_packed_documents_compute_what_they_compute_alone(case: str, pairs: dict
 def test_decoding_with_head_masks_is_the_forward_under_them(case: str, pairs: dict[str, Pair]) -> None:
     model, tokens, prompt = pairs[case].ours, ids(2, 15, 4), 11
     config = model.config
+    if config.latent_attention is not None:
+        return  # no KV heads: test_latent_attention.py has the refusal
     masks = HeadMasks(tuple(tuple((layer + head) % 2 == 0 for head in range(config.kv_heads)) for layer in range(config.num_layers)), 4, 2)
     cache = KVCache(config, 2, 15, device="cpu", dtype=torch.float32, masks=masks, prompt_lengths=[prompt] * 2)
     with torch.inference_mode():

@@ -96,7 +96,9 @@ class AdapterConfig(Section):
 def linears(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """Path -> (outputs, inputs) of every linear, in the order of the model; a tied head is not a linear."""
     matrices = [spec for spec in param_specs(model) if len(spec.shape) == 2 and spec.name.endswith(".weight")]
-    found = {spec.name: spec.shape for spec in matrices if spec.split in ("column", "row") or spec.name == HEAD}
+    found = {
+        spec.name: spec.shape for spec in matrices if spec.split in ("column", "row") or ".self_attn." in spec.name or spec.name == HEAD
+    }
     return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in found.items()}
 
 

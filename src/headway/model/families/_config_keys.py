@@ -91,10 +91,14 @@ LARGEST = 1 << 40
 # Of families with multipliers, caps and several rotary bases.
 WHOLE += ("sliding_window_pattern", "_sliding_window_pattern", "original_max_position_embeddings", "n_embd", "n_layer", "n_head", "n_inner",
           "n_positions", "n_ctx")  # fmt: skip
+# Of families with latent attention.
+WHOLE += ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "n_shared_experts",
+          "n_group", "topk_group", "first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers")  # fmt: skip
+SWITCHES += ("rope_interleave",)
 NUMBERS += (
     "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier", "residual_multiplier",
     "attention_multiplier", "logits_scaling", "logit_scale", "layer_norm_eps", "layer_norm_epsilon", "partial_rotary_factor",
-    "rope_local_base_freq",
+    "rope_local_base_freq", "routed_scaling_factor",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.model.config import ModelConfig
+from headway.model.experts_config import ExpertsConfig
 from headway.model.families.base import Piece
 from headway.model.layout import EXPERTS, STACKED, ParamSpec
 
@@ -53,13 +54,20 @@ def read_experts(settings: Mapping[str, Any], *, num: str = "num_experts", **mor
 
 def written_experts(config: ModelConfig, family: str, *, num: str = "num_experts", **always: Any) -> dict[str, Any]:
     """The keys of the `experts` section; what the family always does must be so."""
+    plain = {"router": "softmax", "shared_ffn_size": 0, "bias_rate": None, "routed_scale": 1.0, "num_groups": 1}
+    experts = check_experts(config, family, {**plain, **always})
+    return {num: experts.num, "num_experts_per_tok": experts.per_token, "router_aux_loss_coef": experts.aux_loss}
+
+
+def check_experts(config: ModelConfig, family: str, always: Mapping[str, Any]) -> ExpertsConfig:
+    """The experts of a model, which must be what the family always has."""
     experts = config.experts
     if experts is None:
         raise ConfigError(f"model.experts is null; a Hugging Face {family} model has experts. Use another family.")
-    for key, value in {"router": "softmax", "shared_ffn_size": 0, "bias_rate": None, **always}.items():
+    for key, value in always.items():
         if getattr(experts, key) != value:
             raise ConfigError(
                 f"model.experts.{key} is {getattr(experts, key)!r}, which the config.json of a Hugging Face {family} model cannot "
                 f"express; it is always {value!r} there."
             )
-    return {num: experts.num, "num_experts_per_tok": experts.per_token, "router_aux_loss_coef": experts.aux_loss}
+    return experts

@@ -60,7 +60,8 @@ def our_whole(family: Family, name: str) -> str | None:
 
 
 class Family(Protocol):
-    """The members of a family's module."""
+    """The members of a family's module. Optional ones: `pieces` (see `pieces_of`), and `left_out(stored, config)`, the names of a folder's
+    tensors that belong to no parameter of the model and are not read."""
 
     MODEL_TYPE: str
     """`model_type` in config.json."""

@@ -67,7 +67,9 @@ class HeadMasks:
         return replace(self, window=self.window if window is None else window, sinks=self.sinks if sinks is None else sinks)
 
     def check(self, config: ModelConfig, what: str = "masks") -> None:
-        """Refuse masks of another model."""
+        """Refuse masks of another model, and any for a model without KV heads."""
+        if config.latent_attention is not None:
+            raise ConfigError(f"{what} is given for a model with latent attention, which has no KV heads to mask. Leave it out.")
         if (self.num_layers, self.num_kv_heads) != (config.num_layers, config.kv_heads):
             raise ConfigError(
                 f"{what} holds {self.num_layers} layers of {self.num_kv_heads} KV heads; the model has {config.num_layers} layers of "

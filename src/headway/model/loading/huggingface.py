@@ -7,7 +7,7 @@ Every parameter of the config must exist with its shape, and every tensor of the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -212,8 +212,10 @@ def _locations(folder: Path, config: ModelConfig) -> Locations:
         if split and all(piece.name in stored for piece in pieces):
             found[spec.name] = tuple((stored[piece.name], piece) for piece in pieces)
             used |= {piece.name for piece in pieces}
+    without = vars(family).get("left_out")
+    skipped: Collection[str] = set[str]() if without is None else without(stored, config)
     for theirs, file in stored.items():
-        ours = our_whole(family, theirs)
+        ours = None if theirs in skipped else our_whole(family, theirs)
         if ours is not None and theirs not in used:
             found[ours] = ((file, Piece(theirs)),)
     wanted = {spec.name for spec in param_specs(config)}
