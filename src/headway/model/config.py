@@ -257,7 +257,8 @@ class ModelConfig(Section):
                 f"latent_attention.value_head_dim is {latent.value_head_dim}; it must not exceed "
                 f"nope_head_dim + rope_head_dim={latent.head_size}"
             )
-        for key, value in (("qk_norm", False), ("rotary_fraction", 1.0), ("positions", "rotary"), ("head_gates", None), ("attention_sinks", False)):
+        fixed = {"qk_norm": False, "rotary_fraction": 1.0, "positions": "rotary", "head_gates": None, "attention_sinks": False}
+        for key, value in fixed.items():
             if getattr(self, key) != value:
                 why = " Its heads store one vector together, so none can stream" if key == "head_gates" else ""
                 raise ValueError(f"latent_attention is given with {key}={getattr(self, key)!r}; it must be {value!r}.{why}")
