@@ -7,10 +7,11 @@ update     clip and optimizer over this rank's shard (bytes), or its transfers i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headway.model.config import ModelConfig
 from headway.model.layout import attention_specs
+from headway.parallel.config import MemoryConfig
 from headway.plan.job import PlanJob, head_trains
 from headway.plan.memory import STATE_BYTES
 from headway.plan.rates import (
@@ -160,7 +161,17 @@ def stage_seconds(job: PlanJob) -> list[PassSeconds]:
     found = [sum((layer_seconds(job, layer) for layer in layers), PassSeconds()) for layers in job.stages]
     found[0] += embedding_seconds(job)
     found[-1] += head_seconds(job)
+    found[0] += PassSeconds(reference_seconds(job))
     return found
+
+
+def reference_seconds(job: PlanJob) -> float:
+    """The forward pass of a frozen second model over one microbatch."""
+    if job.reference is None:
+        return 0.0
+    frozen = replace(job, model=job.reference.model, shapes=job.reference.shapes, training=(), reference=None, memory=MemoryConfig())
+    layers = sum(layer_seconds(frozen, layer).forward for layer in range(frozen.model.num_layers))
+    return embedding_seconds(frozen).forward + layers + head_seconds(frozen).forward
 
 
 def update_seconds(job: PlanJob, rank: int = 0) -> float:

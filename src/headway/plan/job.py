@@ -17,6 +17,7 @@ from headway.plan.hardware import GIB, GPUS, GpuModel
 from headway.plan.memory import MemoryJob
 from headway.plan.parameters import ModelCounts, ParamCount, Shapes, count_parameters
 from headway.plan.rates import Software
+from headway.plan.reference import ReferenceModel
 from headway.plan.timeline import in_flight
 
 _T = TypeVar("_T")
@@ -54,6 +55,8 @@ class PlanJob:
     """Layers of every pipeline stage; empty = balanced by cost."""
     reshard: bool = True
     """fsdp: a block's parameters are gathered again for backward."""
+    reference: ReferenceModel | None = None
+    """A frozen second model in memory."""
 
     allows: Callable[[Layout], bool] | None = field(default=None, compare=False, repr=False)
     """Whether the recipe may run on another layout, besides the rules of sizes; None = on any."""
@@ -164,7 +167,7 @@ class PlanJob:
 
     def memory_job(self, rank: int = 0) -> MemoryJob:
         """What decides the memory of one rank of the pipeline."""
-        layout, count = self.layout, self.parameters_of(rank)
+        layout, count, reference = self.layout, self.parameters_of(rank), self.reference
         return MemoryJob(
             model=self.model,
             trained=count.trained,
@@ -193,6 +196,8 @@ class PlanJob:
             streams=0 if layout.pipeline == 1 else sum(self.held[rank].values()) + IN_TRANSIT,
             has_head=layout.stages - 1 in self.stages_of(rank),
             bucket_bytes=self.bucket_bytes,
+            reference_bytes=0 if reference is None else reference.weight_bytes(self.compute_bytes, layout.tensor),
+            reference_token_bytes=0 if reference is None else reference.token_bytes(self.compute_bytes),
         )
 
     @property

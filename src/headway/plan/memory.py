@@ -1,6 +1,7 @@
 """How many bytes a rank needs for a step, by kind, before anything is allocated. Numbers come in, numbers go out; nothing imports torch.
 
-    all the time      weights (what the model computes with), masters (fp32, where they are not the weights themselves), optimizer state
+    all the time      weights (what the model computes with), masters (fp32, where they are not the weights themselves), optimizer state,
+                      a reference model or teacher in memory
     during a step     gradients, activations (what autograd saves between forward and backward), logits (one chunk, the head's gradients)
 
 The peak is the largest of three moments. Kinds are those of that moment:
@@ -89,6 +90,10 @@ class MemoryJob:
     has_head: bool = True
     """The last pipeline stage is here."""
     bucket_bytes: int = 32 << 20
+    reference_bytes: int = 0
+    """Weights of a frozen second model (`ReferenceModel`)."""
+    reference_token_bytes: int = 0
+    """What a microbatch keeps of its forward pass, for each token."""
 
     @property
     def tokens(self) -> int:
@@ -132,6 +137,8 @@ def estimate(job: MemoryJob) -> Estimate:
         **max(moments(job).values(), key=lambda kinds: sum(kinds.values())),
         "buffers": _buffers(job),
     }
+    if job.reference_bytes:
+        kinds["reference model"] = job.reference_bytes + job.reference_token_bytes * job.tokens
     host = _on_host(job, 0 if job.fsdp else masters, state, per_state) if on_host else 0
     if "activations" in job.memory.offload:
         host += int(_per_block(job) * (job.model.num_layers if job.held_blocks is None else job.held_blocks))

@@ -35,11 +35,13 @@ class Arithmetic:
     """What recomputation adds, attention causal."""
     internlm: float
     """InternLM's formula: attention in full, weights of layers and head, a factor 4 / 3 if anything is recomputed."""
+    reference: float = 0.0
+    """Forward pass of a frozen second model, attention causal."""
 
     @property
     def hardware(self) -> float:
-        """What the GPU computes: causal attention, and recomputation."""
-        return self.model.causal + self.recomputed
+        """What the GPU computes: causal attention, recomputation, and a second model's forward pass."""
+        return self.model.causal + self.recomputed + self.reference
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,8 @@ def arithmetic(job: PlanJob) -> Arithmetic:
     matrices = attention_weights(model) + model.hidden_size * model.ffn_matrices * model.mean_ffn
     block = 2.0 * matrices + model.num_heads * (model.head_size + model.value_size) * job.seq_len
     again = len(job.memory.recomputed_blocks(model.num_layers))
-    return Arithmetic(flops, again * block, internlm_flops(job))
+    reference = 0.0 if job.reference is None else job.reference.flops(job.seq_len)
+    return Arithmetic(flops, again * block, internlm_flops(job), reference)
 
 
 def internlm_flops(job: PlanJob) -> float:
@@ -227,6 +230,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "model": {
             "parameters": whole.total, "active": active_parameters(job.model), "trained": whole.trained, "parts": parts_of(counts),
             "seq_len": job.seq_len,
+            "reference": None if job.reference is None else {"role": job.reference.role, "parameters": job.reference.parameters().total},
         },
         "layout": {
             "world": layout.world, "data": layout.data, "strategy": layout.strategy, "shard": layout.shards, "tensor": layout.tensor,
@@ -244,7 +248,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "flops_per_token": {
             "matrices": plan.flops.model.matrices, "attention_causal": plan.flops.model.attention / 2,
             "model_causal": plan.flops.model.causal, "model_full": plan.flops.model.full, "recomputed": plan.flops.recomputed,
-            "hardware": plan.flops.hardware, "internlm": plan.flops.internlm,
+            "hardware": plan.flops.hardware, "internlm": plan.flops.internlm, "reference": plan.flops.reference,
         },
         "traffic": {
             axis: {"bytes": one.sent_bytes, "seconds": one.seconds, "exposed_seconds": one.exposed} for axis, one in plan.traffic.items()

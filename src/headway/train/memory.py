@@ -21,7 +21,7 @@ from headway.plan.job import PlanJob
 from headway.plan.memory import GIB, MemoryJob, amount, estimate, suggestions
 from headway.runtime.machine import ram_bytes
 from headway.runtime.process import ChildFailureError
-from headway.train.planning import layout_of
+from headway.train.planning import layout_of, reference_model
 
 if TYPE_CHECKING:
     from headway.data.batch import StepBatch
@@ -66,6 +66,7 @@ def describe_job(recipe: Recipe, model: ModelConfig, compute: Compute, batch: Re
         grad_bytes=4 if recipe.parallel.accumulate_dtype == "fp32" else size,
         bucket_bytes=recipe.parallel.bucket_bytes,
         pipeline_split=recipe.parallel.pipeline_split,
+        reference=reference_model(recipe, model),
     )
     compiled = on_cuda if recipe.kernels.compile == "auto" else recipe.kernels.compile
     chunk_tokens = recipe.memory.chunk_tokens(on_cuda=on_cuda)

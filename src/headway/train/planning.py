@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, DataError
+from headway.infer.load import find_model
 from headway.model.config import ModelConfig
 from headway.model.layout import param_specs
 from headway.optim.adamw import Config as AdamWConfig
-from headway.optim.groups import OBJECTIVE, Shapes, make_groups, trainable
+from headway.optim.groups import ADAPTER, OBJECTIVE, Shapes, make_groups, trainable
 from headway.parallel.config import ParallelConfig
 from headway.parallel.layout_rules import LayoutCase, broken_rules
 from headway.parallel.layouts import Layout
@@ -16,6 +17,7 @@ from headway.plan.hardware import GpuModel
 from headway.plan.job import PlanJob
 from headway.plan.memory import estimate
 from headway.plan.rates import AttentionKernel, Software
+from headway.plan.reference import ReferenceModel
 from headway.train.config import Recipe
 from headway.train.resolve import resolve
 
@@ -61,6 +63,7 @@ def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
         pipeline_split=parallel.pipeline_split,
         allows=lambda other: obeys_rules(recipe, model, other),
         reshard=parallel.fsdp.reshard_after_forward,
+        reference=reference_model(recipe, model),
     )
     job.check()
     parallel.check_rows(model, seq_len, recipe.objective, recipe.adapter)
@@ -70,6 +73,23 @@ def plan_job(recipe: Recipe, target: PlanTarget) -> PlanJob:
     else:
         job = replace(job, rows=batch.micro_rows, accumulate=batch.accumulate)
     return job
+
+
+def reference_model(recipe: Recipe, model: ModelConfig) -> ReferenceModel | None:
+    """The frozen second model that a recipe's objective keeps in memory; None where it has none, or where its numbers are stored."""
+    wanted = recipe.objective.reference_spec
+    if wanted is None or wanted.cached:
+        return None
+    role = "teacher" if wanted.is_teacher else "reference"
+    if wanted.path is None:
+        shapes = None if recipe.adapter is None else recipe.adapter.all_shapes(model)
+    else:
+        try:
+            model, shapes = find_model(wanted.path, recipe.data.cache_dir).config, None
+        except (ConfigError, DataError) as problem:
+            raise ConfigError(f"{wanted.setting}: {problem}") from None
+    shapes = {spec.name: spec.shape for spec in param_specs(model)} if shapes is None else shapes
+    return ReferenceModel(role, model, {name: shape for name, shape in shapes.items() if ADAPTER not in name})
 
 
 def obeys_rules(recipe: Recipe, model: ModelConfig, layout: Layout) -> bool:

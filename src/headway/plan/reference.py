@@ -1,0 +1,41 @@
+"""The frozen second model of a run: the reference of a preference objective, or a teacher. What it adds to a rank's memory and arithmetic.
+
+It is whole on every data-parallel rank, divided by the tensor axis alone, and reads every microbatch forward. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headway.model.config import ModelConfig
+from headway.model.flops import token_flops
+from headway.plan.parameters import ParamCount, Shapes, count_parameters
+
+
+@dataclass(frozen=True)
+class ReferenceModel:
+    """A frozen model in memory beside the one that trains."""
+
+    role: str
+    """reference or teacher."""
+    model: ModelConfig
+    shapes: Shapes
+    """Its parameters; what is stored quantised as bytes."""
+
+    def parameters(self, tensor: int = 1) -> ParamCount:
+        """Of one tensor rank."""
+        counts = count_parameters(self.model, self.shapes, (), tensor)
+        return counts.on_stages([range(self.model.num_layers)], first=True, last=True)
+
+    def weight_bytes(self, compute_bytes: int, tensor: int = 1) -> int:
+        """Its weights on one rank, in the compute dtype or quantised."""
+        count = self.parameters(tensor)
+        return compute_bytes * (count.frozen - count.packed) + count.packed_bytes
+
+    def token_bytes(self, compute_bytes: int) -> int:
+        """What stays of its forward pass for each token of a microbatch: a teacher's hidden states."""
+        return compute_bytes * self.model.hidden_size if self.role == "teacher" else 0
+
+    def flops(self, seq_len: int) -> float:
+        """FLOPs of one token: forward alone, attention causal."""
+        return token_flops(self.model, seq_len, shapes=self.shapes, training=()).causal

@@ -1,0 +1,77 @@
+"""Plans count the frozen second model that an objective keeps in memory: its bytes, its forward pass and the time of it."""
+
+from pathlib import Path
+
+import pytest
+
+from headway.config.load import load
+from headway.infer.load import build_frozen_model
+from headway.model.flops import token_flops
+from headway.plan.hardware import GPUS
+from headway.plan.job import PlanJob
+from headway.plan.memory import ROUND
+from headway.plan.result import Plan, as_dict, make_plan
+from headway.train.config import Recipe
+from headway.train.planning import PlanTarget, plan_job
+
+PAIRS = ("model.preset=llama-1b", "data.train=[{path: x, kind: preference}]", "data.seq_len=1024", "batch.rows=8", "batch.micro_rows=2")
+KIND = "reference model"
+
+
+def job_of(*settings: str, world: int = 1) -> PlanJob:
+    return plan_job(load(Recipe, None, [*PAIRS, *settings]), PlanTarget(GPUS["h200"], world))
+
+
+def plan_of(*settings: str, world: int = 1) -> Plan:
+    return make_plan(job_of(*settings, world=world))
+
+
+def test_a_reference_in_memory_adds_a_frozen_copy_and_a_forward_pass() -> None:
+    free, live, cached = (
+        plan_of("objective.kind=dpo", more) for more in ("objective.reference_free=true", "seed=0", "objective.reference_logps=cached")
+    )
+    assert KIND not in free.memory.kinds and cached.memory == free.memory and cached.step_seconds == free.step_seconds
+    model = live.job.model
+    assert live.memory.kinds[KIND] == pytest.approx(2 * as_dict(live)["model"]["parameters"], rel=0.02)
+    assert {kind: size for kind, size in live.memory.kinds.items() if kind != KIND} == free.memory.kinds
+    forward = token_flops(model, 1024, training=()).causal
+    assert live.flops.reference == forward == pytest.approx(free.flops.model.causal / 3, rel=0.01)
+    assert live.flops.hardware == free.flops.hardware + forward and live.flops.model == free.flops.model
+    assert 1.2 < live.step_seconds / free.step_seconds < 1.4
+    assert as_dict(live)["model"]["reference"] == {"role": "reference", "parameters": as_dict(live)["model"]["parameters"]}
+
+
+def test_the_copy_is_divided_by_the_tensor_axis_alone_and_quantised_as_the_base_is() -> None:
+    whole, data, tensor = (
+        job_of("objective.kind=dpo", f"parallel.tensor={size}", world=world).memory_job().reference_bytes
+        for size, world in ((1, 1), (1, 4), (4, 4))
+    )
+    assert data == whole and whole / 4 <= tensor < whole / 3.9
+    lora, packed = (
+        job_of("objective.kind=dpo", "adapter.rank=8", f"adapter.base={form}").memory_job().reference_bytes for form in ("null", "nf4")
+    )
+    assert lora == whole  # an adapter's base is a model of its own here
+    assert packed < 0.6 * whole  # embedding and head stay floats
+
+
+def test_a_teacher_is_the_model_that_the_recipe_names(tmp_path: Path) -> None:
+    """Its estimate is the bytes of the model that a run would load."""
+    import torch
+    from support.runs import make_stores, tiny_settings
+
+    from headway.train import train
+
+    make_stores(tmp_path)
+    teacher = load(Recipe, None, [*tiny_settings(tmp_path, "teacher"), "model.hidden_size=64", "steps=1", "eval.every=null"])
+    train(teacher)
+    settings = ("objective.kind=distill", f"objective.teacher={tmp_path}/teacher", "data.tokenizer_unchecked=true")
+    job = plan_job(load(Recipe, None, [*tiny_settings(tmp_path, "run"), *settings]), PlanTarget(GPUS["h200"]))
+    assert job.reference is not None and job.reference.role == "teacher"
+    config = job.reference.model
+    frozen = build_frozen_model(config, [], torch.device("cpu"), torch.bfloat16)
+    assert job.memory_job().reference_bytes == sum(p.numel() * p.element_size() for p in frozen.parameters())
+    plan = make_plan(job)
+    hidden = 2 * 64 * job.tokens
+    assert plan.memory.kinds[KIND] == int((job.memory_job().reference_bytes + hidden) * ROUND)
+    stored = load(Recipe, None, [*tiny_settings(tmp_path, "run"), settings[0], "objective.cache=x"])
+    assert plan_job(stored, PlanTarget(GPUS["h200"])).reference is None
