@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from headway.infer.engine.part import ModelPart
     from headway.model.base import Model
+    from headway.model.families.transformers import Wrapping
     from headway.model.head_masks.masks import HeadMasks
     from headway.model.kv_cache import KVCache
     from headway.parallel.collectives import RankGroup
@@ -154,11 +155,14 @@ class LoadedModel:
         return self.model.head_weight.device
 
 
-def find_model(path: AnyPath | str, cache_dir: Path | None = None) -> StoredModel:
-    """The model a path or a hub id means, opened but not read. `cache_dir` receives downloads; None: the hub's cache."""
+def find_model(path: AnyPath | str, cache_dir: Path | None = None, wrapping: Wrapping | None = None) -> StoredModel:
+    """The model a path or a hub id means, opened but not read. `cache_dir` receives downloads; None: the hub's cache.
+
+    `wrapping`: of a Hugging Face folder, the class of transformers computes, whatever families headway has.
+    """
     place = parse_path(path)
     if isinstance(place, S3Path):
-        return _checkpoint(locate(place))
+        return _checkpoint(locate(place), wrapping)
     path = place
     if not _is_dir(path) and is_hub_id(str(path)):
         path = local_or_hub(path, cache_dir=cache_dir)
@@ -175,21 +179,21 @@ def find_model(path: AnyPath | str, cache_dir: Path | None = None) -> StoredMode
     if not (path / MANIFEST).is_file():
         for folder in (path, path / FINAL):
             if is_pretrained(folder) and not holds_only_gguf(folder):
-                return _pretrained(folder)
+                return _pretrained(folder, wrapping)
         if is_internlm(path):
             config, weights = open_internlm(path)
             return StoredModel(path, config, None, lambda: check_finite(weights(), path))
         if is_adapter(path):
             return _adapter(path)
         if (path / STAGES).is_file():
-            return _staged(path)
+            return _staged(path, wrapping)
         has_steps = (path / "checkpoints").is_dir() or bool(step_folders(path))
         if not has_steps and (file := gguf_file(path)) is not None:
             return _gguf(file)
         said = None if has_steps else named_format(path)
         if said is not None:
             raise ConfigError(f"{path}: holds neither a checkpoint nor a Hugging Face model; {said}")
-    return _checkpoint(locate(path))
+    return _checkpoint(locate(path), wrapping)
 
 
 def _is_dir(path: Path) -> bool:
@@ -219,7 +223,7 @@ def find_model_of_family(path: AnyPath | str, family: str | None) -> StoredModel
     return found.of_family(family)
 
 
-def _staged(run: Path) -> StoredModel:
+def _staged(run: Path, wrapping: Wrapping | None) -> StoredModel:
     """The model of the last stage that has left one."""
     listed = read_object(run / STAGES, ConfigError).get("stages")
     folders = [one.get("folder") if isinstance(one, dict) else None for one in listed] if isinstance(listed, list) else [None]
@@ -228,7 +232,7 @@ def _staged(run: Path) -> StoredModel:
     for name in reversed(folders):
         folder = run / str(name)
         if (folder / FINAL).is_dir() or step_folders(folder / "checkpoints"):
-            return find_model(folder)
+            return find_model(folder, wrapping=wrapping)
     raise ConfigError(f"{run}: none of its stages has saved anything yet. Wait for the first checkpoint.")
 
 
@@ -243,8 +247,8 @@ def _adapter(folder: Path) -> StoredModel:
     return replace(found.with_adapter(folder), path=folder)
 
 
-def _pretrained(folder: Path) -> StoredModel:
-    config = read_config(folder)
+def _pretrained(folder: Path, wrapping: Wrapping | None) -> StoredModel:
+    config = read_config(folder, wrapping)
     if has_weights(folder):
         check_weights(folder, config)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES) or any(folder.glob("*.tiktoken"))
@@ -265,12 +269,14 @@ def _pretrained(folder: Path) -> StoredModel:
     return StoredModel(folder, gated, tokenizer_folder, weights, read_end_ids(folder), masks_file=table if table.is_file() else None)
 
 
-def _checkpoint(folder: AnyPath) -> StoredModel:
+def _checkpoint(folder: AnyPath, wrapping: Wrapping | None) -> StoredModel:
     reader = open_checkpoint(folder)
     shape: Any = reader.scalars.get("model")
     if not isinstance(shape, dict):
         raise CheckpointError(f"{folder}: its manifest does not say what shape the model has. Use another checkpoint.")
     config = as_stored(validate(ModelConfig, shape))
+    if wrapping is not None and wrapping.trust_remote_code and config.hf_config is not None:
+        config = config.with_(trust_remote_code=True)
     if config.aligner is not None:
         raise ConfigError(f"{folder}: is an aligner, not a language model. Use `headway eval retrieval` or `headway export aligner`.")
 

@@ -191,6 +191,8 @@ class Model(nn.Module, ABC):
 
     BLOCK_METHODS: ClassVar[tuple[str, ...]] = ("forward",)
     """Methods of a block that trace as one graph each; they are compiled and selectively recomputed."""
+    COMPILES: ClassVar[bool] = True
+    """Whether they can be compiled."""
 
     config: ModelConfig
     is_random: bool = True
@@ -283,14 +285,14 @@ class Model(nn.Module, ABC):
 
 
 def build_model(config: ModelConfig) -> Model:
-    """The model of a config, its parameters uninitialized. A family module of a user's may bring its own with `build(config) -> Model`."""
+    """The model of a config, its parameters uninitialized. A family module may bring its own with `build(config) -> Model`."""
     from headway.model.transformer import Transformer
 
     if config.aligner is not None:
         from headway.model.aligner import Aligner
 
         return Aligner(config)
-    if "." in config.family and not config.family.startswith(STORED):
+    if config.hf_config is not None or ("." in config.family and not config.family.startswith(STORED)):
         build = vars(family_of(config.family)).get("build")
         if build is not None:
             return build(config)

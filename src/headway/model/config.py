@@ -155,6 +155,12 @@ class ModelConfig(Section):
     score_head: bool = setting(
         False, "A head that gives a document one number, its reward, in place of the one that predicts tokens; objective reward adds it."
     )
+    hf_config: dict[str, Any] | None = setting(
+        None,
+        "family transformers: config.json of the class, as a mapping. With init.from its keys override those of the folder; without, the "
+        "weights are random.",
+    )
+    trust_remote_code: bool = setting(False, "family transformers: run the model code that lies in the folder of init.from.")
     media: MediaShape | None = setting(None, "Media inputs of the model, written by the run: set `multimodal` instead.")
     aligner: AlignerConfig | None = setting(
         None, "Align encoders of text, image and audio instead of training a language model; objective contrastive needs it."
@@ -282,6 +288,16 @@ class ModelConfig(Section):
             )
         if self.rope_local_theta is not None and self.sliding_window is None:
             raise ValueError("rope_local_theta is given without sliding_window; it is for layers with a window")
+
+    @model_validator(mode="after")
+    def _wrapped_alone(self) -> "ModelConfig":
+        if self.family != "transformers" and not self.family.startswith("stored:"):
+            for key in ("hf_config", "trust_remote_code"):
+                if getattr(self, key):
+                    raise ValueError(f"{key} is given with family {self.family}; it is for family transformers. Use that, or remove it")
+        if self.hf_config is not None and (self.head_gates is not None or self.media is not None):
+            raise ValueError("has head_gates or media with family transformers, which has neither. Remove them")
+        return self
 
     @model_validator(mode="after")
     def _aligner_alone(self) -> "ModelConfig":

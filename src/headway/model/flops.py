@@ -57,6 +57,10 @@ def token_flops(
     shapes = (
         known if shapes is None else {plain_name(n): shape if form_of(n) is None else known[plain_name(n)] for n, shape in shapes.items()}
     )
+    if config.hf_config is not None:  # a class of transformers has names of its own
+        ours = {name: _our_name(name, shape, config) for name, shape in shapes.items()}
+        shapes = {ours[name]: shape for name, shape in shapes.items()}
+        training = None if training is None else {ours[name] for name in training if name in ours}
     training = set(shapes) if training is None else set(training) & {name for name in shapes if _is_of_model(name)}
     first = min((_depth(name, config) for name in training), default=(config.num_layers, CORE))
     matrices = 0.0
@@ -74,6 +78,21 @@ def token_flops(
     channels = config.num_heads * (config.head_size + config.value_size)
     attention = 2 * (config.num_layers + 2 * passed) * channels * seq_len
     return TokenFlops(matrices, attention)
+
+
+def _our_name(name: str, shape: tuple[int, ...], config: ModelConfig) -> str:
+    """A parameter of a class of transformers under a name of ours that says where the forward meets it."""
+    from headway.model.stock.facts import facts_of
+
+    facts = facts_of(config)
+    if name.startswith(facts.layers):
+        return "model.layers." + name.removeprefix(facts.layers)
+    if name.startswith((HEAD.removesuffix("weight"), "objective.")):
+        return name
+    is_linear = name.partition(".lora_")[0].removesuffix(".weight") in facts.linears
+    if len(shape) < 2 or is_linear:
+        return f"model.norm.{name}"
+    return EMBEDDING if name == facts.tied or shape[0] == config.vocab else POSITIONS
 
 
 def _is_of_model(name: str) -> bool:

@@ -34,6 +34,10 @@ def initial_value(name: str, shape: Sequence[int], config: ModelConfig, seed: in
         from headway.model.aligner import aligner_value
 
         return aligner_value(name, tuple(shape), config, seed)
+    if config.hf_config is not None:
+        from headway.model.stock.first_values import stock_value
+
+        return stock_value(name, config, seed)
     if name.endswith("bias"):
         return torch.zeros(*shape, device="cpu")
     if name.endswith("norm.weight"):

@@ -7,7 +7,7 @@
     vocab         0     embedding and head: each rank has some of the tokens
     replicated    -     norms, routers, q_a, kv_a, the score head, biases added after a sum, everything of media inputs
 
-Imports without torch.
+Imports without torch; only the class of a wrapped model (family transformers) is asked for its own.
 """
 
 from dataclasses import dataclass
@@ -67,6 +67,10 @@ class ParamSpec:
 
 def param_specs(config: ModelConfig) -> list[ParamSpec]:
     """Every parameter of the model, in the order the forward meets them."""
+    if config.hf_config is not None:
+        from headway.model.stock.facts import facts_of  # a class of transformers says it itself
+
+        return list(facts_of(config).specs)
     tied = HEAD if config.ties_head else None
     specs = [ParamSpec(GATES, (config.num_layers, config.kv_heads), "replicated", "first")] if config.head_gates else []
     media = {} if config.media is None else config.media.parameters(config.hidden_size)

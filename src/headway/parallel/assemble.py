@@ -126,8 +126,8 @@ def wrap_blocks(model: Model, spec: EngineSpec) -> None:
     for index, block in enumerate(blocks):
         for method in model.BLOCK_METHODS:
             if spec.memory.recompute == "selective":
-                recompute_method(block, method, is_random=model.is_random, compiled=spec.compile_blocks)
-            if spec.compile_blocks:
+                recompute_method(block, method, is_random=model.is_random, compiled=spec.compile_blocks and model.COMPILES)
+            if spec.compile_blocks and model.COMPILES:
                 setattr(block, method, compile_method(getattr(block, method)))
         if index in recomputed:
             recompute_whole(block, is_random=model.is_random)

@@ -77,6 +77,17 @@ def _pipeline(case: LayoutCase) -> Iterator[str]:
         )
 
 
+def _wrapped(case: LayoutCase) -> Iterator[str]:
+    if case.model.hf_config is None:
+        return
+    for axis in ("tensor", "pipeline", "context"):
+        if getattr(case.parallel, axis) > 1:
+            yield (
+                f"parallel.{axis} is {getattr(case.parallel, axis)} and model.family is transformers, whose layers headway cannot divide. "
+                f"Use {axis} 1, and strategy zero1 or fsdp."
+            )
+
+
 def _experts(case: LayoutCase) -> Iterator[str]:
     if case.model.experts is None:
         return
@@ -162,4 +173,4 @@ def _packed(case: LayoutCase) -> Iterator[str]:
         )
 
 
-RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (_experts, _pipeline, _tensor, _context, _packed, _teacher)
+RULES: tuple[Callable[[LayoutCase], Iterator[str]], ...] = (_wrapped, _experts, _pipeline, _tensor, _context, _packed, _teacher)

@@ -64,13 +64,13 @@ class ActivationOffload:
         """Offload a block's saved tensors; `first`: a new forward begins with it."""
         inner = block.forward
 
-        def forward(*inputs: Any) -> Tensor:
+        def forward(*inputs: Any, **named: Any) -> Tensor:
             if not torch.is_grad_enabled():
-                return inner(*inputs)
+                return inner(*inputs, **named)
             record = self._begin(first)
-            stay = {_storage(tensor) for tensor in (*_tensors(inputs[1:]), *block.parameters())}
+            stay = {_storage(tensor) for tensor in (*_tensors((*inputs[1:], *named.values())), *block.parameters())}
             with torch.autograd.graph.saved_tensors_hooks(self._packer(record, stay), _unpack):
-                out = inner(*inputs)
+                out = inner(*inputs, **named)
             record.left = None if self.stream is None else self.stream.record_event()
             return out
 
@@ -178,5 +178,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
         elif is_dataclass(value):
             yield from _tensors(getattr(value, field.name) for field in fields(value))

@@ -32,11 +32,11 @@ def recompute_method(block: nn.Module, method: str, *, is_random: bool, compiled
     inner: Callable[..., Any] = getattr(block, method)
     choose = partial(create_selective_checkpoint_contexts, partial(_policy, compiled))
 
-    def wrapped(*inputs: Any) -> Any:
+    def wrapped(*inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
-            return inner(*inputs)
+            return inner(*inputs, **named)
         restore = not compiled and is_random and block.training
-        return checkpoint(inner, *inputs, use_reentrant=False, preserve_rng_state=restore, context_fn=choose)
+        return checkpoint(inner, *inputs, use_reentrant=False, preserve_rng_state=restore, context_fn=choose, **named)
 
     setattr(block, method, wrapped)
 
@@ -45,10 +45,10 @@ def recompute_whole(block: nn.Module, *, is_random: bool) -> None:
     """Keep only the block's input."""
     inner = block.forward
 
-    def forward(*inputs: Any) -> Tensor:
+    def forward(*inputs: Any, **named: Any) -> Tensor:
         if not torch.is_grad_enabled():
-            return inner(*inputs)
-        return checkpoint(inner, *inputs, use_reentrant=False, preserve_rng_state=is_random and block.training)
+            return inner(*inputs, **named)
+        return checkpoint(inner, *inputs, use_reentrant=False, preserve_rng_state=is_random and block.training, **named)
 
     block.forward = forward
 

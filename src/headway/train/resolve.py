@@ -16,7 +16,7 @@ from headway.errors import CheckpointError, ConfigError, DataError
 from headway.infer.load import StoredModel, find_model
 from headway.infer.stored_adapter import StoredAdapter
 from headway.model.config import HeadGatesConfig, ModelConfig
-from headway.model.families.base import classifier_of, family_of
+from headway.model.families.base import WRAPPED, classifier_of, family_of
 from headway.model.head_masks.file import find_masks, read_masks, read_table
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.layout import DECIDED
@@ -29,6 +29,7 @@ from headway.text.hub import is_hub_id, local_or_hub
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.train.alignment import resolve_aligner
 from headway.train.config import Recipe
+from headway.train.wrapped import check_wrapped, wrapped_shape, wrapping_of
 
 if TYPE_CHECKING:
     from headway.train.multimodal import MediaPlan
@@ -97,6 +98,7 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
         raise ConfigError("model.media is written by a run with media inputs; it is no setting. Remove it, or set multimodal.")
     weights = _find_weights(recipe) if given is None else given
     weights = None if weights is None else weights.of_family(recipe.model.family)
+    check_wrapped(recipe, None if weights is None else weights.config)
     weights = _upcycled(recipe, weights)
     path = _find_tokenizer(recipe) or (weights.tokenizer_folder if weights else None)
     tokenizer = load_tokenizer(path) if path is not None else None
@@ -138,7 +140,7 @@ def _find_weights(recipe: Recipe) -> StoredModel | None:
     if recipe.init.source is None:
         return None
     try:
-        found = find_model(recipe.init.source, recipe.data.cache_dir)
+        found = find_model(recipe.init.source, recipe.data.cache_dir, wrapping_of(recipe))
     except StoreDown:
         raise  # a later start may reach the store
     except (ConfigError, DataError, CheckpointError) as problem:
@@ -167,7 +169,10 @@ def _find_tokenizer(recipe: Recipe) -> Path | None:
 def _shape(recipe: Recipe, weights: StoredModel | None, tokenizer: Tokenizer | None) -> ModelConfig:
     """The model shape: the recipe's settings over those of the given weights, and the vocabulary."""
     model = recipe.model
-    if weights is not None:
+    if recipe.model.family == WRAPPED:
+        unknown = GENERATED_VOCAB if tokenizer is None else tokenizer.model_vocab_size
+        model = wrapped_shape(recipe, None if weights is None else weights.config, unknown)
+    elif weights is not None:
         given = {name: getattr(model, name) for name in model.model_fields_set if getattr(model, name) is not None}
         model = _with(weights.config, **{**given, "experts": _experts(recipe, weights)})
         changed = [

@@ -95,6 +95,10 @@ class AdapterConfig(Section):
 
 def linears(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """Path -> (outputs, inputs) of every linear, in the order of the model; a tied head is not a linear."""
+    if model.hf_config is not None:
+        from headway.model.stock.facts import facts_of  # a class of transformers names its own
+
+        return facts_of(model).linears
     matrices = [spec for spec in param_specs(model) if len(spec.shape) == 2 and spec.name.endswith(".weight")]
     found = {
         spec.name: spec.shape for spec in matrices if spec.split in ("column", "row") or ".self_attn." in spec.name or spec.name == HEAD

@@ -21,6 +21,8 @@ from headway.model.layout import SCORE, ParamSpec
 PACKAGE = "headway.model.families"
 STORED = "stored:"
 LABEL = "LABEL_0"
+WRAPPED = "transformers"
+"""The family that wraps classes of transformers."""
 MEMBERS = ("MODEL_TYPE", "ARCHITECTURE", "read", "published", "write", "to_theirs", "to_ours")
 
 
@@ -57,6 +59,12 @@ def their_whole(family: Family, name: str) -> str:
 def our_whole(family: Family, name: str) -> str | None:
     """Our name of one of their tensors; None for one that holds no parameter."""
     return name if name == SCORE else family.to_ours(name)
+
+
+def our_name(family: Family, theirs: str, config: ModelConfig) -> str | None:
+    """Our name of one of their tensors in a folder; a family whose names depend on the model defines `to_ours_in(name, config)`."""
+    translate = vars(family).get("to_ours_in")
+    return our_whole(family, theirs) if translate is None else translate(theirs, config)
 
 
 class Family(Protocol):
@@ -96,7 +104,10 @@ def family_names() -> list[str]:
 
 
 def as_stored(config: ModelConfig) -> ModelConfig:
-    """The config of a checkpoint. A user's family stays a name: it is imported only when a recipe or flag names it too."""
+    """The config of a checkpoint. A user's family stays a name: it is imported only when a recipe or flag names it too. Code of a model
+    folder is trusted by nobody but a recipe."""
+    if config.trust_remote_code:
+        return config.with_(trust_remote_code=False)
     return config.with_(family=STORED + config.family) if "." in config.family else config
 
 
@@ -182,12 +193,21 @@ def published_with_code(config: ModelConfig) -> tuple[ModelConfig, dict[str, Any
 def family_for(given: Mapping[str, Any]) -> Family:
     """The family of a parsed config.json, by its `model_type`."""
     wanted = given.get("model_type")
-    shipped = list(map(family_of, family_names()))
+    shipped = [family_of(name) for name in family_names() if name != WRAPPED]
     families = {family.MODEL_TYPE: family for family in shipped}
     families |= {vars(family)["CODE_TYPE"]: family for family in shipped if "CODE_TYPE" in vars(family)}
     families |= {kind: family for family in shipped for kind in vars(family).get("OTHER_TYPES", ())}
-    if not isinstance(wanted, str) or wanted not in families:
+    if isinstance(wanted, str) and wanted in families:
+        return families[wanted]
+    wrapped = family_of(WRAPPED)
+    if vars(wrapped)["knows"](given):
+        return wrapped
+    if isinstance(given.get("auto_map"), dict):
         raise ConfigError(
-            f"model_type is {str(wanted)[:80]!r}; headway reads {', '.join(families)}. Your own family module can read others."
+            f"model_type is {str(wanted)[:80]!r}, whose code lies in the folder. If you trust it, train with model.family=transformers "
+            "model.trust_remote_code=true."
         )
-    return families[wanted]
+    raise ConfigError(
+        f"model_type is {str(wanted)[:80]!r}; headway reads {', '.join(families)}, and what the installed transformers (5 or newer) knows. "
+        "Your own family module can read others."
+    )

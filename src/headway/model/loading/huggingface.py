@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import CheckpointError, ConfigError, first_line
-from headway.model.families.base import Piece, family_for, family_of, our_whole, pieces_of, with_head
+from headway.model.families.base import Piece, family_for, family_of, our_name, pieces_of, with_head
 from headway.model.layout import HEAD, param_specs
 from headway.model.loading.unsupported import named_format, pointer, quantised
 from headway.model.loading.untrusted import open_pickled, zero2all_file
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from headway.model.config import ModelConfig
+    from headway.model.families.transformers import Wrapping
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"
@@ -46,15 +47,15 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (WEIGHTS, INDEX))
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The shape of the model in a Hugging Face folder."""
+def read_config(folder: Path, wrapping: Wrapping | None = None) -> ModelConfig:
+    """The shape of the model in a Hugging Face folder. With `wrapping`, that of the class of transformers, of any model type."""
     path = folder / CONFIG
     given = read_json(path)
     reason = quantised(given, folder)
     if reason is not None:
         raise ConfigError(f"{path}: {reason}")
     try:
-        return with_head(given, family_for(given).read(given))
+        return with_head(given, family_for(given).read(given)) if wrapping is None else wrapping.read(given, folder)
     except ConfigError as error:
         raise ConfigError(f"{path}: {_short('; '.join(str(error).splitlines()))}") from None
 
@@ -215,7 +216,7 @@ def _locations(folder: Path, config: ModelConfig) -> Locations:
     without = vars(family).get("left_out")
     skipped: Collection[str] = set[str]() if without is None else without(stored, config)
     for theirs, file in stored.items():
-        ours = None if theirs in skipped else our_whole(family, theirs)
+        ours = None if theirs in skipped else our_name(family, theirs, config)
         if ours is not None and theirs not in used:
             found[ours] = ((file, Piece(theirs)),)
     wanted = {spec.name for spec in param_specs(config)}

@@ -1,0 +1,171 @@
+"""headway's attention behind the attention interface of transformers: what a class hands it after its own projections and rotation.
+
+    StockModel -> `passing(pass)` -> the class builds its mask -> our mask function returns a `StockMask`, which holds the pass
+               -> the class hands it to every layer -> our attention function attends inside documents, or to what a KV cache holds
+
+The mask travels as an argument of every layer, so a layer that is recomputed in backward sees the same pass.
+
+Shapes: B rows, T tokens, H query heads, KV key and value heads, hd head width; transformers hands q [B,H,T,hd] and k, v [B,KV,T,hd].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headway.errors import ConfigError
+from headway.kernels.attention import AttentionMask, ScoreRule, attend
+from headway.model.base import AttentionCache
+from headway.model.stock.classes import IMPLEMENTATION
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a class hands to attention in one layer."""
+
+    module: nn.Module
+    q: Tensor
+    """[B,T,H,hd]"""
+    k: Tensor
+    """[B,T,KV,hd]"""
+    v: Tensor
+    scaling: float | None
+    dropout: float
+    softcap: float | None
+    others: dict[str, Any]
+    """Further arguments that are not None."""
+
+
+class StockPass(Protocol):
+    """One forward through a class."""
+
+    def attend(self, call: AttentionCall, mask: StockMask) -> Tensor:
+        """o [B,T,H,width of v]."""
+        ...
+
+
+@dataclass(frozen=True)
+class StockMask:
+    """Stands where a class expects its attention mask."""
+
+    of: StockPass
+    function: MaskFunction
+    """Which key a query of the same document sees, as the class states it."""
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """A forward of headway's: over documents of a batch, or over tokens that a cache is given."""
+
+    windows: tuple[int | None, ...]
+    """Of each layer."""
+    rule: ScoreRule
+    backend: str
+    mask: AttentionMask | None
+    """None where tokens continue what a cache holds."""
+    cache: AttentionCache | None = None
+    position: Tensor | None = None
+
+    def attend(self, call: AttentionCall, mask: StockMask) -> Tensor:
+        """Under the window of the layer; a score is q k / sqrt(hd), so another scale makes queries longer."""
+        layer, width, own = layer_of(call.module), call.q.shape[-1], call.v.shape[-1]
+        q, k, v = call.q, call.k, call.v
+        factor = 1.0 if call.scaling is None else call.scaling * width**0.5
+        q = q if abs(factor - 1.0) < 1e-6 else q * factor
+        v = v if own == width else F.pad(v, (0, width - own))
+        window, whole = self.windows[layer], None
+        if self.mask is not None:
+            whole = partial(attend, mask=self.mask, window=window, backend=self.backend, rule=self.rule)
+        if self.cache is None:
+            assert whole is not None
+            o = whole(q, k, v)
+        else:
+            assert self.position is not None
+            o = self.cache.attend(layer, q.contiguous(), k.contiguous(), v.contiguous(), self.position, whole)
+        return o if own == width else o[..., :own]
+
+
+def layer_of(module: nn.Module) -> int:
+    """The layer that an attention module belongs to."""
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise ConfigError(f"{type(module).__name__} does not know its layer, so headway's attention cannot take its place.")
+    return layer
+
+
+_PASS: ContextVar[StockPass | None] = ContextVar("stock_pass", default=None)
+
+
+@contextmanager
+def passing(one: StockPass) -> Iterator[None]:
+    """What the mask function of a class is asked for inside belongs to this pass."""
+    token = _PASS.set(one)
+    try:
+        yield
+    finally:
+        _PASS.reset(token)
+
+
+def stock_mask(*_given: Any, mask_function: MaskFunction, **_others: Any) -> StockMask:
+    """The mask that a class asks for, under the interface of transformers."""
+    current = _PASS.get()
+    assert current is not None, "a class with headway's attention is called by headway"
+    return StockMask(current, mask_function)
+
+
+def stock_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention under the interface of transformers: (o [B,T,H,hd], no weights)."""
+    if not isinstance(attention_mask, StockMask):
+        raise ConfigError(f"{type(module).__name__} makes a mask of its own, which headway's attention cannot read.")
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    given = {name: one for name, one in others.items() if one is not None}
+    return attention_mask.of.attend(AttentionCall(module, q, k, v, scaling, dropout, softcap, given), attention_mask), None
+
+
+def register() -> None:
+    """Make headway's attention known to transformers; once is enough."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, stock_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, stock_mask)
+
+
+def window_of(function: MaskFunction) -> int | None:
+    """The window of a mask that a class states; None where a query sees everything before it. Any other mask is a ConfigError."""
+
+    def sees(query: int, key: int) -> bool:
+        zero = torch.tensor(0, device="cpu")
+        return bool(function(zero, zero, torch.tensor(query, device="cpu"), torch.tensor(key, device="cpu")))
+
+    far = 1 << 40
+    if sees(far, far + 1) or not sees(far, far):
+        raise ConfigError("its mask lets tokens see later ones")
+    if sees(far, 0):
+        return None
+    low, high = 0, far  # sees `low` tokens back, not `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if sees(far, far - middle) else (low, middle)
+    if any(not sees(far + more, far + more - low) or sees(far + more, far + more - high) for more in (1, high // 2, high - 1)):
+        raise ConfigError("its mask is neither causal nor a sliding window")
+    return high

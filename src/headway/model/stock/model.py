@@ -1,0 +1,153 @@
+"""A class of transformers behind headway's `Model`: its trunk makes hidden states of tokens; attention, head, loss and cache are ours.
+
+    tokens [B,T] -> the class's embedding, layers and final norm -> hidden [B,T,D] -> LM head (fused loss), as for any other model
+                                      |
+                    attention: headway's, inside documents or over a KV cache (attention.py)
+
+Parameters have the class's own names. Its modules are children of this one; a tied head is no module here, so that a matrix exists once.
+What the class computes from its config (rotary frequencies) are plain attributes: in fp32, whatever the weights are, on the device of the
+tokens.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headway.errors import ConfigError
+from headway.kernels.attention import AttentionMask, ScoreRule, causal_mask, mask_of
+from headway.model.adapter.lora import AdaptedLinear
+from headway.model.base import AttentionCache, CachedForward, Compiler, DecodeStep, LMHead, Model, ModelOut
+from headway.model.layout import HEAD
+from headway.model.stock.attention import LayerPass, passing
+from headway.model.stock.buffers import computed_values
+from headway.model.stock.classes import empty_model
+from headway.model.stock.facts import HEAD_MODULE, facts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from headway.data.batch import Batch
+    from headway.model.config import ModelConfig
+    from headway.model.kv_cache import KVCache
+    from headway.model.projector import MediaTensors
+
+BIAS_COLUMNS = 8
+"""A head with a bias is one matrix: its bias and zeros are columns of it, so that rows keep an aligned length."""
+
+
+class StockModel(Model):
+    """A decoder of transformers."""
+
+    COMPILES = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.hf_config is not None
+        self.config, self.facts = config, facts_of(config)
+        made = empty_model(config.hf_config, trust_remote_code=config.trust_remote_code)
+        self._computed = computed_values(made)
+        self._device = torch.device("cpu")
+        for name, child in made.named_children():
+            if name != HEAD_MODULE or self.facts.tied is None:
+                self.add_module(name, child)
+        self.is_random = self.facts.is_random
+        self._pass = partial(LayerPass, self.facts.windows, ScoreRule(self.facts.softcap), "auto")
+
+    def forward_batch(self, batch: Batch, seed: int | None = None) -> ModelOut:
+        """Nothing is sampled besides dropout."""
+        hidden = self(batch.tokens, batch.position, self._pass(mask_of(batch)))
+        return ModelOut(LMHead(hidden, self.head_weight, self.chunk_tokens, self.head_grad_buffer, softcap=self.facts.logit_softcap))
+
+    def forward(self, tokens: Tensor, position: Tensor, one: LayerPass) -> Tensor:
+        """Hidden [B,T,D] as the head reads them: scaled, and with a column of ones for its bias."""
+        self._place(tokens.device)
+        seen = torch.ones(tokens.shape, dtype=torch.bool, device=tokens.device)
+        places = position.clamp(min=0).long()  # a row that takes no part stands at -1
+        with passing(one):
+            found = self.get_submodule(self.facts.trunk)(input_ids=tokens, position_ids=places, attention_mask=seen, use_cache=False)
+        hidden = found[0] if self.facts.logit_scale == 1.0 else found[0] * self.facts.logit_scale
+        if self._head_bias is None:
+            return hidden
+        columns = F.pad(hidden.new_ones(*hidden.shape[:-1], 1), (0, BIAS_COLUMNS - 1))
+        return torch.cat([hidden, columns], dim=-1)
+
+    def blocks(self) -> Mapping[str, nn.Module]:
+        """The layers of the class."""
+        layers = self.get_submodule(self.facts.layers.rstrip("."))
+        return {f"{self.facts.layers}{index}": layer for index, layer in layers.named_children()}
+
+    @property
+    def head_parameter(self) -> str | None:
+        """None with an adapter on the head, and with a bias."""
+        if self.facts.tied is not None:
+            return self.facts.tied
+        return None if isinstance(self._head, AdaptedLinear) or self._head_bias is not None else HEAD
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V,D]; the embedding's matrix where the two are tied."""
+        if self.facts.tied is not None:
+            return self.get_parameter(self.facts.tied)
+        head, bias = self._head, self._head_bias
+        weight = head.effective if isinstance(head, AdaptedLinear) else head.weight
+        return weight if bias is None else torch.cat([weight, F.pad(bias[:, None], (0, BIAS_COLUMNS - 1))], dim=1)
+
+    @property
+    def _head(self) -> nn.Linear:
+        head = self._modules[HEAD_MODULE]
+        assert isinstance(head, nn.Linear)
+        return head
+
+    @property
+    def _head_bias(self) -> Tensor | None:
+        return None if self.facts.tied is not None else self._head.bias
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Soft-capped where the class does so."""
+        found, cap = super().logits(hidden), self.facts.logit_softcap
+        return found if cap is None else torch.tanh(found / cap) * cap
+
+    def use_attention(self, backend: str) -> None:
+        """Compute attention with one backend in every layer."""
+        self._pass = partial(LayerPass, self.facts.windows, ScoreRule(self.facts.softcap), backend)
+
+    def prefill(self, tokens: Tensor, position: Tensor, cache: KVCache | None = None, media: MediaTensors | None = None) -> Tensor:
+        """Rows that continue what a cache holds need no mask: each is one document."""
+        if media is not None:
+            raise ConfigError("media are given; a model of family transformers reads text alone.")
+        mask = causal_mask(tokens.shape[0], tokens.shape[1], tokens.device) if cache is None or cache.is_empty else None
+        hidden = self._cached(tokens, position, mask, cache)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
+        return hidden
+
+    def decoder(self, cache: KVCache, compiler: Compiler | None = None) -> DecodeStep:
+        """A step reads and writes the cache; its caller advances the cache. Nothing is compiled."""
+
+        def step(token: Tensor, position: Tensor) -> Tensor:
+            return self.logits(self._cached(token[:, None], position[:, None], None, cache)[:, 0]).float()
+
+        return step
+
+    def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
+        """Nothing is compiled."""
+
+        def forward(tokens: Tensor, position: Tensor, cache: AttentionCache, media: MediaTensors | None = None) -> Tensor:
+            return self._cached(tokens, position, None, cache)
+
+        return forward
+
+    def _cached(self, tokens: Tensor, position: Tensor, mask: AttentionMask | None, cache: AttentionCache | None) -> Tensor:
+        return self(tokens, position, self._pass(mask, cache, position))
+
+    def _place(self, device: torch.device) -> None:
+        """Move what the class computed from its config to where the tokens are."""
+        if device != self._device:
+            for module, name in self._computed:
+                object.__setattr__(module, name, getattr(module, name).to(device))
+            self._device = device

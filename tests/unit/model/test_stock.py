@@ -1,0 +1,159 @@
+"""Classes of transformers behind headway's Model compute what transformers computes, packed or alone, cached or not; others are refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.batches import make_batch
+from support.stock_cases import CASES, SHAPE, build_stock, save_stock
+
+from headway.data.batch import Batch
+from headway.errors import ConfigError
+from headway.export.huggingface import export_model
+from headway.infer.load import LoadedModel, find_model, load_model
+from headway.model.families.base import family_for
+from headway.model.families.transformers import Wrapping, read
+from headway.model.flops import token_flops
+from headway.model.init import initial_value
+from headway.model.layout import param_specs
+from headway.model.stock.model import StockModel
+
+pytest.importorskip("transformers", minversion="5.0")
+LENGTHS = [[7, 9], [16], [3, 4, 5]]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LoadedModel]:
+    """A model of transformers, and the same one as headway reads it from its folder."""
+    theirs = build_stock(request.param)
+    return theirs, load_model(save_stock(theirs, tmp_path_factory.mktemp(request.param)))
+
+
+def a_batch() -> Batch:
+    return make_batch(LENGTHS, seq_len=16, vocab=SHAPE["vocab_size"])
+
+
+def test_loss_and_gradients_are_those_of_transformers_document_by_document(pair: tuple[Any, LoadedModel]) -> None:
+    theirs, loaded = pair
+    ours, batch = loaded.model, a_batch()
+    assert isinstance(ours, StockModel)
+    ours.train().requires_grad_(True)
+    out = ours.forward_batch(batch)
+    loss = out.head.nll(batch.targets, batch.loss_weight).total
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    ours.zero_grad(set_to_none=True)
+    ours.eval().requires_grad_(False)
+    wanted = torch.zeros(())
+    for row, lengths in enumerate(LENGTHS):
+        start = 0
+        for length in lengths:
+            logits = theirs(batch.tokens[row : row + 1, start : start + length]).logits[0, :-1]
+            wanted = wanted + F.cross_entropy(logits, batch.targets[row, start : start + length - 1], reduction="sum")
+            start += length
+    theirs.zero_grad()
+    wanted.backward()
+    assert abs(float((loss - wanted).detach())) < 1e-4 * float(wanted.detach())
+    largest = max(float(parameter.grad.abs().max()) for parameter in theirs.parameters())
+    for name, parameter in theirs.named_parameters():  # the gradient of a key's bias is noise where nothing is rotated
+        gap = (found[name] - parameter.grad).abs().max() / parameter.grad.abs().max().clamp(min=1e-3 * largest)
+        assert gap < 1e-4, f"{name}: {gap}"
+
+
+@torch.no_grad()
+def test_logits_and_greedy_text_are_those_of_transformers(pair: tuple[Any, LoadedModel]) -> None:
+    theirs, loaded = pair
+    tokens = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
+    position = torch.arange(12).expand(2, -1)
+    gap = (loaded.model.logits(loaded.model.prefill(tokens, position)) - theirs(tokens).logits).abs().max()
+    assert gap < 1e-5
+    wanted = theirs.generate(tokens, max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0)[:, 12:].tolist()
+    cache = loaded.new_cache(2, 24, [12, 12])
+    token = loaded.model.logits(loaded.model.prefill(tokens, position, cache)[:, -1])
+    step, found = loaded.model.decoder(cache), []
+    for _ in range(12):
+        token[:, SHAPE["eos_token_id"]] = -torch.inf  # as min_new_tokens does
+        found.append(token.argmax(-1))
+        token = step(found[-1], cache.next_position())
+        cache.advance(1)
+    assert torch.stack(found, 1).tolist() == wanted
+    sys.stdout.write(f"{type(theirs).__name__:24} logits {gap:.1e}, greedy text equal\n")
+
+
+@torch.no_grad()
+def test_an_export_is_the_folder_of_transformers_again(pair: tuple[Any, LoadedModel], tmp_path: Path) -> None:
+    import transformers
+    from safetensors import safe_open
+
+    theirs, loaded = pair
+    export_model(str(loaded.path), tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    tokens = torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(2))
+    assert type(again) is type(theirs) and torch.equal(again(tokens).logits, theirs(tokens).logits)
+    names = [set(safe_open(Path(str(folder)) / "model.safetensors", "pt").keys()) for folder in (loaded.path, tmp_path / "out")]
+    assert names[0] == names[1]
+
+
+def test_the_shape_of_a_wrapped_class_is_read_off_it(pair: tuple[Any, LoadedModel]) -> None:
+    theirs, loaded = pair
+    config = loaded.config
+    assert config.family == "transformers" and config.num_layers == 2 and config.num_heads == 4
+    assert sum(spec.size for spec in param_specs(config)) == sum(one.numel() for one in theirs.parameters())
+    kind = theirs.config.model_type
+    assert [config.window_of(layer) for layer in range(2)] == {
+        "starcoder2": [5, 5], "exaone4": [4, None], "vaultgemma": [4, None],
+    }.get(kind, [None, None])  # fmt: skip
+    assert (config.logit_scale, config.logit_softcap, config.attention_softcap) == {
+        "cohere": (0.25, None, None), "vaultgemma": (1.0, 2.0, 3.0),
+    }.get(kind, (1.0, None, None))  # fmt: skip
+    flops = token_flops(config, 16)
+    linear = sum(spec.size for spec in param_specs(config) if len(spec.shape) == 2 and "embed" not in spec.name)
+    head = sum(spec.size for spec in param_specs(config) if spec.tied_to)
+    assert flops.matrices == 6 * (linear + head)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"model_type": "mamba"}, "MambaForCausalLM: it keeps a recurrent state"),
+        ({"model_type": "falcon"}, "FalconForCausalLM: its forward cannot be followed"),
+        ({"model_type": "qwen2_moe"}, "Qwen2MoeForCausalLM: it is a mixture of experts"),
+        ({"model_type": "seed_oss", "attention_dropout": 0.1}, "attention has dropout 0.1"),
+        ({"model_type": "diffllama"}, "layer 0 attends out of order, or twice"),
+        ({"model_type": "arcee", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type is 'dynamic'"),
+        ({"model_type": "stablelm", "num_attention_heads": "four"}, "transformers cannot make this model"),
+        ({"model_type": "no_such_model"}, "which the installed transformers does not know"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}, "model.trust_remote_code=true"),
+    ],
+)
+def test_what_cannot_be_trained_exactly_is_refused_by_name(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        read({**SHAPE, **given})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_known_family_is_wrapped_on_request_only(tmp_path: Path) -> None:
+    given = {**SHAPE, "model_type": "llama", "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    assert find_model(tmp_path).config.family == "llama"
+    wrapped = find_model(tmp_path, wrapping=Wrapping({"rms_norm_eps": 1e-3})).config
+    assert wrapped.family == "transformers" and wrapped.hf_config is not None and wrapped.hf_config["rms_norm_eps"] == 1e-3
+    assert family_for({"model_type": "starcoder2"}) is family_for({"model_type": "stablelm"})
+    with pytest.raises(ConfigError, match=r"model.family=transformers model.trust_remote_code=true"):
+        family_for({"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}})
+
+
+def test_random_weights_are_drawn_as_the_class_draws_them_by_name_and_seed() -> None:
+    config = read({**SHAPE, "model_type": "nemotron"})  # its norms add 1 to their weights
+    one = {spec.name: initial_value(spec.name, spec.shape, config, 3) for spec in param_specs(config)}
+    again = {name: initial_value(name, one[name].shape, config, 3) for name in reversed(list(one))}
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert float(one["model.norm.weight"].sum()) == 32.0 and float(one["model.norm.bias"].abs().sum()) == 0.0
+    drawn = one["model.layers.1.mlp.up_proj.weight"]
+    assert abs(float(drawn.std()) - 0.0134) < 2e-3 and not torch.equal(drawn, one["model.layers.0.mlp.up_proj.weight"])
