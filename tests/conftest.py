@@ -1,12 +1,43 @@
-"""Shared by all tests: few threads, a CPU whose bf16 products work, and no GPU unless the tests that need one were asked for."""
+"""Shared by all tests: few threads, bf16 products that work, no waiting for disks, and no GPU unless its tests were asked for."""
 
+import contextlib
 import gc
 import os
+import subprocess
+import time
+from typing import Any
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+SLOW_COLLECTION_SECONDS = 0.02
+
+
+class Freezer:
+    """Every small run collects garbage; looking at what was imported since the last freeze takes longer than the run.
+
+    A collection that took long asks for another freeze, which happens after the test, when only what stays is alive.
+    """
+
+    def __init__(self) -> None:
+        self.began = 0.0
+        self.is_due = False
+
+    def notice(self, phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            self.began = time.perf_counter()
+        elif info["generation"] == 2 and time.perf_counter() - self.began > SLOW_COLLECTION_SECONDS:
+            self.is_due = True
+
+    def freeze(self) -> None:
+        gc.collect()
+        gc.freeze()
+        self.is_due = False
+
+
+FREEZER = Freezer()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -16,9 +47,22 @@ def pytest_configure(config: pytest.Config) -> None:
     from headway.runtime.device import avoid_broken_amx
 
     avoid_broken_amx()
+    # Written pages outlive a killed process, so only a machine that loses power would see the difference. A test that watches or fails
+    # this call puts its own in this place; fresh interpreters have the real one.
+    os.fsync = lambda descriptor: None
+    if not hasattr(config, "workerinput"):
+        # Every run asks git whether files changed. In a fresh clone git reads all of them each time, until this has noted that none did.
+        with contextlib.suppress(OSError):
+            subprocess.run(["git", "status", "--porcelain"], cwd=config.rootpath, capture_output=True, check=False)
 
 
 def pytest_collection_finish() -> None:
-    """A run collects garbage before its first step; what was imported until here is none, and looking at it takes longer than the run."""
-    gc.collect()
-    gc.freeze()
+    """What was imported until here stays."""
+    FREEZER.freeze()
+    gc.callbacks.append(FREEZER.notice)
+
+
+def pytest_runtest_teardown() -> None:
+    """Between two tests, where a collection of the test before was slow."""
+    if FREEZER.is_due:
+        FREEZER.freeze()

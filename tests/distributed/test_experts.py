@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from support.layout_trials import compare, expert_trials, more_expert_trials
+from support.layout_trials import DRILL_STEPS, compare, expert_trials, more_expert_trials
 
 
 def test_mixtures_train_like_one_process_on_every_axis() -> None:
@@ -13,4 +13,4 @@ def test_mixtures_train_like_one_process_on_every_axis() -> None:
 @pytest.mark.drill
 @pytest.mark.timeout(900)
 def test_mixtures_train_like_one_process_in_more_cases() -> None:
-    sys.stdout.write("\n" + "\n".join(compare(more_expert_trials(), seconds_each=200)) + "\n")
+    sys.stdout.write("\n" + "\n".join(compare(more_expert_trials(), seconds_each=200, steps=DRILL_STEPS)) + "\n")

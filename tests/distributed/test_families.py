@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from support.family_shapes import FAMILY_SHAPES
-from support.layout_trials import LORA, PLAIN, LayoutTrial, compare, trial
+from support.layout_trials import DRILL_STEPS, LORA, PLAIN, LayoutTrial, compare, trial
 
 
 def trials(world: int, parallel: dict[str, object], names: tuple[str, ...], **more: object) -> list[LayoutTrial]:
@@ -30,4 +30,4 @@ def test_families_on_every_axis_train_like_one_process() -> None:
     listed += trials(2, {"context": 2}, ("deepseek", "gemma2", "gemma3", "cohere2", "gpt2", "olmo2"))
     listed += trials(2, {"strategy": "fsdp"}, ("deepseek", "gemma2", "gpt2", "olmo2"))
     listed += [trial("olmo2, 2 KV heads on 4 ranks", 4, {"tensor": 4}, config=PLAIN.with_(num_kv_heads=2, **FAMILY_SHAPES["olmo2"]))]
-    sys.stdout.write("\n" + "\n".join(compare(listed)) + "\n")
+    sys.stdout.write("\n" + "\n".join(compare(listed, steps=DRILL_STEPS)) + "\n")

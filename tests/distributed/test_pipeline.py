@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.engines import make_engine
-from support.layout_trials import compare, train_some, trial
+from support.layout_trials import DRILL_STEPS, compare, train_some, trial
 from support.pipeline_trials import DEEP, GATES, INTERLEAVED, TWO, more_pipeline_trials, pipeline_trials
 from support.ranks import run_ranks, start_processes
 from support.runs import make_stores, write_recipe
@@ -38,7 +38,7 @@ def test_ranks_with_stages_train_like_one_process() -> None:
 
 @pytest.mark.drill
 def test_ranks_with_stages_train_like_one_process_in_more_cases() -> None:
-    sys.stdout.write("\n" + "\n".join(compare(more_pipeline_trials())) + "\n")
+    sys.stdout.write("\n" + "\n".join(compare(more_pipeline_trials(), steps=DRILL_STEPS)) + "\n")
 
 
 @pytest.mark.parametrize(

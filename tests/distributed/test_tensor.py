@@ -15,7 +15,17 @@ import torch
 from safetensors.torch import load_file
 from support.drill import finish, small, started
 from support.engines import OPTIM, make_engine, share_of_step
-from support.layout_trials import GATED, SPARSITY, compare, compiled_tensor_trials, more_tensor_trials, tensor_trials, train_some, trial
+from support.layout_trials import (
+    DRILL_STEPS,
+    GATED,
+    SPARSITY,
+    compare,
+    compiled_tensor_trials,
+    more_tensor_trials,
+    tensor_trials,
+    train_some,
+    trial,
+)
 from support.memory_peak import MemoryPeak
 from support.ranks import run_ranks, start_processes
 from support.runs import make_stores, write_recipe
@@ -50,13 +60,13 @@ def test_ranks_that_share_layers_train_like_one_process() -> None:
 
 @pytest.mark.drill
 def test_ranks_that_share_layers_train_like_one_process_in_more_cases() -> None:
-    sys.stdout.write("\n" + "\n".join(compare(more_tensor_trials())) + "\n")
+    sys.stdout.write("\n" + "\n".join(compare(more_tensor_trials(), steps=DRILL_STEPS)) + "\n")
 
 
 @pytest.mark.drill
 @pytest.mark.timeout(1200)
 def test_compiled_halves_exchange_in_their_graphs() -> None:
-    sys.stdout.write("\n" + "\n".join(compare(compiled_tensor_trials(), seconds_each=300)) + "\n")
+    sys.stdout.write("\n" + "\n".join(compare(compiled_tensor_trials(), seconds_each=300, steps=DRILL_STEPS)) + "\n")
 
 
 MOVES: list[tuple[int, dict[str, Any]]] = [

@@ -28,7 +28,7 @@ from support.engines import CONFIG, OPTIM, Setup, make_engine, share_of_step
 from support.pairs import pair_batch
 from support.ranks import run_ranks
 
-STEPS = 10
+STEPS, DRILL_STEPS = 5, 10
 TRIAL_OPTIM = OPTIM.model_copy(update={"eps": 1e-6, "lr": 3e-3})
 """Adam turns the rounding of a gradient near zero into a whole step; these keep it small."""
 PLAIN = CONFIG.with_(dropout=0.0, num_heads=8, num_kv_heads=4, init_std=0.3)
@@ -120,16 +120,16 @@ def on_one_process(one: LayoutTrial) -> LayoutTrial:
     return replace(one, name="alone", world=1, setup=replace(one.setup, parallel=kept, compile_blocks=False))
 
 
-def compare(trials: Sequence[LayoutTrial], tolerance: float = 1e-5, seconds_each: float = 10) -> list[str]:
+def compare(trials: Sequence[LayoutTrial], tolerance: float = 1e-5, seconds_each: float = 10, steps: int = STEPS) -> list[str]:
     """Run trials; returns the table, a line for each. Losses, norms, validation and final weights must be those of one process."""
-    table = [f"{'trial':<44}{'ranks':>6}  {'loss':>10}{'norm':>10}{'weights':>10}   largest relative difference in {STEPS} steps"]
+    table = [f"{'trial':<44}{'ranks':>6}  {'loss':>10}{'norm':>10}{'weights':>10}   largest relative difference in {steps} steps"]
     wrong: list[str] = []
     for world, several in groupby(sorted(trials, key=lambda one: one.world), key=lambda one: one.world):
         listed = list(several)
-        results = run_ranks(functools.partial(_train_all, listed), world, timeout=60 + seconds_each * len(listed))
+        results = run_ranks(functools.partial(_train_all, listed, steps), world, timeout=60 + seconds_each * len(listed))
         for index, one in enumerate(listed):
             try:
-                differences = [_differences(one, outcomes[index], tolerance) for outcomes in results]
+                differences = [_differences(one, outcomes[index], tolerance, steps) for outcomes in results]
             except AssertionError as problem:
                 wrong.append(str(problem)[:600])
                 continue
@@ -139,12 +139,12 @@ def compare(trials: Sequence[LayoutTrial], tolerance: float = 1e-5, seconds_each
     return table
 
 
-def _train_all(trials: Sequence[LayoutTrial], group: RankGroup) -> list[Outcome]:
-    return [train_trial(one, group) for one in trials]
+def _train_all(trials: Sequence[LayoutTrial], steps: int, group: RankGroup) -> list[Outcome]:
+    return [train_trial(one, group, steps) for one in trials]
 
 
-def _differences(one: LayoutTrial, got: Outcome, tolerance: float) -> tuple[float, float, float]:
-    right = _right(one)
+def _differences(one: LayoutTrial, got: Outcome, tolerance: float, steps: int) -> tuple[float, float, float]:
+    right = _right(one, steps)
     assert got.losses == pytest.approx(right.losses, rel=tolerance, abs=1e-7), one.name
     assert got.norms == pytest.approx(right.norms, rel=10 * tolerance), one.name
     assert got.valid == pytest.approx(right.valid, rel=10 * tolerance, abs=1e-6), one.name
@@ -162,13 +162,13 @@ def _far(got: list[float], right: list[float]) -> float:
     return max(abs(a - b) / (abs(b) + 1e-7) for a, b in zip(got, right, strict=True))
 
 
-_ALONE: dict[str, Outcome] = {}
+_ALONE: dict[tuple[str, int], Outcome] = {}
 
 
-def _right(one: LayoutTrial) -> Outcome:
-    key = repr(on_one_process(one))
+def _right(one: LayoutTrial, steps: int) -> Outcome:
+    key = (repr(on_one_process(one)), steps)
     if key not in _ALONE:
-        _ALONE[key] = train_trial(on_one_process(one), RankGroup())
+        _ALONE[key] = train_trial(on_one_process(one), RankGroup(), steps)
     return _ALONE[key]
 
 

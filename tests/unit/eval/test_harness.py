@@ -76,6 +76,8 @@ def test_the_results_are_those_of_the_harness_on_the_same_folder(
     assert "| choices | 1 |  | acc | " in (tmp_path / "out" / "report.md").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["opening"], indirect=True)
 @pytest.mark.filterwarnings("ignore")
 def test_two_ranks_and_a_limit_find_what_one_finds(capfd: pytest.CaptureFixture[str], model: Path, tasks: Path) -> None:
     pytest.importorskip("lm_eval")
