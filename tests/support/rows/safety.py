@@ -25,7 +25,7 @@ def spikes(overrides: tuple[str, ...]) -> Any:
 
 
 NAN = ("steps=8", "optim.lr=1e30", "optim.clip=null")
-SPIKES = ("data.train=[]", "steps=12", "optim.lr=0.1", "heal.window=4", "heal.sigma=0.5")
+SPIKES = ("data.train=null", "steps=12", "optim.lr=0.1", "heal.window=4", "heal.sigma=0.5")
 POST = "{kind: heartbeat, url_env: "
 
 ROWS: dict[str, Row] = {
