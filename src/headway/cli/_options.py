@@ -144,14 +144,14 @@ class ComputeOptions:
             if value not in known:
                 raise ConfigError(f"--{name} is {value!r}; it must be {', '.join(known[:-1])} or {known[-1]}.")
 
-    def load(self, model: Path) -> LoadedModel:
-        """A model on this rank's device, without masks."""
+    def load(self, model: Path, *, scores: bool = False) -> LoadedModel:
+        """A model on this rank's device, without masks; with `scores` a reward model."""
         from headway.infer.load import load_model
         from headway.runtime.device import choose_compute
         from headway.runtime.process import from_environment
 
         compute = choose_compute(self.device, self.precision, from_environment().local_rank)
-        return load_model(model, device=compute.device, dtype=compute.dtype)
+        return load_model(model, device=compute.device, dtype=compute.dtype, scores=scores)
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def read_texts(data: Sequence[str], loaded: LoadedModel, bos: bool | None) -> Ca
 def _documents(dataset: Dataset, loaded: LoadedModel, options: ReadOptions) -> Iterator[EvalDocument]:
     if options.text_key is not None:
         dataset = replace(dataset, text_key=options.text_key)
-    kinds: dict[str, StoreKind] = {path: _kind(path) for path in dataset.paths}
+    kinds: dict[str, StoreKind] = {path: data_kind(path) for path in dataset.paths}
     for path, kind in kinds.items():
         if kind != "raw":
             yield from _stored(Path(path), kind, loaded, options)
@@ -164,7 +164,7 @@ def _documents(dataset: Dataset, loaded: LoadedModel, options: ReadOptions) -> I
         yield from _encoded(raw, dataset, loaded, options)
 
 
-def _kind(path: str) -> StoreKind:
+def data_kind(path: str) -> StoreKind:
     """The format of a path; everything that only the reader of raw files knows (a hub id, a split, a file without a suffix) is raw."""
     from headway.store.open import detect_kind
 

@@ -36,11 +36,19 @@ def next_steps(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         found = find_model(run)
     except HeadwayError:
         return []
-    listed = [*_talk(run, found, recipe), *_measure(run, found, recipe)]
+    listed = [*_talk(run, found, recipe), *_measure(run, found, recipe)] if not found.config.score_head else _scored(run, recipe)
     listed.append((["headway", "export", "hf", "--model", str(run), "--out", f"{run}-hf"], "a folder for transformers and vLLM"))
     if (run / TENSORBOARD).is_dir() and is_installed("tensorboard"):
         listed.append((["tensorboard", "--logdir", str(run)], "the curves"))
     return [(shlex.join(words), what) for words, what in listed]
+
+
+def _scored(run: Path, recipe: Recipe) -> list[tuple[list[str], str]]:
+    """What follows a reward model: validation sets before training data."""
+    sets: Any = recipe.data.valid.sets if recipe.data.valid is not None else None
+    held_out = [one for many in sets.values() for one in many] if isinstance(sets, dict) else []
+    data = [one.path for one in (*held_out, *(recipe.data.train or ())) if Path(one.path).exists()][:1]
+    return [(["headway", "eval", "reward", "--model", str(run), "--data", path], "accuracy and margin of pairs") for path in data]
 
 
 def _aligned(run: Path, recipe: Recipe) -> list[tuple[list[str], str]]:

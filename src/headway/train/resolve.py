@@ -198,8 +198,9 @@ def _with_head(recipe: Recipe, model: ModelConfig) -> ModelConfig:
         model = _with(model, score_head=True)
         classifier_of(model)
     elif model.score_head:
-        what = f"init.from={recipe.init.source} is a reward model" if recipe.init.source is not None else "model.score_head is true"
-        raise ConfigError(f"{what}, and objective {recipe.objective.kind} needs a language model. Use objective reward, or another model.")
+        source = recipe.init.source or "the stage before"
+        what = "model.score_head is true" if recipe.model.score_head else f"init.from: {source} is a reward model"
+        raise ConfigError(f"{what}, and objective {recipe.objective.kind} trains language models. Use objective reward, or another model.")
     return model
 
 

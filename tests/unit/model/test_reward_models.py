@@ -39,7 +39,11 @@ def test_every_family_names_the_class_that_transformers_has() -> None:
         assert vars(family).get("CLASSIFIER") == THEIRS.get(family.MODEL_TYPE), name
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if "CLASSIFIER" in vars(family_of(name.split()[0])) and name != "phi3 longrope"])
+QUICK = ("llama", "gpt2", "gemma2", "qwen3_moe")
+SCORED = [name for name in CASES if "CLASSIFIER" in vars(family_of(name.split()[0])) and name != "phi3 longrope"]
+
+
+@pytest.mark.parametrize("case", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in SCORED])
 def test_scores_are_those_of_transformers_and_an_export_loads_there(case: str, tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers")
     trunk = build_theirs(case)
