@@ -60,8 +60,8 @@ def overrides(path: Path, text: Path) -> list[str]:
         short = [f"stages.{number}.steps={steps}" for number, steps in enumerate((1, 2, 1))]
         where = [f"init.from={text}/base", f"data.train=[{text}/store]", "batch={tokens: 2048, micro_rows: 2}"]
         return [*where, *layers, *short, "stages.2.epochs=null", "data.valid.fraction=0.1"]
-    if path.stem in ("sft", "dpo", "lora"):
-        raw = {"sft": "chat", "dpo": "pairs", "lora": "chat"}[path.stem]
+    if path.stem in ("sft", "dpo", "lora", "reward"):
+        raw = {"sft": "chat", "dpo": "pairs", "lora": "chat", "reward": "pairs"}[path.stem]
         return [f"init.from={text}/base", f"data.train.0.path={text}/{raw}.jsonl", "epochs=null", "batch={rows: 2, micro_rows: 1}"]
     if path.stem == "sparsify":
         return [f"init.from={text}/base", f"data.train=[{text}/store]", "batch={tokens: 2048, micro_rows: 2}"]
