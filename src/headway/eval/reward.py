@@ -39,7 +39,7 @@ BINS = 12
 
 
 @dataclass(frozen=True)
-class HistogramBin:
+class RewardBin:
     """Values from `low` to below `high`; the last bin has its upper end too."""
 
     low: float
@@ -62,7 +62,7 @@ class RewardReport:
     std: float
     lowest: float
     highest: float
-    histogram: list[HistogramBin]
+    histogram: list[RewardBin]
     """Of margins for pairs, else of scores."""
     accuracy: float | None = None
     """Pairs: share whose chosen answer has the higher score."""
@@ -228,14 +228,14 @@ def _report(seen: _Seen, kind: RecordKind, counts: ReadCounts, loaded: LoadedMod
     )  # fmt: skip
 
 
-def histogram(values: Floats, bins: int = BINS) -> list[HistogramBin]:
+def histogram(values: Floats, bins: int = BINS) -> list[RewardBin]:
     """Bins of one round width that cover all values; 0 is a border, so that wrong pairs are in bins of their own."""
     low, high = min(0.0, float(values.min())), max(0.0, float(values.max()))
     width = round_up((high - low) / bins)
     first, last = math.floor(low / width), max(math.floor(low / width) + 1, math.ceil(high / width))
     edges = [step * width for step in range(first, last + 1)]
     counted, _ = np.histogram(values, np.array(edges))
-    return [HistogramBin(start, end, int(count)) for start, end, count in zip(edges, edges[1:], counted, strict=False)]
+    return [RewardBin(start, end, int(count)) for start, end, count in zip(edges, edges[1:], counted, strict=False)]
 
 
 def round_up(width: float) -> float:
