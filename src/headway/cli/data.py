@@ -34,7 +34,7 @@ def tokenize(
     inputs: list[str] = INPUTS,
     tokenizer: Path = typer.Option(..., help="A tokenizer folder, a tokenizer.json or a sentencepiece .model."),
     out: Path = typer.Option(..., help="The folder of the new token store."),
-    kind: str = typer.Option("text", help="What the records are: text, chat or preference."),
+    kind: str = typer.Option("text", help="What the records are: text, chat, preference (pairs) or unpaired (labelled answers)."),
     format: str | None = typer.Option(None, help="Your module or file that reads the input, e.g. ./my_format.py; default: by suffix."),
     to: str = typer.Option("headway", help="Format of the result: headway, internlm, zero2all, mds."),
     text_key: str = typer.Option(None, help="Text: key that holds the text of a record; default: text."),
@@ -60,11 +60,12 @@ def tokenize(
     shard: str = typer.Option(None, metavar="I/N", help="Text: do only part I (from 0) of N; `headway data merge` joins the parts."),
     json: bool = JSON,
 ) -> None:
-    """Turn raw text, conversations or preference pairs into a token store. Run again after a kill, it resumes."""
+    """Turn raw text, conversations, preference pairs or labelled answers into a token store. Run again after a kill, it resumes."""
+    from headway.prepare.encode import KINDS
     from headway.runtime.storage import check_writable
 
-    if kind not in ("text", "chat", "preference"):
-        raise ConfigError(f"--kind is {kind!r}; it must be text, chat or preference. Media: `headway data prepare RECIPE --workers N`.")
+    if kind not in KINDS:
+        raise ConfigError(f"--kind is {kind!r}; it must be one of {', '.join(KINDS)}. Media: `headway data prepare RECIPE --workers N`.")
     check_writable(out)
     for_text = {"--text-key": text_key, "--split": split, "--append-eos/--no-eos": eos, "--bos": bos or None, "--shard": shard}
     for_text |= {"--clean": clean or None}
@@ -108,7 +109,7 @@ def _split(split: str | None, to: str) -> Literal["file", "line"]:
 
 def validate(
     paths: list[str] = typer.Argument(..., metavar="PATH...", help="Raw files, folders or globs."),
-    kind: str = typer.Option("text", help="What the records should be: text, chat, preference or multimodal."),
+    kind: str = typer.Option("text", help="What the records should be: text, chat, preference, unpaired or multimodal."),
     tokenizer: Path = typer.Option(None, help="Count lengths in tokens, chat and preference records with the template applied."),
     template: str = typer.Option(None, help="Chat template: " + TEMPLATES + "; default with --tokenizer: chatml."),
     keys: str = RECORD_KEYS,

@@ -86,8 +86,8 @@ class StepBatch:
 
     microbatches: tuple[Batch, ...]
     totals: dict[str, float]
-    """Totals over all ranks, known before the first forward: 'targets' = sum of loss_weight, 'rows' = rows with a document, and
-    'pairs' = preference pairs if the data is pairs."""
+    """Totals over all ranks, known before the first forward: 'targets' = sum of loss_weight, 'rows' = rows with a document,
+    'pairs' = preference pairs if the data is pairs, and 'records' = labelled answers if it is those."""
     stats: StepStats
     first_microbatch: int = 0
     """Global index of this rank's first microbatch in the step; randomness is derived from it."""

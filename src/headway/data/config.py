@@ -54,10 +54,11 @@ class SourceConfig(Section):
     repeat: int = setting(1, "How often one epoch reads this source.", ge=1)
     limit: int | None = setting(None, "Use only this many documents, the first ones. null = all.", gt=0)
     min_length: int = setting(1, "Skip documents with fewer tokens.", ge=1)
-    kind: Literal["auto", "text", "chat", "preference", "multimodal", "captions"] = setting(
+    kind: Literal["auto", "text", "chat", "preference", "unpaired", "multimodal", "captions"] = setting(
         "auto",
-        "Raw files: text; chat (conversations, trained on the answers only); preference (pairs of answers, for objective dpo); multimodal "
-        "(conversations with media, see multimodal); captions (for objective contrastive); or auto: by the keys, refused if not clear.",
+        "Raw files: text; chat (conversations, trained on the answers only); preference (pairs of answers, for objective dpo); unpaired "
+        "(answers labelled good or bad, for objective kto); multimodal (conversations with media, see multimodal); captions (for objective "
+        "contrastive); or auto: by the keys, refused if not clear.",
     )
     chat_template: str = setting(
         "chatml",

@@ -24,6 +24,7 @@ from headway.data.row_stream import RowStream, Windows
 from headway.data.rows import RowLayout, fill_rows
 from headway.data.step_plan import BatchShape, LoaderState, PlannedStep, StepPlanner
 from headway.data.teacher import CachedTeacher, TeacherColumns
+from headway.data.unpaired import UnpairedSource
 from headway.errors import CheckpointError, ConfigError
 
 __all__ = ["Loader", "LoaderState"]
@@ -65,6 +66,7 @@ class Loader:
         taught = None if teacher is None else TeacherColumns(teacher, read, config.seq_len)
         self._fill = RowLayout(read, config.seq_len, config.documents_per_row, config.packing == "one_document", columns, taught)
         self._masked = any(stream.source.masked for stream in self._streams)
+        self._unpaired = all(isinstance(stream.source, UnpairedSource) for stream in self._streams)
         self._paired = all(isinstance(stream.source, PairSource) for stream in self._streams)
         self._sources = sources
         if state is not None and len(state.mixture.cursors) != len(sources):
@@ -131,6 +133,8 @@ class Loader:
         totals = {"targets": targets, "rows": float(planned.rows)}
         if self._paired:
             totals["pairs"] = float(planned.stats.documents // 2)
+        if self._unpaired:
+            totals["records"] = float(planned.stats.documents)
         step = StepBatch(tuple(batch for batch, _ in filled), totals, planned.stats, planned.first_microbatch, planned.source_rows)
         return step, planned.state
 

@@ -5,7 +5,7 @@ In: planned rows (None for an empty row); out: the tensors of one microbatch. To
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from headway.data.mixture import Row
 from headway.data.pairs import PAIR, PairSource
 from headway.data.samples import SampleSource, sample_columns
 from headway.data.teacher import TeacherColumns
+from headway.data.unpaired import LABEL, MISMATCH_TARGETS, MISMATCH_TOKENS, MISMATCH_WEIGHT, RECORD, UnpairedSource
 from headway.errors import DataError
 from headway.store.reader import ranges
 from headway.store.source import Flags, Ids, Longs, TokenSource
@@ -67,6 +68,8 @@ def fill_rows(rows: Sequence[Row | None], layout: RowLayout) -> tuple[Batch, flo
     longest = int(np.diff(bounds, axis=1).max())
     max_length = min(layout.seq_len, max(MIN_LENGTH_BOUND, 1 << (longest - 1).bit_length()))
     extra = {PAIR: torch.from_numpy(_pairs(rows, layout))} if any(isinstance(source, PairSource) for source in layout.sources) else {}
+    if any(isinstance(source, UnpairedSource) for source in layout.sources):
+        extra = {name: torch.from_numpy(column) for name, column in _unpaired(rows, layout, pieces).items()}
     if layout.media is not None:
         extra |= layout.media.columns(len(rows), pieces)
     if layout.teacher is not None:
@@ -86,6 +89,21 @@ def _pairs(rows: Sequence[Row | None], layout: RowLayout) -> Longs:
             begin = int(row.block.plan.first[row.number])
             found[number, : row.segments // 2] = row.block.plan.document[begin : begin + row.segments : 2] + source.first_pair
     return found
+
+
+def _unpaired(rows: Sequence[Row | None], layout: RowLayout, pieces: Mapping[int, RowPieces]) -> dict[str, np.ndarray]:
+    """The mismatches in the places of the records, and the numbers and labels of each row's records."""
+    shape, slots = (len(rows), layout.seq_len), (len(rows), layout.max_documents)
+    tokens, targets, weight = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+    record, label = np.full(slots, -1, np.int64), np.full(slots, -1, np.int64)
+    for number, found in pieces.items():
+        source = layout.sources[number]
+        assert isinstance(source, UnpairedSource)
+        _read(source.mismatches, found, tokens, targets, weight)
+        slot = ranges(np.zeros(len(rows), np.int64), np.bincount(found.rows, minlength=len(rows)))
+        record[found.rows, slot] = found.document + source.first_record
+        label[found.rows, slot] = source.is_good(found.document.tolist())
+    return {MISMATCH_TOKENS: tokens, MISMATCH_TARGETS: targets, MISMATCH_WEIGHT: weight, RECORD: record, LABEL: label}
 
 
 def _pieces(rows: Sequence[Row | None], source: int) -> RowPieces:

@@ -14,6 +14,7 @@ import numpy as np
 
 from headway.data.pairs import PairSource
 from headway.data.shuffle import mix
+from headway.data.unpaired import UnpairedSource
 from headway.errors import ConfigError, DataError
 from headway.store.source import Flags, Longs, TokenRange, TokenSource
 
@@ -85,10 +86,11 @@ class Selection:
         for first in range(0, self.num_documents, SCAN_DOCUMENTS):
             if len(self.pick(first, first + SCAN_DOCUMENTS)[0]):
                 return
+        is_pair = isinstance(self.source, PairSource)
         if self.max_length is not None and len(replace(self, max_length=None).pick(0, self.num_documents)[0]):
             raise DataError(
-                f"{self.source.name}: no pair fits into a row of data.seq_len={self.max_length} tokens. Raise data.seq_len, or tokenize "
-                f"with --max-length {self.max_length // 2}."
+                f"{self.source.name}: no {'pair' if is_pair else 'record'} fits into a row of data.seq_len={self.max_length} tokens. "
+                f"Raise data.seq_len, or tokenize with --max-length {self.max_length // 2 if is_pair else self.max_length}."
             )
         why = f" with {self.min_length} tokens or more; lower min_length" if self.min_length > 1 else " with tokens; give other data"
         raise DataError(f"{self.source.name}: holds no document{why}.")
@@ -121,7 +123,7 @@ def _split_document(selection: Selection, document: int, side: Literal["train", 
     source = selection.source
     length = int(source.lengths(document, document + 1)[0])
     min_tokens = max(MIN_SPLIT_TOKENS, selection.min_length)
-    if isinstance(source, PairSource) or length < 2 * min_tokens:
+    if isinstance(source, (PairSource, UnpairedSource)) or length < 2 * min_tokens:
         what = "one pair" if isinstance(source, PairSource) else f"one document, of {length} tokens"
         raise ConfigError(
             f"data.valid.fraction is {fraction:g}, but {source.name} holds {what}, which cannot be split. Add documents, or "

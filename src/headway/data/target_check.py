@@ -14,6 +14,7 @@ import numpy as np
 from headway.data.open import OpenData
 from headway.data.pairs import PairSource
 from headway.data.selection import Selection
+from headway.data.unpaired import UnpairedSource
 from headway.errors import ConfigError, DataError
 from headway.store.reader import Store
 from headway.store.source import Ids, Longs, TokenSource
@@ -22,7 +23,7 @@ from headway.tokenizer.load import Tokenizer
 
 CHUNK_TOKENS = 1 << 22
 PROBE_DOCUMENTS, PROBE_TOKENS = 4096, 1 << 20
-MARKS = ("kind=chat", "kind=preference")
+MARKS = ("kind=chat", "kind=preference", "kind=unpaired")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def usual_end(source: TokenSource, tokenizer: Tokenizer | None) -> frozenset[int
 
     Empty if samples end differently or in ordinary text.
     """
-    if tokenizer is None or isinstance(source, PairSource):
+    if tokenizer is None or isinstance(source, (PairSource, UnpairedSource)):
         return frozenset()
     numbers, lengths = _first_documents(source)
     if not len(numbers):
@@ -92,7 +93,7 @@ def _first_documents(source: TokenSource) -> tuple[Longs, Longs]:
 
 def _origin(source: TokenSource) -> tuple[str | None, str]:
     """Whether a store holds conversations or pairs, and their chat template."""
-    store = source.store if isinstance(source, PairSource) else source
+    store = source.store if isinstance(source, (PairSource, UnpairedSource)) else source
     first = store.manifest.sources[0] if isinstance(store, Store) and store.manifest.sources else ""
     kind, _, template = first.partition(" template=")
     return (kind, template) if kind in MARKS else (None, "")
@@ -137,7 +138,7 @@ def _check(selection: Selection, stops: frozenset[int], tokenizer: Tokenizer | N
     source, known = selection.source, holds_conversations(selection.source)
     found = count_targets(selection, stops)
     samples, targets, without, first, ending = found.samples, found.targets, found.without, found.first_without, found.ending
-    what = "answers" if isinstance(source, PairSource) else "samples"
+    what = "answers" if isinstance(source, (PairSource, UnpairedSource)) else "samples"
     if without and (known or without == samples):
         raise DataError(
             f"{source.name}: {without} of {samples} {what} have no target to learn from (the first: document {first}). "
@@ -152,7 +153,7 @@ def _check(selection: Selection, stops: frozenset[int], tokenizer: Tokenizer | N
     every = f"each of {samples} {what} has a target" if not without else f"{without} of {samples} {what} have no target"
     stopped = f"the stop token {spelled} is a target in {ending}" if stops else "the stop token is unknown"
     truncated = f" ({samples - ending} are truncated before it)" if stops and known and ending < samples else ""
-    return f"targets of {source.name}: {every}, {targets} tokens in all; {stopped}{truncated}{_skipped_pairs(selection)}"
+    return f"targets of {source.name}: {every}, {targets} tokens in all; {stopped}{truncated}{_skipped(selection)}{_labels(selection)}"
 
 
 def spell_stops(stops: frozenset[int], tokenizer: Tokenizer | None) -> str:
@@ -160,19 +161,31 @@ def spell_stops(stops: frozenset[int], tokenizer: Tokenizer | None) -> str:
     return " or ".join(f"{_spelling(stop, tokenizer)} (id {stop})" for stop in sorted(stops))
 
 
-def _skipped_pairs(selection: Selection) -> str:
-    """The number of pairs that do not fit into a row."""
+def _labels(selection: Selection) -> str:
+    """How many answers are good and bad, and which weights even that out."""
+    source = selection.source
+    if not isinstance(source, UnpairedSource):
+        return ""
+    good = source.count_good()
+    bad = source.num_documents - good
+    return f"; {good} are desirable, {bad} undesirable"
+
+
+def _skipped(selection: Selection) -> str:
+    """The number of pairs or records that do not fit into a row."""
     if selection.max_length is None:
         return ""
     lengths = selection.source.lengths(0, selection.num_documents)
     count = int((lengths > selection.max_length).sum())
-    return f"; {count} pairs longer than data.seq_len={selection.max_length} are skipped" if count else ""
+    what = "pairs" if isinstance(selection.source, PairSource) else "records"
+    return f"; {count} {what} longer than data.seq_len={selection.max_length} are skipped" if count else ""
 
 
 def _chunks(selection: Selection, stops: frozenset[int]) -> Iterator[tuple[Longs, Ids, Ids, int]]:
     """Chunks of documents: numbers, whether each has a target, whether a stop token is one, and the number of targets."""
     source = selection.source
     store, sides = (source.store, 2) if isinstance(source, PairSource) else (source, 1)
+    store = source.store if isinstance(source, UnpairedSource) else store
     count = sides * selection.num_documents
     each = max(1, int(CHUNK_TOKENS * max(1, store.num_documents) / max(1, store.num_tokens)))
     wanted = np.array(sorted(stops), np.int64)

@@ -18,6 +18,7 @@ from headway.data.open import OpenData
 from headway.data.pairs import PairSource
 from headway.data.selection import Selection
 from headway.data.target_check import all_stops, count_targets, holds_conversations, spell_stops
+from headway.data.unpaired import UnpairedSource
 from headway.diagnose.check import Check
 from headway.runtime.progress import quantity
 from headway.store.source import Ids, TokenRange, TokenSource
@@ -127,9 +128,10 @@ def length_check(name: str, selection: Selection, config: DataConfig) -> Iterato
     title = f"length of {name}"
     if not total:
         return
-    if isinstance(selection.source, PairSource):
+    if isinstance(selection.source, (PairSource, UnpairedSource)):
         skipped = selection.num_documents - total
-        detail = f"{skipped} of {selection.num_documents} pairs are longer than data.seq_len={config.seq_len} and left out"
+        what = "pairs" if isinstance(selection.source, PairSource) else "records"
+        detail = f"{skipped} of {selection.num_documents} {what} are longer than data.seq_len={config.seq_len} and left out"
         yield Check(
             title, "warn" if skipped > MANY_LONG * selection.num_documents else "ok", detail, "Raise data.seq_len." if skipped else None
         )

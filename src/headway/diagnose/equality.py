@@ -20,6 +20,7 @@ from headway.data.loader import Loader
 from headway.data.mixture import MixtureSource
 from headway.data.pairs import PairSource
 from headway.data.selection import Selection
+from headway.data.unpaired import UnpairedSource
 from headway.diagnose.check import Check
 from headway.errors import HeadwayError
 from headway.model.config import ModelConfig
@@ -84,6 +85,8 @@ def equality_checks(config: DataConfig, sources: tuple[MixtureSource, ...], mode
 def _without_pairs(one: MixtureSource) -> MixtureSource:
     """The conversations of pairs, each by itself: what is compared here does not depend on the objective."""
     source = one.selection.source
+    if isinstance(source, UnpairedSource):
+        return MixtureSource(Selection(source.store, one.selection.limit))
     if not isinstance(source, PairSource):
         return MixtureSource(replace(one.selection, max_length=None))
     limit = None if one.selection.limit is None else 2 * one.selection.limit

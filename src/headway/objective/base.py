@@ -94,6 +94,15 @@ class StepObjective(Objective, Protocol):
         ...
 
 
+@runtime_checkable
+class MismatchObjective(StepObjective, Protocol):
+    """A step objective that surveys other rows than those it trains on, so the survey is never left out."""
+
+    def surveyed_rows(self, batch: Batch) -> Batch:
+        """The rows that the model sees for the survey of a microbatch."""
+        ...
+
+
 @dataclass(frozen=True)
 class ReferenceSpec:
     """The reference model whose log-probabilities an objective compares with."""
@@ -148,6 +157,9 @@ class ObjectiveConfig(KindConfig):
 
     SCORES: ClassVar[bool] = False
     """It trains a head that scores documents, in place of the one that predicts tokens."""
+
+    UNPAIRED: ClassVar[bool] = False
+    """It reads answers that are labelled good or bad; a pair counts as one of each."""
 
     BY_TOKEN: ClassVar[bool] = False
     """Its terms and metrics are sums over tokens (or per microbatch), so ranks may share the tokens of a row."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from headway.data.batch import Batch, StepBatch
 from headway.model.base import Model, ModelOut
 from headway.objective.balance import LOAD, StepBalanced
-from headway.objective.base import MetricSums, Objective, StepInfo, StepObjective
+from headway.objective.base import MetricSums, MismatchObjective, Objective, StepInfo, StepObjective
 from headway.parallel.collectives import DifferentiableCollectives
 from headway.parallel.context import part_of
 from headway.parallel.engine import DeviceTimestamp, EngineSpec, StepResult
@@ -107,12 +107,13 @@ class Passes:
         if not isinstance(self.objective, StepObjective) or (not at.training and isinstance(self.objective, StepBalanced)):
             return moved, at
         batches = list(moved)
-        if len(batches) * self.ranks.reduce.size == 1:
+        if len(batches) * self.ranks.reduce.size == 1 and not isinstance(self.objective, MismatchObjective):
             return batches, at
         seen: list[Tensor] = []
         for index, micro in enumerate(batches):
             self._reseed(at, first + index)
-            seen.append(self.objective.survey(self._forward(micro, at, first + index), micro))
+            rows = self.objective.surveyed_rows(micro) if isinstance(self.objective, MismatchObjective) else micro
+            seen.append(self.objective.survey(self._forward(rows, at, first + index), rows))
         return batches, replace(at, survey=self.exchange.gather(torch.cat(seen)))
 
     def _placed(self, at: StepInfo, index: int, count: int) -> StepInfo:

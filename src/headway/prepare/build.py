@@ -1,4 +1,4 @@
-"""Raw files to a token store: the one path for text, chat and preference data (`headway data tokenize`, and raw sources of a recipe).
+"""Raw files to a token store: the one path for data of every kind (`headway data tokenize`, and raw sources of a recipe).
 
     inputs -> files -> chunks of items -> worker processes with an encoder -> the store, in order
 
@@ -21,6 +21,7 @@ from typing import Any, get_args
 
 from headway.data.config import default_cache_dir
 from headway.data.pairs import PREFERENCE_MARK
+from headway.data.unpaired import BAD, GOOD, UNPAIRED_MARK
 from headway.errors import ConfigError, DataError
 from headway.prepare.cache import find_or_build
 from headway.prepare.encode import (
@@ -36,6 +37,7 @@ from headway.prepare.encode import (
     TextEncoder,
     TextReader,
     TooLong,
+    UnpairedEncoder,
     describe_unread,
 )
 from headway.prepare.tasks import EncodeSettings, absolute_template, encode_on, encoder_fields, settings_for, split_on
@@ -111,14 +113,14 @@ class BuildOptions:
         if self.placement is not None and self.shard is not None:
             raise ConfigError(f"--shard is {self.shard[0]}/{self.shard[1]} and --on is {self.placement.on}; --on divides the work itself.")
         if self.kind not in KINDS:
-            raise ConfigError(f"--kind is {self.kind!r}; it must be text, chat or preference.")
-        if self.kind == "preference" and self.to != "headway":
-            raise ConfigError(f"--to is {self.to!r}; preference pairs are written as headway stores only.")
+            raise ConfigError(f"--kind is {self.kind!r}; it must be one of {', '.join(KINDS)}.")
+        if self.kind in ("preference", "unpaired") and self.to != "headway":
+            raise ConfigError(f"--to is {self.to!r}; {self.kind} data is written as headway stores only.")
         if self.kind == "chat" and self.to not in CHAT_TARGETS:
             raise ConfigError(f"--to is {self.to!r}; chat data is written as one of {', '.join(CHAT_TARGETS)}.")
         if self.too_long not in get_args(TooLong):
             raise ConfigError(f"--too-long is {self.too_long!r}; it must be truncate_right, truncate_left or drop.")
-        least = 4 if self.kind == "preference" else 2
+        least = 4 if self.kind in ("preference", "unpaired") else 2
         if self.max_length is not None and self.max_length < least:
             raise ConfigError(f"--max-length is {self.max_length}; it must be at least {least}.")
         if self.max_prompt_length is not None and not 1 <= self.max_prompt_length < (self.max_length or 1 << 62):
@@ -154,6 +156,9 @@ class BuildReport:
         if self.kind == "chat":
             written = {"train_documents": self.train_documents, "valid_documents": self.valid_documents}
             left_out = ("truncated", "dropped", "without_targets", "bad")
+        elif self.kind == "unpaired":
+            written = {"train_answers": self.train_documents, "valid_answers": self.valid_documents}
+            left_out = (GOOD, BAD, "prompts_truncated", "answers_truncated", "bad")
         else:
             written = {"train_pairs": self.train_documents // 2, "valid_pairs": self.valid_documents // 2}
             left_out = ("prompts_truncated", "answers_truncated", "bad")
@@ -174,9 +179,10 @@ class BuildReport:
     def _describe_records(self) -> str:
         counts, pairs = self.counts, self.kind == "preference"
         train, valid = (number // 2 if pairs else number for number in (self.train_documents, self.valid_documents))
-        written = f"{train} {'pairs' if pairs else 'conversations'}" + (f" and {valid} for validation" if valid else "")
-        share = f"{counts['targets']}" if pairs else f"{counts['targets'] / self.tokens if self.tokens else 0.0:.1%}"
-        words = {"prompts_truncated": "prompts truncated", "answers_truncated": "answers truncated"} if pairs else {}
+        unit = {"preference": "pairs", "unpaired": "labelled answers"}.get(self.kind, "conversations")
+        written = f"{train} {unit}" + (f" and {valid} for validation" if valid else "")
+        share = f"{counts['targets']}" if self.kind != "chat" else f"{counts['targets'] / self.tokens if self.tokens else 0.0:.1%}"
+        words = {GOOD: "desirable", BAD: "undesirable", "prompts_truncated": "prompts truncated", "answers_truncated": "answers truncated"}
         words |= {"truncated": "truncated", "dropped": "too long", "without_targets": "without targets", "bad": "bad"}
         notes = "".join(f", {counts[name]} {what}" for name, what in words.items() if counts[name])
         return f"{self.out}: {written} of {counts['records']} records, {self.tokens} tokens, {share} of them targets{notes}"
@@ -282,6 +288,7 @@ class _Plan:
             dtype=dtype_for(self.tokenizer.vocab_size),
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             masked=not text,
+            typed=self.options.kind == "unpaired",
             sources=self._sources,
             resume=True,
         ) as writer:
@@ -334,15 +341,16 @@ class _Plan:
     def _sources(self) -> list[str]:
         """What the store states as its origin; records put their kind first."""
         named = [str(path) for path in self.inputs]
-        mark = {"text": None, "chat": "kind=chat", "preference": PREFERENCE_MARK}[self.options.kind]
+        mark = {"text": None, "chat": "kind=chat", "preference": PREFERENCE_MARK, "unpaired": UNPAIRED_MARK}[self.options.kind]
         return named if mark is None else [f"{mark} template={self.options.chat_template}", *named]
 
     @property
-    def _record_encoder(self) -> ChatEncoder | PairEncoder:
+    def _record_encoder(self) -> ChatEncoder | PairEncoder | UnpairedEncoder:
         given = self.options
         if given.kind == "chat":
             return ChatEncoder(given.max_length, given.too_long, given.keys)
-        return PairEncoder(given.max_length, given.max_prompt_length or max(1, (given.max_length or 0) // 2), given.keys)
+        kind = PairEncoder if given.kind == "preference" else UnpairedEncoder
+        return kind(given.max_length, given.max_prompt_length or max(1, (given.max_length or 0) // 2), given.keys)
 
     @property
     def _template_key(self) -> str:

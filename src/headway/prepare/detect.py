@@ -1,8 +1,9 @@
-"""What raw data is: text, conversations or preference pairs. In: a source of a recipe; out: the source with its kind.
+"""What raw data is: text, conversations, preference pairs or labelled answers. In: a source of a recipe; out: the source with its kind.
 
 The keys of the first records decide:
 
     chosen and rejected                                    preference
+    label or kto_tag, with an answer; for objective kto    unpaired (elsewhere such a record is chat)
     messages, conversations, ... or a question and answer  chat
     text; or a text file                                   text
 
@@ -26,7 +27,7 @@ from headway.store.open import StoreKind, detect_kind
 from headway.text.document import Record
 from headway.text.hub import is_hub_id, local_or_hub
 from headway.text.read import read_anything
-from headway.text.record_keys import ANSWERS, LISTS, PAIR, QUESTIONS, KeyMap, is_empty
+from headway.text.record_keys import ANSWERS, LABELS, LISTS, PAIR, QUESTIONS, KeyMap, is_empty
 
 if TYPE_CHECKING:
     from headway.prepare.encode import DataKind
@@ -57,8 +58,8 @@ class DetectedKind:
         return f"{self.kind}{keys}, {count if self.records != 1 else count.removesuffix('s')}"
 
 
-def detect(path: str, source: SourceConfig) -> DetectedKind:
-    """What raw data at a path is; a ConfigError where that is not clear."""
+def detect(path: str, source: SourceConfig, unpaired: bool = False) -> DetectedKind:
+    """What raw data at a path is; a ConfigError where that is not clear. `unpaired`: the objective learns from labels."""
     names = KeyMap.of(source.keys).names
     only = _only(source)
     seen: dict[str, tuple[tuple[str, ...], str]] = {}
@@ -69,7 +70,7 @@ def detect(path: str, source: SourceConfig) -> DetectedKind:
             count += 1
             if count > SAMPLE_RECORDS:
                 break
-            found = _kinds(one, names) if isinstance(one, Record) else {"text": ()}
+            found = _kinds(one, names, unpaired) if isinstance(one, Record) else {"text": ()}
             if isinstance(one, Record) and only == ("text",):
                 found = {"text": (source.text_key,)}  # reading it says so where a record lacks the key
             found = {kind: keys for kind, keys in found.items() if only is None or kind in only}
@@ -92,10 +93,10 @@ def _only(source: SourceConfig) -> tuple[str, ...] | None:
     given = source.raw_settings
     if any(name in given for name in FOR_TEXT):
         return ("text",)
-    return ("chat", "preference") if any(name in given for name in FOR_RECORDS) else None
+    return ("chat", "preference", "unpaired") if any(name in given for name in FOR_RECORDS) else None
 
 
-def _kinds(record: Record, names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+def _kinds(record: Record, names: Mapping[str, str], unpaired: bool) -> dict[str, tuple[str, ...]]:
     """The kinds a record may be, each with the keys that say so."""
     data = record.data
 
@@ -106,6 +107,8 @@ def _kinds(record: Record, names: Mapping[str, str]) -> dict[str, tuple[str, ...
     question, answer, turns = first(QUESTIONS), first(ANSWERS), first(LISTS)
     if all(first((name,)) for name in PAIR):
         found["preference"] = (*((question,) if question else ()), *PAIR)
+    elif unpaired and (label := first(LABELS)) is not None and (answer is not None or turns is not None):
+        found["unpaired"] = tuple(key for key in (turns or question, answer if turns is None else None, label) if key is not None)
     elif turns is not None and (turns in names or isinstance(data.get(turns), list)):
         found["chat"] = (turns,)
     elif isinstance(data.get("chat"), dict) or isinstance(data.get("plain_text"), str):
@@ -130,7 +133,7 @@ def _not_clear(path: str, one: Any, kinds: list[str]) -> ConfigError:
     longest = max(keys, key=lambda key: len(value) if isinstance(value := one.data[key], str) else -1)
     return ConfigError(
         f"data: {path}: the keys {shown} do not say what the records are. Text: name its key, e.g. {{path: {path}, text_key: {longest}}}. "
-        "Conversations: kind: chat and keys; pairs: kind: preference and keys (docs/data.md)."
+        "Conversations: kind: chat and keys; pairs: kind: preference and keys; labelled answers: kind: unpaired and keys (docs/data.md)."
     )
 
 
@@ -150,11 +153,13 @@ def format_of(path: str) -> StoreKind:
     return detect_kind(path)
 
 
-def with_kind(source: SourceConfig, path: str, tokenizer: Tokenizer | None, say: Callable[[str], object] = log.debug) -> SourceConfig:
+def with_kind(
+    source: SourceConfig, path: str, tokenizer: Tokenizer | None, say: Callable[[str], object] = log.debug, unpaired: bool = False
+) -> SourceConfig:
     """A source of raw data with its kind, detected where it is `auto`; `say` receives a line about it."""
     if source.kind != "auto":
         return source
-    found = detect(path, source)
+    found = detect(path, source, unpaired)
     changes: dict[str, Any] = {"kind": found.kind}
     template = ""
     if found.kind != "text":
@@ -166,7 +171,9 @@ def with_kind(source: SourceConfig, path: str, tokenizer: Tokenizer | None, say:
     return source.model_copy(update=changes)
 
 
-def with_kinds(config: DataConfig, tokenizer: Tokenizer | None, say: Callable[[str], object] = log.debug) -> DataConfig:
+def with_kinds(
+    config: DataConfig, tokenizer: Tokenizer | None, say: Callable[[str], object] = log.debug, unpaired: bool = False
+) -> DataConfig:
     """The `data` section with the kind of every source: detected for raw data, text for stores and for what cannot be found yet."""
 
     def known(source: SourceConfig) -> SourceConfig:
@@ -181,7 +188,7 @@ def with_kinds(config: DataConfig, tokenizer: Tokenizer | None, say: Callable[[s
                 return as_text
         except HeadwayError:
             return as_text  # opening it explains
-        return with_kind(source, path, tokenizer, say)
+        return with_kind(source, path, tokenizer, say, unpaired)
 
     changes: dict[str, Any] = {}
     if config.train is not None:

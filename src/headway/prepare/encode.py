@@ -1,10 +1,12 @@
-"""How the items of raw files become tokens: one reader and one encoder for texts, one of each for records (chat and preference).
+"""How the items of raw files become tokens: one reader and one encoder for texts, one reader for records and an encoder for each
+kind of them (chat, preference, unpaired).
 
 A reader yields items with their sizes; an encoder turns a list of items into `Encoded` and runs in worker processes.
 
     text        file or record -> TextPiece -> ids, with the begin and end token
     chat        record -> Conversation -> ids and loss mask, one document, truncated or dropped by `too_long`
     preference  record -> PreferencePair -> two documents, chosen and rejected, with the same prompt
+    unpaired    record -> LabelledAnswer -> one document, whose type is its label
 """
 
 from __future__ import annotations
@@ -19,20 +21,21 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from headway.data.unpaired import BAD, GOOD
 from headway.errors import DataError
-from headway.prepare.parse_chat import PreferencePair, parse_conversation, parse_preference
+from headway.prepare.parse_chat import LabelledAnswer, PreferencePair, label_of, parse_conversation, parse_preference, parse_unpaired
 from headway.prepare.workers import Encoded
 from headway.runtime.seed import derive
 from headway.store.source import Flags, Ids, Longs
 from headway.text.clean import CleanReport, CleanRules, clean
 from headway.text.document import Record, TextSplit
 from headway.text.read import read_blocks, read_documents, read_records
-from headway.text.record_keys import KeyMap
+from headway.text.record_keys import Fields, KeyMap
 from headway.tokenizer.chat import ChatTemplate, Rendered, Segment, encode_segments, find_template
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 from headway.tokenizer.split_points import TextPiece
 
-DataKind = Literal["text", "chat", "preference"]
+DataKind = Literal["text", "chat", "preference", "unpaired"]
 KINDS: tuple[DataKind, ...] = get_args(DataKind)
 TooLong = Literal["truncate_right", "truncate_left", "drop"]
 Side = Literal["train", "valid"]
@@ -206,19 +209,53 @@ class PairEncoder:
 
     def documents(self, rendered: list[Rendered], counts: Counter[str]) -> list[tuple[Ids, Flags]]:
         """Both conversations as ids and loss mask, with the same prompt."""
-        prompt, chosen, rejected = split_pair(*rendered)
-        longest = max(len(chosen.ids), len(rejected.ids))
-        start, room = 0, longest
-        if self.max_length is not None and len(prompt) + longest > self.max_length:
-            kept = min(len(prompt), max(self.max_prompt_length, self.max_length - longest))
-            start, room = len(prompt) - kept, self.max_length - kept
-            counts["prompts_truncated"] += start > 0
-            counts["answers_truncated"] += longest > room
-        no_loss = np.zeros(len(prompt) - start, np.bool_)
-        return [
-            (np.concatenate([prompt[start:], answer.ids[:room]]), np.concatenate([no_loss, answer.mask[:room]]))
-            for answer in (chosen, rejected)
-        ]
+        prompt, *answers = split_pair(*rendered)
+        return _fitted(prompt, answers, self, counts)
+
+
+@dataclass(frozen=True)
+class UnpairedEncoder:
+    """One record becomes one document, truncated as `PairEncoder` truncates. Loss is on the answer, good or bad."""
+
+    max_length: int | None
+    max_prompt_length: int
+    keys: KeyMap = KeyMap()
+
+    def segments(self, record: Record, template: ChatTemplate, counts: Counter[str]) -> list[list[Segment]]:
+        """The conversation of a record, written by the template."""
+        found = parse_unpaired(record, self.keys)
+        count_unread(found.unread, counts)
+        return unpaired_segments(found, template)
+
+    def documents(self, rendered: list[Rendered], counts: Counter[str]) -> list[tuple[Ids, Flags]]:
+        """The conversation as ids and loss mask."""
+        prompt, answer = split_answer(rendered[0])
+        return _fitted(prompt, [answer], self, counts)
+
+    def type_of(self, record: Record) -> str:
+        """The label as the type of a document."""
+        return GOOD if label_of(Fields(record, self.keys)) else BAD
+
+
+def _fitted(
+    prompt: Ids, answers: Sequence[Rendered], limits: PairEncoder | UnpairedEncoder, counts: Counter[str]
+) -> list[tuple[Ids, Flags]]:
+    """The prompt with each answer, as ids and loss mask, truncated where they are too long."""
+    longest = max(len(answer.ids) for answer in answers)
+    start, room = 0, longest
+    if limits.max_length is not None and len(prompt) + longest > limits.max_length:
+        kept = min(len(prompt), max(limits.max_prompt_length, limits.max_length - longest))
+        start, room = len(prompt) - kept, limits.max_length - kept
+        counts["prompts_truncated"] += start > 0
+        counts["answers_truncated"] += longest > room
+    no_loss = np.zeros(len(prompt) - start, np.bool_)
+    return [(np.concatenate([prompt[start:], answer.ids[:room]]), np.concatenate([no_loss, answer.mask[:room]])) for answer in answers]
+
+
+def unpaired_segments(found: LabelledAnswer, template: ChatTemplate) -> list[list[Segment]]:
+    """The conversation of a labelled answer, with loss on the answer alone."""
+    turns = [*(replace(turn, learn=False) for turn in found.prompt), *(replace(turn, learn=True) for turn in found.answer)]
+    return [template.segments(turns, found.tools)]
 
 
 def pair_segments(pair: PreferencePair, template: ChatTemplate) -> list[list[Segment]]:
@@ -230,12 +267,17 @@ def pair_segments(pair: PreferencePair, template: ChatTemplate) -> list[list[Seg
 
 def split_pair(chosen: Rendered, rejected: Rendered) -> tuple[Ids, Rendered, Rendered]:
     """The prompt both share (with the header of the answer), and the two answers up to their last target."""
-    first = int(np.argmax(chosen.mask))
-    if first != int(np.argmax(rejected.mask)) or not np.array_equal(chosen.ids[:first], rejected.ids[:first]):
+    (prompt, good), (other, bad) = split_answer(chosen), split_answer(rejected)
+    if not np.array_equal(prompt, other):
         raise DataError("the template writes the prompt differently before the two answers, so they cannot be compared.")
-    ends = [len(one.mask) - int(np.argmax(one.mask[::-1])) for one in (chosen, rejected)]
-    answers = [Rendered(one.ids[first:end], one.mask[first:end]) for one, end in zip((chosen, rejected), ends, strict=True)]
-    return chosen.ids[:first], answers[0], answers[1]
+    return prompt, good, bad
+
+
+def split_answer(rendered: Rendered) -> tuple[Ids, Rendered]:
+    """The prompt with the header of the answer, and the answer up to its last target."""
+    first = int(np.argmax(rendered.mask))
+    end = len(rendered.mask) - int(np.argmax(rendered.mask[::-1]))
+    return rendered.ids[:first], Rendered(rendered.ids[first:end], rendered.mask[first:end])
 
 
 @dataclass(frozen=True)
@@ -244,7 +286,7 @@ class RecordEncoder:
 
     tokenizer: Path
     template: str
-    encoder: ChatEncoder | PairEncoder
+    encoder: ChatEncoder | PairEncoder | UnpairedEncoder
     drop_bad: bool
     threads: bool
     """Let the tokenizer use all cores; off where worker processes do that."""
@@ -265,14 +307,17 @@ class RecordEncoder:
         flat = [segments for _, conversations in planned for segments in conversations]
         rendered = iter(encode_segments(flat, template.name, tokenizer, self.threads))
         found: list[tuple[Ids, Flags]] = []
+        types: list[str] | None = [] if isinstance(self.encoder, UnpairedEncoder) else None
         for record, conversations in planned:
             results = [next(rendered) for _ in conversations]
             with self._bad_records(record, counts):
                 found += self.encoder.documents([_checked(one) for one in results], counts)
+                if types is not None and isinstance(self.encoder, UnpairedEncoder):
+                    types.append(self.encoder.type_of(record))
         ids = np.concatenate([np.zeros(0, np.uint32), *(ids.astype(np.uint32) for ids, _ in found)])
         mask = np.concatenate([np.zeros(0, np.bool_), *(mask for _, mask in found)])
-        counts.update(documents=len(found), tokens=len(ids), targets=int(mask.sum()))
-        return Encoded(ids, np.array([len(ids) for ids, _ in found], np.int64), mask, counts)
+        counts.update(Counter(types or ()), documents=len(found), tokens=len(ids), targets=int(mask.sum()))
+        return Encoded(ids, np.array([len(ids) for ids, _ in found], np.int64), mask, counts, types=types)
 
     @contextmanager
     def _bad_records(self, record: Record, counts: Counter[str]) -> Iterator[None]:

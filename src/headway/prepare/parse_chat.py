@@ -6,10 +6,11 @@
                     a question or answer may be a list of turns, or a "Human: ... Assistant:" text
     MOSS            chat: {turn_1: {...}} | plain_text, with meta_instruction or prefix
     preference      chosen, rejected: answers to a prompt in any of the forms above, or whole dialogues with the same beginning
+    unpaired        label | kto_tag: true or false, of the answer in any of the forms above, or of a whole dialogue's last answer
 
-In: a `Record`, and the user's names for keys (`text/record_keys.py`). Out: a `Conversation` or a `PreferencePair`. A missing value, one
-of another type, and content under a key that the shape does not read are DataErrors with file, line and key. Other unread keys are in
-`unread`. Lists of turns are parsed in `parse_turns.py`.
+In: a `Record`, and the user's names for keys (`text/record_keys.py`). Out: a `Conversation`, a `PreferencePair` or a `LabelledAnswer`. A
+missing value, one of another type, and content under a key that the shape does not read are DataErrors with file, line and key. Other
+unread keys are in `unread`. Lists of turns are parsed in `parse_turns.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SHAPES = (
 PAIR_SHAPES = (
     "prompt, chosen and rejected; chosen and rejected as message lists or Human/Assistant texts; conversations, chosen and rejected"
 )
+UNPAIRED_SHAPES = "prompt, completion and label (true or false); or a whole conversation (messages) and label"
 BINARY = {"true": True, "false": False, "1": True, "0": False}
 
 
@@ -52,6 +54,17 @@ class PreferencePair:
     prompt: tuple[Turn, ...]
     chosen: tuple[Turn, ...]
     rejected: tuple[Turn, ...]
+    tools: tuple[Object, ...] = ()
+    unread: tuple[str, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class LabelledAnswer:
+    """A prompt, an answer to it, and whether the answer is good."""
+
+    prompt: tuple[Turn, ...]
+    answer: tuple[Turn, ...]
+    is_good: bool
     tools: tuple[Object, ...] = ()
     unread: tuple[str, ...] = field(default=(), compare=False)
 
@@ -100,6 +113,61 @@ def parse_preference(record: Record, keys: KeyMap = KeyMap()) -> PreferencePair:
     everything = [*prompt, *answers[0], *answers[1]]
     _check_unicode(everything, tools, place)
     return PreferencePair(tuple(prompt), tuple(answers[0]), tuple(answers[1]), tools, _unread(fields, reader, everything))
+
+
+def parse_unpaired(record: Record, keys: KeyMap = KeyMap()) -> LabelledAnswer:
+    """The labelled answer of a record."""
+    fields, reader = Fields(record, keys), TurnReader(keys)
+    place, is_good = fields.place, label_of(fields)
+    prompt, answer = _prompt_and_answer(fields, reader)
+    if not prompt:
+        raise DataError(f"{place}: the answer has no prompt. Expected {UNPAIRED_SHAPES}.")
+    if not answer or answer[0].role != "assistant" or answer[-1].role != "assistant":
+        raise DataError(f"{place}: the turns after the prompt must be an answer of the assistant.")
+    prompt = with_system(prompt, fields.take(fields.first(SYSTEMS)), place)
+    turns = [*prompt, *answer]
+    _no_empty(turns, place)
+    if prompt[-1].role == "assistant":
+        raise DataError(f"{place}: the prompt ends with the assistant; the turn to answer must come last.")
+    tools = tools_of(fields.take(fields.first(TOOLS)), place)
+    _check_unicode(turns, tools, place)
+    return LabelledAnswer(tuple(prompt), tuple(answer), is_good, tools, _unread(fields, reader, turns))
+
+
+def label_of(fields: Fields) -> bool:
+    """Whether an answer is good: KTO's label."""
+    key = fields.first(LABELS)
+    if key is None:
+        raise DataError(f"{fields.place}: no label; its keys are {fields.keys}. Expected {UNPAIRED_SHAPES}.")
+    given = fields.take(key)
+    value = BINARY.get(str(given).lower())
+    if value is None:
+        raise DataError(f"{fields.place}: {key} is {str(given)[:40]!r}; it must be true (a good answer) or false (a bad one).")
+    return value
+
+
+def _prompt_and_answer(fields: Fields, reader: TurnReader) -> tuple[list[Turn], list[Turn]]:
+    place = fields.place
+    listed, question, key = fields.first(LISTS), fields.first(QUESTIONS), fields.first(ANSWERS)
+    if listed is not None:
+        turns = reader.turns(fields.take(listed), f"{place}: {listed}")
+        if turns and turns[-1].role == "assistant":
+            return _last_answer(turns)
+        if key is None:
+            raise DataError(f"{place}: {listed} ends without an answer of the assistant. Expected {UNPAIRED_SHAPES}.")
+        return turns, _answer(fields.take(key), f"{place}: {key}", reader)
+    if key is None:
+        raise DataError(f"{place}: no answer; its keys are {fields.keys}. Expected {UNPAIRED_SHAPES}.")
+    answer = _answer(fields.take(key), f"{place}: {key}", reader, may_be_transcript=question is None)
+    if question is not None:
+        return _question(question, fields, reader), answer
+    return _last_answer(answer)
+
+
+def _last_answer(turns: list[Turn]) -> tuple[list[Turn], list[Turn]]:
+    """A whole dialogue, cut after the last turn of the user."""
+    last = max((number for number, turn in enumerate(turns) if turn.role == "user"), default=-1)
+    return turns[: last + 1], turns[last + 1 :]
 
 
 def _conversation(fields: Fields, reader: TurnReader) -> list[Turn]:

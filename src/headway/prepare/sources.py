@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from headway.data.config import DataConfig, SourceConfig
-from headway.data.open import SourceStore, SourceStores, check_rows_of_pairs
+from headway.data.open import SourceStore, SourceStores, check_rows_of_pairs, check_rows_of_records
 from headway.errors import ConfigError
 from headway.prepare.build import BuildOptions, cached_store
 from headway.prepare.detect import format_of, local_path, with_kind
@@ -23,17 +23,32 @@ MakeStore = Callable[[SourceConfig], SourceStore]
 
 
 def prepare_sources(
-    config: DataConfig, tokenizer: Path | None, *, pairs: bool = False, media: MakeStore | None = None, workers: int | None = None
+    config: DataConfig,
+    tokenizer: Path | None,
+    *,
+    pairs: bool = False,
+    unpaired: bool = False,
+    media: MakeStore | None = None,
+    workers: int | None = None,
 ) -> SourceStores:
-    """The store of every source of a recipe: downloaded from the hub and tokenized where needed. `pairs`: the objective compares pairs.
+    """The store of every source of a recipe: downloaded from the hub and tokenized where needed. `pairs`: the objective compares pairs;
+    `unpaired`: it learns from labelled answers.
     `media` makes the stores of sources with pictures and sounds; `workers`: processes that tokenize the others, None: one per core."""
     if pairs:
         check_rows_of_pairs(config)
-    return SourceStores.of(config, partial(prepare_source, config=config, tokenizer=tokenizer, media=media, workers=workers))
+    if unpaired:
+        check_rows_of_records(config)
+    find = partial(prepare_source, config=config, tokenizer=tokenizer, media=media, workers=workers, unpaired=unpaired)
+    return SourceStores.of(config, find)
 
 
 def prepare_source(
-    one: SourceConfig, config: DataConfig, tokenizer: Path | None, media: MakeStore | None = None, workers: int | None = None
+    one: SourceConfig,
+    config: DataConfig,
+    tokenizer: Path | None,
+    media: MakeStore | None = None,
+    workers: int | None = None,
+    unpaired: bool = False,
 ) -> SourceStore:
     """The store of one source."""
     if one.kind == "multimodal" and media is not None:
@@ -43,16 +58,22 @@ def prepare_source(
         path = str(read_own_format(path, one.format, config.cache_dir))
     kind = "raw" if one.format is not None else format_of(path)
     if kind == "raw":
-        known = with_kind(one, path, None if tokenizer is None else load_tokenizer(tokenizer))
-        return SourceStore(one, _tokenized(path, known, config, tokenizer, workers), name=one.path)
+        known = with_kind(one, path, None if tokenizer is None else load_tokenizer(tokenizer), unpaired=unpaired)
+        options = replace(_options(path, known, config, unpaired), workers=workers)
+        return SourceStore(one, _tokenized(path, config, tokenizer, options), name=one.path)
     if one.raw_settings:
         raise ConfigError(f"data: {path} is a token store ({kind}), but {one.raw_settings[0]} is for raw files. Remove it.")
     return SourceStore(one, Path(path))
 
 
-def _tokenized(path: str, one: SourceConfig, config: DataConfig, tokenizer: Path | None, workers: int | None) -> Path:
+def _tokenized(path: str, config: DataConfig, tokenizer: Path | None, options: BuildOptions) -> Path:
     if tokenizer is None:
         raise ConfigError(f"data: {path} is raw text and needs a tokenizer. Set `tokenizer` in the recipe, or give a token store.")
+    return cached_store([path], tokenizer, config.cache_dir, options)
+
+
+def _options(path: str, one: SourceConfig, config: DataConfig, unpaired: bool) -> BuildOptions:
+    """How a source is tokenized; its kind is known."""
     if one.kind == "multimodal":
         raise ConfigError(f"data: {path} has kind multimodal, and the recipe has no `multimodal` section. Set it, or another kind.")
     if one.kind == "captions":
@@ -64,6 +85,7 @@ def _tokenized(path: str, one: SourceConfig, config: DataConfig, tokenizer: Path
     if one.kind == "chat" and config.packing in ("best_fit", "pad"):
         # A conversation truncated to a row keeps its beginning; the rest would be answers to questions that are not there.
         options = replace(options, max_length=config.seq_len)
-    if one.kind == "preference":
-        options = replace(options, max_length=config.seq_len // 2)
-    return cached_store([path], tokenizer, config.cache_dir, replace(options, workers=workers))
+    if one.kind in ("preference", "unpaired"):
+        # a row holds both answers of a pair, unless each is learned by itself
+        options = replace(options, max_length=config.seq_len if unpaired or one.kind == "unpaired" else config.seq_len // 2)
+    return options

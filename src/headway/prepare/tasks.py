@@ -30,11 +30,13 @@ from headway.prepare.encode import (
     RecordEncoder,
     Split,
     TextEncoder,
+    UnpairedEncoder,
     record_hash,
 )
 from headway.prepare.workers import ChunkJob, Encoder, Unit, chunks_of
 from headway.runtime.executor.task import WorkTask
 from headway.runtime.executor.work import Placement, WorkFolder, work_folder
+from headway.runtime.json_file import load_json
 from headway.runtime.progress import progress
 from headway.runtime.storage import read_sealed, write_sealed
 from headway.store.source import Longs
@@ -58,7 +60,8 @@ from headway.text.tasks.parts import (
 )
 from headway.tokenizer.load import Tokenizer, load_tokenizer
 
-IDS, LENGTHS, MASK, HASHES = "ids.bin", "lengths.npy", "mask.bin", "hashes.npy"
+IDS, LENGTHS, MASK, TYPES, HASHES = "ids.bin", "lengths.npy", "mask.bin", "types.json", "hashes.npy"
+RECORD_ENCODERS = {"chat": ChatEncoder, "preference": PairEncoder, "unpaired": UnpairedEncoder}
 BLOCK_TOKENS = 1 << 22
 COMMIT_SECONDS = 10.0
 
@@ -82,7 +85,7 @@ class EncodeSettings:
     split: dict[str, Any] | None = None
 
 
-def encoder_fields(encoder: ChatEncoder | PairEncoder) -> dict[str, Any]:
+def encoder_fields(encoder: ChatEncoder | PairEncoder | UnpairedEncoder) -> dict[str, Any]:
     """An encoder as values that JSON can hold."""
     return {**asdict(encoder), "keys": [list(pair) for pair in encoder.keys.pairs]}
 
@@ -189,8 +192,7 @@ def _encoder(settings: str) -> tuple[Encoder, Tokenizer]:
     if given.kind == "text":
         return TextEncoder(Path(given.tokenizer), given.bos_id, given.eos_id, False), tokenizer
     fields = {**given.encoder, "keys": KeyMap(tuple((name, key) for name, key in given.encoder["keys"]))}
-    encoder = ChatEncoder(**fields) if given.kind == "chat" else PairEncoder(**fields)
-    return RecordEncoder(Path(given.tokenizer), given.template, encoder, given.drop_bad, False), tokenizer
+    return RecordEncoder(Path(given.tokenizer), given.template, RECORD_ENCODERS[given.kind](**fields), given.drop_bad, False), tokenizer
 
 
 Read = Callable[[Sequence[Path]], Iterator[tuple[Any, int]]]
@@ -216,6 +218,7 @@ def _write(read: Read, encoder: Encoder, folder: Path) -> dict[str, Any]:
     """Encode items chunk by chunk and write what comes out."""
     totals = Counter[str]()
     lengths: list[int] = []
+    types: list[str] = []
     unfinished = tokens = 0
     masked = False
     with open(folder / IDS, "wb") as ids, open(folder / MASK, "wb") as mask:
@@ -231,8 +234,11 @@ def _write(read: Read, encoder: Encoder, folder: Path) -> dict[str, Any]:
             if encoded.mask is not None:
                 masked = True
                 mask.write(encoded.mask.tobytes())
+            types += encoded.types or ()
             totals.update(encoded.counts)
     np.save(folder / LENGTHS, np.array(lengths, np.int64))
+    if types:
+        (folder / TYPES).write_text(json.dumps(types))
     return {"totals": dict(totals), "tokens": tokens, "masked": masked}
 
 
@@ -260,6 +266,7 @@ def _append(results: Sequence[Mapping[str, Any]], writer: StoreWriter) -> Counte
 def _append_part(folder: Path, masked: bool, writer: StoreWriter) -> None:
     """Add the documents of one task, block by block; a document longer than a block in several."""
     lengths: Longs = np.load(folder / LENGTHS)
+    types: list[str] | None = load_json(folder / TYPES) if (folder / TYPES).is_file() else None
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     at = document = 0
@@ -274,7 +281,8 @@ def _append_part(folder: Path, masked: bool, writer: StoreWriter) -> None:
             own = np.diff(np.concatenate([[at], ends[document:last]]))
             found = np.frombuffer(_exactly(ids, 4 * (stop - at), folder), "<u4")
             flags = np.frombuffer(_exactly(mask, stop - at, folder), np.bool_) if masked else None
-            writer.add_many(found, own, flags, open_tokens=stop - at - int(own.sum()))
+            named = None if types is None else types[document:last]
+            writer.add_many(found, own, flags, open_tokens=stop - at - int(own.sum()), types=named)
             at, document = stop, last
 
 

@@ -1,4 +1,4 @@
-"""Checks raw data record by record (`headway data validate`). In: files and their kind (text, chat, preference); out: every bad record.
+"""Checks raw data record by record (`headway data validate`). In: files and their kind; out: every bad record.
 
 Lengths are counted in tokens if a tokenizer is given, else in characters. A file that cannot be read further (truncated JSON, damaged
 compression) is one bad record where reading ended. A .jsonl file is read line by line, so one bad line hides no other.
@@ -15,8 +15,15 @@ from pathlib import Path
 from typing import Literal
 
 from headway.errors import ConfigError, DataError
-from headway.prepare.encode import KINDS, DataKind, count_unread, pair_segments
-from headway.prepare.parse_chat import Conversation, PreferencePair, parse_conversation, parse_preference
+from headway.prepare.encode import KINDS, DataKind, count_unread, pair_segments, unpaired_segments
+from headway.prepare.parse_chat import (
+    Conversation,
+    LabelledAnswer,
+    PreferencePair,
+    parse_conversation,
+    parse_preference,
+    parse_unpaired,
+)
 from headway.runtime.progress import progress
 from headway.text.document import Record, TextOf, place_of
 from headway.text.formats import FORMATS
@@ -29,6 +36,8 @@ from headway.tokenizer.chat_template import BUILT_IN
 from headway.tokenizer.load import Tokenizer
 
 BATCH_RECORDS = 256
+PARSERS = {"chat": parse_conversation, "preference": parse_preference, "unpaired": parse_unpaired}
+RecordContent = Conversation | PreferencePair | LabelledAnswer
 
 
 @dataclass(frozen=True)
@@ -135,7 +144,7 @@ class ParsedRecord:
     """A record that has the right shape."""
 
     place: Record | Document
-    content: str | Conversation | PreferencePair
+    content: str | RecordContent
 
 
 def _parsed(file: Path, options: ValidateOptions) -> Iterator[ParsedRecord | BadRecord]:
@@ -149,7 +158,7 @@ def _parsed(file: Path, options: ValidateOptions) -> Iterator[ParsedRecord | Bad
             elif options.kind == "text":
                 content = options.text(one).text
             else:
-                content = parse_conversation(one, options.keys) if options.kind == "chat" else parse_preference(one, options.keys)
+                content = PARSERS[options.kind](one, options.keys)
             if isinstance(content, str) and not content.strip():
                 raise DataError(f"{one.place}: the text is empty.")
             yield ParsedRecord(one, content)
@@ -240,18 +249,22 @@ def _written(batch: list[ParsedRecord], template: ChatTemplate) -> Iterator[int 
             yield _bad(one.place, error)
 
 
-def _segments(content: str | Conversation | PreferencePair, template: ChatTemplate) -> list[list[Segment]]:
+def _segments(content: str | RecordContent, template: ChatTemplate) -> list[list[Segment]]:
     if isinstance(content, PreferencePair):
         return pair_segments(content, template)
+    if isinstance(content, LabelledAnswer):
+        return unpaired_segments(content, template)
     assert isinstance(content, Conversation)
     return [template.segments(content.turns, content.tools)]
 
 
-def _characters(content: str | Conversation | PreferencePair) -> int:
+def _characters(content: str | RecordContent) -> int:
     if isinstance(content, str):
         return len(content)
     if isinstance(content, Conversation):
         return _num_characters(content.turns)
+    if isinstance(content, LabelledAnswer):
+        return _num_characters((*content.prompt, *content.answer))
     return _num_characters(content.prompt) + max(_num_characters(content.chosen), _num_characters(content.rejected))
 
 

@@ -44,6 +44,8 @@ class Encoded:
     counts: Mapping[str, int] = field(default_factory=dict)
     open_tokens: int = 0
     """Tokens at the end of `ids`, after all `lengths`, of a document whose rest is in the next slice."""
+    types: Sequence[str] | None = None
+    """The type of each document, if they have types."""
 
 
 class Encoder(Protocol):
@@ -120,7 +122,7 @@ def run_job(job: ChunkJob, writer: StoreWriter) -> Counter[str]:
         if note["unit"]:
             advance(sum(unit.bytes for unit in units[: note["unit"]]))
         for chunk, encoded in _encoded(job, _chunks(job, units, note["unit"], note["chunk"], advance)):
-            writer.add_many(encoded.ids, encoded.lengths, encoded.mask, open_tokens=encoded.open_tokens)
+            writer.add_many(encoded.ids, encoded.lengths, encoded.mask, open_tokens=encoded.open_tokens, types=encoded.types)
             counts.update(encoded.counts)
             if job.shard is not None:
                 before = parts.pop()[2] if parts and parts[-1][:2] == (chunk.unit, chunk.number) else 0

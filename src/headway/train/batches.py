@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 def open_run_data(resolved: Resolved, device: torch.device | None = None, workers: int | None = None) -> OpenData:
     """The open data of a run; what is not a store yet is made now. `device`: where frozen encoders of media run; `workers`: processes
     that tokenize, None: as many as there are cores."""
-    recipe, tokenizer, pairs = resolved.recipe, resolved.tokenizer_path, resolved.recipe.objective.PAIRS
+    recipe, tokenizer = resolved.recipe, resolved.tokenizer_path
+    wanted = {"pairs": recipe.objective.PAIRS, "unpaired": recipe.objective.UNPAIRED}
     if resolved.model.aligner is not None:
         from headway.train.alignment import open_samples
 
@@ -37,9 +38,9 @@ def open_run_data(resolved: Resolved, device: torch.device | None = None, worker
         from headway.train.multimodal import MediaStores, media_features
 
         stores_of, media = MediaStores(plan, recipe.data, tokenizer, workers), media_features(recipe, plan, device)
-    stores = prepare_sources(recipe.data, tokenizer, pairs=pairs, media=stores_of, workers=workers)
+    stores = prepare_sources(recipe.data, tokenizer, **wanted, media=stores_of, workers=workers)
     vocab = resolved.model.vocab
-    data = open_data(recipe.data, stores, tokenizer=tokenizer, vocab_size=vocab, seed=recipe.seed, pairs=pairs, media=media)
+    data = open_data(recipe.data, stores, tokenizer=tokenizer, vocab_size=vocab, seed=recipe.seed, **wanted, media=media)
     cache = recipe.objective.teacher_cache
     if cache is None:
         return data

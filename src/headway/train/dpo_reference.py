@@ -1,10 +1,10 @@
-"""The frozen second model of DPO and of distillation. A recipe, its weights and the data come in; a function that adds the reference's
+"""The frozen second model of DPO, KTO and distillation. A recipe, its weights and the data come in; a function that adds the reference's
 log-probabilities, or a teacher's hidden states, to a microbatch goes out.
 
 live     the reference stays in memory as a second model in the compute dtype and reads every microbatch too; it is whole on every rank,
          or split along the tensor axis like the model that trains. Weights the run starts from are quantised as adapter.base says
-cached   it reads every pair once before training and is freed; its numbers are stored in data.cache_dir/reference under a hash of the
-         weights, the model's shape, the store's content and the compute dtype, so that they are recomputed when any of these changes
+cached   it reads every pair or record once before training and is freed; its numbers are stored in data.cache_dir/reference under a
+         hash of the weights, the model's shape, the store's content and the compute dtype; they are recomputed when any of these changes
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from headway.data.mixture import MixtureSource
 from headway.data.open import OpenData
 from headway.data.pairs import PAIR, PairSource
 from headway.data.selection import Selection
+from headway.data.unpaired import MISMATCH_TOKENS, RECORD, UnpairedSource, mismatched
 from headway.errors import CheckpointError, ConfigError, DataError, ParallelError
 from headway.infer.load import build_frozen_model, find_model
 from headway.kernels.distill_loss import TeacherHead
@@ -40,6 +41,7 @@ from headway.model.layout import GATES, param_specs
 from headway.objective.base import ObjectiveConfig, ReferenceSpec
 from headway.objective.distill import TAUGHT
 from headway.objective.distill import Config as DistillConfig
+from headway.objective.kto import MISMATCH_REFERENCE
 from headway.objective.pairs import REFERENCE, document_sums
 from headway.parallel.assemble import wrap_blocks
 from headway.parallel.config import MemoryConfig
@@ -130,7 +132,7 @@ def make_reference(resolved: Resolved, data: OpenData, spec: EngineSpec, micro_r
         for name, value in source.weights():
             digest.add(name, value)
         table = _table(data, source, digest.sha256, scoring)
-        prepare, how = _lookup(table), "log-probabilities of all pairs"
+        prepare, how = _lookup(table), "log-probabilities of all pairs or records"
     else:
         frozen = _load(source, digest.through(source.weights()), scoring)
         prepare, how = score_with(frozen, spec.chunk_tokens), "as a second model in memory"
@@ -264,10 +266,16 @@ def score_with(model: Model, chunk_tokens: int) -> Callable[[Batch], Batch]:
     """A function that adds the model's log-probability of every document to a microbatch."""
     model.chunk_tokens = chunk_tokens
 
+    def score(batch: Batch) -> Tensor:
+        log_prob, _ = model.forward_batch(batch).head.scores(batch.targets)
+        return document_sums(log_prob * batch.loss_weight, batch)
+
     @torch.no_grad()
     def prepare(batch: Batch) -> Batch:
-        log_prob, _ = model.forward_batch(batch).head.scores(batch.targets)
-        return replace(batch, extra={**batch.extra, REFERENCE: document_sums(log_prob * batch.loss_weight, batch)})
+        found = {REFERENCE: score(batch)}
+        if MISMATCH_TOKENS in batch.extra:
+            found[MISMATCH_REFERENCE] = score(mismatched(batch))
+        return replace(batch, extra=batch.extra | found)
 
     return prepare
 
@@ -284,23 +292,26 @@ def teach_with(model: Model) -> Callable[[Batch], Batch]:
 
 def _lookup(table: Tensor) -> Callable[[Batch], Batch]:
     def prepare(batch: Batch) -> Batch:
-        pair = batch.extra[PAIR]
+        is_unpaired = RECORD in batch.extra
+        number = batch.extra[RECORD if is_unpaired else PAIR]
         # a slot without a pair must not read another pair's number, which may be NaN
-        found = torch.where((pair >= 0)[..., None], table[pair.clamp(min=0)], 0.0)
-        return replace(batch, extra={**batch.extra, REFERENCE: found.flatten(1)})
+        found = torch.where((number >= 0)[..., None], table[number.clamp(min=0)], 0.0)
+        columns = {REFERENCE: found[..., 0], MISMATCH_REFERENCE: found[..., 1]} if is_unpaired else {REFERENCE: found.flatten(1)}
+        return replace(batch, extra=batch.extra | columns)
 
     return prepare
 
 
 def _table(data: OpenData, source: _Source, digest: str, scoring: _Scoring) -> Tensor:
-    """Log-probabilities of every pair of every source, chosen and rejected, indexed by the pairs' numbers over all sources."""
+    """Log-probabilities of every pair of every source, chosen and rejected, indexed by the pairs' numbers over all sources; or of every
+    record and its mismatch, by the records' numbers."""
     selections = {id(one.selection.source): one.selection for many in (data.train, *data.valid.values()) for one in many}
     everyone = scoring.spec.ranks.world
     tables: list[tuple[int, Tensor]] = []
     model: Model | None = None
     for selection in selections.values():
         pairs = selection.source
-        assert isinstance(pairs, PairSource)
+        assert isinstance(pairs, (PairSource, UnpairedSource))
         path = _cache_path(selection, source, digest, scoring)
         found = read_table(path, pairs.num_documents)
         if everyone.max(0 if found is not None else 1):  # ranks on other machines may not see the file: then all compute it again
@@ -311,7 +322,7 @@ def _table(data: OpenData, source: _Source, digest: str, scoring: _Scoring) -> T
                 write_sealed(path, found.numpy().astype("<f4").tobytes())
                 log.info("reference log-probabilities of %s are stored in %s", pairs.name, path)
         assert found is not None
-        tables.append((pairs.first_pair, found))
+        tables.append((_first_of(pairs), found))
     return torch.cat([table for _, table in sorted(tables, key=lambda one: one[0])]).to(scoring.spec.device)
 
 
@@ -344,7 +355,7 @@ def read_table(path: Path, pairs: int) -> Tensor | None:
 def _score(model: Model, selection: Selection, scoring: _Scoring) -> Tensor:
     """Score every pair, divided among ranks; pairs that fit no row stay NaN."""
     source, ranks = selection.source, scoring.spec.ranks.data
-    assert isinstance(source, PairSource)
+    assert isinstance(source, (PairSource, UnpairedSource))
     table = torch.zeros(source.num_documents, 2)
     seen = torch.zeros(source.num_documents)
     prepare = score_with(model, scoring.spec.chunk_tokens)
@@ -355,17 +366,30 @@ def _score(model: Model, selection: Selection, scoring: _Scoring) -> Tensor:
             config, sources=[whole], rows_per_step=scoring.micro_rows * ranks.size, micro_rows=scoring.micro_rows, rank=ranks.rank,
             world=ranks.size, seed=0, epochs=1, shuffle=False,
         ) as loader,
-        progress(f"reference reads {source.name}", total=selection.num_documents, unit="pairs") as advance,
+        progress(f"reference reads {source.name}", total=selection.num_documents, unit="documents") as advance,
     ):  # fmt: skip
         for step, _ in loader:
             for micro in step.microbatches:
-                scored = prepare(micro.to(scoring.spec.device)).extra[REFERENCE].float().cpu()
-                pair = micro.extra[PAIR]
-                filled = pair >= 0
-                numbers = pair[filled] - source.first_pair
-                table[numbers] = scored[:, : 2 * pair.shape[1]].unflatten(1, (-1, 2))[filled]
+                number, scored = _both(prepare(micro.to(scoring.spec.device)))
+                filled = number >= 0
+                numbers = number[filled] - _first_of(source)
+                table[numbers] = scored[filled]
                 seen[numbers] = 1
-            advance(step.totals["pairs"])
+            advance(step.totals["records" if isinstance(source, UnpairedSource) else "pairs"])
     ranks.all_reduce(table).wait()
     ranks.all_reduce(seen).wait()
     return torch.where(seen[:, None] > 0, table, torch.nan)
+
+
+def _first_of(source: PairSource | UnpairedSource) -> int:
+    """The number of a source's first pair or record."""
+    return source.first_pair if isinstance(source, PairSource) else source.first_record
+
+
+def _both(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The numbers of a microbatch's pairs or records, and the two log-probabilities of each: [rows, places] and [rows, places, 2]."""
+    scored = batch.extra[REFERENCE].float().cpu()
+    if RECORD in batch.extra:
+        return batch.extra[RECORD].cpu(), torch.stack([scored, batch.extra[MISMATCH_REFERENCE].float().cpu()], dim=-1)
+    pair = batch.extra[PAIR].cpu()
+    return pair, scored[:, : 2 * pair.shape[1]].unflatten(1, (-1, 2))

@@ -71,7 +71,7 @@ def _is_chat(recipe: Recipe) -> bool:
     """Whether the last thing the model learned was to answer."""
     last = recipe.stage_settings(len(recipe.stages) - 1).get("data", {}) if recipe.stages else None
     sources: Any = (last.get("train") or []) if last is not None else [one.model_dump() for one in recipe.data.train or ()]
-    return any(isinstance(one, dict) and one.get("kind") in ("chat", "preference") for one in sources)
+    return any(isinstance(one, dict) and one.get("kind") in ("chat", "preference", "unpaired") for one in sources)
 
 
 def _measure(run: Path, found: StoredModel, recipe: Recipe) -> list[tuple[list[str], str]]:

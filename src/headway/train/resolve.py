@@ -117,7 +117,7 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
         raise ConfigError(f"data.seq_len is {recipe.data.seq_len}; it must not exceed model.max_seq_len={model.max_seq_len}. Lower it.")
     recipe.parallel.check_rows(model, recipe.data.seq_len, recipe.objective, recipe.adapter)
     say = log.info if from_environment().is_first else log.debug
-    changes: dict[str, object] = {"model": model, "data": with_kinds(recipe.data, tokenizer, say)}
+    changes: dict[str, object] = {"model": model, "data": with_kinds(recipe.data, tokenizer, say, recipe.objective.UNPAIRED)}
     if recipe.steps is None and recipe.epochs is None:
         changes |= {"steps": GENERATED_STEPS} if recipe.data.train is None else {"epochs": 1.0}
     return Resolved(recipe.model_copy(update=changes), model, tokenizer, path, weights, log_alpha, media)

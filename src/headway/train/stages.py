@@ -95,7 +95,7 @@ def _with_kinds(recipe: Recipe) -> Recipe:
     """The recipe with the kind of its raw data, which an older recipe.yaml states and a newer one may leave to detection."""
     from headway.prepare.detect import with_kinds
 
-    return recipe.model_copy(update={"data": with_kinds(recipe.data, None)})
+    return recipe.model_copy(update={"data": with_kinds(recipe.data, None, unpaired=recipe.objective.UNPAIRED)})
 
 
 def resolved_settings(recipe: Recipe) -> dict[str, Any]:

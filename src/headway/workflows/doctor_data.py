@@ -14,6 +14,7 @@ import numpy as np
 from headway.data.config import DataConfig, SourceConfig
 from headway.data.open import OpenData
 from headway.data.pairs import PairSource
+from headway.data.unpaired import UnpairedSource
 from headway.diagnose.check import Check
 from headway.diagnose.data_checks import DataContext, data_checks
 from headway.diagnose.equality import equality_checks
@@ -99,7 +100,7 @@ def take_samples(data: OpenData, tokenizer: Tokenizer | None, options: SampleOpt
     """Documents to show; none without a tokenizer."""
     for number, one in enumerate(data.train if tokenizer is not None and options.documents else ()):
         source = one.selection.source
-        shown = source.store if isinstance(source, PairSource) else source
+        shown = source.store if isinstance(source, (PairSource, UnpairedSource)) else source
         if options.wanted:
             chosen = [document for document in options.wanted if document < shown.num_documents] if number == 0 else []
         else:
@@ -136,7 +137,7 @@ def _round_trip(name: str, detail: str, lost: list[str]) -> Check:
 
 def _texts(path: str, one: SourceConfig) -> Iterator[tuple[str, str]]:
     """(place, text) of what the tokenizer will see; of records every text in them."""
-    if one.kind in ("chat", "preference"):
+    if one.kind in ("chat", "preference", "unpaired"):
         for record in read_records([path]):
             for text in texts_in(dict(record.data)):
                 yield record.place, text[:MOST_CHARACTERS]

@@ -173,7 +173,7 @@ def rate_checks(trial: RecipeTrial) -> Iterator[Check]:
     size = sum(prod(spec.shape) for spec in param_specs(trial.resolved.model))
     kind = (
         "adapter" if recipe.adapter is not None
-        else "preference" if recipe.objective.PAIRS
+        else "preference" if recipe.objective.PAIRS or recipe.objective.UNPAIRED
         else "fine-tuning" if recipe.init.source is not None
         else "large model" if size >= LARGE_PARAMETERS
         else "small model"

@@ -5,6 +5,7 @@ from typing import Any
 from support.observe import Row, numbers, observed, refused, root
 
 DPO = ("data.train=[$/pairs]", "data.seq_len=64", "objective.kind=dpo")
+KTO = (*DPO[:2], "objective.kind=kto")
 TAUGHT = ("run.name=x", "objective.kind=distill", "objective.teacher=$/runs1/run")
 
 
@@ -28,6 +29,12 @@ ROWS: dict[str, Row] = {
     "objective[distill].direction": (TAUGHT, "forward", "reverse", taught),
     "objective[distill].temperature": (TAUGHT, 1.0, 2.0, taught),
     "objective[distill].alpha": (TAUGHT, 0.5, 1.0, taught),
+    "objective[kto].kind": (DPO[:2], "kto", "nothing", refused),
+    "objective[kto].beta": (KTO, 0.1, 0.5, numbers),
+    "objective[kto].desirable_weight": (KTO, 1.0, 0.5, numbers),
+    "objective[kto].undesirable_weight": (KTO, 1.0, 0.5, numbers),
+    "objective[kto].reference": (KTO, None, "$/nowhere", refused),
+    "objective[kto].reference_logps": (KTO, "live", "cached", lambda o: "second model" in observed(o).log),
     "objective[orpo].kind": (DPO[:2], "orpo", "nothing", refused),
     "objective[orpo].beta": ((*DPO[:2], "objective.kind=orpo"), 0.1, 0.5, numbers),
     "objective[reward].kind": (DPO[:2], "reward", "nothing", refused),

@@ -1,0 +1,209 @@
+"""Labelled answers as the loader reads them, each with its mismatch: its prompt followed by the answer of another record.
+
+    store        x0 y0 | x1 y1 | x2 y2 | ...       one document per record; its type is its label (a store of pairs: even good, odd bad)
+    matched      x1 y1                             what is trained on
+    mismatch     x1 y0                             what KTO estimates the divergence from the reference with
+    a row        x2 y2 .. x1 y1 . padding          and next to it, in the same places, x2 y1 . x1 y0 ..
+
+The answer of a mismatch is that of the nearest earlier record with another prompt, going around at the start (of pairs: the same side of
+an earlier pair). It depends on the store alone, so ranks, microbatches, packing and interruptions do not change it, and a reference's
+log-probabilities of it can be stored. A record is as long as the longer of the two; the shorter one is filled up with tokens
+without loss, which no earlier token sees. Invariant: a row holds whole records; a longer one is left out (`Selection.max_length`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from headway.data.batch import Batch
+from headway.data.pairs import is_preference
+from headway.errors import DataError
+from headway.store.reader import Store, ranges
+from headway.store.source import Flags, Ids, Longs, TokenSource
+
+UNPAIRED_MARK = "kind=unpaired"
+"""Starts the first `sources` entry in the manifest of a store of labelled answers."""
+GOOD, BAD = "desirable", "undesirable"
+"""The types of its documents."""
+RECORD = "record"
+"""The batch column with the record numbers of each row: [rows, documents of a row], -1 for empty slots."""
+LABEL = "label"
+"""The batch column with 1 for a good answer, 0 for a bad one and -1 for an empty slot: [rows, documents of a row]."""
+MISMATCH_TOKENS, MISMATCH_TARGETS, MISMATCH_WEIGHT = "mismatch.tokens", "mismatch.targets", "mismatch.loss_weight"
+BLOCK_RECORDS = 1024
+CACHED_BLOCKS = 64
+MOST_SAME = 256
+"""How many records with the same prompt are passed over."""
+
+
+class PromptFacts(NamedTuple):
+    """Of the records of a block: tokens, tokens of the prompt, and a checksum of the prompt."""
+
+    length: list[int]
+    prompt: list[int]
+    checksum: list[int]
+
+
+class Mismatches:
+    """Where the prompts of a store end, and which record's answer follows which prompt in a mismatch."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.stride = 2 if is_preference(store) else 1
+        self._block = lru_cache(maxsize=CACHED_BLOCKS)(self._read_block)
+
+    def length(self, record: int) -> int:
+        """Tokens of a record."""
+        return self._block(record // BLOCK_RECORDS).length[record % BLOCK_RECORDS]
+
+    def prompt(self, record: int) -> int:
+        """Tokens of its prompt, the header of the answer included."""
+        return self._block(record // BLOCK_RECORDS).prompt[record % BLOCK_RECORDS]
+
+    def partner(self, record: int) -> int:
+        """The record whose answer follows this one's prompt."""
+        own, found = self._checksum(record), record
+        for _ in range(min(MOST_SAME, self.store.num_documents)):
+            found = (found - self.stride) % self.store.num_documents
+            if self._checksum(found) != own:
+                break
+        return found
+
+    def _checksum(self, record: int) -> int:
+        return self._block(record // BLOCK_RECORDS).checksum[record % BLOCK_RECORDS]
+
+    def _read_block(self, block: int) -> PromptFacts:
+        first = block * BLOCK_RECORDS
+        lengths = self.store.lengths(first, min(first + BLOCK_RECORDS, self.store.num_documents))
+        if not lengths.all():
+            raise DataError(f"{self.store.name}: document {first + int(np.argmin(lengths))} is empty. Build the store again.")
+        numbers = np.arange(first, first + len(lengths))
+        ids, mask = self.store.gather(numbers, np.zeros_like(numbers), lengths)
+        assert mask is not None
+        starts = np.cumsum(lengths) - lengths
+        # the first target of each document, or its end
+        places = np.where(mask, ranges(np.zeros_like(lengths), lengths), np.repeat(lengths, lengths))
+        prompts = np.minimum.reduceat(places, starts)
+        sums = [zlib.crc32(np.ascontiguousarray(ids[a : a + n]).tobytes()) for a, n in zip(starts.tolist(), prompts.tolist(), strict=True)]
+        return PromptFacts(lengths.tolist(), prompts.tolist(), sums)
+
+
+class UnpairedSource(TokenSource):
+    """A store of labelled answers or of pairs, each answer one document; `mismatches` has the same documents with other answers."""
+
+    def __init__(self, store: Store, max_length: int, first_record: int = 0, facts: Mismatches | None = None, matched: bool = True) -> None:
+        self.store, self.max_length, self.first_record = store, max_length, first_record
+        """`first_record`: number of this source's first record; numbers are unique over all sources of a run."""
+        self.facts, self.matched = facts or Mismatches(store), matched
+        self.name, self.fingerprint = store.name, store.fingerprint
+        self.num_documents, self.num_tokens = store.num_documents, store.num_tokens
+        _check(store)
+
+    @cached_property
+    def mismatches(self) -> UnpairedSource:
+        """The same prompts followed by answers of other records."""
+        return UnpairedSource(self.store, self.max_length, self.first_record, self.facts, matched=False)
+
+    @cached_property
+    def masked(self) -> bool:
+        return True
+
+    @cached_property
+    def max_id(self) -> int:
+        return self.store.max_id
+
+    @cached_property
+    def content_key(self) -> str:
+        """Differs from the store's own; the longest mismatch depends on `max_length`."""
+        return f"unpaired-{self.max_length}-{self.labels_key}-{self.store.content_key}"
+
+    @property
+    def labels_key(self) -> str:
+        """Which number of a type means which label; the files of the store hold numbers."""
+        return "pairs" if self.store.manifest.types is None else "-".join(self.store.manifest.types)
+
+    def lengths(self, first: int, last: int) -> Longs:
+        """Tokens of records first to last - 1, or of their mismatches where those are longer."""
+        return np.array([max(self.facts.length(one), self._mismatch_length(one)) for one in range(first, last)], np.int64)
+
+    def first_at(self, token: int) -> int:
+        """The first record that starts at token offset `token` of the store or later."""
+        return self.store.first_at(token)
+
+    def tokens(self, document: int, start: int, stop: int) -> Ids:
+        """The ids of one record from `start` to `stop` - 1, filled up."""
+        return self.gather(np.array([document]), np.array([start]), np.array([stop - start]))[0]
+
+    def mask(self, document: int, start: int, stop: int) -> Flags | None:
+        """Which of those tokens are loss targets."""
+        return self.gather(np.array([document]), np.array([start]), np.array([stop - start]))[1]
+
+    def gather(self, documents: Longs, starts: Longs, lengths: Longs) -> tuple[Ids, Flags | None]:
+        """The ids and loss mask of many records; what lies behind the end of one is 0 without loss."""
+        ids, mask = np.zeros(int(lengths.sum()), self.store.dtype), np.zeros(int(lengths.sum()), np.bool_)
+        to = 0
+        for document, start, length in zip(documents.tolist(), starts.tolist(), lengths.tolist(), strict=True):
+            found, flags = self._own(document) if self.matched else self._mismatch(document)
+            part = slice(start, start + length)
+            size = len(found[part])
+            ids[to : to + size], mask[to : to + size] = found[part], flags[part]
+            to += length
+        return ids, mask
+
+    def is_good(self, documents: Iterable[int]) -> list[bool]:
+        """The labels of some records."""
+        if self.store.manifest.types is None:
+            return [document % 2 == 0 for document in documents]
+        return [self.store.type_of(document) == GOOD for document in documents]
+
+    def count_good(self) -> int:
+        """Records with a good answer."""
+        return self.num_documents // 2 if self.store.manifest.types is None else self.store.count_types().get(GOOD, (0, 0))[0]
+
+    def _own(self, document: int) -> tuple[Ids, Flags]:
+        mask = self.store.document_mask(document)
+        assert mask is not None
+        return self.store.document(document), mask
+
+    def _mismatch(self, document: int) -> tuple[Ids, Flags]:
+        partner, prompt = self.facts.partner(document), self.facts.prompt(document)
+        size = self._mismatch_length(document) - prompt
+        first = self.facts.prompt(partner)
+        ids, mask = self._own(partner)
+        answer = slice(first, first + size)
+        return np.concatenate([self.store.tokens(document, 0, prompt), ids[answer]]), np.concatenate(
+            [np.zeros(prompt, np.bool_), mask[answer]]
+        )
+
+    def _mismatch_length(self, document: int) -> int:
+        """A mismatch that is too long loses the end of its answer."""
+        partner, prompt = self.facts.partner(document), self.facts.prompt(document)
+        answer = self.facts.length(partner) - self.facts.prompt(partner)
+        return prompt + min(answer, max(1, self.max_length - prompt))
+
+
+def is_unpaired(store: Store) -> bool:
+    """Whether a store holds labelled answers."""
+    return any(source.split()[0] == UNPAIRED_MARK for source in store.manifest.sources if source)
+
+
+def mismatched(batch: Batch) -> Batch:
+    """The mismatches of a microbatch, in the places of its records."""
+    extra = batch.extra
+    return replace(batch, tokens=extra[MISMATCH_TOKENS], targets=extra[MISMATCH_TARGETS], loss_weight=extra[MISMATCH_WEIGHT])
+
+
+def _check(store: Store) -> None:
+    if not is_unpaired(store) and not is_preference(store):
+        raise DataError(f"{store.name}: holds no labelled answers. Make them with `headway data tokenize --kind unpaired`.")
+    types = store.manifest.types
+    if is_unpaired(store) and (types is None or not {GOOD, BAD}.issuperset(types)):
+        raise DataError(f"{store.name}: its documents have no labels. Build the store again.")
+    if store.num_documents < 2 * (2 if is_preference(store) else 1):
+        raise DataError(f"{store.name}: holds one record; an answer is compared with that of another one. Give two or more.")

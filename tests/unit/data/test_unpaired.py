@@ -1,0 +1,107 @@
+"""Labelled answers and their mismatches: which answer follows which prompt, what a row holds, and what is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.pairs import make_pair_store
+from support.unpaired import documents_of, random_records, steps_of, write_unpaired
+
+from headway.data.config import DataConfig
+from headway.data.open import open_data
+from headway.data.unpaired import LABEL, RECORD, UnpairedSource, mismatched
+from headway.errors import DataError, HeadwayError
+from headway.store.reader import StoreWriter, open_store
+
+RECORDS = [([1, 2], [3, 4, 5], True), ([6], [7], False), ([8, 9, 10], [11, 12], True)]
+
+
+def padded(ids: list[int], length: int) -> list[int]:
+    return [*ids, *[0] * (length - len(ids))]
+
+
+def test_a_row_has_records_and_in_the_same_places_prompts_with_the_answers_before_them(tmp_path: Path) -> None:
+    (step,) = steps_of(write_unpaired(tmp_path / "s", RECORDS), seq_len=32, rows=1)
+    (batch,) = step.microbatches
+    other = mismatched(batch)
+    assert step.totals["records"] == 3
+    found = {
+        record: (documents_of(batch, 0)[slot], documents_of(other, 0)[slot], int(batch.extra[LABEL][0, slot]))
+        for slot, record in enumerate(batch.extra[RECORD][0].tolist())
+        if record >= 0
+    }
+    lengths = {0: 5, 1: 4, 2: 5}  # the longer of own and mismatch: 5 and 4, 2 and 4, 5 and 4
+    own = {0: ([1, 2, 3, 4, 5], [3, 4, 5], 1), 1: ([6, 7], [7], 0), 2: ([8, 9, 10, 11, 12], [11, 12], 1)}
+    rotated = {0: ([1, 2, 11, 12], [11, 12]), 1: ([6, 3, 4, 5], [3, 4, 5]), 2: ([8, 9, 10, 7], [7])}
+    for record, (ids, targets, label) in own.items():
+        assert found[record][0] == (padded(ids, lengths[record]), targets)
+        assert found[record][1] == (padded(rotated[record][0], lengths[record]), rotated[record][1])
+        assert found[record][2] == label
+    assert (batch.extra[LABEL][0, 3:] == -1).all() and (batch.extra[RECORD][0, 3:] == -1).all()
+
+
+def test_an_answer_to_the_same_prompt_is_no_mismatch(tmp_path: Path) -> None:
+    same = [([1, 2], [3], True), ([1, 2], [4], False), ([1, 2], [5], True), ([6], [7], False)]
+    source = UnpairedSource(open_store(write_unpaired(tmp_path / "s", same)), 16)
+    assert [source.facts.partner(record) for record in range(4)] == [3, 3, 3, 2]
+    alone = UnpairedSource(open_store(write_unpaired(tmp_path / "t", same[:3])), 16)
+    assert [alone.facts.partner(record) for record in range(3)] == [0, 1, 2]  # all passed over: nothing else is there
+
+
+def test_pairs_are_a_good_and_a_bad_answer_and_sides_keep_to_themselves(tmp_path: Path) -> None:
+    store = open_store(make_pair_store(tmp_path / "pairs", pairs=5))
+    source = UnpairedSource(store, 64)
+    assert source.num_documents == 10 and source.count_good() == 5
+    assert source.is_good(range(4)) == [True, False, True, False]
+    assert [source.facts.partner(record) for record in range(4)] == [8, 9, 0, 1]
+    ids, mask = source.gather(np.array([3]), np.array([0]), source.lengths(3, 4))
+    assert (
+        mask is not None
+        and ids[: len(store.document(3))].tolist() == store.document(3).tolist()
+        and not mask[len(store.document(3)) :].any()
+    )
+
+
+def test_a_long_mismatch_loses_the_end_of_its_answer_and_a_long_record_is_left_out(tmp_path: Path) -> None:
+    records = [([1] * 6, [2, 2], True), ([3], [4] * 9, False), ([5] * 8, [6] * 9, True)]
+    steps = steps_of(write_unpaired(tmp_path / "s", records), seq_len=12, rows=1, packing="pad")
+    found = {int(step.microbatches[0].extra[RECORD][0, 0]): step.microbatches[0] for step in steps}
+    assert sorted(found) == [0, 1]
+    assert documents_of(mismatched(found[0]), 0)[0] == ([1] * 6 + [6] * 6, [6] * 6)
+
+
+def test_partners_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_unpaired(tmp_path / "s", random_records(40))
+    whole = UnpairedSource(open_store(path), 32)
+    monkeypatch.setattr("headway.data.unpaired.BLOCK_RECORDS", 3)
+    monkeypatch.setattr("headway.data.unpaired.CACHED_BLOCKS", 2)
+    parts = UnpairedSource(open_store(path), 32)
+    assert parts.lengths(0, 40).tolist() == whole.lengths(0, 40).tolist()
+    assert [parts.facts.partner(i) for i in range(40)] == [whole.facts.partner(i) for i in range(40)]
+
+
+def test_labels_are_part_of_what_a_store_holds(tmp_path: Path) -> None:
+    # types are numbered as they come, so files of opposite labels may be the same
+    one = UnpairedSource(open_store(write_unpaired(tmp_path / "a", [([1], [2], True), ([3], [4], False)])), 8)
+    other = UnpairedSource(open_store(write_unpaired(tmp_path / "b", [([1], [2], False), ([3], [4], True)])), 8)
+    assert one.content_key != other.content_key and one.is_good([0, 1]) != other.is_good([0, 1])
+
+
+def test_what_has_no_labels_or_no_other_record_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds one record"):
+        UnpairedSource(open_store(write_unpaired(tmp_path / "one", RECORDS[:1])), 16)
+    writer = StoreWriter(tmp_path / "text", dtype="uint16", tokenizer_fingerprint=None, masked=True, sources=["kind=chat template=chatml"])
+    writer.add([1, 2, 3], np.array([False, True, True]))
+    writer.finish()
+    write_unpaired(tmp_path / "good", RECORDS)
+
+    def opened(path: str, **how: bool) -> None:
+        config = DataConfig(train=(str(tmp_path / path),), seq_len=32, tokenizer_unchecked=True)  # pyright: ignore[reportArgumentType]
+        open_data(config, tokenizer=None, vocab_size=64, seed=0, **how)
+
+    with pytest.raises(HeadwayError, match="holds no labelled answers, which objective kto needs"):
+        opened("text", unpaired=True)
+    with pytest.raises(HeadwayError, match="holds answers labelled good or bad, which objective kto reads"):
+        opened("good")
+    with pytest.raises(HeadwayError, match="holds answers labelled good or bad"):
+        opened("good", pairs=True)
