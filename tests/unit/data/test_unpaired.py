@@ -95,9 +95,9 @@ def test_what_has_no_labels_or_no_other_record_is_refused(tmp_path: Path) -> Non
     writer.finish()
     write_unpaired(tmp_path / "good", RECORDS)
 
-    def opened(path: str, **how: bool) -> None:
+    def opened(path: str, pairs: bool = False, unpaired: bool = False) -> None:
         config = DataConfig(train=(str(tmp_path / path),), seq_len=32, tokenizer_unchecked=True)  # pyright: ignore[reportArgumentType]
-        open_data(config, tokenizer=None, vocab_size=64, seed=0, **how)
+        open_data(config, tokenizer=None, vocab_size=64, seed=0, pairs=pairs, unpaired=unpaired)
 
     with pytest.raises(HeadwayError, match="holds no labelled answers, which objective kto needs"):
         opened("text", unpaired=True)
