@@ -39,20 +39,22 @@ def tokenize(
     to: str = typer.Option("headway", help="Format of the result: headway, internlm, zero2all, mds."),
     text_key: str = typer.Option(None, help="Text: key that holds the text of a record; default: text."),
     template: str = typer.Option(
-        None, help="Text: several keys, e.g. '{title}\\n{content}'. Chat, preference: " + TEMPLATES + "; default: chatml."
+        None, help="Text: several keys, e.g. '{title}\\n{content}'. Chat, preference, unpaired: " + TEMPLATES + "; default: chatml."
     ),
     split: str = typer.Option(None, help="Text: a .txt file is one document (file), or each line is one (line, the default to internlm)."),
     eos: bool = typer.Option(None, "--append-eos/--no-eos", help="Text: end documents with the end token; default: if there is one."),
     bos: bool = typer.Option(False, "--bos", help="Text: begin each document with the begin token."),
     clean: bool = typer.Option(False, "--clean", help="Text: drop bad texts and (near) duplicates, as `data clean` does."),
-    max_length: int = typer.Option(None, help="Chat, preference: maximum tokens of a conversation."),
+    max_length: int = typer.Option(None, help="Chat, preference, unpaired: maximum tokens of a conversation."),
     too_long: str = typer.Option(None, help="Chat: what to do with longer ones: truncate_right (default), truncate_left, drop."),
     valid_fraction: float = typer.Option(
-        None, help="Chat, preference: share of the records for validation (OUT/valid); the rest goes to OUT/train."
+        None, help="Chat, preference, unpaired: share of the records for validation (OUT/valid); the rest goes to OUT/train."
     ),
-    drop_bad: bool = typer.Option(False, "--drop-bad", help="Chat, preference: drop and count bad records instead of refusing them."),
+    drop_bad: bool = typer.Option(
+        False, "--drop-bad", help="Chat, preference, unpaired: drop and count bad records instead of refusing them."
+    ),
     keys: str = RECORD_KEYS,
-    seed: int = typer.Option(None, help="Chat, preference: chooses the records for validation."),
+    seed: int = typer.Option(None, help="Chat, preference, unpaired: chooses the records for validation."),
     type_name: str = typer.Option(None, "--type", help="To internlm: the data type (folder); default: en."),
     begin_id: int = typer.Option(None, help="To zero2all: the begin token; default: the token all documents start with."),
     workers: int = typer.Option(None, min=1, help="Worker processes; default: one per core. With --on: tasks at a time."),
@@ -61,23 +63,22 @@ def tokenize(
     json: bool = JSON,
 ) -> None:
     """Turn raw text, conversations, preference pairs or labelled answers into a token store. Run again after a kill, it resumes."""
+    from headway.prepare.build import BuildOptions, BuildReport, build_converted, build_store
     from headway.prepare.encode import KINDS
     from headway.runtime.storage import check_writable
-
-    if kind not in KINDS:
-        raise ConfigError(f"--kind is {kind!r}; it must be one of {', '.join(KINDS)}. Media: `headway data prepare RECIPE --workers N`.")
-    check_writable(out)
-    for_text = {"--text-key": text_key, "--split": split, "--append-eos/--no-eos": eos, "--bos": bos or None, "--shard": shard}
-    for_text |= {"--clean": clean or None}
-    for_records = {"--max-length": max_length, "--valid-fraction": valid_fraction, "--drop-bad": drop_bad or None, "--seed": seed}
-    for_records |= {"--keys": keys}
-    refuse_flags(f"--kind {kind}", (for_records if kind == "text" else for_text) | {"--too-long": too_long if kind != "chat" else None})
-    refuse_flags(f"--to {to}", {"--type": type_name if to != "internlm" else None, "--begin-id": begin_id if to != "zero2all" else None})
-    from headway.prepare.build import BuildOptions, BuildReport, build_converted, build_store
     from headway.store.convert import ConvertOptions
     from headway.text.clean import CleanRules
     from headway.text.record_keys import KeyMap
 
+    if kind not in KINDS:
+        raise ConfigError(f"--kind is {kind!r}; it must be one of {', '.join(KINDS)}. Media: `headway data prepare RECIPE --workers N`.")
+    check_writable(out)
+    for_text = {"--text-key": text_key, "--split": split, "--append-eos/--no-eos": eos, "--bos": bos or None, "--clean": clean or None}
+    for_text["--shard"] = shard
+    for_records = {"--max-length": max_length, "--valid-fraction": valid_fraction, "--drop-bad": drop_bad or None, "--keys": keys}
+    for_records["--seed"] = seed
+    refuse_flags(f"--kind {kind}", (for_records if kind == "text" else for_text) | {"--too-long": too_long if kind != "chat" else None})
+    refuse_flags(f"--to {to}", {"--type": type_name if to != "internlm" else None, "--begin-id": begin_id if to != "zero2all" else None})
     is_text = kind == "text"
     layout = ConvertOptions(type=type_name, begin_id=begin_id) if is_text else ConvertOptions(type=type_name or "en")
     options = BuildOptions(
