@@ -39,22 +39,20 @@ def tokenize(
     to: str = typer.Option("headway", help="Format of the result: headway, internlm, zero2all, mds."),
     text_key: str = typer.Option(None, help="Text: key that holds the text of a record; default: text."),
     template: str = typer.Option(
-        None, help="Text: several keys, e.g. '{title}\\n{content}'. Chat, preference, unpaired: " + TEMPLATES + "; default: chatml."
+        None, help="Text: several keys, e.g. '{title}\\n{content}'. All but text: " + TEMPLATES + "; default: chatml."
     ),
     split: str = typer.Option(None, help="Text: a .txt file is one document (file), or each line is one (line, the default to internlm)."),
     eos: bool = typer.Option(None, "--append-eos/--no-eos", help="Text: end documents with the end token; default: if there is one."),
     bos: bool = typer.Option(False, "--bos", help="Text: begin each document with the begin token."),
     clean: bool = typer.Option(False, "--clean", help="Text: drop bad texts and (near) duplicates, as `data clean` does."),
-    max_length: int = typer.Option(None, help="Chat, preference, unpaired: maximum tokens of a conversation."),
+    max_length: int = typer.Option(None, help="All but text: maximum tokens of a conversation."),
     too_long: str = typer.Option(None, help="Chat: what to do with longer ones: truncate_right (default), truncate_left, drop."),
     valid_fraction: float = typer.Option(
-        None, help="Chat, preference, unpaired: share of the records for validation (OUT/valid); the rest goes to OUT/train."
+        None, help="All but text: share of the records for validation (OUT/valid); the rest is in OUT/train."
     ),
-    drop_bad: bool = typer.Option(
-        False, "--drop-bad", help="Chat, preference, unpaired: drop and count bad records instead of refusing them."
-    ),
+    drop_bad: bool = typer.Option(False, "--drop-bad", help="All but text: drop and count bad records instead of refusing them."),
     keys: str = RECORD_KEYS,
-    seed: int = typer.Option(None, help="Chat, preference, unpaired: chooses the records for validation."),
+    seed: int = typer.Option(None, help="All but text: chooses the records for validation."),
     type_name: str = typer.Option(None, "--type", help="To internlm: the data type (folder); default: en."),
     begin_id: int = typer.Option(None, help="To zero2all: the begin token; default: the token all documents start with."),
     workers: int = typer.Option(None, min=1, help="Worker processes; default: one per core. With --on: tasks at a time."),
