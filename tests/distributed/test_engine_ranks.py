@@ -40,8 +40,13 @@ MIXED = HeadMasks(((True, False), (False, False)), window=10, sinks=3)
 SHAPES: dict[str, ModelConfig] = {
     "two KV heads, odd vocabulary": CONFIG.with_(max_seq_len=96, vocab_size=321),
     "one KV head, tied": CONFIG.with_(max_seq_len=96, num_kv_heads=1, tie_embeddings=True),
+    "latent attention": CONFIG.with_(
+        max_seq_len=96, family="deepseek_v3", num_kv_heads=None, head_dim=None, rope_interleaved=True,
+        latent_attention={"kv_rank": 12, "q_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "value_head_dim": 8},
+        experts={"num": 4, "per_token": 2, "ffn_size": 16, "shared_ffn_size": 16, "router": "sigmoid", "first_dense": 1, "num_groups": 2},
+    ),
     "experts": CONFIG.with_(max_seq_len=96, experts={"num": 4, "per_token": 2, "ffn_size": 16}, family="mixtral"),
-}
+}  # fmt: skip
 
 
 def requests() -> list[EngineRequest]:

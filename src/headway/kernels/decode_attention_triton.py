@@ -16,6 +16,8 @@ BLOCK, WARPS, STAGES = 64, 2, 3
 """Slots that one program reads at a time, its warps, and the number of reads in flight."""
 SHARED_BYTES = 96 * 1024
 """Shared memory that the reads in flight may use on one multiprocessor."""
+WIDE, WIDE_WARPS = 256, 8
+"""Of wider heads (latent attention stores 576 channels for all heads) more warps share the result, and one read is in flight."""
 
 
 @triton.jit
@@ -137,7 +139,7 @@ def attend(
         q.stride(0), k.stride(0), v.stride(0), items, plan.stretch, hd**-0.5,
         G=groups, GP=max(16, _power(groups)), HD=hd, HP=max(16, _power(hd)), BLOCK=block,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SOFTCAP=rule.softcap or 0.0,
-        num_warps=WARPS, num_stages=STAGES,
+        num_warps=WARPS if hd <= WIDE else WIDE_WARPS, num_stages=STAGES if hd <= WIDE else 1,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headway.kernels.decode_attention_triton import ruled
+from headway.kernels.decode_attention_triton import WIDE, WIDE_WARPS, ruled
 
 if TYPE_CHECKING:
     from headway.kernels.paged_attention import PagedPlan, PagedStep
@@ -154,7 +154,7 @@ def attend(
         q.stride(0), k.stride(0), v.stride(0), step.table.stride(0), items, hd**-0.5,
         G=groups, GP=max(16, _power(groups)), HD=hd, HP=max(16, _power(hd)), BLOCK=block_of(hd, q.element_size(), plan.page_tokens),
         PAGE=plan.page_tokens, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SOFTCAP=plan.rule.softcap or 0.0,
-        num_warps=WARPS, num_stages=STAGES,
+        num_warps=WARPS if hd <= WIDE else WIDE_WARPS, num_stages=STAGES if hd <= WIDE else 1,
     )  # fmt: skip
 
 

@@ -44,16 +44,31 @@ CachedForward = Callable[..., Tensor]
 """(tokens [B,T], position [B,T], AttentionCache, MediaTensors or None) -> hidden [B,T,D] after the final norm."""
 
 
+Expander = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Keys and values [...,H,hd] of what a cache stores in their place, [...,1,W]."""
+
+
 class AttentionCache(Protocol):
     """What a model needs of a cache: attention of new tokens to those it holds."""
 
     capacity: int
     """Tokens of the longest sequence it has room for."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, position: Tensor, whole: Any, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        position: Tensor,
+        whole: Any,
+        sinks: Tensor | None = None,
+        expand: Expander | None = None,
+    ) -> Tensor:
         """o [B,T,H,hd] of q [B,T,H,hd] at positions [B,T], over what is stored and k, v [B,T,KV,hd], which are stored.
 
-        `sinks` [H]: a trained logit of each head beside its keys, in models that have them."""
+        `sinks` [H]: a trained logit of each head beside its keys, in models that have them. `expand`: q meets what this makes of the stored
+        vectors, and not them."""
         ...
 
 

@@ -263,7 +263,14 @@ class ModelConfig(Section):
                 f"latent_attention.value_head_dim is {latent.value_head_dim}; it must not exceed "
                 f"nope_head_dim + rope_head_dim={latent.head_size}"
             )
-        fixed = {"qk_norm": False, "rotary_fraction": 1.0, "positions": "rotary", "head_gates": None, "attention_sinks": False}
+        fixed = {
+            "qk_norm": False,
+            "rotary_fraction": 1.0,
+            "positions": "rotary",
+            "head_gates": None,
+            "attention_sinks": False,
+            "sliding_window": None,
+        }
         for key, value in fixed.items():
             if getattr(self, key) != value:
                 why = " Its heads store one vector together, so none can stream" if key == "head_gates" else ""
@@ -328,6 +335,16 @@ class ModelConfig(Section):
     def value_size(self) -> int:
         """Width of one value head."""
         return self.head_size if self.latent_attention is None else self.latent_attention.value_head_dim
+
+    @property
+    def cached_heads(self) -> int:
+        """Heads whose keys and values a cache stores."""
+        return self.kv_heads if self.latent_attention is None else 1
+
+    @property
+    def cached_size(self) -> int:
+        """Width of a key, and of a value, in a cache. With latent attention the two are one vector, from which heads are made."""
+        return self.head_size if self.latent_attention is None else self.latent_attention.stored_size
 
     @property
     def rotary_size(self) -> int:

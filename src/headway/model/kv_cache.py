@@ -17,6 +17,7 @@ Every group is the last one with some S and W: full has W = capacity and never w
 0..min(n, S + W) - 1 of each group, and a query may see all of them. Keys are stored rotated to their true positions.
 
 Memory: one flat buffer per layer for keys and one for values; in it the groups one after the other, each [heads, rows, S + W, hd].
+With latent attention a layer stores one vector per token (`ModelConfig.cached_size`), and the two buffers are one.
 
 `kv_layer.py` holds the buffers of one layer and attends to them.
 """
@@ -31,6 +32,7 @@ import torch
 
 from headway.kernels.attention import ScoreRule, attend_chunk
 from headway.kernels.cached_chunk import ChunkPlan, attend_streaming, store
+from headway.model.base import Expander
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.kv_layer import (
@@ -88,7 +90,7 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of all keys and values it has room for."""
-        return sum(buffer.nbytes for layer in self.layers for buffer in (layer.keys, layer.values))
+        return sum(layer.num_bytes for layer in self.layers)
 
     @property
     def num_free(self) -> int:
@@ -154,24 +156,25 @@ class KVCache:
         position: torch.Tensor,
         whole: PrefillAttention | None,
         sinks: torch.Tensor | None = None,
+        expand: Expander | None = None,
     ) -> torch.Tensor:
         """o [B,T,H,hd] of q [B,T,H,hd] at positions [B,T], over what is stored and k, v [B,T,KV,hd]; what is needed of these is stored.
 
-        `sinks` [H]: a logit of each head beside its keys (`ScoreRule`)."""
+        `sinks` [H]: a logit of each head beside its keys (`ScoreRule`). `expand`: q meets what it makes of stored vectors."""
         start, tokens = self.start, q.shape[1]
         assert start + tokens <= self.capacity, "the cache is built for the longest sequence that will come"
         at = self.layers[layer]
-        if tokens == 1 and self._prompt is None and start > 0:
+        if tokens == 1 and self._prompt is None and start > 0 and expand is None:
             return self._step(at, q, k, v, position[:, 0], sinks)
         if q.is_cuda:
-            return self._attend_cuda(at, q, k, v, position, whole, sinks)
+            return self._attend_cuda(at, q, k, v, position, whole, sinks, expand)
         limit = None if self._prompt is None else self._prompt.limit
         aligned = self._prompt is not None or len({self.host_lengths[row] for row in self._active}) == 1
         o = torch.empty_like(q)
         for group in at.groups:
             some_q, some_k, some_v = (select_heads_of(x, group, at.kv_heads) for x in (q, k, v))
             rule = rule_of_heads(at.rule, sinks, group.heads, at.kv_heads)
-            chunk = CacheChunk(some_q, some_k, some_v, position, limit, start, aligned, self._rows, rule)
+            chunk = CacheChunk(some_q, some_k, some_v, position, limit, start, aligned, self._rows, rule, expand)
             result = self._attend_chunk(at, group, chunk, whole)
             if len(at.groups) == 1:
                 return result
@@ -193,12 +196,12 @@ class KVCache:
     def _attend_chunk(self, at: LayerCache, group: CachedHeads, chunk: CacheChunk, whole: PrefillAttention | None) -> torch.Tensor:
         """Several tokens of a group's heads at once. What is stored is read before it is overwritten."""
         if chunk.start == 0 and whole is not None and (group.complete or chunk.q.shape[1] <= group.capacity):
-            o = _whole(whole, chunk.q, chunk.k, chunk.v, chunk.rule)
+            o = _whole(whole, chunk.q, *chunk.heads(chunk.k, chunk.v), chunk.rule)
             at.write(group, chunk)
             return o
         if group.capacity == self.capacity:
             at.write(group, chunk)
-            keys, values = at.read(group, chunk.start + chunk.q.shape[1], chunk.rows)
+            keys, values = chunk.heads(*at.read(group, chunk.start + chunk.q.shape[1], chunk.rows))
             start = chunk.start if chunk.aligned else None
             return attend_chunk(chunk.q, keys, values, start=start, position=chunk.position, rule=chunk.rule)
         o = attend_ring(at, group, chunk)
@@ -214,6 +217,7 @@ class KVCache:
         position: torch.Tensor,
         whole: PrefillAttention | None,
         sinks: torch.Tensor | None,
+        expand: Expander | None,
     ) -> torch.Tensor:
         """Several tokens in each row of the batch. Rings are read before the new tokens overwrite them."""
         start, tokens = self.start, q.shape[1]
@@ -233,9 +237,11 @@ class KVCache:
             some_q, rule = select_heads_of(q, group, at.kv_heads), rule_of_heads(at.rule, sinks, group.heads, at.kv_heads)
             if group in direct:
                 assert whole is not None
-                result = _whole(whole, some_q, select_heads_of(k, group, at.kv_heads), select_heads_of(v, group, at.kv_heads), rule)
+                keys, values = (select_heads_of(x, group, at.kv_heads) for x in (k, v)) if expand is None else expand(k)
+                result = _whole(whole, some_q, keys, values, rule)
             else:
                 keys, values = at.read(group, start + tokens, self._rows)
+                keys, values = (keys, values) if expand is None else expand(keys)
                 aligned = self._prompt is not None or len({self.host_lengths[row] for row in self._active}) == 1
                 result = attend_chunk(some_q, keys, values, start=start if aligned else None, position=position, rule=rule)
             if len(at.groups) == 1:

@@ -14,6 +14,7 @@ import torch
 from headway.kernels.attention import ScoreRule, dense
 from headway.kernels.cached_chunk import FAR, HeadRegion, region_table
 from headway.kernels.decode_attention import DecodePlan, decode_attention
+from headway.model.base import Expander
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import DEFAULT_SINKS, DEFAULT_WINDOW, HeadMasks
 
@@ -63,7 +64,7 @@ def group_heads(config: ModelConfig, layer: int, capacity: int, masks: HeadMasks
         elif sinks + window < capacity:
             streaming = (sinks, window, layer_window)
     kinds: dict[tuple[int, int, int | None], list[int]] = {}
-    for head in range(config.kv_heads):
+    for head in range(config.cached_heads):
         kind = whole if masks is None or masks.full[layer][head] else streaming
         kinds.setdefault(kind, []).append(head)
     return [CachedHeads(tuple(heads), *kind, complete=kind == whole) for kind, heads in kinds.items()]
@@ -102,6 +103,11 @@ class CacheChunk:
     """Every row's tokens begin at the same position."""
     rows: CacheRows | None
     rule: ScoreRule
+    expand: Expander | None = None
+
+    def heads(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that q meets, of stored ones."""
+        return (keys, values) if self.expand is None else self.expand(keys)
 
     def stored(self) -> torch.Tensor:
         """Tokens of each row before these, [B]."""
@@ -113,17 +119,23 @@ class LayerCache:
     """The buffers of one layer."""
 
     def __init__(self, config: ModelConfig, groups: list[CachedHeads], rows: int, device: torch.device | str, dtype: torch.dtype) -> None:
-        self.groups, self.rows, self.kv_heads, self.head_size = groups, rows, config.kv_heads, config.head_size
+        self.groups, self.rows, self.kv_heads, self.head_size = groups, rows, config.cached_heads, config.cached_size
         self.rule = ScoreRule(config.attention_softcap)
-        sizes = [len(group.heads) * rows * group.capacity * config.head_size for group in groups]
+        sizes = [len(group.heads) * rows * group.capacity * self.head_size for group in groups]
         # Zeros, not uninitialised memory: an entry that no query sees still meets a weight of 0, and 0 times NaN is NaN.
-        self.keys, self.values = (torch.zeros(sum(sizes), device=device, dtype=dtype) for _ in range(2))
+        self.keys = torch.zeros(sum(sizes), device=device, dtype=dtype)
+        self.values = self.keys if config.latent_attention is not None else torch.zeros_like(self.keys)
         self._begin = {group: sum(sizes[:index]) for index, group in enumerate(groups)}
         self._all_rows = torch.arange(rows, device=device)[:, None]
         self._plan: DecodePlan | None = None
         self._table: torch.Tensor | None = None
         if self.keys.is_cuda:
             self.region_table()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its buffers; with latent attention keys and values are one."""
+        return self.keys.nbytes if self.values is self.keys else self.keys.nbytes + self.values.nbytes
 
     def views(self, group: CachedHeads) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a group, [heads, all rows, capacity, hd]."""
@@ -204,8 +216,14 @@ class LayerCache:
             at = position.new_full((self.rows,), -1)
             at[rows.index] = position
             return self._step_cuda(whole[0], whole[1], whole[2], at, None, rule)[rows.index]
+        times = copies_of_head(q.shape[2], self.kv_heads, self.head_size)
         if self._plan is None:
-            self._plan = DecodePlan.of(self._regions(), self.rows, q.shape[2] // self.kv_heads, self.head_size, q.device)
+            regions = self._regions()
+            if times > 1:
+                regions = [(begin, head * times + n, s, w, reach) for begin, head, s, w, reach in regions for n in range(times)]
+            self._plan = DecodePlan.of(regions, self.rows, q.shape[2] // (self.kv_heads * times), self.head_size, q.device)
+        if times > 1:
+            k, v = (x.repeat_interleave(times, dim=2) for x in (k, v))
         return decode_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, position, self._plan, rule)[:, None]
 
     def region_table(self, group: CachedHeads | None = None) -> torch.Tensor:
@@ -257,6 +275,19 @@ def attend_ring(at: LayerCache, group: CachedHeads, chunk: CacheChunk) -> torch.
         seen = (distance >= 0) & (key >= 0) & near
         results.append(dense(chunk.q[:, begin:end], k, v, seen, chunk.rule))
     return torch.cat(results, dim=1)
+
+
+MOST_QUERIES = 16
+"""Query heads of one KV head that a program of the decoding kernels takes, where these are wide."""
+WIDE = 256
+
+
+def copies_of_head(queries: int, kv_heads: int, width: int) -> int:
+    """How often the kernels of single steps see a stored head, each time with some of its query heads; all of a wide head's do not fit."""
+    if width <= WIDE:
+        return 1
+    per_head = queries // kv_heads
+    return per_head // max(n for n in range(1, MOST_QUERIES + 1) if per_head % n == 0)
 
 
 def select_heads_of(x: torch.Tensor, group: CachedHeads, kv_heads: int) -> torch.Tensor:

@@ -6,6 +6,12 @@
 
 Kernels take values as wide as keys: v has zeros behind its channels, and so has what comes back, which `output` drops.
 
+A cache stores the latent and the shared keys of a token, W = R + rope channels for all heads. Two forms compute the same with it:
+
+    many tokens   keys and values of heads are made of what is stored (`expand`), and attention is as in training
+    one token     kv_b goes into the query and the result: q' = [q W_k, rotated q] meets the stored vectors themselves, as the query heads
+                  of one KV head do, and `values` makes values of the mix of latents; nothing of the past is expanded
+
 Shapes: B rows, T tokens, D width, H heads, hd = nope + rope channels of a query or key, vd of a value.
 """
 
@@ -18,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headway.model.adapter.lora import AdaptedLinear
 from headway.model.config import yarn_growth
 from headway.model.layers import RMSNorm, join_linears
 from headway.model.rope import rotate
@@ -56,8 +63,6 @@ class LatentAttention(nn.Module):
         """Of other kinds of attention too."""
         self.rotates = layer not in config.no_rope_layers
         self.interleaved = config.rope_interleaved
-        self.angles = None if config.rope_local_theta is None else int(config.window_of(layer) is not None)
-        """Which of several rotary frequencies are this layer's."""
         self.score_scale = score_scale(config)
         self.joined: tuple[Tensor, Tensor | None] | None = None
         """Weight and bias of both projections of the stream in one tensor each, after `fuse`."""
@@ -71,27 +76,57 @@ class LatentAttention(nn.Module):
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v [B,T,H,hd] of x [B,T,D]; head counts follow the weights, which may be a slice of the whole."""
+        q_nope, q_rope, c, k_rope = self._parts(x, cos, sin, self.head_size)
+        return torch.cat((q_nope, q_rope), dim=-1), *self._heads(c, k_rope)
+
+    def project_stored(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B,T,H,hd], and what a cache stores, [B,T,1,W], in the place of k and of v."""
+        q_nope, q_rope, c, k_rope = self._parts(x, cos, sin, self.head_size)
+        stored = torch.cat((c[:, :, None], k_rope), dim=-1)
+        return torch.cat((q_nope, q_rope), dim=-1), stored, stored
+
+    def project_absorbed(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q' [B,T,H,W], whose products with stored vectors are the scores, and these, [B,T,1,W], in the place of k and of v."""
+        q_nope, q_rope, c, k_rope = self._parts(x, cos, sin, self.latent.stored_size)
+        stored = torch.cat((c[:, :, None], k_rope), dim=-1)
+        to_keys = self._from_latent()[:, : self.latent.nope_head_dim]
+        return torch.cat((torch.einsum("bthn,hnr->bthr", q_nope, to_keys), q_rope), dim=-1), stored, stored
+
+    def expand(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v [...,H,hd] of what a cache stores, [...,1,W]."""
+        c, k_rope = stored.split([self.latent.kv_rank, self.latent.rope_head_dim], dim=-1)
+        return self._heads(c.squeeze(-2), k_rope)
+
+    def values(self, o: Tensor) -> Tensor:
+        """The mix of values [B,T,H,vd] that is a mix of stored vectors for each head, o [B,T,H,W]."""
+        to_values = self._from_latent()[:, self.latent.nope_head_dim :]
+        return torch.einsum("bthr,hvr->bthv", o[..., : self.latent.kv_rank], to_values)
+
+    def _heads(self, c: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v [...,H,hd] of latents [...,R] and rotated keys [...,1,rope]."""
         nope, value = self.latent.nope_head_dim, self.latent.value_head_dim
-        scale = self.score_scale * self.head_size**0.5  # kernels divide scores by sqrt(hd)
-        q_nope, q_rope, c, k_rope = self._parts(x, cos, sin, scale)
         k_nope, v = self.kv_b_proj(c).unflatten(-1, (-1, nope + value)).split([nope, value], dim=-1)
-        q = torch.cat((q_nope, q_rope), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1)
-        return q, k, F.pad(v, (0, self.head_size - value))
+        return k, F.pad(v, (0, self.head_size - value))
+
+    def _from_latent(self) -> Tensor:
+        """The weight of kv_b by head, [H,nope+vd,R]."""
+        weight = self.kv_b_proj.effective if isinstance(self.kv_b_proj, AdaptedLinear) else self.kv_b_proj.weight
+        return weight.unflatten(0, (-1, self.latent.nope_head_dim + self.latent.value_head_dim))
 
     def output(self, o: Tensor) -> Tensor:
-        """[B,T,D] of o [B,T,H,hd]."""
+        """[B,T,D] of o [B,T,H,hd], or of as many channels as values have."""
         return self.o_proj(o[..., : self.latent.value_head_dim].flatten(-2))
 
-    def _parts(self, x: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries [B,T,H,nope] and, rotated, [B,T,H,rope], both times `scale`; the latent [B,T,R] and rotated keys [B,T,1,rope]."""
+    def _parts(self, x: Tensor, cos: Tensor, sin: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries [B,T,H,nope] and, rotated, [B,T,H,rope], scaled for heads of `width`; latents [B,T,R] and rotated keys [B,T,1,rope]."""
+        scale = self.score_scale * width**0.5  # kernels divide scores by the root of the width
         q, stored = self._from_stream(x)
         q_nope, q_rope = q.unflatten(-1, (-1, self.head_size)).split([self.latent.nope_head_dim, self.latent.rope_head_dim], dim=-1)
         c, k_rope = stored.split([self.latent.kv_rank, self.latent.rope_head_dim], dim=-1)
         k_rope = k_rope[:, :, None]
         q_nope = q_nope if scale == 1.0 else (q_nope.float() * scale).to(q.dtype)
         if self.rotates:
-            cos, sin = (cos, sin) if self.angles is None else (cos[self.angles], sin[self.angles])
             turn = partial(rotate, cos=cos, sin=sin, interleaved=self.interleaved)
             q_rope, k_rope = turn(q_rope, scale=scale), turn(k_rope)
         elif scale != 1.0:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from headway.kernels.paged_attention import PagedWorkspace
+from headway.model.base import Expander
 from headway.model.config import ModelConfig
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.kv_layer import group_heads
@@ -69,7 +70,8 @@ class CacheShape:
 
     @property
     def _entry_bytes(self) -> int:
-        return 2 * self.config.head_size * self.dtype.itemsize
+        together = 1 if self.config.latent_attention is not None else 2  # keys and values are one vector
+        return together * self.config.cached_size * self.dtype.itemsize
 
     @property
     def pages_per_slot(self) -> int:
@@ -103,7 +105,7 @@ class PagedCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of all keys and values it has room for."""
-        return sum(buffer.nbytes for layer in self.layers for buffer in (layer.keys, layer.values))
+        return sum(layer.num_bytes for layer in self.layers)
 
     @torch.inference_mode()
     def set_pages(self, entries: Sequence[tuple[int, int, int]]) -> None:
@@ -164,8 +166,10 @@ class PagedDecode:
         position: torch.Tensor,
         whole: object = None,
         sinks: torch.Tensor | None = None,
+        expand: Expander | None = None,
     ) -> torch.Tensor:
         """o [B,1,H,hd] of q [B,1,H,hd] at positions [B,1]; k and v [B,1,KV,hd] are stored."""
+        assert expand is None, "single steps meet what is stored"
         return self.cache.layers[layer].step(q, k, v, position[:, 0], self, sinks)
 
     def advance(self, tokens: int) -> None:
@@ -189,9 +193,10 @@ class PagedPrefill:
         position: torch.Tensor,
         whole: object = None,
         sinks: torch.Tensor | None = None,
+        expand: Expander | None = None,
     ) -> torch.Tensor:
         """o [1,N,H,hd] of q [1,N,H,hd]; each piece sees what its slot holds and itself; k and v [1,N,KV,hd] are stored."""
-        return self.cache.layers[layer].prefill(q[0], k[0], v[0], self.plan, sinks)[None]
+        return self.cache.layers[layer].prefill(q[0], k[0], v[0], self.plan, sinks, expand)[None]
 
     def advance(self, tokens: int) -> None:
         """Lengths are the caller's."""

@@ -18,8 +18,9 @@ from headway.kernels.paged_attention import NO_LIMIT, PagedPlan, PagedRegion, Pa
 from headway.kernels.past_attention import cudnn_part, has_cudnn
 from headway.kernels.sinks import add_sinks
 from headway.kernels.streaming_pieces import flash
+from headway.model.base import Expander
 from headway.model.config import ModelConfig
-from headway.model.kv_layer import put_heads, rule_of_heads, take_heads
+from headway.model.kv_layer import copies_of_head, put_heads, rule_of_heads, take_heads
 from headway.model.ring_prefill import RingHeads, RingPlan, attend_windows
 
 if TYPE_CHECKING:
@@ -123,15 +124,21 @@ class LayerPages:
         dtype: torch.dtype,
     ) -> None:
         """`pages`: (number, positions of each); `rows`: rings of slots and kept copies."""
-        self.full, self.rings, self.rows, self.kv_heads, self.head_size = full, rings, rows, config.kv_heads, config.head_size
+        self.full, self.rings, self.rows, self.kv_heads, self.head_size = full, rings, rows, config.cached_heads, config.cached_size
         self.num_pages, self.page_tokens = pages
         self.rule = ScoreRule(config.attention_softcap)
         sizes = [self.num_pages * len(full) * self.page_tokens, *(rows * len(ring.heads) * ring.indices for ring in rings)]
         # Zeros, not uninitialised memory: an entry that no query sees still meets a weight of 0, and 0 times NaN is NaN.
-        self.keys, self.values = (torch.zeros(sum(sizes) * self.head_size, device=device, dtype=dtype) for _ in range(2))
+        self.keys = torch.zeros(sum(sizes) * self.head_size, device=device, dtype=dtype)
+        self.values = self.keys if config.latent_attention is not None else torch.zeros_like(self.keys)
         self._begin = [sum(sizes[:index]) for index in range(len(sizes))]
         self._plans: dict[int, PagedPlan] = {}
         self._ring_table: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its buffers; with latent attention keys and values are one."""
+        return self.keys.nbytes if self.values is self.keys else self.keys.nbytes + self.values.nbytes
 
     def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the full heads, [pages, F, P, hd]."""
@@ -204,14 +211,17 @@ class LayerPages:
         batch: PagedDecode,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
+        times = copies_of_head(q.shape[2], self.kv_heads, self.head_size)
         plan = self._plans.get(batch.rows)
         if plan is None:
-            shape = (q.shape[2] // self.kv_heads, self.head_size)
-            regions = self._regions(batch.cache.shape.context)
+            shape = (q.shape[2] // (self.kv_heads * times), self.head_size)
+            regions = [region for region in self._regions(batch.cache.shape.context) for _ in range(times)]
             plan = PagedPlan.of(regions, batch.rows, shape, self.page_tokens, batch.cache.workspace, self.rule)
             self._plans[batch.rows] = plan
         if sinks is not None:
             plan = replace(plan, rule=replace(plan.rule, sinks=sinks))
+        if times > 1:
+            k, v = (x.repeat_interleave(times, dim=2) for x in (k, v))
         step = PagedStep(batch.slots, position.contiguous(), batch.cache.table)
         return paged_attention(q[:, 0], k[:, 0], v[:, 0], self.keys, self.values, step, plan)[:, None]
 
@@ -229,7 +239,13 @@ class LayerPages:
         return [found[head] for head in range(self.kv_heads)]
 
     def prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan, sinks: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: PrefillPlan,
+        sinks: torch.Tensor | None = None,
+        expand: Expander | None = None,
     ) -> torch.Tensor:
         """o [N,H,hd] of packed pieces q [N,H,hd], k and v [N,KV,hd]. What is stored is read before it is overwritten."""
         o = torch.empty_like(q)
@@ -237,6 +253,10 @@ class LayerPages:
             some_q, some_k, some_v = (self._heads(x[None], self.full)[0] for x in (q, k, v))
             for pool, x in zip(self.pages(), (some_k, some_v), strict=True):
                 pool[plan.page, :, plan.offset] = x
+            if plan.seen is not None:
+                some_k, some_v = (pool[plan.seen[0], :, plan.seen[1]] for pool in self.pages())
+            if expand is not None:
+                some_k, some_v = expand(some_k)
             self._put(o[None], self._full_prefill(some_q, some_k, some_v, plan, self._rule(sinks, self.full))[None], self.full)
         if self.rings and uses_kernels(q):
             self._rings_prefill(q, k, v, o, plan, replace(self.rule, sinks=sinks))
@@ -268,8 +288,7 @@ class LayerPages:
         return found
 
     def _full_prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan, rule: ScoreRule) -> torch.Tensor:
-        if plan.seen is not None:
-            k, v = (pool[plan.seen[0], :, plan.seen[1]] for pool in self.pages())
+        """Of keys and values of all positions that the pieces see."""
         has_flash = not why_not("varlen", q.device.type, q.dtype, q.shape[-1], rule)
         if has_flash and not plan.is_regular:
             found = flash(q, k, v, plan.starts_q, plan.starts_k, plan.longest_q, plan.longest_k, -1, 0)

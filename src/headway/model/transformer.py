@@ -25,6 +25,7 @@ from headway.kernels.attention import AttentionMask, ScoreRule, attend, causal_m
 from headway.kernels.head_mix import mix_heads
 from headway.model.adapter.lora import AdaptedLinear
 from headway.model.base import AttentionCache, AttentionCore, CachedForward, Compiler, DecodeStep, LayerSplit, LMHead, Model, ModelOut
+from headway.model.cached_halves import CachedHalves
 from headway.model.head_gates import HeadGates
 from headway.model.layers import FeedForward, build_attention, build_mlp, build_norm, dropout
 from headway.model.layout import EMBEDDING, HEAD, ParamSpec, param_specs
@@ -111,13 +112,17 @@ class Block(nn.Module):
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Everything up to the attention core: q [B,T,H,hd], k and v [B,T,KV,hd]."""
-        return self.self_attn.project(self.enter(_normed(x, self.input_layernorm)), cos, sin)
+        return self.self_attn.project(self.entered(x), cos, sin)
+
+    def entered(self, x: Tensor) -> Tensor:
+        """What attention's projections read."""
+        return self.enter(_normed(x, self.input_layernorm))
 
     def after(self, x: Tensor, o: Tensor, counted: Tensor | None = None) -> Tensor | tuple[Tensor, Routing]:
         """Everything after the attention core, from the block's input and o [B,T,H,hd]. A mixture that is given the tokens that count,
         [B,T], also says what its router did with them."""
         if self.is_parallel:
-            both = self.self_attn.output(o) + self.mlp(self.enter(_normed(x, self.input_layernorm)))
+            both = self.self_attn.output(o) + self.mlp(self.entered(x))
             return self._added(x, self.leave(both))
         x = self._added(x, _normed(self.leave(self.self_attn.output(o)), self.post_self_attn_layernorm))
         normed = self.enter(_normed(x, self.post_attention_layernorm))
@@ -178,7 +183,7 @@ class Transformer(Model):
         self.rotation = Rotation(config)
         self.is_random = config.dropout > 0
         self._vocab: VocabShard | None = None
-        self._prefill_halves: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._prefill_halves: dict[int, CachedHalves] = {}
         """Compiled halves of every block, for many tokens that go into a cache."""
         self._counts = True
         """Whether gradients of what routers did and of scores count on this rank; ranks that share the layers compute the same."""
@@ -315,10 +320,10 @@ class Transformer(Model):
                     x, routing = x
                     routings.append(routing)
             else:
-                before, after = self._prefill_halves.get(layer, (block.before, block.after))
+                before, after, expand = (self._prefill_halves.get(layer) or CachedHalves(block)).of(tokens)
                 q, k, v = before(x, cos, sin)
                 whole = None if mask is None else partial(block.core, **block.core_settings(mask))
-                x = after(x, cache.attend(layer, q, k, v, position, whole, block.self_attn.sinks))
+                x = after(x, cache.attend(layer, q, k, v, position, whole, block.self_attn.sinks, expand))
         if cache is not None:
             cache.advance(tokens.shape[1])
         hidden = self.model.norm(x)
@@ -357,7 +362,7 @@ class Transformer(Model):
     def compile_prefill(self, compiler: Compiler) -> None:
         """Once: forwards into a cache run compiled halves, of any number of tokens. Training and single steps stay as they are."""
         if not self._prefill_halves:
-            self._prefill_halves = {n: (compiler(one.before), compiler(one.after)) for n, one in enumerate(self.blocks().values())}
+            self._prefill_halves = {layer: CachedHalves(block, compiler) for layer, block in enumerate(self.blocks().values())}
 
     def decoder(self, cache: KVCache, compiler: Compiler | None = None) -> DecodeStep:
         """A step reads and writes the cache; its caller advances the cache."""
@@ -370,17 +375,15 @@ class Transformer(Model):
 
     def cached_forward(self, compiler: Compiler | None = None) -> CachedForward:
         """The blocks' halves are compiled, attention between them is the cache's."""
-        attentions = [block.self_attn for block in self.blocks().values()]
-        halves: list[tuple[Callable[..., Any], Callable[..., Any]]] = [(block.before, block.after) for block in self.blocks().values()]
-        if compiler is not None:
-            halves = [(compiler(before), compiler(after)) for before, after in halves]
+        halves = [CachedHalves(block, compiler) for block in self.blocks().values()]
 
         def forward(tokens: Tensor, position: Tensor, cache: AttentionCache, media: MediaTensors | None = None) -> Tensor:
             x = self.embed(tokens, media, position=position)
             cos, sin = self.rotation(position, cache.capacity)
-            for layer, (before, after) in enumerate(halves):
+            for layer, both in enumerate(halves):
+                before, after, expand = both.of(tokens)
                 q, k, v = before(x, cos, sin)
-                x = after(x, cache.attend(layer, q, k, v, position, None, attentions[layer].sinks))
+                x = after(x, cache.attend(layer, q, k, v, position, None, both.sinks, expand))
             return self.model.norm(x)
 
         return forward

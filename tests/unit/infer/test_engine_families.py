@@ -23,6 +23,13 @@ FAMILIES: dict[str, ModelConfig] = {
     "mistral": BASE.with_(family="mistral", sliding_window=6, tie_embeddings=False),
     "qwen2": BASE.with_(family="qwen2", qkv_bias=True, sliding_window=5, window_layers=(0, 2), tie_embeddings=False),
     "qwen3": BASE.with_(family="qwen3", qk_norm=True, head_dim=16),
+    "deepseek_v3": BASE.with_(
+        family="deepseek_v3",
+        num_kv_heads=None,
+        rope_interleaved=True,
+        latent_attention={"kv_rank": 24, "q_rank": 20, "nope_head_dim": 10, "rope_head_dim": 6, "value_head_dim": 12},
+        experts={"num": 8, "per_token": 3, "ffn_size": 16, "shared_ffn_size": 16, "router": "sigmoid", "first_dense": 1, "num_groups": 2},
+    ),
     "smollm3": BASE.with_(family="smollm3", no_rope_layers=(0, 2), head_dim=12),
 }
 QUICK = ("mistral", "qwen2")

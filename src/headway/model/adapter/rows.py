@@ -94,6 +94,8 @@ def _readable(name: str, folder: Path, config: ModelConfig) -> PeftAdapter:
         reason = f"has fully trained parameters such as {next(iter(found.whole))}"
     elif HEAD_MODULE in found.config.modules(config):
         reason = f"changes {HEAD_MODULE}"
+    elif any(path.endswith(".kv_b_proj") for path in found.config.modules(config)):
+        reason = "changes kv_b_proj, which makes keys and values of what all requests store alike"
     if reason:
         raise ConfigError(f"adapter {name!r} ({folder}) {reason}, which cannot be chosen per request. Give this folder as the model.")
     return found
