@@ -23,7 +23,7 @@ from headway.export.huggingface import converted
 from headway.export.kquants import BLOCK, BLOCK_BYTES, quantise
 from headway.export.modelfile import write_modelfile
 from headway.infer.load import StoredModel, check_vocabulary, find_model_of_family
-from headway.model.config import ModelConfig, yarn_growth
+from headway.model.config import ModelConfig
 from headway.model.families._config_json import NEUTRAL
 from headway.model.families.base import family_of
 from headway.model.layout import EMBEDDING, GATES, HEAD, ParamSpec, num_parameters, param_specs
@@ -36,6 +36,7 @@ from headway.model.loading.gguf_names import (
     gguf_name,
     permuted,
 )  # fmt: skip
+from headway.model.rope_config import yarn_growth
 from headway.runtime.optional import need
 from headway.runtime.progress import progress
 from headway.runtime.storage import fsync_file, fsync_folder, writing

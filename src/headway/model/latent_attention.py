@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.model.adapter.lora import AdaptedLinear
-from headway.model.config import yarn_growth
 from headway.model.layers import RMSNorm, join_linears
 from headway.model.rope import rotate
+from headway.model.rope_config import yarn_growth
 
 if TYPE_CHECKING:
     from collections.abc import Callable

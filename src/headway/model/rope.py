@@ -12,7 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from headway.model.config import ModelConfig, RopeScaling, yarn_growth
+from headway.model.config import ModelConfig
+from headway.model.rope_config import RopeScaling, yarn_growth
 
 
 class Rotation:

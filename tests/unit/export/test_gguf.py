@@ -16,9 +16,10 @@ from headway.export.gguf_writer import export_gguf, parse_type
 from headway.export.huggingface import export_huggingface
 from headway.export.modelfile import turn_texts
 from headway.infer.load import find_model, load_model
-from headway.model.config import HeadGatesConfig, ModelConfig, RopeScaling
+from headway.model.config import HeadGatesConfig, ModelConfig
 from headway.model.layout import param_specs
 from headway.model.loading.gguf_file import GgufFile
+from headway.model.rope_config import RopeScaling
 from headway.tokenizer.byte_level import WORDS, byte_level
 from headway.tokenizer.chat_template import BUILT_IN
 from headway.tokenizer.gguf_vocabulary import WHOLE, to_metadata, write_files

@@ -16,9 +16,10 @@ from headway.export.huggingface import export_huggingface
 from headway.infer.generate import GenerateOptions, generate
 from headway.infer.load import find_model, load_model
 from headway.kernels.attention import causal_mask
-from headway.model.config import ModelConfig, RopeScaling
+from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
+from headway.model.rope_config import RopeScaling
 from headway.model.transformer import Transformer
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 56}

@@ -12,9 +12,10 @@ from headway.errors import ConfigError
 from headway.export.huggingface import export_huggingface
 from headway.infer.load import load_model
 from headway.kernels.attention import causal_mask
-from headway.model.config import ModelConfig, RopeScaling
+from headway.model.config import ModelConfig
 from headway.model.init import initial_value
 from headway.model.layout import param_specs
+from headway.model.rope_config import RopeScaling
 from headway.model.transformer import Transformer
 
 TOLERANCE = 1e-5

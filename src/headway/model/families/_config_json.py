@@ -9,8 +9,9 @@ from typing import Any
 
 from headway.config.load import validate
 from headway.errors import ConfigError
-from headway.model.config import MAX_LAYERS, ModelConfig, RopeScaling, yarn_growth
+from headway.model.config import MAX_LAYERS, ModelConfig
 from headway.model.families._config_keys import ONLY, harmless, misfit
+from headway.model.rope_config import RopeScaling, yarn_growth
 
 DEFAULTS: dict[str, Any] = {
     "initializer_range": 0.02,

@@ -205,7 +205,7 @@ def _scaling(file: GgufFile, at: _Values, head_size: int) -> dict[str, Any] | No
     for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
         found[ours] = at.number(f"rope.scaling.{theirs}", 32.0 if ours == "beta_fast" else 1.0)
     if (scale := at.number("rope.scaling.attn_factor", 1.0)) != 1.0:
-        from headway.model.config import yarn_growth
+        from headway.model.rope_config import yarn_growth
 
         found["attention_factor"] = float(f"{scale * yarn_growth(factor):.6g}")  # stored as an fp32 quotient
     return found
