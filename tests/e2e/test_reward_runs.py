@@ -15,6 +15,7 @@ from headway.errors import HeadwayError
 from headway.eval.reward import evaluate_reward
 from headway.eval.reward_data import RewardSource
 from headway.export.gguf_writer import export_gguf
+from headway.infer.check_checkpoint import check_checkpoint
 from headway.infer.load import LoadedModel, find_model, load_model
 from headway.model.layout import HEAD, SCORE
 from headway.store.reader import StoreWriter
@@ -99,6 +100,8 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(folder: Path) -> Non
     assert deterministic(again / "metrics.jsonl") == deterministic(whole / "metrics.jsonl")[2:]
     shutil.copyfile(whole / "metrics.jsonl", again / "metrics.jsonl")
     assert_same_run(whole, again, 4)
+    report = check_checkpoint(whole)
+    assert not report.problems and report.score is not None
 
 
 def test_a_stock_reward_model_goes_on_where_it_ended(folder: Path) -> None:

@@ -30,7 +30,8 @@ def checkpoint(
         typer.echo(f"{report.checkpoint}: {len(report.problems)} problem{'s' if len(report.problems) > 1 else ''} found")
     else:
         counts = f"step {report.step}, {report.files} files, {report.tensors} tensors"
-        does = f"it embeds {', '.join(report.embeds)}" if report.embeds else f"it generates {report.token_ids}"
+        does = f"it gives a score of {report.score:.4g}" if report.score is not None else f"it generates {report.token_ids}"
+        does = f"it embeds {', '.join(report.embeds)}" if report.embeds else does
         typer.echo(f"{report.checkpoint}: good: {counts}, {does}")
     if report.problems:
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from headway.model.base import build_model
 from headway.model.config import ModelConfig
 from headway.model.layout import param_specs
 from headway.model.projector import MediaTensors
+from headway.model.score import ScoreHead
 from headway.runtime.paths import AnyPath, parse_path
 from headway.runtime.progress import progress
 
@@ -42,6 +44,8 @@ class CheckpointReport:
     """What the model generates after a few ids."""
     embeds: list[str] = field(default_factory=list)
     """Of an aligner, which generates nothing: the modalities whose vectors are finite."""
+    score: float | None = None
+    """Of a reward model, which generates nothing either: its score of a few ids."""
     problems: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -73,6 +77,8 @@ def check_checkpoint(path: AnyPath | str) -> CheckpointReport:
     config = _check_shapes(reader, report)
     if not report.problems and config is not None and config.aligner is not None:
         report.embeds = report.found(lambda: _embed(Path(report.checkpoint))) or []
+    elif not report.problems and config is not None and config.score_head:
+        report.score = report.found(lambda: _score(report.checkpoint))
     elif not report.problems:
         report.token_ids = report.found(lambda: _generate(report.checkpoint)) or []
     return report
@@ -140,6 +146,18 @@ def _embed(path: Path) -> list[str]:
         if not bool(torch.isfinite(aligner.embed(name, inputs)).all()):
             raise CheckpointError(f"{path}: the {name} vectors it computes are not finite.")
     return list(stored.config.encoders)
+
+
+@torch.inference_mode()
+def _score(path: str) -> float:
+    """The score that a reward model gives to a few ids."""
+    loaded = load_model(path, scores=True)
+    ids = torch.arange(8)[None] % loaded.config.vocab
+    hidden = loaded.model.prefill(ids, torch.arange(8, dtype=torch.int32)[None])
+    score = float(ScoreHead(hidden, loaded.model.head_weight).of_documents(torch.tensor([[0, 8]])))
+    if not math.isfinite(score):
+        raise CheckpointError(f"{path}: the score it computes is not finite.")
+    return score
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from headway.model.layout import ParamSpec
 
 MODEL_TYPE = "deepseek_v2"
 ARCHITECTURE = "DeepseekV2ForCausalLM"
+CLASSIFIER = "DeepseekV2ForSequenceClassification"
 GROUPED = "group_limited_greedy"
 DEFAULTS = {
     **latent.DEFAULTS,

@@ -14,6 +14,7 @@ from headway.model.layout import ParamSpec
 
 MODEL_TYPE = "deepseek_v3"
 ARCHITECTURE = "DeepseekV3ForCausalLM"
+CLASSIFIER = "DeepseekV3ForSequenceClassification"
 DEFAULTS = {
     **latent.DEFAULTS,
     "max_position_embeddings": 4096,
