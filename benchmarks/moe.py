@@ -166,13 +166,15 @@ def kernels(case: dict[str, Any]) -> str:
     from headway.optim.adamw import Config as AdamW
     from headway.optim.groups import hypers
     from headway.parallel.assemble import assemble
+    from headway.parallel.config import ParallelConfig
     from headway.parallel.engine import EngineSpec
 
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda else "cpu")
     config = ModelConfig(**{**case["shape"], "num_layers": 2}, experts=case["experts"])
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    engine = assemble(EngineSpec(config, NextToken(), AdamW(), device, dtype, compile_blocks=on_cuda))
+    optim, parallel = AdamW(state_dtype="bf16"), ParallelConfig(accumulate_dtype="compute")
+    engine = assemble(EngineSpec(config, NextToken(), optim, device, dtype, compile_blocks=on_cuda, parallel=parallel))
     engine.fill((name, initial_value(name, shape, config, 0)) for name, shape in engine.shapes.items())
     rows, length = case["rows"], case["seq_len"]
     tokens = torch.randint(1, config.vocab, (rows, length))

@@ -42,6 +42,8 @@ OURS: dict[str, list[str]] = {
     "bf16-all": ["memory.recompute=1"],
     "nf4-all": ["adapter.base=nf4", "memory.recompute=1"],
     "nf4-all-offload": ["adapter.base=nf4", "memory.recompute=1", "memory.offload=[activations]"],
+    "nf4-part-offload": ["adapter.base=nf4", "memory.recompute=0.7", "memory.offload=[activations]"],
+    "nf4-part-offload-rows2": ["adapter.base=nf4", "memory.recompute=0.5", "memory.offload=[activations]", "batch.micro_rows=2"],
     "nf4-all-rows2": ["adapter.base=nf4", "memory.recompute=1", "batch.micro_rows=2"],
     "nf4-all-rows1": ["adapter.base=nf4", "memory.recompute=1", "batch.micro_rows=1"],
     "int8-all": ["adapter.base=int8", "memory.recompute=1"],

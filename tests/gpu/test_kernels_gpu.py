@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.triton_cases import bf16_moments
 
 from headway.kernels import flash4
 from headway.kernels.adamw import AdamWHyper, AdamWTensors, adamw_step, adamw_step_reference
@@ -10,6 +11,9 @@ from headway.kernels.cross_entropy import linear_nll
 from headway.kernels.fp8 import Scaling, fp8_linear
 from headway.kernels.packed_layout import FORMS, PackedForm, PackedLayout
 from headway.kernels.packed_weight import pack, packed_linear, unpack, unpack_reference
+from headway.optim.base import Guard, Hyper
+from headway.optim.low_precision_adamw import LowPrecisionAdamW
+from headway.optim.state_storage import StateStorage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -34,6 +38,23 @@ def test_the_adamw_kernel_agrees_with_torch(bad: float, maximize: bool) -> None:
         for a, b in zip(one, other, strict=True):
             if name != "grads":
                 torch.testing.assert_close(a, b, rtol=2e-6 if a.dtype == torch.float32 else 8e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [0.0, 1.0])
+def test_moments_in_bf16_are_those_of_the_host(bad: float) -> None:
+    found = []
+    for device in ("cuda", "cpu"):
+        made = bf16_moments(flat_tensors(0))
+        on = AdamWTensors(*([x.to(device) for x in side] for side in made))
+        state = {"exp_avg": list(on.exp_avg), "exp_avg_sq": list(on.exp_avg_sq)}
+        guard = Guard(torch.tensor(2.0, device=device), torch.tensor(bad, device=device))
+        plain, hyper = LowPrecisionAdamW(StateStorage(torch.bfloat16)), Hyper(1e-2, (0.5, 0.5), 1e-8, 0.1)
+        plain.update(list(on.params), list(on.grads), state, list(on.steps), hyper, guard, list(on.copies))
+        found.append(on)
+    for name, ours, theirs in zip(AdamWTensors._fields, *found, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a.cpu(), b) or (not bad and name in ("params", "copies")), name
+            torch.testing.assert_close(a.cpu(), b, rtol=2e-6 if a.dtype == torch.float32 else 8e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])

@@ -18,6 +18,9 @@ from headway.kernels.packed_weight import pack, unpack_reference
 from headway.kernels.packed_weight_triton import unpack as unpack_cuda
 from headway.kernels.streaming_pieces import merge_cuda, merge_reference
 from headway.kernels.vocab_loss import partial_scores_cuda, partial_scores_reference, write_gradient_cuda, write_gradient_reference
+from headway.optim.base import Guard, Hyper
+from headway.optim.low_precision_adamw import LowPrecisionAdamW
+from headway.optim.state_storage import StateStorage
 from support.chunk_case import SEQUENCES, SHAPES, gap
 from support.decode_case import REGIONS, gaps
 from support.paged_case import HEADS, paged_gaps
@@ -44,6 +47,26 @@ def adamw() -> None:
             for a, b in zip(one, other, strict=True):
                 torch.testing.assert_close(a, b, rtol=2e-6 if a.dtype == torch.float32 else 8e-3, atol=1e-7)
                 assert not bad or name == "copies" or torch.equal(a, b), name
+
+    for bad in (0.0, 1.0):
+        ours, theirs = bf16_moments(made(1)), bf16_moments(made(1))
+        # Halves of numbers with few bits are exact, so that both draw the same.
+        numbers, scale = AdamWHyper(1e-2, 0.5, 0.5, 1e-8, 0.1, False), torch.tensor(2.0)
+        _fused(ours, numbers, scale, torch.tensor(bad))
+        state, guard = {"exp_avg": list(theirs.exp_avg), "exp_avg_sq": list(theirs.exp_avg_sq)}, Guard(scale, torch.tensor(bad))
+        plain = LowPrecisionAdamW(StateStorage(torch.bfloat16))
+        hyper = Hyper(1e-2, (0.5, 0.5), 1e-8, 0.1)
+        plain.update(list(theirs.params), list(theirs.grads), state, list(theirs.steps), hyper, guard, list(theirs.copies))
+        for name, one, other in zip(AdamWTensors._fields, ours, theirs, strict=True):
+            for a, b in zip(one, other, strict=True):
+                assert torch.equal(a, b) or (not bad and name in ("params", "copies")), name
+                torch.testing.assert_close(a, b, rtol=2e-6 if a.dtype == torch.float32 else 8e-3, atol=1e-6)
+
+
+def bf16_moments(given: AdamWTensors) -> AdamWTensors:
+    """The same with moments in bf16, and gradients of as few bits."""
+    grads, first, second = ([x.bfloat16() for x in side] for side in (given.grads, given.exp_avg, given.exp_avg_sq))
+    return given._replace(grads=[x.float() for x in grads], exp_avg=first, exp_avg_sq=second)
 
 
 def decode_attention() -> None:

@@ -1,10 +1,12 @@
-"""One AdamW step over flat fp32 tensors: parameters, gradients and both moments come in, all but the gradients change in place.
+"""One AdamW step over flat tensors: fp32 parameters, gradients and both moments come in, all but the gradients change in place.
 
     g = grad / scale      p -= lr * decay * p      m = b1 m + (1-b1) g      v = b2 v + (1-b2) g^2
     p -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)            where found_inf is not 0 nothing changes
 
 On CUDA one Triton pass reads 16 bytes an element and writes 12, and the lower-precision copy the model computes with (2 more) in the same
 pass; torch's fused operator also writes the scaled gradient back, and the copy is another pass. The plain form is torch's operator.
+
+Moments may be bf16 on CUDA: they are rounded up or down by the hash of optim/state_storage.py, whose `to_bf16` is the plain form.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ class AdamWTensors(NamedTuple):
     grads: Sequence[Tensor]
     exp_avg: Sequence[Tensor]
     exp_avg_sq: Sequence[Tensor]
+    """fp32, or both bf16"""
     steps: Sequence[Tensor]
     """0-dim fp32 counters of updates; skipped steps do not count."""
     copies: Sequence[Tensor] = ()
@@ -93,20 +96,20 @@ def _fused(tensors: AdamWTensors, hyper: AdamWHyper, scale: Tensor, found_inf: T
     together = zip(tensors.params, tensors.grads, tensors.exp_avg, tensors.exp_avg_sq, strict=True)
     for index, (param, grad, first, second) in enumerate(together):
         copy = tensors.copies[index] if tensors.copies else None
-        launch(param, grad, first, second, copy, corrections[index], hyper, scale, found_inf)
+        launch(param, grad, first, second, copy, corrections[index], done[index].float(), hyper, scale, found_inf)
     torch._foreach_add_(list(tensors.steps), [1 - found_inf] * len(tensors.steps))
 
 
 def launch(
-    param: Tensor, grad: Tensor, first: Tensor, second: Tensor, copy: Tensor | None, corrections: Tensor, hyper: AdamWHyper,
-    scale: Tensor, found_inf: Tensor,
+    param: Tensor, grad: Tensor, first: Tensor, second: Tensor, copy: Tensor | None, corrections: Tensor, done: Tensor,
+    hyper: AdamWHyper, scale: Tensor, found_inf: Tensor,
 ) -> None:  # fmt: skip
     """Run the kernel over one flat tensor."""
     size, block = param.numel(), 2048
     _kernel()[(-(-size // block),)](
-        param, grad, first, second, param if copy is None else copy, corrections, scale, found_inf,
+        param, grad, first, second, param if copy is None else copy, corrections, done, scale, found_inf,
         hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.lr * hyper.weight_decay, size,
-        HAS_COPY=copy is not None, MAXIMIZE=hyper.maximize, BLOCK=block, num_warps=8,
+        HAS_COPY=copy is not None, ROUNDS=first.dtype == torch.bfloat16, MAXIMIZE=hyper.maximize, BLOCK=block, num_warps=8,
     )  # fmt: skip
 
 
@@ -117,8 +120,8 @@ def _kernel() -> Any:
 
     @triton.jit
     def adamw(
-        param, grad, first, second, copy, corrections, scale, found_inf, lr, beta1, beta2, eps, decay, size,
-        HAS_COPY: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
+        param, grad, first, second, copy, corrections, done, scale, found_inf, lr, beta1, beta2, eps, decay, size,
+        HAS_COPY: tl.constexpr, ROUNDS: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip # pyright: ignore
         if tl.load(found_inf) != 0:
             return
@@ -128,13 +131,27 @@ def _kernel() -> Any:
         if MAXIMIZE:
             g = -g
         p = tl.load(param + at, mask=inside, other=0.0)
-        m = tl.load(first + at, mask=inside, other=0.0)
-        v = tl.load(second + at, mask=inside, other=0.0)
+        m = tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(second + at, mask=inside, other=0.0).to(tl.float32)
         p -= decay * p
         m += (1.0 - beta1) * (g - m)
         v = beta2 * v + (1.0 - beta2) * g * g
         p -= lr / tl.load(corrections) * m / (tl.sqrt(v) / tl.load(corrections + 1) + eps)
         tl.store(param + at, p, mask=inside)
+        if ROUNDS:
+            noise = tl.load(done).to(tl.int32) * -1640531527
+            for salt in tl.static_range(2):
+                bits = (m if salt == 0 else v).to(tl.int32, bitcast=True)
+                h = bits + noise + salt
+                h = (h ^ ((h >> 16) & 0xFFFF)) * 2146121005
+                h = (h ^ ((h >> 15) & 0x1FFFF)) * -2073254261
+                h = h ^ ((h >> 16) & 0xFFFF)
+                rounded = ((bits + (h & 0xFFFF)) & -65536).to(tl.float32, bitcast=True)
+                if salt == 0:
+                    m = rounded
+                else:
+                    v = rounded
+            m, v = m.to(first.dtype.element_ty), v.to(second.dtype.element_ty)
         tl.store(first + at, m, mask=inside)
         tl.store(second + at, v, mask=inside)
         if HAS_COPY:

@@ -7,13 +7,16 @@
 `packed_linear` is an opaque operation for the compiler: the matrix is written out in the dtype of the inputs, multiplied, and freed, in
 forward and again in backward. So nothing larger than the bytes is ever saved, whatever a compiler decides to keep.
 Gradients of the inputs are exact for the dequantised matrix; the matrix itself has none.
+A product that nobody reads while a block is recomputed is then not computed (`recomputing`): its result holds nothing.
 
 Shapes: O outputs, I inputs, M tokens: packed [bytes] (packed_layout.py), x [M,I], y [M,O].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -148,30 +151,49 @@ def _matrix_shape(packed: Tensor, form: str, shape: Sequence[int], dtype: torch.
     return packed.new_empty(list(shape), dtype=dtype)
 
 
-def _product(x: Tensor, packed: Tensor, form: str, shape: Sequence[int], by_outputs: bool) -> Tensor:
+class _Thread(threading.local):
+    is_recomputing = False
+
+
+_THREAD = _Thread()
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """While a forward runs again for its backward, products marked `once` return memory without values."""
+    _THREAD.is_recomputing = True
+    try:
+        yield
+    finally:
+        _THREAD.is_recomputing = False
+
+
+def _product(x: Tensor, packed: Tensor, form: str, shape: Sequence[int], by_outputs: bool, once: bool) -> Tensor:
+    if once and _THREAD.is_recomputing:
+        return _product_shape(x, packed, form, shape, by_outputs, once)
     matrix = unpack(packed, PackedLayout(form, *shape), x.dtype)  # pyright: ignore[reportArgumentType]
     return x @ (matrix if by_outputs else matrix.t())
 
 
-def _product_shape(x: Tensor, packed: Tensor, form: str, shape: Sequence[int], by_outputs: bool) -> Tensor:
+def _product_shape(x: Tensor, packed: Tensor, form: str, shape: Sequence[int], by_outputs: bool, once: bool) -> Tensor:
     return x.new_empty(x.shape[0], shape[1] if by_outputs else shape[0])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, packed, ctx.form, ctx.shape, ctx.by_outputs = inputs
+    _, packed, ctx.form, ctx.shape, ctx.by_outputs, _ = inputs
     ctx.save_for_backward(packed)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (packed,) = ctx.saved_tensors
-    return PRODUCT(grad.contiguous(), packed, ctx.form, ctx.shape, not ctx.by_outputs), None, None, None, None
+    return PRODUCT(grad.contiguous(), packed, ctx.form, ctx.shape, not ctx.by_outputs, False), None, None, None, None, None
 
 
 # Not torch.library.custom_op: its first call imports the compiler, which takes seconds.
 _OPS = torch.library.Library("headway", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _OPS.define("packed_matrix(Tensor packed, str form, int[] shape, ScalarType dtype) -> Tensor", tags=_TAGS)
-_OPS.define("packed_product(Tensor x, Tensor packed, str form, int[] shape, bool by_outputs) -> Tensor", tags=_TAGS)
+_OPS.define("packed_product(Tensor x, Tensor packed, str form, int[] shape, bool by_outputs, bool once) -> Tensor", tags=_TAGS)
 _OPS.impl("packed_matrix", _matrix, "CompositeExplicitAutograd")
 _OPS.impl("packed_product", _product, "CompositeExplicitAutograd")
 torch.library.register_fake("headway::packed_matrix", _matrix_shape, lib=_OPS)
@@ -186,8 +208,8 @@ def packed_matrix(packed: Tensor, layout: PackedLayout, dtype: torch.dtype) -> T
     return MATRIX(packed, layout.form, (layout.outputs, layout.inputs), dtype)
 
 
-def packed_linear(x: Tensor, packed: Tensor, layout: PackedLayout, bias: Tensor | None = None) -> Tensor:
-    """F.linear with a packed matrix."""
+def packed_linear(x: Tensor, packed: Tensor, layout: PackedLayout, bias: Tensor | None = None, *, once: bool = False) -> Tensor:
+    """F.linear with a packed matrix; `once`: its result has no values while a block is recomputed, see `recomputing`."""
     flat = x.reshape(-1, layout.inputs)
-    y = PRODUCT(flat, packed, layout.form, (layout.outputs, layout.inputs), False).view(*x.shape[:-1], layout.outputs)
+    y = PRODUCT(flat, packed, layout.form, (layout.outputs, layout.inputs), False, once).view(*x.shape[:-1], layout.outputs)
     return y if bias is None else y + bias

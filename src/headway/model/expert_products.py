@@ -70,6 +70,16 @@ def expert_products(
     )
 
 
+def sum_slots(values: Tensor, places: Tensor, k: int) -> Tensor:
+    """fp32 [N,D]: each token's k rows of sorted values [N*k,D], added in the order of its choices."""
+    of_token = places.view(-1, k)
+    # One term after the other: as a reduction over k, neighbouring threads of the compiled kernel would read from different rows.
+    total = values[of_token[:, 0]].float()
+    for choice in range(1, k):
+        total = total + values[of_token[:, choice]].float()
+    return total
+
+
 class ExpertProducts(torch.autograd.Function):
     """Keeps x, gate and up of backward's inputs; sorted copies of x and what follows from gate and up are made again."""
 
@@ -89,13 +99,12 @@ class ExpertProducts(torch.autograd.Function):
             result = result + (b_down[_experts_of(ends, len(order))].float() * weight).to(x.dtype)
         ctx.clamp = clamp
         ctx.save_for_backward(x, weights, order, places, ends, w_gate, w_up, w_down, b_down, gate, up)
-        return result[places].view(-1, k, x.shape[1]).float().sum(1).to(x.dtype)
+        return sum_slots(result, places, k).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weights, order, places, ends, w_gate, w_up, w_down, b_down, gate, up = ctx.saved_tensors
-        k, width = weights.shape[1], x.shape[1]
-        needs = ctx.needs_input_grad
+        k, needs = weights.shape[1], ctx.needs_input_grad
         weight, gate, up = weights.flatten()[order][:, None], gate.float(), up.float()
         plain, slope_gate, slope_up = activated_slopes(gate, up, ctx.clamp)
         by_result = grad[order // k]
@@ -109,7 +118,7 @@ class ExpertProducts(torch.autograd.Function):
         # Not forward's expression: the compiler would keep its result, k times as large as x, instead of making it again.
         inputs = x[(order // k).clamp(max=len(x) - 1)]
         by_inputs = grouped_inputs(by_gate, w_gate, ends) + grouped_inputs(by_up, w_up, ends)
-        by_x = by_inputs[places].view(-1, k, width).float().sum(1).to(x.dtype)
+        by_x = sum_slots(by_inputs, places, k).to(x.dtype)
         return (
             by_x, by_weights, None, None, None,
             grouped_weights(by_gate, inputs, ends, w_gate) if needs[5] else None,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from headway.kernels.attention import AttentionMask, ScoreRule, attend, causal_mask, mask_of
 from headway.kernels.head_mix import mix_heads
-from headway.model.adapter.lora import AdaptedLinear
+from headway.model.adapter.lora import AdaptedLinear, compute_once
 from headway.model.base import AttentionCache, AttentionCore, CachedForward, Compiler, DecodeStep, LayerSplit, LMHead, Model, ModelOut
 from headway.model.cached_halves import CachedHalves
 from headway.model.head_gates import HeadGates
@@ -131,6 +131,11 @@ class Block(nn.Module):
         out, routing = self.mlp.route(normed, counted)
         assert routing is not None
         return self._added(x, _normed(self.leave(out), self.post_mlp_layernorm)), routing
+
+    def before_recompute(self) -> None:
+        """Backward will run forward again. Nothing reads the sum at the end of the block then, so no product is needed for it."""
+        if isinstance(self.mlp, FeedForward) and self.post_mlp_layernorm is None:
+            compute_once(self.mlp.down_proj)
 
     def _added(self, x: Tensor, more: Tensor) -> Tensor:
         more = self._dropped(more)

@@ -1,6 +1,7 @@
 """AdamW with moments in bf16 or 8 bits: the arithmetic is fp32, only the stored moments are rounded, stochastically (see state_storage.py).
 
-One piece at a time on the CPU, so that temporaries stay small; on CUDA the whole rule is compiled into one kernel per tensor.
+One piece at a time on the CPU, so that temporaries stay small. On CUDA one kernel per tensor: for bf16 that of kernels/adamw.py, which
+also writes the copies; for 8 bits the rule is compiled.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headway.kernels.adamw import AdamWHyper, AdamWTensors, adamw_step
 from headway.optim.base import Guard, Hyper
 from headway.optim.state_storage import BLOCK, SCALE, StateStorage, chance_of, pack, to_bf16, unpack
 
@@ -28,6 +30,9 @@ class StepNumbers(NamedTuple):
     decay: Tensor
     sign: Tensor
     step: Tensor
+    near: Tensor
+    far: Tensor
+    """1 - beta1^step and sqrt(1 - beta2^step): computed once, not for every element"""
     divisor: Tensor
     skip: Tensor
 
@@ -46,11 +51,17 @@ class LowPrecisionAdamW:
     ) -> None:  # fmt: skip
         """Change params and state in place; a skipped step leaves both and the counters as they were."""
         device = params[0].device
+        if device.type == "cuda" and not self.storage.is_blocked:
+            tensors = AdamWTensors(params, grads, state[AVERAGE], state[SQUARE], steps, copies or ())
+            numbers = AdamWHyper(hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay, hyper.maximize)
+            adamw_step(tensors, numbers, guard.scale, guard.found_inf)
+            return
         values = (hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay, -1.0 if hyper.maximize else 1.0)
         lr, beta1, beta2, eps, decay, sign = (torch.full((), value, dtype=torch.float32, device=device) for value in values)
         for index, (param, grad, step) in enumerate(zip(params, grads, steps, strict=True)):
             step += 1
-            numbers = StepNumbers(lr, beta1, beta2, eps, decay, sign, step, guard.scale, guard.found_inf)
+            near, far = 1 - beta1**step, (1 - beta2**step).sqrt()
+            numbers = StepNumbers(lr, beta1, beta2, eps, decay, sign, step, near, far, guard.scale, guard.found_inf)
             moments = {role: parts[index] for role, parts in state.items()}
             (self._update_blocks if self.storage.is_blocked else self._update_bf16)(param.view(-1), grad.reshape(-1), moments, numbers)
             step -= guard.found_inf
@@ -59,10 +70,9 @@ class LowPrecisionAdamW:
 
     def _update_bf16(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], numbers: StepNumbers) -> None:
         size = param.numel()
-        piece = size if param.is_cuda else PIECE
-        for start in range(0, size, piece):
-            part = slice(start, start + piece)
-            _rule(param.is_cuda, False)(param[part], grad[part], (state[AVERAGE][part], state[SQUARE][part]), numbers)
+        for start in range(0, size, PIECE):
+            part = slice(start, start + PIECE)
+            step_bf16(param[part], grad[part], (state[AVERAGE][part], state[SQUARE][part]), numbers)
 
     def _update_blocks(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], numbers: StepNumbers) -> None:
         size, whole = param.numel(), param.numel() // BLOCK * BLOCK
@@ -72,7 +82,7 @@ class LowPrecisionAdamW:
             stop = min(start + piece, whole)
             codes = [state[name][start:stop].view(-1, BLOCK) for name in names[:2]]
             scales = [state[name][start // BLOCK : stop // BLOCK].view(-1, 1) for name in names[2:]]
-            _rule(param.is_cuda, True)(param[start:stop].view(-1, BLOCK), grad[start:stop].view(-1, BLOCK), (*codes, *scales), numbers)
+            _block_rule(param.is_cuda)(param[start:stop].view(-1, BLOCK), grad[start:stop].view(-1, BLOCK), (*codes, *scales), numbers)
         if whole < size:  # the last block of a tensor that is not a multiple of 64 long
             rest = [torch.nn.functional.pad(x[whole:], (0, BLOCK - size + whole)).view(1, BLOCK) for x in (param, grad)]
             codes = [state[name][whole:].view(1, BLOCK) for name in names[:2]]
@@ -82,11 +92,10 @@ class LowPrecisionAdamW:
 
 
 @cache
-def _rule(compiled: bool, blocked: bool) -> Any:
-    rule = step_blocks if blocked else step_bf16
+def _block_rule(compiled: bool) -> Any:
     if not compiled:
-        return rule
-    fused = torch.compile(rule, fullgraph=True)
+        return step_blocks
+    fused = torch.compile(step_blocks, fullgraph=True)
 
     def run(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], numbers: StepNumbers) -> None:
         for tensor in (param, grad, *state):
@@ -101,8 +110,8 @@ def moved(param: Tensor, grad: Tensor, average: Tensor, square: Tensor, n: StepN
     grad = grad * n.sign / n.divisor
     average = average + (1 - n.beta1) * (grad - average)
     square = n.beta2 * square + (1 - n.beta2) * grad * grad
-    root = square.sqrt() / (1 - n.beta2**n.step).sqrt() + n.eps
-    return param * (1 - n.lr * n.decay) - n.lr / (1 - n.beta1**n.step) * average / root, average, square
+    root = square.sqrt() / n.far + n.eps
+    return param * (1 - n.lr * n.decay) - n.lr / n.near * average / root, average, square
 
 
 def step_bf16(param: Tensor, grad: Tensor, state: tuple[Tensor, ...], n: StepNumbers) -> None:

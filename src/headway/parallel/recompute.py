@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from headway.kernels.grouped import GROUPED
-from headway.kernels.packed_weight import PRODUCT
+from headway.kernels.packed_weight import PRODUCT, recomputing
 
 
 def recompute_method(block: nn.Module, method: str, *, is_random: bool, compiled: bool) -> None:
@@ -43,14 +44,22 @@ def recompute_method(block: nn.Module, method: str, *, is_random: bool, compiled
 
 def recompute_whole(block: nn.Module, *, is_random: bool) -> None:
     """Keep only the block's input."""
+    prepare = getattr(block, "before_recompute", None)
+    if prepare is not None:
+        prepare()
     inner = block.forward
 
     def forward(*inputs: Any, **named: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return inner(*inputs, **named)
-        return checkpoint(inner, *inputs, use_reentrant=False, preserve_rng_state=is_random and block.training, **named)
+        random = is_random and block.training
+        return checkpoint(inner, *inputs, use_reentrant=False, preserve_rng_state=random, context_fn=_contexts, **named)
 
     block.forward = forward
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), recomputing()
 
 
 @cache

@@ -7,6 +7,7 @@ import torch
 from support.engines import CONFIG, Setup, make_engine, train_steps
 
 from headway.errors import ConfigError, ParallelError
+from headway.kernels import packed_weight
 from headway.kernels.packed_layout import PackedForm, form_of
 from headway.model.adapter.config import AdapterConfig
 from headway.model.adapter.lora import AdaptedLinear, PackedLinear, adapt, merged, pack_linears, with_updates
@@ -19,6 +20,7 @@ from headway.objective.next_token import Config as NextToken
 from headway.optim.groups import trainable
 from headway.parallel.collectives import RankGroup
 from headway.parallel.config import ParallelConfig
+from headway.parallel.recompute import recompute_whole
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(
@@ -146,3 +148,31 @@ def test_a_quantised_base_takes_its_bytes_and_no_more() -> None:
     assert sum(value.nbytes for value in held.values()) == sum(layout.nbytes for layout in layouts.values())
     assert {name for name, role, _, _ in engine.tensors() if role != "param"} == set(adapter.shapes(CONFIG))
     assert not any(name.endswith("_proj.weight") for name in engine.shapes)
+
+
+def test_a_recomputed_block_does_not_multiply_for_a_sum_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are those of the stored forward, and down_proj multiplies once in forward and once for its input's gradient."""
+    config = config_of("nf4")
+    values, gradients, counts = first_values(config), list[dict[str, torch.Tensor]](), list[int]()
+    for recomputes in (False, True):
+        model = model_of(config, values)
+        if recomputes:
+            for block in model.blocks().values():
+                recompute_whole(block, is_random=False)
+        seen: list[Any] = []
+        real = packed_weight.unpack
+        monkeypatch.setattr(packed_weight, "unpack", lambda *a, real=real, seen=seen: seen.append(a) or real(*a))
+        loss_of(model).backward()
+        monkeypatch.setattr(packed_weight, "unpack", real)
+        counts.append(sum((layout.outputs, layout.inputs) == (32, 80) for _, layout, _ in seen))
+        gradients.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+    assert counts == [4, 4], "two layers, forward and backward"
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(value, gradients[1][name]) for name, value in gradients[0].items())
+
+
+def test_dora_multiplies_again_since_its_magnitude_needs_the_result() -> None:
+    model = model_of(config_of("nf4", "dora"), first_values(config_of("nf4", "dora")))
+    for block in model.blocks().values():
+        recompute_whole(block, is_random=False)
+    assert not any(one.once for one in model.modules() if isinstance(one, AdaptedLinear))

@@ -35,6 +35,8 @@ class AdaptedLinear(nn.Linear):
         self.scale, self.dropout = config.scale, config.dropout
         self.layout: PackedLayout | None = None
         """How the weight is stored; None: as a plain matrix."""
+        self.once = False
+        """The product with a packed weight need not be computed again where a block is recomputed."""
         self.lora_A = nn.Linear(inputs, config.rank, bias=False)
         self.lora_B = nn.Linear(config.rank, outputs, bias=False)
         magnitude = nn.Parameter(torch.ones(outputs)) if config.kind == "dora" else None
@@ -61,7 +63,7 @@ class AdaptedLinear(nn.Linear):
     def _base(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.layout is None:
             return F.linear(x, self.weight, bias)
-        return packed_linear(x, packed_parameter(self, self.layout), self.layout, bias)
+        return packed_linear(x, packed_parameter(self, self.layout), self.layout, bias, once=self.once)
 
     @property
     def effective(self) -> Tensor:
@@ -96,9 +98,19 @@ class PackedLinear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, *, bias: bool, form: PackedForm) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.layout = store_packed(self, form)
+        self.once = False
 
     def forward(self, input: Tensor) -> Tensor:
-        return packed_linear(input, packed_parameter(self, self.layout), self.layout, self.bias)
+        return packed_linear(input, packed_parameter(self, self.layout), self.layout, self.bias, once=self.once)
+
+
+def compute_once(linear: nn.Module) -> None:
+    """Where a block is recomputed, leave out a linear's product with its packed weight, if backward does not need the result.
+
+    The caller knows that the result is only added to something; DoRA needs it itself.
+    """
+    if isinstance(linear, PackedLinear) or (isinstance(linear, AdaptedLinear) and linear.lora_magnitude_vector is None):
+        linear.once = True
 
 
 def store_packed(linear: nn.Linear, form: PackedForm) -> PackedLayout:
