@@ -271,7 +271,7 @@ def _gib(size: float) -> float:
 def main() -> None:
     """Run every case in its own process; print and write one JSON line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=ORDER, default=[])
+    parser.add_argument("--case", action="append", choices=["check", *OURS, *PEERS], default=[])
     parser.add_argument("--shape", choices=list(SHAPES), default="8b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--packages", help="a folder with packages that are not installed")

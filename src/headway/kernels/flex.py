@@ -54,16 +54,21 @@ def _capping(softcap: float) -> Callable[..., Tensor]:
 
 
 def _block_mask(document: Tensor, length: int, window: int | None) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
     document = F.pad(document, (0, length - document.shape[1]), value=-1)
     reach = length if window is None else window
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (document[row, query] == document[row, key]) & (query >= key) & (query - key < reach)
 
-    # Compiled, it never holds the mask of single tokens.
-    return create_block_mask(visible, document.shape[0], None, length, length, device=document.device, BLOCK_SIZE=BLOCK, _compile=True)
+    return _maker()(visible, document.shape[0], None, length, length, device=document.device, BLOCK_SIZE=BLOCK)
+
+
+@cache
+def _maker() -> Callable[..., Any]:
+    """Compiled, it never holds the mask of single tokens."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask)
 
 
 @cache
