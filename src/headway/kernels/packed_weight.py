@@ -9,7 +9,7 @@ forward and again in backward. So nothing larger than the bytes is ever saved, w
 Gradients of the inputs are exact for the dequantised matrix; the matrix itself has none.
 A product that nobody reads while a block is recomputed is then not computed (`recomputing`): its result holds nothing.
 
-Shapes: O outputs, I inputs, M tokens: packed [bytes] (packed_layout.py), x [M,I], y [M,O].
+Shapes: O outputs, I inputs, M tokens, R rank: packed [bytes] (packed_layout.py), x [M,I], y [M,O].
 """
 
 from __future__ import annotations
@@ -189,17 +189,52 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return PRODUCT(grad.contiguous(), packed, ctx.form, ctx.shape, not ctx.by_outputs, False), None, None, None, None, None
 
 
+def _updated(x: Tensor, packed: Tensor, low: Tensor, factor: Tensor, scale: float, form: str, shape: Sequence[int], once: bool) -> Tensor:
+    if once and _THREAD.is_recomputing:
+        return _updated_shape(x, packed, low, factor, scale, form, shape, once)
+    matrix = unpack(packed, PackedLayout(form, *shape), x.dtype)  # pyright: ignore[reportArgumentType]
+    # The large product adds to the small one where it lies: two results of this size would have to be read again and added.
+    return (low @ (factor * scale).t()).addmm_(x, matrix.t())
+
+
+def _updated_shape(
+    x: Tensor, packed: Tensor, low: Tensor, factor: Tensor, scale: float, form: str, shape: Sequence[int], once: bool
+) -> Tensor:
+    return x.new_empty(x.shape[0], shape[0])
+
+
+def _keep_update(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, packed, low, factor, ctx.scale, ctx.form, ctx.shape, _ = inputs
+    ctx.save_for_backward(packed, low, factor)
+
+
+def _backward_of_update(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    packed, low, factor = ctx.saved_tensors
+    grad = grad.contiguous()
+    scaled = factor * ctx.scale
+    by_x = PRODUCT(grad, packed, ctx.form, ctx.shape, True, False)
+    return by_x, None, grad @ scaled, (grad.t() @ low) * ctx.scale, None, None, None, None
+
+
 # Not torch.library.custom_op: its first call imports the compiler, which takes seconds.
 _OPS = torch.library.Library("headway", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _OPS.define("packed_matrix(Tensor packed, str form, int[] shape, ScalarType dtype) -> Tensor", tags=_TAGS)
 _OPS.define("packed_product(Tensor x, Tensor packed, str form, int[] shape, bool by_outputs, bool once) -> Tensor", tags=_TAGS)
+_OPS.define(
+    "packed_updated(Tensor x, Tensor packed, Tensor low, Tensor factor, float scale, str form, int[] shape, bool once) -> Tensor",
+    tags=_TAGS,
+)
 _OPS.impl("packed_matrix", _matrix, "CompositeExplicitAutograd")
 _OPS.impl("packed_product", _product, "CompositeExplicitAutograd")
+_OPS.impl("packed_updated", _updated, "CompositeExplicitAutograd")
 torch.library.register_fake("headway::packed_matrix", _matrix_shape, lib=_OPS)
 torch.library.register_fake("headway::packed_product", _product_shape, lib=_OPS)
 torch.library.register_autograd("headway::packed_product", _backward, setup_context=_keep, lib=_OPS)
+torch.library.register_fake("headway::packed_updated", _updated_shape, lib=_OPS)
+torch.library.register_autograd("headway::packed_updated", _backward_of_update, setup_context=_keep_update, lib=_OPS)
 MATRIX, PRODUCT = torch.ops.headway.packed_matrix.default, torch.ops.headway.packed_product.default
+UPDATED = torch.ops.headway.packed_updated.default
 """The operations, as a compiler and selective recompute see them."""
 
 
@@ -213,3 +248,12 @@ def packed_linear(x: Tensor, packed: Tensor, layout: PackedLayout, bias: Tensor 
     flat = x.reshape(-1, layout.inputs)
     y = PRODUCT(flat, packed, layout.form, (layout.outputs, layout.inputs), False, once).view(*x.shape[:-1], layout.outputs)
     return y if bias is None else y + bias
+
+
+def packed_linear_updated(
+    x: Tensor, packed: Tensor, layout: PackedLayout, low: Tensor, factor: Tensor, scale: float, *, once: bool = False
+) -> Tensor:
+    """F.linear with a packed matrix + scale * low @ factor.T: `low` [...,R] is A x, `factor` [O,R] is B. `once` as in `packed_linear`."""
+    flat, shape = x.reshape(-1, layout.inputs), (layout.outputs, layout.inputs)
+    y = UPDATED(flat, packed, low.reshape(-1, low.shape[-1]), factor, scale, layout.form, shape, once)
+    return y.view(*x.shape[:-1], layout.outputs)

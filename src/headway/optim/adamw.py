@@ -45,6 +45,7 @@ class Config(OptimConfig):
 class AdamW:
     """Decoupled weight decay, bias-corrected moments."""
 
+    NARROW_ON_CUDA = True
     slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def update(

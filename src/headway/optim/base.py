@@ -18,6 +18,7 @@ from headway.errors import ConfigError
 from headway.optim.schedule import Schedule
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -49,6 +50,11 @@ class Optimizer(Protocol):
         `state` has a list for each tensor the state is stored in, as long as params; element i of each belongs to params[i].
         """
         ...
+
+
+def takes_narrow_gradients(optimizer: object, device: torch.device) -> bool:
+    """Whether `update` reads gradients in bf16 as well as in fp32, without a copy: kernels on CUDA do."""
+    return device.type == "cuda" and getattr(optimizer, "NARROW_ON_CUDA", False)
 
 
 @runtime_checkable

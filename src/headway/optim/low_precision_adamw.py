@@ -40,6 +40,7 @@ class StepNumbers(NamedTuple):
 class LowPrecisionAdamW:
     """As AdamW, with moments stored in the form of `storage`."""
 
+    NARROW_ON_CUDA = True
     slots: tuple[str, ...] = (AVERAGE, SQUARE)
 
     def __init__(self, storage: StateStorage) -> None:
@@ -107,7 +108,7 @@ def _block_rule(compiled: bool) -> Any:
 
 def moved(param: Tensor, grad: Tensor, average: Tensor, square: Tensor, n: StepNumbers) -> tuple[Tensor, Tensor, Tensor]:
     """(param, exp_avg, exp_avg_sq) after one update, in fp32."""
-    grad = grad * n.sign / n.divisor
+    grad = grad.float() * n.sign / n.divisor
     average = average + (1 - n.beta1) * (grad - average)
     square = n.beta2 * square + (1 - n.beta2) * grad * grad
     root = square.sqrt() / n.far + n.eps

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from headway.kernels.grouped import GROUPED
-from headway.kernels.packed_weight import PRODUCT, recomputing
+from headway.kernels.packed_weight import PRODUCT, UPDATED, recomputing
 
 
 def recompute_method(block: nn.Module, method: str, *, is_random: bool, compiled: bool) -> None:
@@ -67,7 +67,7 @@ def _kept() -> frozenset[Any]:
     """Operations whose results are worth more than their bytes."""
     aten = torch.ops.aten
     plain = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default)
-    return frozenset((*plain, aten._grouped_mm.default, GROUPED, PRODUCT))
+    return frozenset((*plain, aten._grouped_mm.default, GROUPED, PRODUCT, UPDATED))
 
 
 def _policy(compiled: bool, _context: object, operation: Any, *_inputs: object, **_options: object) -> CheckpointPolicy:

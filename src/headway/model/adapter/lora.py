@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.kernels.packed_layout import PackedForm, PackedLayout, form_of, packed_name, plain_name
-from headway.kernels.packed_weight import packed_linear, packed_matrix, unpack
+from headway.kernels.packed_weight import packed_linear, packed_linear_updated, packed_matrix, unpack
 from headway.model.adapter.config import PARTS, AdapterConfig
 from headway.runtime.seed import derive
 
@@ -50,8 +50,12 @@ class AdaptedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         x = input
         dropped = self.drop(x, self.dropout) if self.dropout and self.training else x
-        update = self.lora_B(self.lora_A(dropped)) * self.scale
         bias = self.bias if self.adds_bias else None
+        if self.lora_magnitude_vector is None and self.layout is not None:
+            packed, low = packed_parameter(self, self.layout), self.lora_A(dropped)
+            y = packed_linear_updated(x, packed, self.layout, low, self.lora_B.weight, self.scale, once=self.once)
+            return y if bias is None else y + bias
+        update = self.lora_B(self.lora_A(dropped)) * self.scale
         if self.lora_magnitude_vector is None:
             return self._base(x, bias) + update
         base = self._base(x)
@@ -63,7 +67,7 @@ class AdaptedLinear(nn.Linear):
     def _base(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.layout is None:
             return F.linear(x, self.weight, bias)
-        return packed_linear(x, packed_parameter(self, self.layout), self.layout, bias, once=self.once)
+        return packed_linear(x, packed_parameter(self, self.layout), self.layout, bias)
 
     @property
     def effective(self) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from headway.data.batch import StepBatch
 from headway.model.base import Model
 from headway.objective.base import Objective, StepInfo
-from headway.optim.base import Guard, Hyper
+from headway.optim.base import Guard, Hyper, takes_narrow_gradients
 from headway.optim.groups import OBJECTIVE, ParamGroup, is_wide
 from headway.parallel.base import BaseEngine, LocalModel, ParamShard, beside, parameter_at, square_norm, view
 from headway.parallel.engine import DTYPES, EngineSpec, ReadTensor, StateTensor, StepResult
@@ -188,7 +188,9 @@ class FlatEngine(BaseEngine):
     def _step_buckets(self, buckets: list[Bucket], hypers: dict[str, Hyper], guard: Guard) -> None:
         """Update this rank's shards of some buckets of one buffer, in one call."""
         buffer, spans = buckets[0].buffer, [bucket.span for bucket in buckets]
-        if len(buckets) > 1 and buckets[0].local_shard.dtype != torch.float32:  # one fp32 copy at a time
+        rule = self.rules[buffer.group.name].optimizer
+        as_is = self.host_state is None and takes_narrow_gradients(rule, self.spec.device)
+        if len(buckets) > 1 and buckets[0].local_shard.dtype != torch.float32 and not as_is:  # one fp32 copy at a time
             for bucket in buckets:
                 self._step_buckets([bucket], hypers, guard)
             return
@@ -197,7 +199,7 @@ class FlatEngine(BaseEngine):
             return
         tensors = LocalTensors(
             [buffer.packed(span, buffer.master) for span in spans],
-            [bucket.local_shard.float() for bucket in buckets],
+            [bucket.local_shard if as_is else bucket.local_shard.float() for bucket in buckets],
             {role: [buffer.packed(span, flat) for span in spans] for role, flat in buffer.state.items()},
             [buffer.steps[span.index] for span in spans],
         )
