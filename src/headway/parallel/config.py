@@ -162,8 +162,8 @@ class MemoryConfig(Section):
     )
     recompute: float | str = setting(
         "none",
-        "Activations that backward recomputes instead of storing: none or false, true (all blocks), a fraction of the blocks (0 to 1: the "
-        "first ones, with offloaded activations spread evenly), every-k (every k-th block), or selective (in all blocks, all but the results of matrix products and attention).",
+        "Activations that backward recomputes instead of storing: none or false, true (all blocks), a fraction of the blocks (0 to 1, the "
+        "first ones), every-k (every k-th block), or selective (in all blocks, all but the results of matrix products and attention).",
     )
     offload: tuple[Offload, ...] = setting(
         (), "What is kept in host memory: activations (large ones, between forward and backward), optimizer (its state and fp32 masters)."
@@ -215,6 +215,4 @@ class MemoryConfig(Section):
                 return []
             step = int(self.recompute.removeprefix("every-"))
             return list(range(step - 1, num_layers, step))
-        if "activations" in self.offload:  # what the others save is copied out while these compute
-            return [layer for layer in range(num_layers) if int((layer + 1) * self.recompute) > int(layer * self.recompute)]
         return list(range(int(num_layers * self.recompute)))

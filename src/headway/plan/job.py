@@ -111,9 +111,7 @@ class PlanJob:
     def recomputed(self) -> frozenset[int]:
         """Layers of which only the input is kept."""
         memory = self.memory
-        return self.cached(
-            ("recomputed", memory.recompute, memory.offload), lambda: frozenset(memory.recomputed_blocks(self.model.num_layers))
-        )
+        return self.cached(("recomputed", memory.recompute), lambda: frozenset(memory.recomputed_blocks(self.model.num_layers)))
 
     @property
     def counts(self) -> ModelCounts:

@@ -116,13 +116,6 @@ def test_which_blocks_are_recomputed(recompute: float | str, blocks: list[int]) 
     assert MemoryConfig(recompute=recompute).recomputed_blocks(4) == blocks
 
 
-def test_a_recomputed_part_is_spread_where_the_rest_is_copied_out() -> None:
-    assert MemoryConfig(recompute=0.5, offload=("activations",)).recomputed_blocks(8) == [1, 3, 5, 7]
-    for share in (0.0, 0.3, 0.7, 0.75, 1.0):
-        spread = MemoryConfig(recompute=share, offload=("activations",)).recomputed_blocks(20)
-        assert len(spread) == len(MemoryConfig(recompute=share).recomputed_blocks(20))
-
-
 @pytest.mark.parametrize("recompute", [-0.1, 1.5, "every-0", "every", "some"])
 def test_what_cannot_be_recomputed_is_refused(recompute: float | str) -> None:
     with pytest.raises(ValueError, match="it must be none, selective, every-k"):
