@@ -21,6 +21,7 @@ from headway.kernels.vocab_loss import partial_scores_cuda, partial_scores_refer
 from headway.optim.base import Guard, Hyper
 from headway.optim.low_precision_adamw import LowPrecisionAdamW
 from headway.optim.state_storage import StateStorage
+from support.adamw_case import bf16_moments
 from support.chunk_case import SEQUENCES, SHAPES, gap
 from support.decode_case import REGIONS, gaps
 from support.paged_case import HEADS, paged_gaps
@@ -61,12 +62,6 @@ def adamw() -> None:
             for a, b in zip(one, other, strict=True):
                 assert torch.equal(a, b) or (not bad and name in ("params", "copies")), name
                 torch.testing.assert_close(a, b, rtol=2e-6 if a.dtype == torch.float32 else 8e-3, atol=1e-6)
-
-
-def bf16_moments(given: AdamWTensors) -> AdamWTensors:
-    """The same with moments in bf16, and gradients of as few bits."""
-    grads, first, second = ([x.bfloat16() for x in side] for side in (given.grads, given.exp_avg, given.exp_avg_sq))
-    return given._replace(grads=[x.float() for x in grads], exp_avg=first, exp_avg_sq=second)
 
 
 def decode_attention() -> None:
