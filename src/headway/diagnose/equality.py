@@ -47,6 +47,8 @@ def small_model(model: ModelConfig, seq_len: int) -> tuple[ModelConfig, str]:
     size = sum(prod(spec.shape) for spec in param_specs(model.with_(**plain)))
     if size <= SMALL_PARAMETERS and model.max_seq_len >= seq_len:
         return model.with_(**plain), "the recipe's model"
+    if model.hf_config is not None:  # only its config.json could make a class of transformers smaller
+        return ModelConfig(vocab_size=model.vocab, max_seq_len=max(seq_len, 2)), "a small random llama"
     layers, heads = min(2, model.num_layers), 4
     kv_heads = 1 << max(0, (heads * model.kv_heads // model.num_heads).bit_length() - 1)  # the same share, as a power of two
     shape = {

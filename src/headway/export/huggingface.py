@@ -21,6 +21,7 @@ from headway.errors import CheckpointError, ConfigError
 from headway.export.streamed import LENGTH_BYTES, WIDTHS, StreamedFile
 from headway.infer.load import check_vocabulary, find_model_of_family
 from headway.model.families.base import family_of, pieces_of, published, published_with_code
+from headway.model.families.transformers import code_files
 from headway.model.head_masks.gates_file import write_gates
 from headway.model.layout import GATES, num_parameters, param_specs
 from headway.model.loading.huggingface import CONFIG, INDEX, WEIGHTS
@@ -75,6 +76,9 @@ def export_huggingface(
         _write_json(folder / CONFIG, {**settings, **ids})
         if code is not None:
             _write_code(code, folder)
+        for file in code_files(config):
+            shutil.copyfile(file, folder / file.name)
+            _sync(folder / file.name)
         if not config.score_head:
             _write_json(folder / "generation_config.json", _generation(ids, end_ids))
         weights = without_media(_without_gates(weights, found), aside)

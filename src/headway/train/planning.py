@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from headway.errors import ConfigError, DataError
 from headway.infer.load import find_model
 from headway.model.config import ModelConfig
+from headway.model.families.base import WRAPPED
 from headway.model.layout import param_specs
 from headway.optim.adamw import Config as AdamWConfig
 from headway.optim.groups import ADAPTER, OBJECTIVE, Shapes, make_groups, trainable
@@ -143,7 +144,8 @@ def software_of(recipe: Recipe, gpu: GpuModel) -> Software:
     has_cudnn = gpu.generation in ("hopper", "blackwell") and kernels.attention != "varlen"
     attention: AttentionKernel = "fa4" if kernels.attention == "fa4" else "cudnn" if has_cudnn else "fa2"
     reduce = BYTES[recipe.parallel.reduce_dtype]
-    return Software(attention, "compiled" if kernels.compile in ("auto", True) else "eager", reduce_bytes=reduce)
+    compiles = kernels.compile in ("auto", True) and recipe.model.family != WRAPPED
+    return Software(attention, "compiled" if compiles else "eager", reduce_bytes=reduce)
 
 
 def largest_microbatch(job: PlanJob, rows: int) -> PlanJob:

@@ -15,9 +15,9 @@ from support.stock_cases import CASES, SHAPE, build_stock, save_stock
 
 from headway.data.batch import Batch
 from headway.errors import ConfigError
-from headway.export.huggingface import export_model
+from headway.export.huggingface import export_huggingface, export_model
 from headway.infer.load import LoadedModel, find_model, load_model
-from headway.model.families.base import family_for
+from headway.model.families.base import as_stored, family_for
 from headway.model.families.transformers import Wrapping, read
 from headway.model.flops import token_flops
 from headway.model.init import initial_value
@@ -157,3 +157,32 @@ def test_random_weights_are_drawn_as_the_class_draws_them_by_name_and_seed() -> 
     assert float(one["model.norm.weight"].sum()) == 32.0 and float(one["model.norm.bias"].abs().sum()) == 0.0
     drawn = one["model.layers.1.mlp.up_proj.weight"]
     assert abs(float(drawn.std()) - 0.0134) < 2e-3 and not torch.equal(drawn, one["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_code_of_a_folder_runs_when_a_recipe_trusts_it_and_travels_with_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "configuration_mine.py").write_text(
+        "from transformers import LlamaConfig\nclass MineConfig(LlamaConfig):\n    model_type = 'mine'\n"
+    )
+    (folder / "modeling_mine.py").write_text(
+        "from transformers import LlamaForCausalLM\nfrom .configuration_mine import MineConfig\n"
+        "class MineForCausalLM(LlamaForCausalLM):\n    config_class = MineConfig\n"
+    )
+    classes = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({**SHAPE, "model_type": "mine", "auto_map": classes}))
+    for wrapping in (None, Wrapping()):
+        with pytest.raises(ConfigError, match="trust_remote_code=true"):
+            find_model(folder, wrapping=wrapping)
+    assert "modeling_mine" not in str([name for name in sys.modules if "mine" in name])
+    config = find_model(folder, wrapping=Wrapping(trust_remote_code=True)).config
+    assert as_stored(config).trust_remote_code is False  # a checkpoint alone runs nothing
+    weights = ((spec.name, initial_value(spec.name, spec.shape, config, 0)) for spec in param_specs(config))
+    export_huggingface(config, weights, tmp_path / "out", tokenizer=None)
+    assert (tmp_path / "out/modeling_mine.py").is_file()
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["architectures"] == ["MineForCausalLM"] and "_name_or_path" not in written

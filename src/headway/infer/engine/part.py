@@ -72,6 +72,8 @@ class ModelPart:
 
 def check_part(config: ModelConfig, size: int) -> None:
     """Refuse a model that cannot be shared by so many ranks."""
+    if config.hf_config is not None:
+        raise ConfigError(f"--tensor is {size} and the model is of family transformers, whose layers headway cannot divide. Leave it out.")
     if config.media is not None:
         raise ConfigError(f"--tensor is {size} and the model takes pictures and sounds, which one rank reads. Leave --tensor out.")
 

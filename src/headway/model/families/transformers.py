@@ -103,6 +103,13 @@ def write(config: ModelConfig) -> dict[str, Any]:
     return {**kept, "architectures": [facts_of(config).class_name]}
 
 
+def code_files(config: ModelConfig) -> list[Path]:
+    """The files of a folder that hold the code of a trusted class, which an export of it needs."""
+    if config.hf_config is None or not config.trust_remote_code or "_name_or_path" not in config.hf_config:
+        return []
+    return sorted(Path(str(config.hf_config["_name_or_path"])).glob("*.py"))
+
+
 def to_theirs(name: str) -> str:
     """The class's own name, which PEFT uses too; names in a folder: `pieces`."""
     return name

@@ -68,6 +68,8 @@ class HeadMasks:
 
     def check(self, config: ModelConfig, what: str = "masks") -> None:
         """Refuse masks of another model, and any for a model without KV heads."""
+        if config.hf_config is not None:
+            raise ConfigError(f"{what} is given for a model of family transformers, which has no head masks. Leave it out.")
         if config.latent_attention is not None:
             raise ConfigError(f"{what} is given for a model with latent attention, which has no KV heads to mask. Leave it out.")
         if (self.num_layers, self.num_kv_heads) != (config.num_layers, config.kv_heads):

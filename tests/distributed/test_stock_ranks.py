@@ -1,0 +1,50 @@
+"""Classes of transformers on two ranks train like one process, in every data-parallel engine, with everything that wraps a layer."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from support.layout_trials import LORA, LayoutTrial, compare, trial
+from support.stock_cases import CASES, SHAPE
+
+from headway.model.adapter.config import AdapterConfig
+from headway.model.config import ModelConfig
+from headway.model.families.transformers import read
+
+pytest.importorskip("transformers", minversion="5.0")
+DDP: dict[str, Any] = {"zero1": {"size": 1}}
+ZERO1: dict[str, Any] = {"zero1": {"size": "auto"}}
+FSDP: dict[str, Any] = {"strategy": "fsdp"}
+WIDE = {"initializer_range": 0.3, "init_std": 0.3}
+
+
+def stock(kind: str) -> ModelConfig:
+    return read({**SHAPE, "model_type": kind, **CASES[kind], **WIDE})
+
+
+def trials(kinds: tuple[str, ...], parallel: dict[str, Any], **more: Any) -> list[LayoutTrial]:
+    label = " ".join(map(str, (*parallel.values(), *more)))
+    return [trial(f"{kind}, {label}", 2, parallel, config=stock(kind), **more) for kind in kinds]
+
+
+@pytest.mark.slow
+def test_wrapped_classes_on_two_ranks_train_like_one_process() -> None:
+    listed = trials(("starcoder2", "opt"), DDP)
+    listed += trials(("starcoder2",), ZERO1, memory={"recompute": 1, "offload": ["activations"]})
+    listed += trials(("phi", "exaone4"), FSDP, memory={"recompute": "selective"})
+    listed += trials(("starcoder2",), FSDP, adapter=LORA)
+    listed += trials(("starcoder2",), ZERO1, pairs=True)
+    sys.stdout.write("\n" + "\n".join(compare(listed)) + "\n")
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(600)
+def test_all_wrapped_classes_on_two_ranks_train_like_one_process() -> None:
+    kinds = tuple(CASES)
+    listed = [one for strategy in (DDP, ZERO1, FSDP) for one in trials(kinds, strategy)]
+    listed += trials(kinds, FSDP, adapter=LORA)
+    listed += trials(("starcoder2",), FSDP, adapter=AdapterConfig(rank=4, base="nf4"))
+    listed += trials(kinds, ZERO1, memory={"recompute": 1})
+    sys.stdout.write("\n" + "\n".join(compare(listed)) + "\n")
