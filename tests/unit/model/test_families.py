@@ -157,8 +157,11 @@ def test_an_unknown_family_is_an_error_with_a_hint() -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_family_alone_has_the_form_that_its_config_json_expresses(name: str) -> None:
-    windows = {"sliding_window": 8, "window_layers": (0, 2), "no_rope_layers": (1, 3)} if name == "cohere2" else {}
-    config = ModelConfig(family=name, vocab_size=96, **windows)
+    more: dict[str, Any] = {"sliding_window": 8, "window_layers": (0, 2), "no_rope_layers": (1, 3)} if name == "cohere2" else {}
+    if name.startswith("deepseek"):
+        kind = {"router": "sigmoid", "bias_rate": 0.0} if name == "deepseek_v3" else {"normalize": False}
+        more = {"latent_attention": {"q_rank": 8}, "experts": {"ffn_size": 16, "shared_ffn_size": 32, "aux_loss": 0.0, **kind}}
+    config = ModelConfig(family=name, vocab_size=96, **more)
     written = family_of(name).write(config)
     again = family_of(name).read(written)
     assert again.with_(head_dim=None, num_kv_heads=None) == config

@@ -10,20 +10,21 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from headway.diagnose.equality import small_model
-from headway.errors import ConfigError
+from headway.errors import ConfigError, HeadwayError
 from headway.kernels.decode_attention import decode_reference
 from headway.kernels.paged_attention import paged_reference
 from headway.model import kv_layer, paged_layer
 from headway.model.adapter.config import AdapterConfig, linears
 from headway.model.adapter.rows import load_adapters
 from headway.model.config import ModelConfig
-from headway.model.families.base import family_of, published
+from headway.model.families.base import family_of, pieces_of, published
 from headway.model.flops import token_flops
 from headway.model.head_masks.masks import HeadMasks
 from headway.model.init import initialize
 from headway.model.kv_cache import KVCache
 from headway.model.latent_attention import LatentAttention
-from headway.model.layout import active_parameters, num_parameters
+from headway.model.layout import active_parameters, num_parameters, param_specs
+from headway.model.loading.huggingface import check_weights, read_config, read_weights
 from headway.model.paged_cache import CacheShape, PagedCache
 from headway.model.presets import PRESETS
 from headway.model.router import Router
@@ -237,3 +238,68 @@ def test_an_adapter_per_request_may_not_change_what_requests_share(tmp_path: Pat
     save_file({f"base_model.model.{name}": torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match="changes kv_b_proj, which makes keys and values of what all requests store alike"):
         load_adapters(model, model.config, {"own": tmp_path})
+
+
+def write_blocks(folder: Path, model: Transformer, block: int, *, further: bool = True) -> dict[str, torch.Tensor]:
+    """A folder as V3 is published: 8-bit matrices with scales in another file, and a layer that predicts more tokens. What it says."""
+    exact: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    scales: dict[str, torch.Tensor] = {}
+    config = model.config
+    for spec in param_specs(config):
+        value = dict(model.named_parameters())[spec.name].detach()
+        pieces = pieces_of(family_of(config.family), spec, config)
+        for piece, part in zip(pieces, value.unbind(0) if len(pieces) > 1 else [value], strict=True):
+            if part.dim() < 2 or "norm" in piece.name or piece.name.startswith(("model.embed", "lm_head")) or ".gate.weight" in piece.name:
+                tensors[piece.name] = part.bfloat16().contiguous()
+                exact[piece.name] = tensors[piece.name].float()
+                continue
+            scale = torch.rand(-(-part.shape[0] // block), -(-part.shape[1] // block), generator=torch.Generator().manual_seed(7)) + 0.5
+            wide = scale.repeat_interleave(block, 0)[: part.shape[0]].repeat_interleave(block, 1)[:, : part.shape[1]]
+            tensors[piece.name] = (part / wide).to(torch.float8_e4m3fn)
+            scales[f"{piece.name}_scale_inv"] = scale
+            exact[piece.name] = (tensors[piece.name].float() * wide).bfloat16().float()
+    if further:
+        at = f"model.layers.{config.num_layers}."
+        tensors |= {f"{at}eh_proj.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn), f"{at}enorm.weight": torch.zeros(2)}
+        scales[f"{at}eh_proj.weight_scale_inv"] = torch.ones(1, 1)
+    save_file(tensors, folder / "a.safetensors")
+    save_file(scales, folder / "b.safetensors")
+    files = dict.fromkeys(tensors, "a.safetensors") | dict.fromkeys(scales, "b.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block], "activation_scheme": "dynamic"}
+    written = {**published(config)[1], "num_nextn_predict_layers": 1, "quantization_config": method}
+    (folder / "config.json").write_text(json.dumps(written))
+    return exact
+
+
+def test_published_8_bit_weights_are_read_as_floats(tmp_path: Path) -> None:
+    model = build(experts=EXPERTS)
+    exact = write_blocks(tmp_path, model, 5)
+    config = read_config(tmp_path)
+    check_weights(tmp_path, config)
+    found = dict(read_weights(tmp_path, config))
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for spec in param_specs(config):
+        pieces = pieces_of(family_of("deepseek_v3"), spec, config)
+        parts = [exact[piece.name] for piece in pieces]
+        wanted = torch.stack(parts) if len(parts) > 1 else parts[0]
+        assert torch.equal(found[spec.name].float(), wanted), spec.name
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"weight_block_size": None}, r"the weights are quantised \(FP8\)"),
+        ({"activation_scheme": "static"}, r"the weights are quantised \(FP8\)"),
+        ({"weight_block_size": [4, 4]}, r"_scale_inv has shape .*; blocks of \[4, 4\] make it"),
+    ],
+)
+def test_other_8_bit_weights_are_refused_in_one_line(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    write_blocks(tmp_path, build(experts=EXPERTS), 5)
+    given = json.loads((tmp_path / "config.json").read_text())
+    given["quantization_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with pytest.raises(HeadwayError, match=says) as error:
+        list(read_weights(tmp_path, read_config(tmp_path)))
+    assert "\n" not in str(error.value)

@@ -25,7 +25,6 @@ DEFAULTS: dict[str, Any] = {
     "aux_loss_alpha": None,
     "seq_aux": None,
     "auto_map": None,
-    "quantization_config": None,
 }
 """Absent keys; those without effect on a forward are named here so that they are not refused."""
 NEEDED = (

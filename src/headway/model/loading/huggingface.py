@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from headway.errors import CheckpointError, ConfigError, first_line
 from headway.model.families.base import Piece, family_for, family_of, our_name, pieces_of, with_head
 from headway.model.layout import HEAD, param_specs
+from headway.model.loading.fp8_blocks import SCALE, BlockFile, BlockSize, block_size, without_scales
 from headway.model.loading.unsupported import named_format, pointer, quantised
 from headway.model.loading.untrusted import open_pickled, zero2all_file
 from headway.runtime.json_file import read_object
@@ -52,8 +53,9 @@ def read_config(folder: Path, wrapping: Wrapping | None = None) -> ModelConfig:
     path = folder / CONFIG
     given = read_json(path)
     reason = quantised(given, folder)
-    if reason is not None:
+    if reason is not None and (wrapping is not None or block_size(given) is None):
         raise ConfigError(f"{path}: {reason}")
+    given = {key: value for key, value in given.items() if key != "quantization_config"}
     try:
         return with_head(given, family_for(given).read(given)) if wrapping is None else wrapping.read(given, folder)
     except ConfigError as error:
@@ -99,8 +101,22 @@ def read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, torch
 
 
 def _opened(folder: Path, where: Locations, opened: ExitStack) -> dict[str, Any]:
-    """All files with tensors, open."""
-    return {name: _open(folder / name, opened) for name in sorted({file for places in where.values() for file, _ in places})}
+    """All files with tensors, open; those of 8-bit blocks give floats."""
+    block = _blocks(folder)
+    scales = {} if block is None else without_scales(_tensors(folder))[1]
+    names = {file for places in where.values() for file, _ in places} | set(scales.values())
+    files = {name: _open(folder / name, opened) for name in sorted(names)}
+    if block is None:
+        return files
+
+    def scale_of(name: str) -> torch.Tensor:
+        return files[scales[name]].get_tensor(name + SCALE)
+
+    return {name: file if isinstance(file, _Pickled) else BlockFile(file, block, scales, scale_of) for name, file in files.items()}
+
+
+def _blocks(folder: Path) -> BlockSize | None:
+    return block_size(read_json(folder / CONFIG)) if (folder / CONFIG).is_file() else None
 
 
 def _open(path: Path, opened: ExitStack) -> Any:
@@ -207,6 +223,7 @@ def _locations(folder: Path, config: ModelConfig) -> Locations:
     family = family_of(config.family)
     found: Locations = {}
     stored, used = _tensors(folder), set[str]()
+    stored = stored if _blocks(folder) is None else without_scales(stored)[0]
     for spec in param_specs(config):
         pieces = pieces_of(family, spec, config, stored)
         split = len(pieces) > 1 or any(piece.dim is not None or piece.transposed for piece in pieces)
