@@ -48,7 +48,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export_huggingface(config, weights, folder / "base", tokenizer=folder / "tokenizer")
     chat = [{"instruction": f"Count to {n}.", "output": " ".join(map(str, range(n)))} for n in range(2, 40)]
     pairs = [{"prompt": one["instruction"], "chosen": one["output"], "rejected": "No."} for one in chat]
-    for name, records in (("chat", chat), ("pairs", pairs)):
+    labelled = [{"prompt": one["instruction"], "completion": one["output"], "label": n % 3 > 0} for n, one in enumerate(chat)]
+    for name, records in (("chat", chat), ("pairs", pairs), ("labelled", labelled)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
@@ -60,8 +61,8 @@ def overrides(path: Path, text: Path) -> list[str]:
         short = [f"stages.{number}.steps={steps}" for number, steps in enumerate((1, 2, 1))]
         where = [f"init.from={text}/base", f"data.train=[{text}/store]", "batch={tokens: 2048, micro_rows: 2}"]
         return [*where, *layers, *short, "stages.2.epochs=null", "data.valid.fraction=0.1"]
-    if path.stem in ("sft", "dpo", "lora", "reward"):
-        raw = {"sft": "chat", "dpo": "pairs", "lora": "chat", "reward": "pairs"}[path.stem]
+    if path.stem in ("sft", "dpo", "kto", "lora", "reward"):
+        raw = {"sft": "chat", "dpo": "pairs", "kto": "labelled", "lora": "chat", "reward": "pairs"}[path.stem]
         return [f"init.from={text}/base", f"data.train.0.path={text}/{raw}.jsonl", "epochs=null", "batch={rows: 2, micro_rows: 1}"]
     if path.stem == "sparsify":
         return [f"init.from={text}/base", f"data.train=[{text}/store]", "batch={tokens: 2048, micro_rows: 2}"]

@@ -240,8 +240,8 @@ def _check_label(fields: Fields) -> None:
         fields.take(key)
     if value is False:
         raise DataError(
-            f"{fields.place}: {key} is false, which marks a bad answer; drop such records with --drop-bad "
-            f"(in a recipe drop_bad: true), or train on them with --keys {key}=."
+            f"{fields.place}: {key} is false, which marks a bad answer; learn from good and bad ones with objective kto (kind: unpaired), "
+            f"drop such records with --drop-bad (in a recipe drop_bad: true), or train on them with --keys {key}=."
         )
 
 

@@ -52,7 +52,7 @@ def test_a_name_that_could_mean_two_recipes_is_refused(tmp_path: Path) -> None:
         ("laptop/stf", "did you mean laptop/sft?"),
         ("recipes/laptop/lorra.yaml", "did you mean laptop/lora?"),
         ("pretrian", "did you mean pretrain?"),
-        ("qwen", "laptop/dpo, laptop/lora"),
+        ("qwen", "laptop/dpo, laptop/kto, laptop/lora"),
         ("missing.yaml", "missing.yaml: no such file"),
         ("", "is a folder"),
         ("x" * 3000, "too long"),

@@ -147,7 +147,10 @@ TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "He
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"prompt": "Hi", "response": "Hello", "label": False}, "label is false, which marks a bad answer; drop such records"),
+        (
+            {"prompt": "Hi", "response": "Hello", "label": False},
+            "label is false, which marks a bad answer; learn from good and bad ones with objective kto",
+        ),
         ({"messages": TURNS, "history": [["a", "b"]]}, "history carries content that is not read"),
         ({"prompt": "Hi", "response": "Hello", "question": "Who?"}, "question carries content that is not read"),
         ({"question": "Hi", "answer": "4", "solution": "2+2=4"}, "solution carries content that is not read .* --keys solution="),

@@ -116,6 +116,53 @@ def test_other_optimizers_are_imported_with_the_settings_they_have(tmp_path: Pat
     assert {"schedule", "betas"} <= lost | set(imported.recipe["optim"])
 
 
+AXOLOTL = "base_model: x\ndatasets: [{path: data.jsonl}]\n"
+PREFERENCE: list[tuple[str, str, dict[str, Any], str]] = [
+    ("axolotl", AXOLOTL + "rl: ipo\nrl_beta: 0.2\n", {"kind": "dpo", "loss_type": "ipo", "beta": 0.2}, "preference"),
+    ("axolotl", AXOLOTL + "rl: orpo\norpo_alpha: 0.3\n", {"kind": "orpo", "beta": 0.3}, "preference"),
+    ("axolotl", AXOLOTL + "rl: simpo\nrl_beta: 2.5\nsimpo_gamma: 1.4\n", {"kind": "simpo", "beta": 2.5, "gamma": 1.4}, "preference"),
+    ("axolotl", AXOLOTL + "rl: simpo\ncpo_alpha: 0\n", {"kind": "simpo", "beta": 0.1, "gamma": 0.5}, "preference"),
+    ("axolotl", AXOLOTL + "kto_undesirable_weight: 0.2\nrl: kto\nprecompute_ref_log_probs: true\n",
+     {"kind": "kto", "beta": 0.1, "undesirable_weight": 0.2, "reference_logps": "cached"}, "unpaired"),
+    ("axolotl", AXOLOTL + "reward_model: true\ncenter_rewards_coefficient: 0.01\n",
+     {"kind": "reward", "center_rewards_coefficient": 0.01}, "preference"),
+    ("llamafactory", "stage: dpo\ndataset: d\npref_loss: orpo\n", {"kind": "orpo", "beta": 0.1}, "preference"),
+    ("llamafactory", "pref_loss: simpo\nstage: dpo\ndataset: d\npref_beta: 2.0\nsimpo_gamma: 0.7\n",
+     {"kind": "simpo", "beta": 2.0, "gamma": 0.7}, "preference"),
+    ("llamafactory", "stage: kto\ndataset: d\npref_beta: 0.4\nkto_chosen_weight: 1.5\nkto_rejected_weight: 0.5\nref_model: y\n",
+     {"kind": "kto", "beta": 0.4, "desirable_weight": 1.5, "undesirable_weight": 0.5, "reference": "y"}, "unpaired"),
+    ("llamafactory", "stage: rm\ndataset: d\n", {"kind": "reward"}, "preference"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("system", "content", "objective", "kind"), PREFERENCE, ids=lambda one: one if isinstance(one, str) else "")
+def test_preference_trainings_are_objectives_with_their_settings(
+    tmp_path: Path, system: str, content: str, objective: dict[str, Any], kind: str
+) -> None:
+    path = tmp_path / "theirs.yml"
+    path.write_text(content)
+    imported = import_config(path, system)
+    assert imported.recipe["objective"] == objective
+    assert imported.recipe["data"]["train"][0]["kind"] == kind
+    lost = {one.key for one in imported.not_carried_over} - {"dataset"}
+    assert lost == ({"cpo_alpha"} if "rl: simpo" in content and "cpo_alpha" not in content else set())
+    (tmp_path / "recipe.yaml").write_text(imported.as_yaml())
+    load(Recipe, tmp_path / "recipe.yaml")
+
+
+def test_keys_of_labelled_records_and_settings_an_objective_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.yml"
+    fields = "{field_prompt: q, field_label: good, prompt_format: p}"
+    path.write_text(f"base_model: x\nrl: kto\nsimpo_gamma: 0.5\ndatasets: [{{path: d.jsonl, type: {fields}}}]\n")
+    imported = import_config(path, "axolotl")
+    assert imported.recipe["data"]["train"][0]["keys"] == {"prompt": "q", "label": "good", "response": "completion"}
+    assert {one.key for one in imported.not_carried_over} == {"simpo_gamma", "datasets.0.type.prompt_format"}
+    info = {"d": {"file_name": "d.json", "columns": {"messages": "turns", "kto_tag": "ok"}, "formatting": "sharegpt"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    path.write_text(f"stage: kto\ndataset: d\ndataset_dir: {tmp_path}\n")
+    assert import_config(path, "llamafactory").recipe["data"]["train"][0]["keys"] == {"messages": "turns", "label": "ok"}
+
+
 def test_names_that_double_each_other_are_refused_in_time(tmp_path: Path) -> None:
     config = tmp_path / "config.py"
     config.write_text("a0 = [1] * 9\n" + "a0 = [1, 2]\n" + "\n".join(f"a{n + 1} = [a{n}, a{n}]" for n in range(40)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.workflows.import_config import hugging_face
+from headway.workflows.import_config import axolotl_rl, hugging_face
+from headway.workflows.import_config.preference import DATA_KINDS
 from headway.workflows.import_config.rules import (
     ImportDraft,
     Rule,
@@ -15,7 +16,6 @@ from headway.workflows.import_config.rules import (
     number,
     one_of,
     sets,
-    shown,
     text,
     tracker_mode,
     tracks,
@@ -35,14 +35,15 @@ TEMPLATES = {
 }
 RENAMED = {"field_instruction": "prompt", "field_input": "context", "field_output": "response", "field_system": "system",
            "field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected", "field_tools": "tools",
+           "field_completion": "response", "field_label": "label",
            "message_field_role": "role", "message_field_content": "content"}  # fmt: skip
 OF_A_DATASET = {"path", "type", "ds_type", "data_files", "field", "field_messages", "chat_template", "chat_template_jinja", "split", "name",
                 "message_property_mappings", "roles_to_train", "train_on_eos", "revision", "conversation", *RENAMED}  # fmt: skip
 PARTNERS = {
     "chat": {"prompt": "instruction", "context": "input?", "response": "output"},
     "preference": dict.fromkeys(("prompt", "chosen", "rejected")),
+    "unpaired": {"prompt": "prompt", "response": "completion"},
 }
-OBJECTIVES = {"dpo": "sigmoid", "ipo": "ipo"}
 
 
 def datasets(draft: ImportDraft, key: str, value: Any) -> None:
@@ -78,8 +79,8 @@ def _source(draft: ImportDraft, at: str, entry: dict[str, Any]) -> dict[str, Any
 
 
 def _kind(draft: ImportDraft, entry: dict[str, Any]) -> str:
-    if draft.value("rl"):
-        return "preference"
+    if (kind := axolotl_rl.kind_of(draft)) is not None:
+        return DATA_KINDS[kind]
     name = entry.get("type")
     return "text" if name in ("completion", "pretrain") or (name is None and draft.value("pretraining_dataset")) else "chat"
 
@@ -97,6 +98,11 @@ def _template(draft: ImportDraft, at: str, entry: dict[str, Any]) -> str:
 
 def _keys(draft: ImportDraft, at: str, entry: dict[str, Any], kind: str) -> dict[str, str]:
     """Names of keys that differ from the usual ones; a question or answer that is named brings its partners."""
+    own = entry.get("type")
+    if kind in ("preference", "unpaired") and isinstance(own, dict):
+        entry = entry | {name: own[name] for name in RENAMED if name in own}
+        for name in set(own) - set(RENAMED):
+            draft.tell(f"{at}.type.{name}", own[name], "missing", "keys and a .jinja file as chat_template", "a format of your own")
     keys = {ours: entry[theirs] for theirs, ours in RENAMED.items() if entry.get(theirs) not in (None, ours)}
     if entry.get("field_messages") and entry["field_messages"] not in ("messages", "conversations"):
         keys["messages"] = entry["field_messages"]
@@ -148,14 +154,6 @@ def validation(draft: ImportDraft, key: str, value: Any) -> None:
         draft.write(key, value, "data.valid.fraction", float(share))
     else:
         draft.tell(key, value, "missing", "data.valid.fraction: 0.05", "a number of documents; give their share")
-
-
-def objective(draft: ImportDraft, key: str, value: Any) -> None:
-    """Preference training. A recipe with another objective than the file's would train something else: refused."""
-    if value not in OBJECTIVES:
-        raise ConfigError(f"rl is {shown(value)}, which headway cannot train; it has {', '.join(OBJECTIVES)} (objective.kind: dpo).")
-    draft.set("objective.kind", "dpo")
-    draft.write(key, value, "objective.loss_type", OBJECTIVES[value])
 
 
 def packing(draft: ImportDraft, key: str, value: Any) -> None:
@@ -245,6 +243,7 @@ KERNEL = automatic("headway chooses its kernels by device and mask (kernels.atte
 
 RULES: dict[str, Rule] = {
     **{key: hugging_face.RULES[key] for key in COMMON},
+    **axolotl_rl.RULES,
     **{key: rule for key, rule in hugging_face.LORA.items() if key not in ("lora_rank", "use_rslora")},
     "base_model": sets("init.from", text),
     "tokenizer_config": sets("tokenizer", text),
@@ -285,10 +284,6 @@ RULES: dict[str, Rule] = {
     "dp_shard_size": sets("parallel.fsdp.size", integer),
     "dp_replicate_size": automatic("the number of ranks divided by parallel.fsdp.size"),
     "sequence_parallel_degree": hugging_face.RULES["context_parallel_size"],
-    "rl": objective,
-    "rl_beta": sets("objective.beta", number),
-    "dpo_label_smoothing": sets("objective.label_smoothing", number),
-    "precompute_ref_log_probs": one_of("objective.reference_logps", {True: "cached", False: "live"}, "true or false"),
     "train_on_inputs": missing("chat data is trained on the answers only", "kind: text with a template of keys"),
     "excess_length_strategy": automatic("longer documents are cut into rows; conversations are cut at the row's end and reported"),
     "early_stopping_threshold": hugging_face.RULES["early_stopping_threshold"],
@@ -359,6 +354,7 @@ def defaults(draft: ImportDraft) -> dict[str, Any]:
 
 def finish(draft: ImportDraft) -> None:
     """Settings that follow from several keys."""
+    axolotl_rl.finish(draft)
     if draft.get("eval.stop") is not None and draft.get("data.valid") is None:
         draft.recipe["eval"].pop("stop")
         draft.tell("early_stopping_patience", draft.value("early_stopping_patience"), "missing", "eval.stop", "there is no validation data")

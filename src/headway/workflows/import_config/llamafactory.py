@@ -8,6 +8,7 @@ from typing import Any
 from headway.errors import ConfigError
 from headway.runtime.json_file import read_object
 from headway.workflows.import_config import hugging_face
+from headway.workflows.import_config.preference import finish_objective, of_objective
 from headway.workflows.import_config.rules import (
     ImportDraft,
     Rule,
@@ -27,27 +28,37 @@ from headway.workflows.import_config.rules import (
 )
 
 SYSTEM = "LLaMA-Factory"
-KINDS = {"pt": "text", "sft": "chat", "dpo": "preference"}
+KINDS = {"pt": "text", "sft": "chat", "rm": "preference", "dpo": "preference", "kto": "unpaired"}
+OBJECTIVES = {"rm": "reward", "dpo": "dpo", "kto": "kto"}
 TEMPLATES = {"alpaca": "alpaca", "llama3": "llama3", "qwen": "qwen", "chatml": "chatml", "intern": "internlm"}
 COLUMNS = {"prompt": "prompt", "query": "context", "response": "response", "system": "system", "history": "history", "tools": "tools",
-           "messages": "messages", "chosen": "chosen", "rejected": "rejected"}  # fmt: skip
-SHAPES = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+           "messages": "messages", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label"}  # fmt: skip
+SHAPES = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations", "kto_tag": "kto_tag"}
 """The record keys that LLaMA-Factory expects if columns are not given."""
 TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool"}
 PARTNERS = {
     "chat": {"prompt": "instruction", "context": "input?", "response": "output"},
     "preference": dict.fromkeys(("prompt", "chosen", "rejected")),
+    "unpaired": {"prompt": "instruction", "context": "input?", "response": "output"},
 }
-LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "kto_pair": "kto_pair"}
+LOSSES = ("sigmoid", "hinge", "ipo", "kto_pair")
+OTHER_OBJECTIVES = ("orpo", "simpo")
+
+
+def kind_of(draft: ImportDraft) -> str | None:
+    """The preference objective of a file, if it has one."""
+    kind, loss = OBJECTIVES.get(str(draft.value("stage"))), draft.value("pref_loss")
+    return loss if kind == "dpo" and loss in OTHER_OBJECTIVES else kind
 
 
 def stage(draft: ImportDraft, key: str, value: Any) -> None:
-    """Pre-training, SFT or DPO; another stage would become another training: refused."""
-    if value not in KINDS:
+    """Pre-training, SFT, a reward model or preference; another stage would become another training: refused."""
+    if str(value) not in KINDS:
         raise ConfigError(f"stage is {shown(value)}, which headway cannot train; it has {', '.join(KINDS)}.")
-    if value == "dpo":
-        draft.set("objective.kind", "dpo")
-    draft.tell(key, value, "set", f"data.train kind: {KINDS[value]}" + (", objective.kind: dpo" if value == "dpo" else ""))
+    kind = kind_of(draft)
+    if kind is not None:
+        draft.set("objective.kind", kind)
+    draft.tell(key, value, "set", f"data.train kind: {KINDS[value]}" + (f", objective.kind: {kind}" if kind else ""))
 
 
 def method(draft: ImportDraft, key: str, value: Any) -> None:
@@ -145,10 +156,16 @@ def rope(draft: ImportDraft, key: str, value: Any) -> None:
 
 
 def preference_loss(draft: ImportDraft, key: str, value: Any) -> None:
-    """DPO's losses; ORPO and SimPO would be another training: refused."""
-    if value not in LOSSES:
-        raise ConfigError(f"pref_loss is {shown(value)}, which headway cannot train; it has {', '.join(LOSSES)} (objective.loss_type).")
-    draft.write(key, value, "objective.loss_type", LOSSES[value])
+    """DPO's losses; ORPO and SimPO are objectives of their own."""
+    if draft.value("stage", default="sft") != "dpo":
+        draft.tell(key, value, "automatic", note="counts for stage dpo alone")
+    elif value in OTHER_OBJECTIVES:
+        draft.tell(key, value, "set", f"objective.kind: {value}")
+    elif value in LOSSES:
+        draft.write(key, value, "objective.loss_type", value)
+    else:
+        known = ", ".join((*LOSSES, *OTHER_OBJECTIVES))
+        raise ConfigError(f"pref_loss is {shown(value)}, which headway cannot train; it has {known}.")
 
 
 def validation(draft: ImportDraft, key: str, value: Any) -> None:
@@ -211,10 +228,13 @@ RULES: dict[str, Rule] = {
     "pure_bf16": full_16_bits,
     "disable_gradient_checkpointing": recompute_off,
     "early_stopping_steps": sets("eval.stop.patience", integer),
-    "pref_beta": sets("objective.beta", number),
+    "pref_beta": of_objective(kind_of, "beta", number),
+    "simpo_gamma": of_objective(kind_of, "gamma", number),
+    "kto_chosen_weight": of_objective(kind_of, "desirable_weight", number),
+    "kto_rejected_weight": of_objective(kind_of, "undesirable_weight", number),
     "pref_loss": preference_loss,
-    "dpo_label_smoothing": sets("objective.label_smoothing", number),
-    "ref_model": sets("objective.reference", text),
+    "dpo_label_smoothing": of_objective(kind_of, "label_smoothing", number),
+    "ref_model": of_objective(kind_of, "reference", text),
     "use_muon": one_of("optim.kind", {True: "muon", False: "adamw"}, "true or false"),
     "use_swanlab": tracks("swanlab"),
     "swanlab_project": tracks("swanlab", "project"),
@@ -229,7 +249,7 @@ RULES: dict[str, Rule] = {
     "streaming": missing("data is tokenized once into a store on disk", "headway data tokenize"),
     **dict.fromkeys(
         ("loraplus_lr_ratio", "pissa_init", "use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_llama_pro", "mixture_of_depths",
-         "shift_attn", "use_dft_loss", "use_asft_loss", "use_eaft_loss", "pref_ftx", "pref_bco_weight", "simpo_gamma",
+         "shift_attn", "use_dft_loss", "use_asft_loss", "use_eaft_loss", "pref_ftx", "pref_bco_weight",
          "freeze_trainable_layers",
          "freeze_trainable_modules", "freeze_extra_modules", "resize_vocab", "add_tokens", "add_special_tokens", "use_mca", "use_kt",
          "image_max_pixels", "video_max_pixels", "freeze_vision_tower", "freeze_multi_modal_projector", "media_dir",
@@ -258,5 +278,4 @@ def finish(draft: ImportDraft) -> None:
     """Settings that follow from several keys."""
     if draft.get("adapter") is not None:
         draft.default("adapter.targets", ["all"])
-    if draft.get("objective.kind") == "dpo":
-        draft.default("objective.beta", 0.1)
+    finish_objective(draft, kind_of(draft))
