@@ -31,7 +31,7 @@ from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
 
-STEPS = 4
+STEPS = 3
 PLAIN = CONFIG.with_(dropout=0.0, num_heads=8, num_kv_heads=4, init_std=0.3)
 GATED = PLAIN.with_(head_gates=HeadGatesConfig(window=3, sinks=1, init_mean=0.0, init_std=1.5))
 SPARSITY = HeadSparsity(start=0.5, target=0.7, mask_lr=0.3, reg_lr=0.3)

@@ -80,6 +80,7 @@ def two_steps(folder: Path, index: int, parallel: dict[str, Any], group: RankGro
     return losses
 
 
+@pytest.mark.slow  # the tensor axis moves in test_tensor.py
 def test_a_run_moves_from_layout_to_layout_with_the_losses_of_one_process(tmp_path: Path) -> None:
     """A tied embedding and gates, which several stages hold, are saved once; the optimizer's state moves with them."""
     right: list[float] = []

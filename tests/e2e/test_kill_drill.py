@@ -19,8 +19,8 @@ from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
 
-KILLS = int(os.environ.get("HEADWAY_KILLS", "4"))
-TERMS = int(os.environ.get("HEADWAY_TERMS", "2"))
+KILLS = int(os.environ.get("HEADWAY_KILLS", "2"))
+TERMS = int(os.environ.get("HEADWAY_TERMS", "1"))
 SEED = int(os.environ.get("HEADWAY_DRILL_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 KILLS_OF_A_RUN = 5
 SPLIT = ("parallel.tensor=2", "parallel.pipeline=2", "model.num_layers=2", "model.num_kv_heads=2")

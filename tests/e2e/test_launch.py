@@ -74,6 +74,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(stores: list[Path], tmp_path: 
     assert not (tmp_path / "runs" / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_within_30_seconds_and_is_named(stores: list[Path], tmp_path: Path) -> None:
     run = tmp_path / "runs" / "run"
     launcher = start("train", str(write_recipe(tmp_path, stores, steps=100_000)), *SMALL, "--nproc", "2")
@@ -92,6 +93,7 @@ def test_a_killed_rank_ends_all_within_30_seconds_and_is_named(stores: list[Path
     assert all(gone(pid) for pid in ranks.values())
 
 
+@pytest.mark.slow
 def test_a_stop_signal_saves_once_and_the_run_goes_on_with_another_number_of_ranks(stores: list[Path], tmp_path: Path) -> None:
     run, recipe = tmp_path / "runs" / "run", str(write_recipe(tmp_path, stores, steps=100_000))
     launcher = start("train", recipe, *SMALL, "--nproc", "2")

@@ -54,7 +54,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
 
 
-@pytest.mark.parametrize("recipe", ["laptop/sft", "laptop/lora"])
+@pytest.mark.parametrize("recipe", [pytest.param("laptop/sft", marks=pytest.mark.slow), "laptop/lora"])
 def test_a_laptop_recipe_trains_on_an_apple_gpu_as_on_the_cpu(
     recipe: str, macos: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

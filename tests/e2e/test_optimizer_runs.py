@@ -12,7 +12,7 @@ from headway.track.metrics_file import read_metrics
 from headway.train import train
 from headway.train.config import Recipe
 
-COMMON = ("eval.every=2", "data.valid.fraction=0.2", "checkpoint.every=2", "optim.schedule.warmup=2", "log.every=1")
+COMMON = ("eval.every=2", "eval.rows=8", "data.valid.fraction=0.2", "checkpoint.every=2", "optim.schedule.warmup=2", "log.every=1")
 
 
 @pytest.fixture(scope="module")

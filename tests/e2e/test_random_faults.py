@@ -18,7 +18,7 @@ from support.drill import STEPS as SMALL_STEPS
 from support.drill import finish, small
 from support.runs import assert_same_run, headway, make_stores, write_recipe
 
-CASES = int(os.environ.get("HEADWAY_FAULTS", "4"))
+CASES = int(os.environ.get("HEADWAY_FAULTS", "2"))
 FIRST = int(os.environ.get("HEADWAY_FAULT_SEED", "0"))
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EMFILE)
 STEPS = 12

@@ -11,14 +11,14 @@ from headway.config.load import load
 from headway.train import train
 from headway.train.config import Recipe
 
-STEPS = 40
+STEPS = 25
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A finished, undisturbed run, and the folder of its stores."""
     folder = tmp_path_factory.mktemp("whole")
-    recipe = write_recipe(folder, make_stores(folder), name="whole", steps=STEPS)
+    recipe = write_recipe(folder, make_stores(folder, documents=30), name="whole", steps=STEPS)
     train(load(Recipe, recipe))
     return folder / "runs" / "whole", folder
 

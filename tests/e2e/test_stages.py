@@ -273,6 +273,7 @@ def open_of(run: Path) -> Any:
         return [(name, reader.weight(name)) for name in reader.names("master")]
 
 
+@pytest.mark.slow
 def test_two_ranks_go_through_the_stages_together(whole: Path, stores: Path, tmp_path: Path) -> None:
     recipe = load(Recipe, recipe_of(tmp_path, stores), ["model.dropout=0", "stages.2.batch.micro_rows=1"])
     alone = load(Recipe, recipe_of(stores, stores, name="serial"), ["model.dropout=0", "stages.2.batch.micro_rows=1"])

@@ -16,6 +16,8 @@ from types import FrameType
 from headway.errors import Interrupted, Terminated
 from headway.runtime.stop import handled_signals
 
+LOOK_SECONDS = 0.5
+
 
 def run_command(
     command: Sequence[str], environment: Mapping[str, str] | None = None, *, captures_errors: bool = False
@@ -29,12 +31,21 @@ def run_command(
         children.append(child)
         for number in received:  # it came before the command was there
             child.send_signal(number)
-        out, errors = child.communicate()
+        out, errors = _finished(child)
     if received:
         name = signal.Signals(received[0]).name
         message = f"{name}: stopped, after the process that worked for this one"
         raise Interrupted(message) if received[0] == signal.SIGINT else Terminated(message, 128 + received[0])
     return subprocess.CompletedProcess(list(command), child.returncode, out, errors)
+
+
+def _finished(child: subprocess.Popen[str]) -> tuple[str, str]:
+    """What the command printed until its end. A signal that comes just before this process begins to wait does not wake it: it looks."""
+    while True:
+        try:
+            return child.communicate(timeout=LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
 
 
 @contextmanager

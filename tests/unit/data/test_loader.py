@@ -152,7 +152,7 @@ def test_totals_and_stats_speak_of_all_ranks(tmp_path: Path) -> None:
     assert step.stats == alone.stats and step.source_rows == alone.source_rows == (8,)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     sizes=st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=25), min_size=1, max_size=3),
     weights=st.none() | st.lists(st.floats(0.01, 1), min_size=3, max_size=3),

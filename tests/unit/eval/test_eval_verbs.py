@@ -220,6 +220,7 @@ def test_a_dataset_is_split_by_a_key_or_by_file(capsys: pytest.CaptureFixture[st
     assert "all.jsonl:1: has no key 'meta.kind'" in said and len(said.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_two_ranks_find_what_one_finds(capfd: pytest.CaptureFixture[str], model: str, data: list[str], tmp_path: Path) -> None:
     (tmp_path / "again").symlink_to(model)
     options = ["--batch-tokens", "32", "--stride", "8", "--by", "file", "--prompt=-a", "--json"]
