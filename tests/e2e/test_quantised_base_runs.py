@@ -15,6 +15,7 @@ from support.runs import assert_same_run, make_stores
 from headway.checkpoint.load import open_checkpoint
 from headway.config.load import load
 from headway.errors import ConfigError, HeadwayError
+from headway.export.adapter import export_adapter
 from headway.export.huggingface import export_huggingface
 from headway.infer.check_checkpoint import check_checkpoint
 from headway.infer.load import find_model, load_model
@@ -109,6 +110,29 @@ def test_an_adapter_goes_on_over_the_same_bytes(folder: Path) -> None:
         assert all(torch.equal(after[key], value) for key, value in before.items()), name
     go(folder, "plain", f"init.from={folder}/nf4/checkpoints/latest", "adapter.rank=4", "adapter.targets=[q_proj, up_proj]", "steps=1")
     assert not any(form_of(name) for name in stored(folder / "plain"))
+
+
+@pytest.mark.slow
+def test_a_mixture_trains_updates_of_quantised_experts_and_is_merged(folder: Path) -> None:
+    """A stopped run ends like the undisturbed one; checkpoint and final/ compute the same; nothing is written that PEFT could not read."""
+    go(folder, "experts", *SHAPE, "model.experts={num: 4, per_token: 2, ffn_size: 24}", "model.family=olmoe", "steps=1")
+    more = (f"init.from={folder}/experts", *QLORA, "adapter.targets=[all, experts]", "steps=4", "checkpoint.every=2", "data.valid=null")
+    go(folder, "mixture", *more)
+    go(folder, "mixture2", *more)
+    (folder / "mixture2/checkpoints/step-00000004/manifest.json").write_text("{}")
+    go(folder, "mixture2", *more)
+    assert_same_run(folder / "mixture", folder / "mixture2", 4)
+    held = stored(folder / "mixture")
+    assert sum(form_of(name) == "nf4" and ".mlp.experts." in name for name in held) == 6
+    assert held["model.layers.0.mlp.experts.gate_proj.lora_B.weight"].abs().max() > 0
+    assert (logits(folder / "mixture" / "checkpoints" / "latest") - logits(folder / "mixture")).abs().max() <= 1e-5
+    assert (logits(folder / "experts") - logits(folder / "mixture")).abs().max() > 1e-3
+    assert not (folder / "mixture" / "final" / "adapter").exists()
+    with pytest.raises(ConfigError, match="no form in PEFT"):
+        export_adapter(folder / "mixture" / "checkpoints" / "latest", folder / "peft")
+    go(folder, "mixture3", f"init.from={folder}/mixture/checkpoints/latest", *more[1:], "steps=1", "optim.lr=0", "checkpoint.every=1")
+    after = stored(folder / "mixture3")
+    assert all(torch.equal(after[name], value) for name, value in held.items())
 
 
 def test_mistakes_are_said_before_work_starts(folder: Path) -> None:

@@ -36,6 +36,8 @@ BIASES = {"qkv_bias": True, "output_bias": True, "ffn_bias": True}
 GATED = PLAIN.with_(head_gates=HeadGatesConfig(window=3, sinks=1, init_mean=0.0, init_std=1.5))
 SPARSITY = HeadSparsity(start=0.5, target=0.7, mask_lr=0.3, reg_lr=0.3)
 LORA = AdapterConfig(rank=4)
+LORA_EXPERTS = AdapterConfig(rank=4, targets=("all", "experts"))
+PACKED_EXPERTS = LORA_EXPERTS.model_copy(update={"base": "nf4"})
 DORA = AdapterConfig(kind="dora", rank=4)
 DORA_HEAD = DORA.model_copy(update={"targets": ("all", "lm_head")})
 SHAPED = NextToken(label_smoothing=0.1, z_loss=1e-3)
@@ -255,9 +257,11 @@ def expert_trials() -> list[LayoutTrial]:
         trial("experts, fsdp, bias without a loss", 2, {"strategy": "fsdp"}, config=biased),
         trial("experts, tensor, loss of each row", 2, tensor, config=mixture),
         trial("experts, tensor, no sequence, bias", 2, {**tensor, "sequence": False}, config=biased),
-        trial("experts, lora, recomputed, offloaded", 2, tensor, config=mixture, adapter=LORA,
+        trial("experts, lora on them, recomputed, offloaded", 2, tensor, config=mixture, adapter=LORA_EXPERTS,
               memory={"recompute": 1.0, "offload": ["activations", "optimizer"]}),
         trial("experts, fsdp, selective recompute", 2, {"strategy": "fsdp"}, config=step, memory={"recompute": "selective"}),
+        trial("experts in nf4, lora on them, fsdp", 2, {"strategy": "fsdp"}, config=mixture, adapter=PACKED_EXPERTS),
+        trial("nf4 base, ddp", 2, {"zero1": {"size": 1}}, adapter=PACKED_EXPERTS.model_copy(update={"targets": ("all",)})),
     ]  # fmt: skip
 
 

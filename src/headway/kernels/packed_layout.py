@@ -29,6 +29,15 @@ class PackedLayout:
     form: PackedForm
     outputs: int
     inputs: int
+    experts: int | None = None
+    """Of a matrix that is stacked over experts: how many share `outputs`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter in floats."""
+        if self.experts is None:
+            return self.outputs, self.inputs
+        return self.experts, self.outputs // self.experts, self.inputs
 
     @property
     def elements(self) -> int:

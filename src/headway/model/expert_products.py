@@ -6,11 +6,14 @@
 No token is dropped, and no shape depends on the data: groups are offsets on the device. Sorting is stable and sums have a fixed order, so
 that results are deterministic. A token's weight is applied before the last product: backward then needs no result of that product.
 
-Shapes: N tokens, D width, E experts, k experts per token, F inner width of an expert.
+A matrix may have a low-rank update of each expert, and may be stored quantised: then its floats exist during one product at a time.
+
+Shapes: N tokens, D width, E experts, k experts per token, F inner width of an expert; of a matrix O outputs, I inputs, R rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.kernels.grouped import ALIGN, grouped_inputs, grouped_linear, grouped_weights
+from headway.kernels.packed_weight import MATRIX as PACKED_MATRIX
 
 
 class Dispatch(NamedTuple):
@@ -46,27 +50,63 @@ class Clamp(NamedTuple):
     alpha: float
 
 
-class ExpertBiases(NamedTuple):
-    """Biases of all experts, [E,F], [E,F] and [E,D]; None where there is none."""
+class ExpertMatrix(NamedTuple):
+    """The same matrix W of all experts, with what belongs to it: x becomes W x + bias + scale * B A x."""
 
-    gate: Tensor | None = None
-    up: Tensor | None = None
-    down: Tensor | None = None
+    weight: Tensor
+    """[E,O,I]; its bytes, where `packed` is given"""
+    bias: Tensor | None = None
+    """[E,O]"""
+    a: Tensor | None = None
+    """[E,R,I]: with B a low-rank update, in place of which W stays frozen"""
+    b: Tensor | None = None
+    """[E,O,R]"""
+    scale: float = 1.0
+    packed: tuple[str, int, int] | None = None
+    """(form, E * O, I) of a matrix that is stored quantised; its floats exist during one product"""
+
+    def floats(self, x: Tensor, ends: Tensor) -> Tensor:
+        """W [E,O,I] in the dtype of x."""
+        if self.packed is None:
+            return self.weight
+        form, outputs, inputs = self.packed
+        return PACKED_MATRIX(self.weight, form, (outputs, inputs), x.dtype).view(len(ends), -1, inputs)
+
+    def product(self, x: Tensor, ends: Tensor) -> Tensor:
+        """[n,O] of x [n,I], without the bias."""
+        found = grouped_linear(x, self.floats(x, ends), ends)
+        if self.a is None or self.b is None:
+            return found
+        return found + grouped_linear(grouped_linear(x, self.a, ends), self.b, ends) * self.scale
+
+    def by_inputs(self, dy: Tensor, ends: Tensor) -> Tensor:
+        """[n,I]: the gradient of the product by x."""
+        found = grouped_inputs(dy, self.floats(dy, ends), ends)
+        if self.a is None or self.b is None:
+            return found
+        return found + grouped_inputs(grouped_inputs(dy, self.b, ends), self.a, ends) * self.scale
+
+    def gradients(self, dy: Tensor, x: Tensor, ends: Tensor, needs: Sequence[bool], factor: Tensor | None = None) -> list[Tensor | None]:
+        """Of weight, bias, A and B, where they are needed; `factor` [n,1] belongs to the bias alone."""
+        found: list[Tensor | None] = [None] * 4
+        if needs[0]:
+            found[0] = grouped_weights(dy, x, ends, self.weight)
+        if needs[1]:
+            found[1] = _group_sums(dy, factor, ends, self.weight)
+        if self.a is not None and self.b is not None and (needs[2] or needs[3]):
+            found[2] = grouped_weights(grouped_inputs(dy, self.b, ends), x, ends, self.a) * self.scale
+            found[3] = grouped_weights(dy, grouped_linear(x, self.a, ends), ends, self.b) * self.scale
+        return found
 
 
 def expert_products(
-    x: Tensor,
-    weights: Tensor,
-    plan: Dispatch,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    biases: ExpertBiases = ExpertBiases(),
-    clamp: Clamp | None = None,
+    x: Tensor, weights: Tensor, plan: Dispatch, gate: ExpertMatrix, up: ExpertMatrix, down: ExpertMatrix, clamp: Clamp | None = None
 ) -> Tensor:
     """[N,D]: for each token x [N,D] the sum over its experts of weight * down(silu(gate x) * up x)."""
+    tensors = [tensor for one in (gate, up, down) for tensor in one[:4]]
+    forms = tuple((one.scale, one.packed) for one in (gate, up, down))
     return ExpertProducts.apply(  # pyright: ignore[reportReturnType]
-        x, weights, plan.order, plan.places, plan.ends, gate, up, down, *biases, clamp
+        x, weights, plan.order, plan.places, plan.ends, clamp, forms, *tensors
     )
 
 
@@ -85,50 +125,53 @@ class ExpertProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, order: Tensor, places: Tensor, ends: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor,
-        b_gate: Tensor | None, b_up: Tensor | None, b_down: Tensor | None, clamp: Clamp | None,
+        ctx: Any, x: Tensor, weights: Tensor, order: Tensor, places: Tensor, ends: Tensor, clamp: Clamp | None, forms: tuple[Any, ...],
+        *tensors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         k = weights.shape[1]
+        m_gate, m_up, m_down = _matrices(tensors, forms)
         inputs = x[order // k]
-        gate = _biased(grouped_linear(inputs, w_gate, ends), b_gate, ends)
-        up = _biased(grouped_linear(inputs, w_up, ends), b_up, ends)
+        gate = _biased(m_gate.product(inputs, ends), m_gate.bias, ends)
+        up = _biased(m_up.product(inputs, ends), m_up.bias, ends)
         weight = weights.flatten()[order][:, None]
         inner = activated(gate.float(), up.float(), clamp) * weight
-        result = grouped_linear(inner.to(x.dtype), w_down, ends)
-        if b_down is not None:
-            result = result + (b_down[_experts_of(ends, len(order))].float() * weight).to(x.dtype)
-        ctx.clamp = clamp
-        ctx.save_for_backward(x, weights, order, places, ends, w_gate, w_up, w_down, b_down, gate, up)
+        result = m_down.product(inner.to(x.dtype), ends)
+        if m_down.bias is not None:
+            result = result + (m_down.bias[_experts_of(ends, len(order))].float() * weight).to(x.dtype)
+        ctx.clamp, ctx.forms = clamp, forms
+        ctx.save_for_backward(x, weights, order, places, ends, gate, up, *tensors)
         return sum_slots(result, places, k).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weights, order, places, ends, w_gate, w_up, w_down, b_down, gate, up = ctx.saved_tensors
-        k, needs = weights.shape[1], ctx.needs_input_grad
+        x, weights, order, places, ends, gate, up, *tensors = ctx.saved_tensors
+        m_gate, m_up, m_down = _matrices(tensors, ctx.forms)
+        k, needs = weights.shape[1], ctx.needs_input_grad[7:]
         weight, gate, up = weights.flatten()[order][:, None], gate.float(), up.float()
         plain, slope_gate, slope_up = activated_slopes(gate, up, ctx.clamp)
         by_result = grad[order // k]
-        by_inner = grouped_inputs(by_result, w_down, ends).float()
+        by_inner = m_down.by_inputs(by_result, ends).float()
         by_slots = (by_inner * plain).sum(1)
-        if b_down is not None:
-            by_slots = by_slots + (by_result.float() * b_down[_experts_of(ends, len(order))].float()).sum(1)
+        if m_down.bias is not None:
+            by_slots = by_slots + (by_result.float() * m_down.bias[_experts_of(ends, len(order))].float()).sum(1)
         by_weights = by_slots[places].view(-1, k)
         by_plain = by_inner * weight
         by_gate, by_up = (by_plain * slope_gate).to(x.dtype), (by_plain * slope_up).to(x.dtype)
         # Not forward's expression: the compiler would keep its result, k times as large as x, instead of making it again.
         inputs = x[(order // k).clamp(max=len(x) - 1)]
-        by_inputs = grouped_inputs(by_gate, w_gate, ends) + grouped_inputs(by_up, w_up, ends)
+        by_inputs = m_gate.by_inputs(by_gate, ends) + m_up.by_inputs(by_up, ends)
         by_x = sum_slots(by_inputs, places, k).to(x.dtype)
         return (
-            by_x, by_weights, None, None, None,
-            grouped_weights(by_gate, inputs, ends, w_gate) if needs[5] else None,
-            grouped_weights(by_up, inputs, ends, w_up) if needs[6] else None,
-            grouped_weights(by_result, (plain * weight).to(x.dtype), ends, w_down) if needs[7] else None,
-            _group_sums(by_gate, None, ends, w_gate) if needs[8] else None,
-            _group_sums(by_up, None, ends, w_up) if needs[9] else None,
-            _group_sums(by_result, weight, ends, w_down) if needs[10] else None,
-            None,
+            by_x, by_weights, None, None, None, None, None,
+            *m_gate.gradients(by_gate, inputs, ends, needs[:4]),
+            *m_up.gradients(by_up, inputs, ends, needs[4:8]),
+            *m_down.gradients(by_result, (plain * weight).to(x.dtype), ends, needs[8:], weight),
         )  # fmt: skip
+
+
+def _matrices(tensors: Sequence[Tensor | None], forms: tuple[Any, ...]) -> list[ExpertMatrix]:
+    """Gate, up and down from what autograd carries one by one."""
+    return [ExpertMatrix(*tensors[4 * n : 4 * n + 4], *form) for n, form in enumerate(forms)]  # pyright: ignore[reportArgumentType]
 
 
 def activated(gate: Tensor, up: Tensor, clamp: Clamp | None) -> Tensor:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from headway.model.expert_products import Clamp, Dispatch, ExpertBiases, dispatch, expert_products
+from headway.model.expert_products import Clamp, Dispatch, ExpertMatrix, dispatch, expert_products
 from headway.model.layers import FeedForward
 from headway.model.router import Router, Routing, summarize
 
@@ -32,6 +32,10 @@ class ExpertLinear(nn.Module):
         self.adds_bias = True
         """False on ranks whose results are added to one that adds it."""
 
+    def matrix(self) -> ExpertMatrix:
+        """What products need of it."""
+        return ExpertMatrix(self.weight, self.bias if self.adds_bias else None)
+
 
 class Experts(nn.Module):
     """SwiGLU of every expert."""
@@ -48,9 +52,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
         """[N,D]: the weighted sum of the experts of each token x [N,D], with weights fp32 [N,k]."""
-        matrices = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
-        down = self.down_proj.bias if self.down_proj.adds_bias else None
-        return expert_products(x, weights, plan, *matrices, ExpertBiases(self.gate_proj.bias, self.up_proj.bias, down), self.clamp)
+        return expert_products(x, weights, plan, self.gate_proj.matrix(), self.up_proj.matrix(), self.down_proj.matrix(), self.clamp)
 
 
 class MixtureOfExperts(nn.Module):

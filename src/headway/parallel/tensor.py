@@ -28,7 +28,7 @@ from headway.model.adapter.config import PARTS
 from headway.model.adapter.lora import AdaptedLinear
 from headway.model.base import LayerSplit, Model, build_model, keep_wide
 from headway.model.config import ModelConfig
-from headway.model.layout import GATES, POSITIONS, ParamSpec
+from headway.model.layout import EXPERTS, GATES, POSITIONS, ParamSpec
 from headway.model.media_shape import PROJECTOR
 from headway.model.moe import ExpertLinear
 from headway.optim.groups import ADAPTER
@@ -135,7 +135,7 @@ class Cut:
             return None, owner
         by_inputs = specs[f"{owner}.weight"].split == "row"
         dim = (1 if part == LORA_A else None) if by_inputs else (None if part == LORA_A else 0)
-        return dim, owner
+        return dim if dim is None or EXPERTS not in owner else dim + 1, owner
 
     def _is_partial(self, name: str) -> bool:
         """Whether gradients of what all ranks hold cover a part: some heads or inputs, or with sequence some tokens."""

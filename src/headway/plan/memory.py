@@ -301,8 +301,10 @@ def _head_gradient(job: MemoryJob) -> int:
 def _buffers(job: MemoryJob) -> int:
     """Work space of libraries; a matrix in floats; buckets of gradients and parameters, and hidden states between stages, on their way."""
     on_the_way = 2 * job.bucket_bytes if job.shards > 1 and not job.fsdp else 0
-    # the largest quantised matrix is written out for its product
-    matrix = job.compute_bytes * job.model.hidden_size * job.model.ffn_size if job.packed else 0
+    # the largest quantised matrix is written out for its product; that of experts is of all of them
+    model = job.model
+    widest = model.ffn_size if model.experts is None else max(model.ffn_size, model.experts.num * model.expert_size)
+    matrix = job.compute_bytes * model.hidden_size * widest if job.packed else 0
     messages = matrix + int(job.streams * job.tokens * _stream(job) * job.compute_bytes)
     return messages + (WORKSPACE + on_the_way if job.on_cuda else 0)
 

@@ -15,6 +15,7 @@ from headway.errors import CheckpointError, ConfigError
 from headway.export.adapter import FOLDER, write_adapter
 from headway.export.huggingface import atomic_folder, export_huggingface
 from headway.infer.load import FINAL
+from headway.model.adapter.config import expert_linears
 from headway.model.adapter.lora import merged
 from headway.model.adapter.packed_base import plain_values
 from headway.model.layout import GATES
@@ -102,7 +103,7 @@ def write_final(run: Run) -> str | None:
         weights = merged(plain, adapter, adapter.modules(run.model))
     try:
         export_huggingface(run.model, weights, target, tokenizer=run.tokenizer_path, dtype=dtype, end_ids=run.targets.end_ids)
-        if adapter is not None:
+        if adapter is not None and set(adapter.modules(run.model)).isdisjoint(expert_linears(run.model)):  # PEFT has no form of the others
             write_adapter(trained, adapter, run.model, target / FOLDER, base=run.state.adapter_base, dtype="float32")
     except ConfigError as reason:
         log.warning("no %s: %s", target, reason)

@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from support.batches import make_batch
 from support.engines import CONFIG, Setup, make_engine, share_of_step
 
-from headway.errors import ConfigError
 from headway.kernels.grouped import grouped_inputs, grouped_linear, grouped_weights
-from headway.model.adapter.config import AdapterConfig
 from headway.model.config import ModelConfig
 from headway.model.expert_products import dispatch
 from headway.model.flops import token_flops
@@ -193,9 +191,3 @@ def test_muon_orthogonalizes_each_expert_by_itself() -> None:
     stacked, single = stepped([gradient])[0], stepped([one.clone() for one in gradient])
     torch.testing.assert_close(stacked, torch.stack(single))
     assert stacked.abs().max() > 0
-
-
-def test_experts_have_no_adapters() -> None:
-    assert all("experts" not in path for path in AdapterConfig().modules(MIXTURE))
-    with pytest.raises(ConfigError, match="experts have no adapters"):
-        AdapterConfig(targets=("gate_proj",)).modules(MIXTURE)

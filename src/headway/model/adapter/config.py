@@ -11,9 +11,10 @@ from headway.config.section import Section, setting
 from headway.errors import ConfigError
 from headway.kernels.packed_layout import PackedForm, PackedLayout, packed_name
 from headway.model.config import ModelConfig
-from headway.model.layout import HEAD, STACKED, ParamSpec, param_specs
+from headway.model.layout import HEAD, STACKED, param_specs
 
 EVERY = "all"
+EXPERTS_TARGET = "experts"
 HEAD_MODULE = HEAD.removesuffix(".weight")
 PARTS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 """Names of an adapter's tensors after the path of its linear, as in PEFT."""
@@ -29,7 +30,8 @@ class AdapterConfig(Section):
     dropout: float = setting(0.0, "Dropout on the input of A.", ge=0, lt=1)
     targets: tuple[str, ...] = setting(
         (EVERY,),
-        "Linears to adapt: all (those of the layers), names such as q_proj or lm_head, or shell patterns over paths.",
+        "Linears to adapt: all (those of the layers that every token passes), names such as q_proj or lm_head, shell patterns over paths; "
+        "and experts, or one of their matrices such as experts.down_proj.",
         min_length=1,
     )
     base: PackedForm | None = setting(
@@ -48,10 +50,10 @@ class AdapterConfig(Section):
 
     def modules(self, model: ModelConfig) -> list[str]:
         """The paths of the adapted linears, in the order of the model; a target that matches none is an error."""
-        paths = linears(model)
+        paths, experts = linears(model), expert_linears(model)
         wanted: set[str] = set()
         for target in self.targets:
-            found = {path for path in paths if _matches(target, path)}
+            found = {path for path in paths if _matches(target, path)} | {path for path in experts if _matches_experts(target, path)}
             if not found:
                 raise ConfigError(f"adapter.targets holds {target!r}, which matches no linear{_why(target, model, paths)}")
             wanted |= found
@@ -60,23 +62,30 @@ class AdapterConfig(Section):
                 f"adapter.dropout is {self.dropout} and adapter.targets holds {HEAD_MODULE}, which supports no dropout. "
                 f"Set dropout to 0, or remove {HEAD_MODULE}."
             )
-        return [path for path in paths if path in wanted]
+        if not wanted.isdisjoint(experts) and (self.kind != "lora" or self.dropout):
+            given = f"adapter.dropout is {self.dropout}" if self.kind == "lora" else f"adapter.kind is {self.kind}"
+            raise ConfigError(f"{given} and adapter.targets holds experts, which take lora without dropout. Set kind lora and dropout 0.")
+        return [path for path in [*paths, *experts] if path in wanted]
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of the adapter."""
-        sizes = linears(model)
+        sizes: dict[str, tuple[int, ...]] = {**linears(model), **expert_linears(model)}
         found: dict[str, tuple[int, ...]] = {}
         for path in self.modules(model):
-            outputs, inputs = sizes[path]
-            of: dict[str, tuple[int, ...]] = dict(zip(PARTS, ((self.rank, inputs), (outputs, self.rank), (outputs,)), strict=True))
+            *experts, outputs, inputs = sizes[path]
+            each = ((*experts, self.rank, inputs), (*experts, outputs, self.rank), (outputs,))
+            of: dict[str, tuple[int, ...]] = dict(zip(PARTS, each, strict=True))
             found |= {f"{path}.{part}": of[part] for part in self.parts}
         return found
 
     def layouts(self, model: ModelConfig) -> dict[str, PackedLayout]:
-        """The weights that are stored quantised, by their plain names: those of all linears of the layers, adapted or not."""
+        """The weights that are stored quantised, by their plain names: those of all linears and experts of the layers, adapted or not."""
         if self.base is None:
             return {}
-        return {f"{path}.weight": PackedLayout(self.base, *shape) for path, shape in linears(model).items() if path != HEAD_MODULE}
+        found = {f"{path}.weight": PackedLayout(self.base, *shape) for path, shape in linears(model).items() if path != HEAD_MODULE}
+        for path, (experts, outputs, inputs) in expert_linears(model).items():
+            found[f"{path}.weight"] = PackedLayout(self.base, experts * outputs, inputs, experts)
+        return found
 
     def all_shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Name and shape of every parameter as it is stored: the model's, quantised ones as bytes, and the adapter's."""
@@ -106,9 +115,12 @@ def linears(model: ModelConfig) -> dict[str, tuple[int, int]]:
     return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in found.items()}
 
 
-def stacked(model: ModelConfig) -> list[ParamSpec]:
-    """The matrices of experts."""
-    return [spec for spec in param_specs(model) if len(spec.shape) == STACKED]
+def expert_linears(model: ModelConfig) -> dict[str, tuple[int, int, int]]:
+    """Path -> (experts, outputs, inputs) of every matrix that is stacked over experts, in the order of the model."""
+    if model.experts is None or model.hf_config is not None:
+        return {}
+    matrices = [spec for spec in param_specs(model) if len(spec.shape) == STACKED]
+    return {spec.name.removesuffix(".weight"): (spec.shape[0], spec.shape[1], spec.shape[2]) for spec in matrices}
 
 
 def _matches(target: str, path: str) -> bool:
@@ -117,11 +129,18 @@ def _matches(target: str, path: str) -> bool:
     return target in (path, path.rsplit(".", 1)[-1]) or fnmatchcase(path, target)
 
 
+def _matches_experts(target: str, path: str) -> bool:
+    """Experts are adapted where a target says so: `all` and names of linears mean the linears that every token passes."""
+    if target == EXPERTS_TARGET:
+        return True
+    return EXPERTS_TARGET in target and (path.endswith(f".{target}") or target == path or fnmatchcase(path, target))
+
+
 def _why(target: str, model: ModelConfig, paths: dict[str, tuple[int, int]]) -> str:
     if target == HEAD_MODULE and model.tie_embeddings:
         return ": the head is the embedding (model.tie_embeddings). Remove it."
-    if any(fnmatchcase(spec.name.removesuffix(".weight"), target) or spec.name.endswith(f".{target}.weight") for spec in stacked(model)):
-        return ": experts have no adapters. Remove it; attention and shared experts can have them."
+    if any(fnmatchcase(path, target) or path.endswith(f".{target}") for path in expert_linears(model)):
+        return f", only experts. Use {EXPERTS_TARGET} (all three matrices) or {EXPERTS_TARGET}.{target.rsplit('.', 1)[-1].strip('*')}."
     leaves = list(dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths))
     near = difflib.get_close_matches(target, [*leaves, *paths], n=2)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""

@@ -7,6 +7,8 @@ W may be stored quantised (`base`): the product then reads its bytes (kernels/pa
 The length of the rows is a constant in backward. Parameters keep the linear's own names; those of the update follow them.
 Streams may come in any order: a linear waits until its update is complete.
 
+Experts stacked in one parameter have an update each (experts.py): all shapes have the experts first, and lora alone exists.
+
 Shapes: O outputs, I inputs, R rank: W [O,I], A [R,I], B [O,R], magnitude [O].
 """
 
@@ -21,6 +23,8 @@ from torch import Tensor, nn
 from headway.kernels.packed_layout import PackedForm, PackedLayout, form_of, packed_name, plain_name
 from headway.kernels.packed_weight import packed_linear, packed_linear_updated, packed_matrix, unpack
 from headway.model.adapter.config import PARTS, AdapterConfig
+from headway.model.adapter.experts import AdaptedExpertLinear
+from headway.model.moe import ExpertLinear
 from headway.runtime.seed import derive
 
 Values = Iterable[tuple[str, Tensor]]
@@ -92,6 +96,9 @@ def adapt(model: nn.Module, config: AdapterConfig, modules: list[str]) -> None:
     for path in modules:
         above, _, leaf = path.rpartition(".")
         owner, old = model.get_submodule(above), model.get_submodule(path)
+        if isinstance(old, ExpertLinear):
+            setattr(owner, leaf, AdaptedExpertLinear(old, config))
+            continue
         assert isinstance(old, nn.Linear)
         setattr(owner, leaf, AdaptedLinear(old.in_features, old.out_features, bias=old.bias is not None, config=config))
 
@@ -137,6 +144,11 @@ def pack_linears(model: nn.Module, layouts: Mapping[str, PackedLayout]) -> None:
         above, _, leaf = name.removesuffix(".weight").rpartition(".")
         owner = model.get_submodule(above)
         old = owner.get_submodule(leaf)
+        if isinstance(old, ExpertLinear):
+            experts = old if isinstance(old, AdaptedExpertLinear) else AdaptedExpertLinear(old, None)
+            setattr(owner, leaf, experts)
+            experts.store_packed(layout)
+            continue
         assert isinstance(old, nn.Linear)
         if isinstance(old, AdaptedLinear):
             old.layout = store_packed(old, layout.form)
@@ -173,18 +185,18 @@ def _matrix(value: Tensor, part: str, layout: PackedLayout | None) -> Tensor:
     """A base weight, from which a part of its update is made; A and B need nothing but its shape."""
     if layout is None:
         return value
-    return unpack(value, layout, torch.float32) if part == MAGNITUDE else torch.empty(layout.outputs, layout.inputs, device="meta")
+    return unpack(value, layout, torch.float32) if part == MAGNITUDE else torch.empty(layout.shape, device="meta")
 
 
 def _initial(name: str, part: str, weight: Tensor, config: AdapterConfig, seed: int) -> Tensor:
     """A is drawn from (seed, name) with PEFT's distribution, B is zero, the magnitude is the norm of the rows."""
-    outputs, inputs = weight.shape
+    *experts, outputs, inputs = weight.shape
     if part == A:
         generator = torch.Generator(device="cpu").manual_seed(derive(seed, "init", name))
         bound = inputs**-0.5
-        return torch.empty(config.rank, inputs, device="cpu").uniform_(-bound, bound, generator=generator)
+        return torch.empty(*experts, config.rank, inputs, device="cpu").uniform_(-bound, bound, generator=generator)
     if part == B:
-        return torch.zeros(outputs, config.rank, device="cpu")
+        return torch.zeros(*experts, outputs, config.rank, device="cpu")
     return torch.linalg.vector_norm(weight.float(), dim=1)
 
 

@@ -27,7 +27,7 @@ def packed_values(values: Values, layouts: Mapping[str, PackedLayout], device: t
         if layout is None:
             yield name, value
         else:
-            yield packed_name(name, layout.form), pack(value.to(device), layout.form)
+            yield packed_name(name, layout.form), pack(value.to(device).view(layout.outputs, layout.inputs), layout.form)
 
 
 def plain_values(values: Values, layouts: Mapping[str, PackedLayout]) -> Iterator[tuple[str, Tensor]]:
@@ -36,4 +36,4 @@ def plain_values(values: Values, layouts: Mapping[str, PackedLayout]) -> Iterato
         if form_of(name) is None:
             yield name, value
         else:
-            yield plain_name(name), unpack(value, layouts[plain_name(name)], torch.float32)
+            yield plain_name(name), unpack(value, layouts[plain_name(name)], torch.float32).view(layouts[plain_name(name)].shape)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import CheckpointError, ConfigError
-from headway.model.adapter.config import PARTS, AdapterConfig, linears
+from headway.model.adapter.config import PARTS, AdapterConfig, expert_linears, linears
 from headway.model.families.base import family_of, our_whole, pieces_of, published, their_whole
 from headway.model.layout import param_specs
 from headway.model.loading.huggingface import read_json
@@ -198,6 +198,7 @@ def _sort(found: Mapping[str, Tensor], model: ModelConfig, path: Path) -> tuple[
 
 def adapter_settings(config: AdapterConfig, model: ModelConfig, whole: list[str], base: str | None) -> dict[str, Any]:
     """The adapter_config.json of an adapter; `whole` are the parameters that were fully trained."""
+    check_exportable(config, model)
     target, _ = published(model)
     modules = [their_name(f"{path}.weight", target).removesuffix(".weight") for path in config.modules(model)]
     every = [their_name(f"{path}.weight", target).removesuffix(".weight") for path in linears(model)]
@@ -219,6 +220,15 @@ def adapter_settings(config: AdapterConfig, model: ModelConfig, whole: list[str]
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def check_exportable(config: AdapterConfig, model: ModelConfig) -> None:
+    """Refuse an adapter that has no form in PEFT: there, experts share the rank of one matrix, or gate and up are one parameter."""
+    experts = expert_linears(model)
+    if any(path in experts for path in config.modules(model)):
+        raise ConfigError(
+            "adapter.targets holds experts, whose updates have no form in PEFT. Export the merged model: leave --adapter out."
+        )
 
 
 def their_name(name: str, target: ModelConfig) -> str:
