@@ -15,6 +15,7 @@ from headway.infer.load import build_frozen_model, find_model, load_model
 from headway.model.config import ModelConfig
 from headway.model.families.base import classifier_of, family_names, family_of
 from headway.model.layout import HEAD, SCORE, num_parameters, param_specs
+from headway.optim.groups import trainable
 
 SMALL = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, ffn_size=24, vocab_size=32, max_seq_len=32, tie_embeddings=False)
 WITHOUT = {"cohere2", "granite", "internlm", "olmoe", "transformers", "z2all", "gpt_oss"}
@@ -101,3 +102,9 @@ def test_padding_of_an_export_ends_no_answer() -> None:
         assert with_padding(tokenizer, [one for one in ends if one is not None]).roles["pad"] == wanted
     tokenizer.roles.pop("bos")
     assert "pad" not in with_padding(tokenizer, [one for one in (tokenizer.token_to_id("<eoa>"),) if one is not None]).roles
+
+
+def test_the_head_trains_beside_an_adapter_unless_it_is_frozen() -> None:
+    shapes = {"model.layers.0.mlp.up_proj.weight": (8, 4), "model.layers.0.mlp.up_proj.lora_A.weight": (2, 4), SCORE: (1, 4)}
+    assert trainable(shapes, (), ()) == {"model.layers.0.mlp.up_proj.lora_A.weight", SCORE}
+    assert trainable(shapes, ("score",), ()) == {"model.layers.0.mlp.up_proj.lora_A.weight"}
