@@ -39,7 +39,10 @@ def with_form(data: dict[str, Any]) -> dict[str, Any]:
 class ModelConfig(Section):
     """The shape of a Transformer. Give a preset, the other keys, or both (the other keys override the preset)."""
 
-    family: str = setting("llama", "The names and config.json to read and write: a file of model/families, or your own module.")
+    family: str = setting(
+        "llama",
+        "The names and config.json to read and write: a file of model/families (transformers: any class of it), or your own module.",
+    )
     preset: str | None = setting(None, "A known shape to start from; `headway list` prints them.")
     hidden_size: int = setting(256, "Width of the residual stream.", gt=0)
     num_layers: int = setting(4, "Number of layers.", gt=0)

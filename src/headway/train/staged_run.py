@@ -46,6 +46,7 @@ from headway.train.run_folder import (
 )
 from headway.train.stages import FOLDER, Stage, StagePosition, changes_of_finished, expand
 from headway.train.start import is_restart, refuse_leftovers
+from headway.train.wrapped import wrapping_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,7 +108,7 @@ def run_stages(
 
 def check_stages(stages: list[Stage], done: list[dict[str, Any]], home: Path, world: RankGroup) -> list[tuple[Stage, Resolved]]:
     """Resolve and check every unfinished stage on the model the one before it will produce; nothing is trained."""
-    previous = _left_by(done, home)
+    previous = _left_by(done, home, stages[0].recipe)
     found: list[tuple[Stage, Resolved]] = []
     for stage in stages[len(done) :]:
         resolved = resolve_stage(stage, previous)
@@ -252,8 +253,8 @@ def _prepare(recipe: Recipe, begin: StagedStart, moved: Callable[[], None]) -> N
     write_atomic(home / RECIPE, dump_yaml(recipe, only_given=True))
 
 
-def _left_by(done: list[dict[str, Any]], home: Path) -> StoredModel | None:
-    return find_model(home / done[-1]["checkpoint"]) if done and done[-1]["checkpoint"] else None
+def _left_by(done: list[dict[str, Any]], home: Path, recipe: Recipe) -> StoredModel | None:
+    return find_model(home / done[-1]["checkpoint"], wrapping=wrapping_of(recipe)) if done and done[-1]["checkpoint"] else None
 
 
 def _resolved(stage: Stage, done: list[dict[str, Any]], home: Path) -> Resolved:
@@ -264,7 +265,7 @@ def _resolved(stage: Stage, done: list[dict[str, Any]], home: Path) -> Resolved:
     recorded = load(Recipe, stage.folder / RECIPE).init.source if (stage.folder / RECIPE).exists() else None
     # a run folder that was moved keeps the name it began with
     weights = recorded if recorded is not None and recorded.endswith(source) else str(home / source)
-    return resolve_stage(stage.starting_from(weights), _left_by(done, home))
+    return resolve_stage(stage.starting_from(weights), _left_by(done, home, stage.recipe))
 
 
 def _entry(stage: Stage) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headway.errors import ConfigError
+from headway.model.config import MAX_LAYERS
 from headway.runtime.optional import need
 
 if TYPE_CHECKING:
@@ -100,6 +101,9 @@ def empty_model(given: Mapping[str, Any], *, trust_remote_code: bool) -> PreTrai
 
 
 def _check_kind(config: PreTrainedConfig) -> None:
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
+        raise ConfigError(f"num_hidden_layers is {str(layers)[:40]}; model.family transformers takes 1 to {MAX_LAYERS} layers.")
     if config.get_text_config() is not config or getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
             f"model_type {config.model_type!r} has parts besides a text decoder; model.family transformers wraps decoders of text alone."
