@@ -210,18 +210,13 @@ class ModelConfig(Section):
                 f"latent_attention.value_head_dim is {latent.value_head_dim}; it must not exceed "
                 f"nope_head_dim + rope_head_dim={latent.head_size}"
             )
-        fixed = {
-            "qk_norm": False,
-            "rotary_fraction": 1.0,
-            "positions": "rotary",
-            "head_gates": None,
-            "attention_sinks": False,
-            "sliding_window": None,
-        }
+        if self.head_gates is not None:
+            raise ValueError("head_gates is given with latent_attention, whose heads store one vector together: none can stream alone")
+        fixed = {"qk_norm": False, "rotary_fraction": 1.0, "positions": "rotary", "attention_sinks": False, "sliding_window": None}
         for key, value in fixed.items():
             if getattr(self, key) != value:
-                why = " Its heads store one vector together, so none can stream" if key == "head_gates" else ""
-                raise ValueError(f"latent_attention is given with {key}={getattr(self, key)!r}; it must be {value!r}.{why}")
+                shown = "null" if value is None else str(value).lower()
+                raise ValueError(f"latent_attention is given with {key}={getattr(self, key)}; it must be {shown}")
 
     def _positions_fit(self) -> None:
         scaling = self.rope_scaling

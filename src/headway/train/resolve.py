@@ -105,7 +105,7 @@ def resolve(recipe: Recipe, given: StoredModel | None = None) -> Resolved:
     model = _with_head(recipe, _shape(recipe, weights, tokenizer))
     masks, log_alpha = _masks(recipe)
     media = _media(recipe, model)
-    model = model.with_(head_gates=_head_gates(recipe, weights, masks), media=None if media is None else media.shape)
+    model = _with(model, head_gates=_head_gates(recipe, weights, masks), media=None if media is None else media.shape)
     if masks is not None:
         masks.check(model, f"init.masks={recipe.init.masks}")
     family_of(model.family)

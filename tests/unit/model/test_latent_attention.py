@@ -41,7 +41,7 @@ EXPERTS = {"num": 8, "per_token": 2, "ffn_size": 8, "shared_ffn_size": 16, "rout
         ({"num_kv_heads": 2}, "num_kv_heads is 2; with latent_attention it is num_heads=4"),
         ({"head_dim": 8}, "head_dim is 8; with latent_attention it is 12"),
         ({"qk_norm": True}, "latent_attention is given with qk_norm=True"),
-        ({"head_gates": {}}, "so none can stream"),
+        ({"head_gates": {}}, "head_gates is given with latent_attention"),
         ({"latent_attention": {**LATENT, "value_head_dim": 13}}, "must not exceed nope_head_dim + rope_head_dim=12"),
         ({"latent_attention": {**LATENT, "rope_head_dim": 3}}, "multiple of 2"),
         ({"latent_attention": None, "rope_scaling": {"kind": "yarn", "mscale_all_dim": 1.0}}, "which is for latent_attention"),
