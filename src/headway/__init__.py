@@ -20,6 +20,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from headway.api.models import LanguageModel, evaluate, export, load_model, tokenize
     from headway.api.results import EvalResult, ExportResult, TokenizeResult, TrainResult
+    from headway.api.rewards import score
     from headway.api.table import ResultTable
     from headway.api.training import train
     from headway.errors import ConfigError, DataError, HeadwayError, Interrupted, Terminated, TrainingError
@@ -54,12 +55,14 @@ __all__ = [
     "evaluate",
     "export",
     "load_model",
+    "score",
     "tokenize",
     "train",
 ]
 
 _HOMES = {
     "headway.api.models": ("LanguageModel", "evaluate", "export", "load_model", "tokenize"),
+    "headway.api.rewards": ("score",),
     "headway.api.results": ("EvalResult", "ExportResult", "TokenizeResult", "TrainResult"),
     "headway.api.table": ("ResultTable",),
     "headway.api.training": ("train",),

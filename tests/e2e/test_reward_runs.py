@@ -10,6 +10,7 @@ import pytest
 from support.byte_model import byte_tokenizer
 from support.runs import assert_same_run, deterministic, headway
 
+import headway as hw
 from headway.config.load import load
 from headway.errors import HeadwayError
 from headway.eval.reward import evaluate_reward
@@ -67,10 +68,7 @@ def scores(path: Path, data: Path, out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_a_run_learns_from_a_language_model_and_final_is_scored_by_transformers(folder: Path, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    import torch
-
+def test_a_run_starts_from_a_language_model_and_all_it_leaves_gives_the_same_scores(folder: Path, tmp_path: Path) -> None:
     run = folder / "runs" / "full"
     assert {"rewards/chosen", "rewards/mean", "rewards/margins", "rewards/accuracies"} <= read_metrics(run / "metrics.jsonl")[0].keys()
     weights = dict(find_model(run).weights())
@@ -79,6 +77,15 @@ def test_a_run_learns_from_a_language_model_and_final_is_scored_by_transformers(
     assert [one["id"] for one in found] == list(range(48))
     again = scores(run / "checkpoints" / "step-00000004", folder / "pairs.jsonl", tmp_path / "again.jsonl")
     assert found == again
+
+
+@pytest.mark.slow
+def test_transformers_scores_a_padded_batch_of_texts_with_final_as_headway_does(folder: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    run = folder / "runs" / "full"
+    found = scores(run, folder / "pairs.jsonl", tmp_path / "out.jsonl")
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "final")
     model = transformers.AutoModelForSequenceClassification.from_pretrained(run / "final").eval()
     assert model.config.pad_token_id == tokenizer.pad_token_id is not None
@@ -219,6 +226,8 @@ def test_answers_and_generations_get_scores_that_pairs_would_give(folder: Path, 
     ]
     (tmp_path / "several.jsonl").write_text("".join(json.dumps(one) + "\n" for one in several))
     found = scores(run, tmp_path / "several.jsonl", tmp_path / "best.jsonl")
+    for one, right in zip(hw.score(run, several[:3], device="cpu"), found, strict=False):
+        assert one["rewards"] == pytest.approx(right["rewards"], abs=1e-5) and one["prompt"] == right["prompt"]
     for one, pair in zip(found, pairs, strict=True):
         assert one["rewards"] == pytest.approx([pair["reward_rejected"], pair["reward_chosen"]], abs=1e-5)
         assert one["best"] == int(pair["reward_chosen"] > pair["reward_rejected"])

@@ -136,7 +136,7 @@ def load_model(where: Where, *, device: str = "auto", precision: str = "auto", m
     from headway.runtime.device import choose_compute
 
     compute = choose_compute(device, precision)
-    loaded = load(_place(where), device=compute.device, dtype=compute.dtype)
+    loaded = load(place_of(where), device=compute.device, dtype=compute.dtype)
     return LanguageModel(loaded.with_mask_choice(MaskChoice(masks)))
 
 
@@ -191,9 +191,9 @@ def export(
         raise ConfigError("adapter_only and remote_code are both given; an adapter needs no model class. Leave one of them out.")
     check_writable(target.parent)
     if adapter_only:
-        export_adapter(_place(model), target, dtype=dtype)
+        export_adapter(place_of(model), target, dtype=dtype)
     else:
-        export_model(_place(model), target, dtype=dtype, remote_code=remote_code)
+        export_model(place_of(model), target, dtype=dtype, remote_code=remote_code)
     return ExportResult(target, dtype, adapter_only)
 
 
@@ -242,7 +242,7 @@ def tokenize(
     return TokenizeResult(path, found.kind, store.num_documents, store.num_tokens)
 
 
-def _place(where: Where) -> str | Path:
+def place_of(where: Where) -> str | Path:
     """The folder a model is in."""
     return where.run if isinstance(where, TrainResult) else where.path if isinstance(where, ExportResult) else where
 

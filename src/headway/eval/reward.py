@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -106,9 +106,11 @@ def evaluate_reward(
     *,
     batch_tokens: int = BATCH_TOKENS,
     out: Path | None = None,
+    keep: Callable[[dict[str, Any]], object] | None = None,
     group: RankGroup | None = None,
 ) -> RewardReport:
-    """Score all records of a source. Over several ranks each scores its share of the batches; the first one writes."""
+    """Score all records of a source; `keep` gets each with its scores. Over several ranks each scores its share of the batches, and the
+    first one writes."""
     check_source(loaded, source, batch_tokens)
     counts, seen = ReadCounts(), _Seen()
     is_first = group is None or group.rank == 0
@@ -122,6 +124,8 @@ def evaluate_reward(
                 seen.add(one.kind, own)
                 if file is not None:
                     file.write(json.dumps(with_scores(one, own.tolist()), ensure_ascii=False) + "\n")
+                if keep is not None:
+                    keep(with_scores(one, own.tolist()))
             advance(len(flat))
         if seen.kind is None:
             raise DataError(f"{source.path}: nothing to score; {counts.bad} of {counts.records} records cannot be read.")

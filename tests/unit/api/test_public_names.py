@@ -56,7 +56,7 @@ def test_exactly_the_public_names_exist_and_have_documentation() -> None:
         found = getattr(hw, name)
         assert isinstance(found, str) or ((inspect.getdoc(found) or "").count("\n") >= 0 and len(inspect.getdoc(found) or "") > 20), name
     functions = [name for name in hw.__all__ if inspect.isfunction(getattr(hw, name))]
-    assert functions == ["evaluate", "export", "load_model", "tokenize", "train"]
+    assert functions == ["evaluate", "export", "load_model", "score", "tokenize", "train"]
     assert all("Example:" in (inspect.getdoc(getattr(hw, name)) or "") for name in functions)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = hw.nothing  # pyright: ignore[reportAttributeAccessIssue]
